@@ -1,1 +1,1 @@
-"""The target service: runs the model, verifies token trees, streams what was accepted."""
+"""The target service: runs the model, verifies token trees, streams accepted tokens."""

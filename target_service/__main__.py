@@ -1,4 +1,4 @@
-"""`python -m target_service`: load a model and serve it until told to stop."""
+"""`python -m target_service`: load a model and serve it until SIGTERM or SIGINT."""
 
 from __future__ import annotations
 
@@ -47,8 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     prepare_grpc()
     collect_seldom()
     switch_threads_often()
-    # Imported late: gRPC reads its environment as it is imported, and a typing error should not wait for torch.
-    from target_service.preflight import EngineRefused, check_settings, engine_stands_apart
+    # Imported late: gRPC reads its environment on import, and a typing error should not wait for torch.
+    from outrider.errors import OutriderError
+    from target_service.preflight import EngineRefused, check_settings
 
     try:
         config = load(TargetConfig, "target", flags, os.environ, Path(named) if named else None)
@@ -57,28 +58,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SettingsError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
     if named:
-        # A drafter in this process, or in the engine's own, has its settings from the same file.
+        # A drafter in this process, or in the engine's, reads its settings from the same file.
         os.environ[CONFIG_VARIABLE] = str(named)
-    from outrider.errors import OutriderError
-
     try:
-        return _serve(config, apart=engine_stands_apart(config))
+        return _serve(config)
     except EngineRefused as refusal:
         parser.exit(refusal.status, f"{parser.prog}: {refusal.reason}\n")
     except (SettingsError, OutriderError) as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
 
 
-def _serve(config: TargetConfig, *, apart: bool) -> int:
-    # Before there are threads here, of which the other process would know nothing.
-    host = _engine_apart(config) if apart else None
+def _serve(config: TargetConfig) -> int:
+    # Started before this process has threads.
+    host = _start_engine(config) if config.engine_apart else None
     from target_service.lifecycle import serve_engine
     from target_service.shared_engine import SharedEngine
 
     return run(serve_engine(config, host or SharedEngine(config)))
 
 
-def _engine_apart(config: TargetConfig) -> EngineLink:
+def _start_engine(config: TargetConfig) -> EngineLink:
     from target_service.engine_process.client import EngineLink
 
     def tokenizer() -> Any:

@@ -1,4 +1,4 @@
-"""From settings and a loaded model to an engine with its draft, in whichever process that is to be."""
+"""Builds an engine with its draft from the settings and a loaded model, in either process."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def load_model(config: TargetConfig) -> ModelRunner:
 
 
 def engine_config(config: TargetConfig) -> EngineConfig:
-    """The engine's part of the settings."""
+    """The settings of the engine."""
     return EngineConfig(
         scheduler=SchedulerConfig(config.max_running, config.step_rows, config.chunk_rows),
         drafting=drafting_config(config),
@@ -61,7 +61,7 @@ def engine_config(config: TargetConfig) -> EngineConfig:
 
 
 def served_model(config: TargetConfig, runner: ModelRunner) -> ServedModel:
-    """What clients are told of the model, and held to."""
+    """The model's description and limits, for clients and their requests."""
     cache = runner.cache
     kv_tokens = cache.num_pages * cache.page_size
     return ServedModel(
@@ -109,7 +109,7 @@ class Assembled:
     link: StoppableLink | None = None
 
     def stop(self) -> None:
-        """Fail what is left, and let go of everything. Waits for the step under way."""
+        """Fail the remaining sequences and free everything. Waits for the step under way."""
         self.engine.stop(0.0)
         if self.link is not None:
             self.link.stop()
@@ -118,13 +118,13 @@ class Assembled:
 def assemble(
     config: TargetConfig, runner: ModelRunner, observer: EngineObserver | None, connect: Connect | None = None
 ) -> Assembled:
-    """Measure what steps cost if that matters, make the engine and connect its draft, if there is one.
+    """Measure step costs if they are used, create the engine, and connect its draft, if there is one.
 
-    `connect` is what `prepared_draft` gave. Raises `EngineRefused` for a draft that does not fit the model.
+    `connect` is the result of `prepared_draft`. Raises `EngineRefused` for a draft that does not fit the model.
     """
     cost = None
     if (config.speculation or runner.node_table is not None) and config.row_budget == "adaptive":
-        logger.info("measuring what a step costs by its rows")
+        logger.info("measuring the cost of a step by its rows")
         cost = in_passing_thread(lambda: measure_step_cost(runner, config.step_rows))
     engine = Engine(runner, engine_config(config), step_cost=cost, observer=observer)
     served = served_model(config, runner)
@@ -136,8 +136,3 @@ def assemble(
         raise EngineRefused(2, f"error: --draft: {error}") from None
     engine.attach_draft(link)
     return Assembled(engine, served, link)
-
-
-def load_engine(config: TargetConfig, observer: EngineObserver, connect: Connect | None = None) -> Assembled:
-    """Load the model and assemble its engine, with the draft that `prepared_draft` gave. Raises `EngineRefused`."""
-    return assemble(config, load_model(config), observer, connect)

@@ -8,13 +8,13 @@ from outrider.busy_polling import BUSY_POLL_SECONDS, MOST_BUSY_POLL_SECONDS
 from outrider.limits import TenantLimits
 from outrider.settings import FIRST_MESSAGE_SECONDS, MAX_MESSAGE_BYTES, MOST_MESSAGE_BYTES, setting
 
-# As `tree_kernels.node_table.LOOKUP`, which would bring torch along.
+# Equal to `tree_kernels.node_table.LOOKUP`, whose import would load torch.
 MOST_LOOKED_UP = 15
-# As `outrider.tree.MAX_ROWS` but for the root, which would bring gRPC along.
+# `outrider.tree.MAX_ROWS` without the root, whose import would load gRPC.
 MOST_DRAFTED = 255
 # More than any machine has cores for.
 MOST_THREADS = 1024
-# Sequences of one step at most.
+# Most sequences of one step.
 MAX_SEQUENCES = 1024
 
 
@@ -33,17 +33,17 @@ class TargetConfig:
         "",
         "draft service: HOST:PORT, unix:PATH, several with commas between them, or inprocess:DRAFTER; none when empty",
     )
-    draft_token: str = setting("", "file with the token that the draft service asks for; none when empty")
+    draft_token: str = setting("", "file with the token for the draft service; none when empty")
     draft_tls_ca: str = setting("", "PEM roots for the draft service's certificate; plain text when empty")
     draft_tls_certificate: str = setting("", "PEM certificate chain shown to the draft service")
     draft_tls_key: str = setting("", "PEM private key of that certificate")
-    speculation: bool = setting(True, "ask the draft service for trees; off is a one-row tree through the same code")
+    speculation: bool = setting(True, "use drafts; off verifies one-row trees through the same code")
     speculative_disable_queue_size: int = setting(
         64, "stop drafting while more than this many sequences run (on again at three quarters of it)", ge=0
     )
     allow_lossy: bool = setting(
         False,
-        "let requests ask for typical acceptance, which is faster and does not keep the model's distribution; refused "
+        "let requests use typical acceptance, which is faster and does not keep the model's distribution; refused "
         "otherwise",
     )
     max_draft_nodes: int = setting(63, "drafted rows a sequence may have in one step", ge=0, le=MOST_DRAFTED)
@@ -65,8 +65,8 @@ class TargetConfig:
     feature_window: int = setting(512, "hidden states of a sequence that are kept for a draft that connects late", ge=0)
     lookup_tokens: int = setting(
         -1,
-        "tokens of each sequence that the device drafts itself from the text so far, at most; up to 15, 0 for none, -1 "
-        "for 15 on a GPU whose steps are captured and none elsewhere",
+        "most tokens of each sequence that the device drafts from the text so far: up to 15, 0 for none, -1 for 15 on "
+        "a GPU with captured steps and none elsewhere",
         ge=-1,
         le=MOST_LOOKED_UP,
     )
@@ -90,21 +90,19 @@ class TargetConfig:
     max_running: int = setting(64, "sequences that run at once", ge=1, le=MAX_SEQUENCES)
     max_waiting: int = setting(256, "sequences that wait; more are refused with RESOURCE_EXHAUSTED", ge=0)
     tenant_running: int = setting(
-        0, "sequences of one tenant in one step; 0 is no bound, for tenants share by weight as it is", ge=0
+        0, "sequences of one tenant in one step; 0 is no bound, since tenants share by weight anyway", ge=0
     )
-    tenant_waiting: int = setting(
-        0, "requests of one tenant that have said nothing yet; 0 takes half of max-waiting", ge=0
-    )
+    tenant_waiting: int = setting(0, "requests of one tenant without a token yet; 0 takes half of max-waiting", ge=0)
     tenant_sequences: int = setting(512, "open sequences of one tenant; 0 is no bound", ge=0)
     tenant_streams: int = setting(
         0, "calls of one tenant at once; 0 takes max-running and half of max-waiting together, and 16", ge=0
     )
     tenant_kv_tokens: int = setting(
-        0, "tokens of one tenant in the KV cache; 0 is no bound, for tenants share by weight as it is", ge=0
+        0, "tokens of one tenant in the KV cache; 0 is no bound, since tenants share by weight anyway", ge=0
     )
     tenant_requests_per_second: float = setting(500.0, "requests of one tenant on average; 0 is no bound", ge=0)
     tenant_burst: int = setting(1000, "requests of one tenant that may come at once after a pause", ge=0)
-    tenant_texts: int = setting(16, "texts of one tenant that wait for the tokeniser; 0 is no bound", ge=0)
+    tenant_texts: int = setting(16, "texts of one tenant that wait for the tokenizer; 0 is no bound", ge=0)
     max_step_rows: int = setting(
         0, "rows of one forward pass, over all sequences; 0 takes 512, and 2048 on a GPU", ge=0
     )
@@ -125,12 +123,12 @@ class TargetConfig:
     )
     engine_process: str = setting(
         "auto",
-        "where the engine runs: in a process of its own, in the server's, or the first on a GPU",
+        "the engine's process: its own, shared with the server, or auto: its own on a GPU",
         choices=("auto", "own", "shared"),
     )
     draft_link_process: str = setting(
         "auto",
-        "where the stream to a draft service runs: in a process of its own, in the engine's, or the first on a GPU",
+        "the process of the stream to a draft service: its own, shared with the engine, or auto: its own on a GPU",
         choices=("auto", "own", "shared"),
     )
     draft_link_busy_poll_ms: float = setting(
@@ -141,7 +139,7 @@ class TargetConfig:
         le=MOST_BUSY_POLL_SECONDS * 1e3,
     )
     batch_invariant: bool = setting(
-        False, "on a GPU, make no bit of an output depend on what else runs; drafts are then chains, and steps slower"
+        False, "on a GPU, make outputs the same to the bit whatever else runs; drafts are then chains, and steps slower"
     )
     threads: int = setting(
         0, "CPU threads for torch; 0 takes 1 beside a GPU and torch's own choice elsewhere", ge=0, le=MOST_THREADS
@@ -167,9 +165,9 @@ class TargetConfig:
     weights_staging: str = setting(
         "", "folder for streamed weights until they are read; the system's own for temporary files when empty"
     )
-    weights_stream_gb: float = setting(64.0, "GB of one streamed update at most; 0 takes none", ge=0)
+    weights_stream_gb: float = setting(64.0, "most GB of one streamed update; 0 refuses streams", ge=0)
     weights_without_token: bool = setting(
-        False, "where no tokens are asked for, let every caller update the weights; else nobody may"
+        False, "where no tokens are required, let every caller update the weights; otherwise none may"
     )
     tls_certificate: str = setting("", "PEM certificate chain; plain text when empty")
     tls_key: str = setting("", "PEM private key")
@@ -181,9 +179,9 @@ class TargetConfig:
 
     @property
     def tenant_limits(self) -> TenantLimits:
-        """What a tenant may take that the tokens' file says nothing else of. One alone cannot fill the queue.
+        """Limits of a tenant without any in the tokens' file. By default no tenant alone can fill the queue.
 
-        Raises `SettingsError` for numbers that cannot be meant.
+        Raises `SettingsError` for numbers that cannot work.
         """
         return TenantLimits(
             running=self.tenant_running,
@@ -198,7 +196,7 @@ class TargetConfig:
 
     @property
     def step_rows(self) -> int:
-        """`max_step_rows`, 0 resolved: a GPU reads a prompt's weights for few rows as fast as for many."""
+        """`max_step_rows`, 0 resolved: on a GPU, reading the weights takes the same time for few rows as for many."""
         return self.max_step_rows or (512 if self.device == "cpu" else 2048)
 
     @property
@@ -208,9 +206,21 @@ class TargetConfig:
         return most if self.speculation else 0
 
     @property
+    def engine_apart(self) -> bool:
+        """Whether the engine has its own process.
+
+        On a GPU it needs one: steps take 1 to 2 ms, and the interpreter that launches them cannot also serve thousands
+        of messages a second. On a CPU steps are long, and one process is simpler.
+        """
+        return self._is_apart(self.engine_process)
+
+    @property
     def link_apart(self) -> bool:
-        """Whether the stream to a draft service has a process of its own."""
-        return self.draft_link_process == "own" or (self.draft_link_process == "auto" and self.device != "cpu")
+        """Whether the stream to a draft service has its own process."""
+        return self._is_apart(self.draft_link_process)
+
+    def _is_apart(self, process: str) -> bool:
+        return process == "own" or (process == "auto" and self.device != "cpu")
 
     @property
     def captures(self) -> bool:

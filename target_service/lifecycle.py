@@ -17,47 +17,28 @@ from outrider.telemetry.registry import MetricsServer
 from outrider.telemetry.rpc import RpcMetricsInterceptor
 from outrider.telemetry.tracing import Tracing, set_up_tracing
 from outrider.v1 import target_pb2_grpc
-from outrider.wire.frames import DraftInfo
 from target_service.api.admission import Admission, ServedModel
 from target_service.api.server import SERVICE_NAME, StreamLimits, TargetServicer
 from target_service.api.weights import WeightRules, WeightUpdates
 from target_service.config import TargetConfig
-from target_service.core.events import EngineSnapshot, SequenceEngine, Sequences
+from target_service.core.events import Sequences, ServingEngine
 from target_service.core.quotas import TenantQuotas
-from target_service.core.weights import UpdateDone, WeightUpdate
 from target_service.preflight import drafting_config, speculates
-from target_service.shared_engine import SharedEngine
 from target_service.speculation_state import SpeculationState, speculation_state
 from target_service.telemetry.metrics import PrometheusObserver
 
 if TYPE_CHECKING:
     from target_service.engine.stats import EngineObserver
-    from target_service.model.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
-# Seconds between two looks at whether the last request has ended: less than anybody notices at a stop.
+# Interval at which a stop polls for the end of the last request, in seconds.
 _DRAIN_POLL = 0.02
 
 
-class ServingEngine(SequenceEngine, Protocol):
-    """The engine as far as serving goes; `target_service.engine.engine.Engine` says what each member means."""
-
-    @property
-    def draft_info(self) -> DraftInfo | None: ...
-    @property
-    def failure(self) -> BaseException | None: ...
-    @property
-    def last_beat_ns(self) -> int: ...
-    def drain(self) -> None: ...
-    def snapshot(self) -> EngineSnapshot: ...
-    def update_weights(self, update: WeightUpdate, done: UpdateDone) -> int: ...
-    def cancel_update(self, update_id: int) -> None: ...
-
-
 class EngineHost(Protocol):
-    """Whoever runs an engine: `shared_engine.SharedEngine` in this process, or `engine_process.client.EngineLink` for
-    one in another. Asked in this order; `stop` at any time."""
+    """Runs an engine: `shared_engine.SharedEngine` in this process, `engine_process.client.EngineLink` in another. Its
+    methods are called in this order, `stop` at any time."""
 
     async def load(self) -> ServedModel: ...
     async def engine(self, observer: EngineObserver | None) -> ServingEngine: ...
@@ -66,18 +47,19 @@ class EngineHost(Protocol):
 
 
 class EngineWorker:
-    """The engine as the server's lifecycle sees it."""
+    """The engine as a worker of the server's lifecycle."""
 
     def __init__(self, engine: ServingEngine, heartbeat_seconds: float) -> None:
         self._engine = engine
         self._heartbeat_seconds = heartbeat_seconds
 
     def alive(self) -> bool:
-        """Whether the engine's loop has come round lately."""
+        """Whether the engine's loop ran recently."""
         age = (time.monotonic_ns() - self._engine.last_beat_ns) / 1e9
         return self._engine.failure is None and age < self._heartbeat_seconds
 
     def failure(self) -> BaseException | None:
+        """Why the engine has failed; None while it has not."""
         return self._engine.failure
 
     async def drain(self) -> None:
@@ -88,10 +70,10 @@ class EngineWorker:
 
 
 def _make_server(config: TargetConfig, quotas: TenantQuotas, calls: RpcMetricsInterceptor) -> GrpcServer:
-    """A server whose servicer comes once there is an engine."""
+    """A server, whose servicer is added once there is an engine."""
 
     def read_tokens() -> Authenticator:
-        """The tokens' file holds what tenants may take too; a file that cannot be read changes neither."""
+        """Read tokens and tenants' limits from the same file; if it cannot be read, neither changes."""
         authenticator = Authenticator.from_file(config.auth_tokens)
         quotas.table = TenantTable.from_file(config.auth_tokens, config.tenant_limits)
         return authenticator
@@ -100,7 +82,7 @@ def _make_server(config: TargetConfig, quotas: TenantQuotas, calls: RpcMetricsIn
         listen=config.listen,
         max_message_bytes=config.max_message_bytes,
         first_message_seconds=config.first_message_seconds,
-        # Twice what the engine takes: the rest is for health, information, and those it refuses with a reason.
+        # Twice what the engine takes; the rest is for health, information, and refusals with a reason.
         max_concurrent_calls=2 * (config.max_running + config.max_waiting) + 64,
         authenticator=Authenticator.from_file(config.auth_tokens),
         read_tokens=read_tokens,
@@ -138,16 +120,11 @@ def _make_servicer(
     return TargetServicer(sequences, admission, limits, speculation, tracing, weights, tokens=bool(config.auth_tokens))
 
 
-async def serve(config: TargetConfig, runner: ModelRunner, stopping: asyncio.Event | None = None) -> int:
-    """Serve a loaded model from this process. See `serve_engine`."""
-    return await serve_engine(config, SharedEngine(config, runner), stopping)
-
-
 async def serve_engine(config: TargetConfig, host: EngineHost, stopping: asyncio.Event | None = None) -> int:
-    """Load and serve until SIGTERM, SIGINT (or `stopping`) or the engine's death; returns the exit status.
+    """Load and serve until SIGTERM, SIGINT (or `stopping`) or the engine's failure; returns the exit status.
 
     Health and scrapes are answered from the start. Raises `SettingsError` for settings that cannot work, and what the
-    host's `load` and `engine` raise. The engine has been stopped in any case.
+    host's `load` and `engine` raise. The engine is always stopped.
     """
     calls = RpcMetricsInterceptor()
     async with AsyncExitStack() as stack:
@@ -185,7 +162,7 @@ async def serve_engine(config: TargetConfig, host: EngineHost, stopping: asyncio
 
 
 def _metrics(config: TargetConfig, stack: AsyncExitStack) -> MetricsServer | None:
-    """A server of scrapes that tells of the process alone; None where no address is set."""
+    """A metrics server, at first with the metrics of the process only; None where no address is set."""
     if not config.metrics_listen:
         return None
     metrics = MetricsServer(config.metrics_listen, ())

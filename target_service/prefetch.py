@@ -1,4 +1,4 @@
-"""`python -m target_service.prefetch MODEL`: fetch what `--model` names, so that a service finds it in the cache."""
+"""`python -m target_service.prefetch MODEL`: fetch what `--model` names into the cache of a service."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Refuses settings that no service can run with, before a model is loaded for them. Imports no model library, but for a
-drafter of this process that has one."""
+"""Refuses settings that cannot work before the model is loaded. Imports no model library, except for a drafter in this
+process that needs one."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from target_service.model.loading.hub import PullFailed, check_hub, fetch_head
 from target_service.model.loading.store import resolve
 from target_service.speculation.config import DraftingConfig
 
-# Of tokens; no model has such a context, and tables by position are made for all of it.
+# In tokens; no model has a longer context, and tables by position are allocated for all of it.
 _LONGEST_CONTEXT = 1 << 24
 
 
 class EngineRefused(Exception):
-    """No engine can run with these settings; `status` is what the process should exit with."""
+    """No engine can run with these settings; the process should exit with `status`."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -33,7 +33,7 @@ class EngineRefused(Exception):
 
 
 def speculates(config: TargetConfig) -> bool:
-    """Whether drafts are asked for at all."""
+    """Whether a draft service is used at all."""
     return config.speculation and bool(config.draft)
 
 
@@ -48,17 +48,8 @@ def drafting_config(config: TargetConfig) -> DraftingConfig:
     )
 
 
-def engine_stands_apart(config: TargetConfig) -> bool:
-    """Whether the engine has a process of its own.
-
-    On a GPU it must: steps take 1 to 2 ms, and the interpreter that launches them cannot also serve thousands of
-    messages a second. On a CPU steps are long, and one process is simpler.
-    """
-    return config.engine_process == "own" or (config.engine_process == "auto" and config.device != "cpu")
-
-
 def check_settings(config: TargetConfig) -> None:
-    """Raise `SettingsError` for settings that do not go together, and files that cannot be used."""
+    """Raise `SettingsError` for settings that contradict each other, and files that cannot be used."""
     check_device_name(config.device)
     if config.lookup_tokens > 0 and not config.captures:
         raise SettingsError("--lookup-tokens: needs captured steps on a GPU; elsewhere there is --draft inprocess:trie")
@@ -72,12 +63,12 @@ def check_settings(config: TargetConfig) -> None:
     Authenticator.from_file(config.auth_tokens)
     TenantTable.from_file(config.auth_tokens, config.tenant_limits)
     link_options(config)
-    # A model takes long to load for a service that cannot listen.
+    # Loading a model takes long, and is of no use if the service cannot listen.
     check_free(config.listen)
 
 
 def link_options(config: TargetConfig) -> LinkOptions:
-    """How the draft service is called. Raises `SettingsError` for files that cannot be used."""
+    """Options of the link to the draft service. Raises `SettingsError` for files that cannot be used."""
     metadata = bearer_metadata(config.draft_token)
     tls = None
     if config.draft_tls_ca:
@@ -95,8 +86,8 @@ def link_options(config: TargetConfig) -> LinkOptions:
 
 
 def prepared_draft(config: TargetConfig) -> Connect | None:
-    """What connects the draft, if there is to be one. Before the model, which takes long to load: a drafter of this
-    process is made here, so that its settings and its head are refused at once.
+    """The function that connects the draft; None without one. Call it before the model is loaded, which takes long: a
+    drafter in this process is created here, so that bad settings or heads are refused at once.
 
     Raises `EngineRefused`.
     """
@@ -106,7 +97,6 @@ def prepared_draft(config: TargetConfig) -> Connect | None:
         options = link_options(config)
         connect = prepare_draft(config.draft, options)
         if config.link_apart and not config.draft.startswith(INPROCESS_SCHEME):
-            # Where it is not wanted, msgspec and another process are not either.
             from outrider.drafting.link_process import connect_apart
 
             connect = connect_apart(config.draft, options)
@@ -116,7 +106,7 @@ def prepared_draft(config: TargetConfig) -> Connect | None:
 
 
 def check_model(model: str) -> None:
-    """Fetch a model that is to be fetched. Raises `EngineRefused` for one that cannot be had."""
+    """Fetch the model if it is on a hub. Raises `EngineRefused` if it is not available."""
     try:
         check_hub(str(resolve(model)))
     except (OSError, ValueError) as error:
@@ -124,9 +114,8 @@ def check_model(model: str) -> None:
 
 
 def check_head(head: str, model: str) -> None:
-    """Fetch the head that a draft of `model` runs, if it is to be fetched. Raises `EngineRefused` for one that cannot
-    be had, before a model is loaded for it."""
-    # A model's own module comes with it.
+    """Fetch the head that a draft of `model` runs, if it is on a hub. Raises `EngineRefused` if it is not available."""
+    # A model's own MTP module comes with it.
     if head in ("", model):
         return
     try:
@@ -136,17 +125,16 @@ def check_head(head: str, model: str) -> None:
         elif not (Path(source) / "config.json").is_file():
             raise FileNotFoundError("there is no config.json in this folder")
     except (OutriderError, PullFailed) as error:
-        # They name it themselves.
+        # Their messages name the head.
         raise EngineRefused(2, f"error: --draft-head: {error}") from None
     except (OSError, ValueError) as error:
         raise EngineRefused(2, f"error: --draft-head: {head}: {error}") from None
 
 
 def _check_draft(draft: str) -> None:
-    """Raise `SettingsError` for what is neither addresses with commas between them nor inprocess:DRAFTER."""
-    scheme, colon, drafter = draft.partition(":")
-    if colon and scheme == "inprocess":
-        if not drafter.strip():
+    """Raise `SettingsError` unless `draft` is a list of addresses with commas, or inprocess:DRAFTER."""
+    if draft.startswith(INPROCESS_SCHEME):
+        if not draft.removeprefix(INPROCESS_SCHEME).strip():
             raise SettingsError(f"--draft: {draft!r} names no drafter: inprocess:DRAFTER")
         return
     for one in filter(None, (part.strip() for part in draft.split(","))):

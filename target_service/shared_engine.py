@@ -1,4 +1,4 @@
-"""The engine in the process that serves, as a host for `target_service.lifecycle.serve_engine`."""
+"""The engine in the serving process, as a host for `target_service.lifecycle.serve_engine`."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Seconds between two looks at whether the engine has stopped: less than anybody notices at a stop.
+# Interval at which a stop polls for the end of the engine, in seconds.
 _STOP_POLL = 0.02
 
 
 class SharedEngine:
-    """An engine with a thread of its own in the process that serves. Loaded in another, so that health is answered."""
+    """An engine in a thread of the serving process. It is loaded in a thread too, so that health is answered."""
 
     def __init__(self, config: TargetConfig, runner: ModelRunner | None = None) -> None:
-        """With a `runner`, its model is loaded already."""
+        """`runner` is a model that is loaded already."""
         self._config = config
         self._runner = runner
         self._connect: Connect | None = None
         self._assembled: Assembled | None = None
 
     async def load(self) -> ServedModel:
-        """Prepare the draft and load the model. Raises `EngineRefused` when either cannot be."""
+        """Prepare the draft and load the model. Raises `EngineRefused` if either fails."""
         return await in_thread_to_leave(self._load)
 
     def _load(self) -> ServedModel:
@@ -47,8 +47,7 @@ class SharedEngine:
         if self._runner is None:
             check_head(self._config.draft_head, self._config.model)
             check_model(self._config.model)
-        # Imported as late as this: PyTorch and what reads models take seconds. Health is to be answered before, and
-        # what cannot be refused.
+        # Imported late: PyTorch takes seconds, health is to be answered before, and wrong names refused at once.
         from target_service.assembly import load_model, served_model
 
         if self._runner is None:
@@ -56,7 +55,7 @@ class SharedEngine:
         return served_model(self._config, self._runner)
 
     async def engine(self, observer: EngineObserver | None) -> Engine:
-        """Assemble it. `observer` is called in the engine's thread; raises what `assemble` raises."""
+        """Assemble the engine. `observer` is called in its thread. Raises what `assemble` raises."""
         self._assembled = await in_thread_to_leave(lambda: self._assemble(observer))
         return self._assembled.engine
 
@@ -72,7 +71,7 @@ class SharedEngine:
         self._assembled.engine.start(sequences.deliver)
 
     async def stop(self) -> None:
-        """Stop it, or leave it behind when a step hangs: its thread is a daemon and does not hold the process."""
+        """Stop the engine. If a step hangs, leave it: its thread is a daemon and does not keep the process alive."""
         if self._assembled is None:
             return
         stopper = threading.Thread(target=self._assembled.stop, name="engine-stop", daemon=True)

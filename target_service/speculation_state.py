@@ -1,4 +1,4 @@
-"""Whether anything drafts right now, and why: what operators ask of a target."""
+"""Whether anything drafts right now, and why, for operators."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from outrider.wire.frames import DraftInfo
 from target_service.core.events import EngineSnapshot
 from target_service.speculation.config import DraftingConfig
 
-# Drafter of a target whose device drafts and nobody else.
+# The drafter of a target without a draft service whose device drafts.
 LOOKUP = "lookup"
 _DEVICE_DRAFTS = "the device drafts from the text so far"
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationState:
-    """`drafter` and `draft` are empty where there is none; `reason` is for people."""
+    """The present state of drafting. `drafter` and `draft` are empty where there is none."""
 
     drafter: str = ""
     # Its address, as the settings have it.
     draft: str = ""
     draft_connected: bool = False
     speculating: bool = False
+    # In words, for people.
     reason: str = ""
 
 
@@ -34,12 +35,12 @@ def speculation_state(
     wanted: bool,
     lookup: bool,
 ) -> SpeculationState:
-    """How things stand.
+    """The present state of drafting.
 
     Args:
         drafting: when the engine drafts.
-        snapshot: what it holds now.
-        info: what the draft reports of itself; None while there is none.
+        snapshot: the engine's present state.
+        info: from the draft service; None while it is not connected.
         draft: address of the draft; empty without one.
         wanted: speculation is not switched off.
         lookup: the device drafts too.
@@ -58,12 +59,12 @@ def _about_draft(drafting: DraftingConfig, snapshot: EngineSnapshot, draft: str)
     if not snapshot.draft_connected:
         return f"the draft at {draft} is not connected"
     if snapshot.speculating:
-        return f"the draft at {draft} is connected; steps use what it says where that pays"
+        return f"the draft at {draft} is connected; steps use its drafts where that pays"
     if snapshot.running > drafting.resumes_at:
         return (
-            f"the draft is not asked while so many sequences run: {snapshot.running} do; it is left out above "
-            f"{drafting.disable_above}, and asked again at {drafting.resumes_at}"
+            f"drafting is off at this load: {snapshot.running} sequences run; it stops above {drafting.disable_above} "
+            f"and resumes at {drafting.resumes_at}"
         )
     if snapshot.measuring:
-        return "the draft is asked soon: the first passes at this load say what one takes without it"
-    return "the draft is not asked for now: what it says makes less than it takes; it is tried again now and then"
+        return "drafting starts soon: the first passes at this load measure the speed without it"
+    return "drafting is paused, since it costs more than it brings; it is tried again now and then"

@@ -59,7 +59,8 @@ class ScriptedHost(ScriptedEngine):
         known = self.open_sequences
         super().cancel(sequence_id)
         if self.open_sequences < known:
-            self._reporter.on_finished(self._by_id[sequence_id], SequenceTotals(prompt_tokens=3), "cancelled")
+            totals = SequenceTotals(prompt_tokens=3)
+            self._reporter.on_finished(sequence_id, self._by_id[sequence_id], totals, "cancelled")
 
     def update_weights(self, update: WeightUpdate, done: UpdateDone, update_id: int | None = None) -> int:
         assert super().update_weights(update, done) == update_id

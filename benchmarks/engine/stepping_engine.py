@@ -64,7 +64,7 @@ class SteppingEngine:
     def _end(self, sequence_id: int) -> None:
         request = self._requests.pop(sequence_id, None)
         if self._running.pop(sequence_id, None) is not None and request is not None and self._observer is not None:
-            self._observer.on_finished(request, SequenceTotals(), "cancelled")
+            self._observer.on_finished(sequence_id, request, SequenceTotals(), "cancelled")
 
     def drain(self) -> None:
         """The clients have gone before."""

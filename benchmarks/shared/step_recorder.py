@@ -22,7 +22,7 @@ class StepRecorder:
     def on_step(self, stats: StepStats) -> None:
         self._steps.append((time.monotonic_ns(), stats))
 
-    def on_finished(self, request: SequenceRequest, totals: SequenceTotals, outcome: str) -> None:
+    def on_finished(self, sequence_id: int, request: SequenceRequest, totals: SequenceTotals, outcome: str) -> None:
         """Sequences are counted by their events."""
 
     def on_speculation(self, active: bool) -> None:

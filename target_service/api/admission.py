@@ -1,9 +1,9 @@
-"""From what a caller asks to what the engine runs: every field checked, every default filled in."""
+"""Turns callers' requests into requests to the engine: checks every field and fills in defaults."""
 
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from outrider.errors import InvalidField, NotSupported, UnknownModel
@@ -16,20 +16,20 @@ from target_service.core.fairness import Share
 from target_service.core.quotas import TenantQuotas
 from target_service.core.sequence import SequenceRequest
 
-# Output tokens of a request that does not say how many.
+# Most output tokens of a request that sets no limit.
 DEFAULT_MAX_TOKENS = 1024
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """What a model runs on. Names and versions are empty where they are not known."""
+    """The software and hardware that a model runs on. Names and versions are empty where unknown."""
 
     torch_version: str = ""
     triton_version: str = ""
     device: str = ""
-    # Of a GPU.
+    # Name of the GPU.
     device_name: str = ""
-    # Sizes of steps that run as captured graphs, and that there was to capture.
+    # Step sizes that were captured as graphs, and all that could have been.
     captured_steps: int = 0
     capturable_steps: int = 0
     # Whether the device drafts from the text so far.
@@ -38,7 +38,7 @@ class Runtime:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What is served, and within which limits. `max_context` is what one sequence may hold in the KV cache too."""
+    """The model that is served, and its limits. `max_context` is also what fits one sequence in the KV cache."""
 
     name: str
     vocabulary_size: int
@@ -51,11 +51,11 @@ class ServedModel:
     tokenizer_fingerprint: str = ""
     # A transformers tokenizer; None where only token ids are taken.
     tokenizer: Any | None = None
-    # Whether speculation is on, and anything drafts.
+    # Whether speculation is on, with a draft service or lookup on the device.
     speculation: bool = False
     # Whether speculation is on at all, so that predictions are verified.
     predictions: bool = True
-    # Whether requests may ask for what is not lossless.
+    # Whether requests may use lossy modes.
     lossy: bool = False
     runtime: Runtime = Runtime()
     # Bytes of one token in the KV cache, all layers.
@@ -63,24 +63,24 @@ class ServedModel:
 
     @property
     def modes(self) -> tuple[VerificationMode, ...]:
-        """Modes of verification on offer."""
+        """Verification modes that requests may use."""
         return (*LOSSLESS_MODES, VerificationMode.TYPICAL) if self.lossy else LOSSLESS_MODES
 
 
 class Admission:
-    """Checks requests against the served model. What it returns, the engine can run."""
+    """Checks requests against the served model, so that the engine can run what it returns."""
 
     def __init__(self, served: ServedModel, quotas: TenantQuotas | None = None) -> None:
-        """`quotas` of None refuse nobody."""
+        """`quotas` of None set no limits."""
         self.served = served
         self.quotas = quotas or TenantQuotas()
         self._prompts = Prompts(served.tokenizer, served.vocabulary_size, served.max_context - 1, TextPool(self.quotas))
 
     async def generation(self, request: target_pb2.GenerateRequest, tenant: str, traceparent: str) -> SequenceRequest:
-        """What `Generate` runs.
+        """The engine request of a `Generate` call.
 
         Raises `UnknownModel`, `NotSupported`, `InvalidField` with the field's path, `PositionOutOfRange`, and
-        `QuotaExceeded` for a tenant that asks too often.
+        `QuotaExceeded` for a tenant with too many requests.
         """
         self.quotas.request(tenant)
         served, options = self.served, request.speculation
@@ -94,44 +94,46 @@ class Admission:
         corpus = name_from_pb(options.corpus, "speculation.corpus")
         prompt = await self._prompts.token_ids(request, tenant)
         prediction = await self._prompts.prediction(request, tenant)
-        share = self.quotas.share(tenant)
-        asked = options.enabled if options.HasField("enabled") else True
-        return SequenceRequest(
-            token_ids=prompt,
-            sampling=sampling,
-            mode=mode,
-            typical=typical,
-            seed=_seed(sampling),
-            max_tokens=self._max_tokens(sampling, len(prompt), share),
-            tenant=tenant,
-            share=share,
-            speculate=asked and served.speculation and max_nodes > 0,
+        enabled = options.enabled if options.HasField("enabled") else True
+        return replace(
+            self._request(prompt, sampling, mode, typical, tenant, traceparent),
+            speculate=enabled and served.speculation and max_nodes > 0,
             max_draft_nodes=max_nodes,
             corpus=corpus,
-            prediction=prediction if asked and served.predictions and max_nodes > 0 else (),
+            prediction=prediction if enabled and served.predictions and max_nodes > 0 else (),
             trees=options.trees,
-            traceparent=traceparent,
         )
 
     def verification(self, request: target_pb2.OpenVerification, tenant: str, traceparent: str) -> SequenceRequest:
-        """What an open of `Verify` starts. Raises what `generation` does."""
+        """The engine request of an `open` frame of `Verify`. Raises what `generation` does."""
         self.quotas.request(tenant)
         sampling = self._sampling(request.sampling, "open.sampling")
         mode, typical = self._mode(request, sampling, "open")
         prompt = self._prompts.checked(request.token_ids, "open.token_ids")
+        common = self._request(prompt, sampling, mode, typical, tenant, traceparent)
+        return replace(common, speculate=False, max_draft_nodes=self.served.max_rows - 1, external=True)
+
+    def _request(
+        self,
+        prompt: tuple[int, ...],
+        sampling: SamplingParams,
+        mode: VerificationMode,
+        typical: TypicalAcceptance,
+        tenant: str,
+        traceparent: str,
+    ) -> SequenceRequest:
+        """What both calls have in common."""
         share = self.quotas.share(tenant)
         return SequenceRequest(
             token_ids=prompt,
             sampling=sampling,
             mode=mode,
             typical=typical,
-            seed=_seed(sampling),
+            # A random seed cannot be guessed by other callers.
+            seed=secrets.randbits(64) if sampling.seed is None else sampling.seed,
             max_tokens=self._max_tokens(sampling, len(prompt), share),
             tenant=tenant,
             share=share,
-            speculate=False,
-            max_draft_nodes=self.served.max_rows - 1,
-            external=True,
             traceparent=traceparent,
         )
 
@@ -147,7 +149,7 @@ class Admission:
         sampling: SamplingParams,
         field_path: str,
     ) -> tuple[VerificationMode, TypicalAcceptance]:
-        """The mode in force, and the rule of TYPICAL."""
+        """The verification mode, and the rule of TYPICAL."""
         try:
             mode = sampling.mode(mode_from_pb(pb.mode, f"{field_path}.mode"))
         except InvalidField as error:
@@ -159,13 +161,10 @@ class Admission:
         return mode, typical_from_pb(pb.typical, f"{field_path}.typical")
 
     def _max_tokens(self, sampling: SamplingParams, prompt_length: int, share: Share) -> int:
-        """Output tokens at most; the context ends the output with LENGTH when it is what binds."""
+        """Most output tokens: as requested, or the default, within the context and the tenant's share of the cache."""
         room = self.served.max_context - prompt_length
         if sampling.max_tokens is not None:
             return min(sampling.max_tokens, room)
-        return min(DEFAULT_MAX_TOKENS, room, max(1, (share.kv_tokens or room + prompt_length) - prompt_length))
-
-
-def _seed(sampling: SamplingParams) -> int:
-    """The seed in force. A drawn one cannot be guessed: it decides what other callers must not foresee."""
-    return secrets.randbits(64) if sampling.seed is None else sampling.seed
+        if share.kv_tokens:
+            room = min(room, max(1, share.kv_tokens - prompt_length))
+        return min(DEFAULT_MAX_TOKENS, room)

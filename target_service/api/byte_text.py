@@ -1,8 +1,8 @@
-"""Text from tokens of a byte-level vocabulary, by a table: the quick way to say what `stopping.Detokenizer` says.
+"""Decodes tokens of a byte-level vocabulary by a table: the fast equivalent of `stopping.Detokenizer`.
 
-The tokenizer's own `decode` costs some 10 µs, and a token takes two of them: at 32,000 tokens a second that is most of
-a processor. In a byte-level vocabulary each token stands for a few bytes whatever surrounds it, so that a table and an
-incremental UTF-8 decoder do, however many tokens come at once.
+The tokenizer's own `decode` takes some 10 µs, and a token needs two calls: at 32,000 tokens a second that is most of a
+core. In a byte-level vocabulary each token stands for the same bytes everywhere, so a table and an incremental UTF-8
+decoder suffice.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
 class Detokenizers:
-    """Makes a detokenizer for each output of one model."""
+    """Creates a detokenizer for each output of one model."""
 
     def __init__(self, tokenizer: Any) -> None:
         """`tokenizer` is a transformers tokenizer."""
@@ -34,30 +34,30 @@ class Detokenizers:
 
 
 class ByteText:
-    """A `Detokenizer` by table. It never holds back more than the bytes of one character and a stop's beginning."""
+    """A `Detokenizer` by table. It holds back at most the bytes of one character and the beginning of a stop string."""
 
     def __init__(self, token_bytes: Mapping[int, bytes], stop: Sequence[str] = ()) -> None:
-        """`token_bytes` as the function of that name makes them; an id that is not there has no text."""
+        """`token_bytes` as returned by the function of that name; an id without an entry has no text."""
         self._bytes = token_bytes
-        self._stops = StopStrings(stop) if stop else None
+        self._stops = StopStrings(stop)
+        # One by one, because the stop string that ends first counts, which several tokens at once would hide.
+        self._one_by_one = bool(stop)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     @property
     def matched(self) -> str | None:
-        """The stop string that was met."""
-        return None if self._stops is None else self._stops.matched
+        """The stop string that ended the text."""
+        return self._stops.matched
 
     def push(self, ids: Sequence[int]) -> str:
-        """Text that is now certain. Empty after a stop string was met."""
-        if self._stops is None:
+        """Text that is certain now. Empty after a stop string."""
+        if not self._one_by_one:
             return self._decode(ids)
-        # One by one, because the stop that ends first wins, and several tokens at once would hide which that was.
-        return "".join([self._stops.pass_on(self._decode((token,))) for token in ids])
+        return "".join([self._stops.push(self._decode((token,))) for token in ids])
 
     def finish(self) -> str:
-        """What is still held back, at the end of the output."""
-        text = self._decoder.decode(b"", final=True)
-        return text if self._stops is None else self._stops.pass_on(text, final=True)
+        """The text still held back, at the end of the output."""
+        return self._stops.push(self._decoder.decode(b"", final=True), final=True)
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._decoder.decode(b"".join([self._bytes.get(token, b"") for token in ids]))
@@ -77,7 +77,7 @@ def token_bytes(tokenizer: Any) -> Mapping[int, bytes] | None:
 
 
 def _is_byte_level(decoder: Mapping[str, Any], tokens: Iterable[str], characters: Mapping[str, int]) -> bool:
-    """Whether `decoder`, as JSON, does nothing to these tokens but to turn characters into bytes.
+    """Whether `decoder`, as JSON, only turns the characters of these tokens into bytes.
 
     A vocabulary converted from GGUF comes with further decoders in front, made for vocabularies of other kinds. They
     look for whole tokens such as `<0x0A>`, and for characters that stand for no byte.
@@ -94,7 +94,7 @@ def _is_byte_level(decoder: Mapping[str, Any], tokens: Iterable[str], characters
 
 
 def _bytes_of(text: str, characters: Mapping[str, int]) -> bytes:
-    """An added token may hold characters that stand for no byte, and is then taken as it is written."""
+    """The bytes of a token. An added token with characters that stand for no byte is encoded as UTF-8."""
     try:
         return bytes([characters[character] for character in text])
     except KeyError:
@@ -102,7 +102,7 @@ def _bytes_of(text: str, characters: Mapping[str, int]) -> bytes:
 
 
 def _byte_characters() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for, as GPT-2 chose them."""
+    """The byte of each character of a byte-level vocabulary, as in GPT-2."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}

@@ -1,4 +1,4 @@
-"""The events of one sequence on their way to a reader that may be slow."""
+"""Queues the events of one sequence for a reader that may be slow."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from outrider.errors import QuotaExceeded
 from target_service.core.sequence import SequenceEvent, Verdict
 
 
-class Inbox:
-    """A queue of one sequence's events that gives the sequence up when it grows past its limit."""
+class EventQueue:
+    """A queue of one sequence's events that cancels the sequence when it exceeds its limit."""
 
     def __init__(self, limit: int, cancel: Callable[[int], None]) -> None:
-        """`cancel` gets the id of a sequence whose reader lags by more than `limit` steps."""
+        """`cancel` receives the id of a sequence whose reader lags by more than `limit` steps."""
         self._limit = limit
         self._cancel = cancel
         self._events: list[SequenceEvent] = []
@@ -23,7 +23,7 @@ class Inbox:
         self._overflowed = False
 
     def put(self, event: SequenceEvent) -> None:
-        """Add an event. At the limit, drop what waits and end the sequence: its memory is needed now."""
+        """Add an event. At the limit, drop the queued events and cancel the sequence, to free its memory at once."""
         if isinstance(event, Verdict) and len(self._events) >= self._limit:
             self._overflowed = True
             self._events.clear()
@@ -34,7 +34,7 @@ class Inbox:
             self._arrived.set_result(None)
 
     async def take(self) -> list[SequenceEvent]:
-        """All events that wait, at least one. Raises `QuotaExceeded` when the reader was too slow. For one reader."""
+        """All queued events, at least one. Raises `QuotaExceeded` when the reader was too slow. For one reader."""
         while not self._events:
             if self._overflowed:
                 raise QuotaExceeded("the client reads too slowly", steps=self._limit)
@@ -45,9 +45,9 @@ class Inbox:
 
 
 def joined(events: Iterable[SequenceEvent]) -> Iterator[SequenceEvent]:
-    """The events of one sequence, with verdicts put together that one chunk can tell of.
+    """The events of one sequence, with consecutive verdicts joined where one chunk can hold them.
 
-    A chunk's drafted tokens are its first, so a verdict that has some begins a chunk. So does one of other weights.
+    A chunk's drafted tokens are its first, so a verdict with some begins a chunk. So does one of other weights.
     """
     run: list[Verdict] = []
     for event in events:
@@ -67,7 +67,7 @@ def _follows(verdict: Verdict, first: Verdict) -> bool:
 
 
 def _join(run: list[Verdict]) -> Verdict:
-    """One verdict that says what several say, under the last one's step."""
+    """One verdict with the tokens of several, and the last one's step."""
     if len(run) == 1:
         return run[0]
     first, shown = run[0].drafts_by_step, [verdict.tree for verdict in run if verdict.tree is not None]
@@ -79,7 +79,7 @@ def _join(run: list[Verdict]) -> Verdict:
         logprobs=tuple([entry for verdict in run for entry in verdict.logprobs]),
         queue_ns=sum(verdict.queue_ns for verdict in run),
         compute_ns=sum(verdict.compute_ns for verdict in run),
-        # The others' tokens are the model's own, one of each step.
         tree=shown[-1] if shown else None,
+        # All tokens of the later verdicts are the model's own, one for each step.
         drafts_by_step=first and (*first, *(0 for verdict in run[1:] for _ in verdict.token_ids)),
     )

@@ -1,4 +1,4 @@
-"""What a request wants continued, and what it expects, as token ids."""
+"""The prompt and the prediction of a request as token ids."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from outrider.wire.trees import check_token_ids
 from target_service.api.text_pool import TextPool
 
 ROLES = ("system", "user", "assistant")
-# Longer texts, and longer conversations, are worked on in a thread, so that they do not hold up the streams of others.
+# Longer texts and conversations are tokenized in a thread, so that they do not block other streams.
 _LONG_TEXT, _LONG_CHAT = 2048, 16
-# Bytes of text for each token of the context at most: several times what any language takes, so that what is refused
-# unread would not have fitted. Long runs of spaces might have.
+# Most bytes of text for each token of the context: several times what any language takes, so that a refused text would
+# not have fitted. (Long runs of spaces might have.)
 BYTES_PER_TOKEN = 32
-# Messages of a conversation at most; a template takes several tokens for each.
+# Most messages of a conversation; a template takes several tokens for each.
 MAX_MESSAGES = 4096
-# Bytes of a predicted text for each token of the context: what is longer is not tokenised.
+# Most bytes of a predicted text for each token of the context.
 _PREDICTED_BYTES_PER_TOKEN = 16
 
 
@@ -35,14 +35,13 @@ class Prompts:
         self._pool = pool
 
     async def token_ids(self, request: target_pb2.GenerateRequest, tenant: str) -> tuple[int, ...]:
-        """The prompt of `request`. Lengths and counts are looked at before anything else is.
+        """The prompt of `request`. Lengths and counts are checked first.
 
         Raises:
-            InvalidField: nothing to continue, an id outside the vocabulary, a role that does not exist, too many
-                messages.
+            InvalidField: an empty prompt, an id outside the vocabulary, an unknown role, too many messages.
             QuotaExceeded: too many long texts wait.
             NotSupported: text without a tokenizer, a chat without a chat template.
-            PositionOutOfRange: longer than the context leaves room for one more token.
+            PositionOutOfRange: the context has no room for the prompt and one more token.
         """
         kind = request.WhichOneof("input")
         if kind == "tokens":
@@ -58,7 +57,7 @@ class Prompts:
         raise InvalidField("input", "one of text, chat and tokens must be set")
 
     async def prediction(self, request: target_pb2.GenerateRequest, tenant: str) -> tuple[int, ...]:
-        """The prediction of `request`, empty without one. No longer than the context, which no answer can be.
+        """The prediction of `request`, empty without one. At most as long as the context.
 
         Raises:
             InvalidField: too long, or an id outside the vocabulary.
@@ -81,7 +80,7 @@ class Prompts:
         return token_ids
 
     def checked(self, token_ids: Sequence[int], field_path: str) -> tuple[int, ...]:
-        """Token ids from outside, held against the vocabulary and the context."""
+        """Token ids of a caller, checked against the vocabulary and the context."""
         self._check_count(len(token_ids), field_path)
         prompt = tuple(token_ids)
         check_token_ids(prompt, self._vocabulary_size, field_path)
@@ -89,9 +88,9 @@ class Prompts:
 
     def _fitting(self, prompt: tuple[int, ...], field_path: str) -> tuple[int, ...]:
         self._check_count(len(prompt), field_path)
-        # A tokeniser may have more tokens than its model: an engine that looked one of them up would die.
+        # A tokenizer may have more tokens than its model, and an id without an embedding would end the engine.
         if max(prompt) >= self._vocabulary_size:
-            raise InvalidField(field_path, "has tokens that the model does not know")
+            raise InvalidField(field_path, "has tokens outside the model's vocabulary")
         return prompt
 
     def _check_count(self, tokens: int, field_path: str) -> None:
@@ -108,7 +107,7 @@ class Prompts:
             raise PositionOutOfRange(f"{field_path}: the text is longer than the context", bytes=size, limit=limit)
 
     async def _run(self, tenant: str, long: bool, work: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
-        """Work on a text: in a thread where it is long, and here where that takes less than getting there."""
+        """Run `work` in a thread if the text is `long`, else here, which is faster."""
         self._need_tokenizer()
         return await self._pool.run(tenant, work) if long else work()
 
@@ -128,7 +127,7 @@ class Prompts:
         return await self._run(tenant, size > _LONG_TEXT or count > _LONG_CHAT, work)
 
     def _render(self, chat: target_pb2.ChatInput) -> str:
-        """The conversation through the model's chat template, up to where the assistant begins to speak."""
+        """The conversation in the model's chat template, up to the beginning of the assistant's answer."""
         if not chat.messages:
             raise InvalidField("chat.messages", "is empty")
         for i, message in enumerate(chat.messages):
@@ -141,7 +140,7 @@ class Prompts:
         try:
             rendered: str = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
         except TemplateError:
-            # What the template says of the turns may quote them.
+            # The template's message may quote the turns.
             raise InvalidField("chat.messages", "the model's chat template does not take these turns") from None
         return rendered
 

@@ -1,4 +1,4 @@
-"""From the engine's values to the messages of target.proto. Trusts what it is given."""
+"""Converts the engine's values to the messages of target.proto, without checks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _REASONS = {
 
 
 def started(sequence_id: int, request: SequenceRequest, model: str) -> pb.GenerateResponse:
-    """The first event: what was accepted, and under which seed and mode."""
+    """The first event: the accepted request, with its seed and mode."""
     return pb.GenerateResponse(
         started=pb.GenerateStarted(
             sequence_id=sequence_id,
@@ -58,7 +58,7 @@ def chunk(verdict: Verdict, text: str) -> pb.GenerateResponse:
 
 
 def finished(event: SequenceFinished, request: SequenceRequest) -> pb.GenerateResponse:
-    """The last event: why it ended, and what it took."""
+    """The last event: the finish reason, usage and times."""
     finish, totals = event.finish, event.totals
     reply = pb.GenerateFinished(
         finish_reason=_REASONS[finish.reason],
@@ -74,12 +74,12 @@ def finished(event: SequenceFinished, request: SequenceRequest) -> pb.GenerateRe
 
 
 def trailers(draft_refused: str) -> tuple[tuple[str, str], ...]:
-    """The metadata that ends a Generate call: why its draft gave it up, if it did."""
+    """The trailing metadata of a Generate call: why its draft stopped drafting for it, if it did."""
     return ((DRAFT_REFUSED_KEY, draft_refused),) if draft_refused else ()
 
 
 def opened(client_tag: int, sequence_id: int, request: SequenceRequest, max_rows: int) -> pb.VerifyResponse:
-    """The answer to an open. The first tree carries step 0."""
+    """The answer to an open. The first tree has step 0."""
     return pb.VerifyResponse(
         opened=pb.VerificationOpened(
             client_tag=client_tag,
@@ -117,7 +117,7 @@ def failed(error: OutriderError, *, sequence_id: int = 0, client_tag: int = 0, s
 
 
 def updated(result: WeightsUpdated) -> pb.UpdateWeightsResponse:
-    """What an update of the weights came to."""
+    """The result of an update of the weights."""
     return pb.UpdateWeightsResponse(
         model_version=result.model_version,
         tensors=result.tensors,

@@ -20,7 +20,7 @@ from outrider.wire.trees import mode_to_pb
 from target_service.api import replies
 from target_service.api.admission import Admission
 from target_service.api.byte_text import Detokenizers
-from target_service.api.event_queue import Inbox, joined
+from target_service.api.event_queue import EventQueue, joined
 from target_service.api.verify_session import VerifySession
 from target_service.api.weights import WeightUpdates
 from target_service.core.events import Sequences
@@ -36,11 +36,11 @@ VerifyContext = grpc.aio.ServicerContext[target_pb2.VerifyRequest, target_pb2.Ve
 
 @dataclass(frozen=True)
 class StreamLimits:
-    """What one stream may hold on to."""
+    """Limits of one stream."""
 
-    # Steps a reader of Generate may lag behind, beyond the megabytes that gRPC buffers for it.
+    # Steps that a reader of Generate may lag, beyond the megabytes that gRPC buffers for it.
     unread_steps: int = 1024
-    # Open sequences of one Verify stream, and how long each may be left without a tree.
+    # Open sequences of one Verify stream, and how long each may be without a tree.
     max_sequences: int = 256
     idle_seconds: float = 120.0
 
@@ -62,7 +62,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         weights: WeightUpdates,
         tokens: bool,
     ) -> None:
-        """`speculation` says what drafts at the moment it is asked, and `tokens` whether callers need one."""
+        """`speculation` returns the present state of drafting; `tokens`: callers need a token."""
         self._sequences = sequences
         self._admission = admission
         tokenizer = admission.served.tokenizer
@@ -78,24 +78,24 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     ) -> None:
         trace, tenant = RequestTrace(self._tracing, context.invocation_metadata()), current_tenant()
         with _ending(trace, context), self._admission.quotas.stream(tenant):
-            asked = await self._admission.generation(request, tenant, trace.traceparent)
-            inbox = Inbox(self._limits.unread_steps, self._sequences.cancel)
-            sequence_id = self._sequences.submit(asked, inbox.put)
+            admitted = await self._admission.generation(request, tenant, trace.traceparent)
+            queue = EventQueue(self._limits.unread_steps, self._sequences.cancel)
+            sequence_id = self._sequences.submit(admitted, queue.put)
             try:
-                model = self._admission.served.name
-                trace.accepted(sequence_id, asked, model, chat=request.HasField("chat"), asked_model=request.model)
-                await context.write(replies.started(sequence_id, asked, model))
-                await self._stream(asked, inbox, context, trace)
+                model, chat = self._admission.served.name, request.HasField("chat")
+                trace.accepted(sequence_id, admitted, model, chat=chat, requested_model=request.model)
+                await context.write(replies.started(sequence_id, admitted, model))
+                await self._stream(admitted, queue, context, trace)
             finally:
                 self._sequences.cancel(sequence_id)
 
     async def _stream(
-        self, asked: SequenceRequest, inbox: Inbox, context: GenerateContext, trace: RequestTrace
+        self, request: SequenceRequest, queue: EventQueue, context: GenerateContext, trace: RequestTrace
     ) -> None:
-        """Write what the engine says of one sequence, to its end. What waits for a slow reader goes in one chunk."""
-        text = _Text(self._detokenizers, asked.sampling.stop)
+        """Write the events of one sequence, to its end. Those that wait for a slow reader go in one chunk."""
+        text = _Text(self._detokenizers, request.sampling.stop)
         while True:
-            events = await inbox.take()
+            events = await queue.take()
             if trace.recording:
                 for event in events:
                     if isinstance(event, Verdict):
@@ -106,7 +106,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
                 elif isinstance(event, SequenceFinished):
                     trace.finished(event.finish, event.totals)
                     context.set_trailing_metadata(replies.trailers(event.totals.draft_refused))
-                    await context.write(replies.finished(event, asked))
+                    await context.write(replies.finished(event, request))
                     return
                 else:
                     context.set_trailing_metadata(replies.trailers(event.draft_refused))
@@ -188,7 +188,7 @@ class _Text:
         self._detokenizer = None if detokenizers is None else detokenizers.new(stop)
 
     def of(self, verdict: Verdict) -> str:
-        """What is certain with this verdict; all of it with the last one. A stop or end token has no text."""
+        """Text that is certain with this verdict; all of it with the last one. A stop or end token has no text."""
         if self._detokenizer is None:
             return ""
         finish, token_ids = verdict.finish, verdict.token_ids
@@ -201,7 +201,7 @@ class _Text:
 
 @contextmanager
 def _ending(trace: RequestTrace, context: GenerateContext) -> Iterator[None]:
-    """End the request's span with what ended the request. A span ends once: `broken` is for what nothing else saw."""
+    """End the request's span with the outcome of the request. A span ends once: `broken` is for unexpected errors."""
     try:
         yield
     except OutriderError as error:

@@ -14,39 +14,39 @@ from target_service.core.quotas import TenantQuotas
 
 Result = TypeVar("Result")
 
-# One is not held up by another's text, and more would take processors from the engine. Chosen, not measured.
+# Two, so that one long text does not block all others; more would take processors from the engine. Chosen.
 _THREADS = 2
-# Texts of all tenants that wait: with messages of 4 MB at most, what they take of memory.
+# Most texts that wait, of all tenants. Bounds their memory: messages have at most 4 MB.
 _MOST_WAITING = 128
 
 
 class TextPool:
-    """Runs work in threads: tenants take turns, and what is cancelled while it waits is never run.
+    """Runs work in threads: tenants take turns, and work that is cancelled while it waits is never run.
 
-    What has begun goes on to its end, since nothing stops a tokeniser; its thread is taken until then.
+    Work that has begun runs to its end, since a tokenizer cannot be stopped; its thread is busy until then.
     """
 
     def __init__(self, quotas: TenantQuotas) -> None:
-        """`quotas` say how many texts of a tenant may be here at once."""
+        """`quotas` bound the texts of each tenant."""
         self._quotas = quotas
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="texts")
         self._free = _THREADS
-        # By tenant, the one whose turn is next first.
+        # By tenant, the next one first.
         self._lines: dict[str, deque[asyncio.Future[None]]] = {}
 
     @property
     def waiting(self) -> int:
-        """Texts whose turn has not come."""
+        """Texts that wait for a thread."""
         return sum(map(len, self._lines.values()))
 
     async def run(self, tenant: str, work: Callable[[], Result]) -> Result:
-        """What `work` returns. Raises `QuotaExceeded` where too many of the tenant's, or of all, wait."""
+        """Run `work` and return its result. Raises `QuotaExceeded` where too many of the tenant's, or of all, wait."""
         with self._quotas.text(tenant):
             await self._turn(tenant)
             loop, future = asyncio.get_running_loop(), self._threads.submit(work)
 
             def done(_: object) -> None:
-                # A loop that has ended waits for nobody's turn.
+                # The loop may have ended.
                 with suppress(RuntimeError):
                     loop.call_soon_threadsafe(self._pass_on)
 
@@ -66,7 +66,7 @@ class TextPool:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                # Given a thread in the same turn of the loop.
+                # It was given a thread in the same iteration of the loop.
                 self._pass_on()
             else:
                 self._leave(tenant, turn)
@@ -80,13 +80,13 @@ class TextPool:
             self._lines.pop(tenant, None)
 
     def _pass_on(self) -> None:
-        """Give a thread that has become free to whoever is next."""
+        """Give a thread that has become free to the next text."""
         while self._lines:
             tenant = next(iter(self._lines))
             line = self._lines.pop(tenant)
             turn = line.popleft()
             if line:
-                # To the end of the round.
+                # Last in the round.
                 self._lines[tenant] = line
             if not turn.done():
                 turn.set_result(None)

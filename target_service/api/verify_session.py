@@ -1,4 +1,4 @@
-"""The sequences of one Verify stream: which steps are due, which were answered, and what may be repeated."""
+"""The sequences of one Verify stream: the step that each expects next, and repeated frames."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from target_service.telemetry.tracing import RequestTrace
 
 @dataclass(slots=True)
 class _Verification:
-    """One sequence: what is due next, and the answer that a repeated frame gets.
+    """One sequence: the step that is due next, and the answer for a repeated frame.
 
     At most one step is under way: `pending` is the digest of its tree.
     """
@@ -77,7 +77,7 @@ class VerifySession:
     async def read(self, frames: AsyncIterator[pb.VerifyRequest]) -> None:
         """Handle frames until they end. Sequences that were not closed by then are aborted.
 
-        A client that sends and does not read is not read either, once as many answers wait as it may have sequences.
+        Reading pauses while more answers wait than the client may have sequences.
         """
         try:
             async for frame in frames:
@@ -90,7 +90,7 @@ class VerifySession:
             self._outbox.put_nowait(None)
 
     async def reap(self) -> None:
-        """End sequences whose client has sent no tree for too long: each holds a place among the running."""
+        """End sequences whose client has sent no tree for too long, since they hold pages."""
         while True:
             await asyncio.sleep(self._idle_seconds / 4)
             oldest = time.monotonic() - self._idle_seconds
@@ -124,7 +124,7 @@ class VerifySession:
 
     def _open(self, frame: pb.OpenVerification) -> None:
         if len(self._verifications) >= self._max_sequences:
-            self._forget_an_ended_one()
+            self._remove_ended()
         trace, served = self._trace(), self._admission.served
         try:
             request = self._admission.verification(frame, self._tenant, trace.traceparent)
@@ -136,7 +136,8 @@ class VerifySession:
         self._verifications[sequence_id] = _Verification(trace, len(request.token_ids))
         self._send(replies.opened(frame.client_tag, sequence_id, request, served.max_rows))
 
-    def _forget_an_ended_one(self) -> None:
+    def _remove_ended(self) -> None:
+        """Remove one sequence that has ended. Raises `QuotaExceeded` if none has."""
         for sequence_id, verification in self._verifications.items():
             if verification.ended:
                 del self._verifications[sequence_id]
@@ -161,7 +162,7 @@ class VerifySession:
         verification.active_at = time.monotonic()
 
     def _is_repeated(self, step: int, digest: bytes, verification: _Verification) -> bool:
-        """Whether the frame was sent before, in which case its verdict is sent again, or is on its way."""
+        """Whether the frame was sent before. Its verdict is then sent again, unless it is still under verification."""
         due = verification.step
         if step > due:
             raise StepSkipped("the step lies ahead", step=step, due=due)

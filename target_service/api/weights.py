@@ -1,7 +1,7 @@
-"""Updates of the model's weights as callers ask for them: who may, from where, and how much.
+"""Updates of the model's weights by callers: who may send them, from where, and how much.
 
-What a folder or a stream holds is read by the engine; here are its bounds. One update is taken at a time, so that the
-disk never holds the files of two.
+The engine reads the folder or the streamed files. One update is taken at a time, so that the disk never holds the files
+of two.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
 
 from outrider.errors import (
     DeadlineExceeded,
@@ -25,8 +24,8 @@ from outrider.errors import (
 )
 from outrider.serving import Caller
 from outrider.v1 import target_pb2 as pb
-from target_service.core.events import EngineSnapshot
-from target_service.core.weights import RunningRequests, UpdateDone, WeightsUpdated, WeightUpdate
+from target_service.core.events import ServingEngine
+from target_service.core.weights import RunningRequests, WeightsUpdated, WeightUpdate
 
 _RUNNING = {
     pb.RUNNING_REQUESTS_UNSPECIFIED: RunningRequests.DRAIN,
@@ -34,29 +33,21 @@ _RUNNING = {
     pb.RUNNING_REQUESTS_ABORT: RunningRequests.ABORT,
     pb.RUNNING_REQUESTS_CONTINUE: RunningRequests.CONTINUE,
 }
-# As target.proto says.
+# As documented in target.proto.
 _MOST_FILES = 1024
-# A stream may be silent for so many seconds: it holds a place on the disk. Chosen, not measured.
+# Seconds after which a silent stream is ended, since its files take disk space. Chosen, not measured.
 _SILENCE_SECONDS = 60.0
-
-
-class UpdatingEngine(Protocol):
-    """The engine as far as weights go; `target_service.engine.engine.Engine` says what each member means."""
-
-    def update_weights(self, update: WeightUpdate, done: UpdateDone) -> int: ...
-    def cancel_update(self, update_id: int) -> None: ...
-    def snapshot(self) -> EngineSnapshot: ...
 
 
 @dataclass(frozen=True, slots=True)
 class WeightRules:
-    """What is allowed; the settings' words are `TargetConfig`'s.
+    """What is allowed, as set in `TargetConfig`.
 
     Attributes:
-        folder: that weights may be read from; none when empty.
+        folder: folder that weights may be read from; none when empty.
         staging: folder for streamed files, until they are read; the system's own for temporary files when empty.
-        stream_bytes: of one streamed update at most.
-        without_token: whether callers may update where no tokens are asked for.
+        stream_bytes: most bytes of one streamed update.
+        without_token: whether callers may update where no tokens are required.
     """
 
     folder: str = ""
@@ -68,22 +59,22 @@ class WeightRules:
 class WeightUpdates:
     """Takes updates for an engine. Belongs to the event loop."""
 
-    def __init__(self, engine: UpdatingEngine, rules: WeightRules) -> None:
+    def __init__(self, engine: ServingEngine, rules: WeightRules) -> None:
         self._engine = engine
         self._rules = rules
         self._busy = False
 
     @property
     def model_version(self) -> int:
-        """Of the weights in force."""
+        """Version of the weights in use."""
         return self._engine.snapshot().model_version
 
     def check_caller(self, caller: Caller, *, tokens: bool) -> None:
-        """Raise `PermissionDenied` unless the caller may; `tokens` says whether callers are known by theirs."""
+        """Raise `PermissionDenied` unless the caller may update weights. `tokens`: callers need a token."""
         if tokens and not caller.operator:
             raise PermissionDenied("the token is no operator's")
         if not tokens and not self._rules.without_token:
-            raise PermissionDenied("weights are taken from operators, whom tokens tell: see --auth-tokens")
+            raise PermissionDenied("only operators may update weights, and they need a token: see --auth-tokens")
 
     async def run(self, requests: AsyncIterator[pb.UpdateWeightsRequest]) -> WeightsUpdated:
         """Take one update to its end. Cancelled before the exchange, it changes nothing.
@@ -125,7 +116,12 @@ class WeightUpdates:
             if not ended.done():
                 ended.set_result(result)
 
-        update_id = self._engine.update_weights(update, lambda result: _soon(loop, lambda: put(result)))
+        def done(result: WeightsUpdated | OutriderError) -> None:
+            # Called from any thread, perhaps after the loop has ended.
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(put, result)
+
+        update_id = self._engine.update_weights(update, done)
         try:
             result = await ended
         except asyncio.CancelledError:
@@ -135,16 +131,16 @@ class WeightUpdates:
             raise result
         return result
 
-    def _allowed(self, asked: str) -> Path:
-        """The folder that was asked for, with nothing in it that lies outside of what is allowed."""
+    def _allowed(self, requested: str) -> Path:
+        """The requested folder, if it and its files lie within the allowed one."""
         if not self._rules.folder:
-            raise PermissionDenied("weights are taken from no folder: see --weights-folder")
+            raise PermissionDenied("weights may be read from no folder: see --weights-folder")
         root = Path(self._rules.folder).resolve()
         try:
-            folder = (root / asked).resolve()
+            folder = (root / requested).resolve()
         except (OSError, ValueError):
             raise InvalidField("begin.folder", "is no path") from None
-        # Before it is looked at, so that nobody finds out what lies elsewhere.
+        # Before any access to it, so that callers cannot find out what exists elsewhere.
         if not folder.is_relative_to(root):
             raise PermissionDenied("the folder is outside of --weights-folder")
         if not folder.is_dir():
@@ -157,7 +153,7 @@ class WeightUpdates:
     async def _received(
         self, requests: AsyncIterator[pb.UpdateWeightsRequest], sizes: Sequence[int]
     ) -> AsyncIterator[Path]:
-        """A folder of its own with the files that a stream carries, all of them; gone afterwards."""
+        """A temporary folder with all files of a stream."""
         if not 1 <= len(sizes) <= _MOST_FILES:
             raise InvalidField("begin.files.sizes", f"needs 1 to {_MOST_FILES} entries")
         total, limit = sum(sizes), self._rules.stream_bytes
@@ -179,42 +175,32 @@ class WeightUpdates:
 
 
 async def _spool(requests: AsyncIterator[pb.UpdateWeightsRequest], folder: Path, sizes: Sequence[int]) -> None:
-    """Write the files that the stream carries, and see to it that it carries no more and no less."""
-    pieces = _Pieces(requests)
+    """Write the stream to one file for each of `sizes`. Raises `InvalidField` unless it has exactly their bytes."""
+    # Bytes that have come and belong to no file yet.
+    rest = b""
     for number, size in enumerate(sizes):
         with (folder / f"{number:04}.safetensors").open("wb") as file:
-            await _fill(file, pieces, size)
-    if pieces.rest or await pieces.more():
+            left = size
+            while left:
+                rest = rest or await _next_data(requests)
+                if not rest:
+                    raise InvalidField("data", "ends before the files do")
+                piece, rest = rest[:left], rest[left:]
+                # In a thread: disks are slow, and other calls go on.
+                await asyncio.to_thread(file.write, piece)
+                left -= len(piece)
+    if rest or await _next_data(requests):
         raise InvalidField("data", "is longer than the files' sizes")
 
 
-async def _fill(file: BinaryIO, pieces: _Pieces, size: int) -> None:
-    left = size
-    while left:
-        if not pieces.rest and not await pieces.more():
-            raise InvalidField("data", "ends before the files do")
-        piece, pieces.rest = pieces.rest[:left], pieces.rest[left:]
-        # Disks take their time, and other calls go on.
-        await asyncio.to_thread(file.write, piece)
-        left -= len(piece)
-
-
-class _Pieces:
-    """The bytes of a stream; `rest` are those that have come and belong to no file yet."""
-
-    def __init__(self, requests: AsyncIterator[pb.UpdateWeightsRequest]) -> None:
-        self._requests = requests
-        self.rest = b""
-
-    async def more(self) -> bool:
-        """Wait for more bytes. False at the stream's end."""
-        while (request := await _next(self._requests)) is not None:
-            if request.WhichOneof("part") != "data":
-                raise InvalidField("data", "must follow begin, and nothing else")
-            if request.data:
-                self.rest = request.data
-                return True
-        return False
+async def _next_data(requests: AsyncIterator[pb.UpdateWeightsRequest]) -> bytes:
+    """The next bytes of the stream; empty at its end."""
+    while (request := await _next(requests)) is not None:
+        if request.WhichOneof("part") != "data":
+            raise InvalidField("data", "must follow begin, and nothing else")
+        if request.data:
+            return request.data
+    return b""
 
 
 async def _next(requests: AsyncIterator[pb.UpdateWeightsRequest]) -> pb.UpdateWeightsRequest | None:
@@ -223,9 +209,3 @@ async def _next(requests: AsyncIterator[pb.UpdateWeightsRequest]) -> pb.UpdateWe
             return await anext(requests, None)
     except TimeoutError:
         raise DeadlineExceeded(f"the stream was silent for {_SILENCE_SECONDS:g} s") from None
-
-
-def _soon(loop: asyncio.AbstractEventLoop, work: Callable[[], None]) -> None:
-    """Run `work` on the loop, from any thread; nothing once the loop has ended."""
-    with suppress(RuntimeError):
-        loop.call_soon_threadsafe(work)

@@ -1,4 +1,4 @@
-"""From the engine to the event loop: one hand-over per step, then one sink per sequence."""
+"""Delivers events from the engine to the event loop: once per step, then to one sink per sequence."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from outrider.tree import TokenTree
+from outrider.wire.frames import DraftInfo
 from target_service.core.quotas import TenantQuotas
 from target_service.core.sequence import SequenceEvent, SequenceRequest, Verdict
-from target_service.core.weights import FIRST_VERSION
+from target_service.core.weights import FIRST_VERSION, UpdateDone, WeightUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +21,7 @@ Sink = Callable[[SequenceEvent], None]
 
 @dataclass(frozen=True, slots=True)
 class EngineSnapshot:
-    """What the engine holds right now."""
+    """The engine's present state."""
 
     running: int
     waiting: int
@@ -29,90 +30,99 @@ class EngineSnapshot:
     pages_total: int
     speculating: bool
     draft_connected: bool
-    # Memory of hidden states that wait for a draft to connect.
+    # Bytes of hidden states kept for a draft that connects late.
     kept_feature_bytes: int = 0
-    # Of the weights in force, and how long the last exchange of them took; 0 before the first.
+    # Version of the weights, and time of their last exchange; 0 before the first.
     model_version: int = FIRST_VERSION
     exchange_ns: int = 0
-    # Of `sequences`, those whose pages went to others while their client sent no tree: they wait for nothing here.
+    # Of `sequences`, those that were preempted while their client sent no tree.
     evicted: int = 0
-    # No draft is followed at this load yet: what passes take without one is being measured.
+    # Passes without a draft are still being timed at this load, so that none is followed.
     measuring: bool = False
 
 
-class SequenceEngine(Protocol):
-    """The engine as far as requests go; `target_service.engine.engine.Engine` says what each call raises."""
+class ServingEngine(Protocol):
+    """The engine's interface for serving, see `target_service.engine.engine.Engine`."""
 
+    @property
+    def draft_info(self) -> DraftInfo | None: ...
+    @property
+    def failure(self) -> BaseException | None: ...
+    @property
+    def last_beat_ns(self) -> int: ...
     def submit(self, request: SequenceRequest) -> int: ...
     def verify(self, sequence_id: int, tree: TokenTree) -> None: ...
     def cancel(self, sequence_id: int) -> None: ...
+    def update_weights(self, update: WeightUpdate, done: UpdateDone) -> int: ...
+    def cancel_update(self, update_id: int) -> None: ...
+    def snapshot(self) -> EngineSnapshot: ...
+    def drain(self) -> None: ...
 
 
 class Sequences:
-    """The engine's sequences as handlers on the event loop see them. All but `deliver` belongs to the loop."""
+    """The engine's sequences, for handlers on the event loop. All but `deliver` belongs to the loop."""
 
     def __init__(
-        self, engine: SequenceEngine, loop: asyncio.AbstractEventLoop, quotas: TenantQuotas | None = None
+        self, engine: ServingEngine, loop: asyncio.AbstractEventLoop, quotas: TenantQuotas | None = None
     ) -> None:
-        """`quotas` of None refuse nobody."""
+        """`quotas` of None set no limits."""
         self._engine = engine
         self._loop = loop
-        self._sinks: dict[int, Sink] = {}
+        # By id: the sink and the tenant.
+        self._open: dict[int, tuple[Sink, str]] = {}
         self.quotas = quotas or TenantQuotas()
-        # By id: those that have said nothing yet, and all.
-        self._silent: set[int] = set()
-        self._tenants: dict[int, str] = {}
+        # Ids of sequences without a verdict yet.
+        self._waiting: set[int] = set()
 
     def __len__(self) -> int:
-        """Sequences that someone listens to."""
-        return len(self._sinks)
+        """Sequences with a sink."""
+        return len(self._open)
 
     def submit(self, request: SequenceRequest, sink: Sink) -> int:
         """Start a sequence whose events go to `sink`. Returns its id; raises what `Engine.submit` raises, and
-        `QuotaExceeded` where its tenant has enough.
+        `QuotaExceeded` where its tenant is at a limit.
 
-        No event is missed: they are handed over in a later turn of the loop than the one that submits.
+        No event is missed: they are dispatched in a later iteration of the loop.
         """
         self.quotas.check_sequence(request)
         sequence_id = self._engine.submit(request)
-        self._sinks[sequence_id] = sink
-        self._silent.add(sequence_id)
-        self._tenants[sequence_id] = request.tenant
+        self._open[sequence_id] = (sink, request.tenant)
+        self._waiting.add(sequence_id)
         self.quotas.opened(sequence_id, request)
         return sequence_id
 
     def verify(self, sequence_id: int, tree: TokenTree) -> None:
-        """See `Engine.verify`."""
+        """Verify a client's tree, see `Engine.verify`."""
         self._engine.verify(sequence_id, tree)
 
     def cancel(self, sequence_id: int) -> None:
-        """Stop listening, and end the sequence unless it has ended."""
-        if self._sinks.pop(sequence_id, None) is not None:
+        """Remove the sink, and end the sequence unless it has ended."""
+        if sequence_id in self._open:
             self._forget(sequence_id)
             self._engine.cancel(sequence_id)
 
     def deliver(self, events: list[SequenceEvent]) -> None:
-        """Take one step's events, in the engine's thread."""
+        """Hand one step's events to the event loop. Called in the engine's thread."""
         try:
             self._loop.call_soon_threadsafe(self.dispatch, events)
         except RuntimeError:
-            # The loop closes only once every call has ended, so nobody waits for these.
+            # The loop closes only after every call has ended, so no call waits for these.
             logger.debug("events of a last step after the event loop's end")
 
     def dispatch(self, events: list[SequenceEvent]) -> None:
-        """Hand one step's events to their sinks, on the event loop."""
+        """Pass one step's events to their sinks, on the event loop."""
         for event in events:
-            last = not isinstance(event, Verdict)
-            sink = self._sinks.pop(event.sequence_id, None) if last else self._sinks.get(event.sequence_id)
-            if sink is None:
+            if event.sequence_id not in self._open:
                 continue
-            if last:
+            sink, tenant = self._open[event.sequence_id]
+            if not isinstance(event, Verdict):
                 self._forget(event.sequence_id)
-            elif event.sequence_id in self._silent:
-                self._silent.discard(event.sequence_id)
-                self.quotas.began(event.sequence_id, self._tenants[event.sequence_id])
+            elif event.sequence_id in self._waiting:
+                self._waiting.discard(event.sequence_id)
+                self.quotas.began(event.sequence_id, tenant)
             sink(event)
 
     def _forget(self, sequence_id: int) -> None:
-        self._silent.discard(sequence_id)
-        self.quotas.ended(sequence_id, self._tenants.pop(sequence_id))
+        _, tenant = self._open.pop(sequence_id)
+        self._waiting.discard(sequence_id)
+        self.quotas.ended(sequence_id, tenant)

@@ -1,4 +1,4 @@
-"""Weighted fair queuing over tenants. Pure: no clock; what counts is who was served how much while others waited."""
+"""Weighted fair queuing over tenants. Pure: no clock; it counts what each was served while others waited."""
 
 from __future__ import annotations
 
@@ -10,49 +10,49 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one tenant may take of the engine. 0 is no bound of its own."""
+    """What one tenant may take of the engine. A bound of 0 is none."""
 
-    # Against the weights of others, while there is not enough for all.
+    # Relative to the weights of others, while there is not enough for all.
     weight: float = 1.0
     # Sequences in one step.
     running: int = 0
-    # Tokens whose keys and values are held, in whole pages.
+    # Tokens in the KV cache, in whole pages.
     kv_tokens: int = 0
 
 
-# Steps for which a tenant's part of the time is kept after its last one. Chosen: callers who send one short request
-# after the other are back within a step or two, and would meet a step that had just begun without them.
+# Steps for which a tenant keeps its part of the time after its last one. Chosen: callers who send one short request
+# after the other return within a step or two, and would have to wait for a long step that began without them.
 _KEPT_STEPS = 4
-# Steps that were shorter than asked for, after which one tenant runs alone for once: what that takes stays known while
-# contexts grow, and the others lose a sixteenth of the little that they have in such steps. Chosen.
+# Shortened steps after which one tenant gets a step alone, to measure its time while contexts grow; the others lose a
+# sixteenth of the little that they have in such steps. Chosen.
 _ALONE_EVERY = 16
-# Part of a step that a request waits for on average, which comes in the middle of it. Steps without its tenant are
-# shorter by that part of one of the tenant's own, and the first one with it by that part of the last. Steps whose
-# sequences are cheap, as a GPU's are, take less than what is left, and stay as they are.
+# Share of a step that a request waits for on average when it arrives during one. Steps without a recent tenant are shorter
+# by this share of the tenant's own step, and its first step back by this share of the last one. Cheap steps, as on a GPU,
+# are within the bound anyway.
 _WAITED = 0.5
 
 
 class FairShare:
-    """Divides what there is of one thing in each step: places, or rows.
+    """Divides one resource in each step: places, or rows.
 
-    Each tenant has a *pass*: what it was served while somebody went short, divided by its weight. The tenant with the
-    lowest is served next. Passes are counted from the lowest of those who went short, and nobody's is lower: who asks
-    for less than its share saves nothing up, and who comes new begins level with the others.
+    Each tenant has a *pass*: what it was served while it was scarce, divided by its weight. The tenant with the lowest
+    pass is served next. Passes are relative to the lowest of the tenants that went short, and none is lower: a tenant
+    that uses less than its share does not accumulate credit, and a new one starts level with the others.
     """
 
     def __init__(self) -> None:
         self._passes: dict[str, float] = {}
 
     def rest(self) -> None:
-        """There was enough for all: nobody owes anybody anything."""
+        """There was enough for all: reset the passes."""
         self._passes.clear()
 
     def divide(
         self, wanted: Mapping[str, Sequence[int]], shares: Mapping[str, Share], room: int
     ) -> list[tuple[str, int]]:
-        """Serve `room` units. `wanted` are each tenant's items in their order, by size, none empty.
+        """Divide `room` units. `wanted` holds the sizes of each tenant's items in their order, none empty.
 
-        Returns whose next item is served, in order, and how much of it: all, but for the last.
+        Returns (tenant, units of its next item) in order of service; only the last item may be served in part.
         """
         heap = [(self._passes.get(tenant, 0.0), rank, tenant) for rank, tenant in enumerate(wanted)]
         heapq.heapify(heap)
@@ -81,7 +81,7 @@ class FairShare:
 
 @dataclass(slots=True)
 class _Present:
-    """A tenant's part of the time: seconds of a step of its own, and for how many steps more they count."""
+    """A tenant's part of the time: seconds of its own step, its weight, and for how many more steps they count."""
 
     alone: float
     weight: float
@@ -89,29 +89,29 @@ class _Present:
 
 
 class TimeShares:
-    """How long steps may take: no tenant waits for one longer than its own, divided by its part of the weights.
+    """Bounds the time of steps: none is longer than a tenant's own step, divided by its part of the weights.
 
-    A request that comes in the middle of a step waits for its end. So steps between two requests of a tenant's are
-    shorter, and its first step back is shorter by what it waited on average, so that whole requests keep to the bound.
+    A request that arrives during a step waits for its end. So steps between two requests of a tenant are shorter, and its
+    first step back is shorter by the mean of that wait: whole requests keep to the bound.
     """
 
     def __init__(self) -> None:
         self._present: dict[str, _Present] = {}
-        # Seconds that the last step was to take.
+        # Expected seconds of the last step.
         self._last_step = 0.0
-        # Whose own step was the measure of the last one, and steps that were held to it since his own was run.
+        # The tenant that bounded the last step, and shortened steps since a tenant last had one alone.
         self._strictest, self._held = "", 0
 
     @property
     def shared(self) -> bool:
-        """Whether several tenants had steps lately."""
+        """Whether several tenants had recent steps."""
         return len(self._present) > 1
 
     def longest_step(self, alone: Mapping[str, float], shares: Mapping[str, Share]) -> float:
-        """Seconds that the next step may take, of tenants whose own would take `alone`; infinite for a lone one."""
+        """Seconds that the next step may take, given those of each tenant's own step; infinite for one tenant."""
         for present in self._present.values():
             present.steps -= 1
-        # Of those with a part in the last step, one call ago.
+        # Tenants without a part in the last step.
         back = {tenant for tenant in alone if not self._has_steps(tenant, _KEPT_STEPS - 1)}
         for tenant, seconds in alone.items():
             self._present[tenant] = _Present(seconds, shares[tenant].weight, _KEPT_STEPS)
@@ -132,15 +132,15 @@ class TimeShares:
         return tenant in self._present and self._present[tenant].steps >= at_least
 
     def begin(self, seconds: float) -> None:
-        """A step begins that is to take so long."""
+        """Note the expected time of the step that begins."""
         self._last_step = seconds
 
     def hold(self) -> None:
-        """A step is shorter than was asked for, since it may take no longer."""
+        """Count a step that was shortened to the bound."""
         self._held += 1
 
     def alone_next(self, ready: Container[str]) -> str | None:
-        """The tenant, of those with steps, that is to have the next one alone; mostly none."""
+        """The tenant of `ready` that gets the next step alone; mostly None."""
         if self._held < _ALONE_EVERY or self._strictest not in ready:
             return None
         self._held = 0

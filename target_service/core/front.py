@@ -1,5 +1,4 @@
-"""The front of an engine: what it refuses, and which sequences are open. Whether the engine runs in this process or in
-another, requests meet the same checks."""
+"""Checks of requests and trees before they reach the engine, the same whether it runs in this process or another."""
 
 from __future__ import annotations
 
@@ -21,18 +20,18 @@ from target_service.core.sequence import SequenceEvent, SequenceFailed, Sequence
 
 
 class EngineFront:
-    """Checks requests and trees, mints sequence ids, and knows every sequence from its submission to its last event.
+    """Checks requests and trees, assigns sequence ids, and tracks every sequence from submission to its last event.
 
     Attributes:
         failure: why the engine has failed; None while it has not.
-        last_beat_ns: when its loop came round last, in monotonic nanoseconds.
+        last_beat_ns: when its loop last ran, in monotonic nanoseconds.
     """
 
     def __init__(self, max_waiting: int) -> None:
         self._max_waiting = max_waiting
         self._ids = itertools.count(1)
         self._update_ids = itertools.count(1)
-        # What the engine's own table holds lags behind by the commands under way.
+        # The engine's own table lags behind by the commands under way.
         self._open: dict[int, SequenceRequest] = {}
         # The last committed token of sequences whose client drafts.
         self._roots: dict[int, int] = {}
@@ -41,11 +40,11 @@ class EngineFront:
         self.last_beat_ns = time.monotonic_ns()
 
     def drain(self) -> None:
-        """Refuse new requests; those under way go on."""
+        """Refuse new requests; those under way continue."""
         self._draining = True
 
     def check_update(self) -> int:
-        """The id of an update of the weights that is asked for now.
+        """The id of a new update of the weights.
 
         Raises:
             Draining: the engine is about to stop.
@@ -70,17 +69,16 @@ class EngineFront:
     def _admit(
         self, request: SequenceRequest, *, capacity: int, not_waiting: int, sequence_id: int | None = None
     ) -> int:
-        """The id of a request that is taken: the one given, or the next. See `Engine.submit` for what it raises.
+        """Check a request, and return its id: the one given, or the next. See `Engine.submit` for what it raises.
 
-        `capacity` tokens at most fit one sequence; of those open, `not_waiting` run, or gave their pages to
-        others while their client sent no tree.
+        One sequence may have `capacity` tokens. Of those open, `not_waiting` run, or wait for their client's tree.
         """
         self._check_up()
         needed = len(request.token_ids) + request.max_tokens
         if needed > capacity:
             raise PositionOutOfRange("prompt and output do not fit", tokens=needed, capacity=capacity)
         waiting = len(self._open) - not_waiting
-        # Half of the queue is out of reach for callers who draft: theirs wait for a tree as long as they like.
+        # Clients that draft get half of the queue: their sequences may wait for a tree without end.
         if waiting >= (self._max_waiting // 2 if request.external else self._max_waiting):
             raise QuotaExceeded("too many requests wait", waiting=waiting)
         return next(self._ids) if sequence_id is None else sequence_id
@@ -92,18 +90,18 @@ class EngineFront:
             raise Draining("the target is draining")
 
     def _add(self, sequence_id: int, request: SequenceRequest) -> None:
-        """The sequence is open from now on. Before anything can happen to it."""
+        """Register an open sequence, before the engine gets it."""
         self._open[sequence_id] = request
         if request.external:
             self._roots[sequence_id] = request.token_ids[-1]
 
     def _forget(self, sequence_id: int) -> SequenceRequest | None:
-        """The sequence has ended. Its request, if it was open."""
+        """Remove a sequence that has ended. Returns its request, if it was open."""
         self._roots.pop(sequence_id, None)
         return self._open.pop(sequence_id, None)
 
     def _observe(self, events: Iterable[SequenceEvent]) -> None:
-        """Move roots on, and forget what has ended. Before anybody sees the events."""
+        """Update roots and remove ended sequences, before the events are delivered."""
         for event in events:
             if not isinstance(event, Verdict):
                 self._forget(event.sequence_id)

@@ -1,4 +1,4 @@
-"""The paged KV cache: pools per layer over the pages that are handed out."""
+"""The paged KV cache: page allocation, and pools of keys and values per layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["KVCache", "OutOfPages"]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros [shape]. On a CPU they take memory only once written, so that a large cache costs nothing at start."""
+    """Zeros [shape]. On a CPU they take memory only once they are written, so a large cache costs nothing at start."""
     count = math.prod(shape)
     if device.type != "cpu" or not count:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -25,9 +25,9 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 class KVCache(Pages):
     """Keys and values of all sequences, in pages of `page_size` tokens.
 
-    `keys[layer]` is [num_pages, page_size, kv_heads, key_width], `values[layer]` likewise with value_width, which is 0
-    where values are a part of the keys; they are parts of `key_pool` [layers, num_pages, ...] and `value_pool`.
-    `tokens` [slots] int32 are those that these are the keys of, where a runner keeps them.
+    `keys[layer]` is [num_pages, page_size, kv_heads, key_width], `values[layer]` the same with value_width, which is 0
+    where values are a part of the keys; they are views of `key_pool` [layers, num_pages, ...] and `value_pool`.
+    `tokens` [slots] int32 are the tokens of these keys, where a runner keeps them.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a prediction says may come next: a value between those who align predictions and those who verify them."""
+"""Predicted tokens, as passed from the alignment of predictions to their verification."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class PredictedChain(NamedTuple):
-    """Tokens that may follow the sequence's last, and how likely each is where the one before came."""
+    """Tokens that may follow the sequence's last one, and the probability of each given the one before."""
 
     token_ids: tuple[int, ...]
     scores: tuple[float, ...]

@@ -1,10 +1,11 @@
-"""What each tenant has taken, and who is refused for it. Belongs to the event loop; holds nothing of idle tenants."""
+"""Counts what each tenant uses against its limits. Belongs to the event loop; idle tenants take no memory."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 from outrider.errors import QuotaExceeded
@@ -12,68 +13,59 @@ from outrider.limits import TenantTable
 from target_service.core.fairness import Share
 from target_service.core.sequence import SequenceRequest
 
-# What is remembered of tenants that have nothing open is swept once they are this many.
+# Accounts without anything open are removed once there are this many accounts.
 _SWEPT_ABOVE = 1024
 
 
 @dataclass(slots=True)
 class _Account:
-    """What one tenant has open, and its token bucket as of `filled_at`."""
+    """What one tenant has open, and its token bucket at `filled_at`."""
 
-    streams: int = 0
-    texts: int = 0
-    # Open sequences, and those of them that have not said a token.
+    # Streams and texts, by name of their limit.
+    open: Counter[str] = field(default_factory=Counter)
+    # Open sequences, and those of them without a token yet.
     sequences: set[int] = field(default_factory=set)
     waiting: set[int] = field(default_factory=set)
     spent: float = 0.0
     filled_at: float = 0.0
 
     def leak(self, rate: float, now: float) -> None:
-        """Forget requests that are long enough ago."""
+        """Drain the bucket by the time since the last request."""
         self.spent = max(0.0, self.spent - rate * (now - self.filled_at))
         self.filled_at = now
 
 
 class TenantQuotas:
-    """Counts by tenant against its limits. Every `QuotaExceeded` says which limit, and when to come again."""
+    """Checks each tenant's use against its limits. Every `QuotaExceeded` names the limit and when to retry."""
 
     def __init__(self, table: TenantTable | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` tells seconds that never go back."""
+        """`clock` returns monotonic seconds."""
         self.table = table or TenantTable()
         self._clock = clock
         self._accounts: dict[str, _Account] = {}
 
-    @property
-    def remembered(self) -> int:
-        """Tenants of whom anything is remembered."""
-        return len(self._accounts)
-
     def share(self, tenant: str) -> Share:
-        """What the engine is to know of a tenant."""
+        """A tenant's share of the engine."""
         limits = self.table.of(tenant)
         return Share(limits.weight, limits.running, limits.kv_tokens)
 
-    @contextmanager
-    def stream(self, tenant: str) -> Iterator[None]:
-        """One call, to its end. Raises `QuotaExceeded`."""
-        account, limits = self._account(tenant), self.table.of(tenant)
-        _check("streams", account.streams, limits.streams)
-        account.streams += 1
-        try:
-            yield
-        finally:
-            account.streams -= 1
+    def stream(self, tenant: str) -> AbstractContextManager[None]:
+        """Count one call, to its end. Raises `QuotaExceeded` on entry."""
+        return self._counted(tenant, "streams", self.table.of(tenant).streams)
+
+    def text(self, tenant: str) -> AbstractContextManager[None]:
+        """Count one text, while it waits for the tokenizer or is tokenized. Raises `QuotaExceeded` on entry."""
+        return self._counted(tenant, "texts", self.table.of(tenant).texts)
 
     @contextmanager
-    def text(self, tenant: str) -> Iterator[None]:
-        """One text, while it waits for the tokeniser or is tokenised. Raises `QuotaExceeded`."""
-        account, limits = self._account(tenant), self.table.of(tenant)
-        _check("texts", account.texts, limits.texts)
-        account.texts += 1
+    def _counted(self, tenant: str, what: str, limit: int) -> Iterator[None]:
+        account = self._account(tenant)
+        _check(what, account.open[what], limit)
+        account.open[what] += 1
         try:
             yield
         finally:
-            account.texts -= 1
+            account.open[what] -= 1
 
     def request(self, tenant: str) -> None:
         """Take a request out of the tenant's token bucket. Raises `QuotaExceeded`."""
@@ -100,18 +92,18 @@ class TenantQuotas:
             ).after(None)
 
     def opened(self, sequence_id: int, request: SequenceRequest) -> None:
-        """A sequence was submitted. One whose client drafts says nothing before it has a tree, and does not wait."""
+        """A sequence was submitted. One whose client drafts does not count as waiting: it waits for a tree."""
         account = self._account(request.tenant)
         account.sequences.add(sequence_id)
         if not request.external:
             account.waiting.add(sequence_id)
 
     def began(self, sequence_id: int, tenant: str) -> None:
-        """It has said a token."""
+        """A sequence has its first token."""
         self._account(tenant).waiting.discard(sequence_id)
 
     def ended(self, sequence_id: int, tenant: str) -> None:
-        """It is gone."""
+        """A sequence has ended."""
         account = self._account(tenant)
         account.sequences.discard(sequence_id)
         account.waiting.discard(sequence_id)
@@ -125,11 +117,11 @@ class TenantQuotas:
         return account
 
     def _sweep(self) -> None:
-        """Forget tenants that have nothing open and whose bucket is full. Names cost nothing to make up."""
+        """Remove accounts with nothing open and a full bucket: callers can invent any number of tenants."""
         now = self._clock()
         for tenant, account in list(self._accounts.items()):
             account.leak(self.table.of(tenant).requests_per_second, now)
-            if not (account.streams or account.texts or account.sequences or account.spent):
+            if not (account.open.total() or account.sequences or account.spent):
                 del self._accounts[tenant]
 
 

@@ -1,4 +1,4 @@
-"""What one step runs: which sequences, and how many known tokens each feeds."""
+"""The schedule of one step: its sequences, and how many known tokens each feeds."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One step: sequences that read first, then those that feed their root alone, behind whose rows drafted ones may
-    come. Pages for every known token are held."""
+    """One step: sequences that read come first, then those that feed their root alone and may have drafted rows. Pages
+    for every known token are reserved."""
 
     chunks: tuple[Chunk, ...] = ()
-    # Nobody but the tenant of these has had a part in steps lately, or this one is its own to learn what that takes.
+    # Only one tenant has had sequences in recent steps, or has this step alone so that its time can be measured.
     own: bool = True
 
     @property
     def rows(self) -> int:
+        """Rows of known tokens."""
         return sum(chunk.count for chunk in self.chunks)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from outrider.tree import TokenTree
@@ -15,9 +15,9 @@ from target_service.core.sequence import Sequence, SequenceState
 from target_service.core.step_times import StepTimes
 
 _RUNS = (SequenceState.PREFILL, SequenceState.RUNNING)
-# Rows of prompts that are read in any step, however long steps are: prompts come to their end. Chosen.
+# Rows of prompts that every step reads, however long steps are, so that prompts make progress. Chosen.
 _LEAST_READ = 16
-# Parts at most in which a step's rows of prompts are given out among tenants. Chosen: one part is little of a step.
+# Parts in which a step's rows of prompts are divided among tenants. Chosen: one part is little of a step.
 _PARTS = 64
 
 
@@ -31,67 +31,67 @@ class SchedulerConfig:
 
 
 @dataclass(slots=True)
-class _Asked:
-    """What a tenant would have of the next step: sequences that decode and that read, and rows of prompts."""
+class _Demand:
+    """What a tenant could use of the next step: sequences, those of them that decode, and rows of prompts."""
 
     share: Share
+    sequences: int = 0
     decoding: int = 0
-    reading: int = 0
     rows: int = 0
 
 
 class Scheduler:
-    """Continuous batching: running sequences go on, waiting ones join as places, rows and KV pages allow.
+    """Continuous batching: running sequences continue, waiting ones join as places, rows and KV pages allow.
 
-    Where there is not enough of these for all, tenants get theirs by weight, in every step and not only as they join,
-    and within a tenant the first to come goes first. Time is one of them: while several tenants want steps, none has to
-    wait for a step longer than one of its own takes, divided by its part of the weights, as far as that is known from
-    the steps before. Who gets no place in a step keeps its pages.
+    Where these do not suffice, tenants share them by weight in every step; within a tenant, sequences go in order of
+    arrival. Step time is shared as well: while several tenants have work, no step is longer than a tenant's own would
+    be, divided by its part of the weights, as estimated from earlier steps. A sequence without a place in a step keeps
+    its pages.
 
-    When pages run out one sequence gives its pages back and waits again; its tokens stay, and are fed anew. Idle ones,
-    whose client has sent no tree, go first, for they may idle as long as they like; they wait again once there is a
-    tree. Then the youngest of the tenant goes that holds most for its weight. The oldest of all goes last, so that it
-    ends some day.
+    When pages run out, a sequence is preempted: it gives its pages back, waits, and is read again. Idle ones, whose
+    client has sent no tree, are first; they wait again once there is a tree. Then comes the youngest of the tenant that
+    holds most for its weight. The oldest of all is last, so that it ends at some time.
     """
 
     def __init__(self, config: SchedulerConfig, cache: KVCache) -> None:
         self._config = config
         self._cache = cache
-        # What steps took, as whoever runs them tells it. Until something is known of them, no time is shared.
+        # Times of steps, observed by the engine. Without any, time is not shared.
         self.times = StepTimes()
         self._waiting: dict[str, deque[Sequence]] = {}
         self._evicted: dict[int, Sequence] = {}
-        # Sequences that may not begin before `release`; None while all may.
-        self._kept_back: list[Sequence] | None = None
+        # New sequences held until `release`; None unless `hold` was called.
+        self._held_back: list[Sequence] | None = None
         self._places, self._rows, self._time = FairShare(), FairShare(), TimeShares()
         self.running: list[Sequence] = []
-        # Rows of a step at most: what is configured, or less where that did not fit the device's memory.
+        # Most rows of a step: as configured, or fewer where those did not fit the device's memory.
         self.max_step_rows = config.max_step_rows
 
     def shrink(self) -> bool:
-        """Halve the rows of a step, for good: they did not fit the device's memory. False if no less will do."""
+        """Halve the rows of a step for good, which did not fit the device's memory. False if none can be taken away."""
         smallest = self.max_step_rows <= max(1, len(self.running))
         self.max_step_rows = max(1, self.max_step_rows // 2)
         return not smallest
 
     @property
     def waiting(self) -> int:
-        return sum(map(len, self._waiting.values())) + len(self._kept_back or ())
+        """Sequences that wait for a place."""
+        return sum(map(len, self._waiting.values())) + len(self._held_back or ())
 
     @property
     def evicted(self) -> int:
-        """Sequences that hold no pages and want none, until their client sends a tree."""
+        """Sequences that hold no pages and wait for their client's tree."""
         return len(self._evicted)
 
     @property
     def load(self) -> int:
-        """Sequences that have a place in the next step, or will as soon as their prompts are read. Others may run
-        beside them that hold pages and wait for theirs."""
+        """Sequences that have a place in the next step, or will once prompts are read. Others may hold pages and wait
+        for a place."""
         return min(self._config.max_running, len(self.running) + self.waiting)
 
     @property
     def admits(self) -> bool:
-        """Whether somebody waits, and a place is free."""
+        """Whether a sequence waits and a place is free."""
         return bool(self._waiting) and self._busy() < self._config.max_running
 
     def sequences(self) -> Iterator[Sequence]:
@@ -99,14 +99,14 @@ class Scheduler:
         yield from self.running
         for queue in self._waiting.values():
             yield from queue
-        yield from self._kept_back or ()
+        yield from self._held_back or ()
         yield from self._evicted.values()
 
     def hold(self) -> None:
-        """Let no sequence begin until `release`. Those that have begun go on, also those that lost their pages."""
-        self._kept_back = self._kept_back or []
+        """Let no sequence begin until `release`. Those that have begun continue, also those that were preempted."""
+        self._held_back = self._held_back or []
         for tenant, queue in list(self._waiting.items()):
-            self._kept_back += [sequence for sequence in queue if not sequence.begun]
+            self._held_back += [sequence for sequence in queue if not sequence.begun]
             begun = deque(sequence for sequence in queue if sequence.begun)
             if begun:
                 self._waiting[tenant] = begun
@@ -114,37 +114,38 @@ class Scheduler:
                 del self._waiting[tenant]
 
     def release(self) -> None:
-        """Let everybody begin again, in the order in which they came."""
-        held, self._kept_back = self._kept_back or [], None
+        """Let sequences begin again, in order of arrival."""
+        held, self._held_back = self._held_back or [], None
         for sequence in held:
             self.add(sequence)
 
     def begun(self) -> list[Sequence]:
-        """Sequences whose prompt was read by some step, whether they hold pages now or not."""
+        """Sequences that have begun, whether they hold pages now or not."""
         return [sequence for sequence in self.sequences() if sequence.begun]
 
     def preempt_all(self) -> None:
-        """Take the pages of every running sequence; all are read again, the oldest first."""
-        for sequence in sorted(self.running, key=_age, reverse=True):
+        """Preempt every running sequence; the oldest is read again first."""
+        for sequence in sorted(self.running, key=_arrival, reverse=True):
             self._preempt(sequence)
 
     def add(self, sequence: Sequence) -> None:
-        if self._kept_back is not None:
-            self._kept_back.append(sequence)
+        """Queue a new sequence."""
+        if self._held_back is not None:
+            self._held_back.append(sequence)
             return
         self._waiting.setdefault(sequence.request.tenant, deque()).append(sequence)
 
     def verify(self, sequence: Sequence, tree: TokenTree) -> None:
-        """A client's tree is to be verified next."""
+        """Set the client's tree to verify next."""
         sequence.external_tree = tree
         if self._evicted.pop(sequence.sequence_id, None) is not None:
             sequence.state = SequenceState.WAITING
             self._requeue(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget the sequence and give its pages back."""
-        if self._kept_back is not None and sequence in self._kept_back:
-            self._kept_back.remove(sequence)
+        """Remove the sequence and release its pages."""
+        if self._held_back is not None and sequence in self._held_back:
+            self._held_back.remove(sequence)
         elif sequence.state is SequenceState.WAITING:
             queue = self._waiting[sequence.request.tenant]
             queue.remove(sequence)
@@ -174,21 +175,28 @@ class Scheduler:
         for sequence, count in self._share_rows(reading, rows):
             if self._holds_chunk(sequence, count):
                 chunks.append(Chunk(sequence, count))
-        # A sequence scheduled early in the loop may have been preempted for a later one.
+        # A sequence scheduled early may have been preempted for a later one.
         run = [chunk for chunk in chunks if chunk.sequence.state in _RUNS]
         reading_rows = sum(chunk.count for chunk in run if not chunk.takes_tree)
         self._time.begin(self.times.seconds(sum(chunk.takes_tree for chunk in run), reading_rows))
         return Schedule(tuple(sorted(run, key=lambda chunk: chunk.takes_tree)), own)
 
+    def _places_within(self, seconds: float, allowed: Mapping[str, int], places: int) -> int:
+        """Places, of at most `places`, whose sequences decode in `seconds`; one for each tenant at least."""
+        within = max(min(places, len(allowed)), self.times.decoding_within(seconds, places))
+        if within < min(places, sum(allowed.values())):
+            self._time.hold()
+        return within
+
     def _rows_within(self, seconds: float, decoding: int, reading: list[Sequence], rows: int) -> int:
-        """The rows of prompts, of so many at most, that a step may read in that time beside what decodes."""
+        """Rows of prompts, of at most `rows`, that a step may read in `seconds` beside what decodes."""
         within = max(min(rows, _LEAST_READ), self.times.reading_within(decoding, seconds, rows))
         if within < min(rows, sum(map(self._due, reading))):
             self._time.hold()
         return within
 
     def _due(self, sequence: Sequence) -> int:
-        """Known tokens to feed next. A client that drafts feeds its root with its tree only."""
+        """Known tokens to feed next. The root of a client that drafts is fed with its tree only."""
         known = sequence.length - sequence.kv_length
         if sequence.request.external:
             if known == 1:
@@ -196,40 +204,42 @@ class Scheduler:
             known -= 1
         elif sequence.pending is not None:
             if sequence.full:
-                # The step under way says its last token.
+                # The step under way samples its last token.
                 return 0
             if known > 1:
-                # A pending token is fed alone, once the others were.
+                # A pending token is fed alone, after the others.
                 known -= 1
         return min(known, self._config.prefill_chunk)
 
     def _share_places(self) -> tuple[list[Sequence], list[Sequence], dict[str, int], float]:
-        """Running sequences that decode in the next step and those that read, how many waiting ones may join, by
-        tenant, and the seconds that the step may take: infinite where it is one tenant's own."""
-        ready, asked = self._ready()
-        wanted = {tenant: one.decoding + one.reading for tenant, one in asked.items()}
+        """Divide the places of the next step among tenants.
+
+        Returns the running sequences that decode and those that read, how many waiting ones may join by tenant, and
+        the seconds that the step may take: infinite where it is one tenant's own.
+        """
+        ready, demands = self._ready()
         for tenant, queue in self._waiting.items():
             if self._yielding(queue[0]) is not None:
-                wanted[tenant] = wanted.get(tenant, 0) + len(queue)
-                one = asked.setdefault(tenant, _Asked(queue[0].request.share))
-                if one.rows < self.max_step_rows:
-                    # Of the next in line alone: the others may have to wait in any case.
-                    one.rows += self._due(queue[0])
-        shares = {tenant: one.share for tenant, one in asked.items()}
-        allowed = {tenant: min(count, shares[tenant].running or count) for tenant, count in wanted.items()}
+                demand = demands.setdefault(tenant, _Demand(queue[0].request.share))
+                demand.sequences += len(queue)
+                if demand.rows < self.max_step_rows:
+                    # Only of the next in line: the others may have to wait anyway.
+                    demand.rows += self._due(queue[0])
+        shares = {tenant: demand.share for tenant, demand in demands.items()}
+        allowed = {
+            tenant: min(demand.sequences, demand.share.running or demand.sequences)
+            for tenant, demand in demands.items()
+        }
         # Every place takes a row.
         places, seconds = min(self._config.max_running, self.max_step_rows), math.inf
         if len(allowed) > 1 or self._time.shared:
             alone = {
-                tenant: self.times.own_seconds(min(asked[tenant].decoding, most), asked[tenant].rows)
-                for tenant, most in allowed.items()
+                tenant: self.times.own_seconds(min(demand.decoding, allowed[tenant]), demand.rows)
+                for tenant, demand in demands.items()
             }
             seconds = self._time.longest_step(alone, shares)
-            within = max(min(places, len(allowed)), self.times.decoding_within(seconds, places))
-            if within < min(places, sum(allowed.values())):
-                self._time.hold()
-            places = within
-            chosen = self._time.alone_next({tenant for tenant, one in asked.items() if one.decoding})
+            places = self._places_within(seconds, allowed, places)
+            chosen = self._time.alone_next({tenant for tenant, demand in demands.items() if demand.decoding})
             if chosen is not None:
                 decoding = [one for one, decodes in ready if decodes and one.request.tenant == chosen]
                 return decoding, [], {}, math.inf
@@ -246,30 +256,30 @@ class Scheduler:
                 stages[not decodes].append(sequence)
         return *stages, allowed, seconds
 
-    def _ready(self) -> tuple[list[tuple[Sequence, bool]], dict[str, _Asked]]:
-        """Running sequences that can go on, and whether each decodes; and what they are by tenant."""
+    def _ready(self) -> tuple[list[tuple[Sequence, bool]], dict[str, _Demand]]:
+        """Running sequences that can continue, each with whether it decodes, and the demand of every tenant."""
         ready: list[tuple[Sequence, bool]] = []
-        asked: dict[str, _Asked] = {}
+        demands: dict[str, _Demand] = {}
         for sequence in self.running:
             due = self._due(sequence)
             if not due:
                 continue
-            # It feeds its root, and nothing before it.
+            # It feeds its root alone.
             decodes = due == 1 and sequence.kv_length + 1 >= sequence.length
             ready.append((sequence, decodes))
             request = sequence.request
-            one = asked.get(request.tenant)
-            if one is None:
-                one = asked[request.tenant] = _Asked(request.share)
+            demand = demands.get(request.tenant)
+            if demand is None:
+                demand = demands[request.tenant] = _Demand(request.share)
+            demand.sequences += 1
             if decodes:
-                one.decoding += 1
+                demand.decoding += 1
             else:
-                one.reading += 1
-                one.rows += due
-        return ready, asked
+                demand.rows += due
+        return ready, demands
 
     def _share_rows(self, reading: list[Sequence], rows: int) -> list[tuple[Sequence, int]]:
-        """Known tokens that each of these feeds, of so many at most."""
+        """Known tokens that each of these feeds, at most `rows` together."""
         due = [(sequence, self._due(sequence)) for sequence in reading]
         if sum(count for _, count in due) <= rows:
             self._rows.rest()
@@ -278,9 +288,9 @@ class Scheduler:
         for sequence, count in due:
             if count:
                 lines[sequence.request.tenant].append((sequence, count))
-        # A few at a time: whoever has a short prompt does not wait for another's long one to take its turn.
-        few = max(1, rows // _PARTS)
-        wanted = {tenant: _in_parts(sum(count for _, count in line), few) for tenant, line in lines.items()}
+        # In small parts, so that a short prompt does not wait for another tenant's long one.
+        part = max(1, rows // _PARTS)
+        wanted = {tenant: _in_parts(sum(count for _, count in line), part) for tenant, line in lines.items()}
         shares = {tenant: line[0][0].request.share for tenant, line in lines.items()}
         served = Counter[str]()
         for tenant, count in self._rows.divide(wanted, shares, rows):
@@ -294,48 +304,49 @@ class Scheduler:
         return reads
 
     def _admit(self, places: dict[str, int]) -> list[Sequence]:
-        """Let as many of each tenant's waiting sequences join as it has places for, and pages."""
+        """Let as many of each tenant's waiting sequences join as it has places and pages for."""
         admitted: list[Sequence] = []
         turns = deque(tenant for tenant in self._waiting if places.get(tenant))
-        promised = 0
+        reserved = 0
         while turns:
             tenant = turns.popleft()
             queue = self._waiting[tenant]
-            victims = self._yielding(queue[0], promised)
+            victims = self._yielding(queue[0], reserved)
             if victims is None:
                 continue
             for victim in victims:
                 self._preempt(victim)
-            # Preempting may have put another one first.
+            # Preemption may have put another one first.
             queue = self._waiting.pop(tenant)
             sequence = queue.popleft()
             places[tenant] -= 1
             if queue:
-                # To the end of the round.
+                # Last in the round.
                 self._waiting[tenant] = queue
                 if places[tenant]:
                     turns.append(tenant)
             sequence.state = SequenceState.PREFILL
             self.running.append(sequence)
             admitted.append(sequence)
-            promised += self._pages_wanted(sequence)
+            reserved += self._pages_wanted(sequence)
         return [sequence for sequence in admitted if sequence.state is SequenceState.PREFILL]
 
     def _pages_wanted(self, sequence: Sequence) -> int:
-        """A whole prompt and one page beyond it, so that a newcomer does not preempt the others at once."""
+        """Pages for the known tokens and one more, so that a newcomer does not preempt others at once."""
         return min(self._cache.pages_for(len(sequence.token_ids)) + 1, self._cache.num_pages)
 
-    def _yielding(self, newcomer: Sequence, promised: int = 0) -> list[Sequence] | None:
-        """Running sequences that must give way for a waiting one to join, where `promised` pages are spoken for: idle
-        ones, then those of a tenant that would still hold as much for its weight. None where it has to wait."""
+    def _yielding(self, newcomer: Sequence, reserved: int = 0) -> list[Sequence] | None:
+        """Running sequences to preempt for a waiting one to join, beside `reserved` pages of other newcomers: idle
+        ones, then those of a tenant that would still hold as much for its weight. None where the newcomer has to
+        wait."""
         wanted, tenant, share = self._pages_wanted(newcomer), newcomer.request.tenant, newcomer.request.share
-        held = self._held(tenant) if share.kv_tokens or wanted + promised > self._cache.free_pages else 0
+        held = self._held(tenant) if share.kv_tokens or wanted + reserved > self._cache.free_pages else 0
         if share.kv_tokens and held and held + wanted > share.kv_tokens // self._cache.page_size:
             return None
-        missing = wanted + promised - self._cache.free_pages
-        victims: list[Sequence] = []
+        missing = wanted + reserved - self._cache.free_pages
         if missing <= 0:
-            return victims
+            return []
+        victims: list[Sequence] = []
         for victim, left in (*self._giving_way(idle=True), *self._giving_way(idle=False)):
             if not self._idle(victim) and (victim.request.tenant == tenant or left * share.weight < held + wanted):
                 continue
@@ -346,8 +357,8 @@ class Scheduler:
         return None
 
     def _giving_way(self, *, idle: bool) -> Iterator[tuple[Sequence, float]]:
-        """Running sequences with pages in the order in which they give way, idle ones or the others, and what their
-        tenant holds for its weight then."""
+        """Running sequences with pages in order of preemption, idle ones or the others, and the pages that their tenant
+        holds for its weight without them."""
         held = Counter[str]()
         lines: dict[str, list[Sequence]] = defaultdict(list)
         for sequence in self.running:
@@ -355,7 +366,7 @@ class Scheduler:
             if self._idle(sequence) is idle:
                 lines[sequence.request.tenant].append(sequence)
         if not idle and lines:
-            oldest = min((line[0] for line in lines.values()), key=_age)
+            oldest = min((line[0] for line in lines.values()), key=_arrival)
             lines[oldest.request.tenant].remove(oldest)
         weights = {tenant: line[0].request.share.weight for tenant, line in lines.items() if line}
         while weights:
@@ -368,12 +379,12 @@ class Scheduler:
                 del weights[tenant]
 
     def _held(self, tenant: str) -> int:
-        """Pages that a tenant's sequences hold."""
+        """Pages held by a tenant's sequences."""
         return sum(len(sequence.pages) for sequence in self.running if sequence.request.tenant == tenant)
 
     def _holds_chunk(self, sequence: Sequence, count: int) -> bool:
-        """Hold pages for `count` tokens more, others giving way if need be. False when `sequence` lost its own, before
-        or for this."""
+        """Reserve pages for `count` more tokens, preempting others if needed. False if `sequence` itself was
+        preempted."""
         while sequence.state in _RUNS:
             limited = self._at_limit(sequence, count)
             if not limited:
@@ -386,7 +397,7 @@ class Scheduler:
         return False
 
     def _at_limit(self, sequence: Sequence, count: int) -> bool:
-        """Whether the sequence needs a page more than its tenant may hold. One alone may always go on."""
+        """Whether the sequence needs more pages than its tenant may hold. A tenant's only one may always continue."""
         limit = sequence.request.share.kv_tokens // self._cache.page_size
         missing = self._cache.pages_for(sequence.kv_length + count) - len(sequence.pages)
         if not limit or missing <= 0:
@@ -395,7 +406,7 @@ class Scheduler:
         return held > len(sequence.pages) and held + missing > limit
 
     def _busy(self) -> int:
-        """Running sequences that a step would move on. The others hold pages, and no place."""
+        """Running sequences that are not idle. Idle ones hold pages, but take no place."""
         return sum(not self._idle(sequence) for sequence in self.running)
 
     def _idle(self, sequence: Sequence) -> bool:
@@ -403,27 +414,27 @@ class Scheduler:
         return (
             sequence.request.external
             and sequence.kv_length + 1 == len(sequence.token_ids)
-            and (sequence.external_tree is None)
+            and sequence.external_tree is None
         )
 
     def _victim(self, sequence: Sequence, *, own: bool) -> Sequence:
-        """Who gives way to `sequence`, which lacks pages: itself, where nobody else should. One of its `own` tenant's
-        where that holds what it may."""
+        """The sequence to preempt for `sequence`, which lacks pages; itself, if there is no other. With `own`, one of
+        the same tenant."""
         for victim, _ in (*self._giving_way(idle=True), *self._giving_way(idle=False)):
             if not own or victim.request.tenant == sequence.request.tenant:
                 return victim
         return sequence
 
     def reserve(self, sequence: Sequence, tokens: int) -> None:
-        """Hold pages for `tokens` of the sequence, or raise `OutOfPages` and change nothing."""
+        """Reserve pages for `tokens` of the sequence, or raise `OutOfPages` and change nothing."""
         missing = self._cache.pages_for(tokens) - len(sequence.pages)
         if missing > 0:
             last = sequence.pages[-1] if sequence.pages else None
             sequence.pages.extend(self._cache.allocate(missing, after=last))
 
     def reserve_behind_trees(self, schedule: Schedule, max_context: int) -> bool:
-        """Hold pages for what the step under way may accept besides the tokens that are laid out. False where some
-        sequence has no room for it."""
+        """Reserve pages for drafted tokens that the step under way may accept, beside the scheduled ones. False if they
+        do not fit."""
         for chunk in schedule.chunks:
             sequence = chunk.sequence
             if sequence.length + sequence.pending_drafts > max_context:
@@ -435,12 +446,12 @@ class Scheduler:
         return True
 
     def spare_rows(self, sequence: Sequence) -> int:
-        """Rows past the known tokens that the sequence's pages and the free ones could take."""
+        """Rows past the known tokens that fit the sequence's pages and the free ones."""
         pages = len(sequence.pages) + self._cache.free_pages
         return pages * self._cache.page_size - sequence.length
 
     def trim(self, sequence: Sequence) -> None:
-        """Give back pages that hold no committed token."""
+        """Release pages that hold no committed token."""
         keep = self._cache.pages_for(len(sequence.token_ids))
         if len(sequence.pages) > keep:
             self._cache.release(sequence.pages[keep:])
@@ -459,7 +470,7 @@ class Scheduler:
             self._requeue(sequence)
 
     def _requeue(self, sequence: Sequence) -> None:
-        """First in line, and its tenant's line too: it was served before all that wait."""
+        """Put it first in its queue, and its tenant first: it was served before all that wait."""
         tenant = sequence.request.tenant
         queue = self._waiting.pop(tenant, deque())
         queue.appendleft(sequence)
@@ -471,12 +482,12 @@ class Scheduler:
         sequence.kv_length = 0
 
 
-def _age(sequence: Sequence) -> int:
-    """Rises with the time at which a sequence came."""
+def _arrival(sequence: Sequence) -> int:
+    """Sort key: ids rise in order of arrival."""
     return sequence.sequence_id
 
 
-def _in_parts(count: int, few: int) -> list[int]:
-    """So many, a few at a time."""
-    whole, rest = divmod(count, few)
-    return [few] * whole + [rest] * bool(rest)
+def _in_parts(count: int, size: int) -> list[int]:
+    """`count` as a list of parts of `size`, the last one smaller."""
+    whole, rest = divmod(count, size)
+    return [size] * whole + [rest] * bool(rest)

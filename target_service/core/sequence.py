@@ -1,4 +1,4 @@
-"""The nouns of the target service: requests, running sequences, verdicts, totals."""
+"""The core types of the target service: requests, running sequences, verdicts, totals."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from outrider.wire.frames import DEFAULT_TENANT
 from target_service.core.fairness import Share
 from target_service.core.weights import FIRST_VERSION
 
-# Passes that are launched at once at most.
+# Most passes that are launched at once.
 MAX_STRIDE = 4
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceRequest:
-    """What a caller asks of the engine. Checked before it is built; never changed after."""
+    """A request to the engine. Checked before it is built, never changed."""
 
     token_ids: tuple[int, ...]
     sampling: SamplingParams
     mode: VerificationMode
     seed: int
-    # Output tokens at most: sampling.max_tokens, or what the context leaves.
+    # Most output tokens: sampling.max_tokens, or the rest of the context.
     max_tokens: int
-    # Of TYPICAL.
+    # For TYPICAL.
     typical: TypicalAcceptance = field(default_factory=TypicalAcceptance)
     tenant: str = DEFAULT_TENANT
     # What the tenant may take of the engine.
@@ -43,13 +43,13 @@ class SequenceRequest:
     prediction: tuple[int, ...] = ()
     # The client drafts: each step waits for `Engine.verify`.
     external: bool = False
-    # Verdicts say what was verified.
+    # Verdicts include the verified trees.
     trees: bool = False
     traceparent: str = ""
 
     @property
     def lossy(self) -> bool:
-        """Whether the output may differ from what the model says by itself. At temperature 0 TYPICAL is GREEDY."""
+        """Whether the output may differ from the model's own distribution. At temperature 0 TYPICAL is GREEDY."""
         return self.mode is VerificationMode.TYPICAL and not self.sampling.greedy
 
 
@@ -79,13 +79,13 @@ class TokenLogprobs:
 
 
 class DevicePass(NamedTuple):
-    """What one pass of one sequence was, where the device chose its rows.
+    """One pass of one sequence, where the device chose its rows.
 
     Attributes:
-        drafted: rows beside the root, and how many of them are nodes of the sequence's table.
-        accepted: of `drafted`, and how many of them are nodes of the table.
-        promised: tokens that `drafted` were expected to bring, and those of the table.
-        prospects: tokens that the best 1, 3, 7 .. rows of the sequence would have been expected to bring.
+        drafted, drafted_from_table: rows beside the root; those that are nodes of the sequence's table.
+        accepted, accepted_from_table: how many of them were accepted.
+        expected, expected_from_table: how many of them were expected to be accepted.
+        prospects: expected tokens of the sequence's best 1, 3, 7 .. rows.
         age: tokens between the table's root and the pass's; -1 where no table held the text.
         root_row: row of the sequence's root among all rows of the pass.
         path: accepted rows, relative to the root.
@@ -104,7 +104,7 @@ class DevicePass(NamedTuple):
 
 
 class VerifiedTree(NamedTuple):
-    """What a step verified, for those who show it: a `TokenTree`'s rows, and which of them were accepted."""
+    """The tree that a step verified, for display: the rows of a `TokenTree`, and which of them were accepted."""
 
     token_ids: tuple[int, ...]
     parents: tuple[int, ...]
@@ -112,8 +112,8 @@ class VerifiedTree(NamedTuple):
 
 
 class _Event(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """What the engine reports of a sequence. A struct, because up to 64 are made in every step and sent to another
-    process: a frozen dataclass takes ten times as long to make."""
+    """An event of a sequence. A struct, because up to 64 are made in every step and sent to another process: creating a
+    frozen dataclass takes ten times as long."""
 
     sequence_id: int
 
@@ -122,8 +122,8 @@ class Verdict(_Event, frozen=True):
     """The immutable result of one step of one sequence.
 
     `token_ids` are the accepted rows' tokens, then the target's own next token (*bonus* when the path ended at a
-    leaf, *recovered* otherwise), cut where a stop was met. `drafted_tokens` counts those that came from the draft. Of
-    passes that were launched at once it holds the tokens of all, under the step of the last.
+    leaf, *recovered* otherwise), cut at a stop. `drafted_tokens` counts those that came from the draft. For passes that
+    were launched at once it holds the tokens of all, with the step of the last.
     """
 
     step: int
@@ -134,16 +134,16 @@ class Verdict(_Event, frozen=True):
     finish: Finish | None = None
     queue_ns: int = 0
     compute_ns: int = 0
-    # Drafted tokens of each pass, where later ones than the first have some.
+    # Drafted tokens of each pass, if any but the first has some.
     drafts_by_step: tuple[int, ...] = ()
-    # Of the weights that said the tokens.
+    # Version of the weights that the step ran with.
     model_version: int = FIRST_VERSION
-    # Where the request asks for it, and the host knows it.
+    # If requested, and known to the host.
     tree: VerifiedTree | None = None
 
     @property
     def passes(self) -> int:
-        """Passes that said its tokens: one for the accepted path and what follows it, and one for each token more."""
+        """Passes that made its tokens: one for the accepted path and the next token, and one for each further token."""
         return len(self.drafts_by_step) or max(1, len(self.token_ids) - self.drafted_tokens)
 
 
@@ -167,12 +167,12 @@ class SequenceTotals:
     draft_wait_ns: int = 0
     fallback_steps: int = 0
     preemptions: int = 0
-    # Of the request's prediction: tokens that were verified, and those of them that were accepted.
+    # Tokens of the request's prediction that were verified, and those that were accepted.
     predicted_tokens: int = 0
     accepted_predicted_tokens: int = 0
-    # Accepted tokens that the model would not have drawn at their place.
+    # Accepted tokens that the model would not have sampled.
     lossy_tokens: int = 0
-    # The last reason for which its draft gave it up; empty if none did.
+    # Why its draft last stopped drafting for it; empty if it did not.
     draft_refused: str = ""
 
 
@@ -184,7 +184,7 @@ class SequenceFinished(_Event, frozen=True):
 
 
 class SequenceFailed(_Event, frozen=True):
-    """The last event of a sequence that could not go on. `draft_refused` is that of its totals."""
+    """The last event of a sequence that failed. `draft_refused` is that of its totals."""
 
     error: OutriderError
     draft_refused: str = ""
@@ -195,10 +195,10 @@ SequenceEvent = Verdict | SequenceFinished | SequenceFailed
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """What one engine step did, for metrics. Durations in nanoseconds."""
+    """Figures of one engine step, for metrics. Durations in nanoseconds."""
 
     sequences: int
-    # Sequences that committed tokens, once for each pass that said one, and those whose tree had a drafted row.
+    # Sequences that committed tokens, counted once per pass that made one, and those with drafted rows.
     committed_sequences: int
     drafted_sequences: int
     decode_rows: int
@@ -215,32 +215,32 @@ class StepStats:
     verify_ns: int
     commit_ns: int
     total_ns: int
-    # Hidden states sent to the draft, and the bytes that they took.
+    # Hidden states sent to the draft, and their bytes.
     feature_vectors: int = 0
     feature_bytes: int = 0
-    # Of sequences whose rows the device chose while a draft followed them: passes with rows of the draft, and without.
+    # Passes of followed sequences whose rows the device chose: with rows of the draft, and without.
     hits: int = 0
     misses: int = 0
-    # Drafted rows that the device chose, and those that were accepted; of both, those that are the draft's (also where
-    # the own text says the same); and the tokens that all of them promised.
+    # Drafted rows that the device chose, and those accepted; of both, those of the draft (even if lookup found the
+    # same); and the expected tokens of all.
     chosen_rows: int = 0
     chosen_accepted: int = 0
     table_rows: int = 0
     table_accepted: int = 0
     expected_tokens: float = 0.0
-    # The last answer of the draft, from when it was told; 0 without one.
+    # Time from the last commit sent to the draft to its answer; 0 without one.
     round_trip_ns: int = 0
-    # By the device's clock, of the launch before: at work, and idle until this one.
+    # By the device's clock: time of the launch before this one, and idle time between the two.
     busy_ns: int = 0
     idle_ns: int = 0
-    # Passes launched at once, each of which is a step to whoever counts: times are those of all, rows those of one.
+    # Passes launched at once, each counted as a step: times are those of all, rows those of one.
     passes: int = 1
 
 
 class SequenceState(Enum):
-    """Where a sequence is. WAITING -> PREFILL -> RUNNING -> (gone); a preempted sequence goes back to WAITING.
+    """State of a sequence: WAITING -> PREFILL -> RUNNING -> (gone); a preempted sequence goes back to WAITING.
 
-    EVICTED is one whose client had sent no tree when its pages were needed; it waits again once there is a tree.
+    EVICTED is a sequence that was preempted while it waited for its client's tree; with a tree it is WAITING again.
     """
 
     WAITING = "waiting"
@@ -254,9 +254,9 @@ class Sequence:
     """A request under way: prompt plus committed tokens, and the KV pages that hold them.
 
     Invariants: `0 <= kv_length < len(token_ids)`; the root is the last token, whose KV is not computed;
-    `len(token_ids) == prompt_length + totals.completion_tokens`; pages hold at least `kv_length` tokens. While a step
-    is under way, the KV that it computes counts as computed, also that of tokens which it will say itself: `kv_length`
-    may be equal, and with a stride of passes as much larger as passes follow the first.
+    `len(token_ids) == prompt_length + totals.completion_tokens`; pages hold at least `kv_length` tokens. The KV of a
+    step under way counts as computed, also that of tokens which it samples itself: `kv_length` may then be equal to
+    `len(token_ids)`, or larger by the passes that follow the first of a launch.
     """
 
     sequence_id: int
@@ -266,14 +266,14 @@ class Sequence:
     state: SequenceState = SequenceState.WAITING
     step: int = 0
     kv_length: int = 0
-    # Of type "i", which copies into a step's integers at once.
+    # Of type "i", to copy it into a step's integers at once.
     pages: array[int] = field(default_factory=lambda: array("i"))
     # The tree to verify next, when the client drafts.
     external_tree: TokenTree | None = None
-    # While a step is prepared before the one under way has ended: the place of this sequence in that one, which will
-    # say the next token. None when every token is known.
+    # While a step is prepared before the one under way has ended: this sequence's place in that one, which samples the
+    # pending token. None when every token is known.
     pending: int | None = None
-    # How many tokens that step will say, and how many drafted ones it may accept besides.
+    # Tokens that the step under way will sample, and drafted ones that it may accept besides.
     pending_tokens: int = 0
     pending_drafts: int = 0
 
@@ -283,7 +283,7 @@ class Sequence:
 
     @property
     def begun(self) -> bool:
-        """Whether a step has read of its prompt, or is about to."""
+        """Whether a step has read, or is about to read, tokens of it."""
         return self.state is not SequenceState.WAITING or self.totals.preemptions > 0
 
     @property
@@ -296,16 +296,16 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and output, awaited ones included."""
+        """Tokens of prompt and output, including pending ones."""
         return len(self.token_ids) + self.pending_tokens
 
     @property
     def full(self) -> bool:
-        """Whether nothing may follow the tokens that are known or awaited."""
+        """Whether no token may follow the known and pending ones."""
         return self.length - self.prompt_length >= self.request.max_tokens
 
     def feed(self, start: int, count: int) -> list[int]:
-        """Tokens `start` .. `start + count` as a step reads them: the last awaited one as -1 - `pending`."""
+        """Tokens `start` .. `start + count` as a step reads them; a pending one is -1 - `pending`."""
         tokens = self.token_ids[start : start + count]
         if self.pending is not None and len(tokens) < count:
             tokens.append(-1 - self.pending)

@@ -1,4 +1,4 @@
-"""When an output ends, and how its tokens become text. Neither depends on how the tokens were grouped into steps."""
+"""Where an output ends, and how its tokens become text, independent of how they were grouped into steps."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from target_service.core.sequence import Finish, FinishReason
 
 # What a byte-level tokenizer shows for bytes that do not make a character yet.
 _INCOMPLETE = "\ufffd"
-# A character takes at most four bytes. An output of bytes that never make one must not be held back for ever, nor
-# decoded anew from its start with every token.
+# Most tokens held back. A character takes at most four bytes; an output of bytes that never make one must not be held
+# back for ever, nor decoded from its start with every token.
 _LONGEST_PENDING = 32
 
 
 class StopStrings:
-    """Holds back the end of a text that may begin a stop string, and cuts the text at the first that comes."""
+    """Cuts a text at its first stop string, and holds back an end that may begin one."""
 
     def __init__(self, stop: Sequence[str] = ()) -> None:
         self._stop = tuple(stop)
         self._held = ""
         self.matched: str | None = None
 
-    def pass_on(self, text: str, *, final: bool = False) -> str:
-        """What is certain with `text`. Empty after a stop string was met."""
+    def push(self, text: str, *, final: bool = False) -> str:
+        """Text that is certain once `text` is added; all of it if `final`. Empty after a stop string."""
         if self.matched is not None:
             return ""
         text, self._held = self._held + text, ""
@@ -46,31 +46,31 @@ class StopStrings:
 
 
 class Detokenizer:
-    """Text from tokens as they come, held back while it ends inside a character or may begin a stop string."""
+    """Decodes tokens as they come, and holds back incomplete characters and ends that may begin a stop string."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._stops = StopStrings(stop)
         self._ids: list[int] = []
-        # Tokens before `_prefix` are done with; those up to `_read` have been turned into text.
+        # Tokens before `_prefix` are no longer needed; those up to `_read` are decoded.
         self._prefix = self._read = 0
 
     @property
     def matched(self) -> str | None:
-        """The stop string that was met."""
+        """The stop string that ended the text."""
         return self._stops.matched
 
     def push(self, ids: Sequence[int]) -> str:
-        """Text that is now certain. Empty after a stop string was met."""
+        """Text that is certain now. Empty after a stop string."""
         return "".join([self._push(token) for token in ids])
 
     def finish(self) -> str:
-        """What is still held back, at the end of the output."""
+        """The text still held back, at the end of the output."""
         if self.matched is not None:
             return ""
         text = self._decode(self._prefix)[len(self._decoded()) :]
         self._prefix = self._read = len(self._ids)
-        return self._stops.pass_on(text, final=True)
+        return self._stops.push(text, final=True)
 
     def _push(self, token: int) -> str:
         if self.matched is not None:
@@ -81,7 +81,7 @@ class Detokenizer:
         if uncertain and len(self._ids) - self._read < _LONGEST_PENDING:
             return ""
         self._prefix, self._read = self._read, len(self._ids)
-        return self._stops.pass_on(whole[len(known) :])
+        return self._stops.push(whole[len(known) :])
 
     def _decode(self, start: int) -> str:
         return str(self._tokenizer.decode(self._ids[start:], skip_special_tokens=True))
@@ -107,7 +107,7 @@ class StopChecker:
         self._text = Detokenizer(tokenizer, params.stop) if params.stop and tokenizer is not None else None
 
     def cut(self, length: int, new_ids: Sequence[int]) -> tuple[int, Finish | None]:
-        """How many of `new_ids`, which follow `length` others, stay, and why the output ends there, if it does.
+        """How many of `new_ids`, which follow `length` others, are kept, and why the output ends there, if it does.
 
         Call once per commit.
         """

@@ -1,4 +1,4 @@
-"""What is asked of an exchange of the model's weights, and what came of it."""
+"""Requests and results of exchanges of the model's weights."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from enum import Enum
 
 from outrider.errors import OutriderError
 
-# Of the weights that an engine is started with; each exchange makes it one more.
+# Version of the weights that an engine starts with; each exchange increases it by one.
 FIRST_VERSION = 1
 
 
 class RunningRequests(Enum):
-    """What becomes of sequences that have begun. Those that have not run with the new weights, whatever it is."""
+    """What happens to sequences that have begun. All others run with the new weights in any case."""
 
     # They end with the old weights first.
     DRAIN = "drain"
     # They end at once, with `WeightsChanged`.
     ABORT = "abort"
-    # They are read again with the new weights, and go on.
+    # They are read again with the new weights, and continue.
     CONTINUE = "continue"
 
 
@@ -33,15 +33,15 @@ class WeightUpdate:
 
 @dataclass(frozen=True, slots=True)
 class WeightsUpdated:
-    """An exchange that was done.
+    """The result of an exchange.
 
     Attributes:
-        model_version: of the weights in force.
+        model_version: version of the new weights.
         tensors, bytes: what was exchanged.
         prepare_ns: reading and checking, while sequences ran.
         pause_ns: the exchange itself, in which no step ran.
         aborted: sequences that ended with `WeightsChanged`.
-        continued: sequences that had begun, and are read again.
+        continued: sequences that are read again.
     """
 
     model_version: int
@@ -53,5 +53,5 @@ class WeightsUpdated:
     continued: int = 0
 
 
-# Gets what came of an update, once; from any thread.
+# Receives the result of an update, once; called from any thread.
 UpdateDone = Callable[[WeightsUpdated | OutriderError], None]

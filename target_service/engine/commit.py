@@ -1,11 +1,11 @@
-"""Applies a verified step once: tokens, KV, totals. Nothing is written before everything is known."""
+"""Commits a verified step to its sequences: tokens, KV, totals."""
 
 from __future__ import annotations
 
 import time
 
 from outrider.tree import TokenTree
-from target_service.core.sequence import Finish, Sequence, SequenceState, Verdict, VerifiedTree
+from target_service.core.sequence import Sequence, SequenceState, Verdict, VerifiedTree
 from target_service.sampling.verifier import Verified
 from target_service.speculation.merged_tree import PredictedTree
 from target_service.speculation.policy.live_sequence import LiveSequence
@@ -14,11 +14,13 @@ from target_service.speculation.policy.live_sequence import LiveSequence
 def commit(
     live: LiveSequence, tree: TokenTree, outcome: Verified, compute_ns: int, *, model_version: int, kept: bool = True
 ) -> Verdict:
-    """Append what the step said, and return its verdict, under the version of the weights that said it. The KV of its
-    known tokens was counted at its launch, and that of accepted ones counts if the sequence has `kept` its pages since.
+    """Append the tokens of a step, and return its verdict. `model_version` is that of the weights that it ran with.
+
+    The KV of its known tokens was counted at its launch; that of accepted ones counts if the sequence has `kept` its
+    pages since.
     """
-    sequence, walk, now = live.sequence, outcome.walk, time.monotonic_ns()
-    # Where the device chose rows, and in passes launched at once, only the device knows what was verified.
+    sequence, walk = live.sequence, outcome.walk
+    # What was verified is unknown here where the device chose rows, and of passes launched at once.
     root, shows = sequence.root, sequence.request.trees and outcome.passes == 1 and not outcome.device_passes
     tokens = [*(tree.token_ids[row] for row in walk.accepted_rows), walk.next_token, *outcome.following]
     kept_tokens, finish = live.stops.cut(sequence.totals.completion_tokens, tokens)
@@ -44,7 +46,8 @@ def commit(
         compute_ns=compute_ns,
         drafts_by_step=by_step if any(by_step[1:]) else (),
         model_version=model_version,
-        tree=_shown(root, tree, accepted) if shows else None,
+        # The tree of a step prepared before its root was known holds another token there.
+        tree=VerifiedTree((root, *tree.token_ids[1:]), tuple(tree.parents), accepted) if shows else None,
     )
     sequence.totals.lossy_tokens += sum(outcome.lossy[: len(accepted)])
     if isinstance(tree, PredictedTree):
@@ -52,42 +55,33 @@ def commit(
         sequence.totals.accepted_predicted_tokens += tree.accepted_predicted(accepted)
     if tree.drafted:
         _count_drafts(sequence, tree.drafted, max(tree.depths), len(accepted))
-    # Passes behind the end of the sequence are nobody's.
+    # Passes after the end of the sequence do not count.
     for rows, drafts in zip(outcome.drafted_by_pass, by_step, strict=False):
         if rows:
-            # How deep its tree was nobody was told; it was as deep as what was accepted at least.
+            # The depth of its tree is unknown: at least that of the accepted rows.
             _count_drafts(sequence, rows, max(1, drafts), drafts)
-    _count(sequence, verdict, finish, now)
+    totals, now = sequence.totals, time.monotonic_ns()
+    totals.first_token_ns = totals.first_token_ns or now
+    totals.completion_tokens += len(tokens)
+    totals.steps += verdict.passes
+    totals.accepted_tokens += verdict.drafted_tokens
+    if finish is not None:
+        totals.finished_ns = now
     return verdict
 
 
-def _shown(root: int, tree: TokenTree, accepted_rows: tuple[int, ...]) -> VerifiedTree:
-    """What was verified. A step that was prepared before its root was known has another in its place."""
-    return VerifiedTree((root, *tree.token_ids[1:]), tuple(tree.parents), accepted_rows)
-
-
-def _kept_drafts(right: tuple[int, ...], tokens: int) -> tuple[int, ...]:
-    """Drafted tokens by pass among the first so many, of passes that accepted so many each and said one more."""
+def _kept_drafts(accepted_by_pass: tuple[int, ...], tokens: int) -> tuple[int, ...]:
+    """Drafted tokens by pass among the first `tokens`, of passes that each accepted some and sampled one more."""
     kept: list[int] = []
-    for accepted in right:
+    for accepted in accepted_by_pass:
         if tokens:
             kept.append(min(accepted, tokens))
             tokens -= min(accepted + 1, tokens)
     return tuple(kept)
 
 
-def _count(sequence: Sequence, verdict: Verdict, finish: Finish | None, now: int) -> None:
-    totals = sequence.totals
-    totals.first_token_ns = totals.first_token_ns or now
-    totals.completion_tokens += len(verdict.token_ids)
-    totals.steps += verdict.passes
-    totals.accepted_tokens += verdict.drafted_tokens
-    if finish is not None:
-        totals.finished_ns = now
-
-
 def _count_drafts(sequence: Sequence, rows: int, depth: int, accepted: int) -> None:
-    """Count a pass that verified so many drafted rows, the last so deep, and accepted some."""
+    """Count a pass that verified `rows` drafted rows, down to `depth`, and accepted some."""
     totals = sequence.totals
     totals.drafted_steps += 1
     totals.drafted_tokens += rows

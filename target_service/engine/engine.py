@@ -1,4 +1,4 @@
-"""The engine's thread and its door: requests come in from any thread, events go out once per step."""
+"""The engine: a thread that runs the loop. Requests come in from any thread, events go out once per step."""
 
 from __future__ import annotations
 
@@ -48,24 +48,24 @@ class Engine(EngineFront):
         self._deliver: Callable[[list[SequenceEvent]], None] = lambda _: None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stopping = False
-        self._exchange = WeightExchange(runner, self._loop, lambda: self._command(lambda: None), self._beat)
+        self._exchange = WeightExchange(runner, self._loop, self._wake_up, self._beat)
 
     @property
     def draft_events(self) -> DraftEvents:
-        """Where a draft link delivers what it receives."""
+        """Receives the events of a draft link."""
         return self._loop.drafting
 
     @property
     def draft_info(self) -> DraftInfo | None:
-        """What the draft service reports of itself; None while there is none."""
+        """Information from the draft service; None while it is not connected."""
         return self._loop.drafting.info
 
     def attach_draft(self, link: DraftLink) -> None:
-        """Draft through `link`. Before `start`."""
+        """Draft through `link`. Call before `start`."""
         self._loop.drafting.attach(link)
 
     def start(self, deliver: Callable[[list[SequenceEvent]], None]) -> None:
-        """Start the loop. `deliver` gets all events of a step at once, in the engine's thread."""
+        """Start the loop. `deliver` receives all events of a step at once, in the engine's thread."""
         self._deliver = deliver
         self._thread.start()
 
@@ -74,7 +74,7 @@ class Engine(EngineFront):
 
         Raises:
             Draining: the engine takes no new requests.
-            QuotaExceeded: as many sequences wait as may.
+            QuotaExceeded: too many sequences wait.
             PositionOutOfRange: prompt and output could never fit the KV cache or the model's context.
             EngineDead: the loop has failed.
         """
@@ -113,7 +113,7 @@ class Engine(EngineFront):
 
     def update_weights(self, update: WeightUpdate, done: UpdateDone, update_id: int | None = None) -> int:
         """Exchange the model's weights; returns the update's id: the one given, which must be new, or the next. `done`
-        gets what came of it, once, in a thread of the engine's.
+        receives the result, once, in a thread of the engine.
 
         Raises:
             QuotaExceeded: another update is under way.
@@ -122,26 +122,26 @@ class Engine(EngineFront):
         """
         minted = self.check_update()
         update_id = minted if update_id is None else update_id
-        self._exchange.ask(update_id, update, done)
+        self._exchange.begin(update_id, update, done)
         return update_id
 
     def cancel_update(self, update_id: int) -> None:
-        """Leave the weights as they are, unless they were exchanged by now. Unknown ids are ignored."""
-        self._exchange.give_up(update_id)
+        """Keep the old weights, unless they were exchanged already. Unknown ids are ignored."""
+        self._exchange.cancel(update_id)
 
     def stop(self, grace: float) -> None:
-        """Drain for at most `grace` seconds, fail what is left, and end the loop."""
+        """Drain for at most `grace` seconds, fail the remaining sequences, and end the loop."""
         self.drain()
         deadline = time.monotonic() + grace
         while self._open and time.monotonic() < deadline and self._thread.is_alive():
             time.sleep(0.01)
         self._stopping = True
         if self._thread.is_alive():
-            self._command(lambda: None)
+            self._wake_up()
             self._thread.join()
 
     def snapshot(self) -> EngineSnapshot:
-        """What the engine holds right now; numbers may be a step old."""
+        """The engine's present state; numbers may be a step old."""
         cache, loop = self._runner.cache, self._loop
         return EngineSnapshot(
             running=len(loop.scheduler.running),
@@ -158,6 +158,9 @@ class Engine(EngineFront):
             measuring=loop.measures,
         )
 
+    def _wake_up(self) -> None:
+        self._command(lambda: None)
+
     def _command(self, command: Callable[[], None]) -> None:
         with self._wake:
             self._commands.append(command)
@@ -169,14 +172,14 @@ class Engine(EngineFront):
                 self._beat()
                 self._iterate()
             self._fail_all(Draining("the target has stopped"))
-        # Whatever escapes a step leaves KV and totals in doubt: every sequence is failed and the process exits.
+        # After an exception in a step KV and totals may be wrong: every sequence fails and the process exits.
         except Exception as error:
             log.exception("the engine has failed")
             self.failure = error
             self._fail_all(EngineDead("the engine has failed"))
 
     def _iterate(self) -> None:
-        """Take what was asked, run one step or wait for something to do."""
+        """Run the queued commands, then one step, or wait for a command."""
         while self._commands:
             self._commands.popleft()()
         if ended := self._exchange.turn():

@@ -1,4 +1,4 @@
-"""A step under way: what was laid out, what the device makes of it, and when."""
+"""A step under way: its batch, its launch, and its times."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 
 from target_service.core.sequence import StepStats, Verdict
-from target_service.engine.stats import StepClock, step_stats
+from target_service.engine.stats import StepClock
 from target_service.execution.batch import StepBatch
 from target_service.execution.host_executor import Launched
 from target_service.sampling.verifier import Verified
 from target_service.speculation.hidden_states.encoding import StepFeatures
 from target_service.speculation.policy.gathered import Gathered
+from target_service.speculation.policy.launch_modes import Launch
 from tree_kernels.node_table import MAX_PATH
 
 
@@ -23,33 +24,38 @@ class Step:
     gathered: Gathered
     launched: Launched
     clock: StepClock
-    # Launched while the step before it ran, and that one had trees of more than their roots.
+    # Launched while the step before it ran, and whether that one had drafted rows.
     ahead: bool
     behind_tree: bool
     # Passes launched at once.
     stride: int
-    # One tenant's alone.
+    # See `Schedule.own`.
     own: bool
-    # Of its rows, where a drafter reads them.
+    # Hidden states of its rows, where a drafter reads them.
     features: StepFeatures | None
 
     @property
+    def mode(self) -> Launch:
+        """How it was launched; without a predecessor under way it counts as held."""
+        return Launch.AHEAD if self.ahead else Launch.HELD
+
+    @property
     def has_drafts(self) -> bool:
-        """Whether it may accept drafted rows, and so ends nobody knows where."""
+        """Whether it may accept drafted rows, so that its length is unknown until it has ended."""
         return self.batch.drafted or self.batch.device_rows is not None
 
     @property
     def work(self) -> tuple[int, int]:
-        """Sequences that decode in it, and rows of prompts beside them."""
+        """Sequences that decode in it, and rows of prompts."""
         return sum(item.known == 1 for item in self.batch.items), self.batch.prefill_rows
 
     def seconds_since(self, ended_ns: int) -> float:
-        """What one of its passes took of everybody's time, after a step that ended then; 0 is after a pause."""
+        """Seconds of one of its passes from the end of the step before; `ended_ns` is 0 after a pause."""
         return (self.clock.committed - (ended_ns or self.clock.begun)) * 1e-9 / self.stride
 
     def await_tokens(self) -> None:
-        """Let its sequences be scheduled and laid out as if it had said its tokens, and accepted no drafted one, until
-        `forget_tokens`."""
+        """Until `forget_tokens`, schedule and lay out its sequences as if it had sampled their tokens and accepted no
+        drafted ones."""
         chosen = self.batch.device_rows.most if self.batch.device_rows is not None else None
         for place, item in enumerate(self.batch.items):
             if item.tree is not None:
@@ -58,12 +64,12 @@ class Step:
                 item.sequence.pending_drafts = max(item.tree.depths) + most
 
     def forget_tokens(self) -> None:
-        """See `await_tokens`."""
+        """Undo `await_tokens`."""
         for item in self.batch.items:
             item.sequence.pending, item.sequence.pending_tokens, item.sequence.pending_drafts = None, 0, 0
 
     def moved_on(self, before: SequenceOf[Verified | None]) -> Step:
-        """The step, launched while another ran, now that it is known what that one accepted."""
+        """This step, which was launched while another ran, moved by what that one accepted."""
         counts = [0 if outcome is None else outcome.accepted for outcome in before]
         return replace(self, batch=self.batch.moved_on(counts)) if any(counts) else self
 
@@ -71,26 +77,59 @@ class Step:
         self,
         outcomes: SequenceOf[Verified | None],
         verdicts: SequenceOf[Verdict],
+        *,
         free_ns: int,
         features: tuple[int, int],
         device_ns: tuple[int, int],
         round_trip_ns: int,
-        *,
         followed: bool,
     ) -> StepStats:
-        """Its figures; see `step_stats`."""
-        on_device = self.launched.on_device
-        return step_stats(
-            self.batch,
-            self.gathered,
-            outcomes,
-            verdicts,
-            self.clock,
-            free_ns,
-            on_device=on_device,
-            passes=self.stride,
-            features=features,
-            device_ns=device_ns,
+        """Its figures, once it is committed.
+
+        Args:
+            outcomes: by item of the batch.
+            verdicts: of the sequences that committed tokens.
+            free_ns: when the device had ended the step before, which is when the forward pass of one launched ahead
+                begins.
+            features: vectors sent to the draft since the step before, and their bytes.
+            device_ns: how long the device was busy with the launch before this one, and idle between the two.
+            round_trip_ns: time of the draft's last answer, 0 without one.
+            followed: whether a draft follows any sequence.
+        """
+        batch, clock, wait_ns = self.batch, self.clock, self.gathered.wait_ns
+        chosen = [one for outcome in outcomes if outcome is not None for one in outcome.device_passes]
+        drafted = [item.tree.drafted for item in batch.items if item.tree is not None]
+        if batch.device_rows is not None:
+            drafted = [rows for outcome in outcomes if outcome is not None for rows in outcome.drafted_by_pass]
+        return StepStats(
+            sequences=len(batch.items),
+            committed_sequences=sum(verdict.passes for verdict in verdicts),
+            drafted_sequences=sum(count > 0 for count in drafted),
+            decode_rows=batch.decode_rows,
+            prefill_rows=batch.prefill_rows,
+            drafted_tokens=sum(drafted),
+            accepted_tokens=sum(verdict.drafted_tokens for verdict in verdicts),
+            committed_tokens=sum(len(verdict.token_ids) for verdict in verdicts),
+            fallback_sequences=self.gathered.fallbacks,
+            draft_wait_ns=wait_ns,
+            plan_ns=clock.planned - clock.begun - wait_ns,
+            # Elsewhere the launch is the forward pass itself.
+            launch_ns=clock.launched - clock.planned if self.launched.on_device else 0,
+            forward_ns=clock.forwarded - max(clock.planned, free_ns),
+            verify_ns=clock.verified - clock.forwarded,
+            commit_ns=clock.committed - clock.verified,
+            total_ns=clock.committed - max(clock.begun, free_ns),
+            feature_vectors=features[0],
+            feature_bytes=features[1],
+            hits=sum(one.drafted_from_table > 0 for one in chosen),
+            misses=sum(not one.drafted_from_table for one in chosen) if followed else 0,
+            chosen_rows=sum(one.drafted for one in chosen),
+            chosen_accepted=sum(one.accepted for one in chosen),
+            table_rows=sum(one.drafted_from_table for one in chosen),
+            table_accepted=sum(one.accepted_from_table for one in chosen),
+            expected_tokens=sum(one.expected for one in chosen),
             round_trip_ns=round_trip_ns,
-            followed=followed,
+            busy_ns=device_ns[0],
+            idle_ns=device_ns[1],
+            passes=self.stride,
         )

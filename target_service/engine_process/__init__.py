@@ -1,1 +1,1 @@
-"""The engine in a process of its own: the link to it, what travels, and the host at its other end."""
+"""The engine in a separate process: the client in the serving process, the messages, and the engine's side."""

@@ -1,4 +1,4 @@
-"""`python -m target_service.engine_process FD`: the engine of a service that runs in another process."""
+"""`python -m target_service.engine_process FD`: runs the engine for the serving process at the other end of FD."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def build(config: TargetConfig, reporter: Reporter) -> Assembled:
     connect = prepared_draft(config)
     check_head(config.draft_head, config.model)
     check_model(config.model)
-    # PyTorch and what reads models take seconds, which nobody is to wait for who named what cannot be.
-    from target_service.assembly import load_engine
+    # Imported late: PyTorch takes seconds, and wrong names should be refused at once.
+    from target_service.assembly import assemble, load_model
 
-    return load_engine(config, reporter, connect)
+    return assemble(config, load_model(config), reporter, connect)
 
 
 if __name__ == "__main__":

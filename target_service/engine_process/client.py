@@ -1,7 +1,7 @@
-"""The engine of another process, with the interface of `target_service.engine.engine.Engine`.
+"""A client of the engine in another process, with the interface of `target_service.engine.engine.Engine`.
 
-Everything here runs on the event loop: reports arrive there, and commands leave from there, so that the process that
-serves needs no second thread for its engine.
+Everything here runs on the event loop: it receives reports and sends commands, so that the serving process needs no
+thread for its engine.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ENGINE_COMMAND = (sys.executable, "-m", "target_service.engine_process")
-# Longer than any step takes; a step that takes longer still will not end.
+# Longer than any step; one that takes longer hangs.
 STOP_SECONDS = 5.0
-# How long a process may take to end once its socket is closed.
+# Time for the process to end once its socket is closed.
 _EXIT_SECONDS = 2.0
 
 
 class EngineLink(EngineFront, asyncio.Protocol):
-    """Starts the engine's process and stands for it. What `Engine` refuses is refused here, without asking it.
+    """Starts the engine's process and represents it. Requests that `Engine` would refuse are refused here.
 
-    Use: construct (best before the process has threads), then what `lifecycle.EngineHost` says.
+    Construct it before the process has threads, then use it as a `lifecycle.EngineHost`.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class EngineLink(EngineFront, asyncio.Protocol):
     ) -> None:
         """Start `command` with the number of its socket as last argument.
 
-        `tokenizer` loads one, once the model is there; without it no text is taken.
+        `tokenizer` loads the tokenizer, once the model is loaded; without it, only token ids are accepted.
         """
         super().__init__(config.max_waiting)
         self._frames = Frames()
@@ -86,8 +86,8 @@ class EngineLink(EngineFront, asyncio.Protocol):
         self._updates: dict[int, UpdateDone] = {}
         self._tokenizer = tokenizer
         self._served: ServedModel | None = None
-        # Set once the model is loaded, or will never be, for the reason given.
-        self._known = asyncio.Event()
+        # Set once the model is loaded, or loading has failed.
+        self._loaded = asyncio.Event()
         self._refused: EngineRefused | None = None
         self.draft_info: DraftInfo | None = None
         self._process, self._socket = start_child(command)
@@ -95,24 +95,24 @@ class EngineLink(EngineFront, asyncio.Protocol):
 
     @property
     def pid(self) -> int:
-        """The engine's process."""
+        """Id of the engine's process."""
         return self._process.pid
 
     @property
     def served(self) -> ServedModel:
-        """What is served, once it is ready."""
+        """The served model, once it is loaded."""
         assert self._served is not None, "the engine is not ready"
         return self._served
 
-    # What `lifecycle.serve_engine` asks of whoever hosts an engine.
+    # `lifecycle.EngineHost`.
 
     async def load(self) -> ServedModel:
-        """Wait until the model is loaded. Raises `EngineRefused` when it cannot be, having let go of the process."""
+        """Wait until the model is loaded. Raises `EngineRefused` when it cannot be, after the process has ended."""
         await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=self._socket)
         # Imported while the other process loads the model.
         importing = asyncio.ensure_future(in_thread_to_leave(_import_tokenizers)) if self._tokenizer else None
         try:
-            await self._known.wait()
+            await self._loaded.wait()
             if self._served is None:
                 status = await asyncio.to_thread(self._process.wait)
                 await self.stop()
@@ -131,16 +131,16 @@ class EngineLink(EngineFront, asyncio.Protocol):
         return self
 
     async def start(self, sequences: Sequences) -> None:
-        """Dispatch events to `sequences` from now on. The engine runs already."""
+        """Dispatch events to `sequences` from now on. The engine is running already."""
         self._sequences = sequences
         self.last_beat_ns = time.monotonic_ns()
 
     async def stop(self) -> None:
-        """Fail what is left, and end the process; kill it when a step hangs."""
+        """Fail the remaining sequences, and end the process; kill it when a step hangs."""
         self.drain()
         self._stopping = True
         if self._transport is not None and self._served is None:
-            # It loads, or was refused: it ends with its socket.
+            # While it loads, it ends with its socket.
             self._transport.abort()
         elif self._transport is not None:
             self._send(Stop())
@@ -152,10 +152,10 @@ class EngineLink(EngineFront, asyncio.Protocol):
             self._transport.abort()
         await asyncio.to_thread(self._end_process)
 
-    # What `Engine` offers.
+    # The interface of `Engine`.
 
     def submit(self, request: SequenceRequest) -> int:
-        """See `Engine.submit`; what it counts may be a step old, as there."""
+        """See `Engine.submit`."""
         held = self._snapshot.running + self._snapshot.evicted
         sequence_id = self._admit(request, capacity=self.served.max_context, not_waiting=held)
         self._add(sequence_id, request)
@@ -173,7 +173,7 @@ class EngineLink(EngineFront, asyncio.Protocol):
             self._send(Cancel(sequence_id))
 
     def update_weights(self, update: WeightUpdate, done: UpdateDone) -> int:
-        """See `Engine.update_weights`. That another is under way `done` hears; it is called on the event loop."""
+        """See `Engine.update_weights`. `done` is called on the event loop, also if another update is under way."""
         update_id = self.check_update()
         self._updates[update_id] = done
         self._send(UpdateWeights(update_id, update))
@@ -185,14 +185,14 @@ class EngineLink(EngineFront, asyncio.Protocol):
             self._send(CancelUpdate(update_id))
 
     def snapshot(self) -> EngineSnapshot:
-        """The last snapshot that was reported, with the sequences that are open here. Any thread."""
+        """The last reported snapshot, with the number of sequences open here. Any thread."""
         return replace(self._snapshot, sequences=len(self._open))
 
     def _send(self, message: Message) -> None:
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(pack(message))
 
-    # What the event loop calls.
+    # `asyncio.Protocol`.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -209,14 +209,14 @@ class EngineLink(EngineFront, asyncio.Protocol):
                 self._fail(message.reason)
             elif isinstance(message, Ready):
                 self._served = message.served
-                self._known.set()
+                self._loaded.set()
             elif isinstance(message, Refused):
                 self._refused = EngineRefused(message.status, message.reason)
-                self._known.set()
+                self._loaded.set()
 
     def connection_lost(self, _exc: Exception | None) -> None:
         self._closed.set()
-        self._known.set()
+        self._loaded.set()
         if not self._stopping and self._served is not None:
             self._fail("the engine's process has ended")
         self._end_all()
@@ -245,7 +245,7 @@ class EngineLink(EngineFront, asyncio.Protocol):
     def _close(self, sequence_id: int, totals: SequenceTotals, outcome: str) -> None:
         request = self._forget(sequence_id)
         if request is not None and self._observer is not None:
-            self._observer.on_finished(request, totals, outcome)
+            self._observer.on_finished(sequence_id, request, totals, outcome)
 
     def _fail(self, reason: str) -> None:
         if self.failure is None:
@@ -253,21 +253,22 @@ class EngineLink(EngineFront, asyncio.Protocol):
         self._end_all()
 
     def _end_all(self) -> None:
-        """Dispatch the last event of every sequence that is still open, and end updates that are under way."""
+        """Dispatch the last event of every open sequence, and fail updates that are under way."""
+        error = EngineDead("the engine has failed")
         updates, self._updates = self._updates, {}
         for done in updates.values():
-            done(EngineDead("the engine has failed"))
-        failed = self._failed(EngineDead("the engine has failed"))
+            done(error)
+        failed = self._failed(error)
         self._observe(failed)
         self._dispatch(failed)
 
     def _dispatch(self, events: list[SequenceEvent]) -> None:
-        """Hand events over in a turn of their own, so that a bug of a sink does not end the connection."""
+        """Dispatch events in a later iteration of the loop, so that an error in a sink does not end the connection."""
         if events and self._sequences is not None:
             asyncio.get_running_loop().call_soon(self._sequences.dispatch, events)
 
     def _end_process(self) -> None:
-        """Free what the process holds. It ends by itself when its socket closes, unless it hangs."""
+        """Close the socket, which ends the process, and kill it if it hangs."""
         self._socket.close()
         try:
             status = self._process.wait(_EXIT_SECONDS)

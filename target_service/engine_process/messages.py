@@ -1,7 +1,7 @@
-"""What passes between the process that serves and the one that holds the engine: messages, and their frames.
+"""Messages between the serving process and the engine's, and their frames.
 
-A message is a struct in msgpack, in a frame of `outrider.processes.framing`. Nothing that is read from a socket here
-can run code; `benchmarks/engine/engine_process.py` measures both ends of a step's report.
+A message is a struct in msgpack, in a frame of `outrider.processes.framing`. Decoding never runs code from the socket;
+`benchmarks/engine/engine_process.py` measures both ends of a step's report.
 """
 
 from __future__ import annotations
@@ -62,23 +62,20 @@ class UpdateWeights(_Message, frozen=True):
 
 
 class CancelUpdate(_Message, frozen=True):
-    """Leave the weights as they are, unless they were exchanged by now."""
+    """Keep the old weights, unless they were exchanged already."""
 
     update_id: int
 
 
 class Stop(_Message, frozen=True):
-    """Fail what is left, and end."""
+    """Fail the remaining sequences, and end."""
 
 
 # From the engine.
 
 
 class Ready(_Message, frozen=True):
-    """The model is loaded. The first message, unless it is `Refused`.
-
-    Without the tokenizer, which either process loads for itself.
-    """
+    """The model is loaded. The first message, unless it is `Refused`. Each process loads its own tokenizer."""
 
     served: ServedModel
 
@@ -91,7 +88,7 @@ class Refused(_Message, frozen=True):
 
 
 class Report(_Message, frozen=True):
-    """What happened since the last report: at most one step's events. Also a sign of life, when nothing did."""
+    """What happened since the last report: at most one step's events. Also sent as a heartbeat."""
 
     events: list[SequenceEvent]
     steps: list[StepStats]
@@ -104,7 +101,7 @@ class Report(_Message, frozen=True):
 
 
 class WeightsDone(_Message, frozen=True):
-    """What came of an update of the weights: `updated`, or else why it was refused."""
+    """The result of an update of the weights: `updated`, or else why it was refused."""
 
     update_id: int
     updated: WeightsUpdated | None
@@ -118,7 +115,7 @@ class Drafter(_Message, frozen=True):
 
 
 class Dead(_Message, frozen=True):
-    """A step failed. The engine's process logs why, and ends."""
+    """A step failed. The engine's process logs the reason, and ends."""
 
     reason: str
 
@@ -151,7 +148,7 @@ class Frames:
 
 
 def _error_to_row(error: Any) -> tuple[str, str, dict[str, str]]:
-    """An error by its reason, with its facts: the only value here that is no struct and no dataclass."""
+    """An error as (reason, message, metadata): the only value here that is neither a struct nor a dataclass."""
     if not isinstance(error, OutriderError):
         raise NotImplementedError(f"no message holds a {type(error).__name__}")
     return error.reason, error.message, dict(error.metadata)

@@ -1,8 +1,8 @@
-"""The engine's own process: `python -m target_service.engine_process FD`, started by `client.EngineLink`.
+"""The engine's process: `python -m target_service.engine_process FD`, started by `client.EngineLink`.
 
-It loads the model, measures, connects the draft, and runs the engine; what to run comes in over one socket, and what
-happened goes out, in one report per step. It ends when it is asked to, when a step fails, and when the socket closes,
-which means that the process that serves is gone.
+It loads the model, measures step costs, connects the draft, and runs the engine. It receives commands over one socket,
+and sends one report per step. It ends after `Stop`, when a step fails, and when the socket closes, which means that the
+serving process is gone.
 """
 
 from __future__ import annotations
@@ -14,16 +14,13 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from outrider.errors import OutriderError
 from outrider.processes.outbox import Outbox
 from outrider.runtime import configure_logging, settled
-from outrider.tree import TokenTree
 from outrider.wire.frames import DraftInfo
-from target_service.api.admission import ServedModel
 from target_service.config import TargetConfig
-from target_service.core.events import EngineSnapshot
 from target_service.core.sequence import (
     FinishReason,
     SequenceEvent,
@@ -32,7 +29,7 @@ from target_service.core.sequence import (
     SequenceTotals,
     StepStats,
 )
-from target_service.core.weights import UpdateDone, WeightsUpdated, WeightUpdate
+from target_service.core.weights import WeightsUpdated
 from target_service.engine_process.messages import (
     Cancel,
     CancelUpdate,
@@ -52,43 +49,19 @@ from target_service.engine_process.messages import (
 )
 from target_service.preflight import EngineRefused
 
+if TYPE_CHECKING:
+    from target_service.assembly import Assembled
+    from target_service.engine.engine import Engine
+
 logger = logging.getLogger(__name__)
 
-# How often the engine is looked at while it reports no steps, in seconds.
+# Interval of heartbeats while the engine reports no steps, in seconds.
 _BEAT_SECONDS = 0.05
-# The last events wait so long for a server that reads slowly, and no longer for one that is gone; and so many bytes
-# are read at once. Chosen, not measured.
+# Longest wait for the serving process to read the last events, and bytes that are read at once. Chosen, not measured.
 _FLUSH_SECONDS = 2.0
 _RECEIVE_BYTES = 1 << 16
 # Outcomes that events report already.
 _IN_EVENTS = frozenset(reason.value for reason in FinishReason)
-
-
-class HostedEngine(Protocol):
-    """The engine as its process sees it; `target_service.engine.engine.Engine` says what each member means."""
-
-    failure: BaseException | None
-    last_beat_ns: int
-
-    @property
-    def draft_info(self) -> DraftInfo | None: ...
-    def start(self, deliver: Callable[[list[SequenceEvent]], None]) -> None: ...
-    def submit(self, request: SequenceRequest, sequence_id: int | None = None) -> int: ...
-    def verify(self, sequence_id: int, tree: TokenTree) -> None: ...
-    def cancel(self, sequence_id: int) -> None: ...
-    def update_weights(self, update: WeightUpdate, done: UpdateDone, update_id: int | None = None) -> int: ...
-    def cancel_update(self, update_id: int) -> None: ...
-    def snapshot(self) -> EngineSnapshot: ...
-
-
-class Hosted(Protocol):
-    """An engine and what it serves. `stop` fails what is left and lets go of everything."""
-
-    @property
-    def engine(self) -> HostedEngine: ...
-    @property
-    def served(self) -> ServedModel: ...
-    def stop(self) -> None: ...
 
 
 class Reporter:
@@ -101,24 +74,13 @@ class Reporter:
         self._steps: list[StepStats] = []
         self._ended: list[tuple[int, SequenceTotals, str]] = []
         self._switches: list[bool] = []
-        # By identity: the engine gives back the very request that it was given.
-        self._ids: dict[int, int] = {}
-
-    def submitted(self, sequence_id: int, request: SequenceRequest) -> None:
-        """A request is about to be submitted."""
-        self._ids[id(request)] = sequence_id
-
-    def refused(self, request: SequenceRequest) -> None:
-        """The engine did not take it."""
-        del self._ids[id(request)]
 
     def on_step(self, stats: StepStats) -> None:
         with self._lock:
             self._steps.append(stats)
 
-    def on_finished(self, request: SequenceRequest, totals: SequenceTotals, outcome: str) -> None:
-        sequence_id = self._ids.pop(id(request), None)
-        if sequence_id is not None and outcome not in _IN_EVENTS:
+    def on_finished(self, sequence_id: int, _request: SequenceRequest, totals: SequenceTotals, outcome: str) -> None:
+        if outcome not in _IN_EVENTS:
             with self._lock:
                 self._ended.append((sequence_id, totals, outcome))
 
@@ -126,7 +88,7 @@ class Reporter:
         with self._lock:
             self._switches.append(active)
 
-    def report(self, engine: HostedEngine, events: list[SequenceEvent]) -> None:
+    def report(self, engine: Engine, events: list[SequenceEvent]) -> None:
         """Send what was collected, with a step's events. Never waits for the other process."""
         with self._lock:
             steps, ended, switches = self._steps, self._ended, self._switches
@@ -135,7 +97,7 @@ class Reporter:
         self._outbox.send(pack(report))
 
 
-class EngineHost:
+class EngineServer:
     """Runs an engine for the process at the other end of a socket."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -143,9 +105,9 @@ class EngineHost:
         self._outbox = Outbox(connection)
         self._reporter = Reporter(self._outbox)
         self._stopping = threading.Event()
-        self._engine: HostedEngine | None = None
+        self._engine: Engine | None = None
 
-    def run(self, config: TargetConfig, frames: Frames, build: Callable[[TargetConfig, Reporter], Hosted]) -> int:
+    def run(self, config: TargetConfig, frames: Frames, build: Callable[[TargetConfig, Reporter], Assembled]) -> int:
         """Build an engine and run it to its end. Returns the exit status."""
         threading.Thread(target=self._run_commands, args=(frames,), name="commands", daemon=True).start()
         try:
@@ -156,14 +118,14 @@ class EngineHost:
             return refusal.status
         self._engine = hosted.engine
         with settled():
-            # Only now, since settling takes a while too.
+            # After settling, which takes a while.
             self._outbox.send(pack(Ready(replace(hosted.served, tokenizer=None))))
             self._serve(hosted.engine)
         hosted.stop()
         self._outbox.flush(_FLUSH_SECONDS)
         return 0 if hosted.engine.failure is None else 1
 
-    def _serve(self, engine: HostedEngine) -> None:
+    def _serve(self, engine: Engine) -> None:
         engine.start(lambda events: self._reporter.report(engine, events))
         drafter: DraftInfo | None = None
         while engine.failure is None and not self._stopping.wait(_BEAT_SECONDS):
@@ -175,16 +137,16 @@ class EngineHost:
             self._outbox.send(pack(Dead("the engine has failed")))
 
     def _run_commands(self, frames: Frames) -> None:
-        """Run the other process's commands, until it is gone."""
+        """Run the commands of the serving process until the socket closes."""
         try:
             while data := self._receive():
                 for message in frames.feed(data):
                     self._command(message)
-        # A process that no longer reads must end, whatever the bug was, so that the other one finds out.
+        # Whatever the error was: a process that no longer reads must end, which the other one notices.
         except Exception:
             logger.exception("bug in a command")
         if not self._stopping.is_set():
-            # Nobody is left to report to, and whatever loads or computes now would only hold the device.
+            # The serving process is gone, and what loads or computes here would only occupy the device.
             os._exit(1)
 
     def _receive(self) -> bytes:
@@ -198,7 +160,7 @@ class EngineHost:
             self._stopping.set()
             return
         engine = self._engine
-        assert engine is not None, "nothing is asked of an engine that is not ready"
+        assert engine is not None, "the engine is not ready"
         if isinstance(message, Submit):
             self._submit(engine, message)
         elif isinstance(message, Cancel):
@@ -211,34 +173,32 @@ class EngineHost:
             try:
                 engine.verify(message.sequence_id, message.tree)
             except OutriderError as error:
-                # It has ended meanwhile, which is on its way to the other side.
+                # The sequence has ended meanwhile, which a report will show.
                 logger.debug("a tree that came too late: %s", error.reason)
 
-    def _update(self, engine: HostedEngine, message: UpdateWeights) -> None:
+    def _update(self, engine: Engine, message: UpdateWeights) -> None:
         def done(result: WeightsUpdated | OutriderError) -> None:
-            # First, so that whoever hears that it is done finds the new version.
+            # First, so that the new version is reported before the update is done.
             self._reporter.report(engine, [])
-            answer = (None, result) if isinstance(result, OutriderError) else (result, None)
-            self._outbox.send(pack(WeightsDone(message.update_id, *answer)))
+            fields = (None, result) if isinstance(result, OutriderError) else (result, None)
+            self._outbox.send(pack(WeightsDone(message.update_id, *fields)))
 
         try:
             engine.update_weights(message.update, done, message.update_id)
         except OutriderError as error:
             done(error)
 
-    def _submit(self, engine: HostedEngine, message: Submit) -> None:
-        self._reporter.submitted(message.sequence_id, message.request)
+    def _submit(self, engine: Engine, message: Submit) -> None:
         try:
             engine.submit(message.request, message.sequence_id)
         except OutriderError as error:
-            self._reporter.refused(message.request)
             self._reporter.report(engine, [SequenceFailed(message.sequence_id, error)])
 
 
-def serve_engine(descriptor: int, build: Callable[[TargetConfig, Reporter], Hosted]) -> int:
+def serve_engine(descriptor: int, build: Callable[[TargetConfig, Reporter], Assembled]) -> int:
     """Run what `build` makes for the process at the other end of an inherited socket. Returns the exit status."""
-    # A terminal's Ctrl-C and a supervisor's SIGTERM reach every process of the group. The one that serves drains, and
-    # needs its engine for that; this one ends when that has.
+    # Ctrl-C and a supervisor's SIGTERM reach every process of the group. The serving process needs its engine to drain;
+    # this one ends after it.
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)
     with socket.socket(fileno=descriptor) as connection:
@@ -247,5 +207,5 @@ def serve_engine(descriptor: int, build: Callable[[TargetConfig, Reporter], Host
             for message in frames.feed(data):
                 if isinstance(message, Configure):
                     configure_logging(message.config.log_level)
-                    return EngineHost(connection).run(message.config, frames, build)
+                    return EngineServer(connection).run(message.config, frames, build)
     return 1

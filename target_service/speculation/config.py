@@ -20,10 +20,10 @@ class DraftingConfig:
     feature_window: int = 0
 
     def too_many(self, running: int) -> bool:
-        """Whether so many sequences are not drafted for."""
+        """Whether this many running sequences stop drafting."""
         return running > self.disable_above
 
     @property
     def resumes_at(self) -> int:
-        """Sequences at which drafting begins again."""
+        """Running sequences at which drafting resumes."""
         return max(1, int(self.disable_above * _RESUME_SHARE))

@@ -36,20 +36,20 @@ from tree_kernels.node_table import NODES
 log = logging.getLogger(__name__)
 # Sequences that a draft follows while its drafts are not used.
 FOLLOWED_ANYWAY = 1
-# What `google.rpc.ErrorInfo` lets a reason be. A caller is told it, so nothing else a draft says may pass for one.
+# What `google.rpc.ErrorInfo` allows as a reason. Callers receive it, so no other text of a draft may pass for one.
 _REASON = re.compile(r"[A-Z][A-Z0-9_]{0,62}")
 
 
 class Drafting(DraftInbox):
-    """Holds every drafted sequence's growing tree. A late, dead or lying draft costs speed and nothing else.
+    """Holds the growing tree of every drafted sequence. A late, dead or wrong draft costs speed and nothing else.
 
-    All but the inbox belongs to the engine's thread.
+    Everything but the inbox belongs to the engine's thread.
     """
 
     def __init__(
         self, config: DraftingConfig, vocabulary_size: int, features: Features, tables: NodeTables | None = None
     ) -> None:
-        """What is drafted goes into `tables` too, where the device chooses rows."""
+        """Drafts are also written to `tables`, where the device chooses rows."""
         super().__init__()
         self._tables = tables
         self.config = config
@@ -57,16 +57,16 @@ class Drafting(DraftInbox):
         self._features = features
         self._link: DraftLink | None = None
         self._trees: dict[int, GrowingTree] = {}
-        self._wanting: dict[int, Sequence] = {}
-        self._newcomers: list[Sequence] = []
+        # Sequences that may be drafted for, and those of them that the draft has to be sent.
+        self._eligible: dict[int, Sequence] = {}
+        self._unopened: list[Sequence] = []
         self.latency = DraftLatency(config.failures_to_open)
-        # Commits that the draft was not told of yet, by sequence.
+        # Commits that were not sent to the draft yet, by sequence.
         self._unsent: dict[int, list[SequenceAdvance]] = {}
         self.info: DraftInfo | None = None
         self.active = config.enabled
-        # Whether it was not active last because drafts were of no use.
+        # Whether drafting stopped because drafts did not pay, and not because of load.
         self._dropped = False
-        # Of the target's weights.
         self._model_version = FIRST_VERSION
 
     def attach(self, link: DraftLink) -> None:
@@ -75,19 +75,21 @@ class Drafting(DraftInbox):
 
     @property
     def connected(self) -> bool:
+        """Whether a draft is connected."""
         return self.info is not None
 
     @property
     def follows(self) -> bool:
-        """Whether there is a draft that follows some sequence now."""
+        """Whether a connected draft follows any sequence now."""
         return self.active and self.connected and bool(self._trees)
 
     def tree_of(self, sequence: Sequence) -> GrowingTree | None:
         """The sequence's growing tree; None when it is not drafted for."""
         tree = self._trees.get(sequence.sequence_id)
+        if tree is None:
+            return None
         try:
-            if tree is not None:
-                tree.settle()
+            tree.settle()
         except InvalidField as error:
             self._refuse(sequence.sequence_id, error)
             return None
@@ -97,25 +99,21 @@ class Drafting(DraftInbox):
         """Whether the draft follows the sequence now."""
         return self.connected and sequence.sequence_id in self._trees
 
-    def asks(self, sequence: Sequence) -> bool:
-        """Whether the sequence is to be drafted for when the load allows it."""
-        return sequence.sequence_id in self._wanting
-
-    def wants(self, sequence: Sequence) -> bool:
-        """Whether the sequence is to be drafted for at the present load, by a draft that is there or should be."""
-        return self.active and self.asks(sequence)
+    def is_eligible(self, sequence: Sequence) -> bool:
+        """Whether the sequence may be drafted for when the load allows it."""
+        return sequence.sequence_id in self._eligible
 
     def add(self, sequence: Sequence) -> None:
-        """Ask for drafts for a new sequence, if it wants any, once the load is known with it."""
+        """Register a new sequence; the draft gets it with `open_newcomers`, once the load includes it."""
         if self.config.enabled and sequence.request.speculate and not sequence.request.external:
-            self._wanting[sequence.sequence_id] = sequence
-            self._newcomers.append(sequence)
+            self._eligible[sequence.sequence_id] = sequence
+            self._unopened.append(sequence)
 
     def remove(self, sequences: Iterable[Sequence]) -> None:
         """Forget sequences, here and at the draft."""
         ids = [sequence.sequence_id for sequence in sequences]
         for sequence_id in ids:
-            self._wanting.pop(sequence_id, None)
+            self._eligible.pop(sequence_id, None)
             self._unsent.pop(sequence_id, None)
             self._features.forget(sequence_id)
             if self._tables is not None:
@@ -124,14 +122,14 @@ class Drafting(DraftInbox):
 
     @property
     def reads_features(self) -> bool:
-        """Whether the draft wants the hidden states of every pass."""
+        """Whether the draft reads the hidden states of every pass."""
         return self._features.taken
 
     def follow_load(self, running: int, useful: bool = True) -> None:
-        """Stop drafting above the configured load, and begin again well below it.
+        """Stop drafting above the configured load, and resume well below it.
 
-        While drafts are not `useful`, a draft of more than one sequence is stopped too, for each frame takes time, and
-        one that reads features at any load."""
+        While drafts are not `useful`, drafting stops for more than one sequence as well, since each frame takes time;
+        a draft that reads features stops at any load."""
         if not self.config.enabled:
             return
         anyway = self._tables is None and running <= FOLLOWED_ANYWAY and not self.reads_features
@@ -142,41 +140,41 @@ class Drafting(DraftInbox):
             self._forget_trees()
         elif not self.active and useful and self._may_resume(running):
             self.active = True
-            # A head does poorly where it has no states of what came before, and would be judged by that.
-            fresh = self._dropped and self.reads_features
-            self._newcomers = [one for one in self._wanting.values() if not (fresh and one.step)]
+            # A head drafts badly without the states of earlier tokens, which would make it look worse than it is.
+            only_new = self._dropped and self.reads_features
+            self._unopened = [one for one in self._eligible.values() if not (only_new and one.step)]
 
     def _may_resume(self, running: int) -> bool:
-        """Whether the load allows drafts again: well below where it forbade them, or anywhere below if it never did."""
+        """Whether the load allows drafting: well below the limit, or just below it if load was not why it stopped."""
         return running <= self.config.resumes_at or (self._dropped and not self.config.too_many(running))
 
-    def begin_anew(self, model_version: int) -> None:
-        """The target's weights are others now. What the draft knows of every sequence, and hidden states that wait for
-        one, are of the old ones: sequences are opened again, under the version that says what comes next."""
+    def reopen_all(self, model_version: int) -> None:
+        """Open every sequence at the draft again, after the weights were exchanged: drafts and kept hidden states are
+        of the old ones."""
         self._model_version = model_version
         self._close(list(self._trees))
         self._forget_trees()
         self._unsent.clear()
         self._features.forget_all()
-        self._newcomers = list(self._wanting.values())
+        self._unopened = list(self._eligible.values())
 
     def open_newcomers(self) -> None:
-        """Send the draft the sequences that it is to follow from now on. In this process it reads them meanwhile."""
-        for sequence in self._newcomers:
-            if self.asks(sequence) and sequence.sequence_id not in self._trees:
+        """Open the sequences at the draft that it does not follow yet. A draft in this process reads them here."""
+        for sequence in self._unopened:
+            if self.is_eligible(sequence) and sequence.sequence_id not in self._trees:
                 self._open(sequence)
-        self._newcomers = []
+        self._unopened = []
 
     def wait_for(self, sequences: SequenceOf[Sequence], max_wait: float = float("inf")) -> int:
-        """Wait until the draft has answered the last commit of each sequence, for `max_wait` seconds at most and no
-        longer than is configured. Nanoseconds waited."""
+        """Wait until the draft has answered the last commit of each sequence, for at most `max_wait` seconds and the
+        configured time. Returns the nanoseconds waited."""
         self.listen()
         if not self.latency.waiting_pays or self._answered(sequences):
             return 0
         begin = time.monotonic_ns()
         deadline = time.monotonic() + min(self.config.wait_seconds, max_wait)
         while not self._answered(sequences):
-            # A draft that says something else all the time is no less late.
+            # Other frames of the draft do not count as the answer.
             if time.monotonic() >= deadline or not self._wait_until(deadline):
                 self.latency.late()
                 break
@@ -185,24 +183,25 @@ class Drafting(DraftInbox):
             self.latency.in_time()
         return time.monotonic_ns() - begin
 
-    def wait_for_anything(self, deadline_ns: int) -> None:
-        """Wait until something arrives from the draft, to a time of the monotonic clock at most."""
+    def wait_for_frame(self, deadline_ns: int) -> None:
+        """Wait until a frame of the draft arrives, or until a time of the monotonic clock."""
         self._wait_until(deadline_ns * 1e-9)
 
     def collect(
         self, items: SequenceOf[StepItem], states: StepFeatures | None, outcomes: SequenceOf[Verified | None]
     ) -> None:
         """Take in the hidden states of a step that was committed, before `advance` sends it."""
-        self._features.collect(items, states, outcomes, self._wanting)
+        self._features.collect(items, states, outcomes, self._eligible)
 
     def advance(self, commits: SequenceOf[tuple[Sequence, int]]) -> None:
-        """Re-root after a step: (sequence, tokens committed) of all that ran in it. One frame to the draft."""
+        """Re-root the trees of a step's sequences, given as (sequence, tokens committed), and send the commits to the
+        draft in one frame."""
         if not self._trees and not self.reads_features:
             return
         unsent = self._unsent
         ahead, along = self._features.due(self._trees, commits)
         if ahead:
-            # The draft has to know the tokens that they are of.
+            # The draft needs the tokens that these vectors belong to first.
             self._send()
         for sequence, committed in commits:
             tree = self._trees.get(sequence.sequence_id)
@@ -210,7 +209,7 @@ class Drafting(DraftInbox):
                 features = along.get(sequence.sequence_id)
                 tokens = tuple(sequence.token_ids[-committed:])
                 waiting = unsent.setdefault(sequence.sequence_id, [])
-                # Passes that were launched at once are a step each, and of a token at least.
+                # Passes that were launched at once are one step each, with at least one token.
                 singles = sequence.step - tree.step - 1
                 for committed_at_once in [*((token,) for token in tokens[:singles]), tokens[singles:]]:
                     tree.advance(len(committed_at_once), asked=False)
@@ -220,7 +219,7 @@ class Drafting(DraftInbox):
         self._send()
 
     def _send(self) -> None:
-        """Send the commits that the draft does not know yet."""
+        """Send the commits that the draft does not have yet."""
         advances: list[SequenceAdvance] = []
         for sequence_id, unsent in self._unsent.items():
             tree = self._trees.get(sequence_id)
@@ -233,7 +232,7 @@ class Drafting(DraftInbox):
             self._link.advance(advances)
 
     def has_answered(self) -> bool:
-        """Whether the draft owes nothing for any sequence, with all that has arrived by now."""
+        """Whether the draft has answered the last commit of every sequence. Reads what has arrived."""
         self.listen()
         return all(tree.answered for tree in self._trees.values())
 
@@ -263,7 +262,8 @@ class Drafting(DraftInbox):
                 seed=request.seed,
                 mode=mode,
                 sampling=sampling,
-                limits=self._limits(request.max_draft_nodes),
+                # What the device chooses from may be larger than what a pass verifies.
+                limits=TreeLimits(max_nodes=request.max_draft_nodes if self._tables is None else NODES - 1),
                 vocabulary_size=self._vocabulary_size,
                 tenant=request.tenant,
                 corpus=request.corpus,
@@ -275,15 +275,11 @@ class Drafting(DraftInbox):
             self._link.send_features(features)
 
     def _forget_trees(self) -> None:
-        """Nobody is drafted for, and what was drafted for them is not used any more."""
+        """Drop every tree, also from the device's tables."""
         if self._tables is not None:
             for sequence_id in self._trees:
                 self._tables.clear(sequence_id)
         self._trees.clear()
-
-    def _limits(self, max_nodes: int) -> TreeLimits:
-        """Of a sequence's trees. What the device chooses from may be larger than what a pass verifies of it."""
-        return TreeLimits(max_nodes=max_nodes if self._tables is None else NODES - 1)
 
     def _close(self, sequence_ids: list[int]) -> None:
         if sequence_ids and self._link is not None and self.connected:
@@ -299,23 +295,23 @@ class Drafting(DraftInbox):
                 self._note_refusal(event.sequence_id, event.reason)
             case Connected():
                 self._forget_trees()
-                if not self._can_give(event.info):
+                if not self._meets_needs(event.info):
                     return
                 log.info("draft %s is connected", event.info.drafter)
                 self.info = event.info
-                for sequence in self._wanting.values():
+                for sequence in self._eligible.values():
                     self._open(sequence)
             case Lost():
-                # Those that are not drafted for now need no other draft.
+                # Only sequences that this draft followed need another one.
                 for sequence_id in event.sequence_ids:
                     if self._trees.pop(sequence_id, None) is not None:
                         self._unsent.pop(sequence_id, None)
-                        self._open(self._wanting[sequence_id])
+                        self._open(self._eligible[sequence_id])
             case Disconnected():
                 log.warning("no draft: %s", event.reason)
                 self.info = None
                 self._forget_trees()
-                self._features.lost()
+                self._features.disconnect()
 
     def _cut_off(self, reason: str) -> None:
         log.error("the draft is cut off: %s", reason)
@@ -323,13 +319,13 @@ class Drafting(DraftInbox):
         if self._link is not None:
             self._link.cut_off(reason)
 
-    def _can_give(self, info: DraftInfo) -> bool:
-        """Whether the draft can have what it needs of this target."""
+    def _meets_needs(self, info: DraftInfo) -> bool:
+        """Whether this target can send what the draft requires."""
         try:
-            self._features.ask(info.features)
-        except NotSupported as refused:
+            self._features.connect(info.features)
+        except NotSupported as error:
             required = info.features is not None and info.features.required
-            log.warning("draft %s %s: %s", info.drafter, "is not used" if required else "gets no features", refused)
+            log.warning("draft %s %s: %s", info.drafter, "is not used" if required else "gets no features", error)
             return not required
         return True
 
@@ -339,15 +335,15 @@ class Drafting(DraftInbox):
             # Closed while the growth was on its way.
             return
         if growth.token_ids:
-            # Others say that it is there, not that it knows what it follows.
+            # An empty growth shows that the draft is alive, not that it can draft for the sequence.
             self.latency.received()
         try:
             owed, base = not tree.answered, tree.length_at(growth.base_step)
             tree.hold(growth)
             if self._tables is not None and base is not None:
-                # When it was opened all slots may have been taken.
+                # All slots may have been taken when it was opened.
                 self._tables.enter(growth.sequence_id)
-                self._tables.grow(growth, base, self._wanting[growth.sequence_id].token_ids)
+                self._tables.grow(growth, base, self._eligible[growth.sequence_id].token_ids)
             if owed and tree.answered:
                 self.latency.answered(self.received_at)
             if tree.lag(growth) <= 1:
@@ -362,14 +358,15 @@ class Drafting(DraftInbox):
         self._close([sequence_id])
 
     def _note_refusal(self, sequence_id: int, reason: str) -> None:
-        sequence = self._wanting.get(sequence_id)
-        # None for one that ended while the draft's word was on its way.
+        sequence = self._eligible.get(sequence_id)
+        # None if it ended while the draft's frame was on its way.
         if sequence is not None:
             sequence.totals.draft_refused = reason if _REASON.fullmatch(reason) else OutriderError.reason
 
 
 def _drafted_by(request: SequenceRequest) -> tuple[VerificationMode, SamplingParams]:
-    """What the draft is told. TYPICAL keeps what is probable, whatever the request's noise says: drafts of GREEDY."""
+    """The mode and sampling to draft with. TYPICAL accepts what is probable, whatever was sampled, so it drafts for
+    GREEDY."""
     if request.mode is not VerificationMode.TYPICAL:
         return request.mode, request.sampling
     return VerificationMode.GREEDY, replace(request.sampling, temperature=0.0)

@@ -1,10 +1,10 @@
-"""The answer that a caller expects, held beside what the model says: which of its tokens may come next.
+"""Aligns the answer that a caller expects with the tokens that the model generates, and drafts from it.
 
-Where the model follows the prediction, its next token stands at the *place*, and the *run* counts the tokens before it
-that came as predicted. Where the model leaves it, several places are possible: as if tokens had been exchanged one for
-one, as if others had been put in before, as if some had been left out. They are tried with little trust, until the
-longest run of the last tokens that stands in the prediction says where the answer is. All of this looks at committed
-tokens only, so that what is not offered is judged too, at no cost.
+While the model follows the prediction, its next token is expected at the *place*, and the *run* counts the tokens
+before it that came as predicted. Where the model leaves it, several places are possible: as if tokens had been
+replaced, inserted or left out. They get low scores, until the longest run of the last tokens that stands in the
+prediction shows where the answer is. All of this reads committed tokens only, so places that were not offered are
+evaluated too, at no cost.
 """
 
 from __future__ import annotations
@@ -12,29 +12,30 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from itertools import pairwise
 
 from target_service.core.predicted_chain import PredictedChain
 
-# All of these are chosen, not measured; what scores are worth is learnt (`row_budget.Calibration`).
-# By the length of the run, from 0 on: how often the next token comes as predicted.
+# All of these are chosen, not measured; scores are calibrated later (`row_budget.Calibration`).
+# By the length of the run, from 0 on: the probability that the next token comes as predicted.
 _RIGHT = (0.2, 0.4, 0.6, 0.7, 0.8, 0.85, 0.9, 0.92, 0.95)
-# Before the first token a prediction is trusted as after such a run.
+# Run that a prediction begins with.
 _FIRST_RUN = 4
-# Where tokens were exchanged, and where others were put in.
-_EXCHANGED, _INSERTED = 0.35, 0.2
-# Tokens that are compared behind a place, places that are compared, and tokens said since the model left the prediction
-# for which places are guessed.
+# Scores of a place as if tokens had been replaced, and as if others had been inserted.
+_REPLACED, _INSERTED = 0.35, 0.2
+# Tokens compared before a place, places compared, and tokens for which places are guessed after the model has left the
+# prediction.
 _LONGEST_RUN, _MOST_PLACES, _GUESSED = 16, 64, 4
-# Tokens left out at most to be found by a single one.
+# The most tokens left out that a single token may reveal.
 _NEAR = 16
-# A run after which nobody waits for another draft.
+# A run from which on no other draft is waited for.
 _SURE_RUN = 8
-# With each offer in a row of which nothing was right, up to so many, the run that the next one takes doubles.
+# Offers in a row without an accepted token, up to this many, each double the run that the next offer needs.
 _MOST_DOUBLINGS = 6
-# Accepted tokens of an offer that clear the record of those before.
+# Accepted tokens of an offer that reset this.
 _RIGHT_AGAIN = 2
-# Tokens of a first offer, and how many more each accepted one allows. Where two texts share a run of words by chance,
-# what follows it in the wrong one was offered in 34 rows, for two and a half steps' time (fp32, one thread, where a row
+# Tokens of the first offer, and how many more each accepted one allows. Without this bound, a run of words that two
+# texts share by chance made a wrong offer of 34 rows, which took two and a half steps' time (fp32, one thread, a row
 # takes 0.07 of a step). A right prediction is offered whole with its third offer.
 _FIRST_OFFER, _FOR_EACH_RIGHT = 4, 4
 
@@ -43,61 +44,59 @@ _FIRST_OFFER, _FOR_EACH_RIGHT = 4, 4
 class PredictedAnswer:
     """One request's prediction, beside the tokens of its sequence."""
 
-    # Of the prediction.
+    # The prediction's.
     token_ids: tuple[int, ...]
-    # The sequence's own list, which grows with each commit, and how many of them have been looked at.
+    # The sequence's own list, which grows with each commit, and how many of its tokens were aligned.
     committed: list[int]
     seen: int
     _place: int | None = 0
     _run: int = _FIRST_RUN
-    # Where the model left the prediction, and the tokens that it has said since; none where it never followed it.
+    # Where the model left the prediction, None if it never followed it, and the tokens since.
     _left: int | None = None
-    _said: int = 0
+    _since_left: int = 0
     _followed: bool = False
     _failures: int = 0
-    # Tokens that were offered and right, and whether any offer was.
+    # Offered tokens that were accepted, and whether an offer had enough of them.
     _accepted: int = 0
     _proven: bool = False
-    # Where each pair of neighbours ends, made when the model first leaves the prediction.
+    # The ends of each pair of neighbours; built when the model first leaves the prediction.
     _ends_of_pairs: dict[tuple[int, int], list[int]] | None = None
 
     @property
     def place(self) -> int | None:
-        """Where in the prediction the next token is expected; None where nobody knows."""
+        """Where in the prediction the next token is expected; None if unknown."""
         self._catch_up()
         return self._place
 
     @property
     def leads(self) -> bool:
-        """Whether the model follows the prediction so surely that no other draft is waited for."""
-        return self.promises and self._run >= _SURE_RUN and self._failures == 0
+        """Whether the model follows the prediction well enough not to wait for another draft."""
+        return self.has_offer and self._run >= _SURE_RUN and self._failures == 0
 
     @property
-    def promises(self) -> bool:
+    def has_offer(self) -> bool:
         """Whether there is anything to offer."""
         self._catch_up()
         return next(self._places(), None) is not None
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Of what is offered now: its places in the prediction less the sequence's length. They stay the same for as
-        long as the sequence goes on as it did."""
+        """The offered places minus the sequence's length. They do not change while the sequence follows them."""
         self._catch_up()
         return tuple([place - self.seen for place, _, _ in self._places()])
 
     @property
-    def room(self) -> int:
-        """Tokens that an offer may have where rows are dear: what a wrong prediction costs is bounded by what it has
-        brought."""
+    def offer_limit(self) -> int:
+        """Most tokens of an offer where rows are expensive: earlier gains bound what a wrong prediction may cost."""
         return _FIRST_OFFER + _FOR_EACH_RIGHT * self._accepted
 
     def chains(self, most: int) -> list[PredictedChain]:
-        """What may come next, the likeliest first: chains of up to `most` tokens."""
+        """Chains of up to `most` tokens that may come next, the likeliest first."""
         self._catch_up()
         return [self._chain(place, first, run, most) for place, first, run in self._places()] if most else []
 
-    def judge(self, accepted: int) -> None:
-        """So many tokens of what was offered came. Where none ever does, the next offer takes a longer run."""
+    def observe(self, accepted: int) -> None:
+        """An offer was verified, of which `accepted` tokens were. Without any, the next one needs a longer run."""
         self._accepted += accepted
         if accepted >= _RIGHT_AGAIN:
             self._failures, self._proven = 0, True
@@ -105,16 +104,16 @@ class PredictedAnswer:
             self._failures = min(_MOST_DOUBLINGS, self._failures + 1)
 
     def _places(self) -> Iterator[tuple[int, float, int]]:
-        """(place, score of its token, run) of what may come next and is believed enough to be offered."""
+        """(place, score of its token, run) of the places that are offered."""
         end = len(self.token_ids)
         needed = (1 if self._proven else 2) << self._failures if self._failures else 0
         if self._place is not None:
             if self._place < end and self._run >= needed:
                 yield self._place, _right(self._run), self._run
             return
-        if self._left is None or self._failures or self._said > _GUESSED:
+        if self._left is None or self._failures or self._since_left > _GUESSED:
             return
-        guesses = ((self._left + self._said, _EXCHANGED), (self._left, _INSERTED))
+        guesses = ((self._left + self._since_left, _REPLACED), (self._left, _INSERTED))
         tokens: set[int] = set()
         for place, score in guesses:
             if place < end and self.token_ids[place] not in tokens:
@@ -127,7 +126,7 @@ class PredictedAnswer:
         return PredictedChain(token_ids, (first, *later))
 
     def _catch_up(self) -> None:
-        """Look at the tokens that were committed since."""
+        """Align the tokens that were committed since the last call."""
         for length in range(self.seen, len(self.committed)):
             self._follow(self.committed[length], length + 1)
         self.seen = len(self.committed)
@@ -138,19 +137,19 @@ class PredictedAnswer:
             self._place, self._run, self._followed = place + 1, self._run + 1, True
             return
         if place is not None:
-            # One that never was followed has no place to guess from.
-            self._left, self._said = (place, 0) if self._followed else (None, 0)
-        self._said += 1
+            # A prediction that was never followed has no place to guess from.
+            self._left, self._since_left = (place if self._followed else None), 0
+        self._since_left += 1
         self._place, self._run = self._find(token, length)
         if self._place is not None:
             self._left = None
 
     def _find(self, token: int, length: int) -> tuple[int | None, int]:
-        """Behind which place of the prediction the first `length` tokens of the sequence end, and in how long a run."""
+        """The place after the longest run that ends with the sequence's token `length`, and the length of that run."""
         ends = self._pairs().get((self.committed[length - 2], token), ()) if length > 1 else ()
         best, longest = None, 0
         origin = self._left or 0
-        for end in sorted(ends, key=lambda each: abs(each - origin))[:_MOST_PLACES] if ends else ():
+        for end in sorted(ends, key=lambda each: abs(each - origin))[:_MOST_PLACES]:
             run = self._run_at(end, length)
             if run > longest:
                 best, longest = end + 1, run
@@ -160,34 +159,33 @@ class PredictedAnswer:
         return best, longest
 
     def _left_out(self, token: int) -> int | None:
-        """The place behind the next such token, as if what is before it had been left out."""
+        """The place after the next such token, as if the tokens before it had been left out."""
         assert self._left is not None
-        for place in range(self._left + 1, min(self._left + _NEAR, len(self.token_ids))):
-            if self.token_ids[place] == token:
-                return place + 1
-        return None
+        try:
+            return self.token_ids.index(token, self._left + 1, self._left + _NEAR) + 1
+        except ValueError:
+            return None
 
     def _run_at(self, end: int, length: int) -> int:
-        run = 0
-        while run < _LONGEST_RUN and run <= end and run < length:
-            if self.token_ids[end - run] != self.committed[length - 1 - run]:
-                break
+        """Length of the run that ends at `end` in the prediction, and at `length` in the sequence."""
+        longest, run = min(_LONGEST_RUN, end + 1, length), 0
+        while run < longest and self.token_ids[end - run] == self.committed[length - 1 - run]:
             run += 1
         return run
 
     def _pairs(self) -> dict[tuple[int, int], list[int]]:
         if self._ends_of_pairs is None:
             self._ends_of_pairs = {}
-            for end in range(1, len(self.token_ids)):
-                self._ends_of_pairs.setdefault((self.token_ids[end - 1], self.token_ids[end]), []).append(end)
+            for end, pair in enumerate(pairwise(self.token_ids), start=1):
+                self._ends_of_pairs.setdefault(pair, []).append(end)
         return self._ends_of_pairs
 
 
 def _right(run: int) -> float:
-    """How often the token behind such a run comes as predicted."""
+    """The probability that the token after such a run comes as predicted."""
     return _RIGHT[min(run, len(_RIGHT) - 1)]
 
 
 def predicted_answer(prediction: SequenceOf[int], committed: list[int]) -> PredictedAnswer | None:
-    """For a sequence that has said nothing yet; None where nothing is predicted."""
+    """The prediction of a sequence without output yet; None for an empty one."""
     return PredictedAnswer(tuple(prediction), committed, len(committed)) if prediction else None

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Brings the compose stack up and waits until every container is healthy: up.sh [FLAG..], flags such as --profile NAME.
 #
-# With `docker compose`, or with docker-compose 1.29, which Debian 12 has and which knows no --wait. A container that
-# fails ends the wait at once, with the end of its log.
+# Works with `docker compose`, and with docker-compose 1.29 of Debian 12, which has no --wait. A container that fails ends
+# the wait at once, with the end of its log.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-# Of compose.yaml's longest start_period, and what a model takes to be loaded after it. Chosen.
+# The longest start_period of compose.yaml, and time to load a model after it. Chosen.
 most_seconds=${OUTRIDER_UP_SECONDS:-900}
 
 fail() {
@@ -16,8 +16,8 @@ fail() {
 find_compose() {
     command -v docker >/dev/null || fail 'docker is not installed' \
         'on Debian: apt-get install docker.io docker-compose, and then start dockerd'
-    local said
-    said=$(docker info --format '{{.ServerVersion}}' 2>&1 >/dev/null) || fail "${said##*$'\n'}" \
+    local error
+    error=$(docker info --format '{{.ServerVersion}}' 2>&1 >/dev/null) || fail "${error##*$'\n'}" \
         'Docker has to run, and this user has to be root or in the group docker'
     if docker compose version >/dev/null 2>&1; then
         compose=(docker compose)
@@ -38,7 +38,7 @@ containers() {
         .State.Status}}|{{.State.ExitCode}}|{{.RestartCount}}|{{if .State.Health}}{{.State.Health.Status}}{{end}}{{end}}' $ids
 }
 
-# What a line of `containers` says: ready, waiting or failed.
+# The state of a container, from its line of `containers`: ready, waiting or failed.
 outcome() {
     local name status code restarts health
     IFS='|' read -r name status code restarts health <<<"$1"
@@ -49,14 +49,14 @@ outcome() {
             case $health in
                 '' | healthy) echo ready ;;
                 unhealthy) echo failed ;;
-                # Once is a stumble; one that comes back again and again will not become healthy.
+                # One restart may happen; a container that restarts again will not become healthy.
                 *) [ "$restarts" -lt 2 ] && echo waiting || echo failed ;;
             esac ;;
         *) echo waiting ;;
     esac
 }
 
-# Ends with what every container that failed said last.
+# Prints the last log lines of every failed container and exits, if any failed.
 check() {
     local line name failed=()
     waiting=()
@@ -79,12 +79,12 @@ check() {
 }
 
 find_compose
-# Its own message names a container by its number; `check` says which that is, and why.
+# Its own message names a container by its id; `check` prints the name and the log.
 "${compose[@]}" "$@" up --build --detach || {
     check "$@"
     fail "\`${compose[*]} up\` failed, and says above why"
 }
-# What building took is not counted, and there is one look at least.
+# Building does not count, and there is at least one check.
 until_second=$((SECONDS + most_seconds))
 while true; do
     check "$@"

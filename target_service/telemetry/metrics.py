@@ -1,4 +1,4 @@
-"""The target's Prometheus metrics: an engine observer, and gauges read from the engine when scraped."""
+"""The target's Prometheus metrics: an engine observer, and gauges read from the engine at every scrape."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from target_service.core.sequence import SequenceRequest, SequenceTotals, StepSt
 
 _NS = 1e-9
 _DRAFTED, _ACCEPTED = "outrider_spec_decode_num_drafts_per_depth", "outrider_spec_decode_num_accepted_tokens_per_depth"
-# Series that are there from the start, so that their first increase counts in a rate; deeper paths than these are rare
-# (a pass of a trie or head commits two to four tokens), and get theirs when they come.
+# Series that exist from the start, so that their first increase counts in a rate. Deeper paths are rare (a pass of a
+# trie or head commits two to four tokens); their series are added when they occur.
 _EXPECTED_DEPTHS = 16
 _SOURCES = ("draft", "lookup")
+_PHASES = ("wait", "plan", "launch", "forward", "verify", "commit")
 _PREDICTED = ("accepted", "rejected")
 _EXPECTED_OUTCOMES = ("end_of_sequence", "stop", "length", "cancelled")
 
 
 class PrometheusObserver:
-    """Counts what the engine tells it. A call of `on_step` costs 1.3 to 2 µs (`benchmarks/engine/telemetry.py`)."""
+    """Counts what the engine reports. A call of `on_step` takes 1.3 to 2 µs (`benchmarks/engine/telemetry.py`)."""
 
     def __init__(self, model: str, dtype: str, version: str) -> None:
         self.metrics = MetricSet(TARGET)
-        # What vLLM counts too, by its names.
+        # The same metrics by vLLM's names.
         self.vllm_names = VllmNames(self.metrics, model)
         self.metrics.gauges(lambda: [("outrider_target_info", (model, dtype, version), 1.0)])
         count, histogram = self.metrics.counter, self.metrics.histogram
@@ -52,22 +53,16 @@ class PrometheusObserver:
         self._prefill_rows = count("outrider_rows", "prefill")
         self._step_seconds = histogram("outrider_step_seconds")
         self._step_rows = histogram("outrider_step_rows")
-        self._wait = histogram("outrider_step_phase_seconds", "wait")
-        self._plan = histogram("outrider_step_phase_seconds", "plan")
-        self._launch = histogram("outrider_step_phase_seconds", "launch")
-        self._forward = histogram("outrider_step_phase_seconds", "forward")
-        self._verify = histogram("outrider_step_phase_seconds", "verify")
-        self._commit = histogram("outrider_step_phase_seconds", "commit")
+        self._wait, self._plan, self._launch, self._forward, self._verify, self._commit = (
+            histogram("outrider_step_phase_seconds", phase) for phase in _PHASES
+        )
         self._predicted = {outcome: count("outrider_prediction_tokens", outcome) for outcome in _PREDICTED}
         self._lossy_requests, self._lossy_tokens = count("outrider_lossy_requests"), count("outrider_lossy_tokens")
         for outcome in _EXPECTED_OUTCOMES:
             count("outrider_requests", outcome)
         for place in range(_EXPECTED_DEPTHS):
             self._add_depth(place, 0, 0)
-        self._switches = (
-            count("outrider_speculation_switches", "off"),
-            count("outrider_speculation_switches", "on"),
-        )
+        self._switches = [count("outrider_speculation_switches", to) for to in ("off", "on")]
 
     def watch(
         self,
@@ -77,8 +72,8 @@ class PrometheusObserver:
         *,
         drafted: bool = True,
     ) -> None:
-        """Read the engine's gauges at every scrape. Each callable runs in the scraping thread. Where nothing is
-        `drafted` there is no draft that could be missing, and no figure says that one is."""
+        """Read the engine's gauges at every scrape, in the scraping thread. Unless `drafted`, there is no gauge of the
+        draft's connection, which would show one as missing."""
 
         def read() -> Iterator[Reading]:
             now = snapshot()
@@ -123,7 +118,7 @@ class PrometheusObserver:
         self._commit.observe(stats.commit_ns * each)
 
     def _count_chosen(self, stats: StepStats) -> None:
-        """Rows that the device chose, and what it did meanwhile."""
+        """Count the rows that the device chose, and its busy and idle time."""
         self._busy.value += stats.busy_ns * _NS
         self._idle.value += stats.idle_ns * _NS
         if stats.round_trip_ns:
@@ -138,7 +133,7 @@ class PrometheusObserver:
         self._lookup_accepted.value += stats.chosen_accepted - stats.table_accepted
         self._expected.value += stats.expected_tokens
 
-    def on_finished(self, request: SequenceRequest, totals: SequenceTotals, outcome: str) -> None:
+    def on_finished(self, _sequence_id: int, request: SequenceRequest, totals: SequenceTotals, outcome: str) -> None:
         metrics, trace_id = self.metrics, sampled_trace_id(request.traceparent)
         metrics.counter("outrider_requests", outcome).add()
         metrics.counter("outrider_prompt_tokens").add(totals.prompt_tokens)
@@ -175,7 +170,7 @@ class PrometheusObserver:
         self._switches[active].add()
 
     def _add_depth(self, place: int, drafted: int, accepted: int) -> None:
-        """Depths past the last that is counted by itself go under it, so that the number of series is bounded."""
+        """Count a depth; those past `MAX_DEPTH` count there, so that the number of series is bounded."""
         depth = str(min(place + 1, MAX_DEPTH))
         self.metrics.counter(_DRAFTED, depth).add(drafted)
         self.metrics.counter(_ACCEPTED, depth).add(accepted)

@@ -1,4 +1,4 @@
-"""What the target records of a request: one SERVER span, its phases as children, and totals as attributes.
+"""The trace of a request: one SERVER span, its phases as children, and totals as attributes.
 
     trace = RequestTrace(tracing, context.invocation_metadata(), GENERATE)
     trace.accepted(sequence_id, request, model)     # and pass trace.traceparent on in SequenceRequest
@@ -28,15 +28,15 @@ from outrider.telemetry.tracing import (
 )
 from target_service.core.sequence import Finish, SequenceRequest, SequenceTotals, Verdict
 
-# Traces are for reading: a generation of thousands of steps would drown the rest, and the exporter's queue.
+# Most step spans of a request: thousands would make a trace unreadable, and fill the exporter's queue.
 MAX_STEP_SPANS = 512
 
 
 class RequestTrace:
-    """The span of one request. Used by one task; ends once, and whatever comes later is ignored."""
+    """The span of one request. Used by one task; it ends once, and later calls are ignored."""
 
     def __init__(self, tracing: Tracing, metadata: Metadata | None, name: str = telemetry.GENERATE) -> None:
-        """Begin, as a child of the caller's span if the metadata names one."""
+        """Begin the span, as a child of the caller's span if the metadata holds one."""
         self._tracer = tracing.tracer
         self._clock = Clock()
         attributes: dict[str, AttributeValue] = {
@@ -56,22 +56,22 @@ class RequestTrace:
         self._steps_left = MAX_STEP_SPANS if tracing.steps and self.recording else 0
         self._last_step_ns = 0
         self._model_version = 0
-        # What the verdicts said so far: all that is known of a request that is cancelled.
+        # Sums of the verdicts so far: all that is known of a request that is cancelled.
         self._seen = SequenceTotals()
         self._lossy = False
         self._ended = False
 
     def accepted(
-        self, sequence_id: int, request: SequenceRequest, model: str, *, chat: bool = False, asked_model: str = ""
+        self, sequence_id: int, request: SequenceRequest, model: str, *, chat: bool = False, requested_model: str = ""
     ) -> None:
-        """Say what was asked."""
+        """Record the accepted request."""
         if not self.recording:
             return
         sampling = request.sampling
         attributes: dict[str, AttributeValue] = {
             "gen_ai.operation.name": "chat" if chat else "text_completion",
             "gen_ai.provider.name": "outrider",
-            "gen_ai.request.model": asked_model or model,
+            "gen_ai.request.model": requested_model or model,
             "gen_ai.response.model": model,
             "gen_ai.request.max_tokens": request.max_tokens,
             "gen_ai.request.temperature": sampling.temperature,
@@ -88,12 +88,12 @@ class RequestTrace:
         self._span.set_attributes(attributes)
 
     def step(self, verdict: Verdict) -> None:
-        """Take note of one step; a child span for it when steps are traced."""
+        """Record one step, with a child span if steps are traced."""
         if not self.recording:
             return
         seen = self._seen
         if verdict.model_version != self._model_version:
-            # The last one that said something of the request stands.
+            # The version of the last step counts.
             self._model_version = verdict.model_version
             self._span.set_attribute("outrider.model_version", verdict.model_version)
         if not seen.steps:
@@ -106,7 +106,7 @@ class RequestTrace:
             self._step_span(verdict)
 
     def _step_span(self, verdict: Verdict) -> None:
-        """From the end of the step before, or the time the step took, to now."""
+        """A span from the end of the last step, or for the time of this one, until now."""
         now = time.time_ns()
         span = self._tracer.start_span(
             telemetry.STEP,
@@ -123,7 +123,7 @@ class RequestTrace:
         span.end(end_time=now)
 
     def finished(self, finish: Finish, totals: SequenceTotals) -> None:
-        """The request ended by itself."""
+        """The request finished."""
         if self.recording and not self._ended:
             self._span.set_attribute("gen_ai.response.finish_reasons", (finish.reason.value,))
         self._end("OK", finish.reason.value, "", totals)
@@ -133,7 +133,7 @@ class RequestTrace:
         self._end(error.code.name, error.reason, error.reason)
 
     def broken(self) -> None:
-        """The request ended with a bug."""
+        """The request ended with an unexpected error."""
         self._end("INTERNAL", "INTERNAL", "INTERNAL")
 
     def abandoned(self, time_remaining: float | None) -> None:
@@ -160,7 +160,7 @@ class RequestTrace:
         end_rpc(self._span, code, reason)
 
     def _phases(self, totals: SequenceTotals) -> None:
-        """Queue, prefill and decode, as far as the request came; the one it was in ends with the request."""
+        """Spans of queue, prefill and decode, up to the phase in which the request ended."""
         last = totals.finished_ns or time.monotonic_ns()
         stages = (
             (telemetry.QUEUE, totals.arrived_ns, totals.started_ns),
@@ -177,7 +177,7 @@ class RequestTrace:
 
 
 def totals_attributes(totals: SequenceTotals) -> dict[str, AttributeValue]:
-    """What a request's span says of its whole life."""
+    """The attributes of a finished request."""
     attributes: dict[str, AttributeValue] = {
         "gen_ai.usage.input_tokens": totals.prompt_tokens,
         "gen_ai.usage.output_tokens": totals.completion_tokens,

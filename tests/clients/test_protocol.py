@@ -29,8 +29,9 @@ from outrider.wire.frames import MAX_CLOSED_PER_FRAME, MAX_OUTSTANDING_CREDIT, M
 from outrider_client import Client, Policy, ServiceUnreachable
 from target_service.api.admission import DEFAULT_MAX_TOKENS
 from target_service.config import TargetConfig
-from target_service.lifecycle import serve
+from target_service.lifecycle import serve_engine
 from target_service.model.runner import runner_for
+from target_service.shared_engine import SharedEngine
 
 _ROOT = Path(__file__).parents[2]
 _CONTRACT = (draft_pb2, target_pb2, tree_pb2)
@@ -65,7 +66,7 @@ async def served(model: Any, folder: Path, listen: str) -> AsyncIterator[str]:
     runner = runner_for(model, byte_tokenizer(), num_pages=64, page_size=16, name="tiny")
     async with drafting(f"unix:{folder}/draft") as draft:
         config = TargetConfig(listen=listen, draft=draft, drain_seconds=5.0, reflection=True)
-        running = asyncio.create_task(serve(config, runner, stopping))
+        running = asyncio.create_task(serve_engine(config, SharedEngine(config, runner), stopping))
         async with Client.connect(config.listen) as client, asyncio.timeout(60):
             while not await is_serving(client):
                 await asyncio.sleep(0.05)

@@ -99,4 +99,4 @@ def test_what_graphs_keep_is_chosen_before_they_are_captured() -> None:
 
     taken = CapturedRunner(make_runner(make_tiny().cuda(), attention="triton"), CaptureOptions(ROWS, SEQUENCES))
     with pytest.raises(NotSupported, match="--draft-head"):
-        Features(taken, 0).ask(STATES)
+        Features(taken, 0).connect(STATES)

@@ -21,8 +21,9 @@ from outrider.sampling import SamplingParams
 from outrider.wire.frames import OpenSequence, SequenceFailure
 from outrider_client import Client, ServiceUnreachable, Speculation, SyncClient
 from target_service.config import TargetConfig
-from target_service.lifecycle import serve
+from target_service.lifecycle import serve_engine
 from target_service.model.runner import runner_for
+from target_service.shared_engine import SharedEngine
 
 VOCABULARY = 211
 PROMPT = [198, 197, 196] * 7
@@ -89,7 +90,7 @@ async def target(tiny_model: Any, tmp_path: Path) -> AsyncIterator[str]:
             drain_seconds=5.0,
         )
         runner = runner_for(tiny_model, None, num_pages=64, page_size=16, name="tiny")
-        running = asyncio.create_task(serve(config, runner, stopping))
+        running = asyncio.create_task(serve_engine(config, SharedEngine(config, runner), stopping))
         try:
             async with Client.connect(config.listen) as client, asyncio.timeout(60):
                 while not await _is_connected(client):

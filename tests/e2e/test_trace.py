@@ -19,8 +19,9 @@ from outrider.telemetry.tracing import set_up_tracing
 from outrider_client import Client
 from outrider_client.demo.trace_sink import ReceivedSpan, TraceSink
 from target_service.config import TargetConfig
-from target_service.lifecycle import serve
+from target_service.lifecycle import serve_engine
 from target_service.model.runner import runner_for
+from target_service.shared_engine import SharedEngine
 
 # Token ids that no count, size or time in a span comes near.
 PROMPT = [198, 197, 196] * 7
@@ -46,7 +47,7 @@ async def draft(path: Path, sink: TraceSink) -> AsyncIterator[str]:
 async def target(model: Any, config: TargetConfig) -> AsyncIterator[None]:
     stopping = asyncio.Event()
     runner = runner_for(model, None, num_pages=64, page_size=16, name="tiny")
-    running = asyncio.create_task(serve(config, runner, stopping))
+    running = asyncio.create_task(serve_engine(config, SharedEngine(config, runner), stopping))
     try:
         yield
     finally:

@@ -38,7 +38,7 @@ def play_fed(switch: DraftSwitch, gain: float, *, plain: float, drafted: float, 
     """Steps that feed a head, until it is known what its drafts take and not what a plain step takes without it."""
     for _ in range(100):
         use = switch.choose(1, gain, ahead=ahead)
-        if switch.to_be_unfed(1, ahead=ahead):
+        if switch.needs_unfed(1, ahead=ahead):
             return
         if use is Use.AFTER:
             switch.observe_after(1, drafted, row_cost=1.0)
@@ -86,7 +86,7 @@ def test_a_plain_step_that_feeds_a_head_is_not_what_drafts_have_to_beat(ahead: b
     switch = DraftSwitch()
     play_fed(switch, 1.8, plain=1.6, drafted=2.0, ahead=ahead)
     assert pays(switch, 1.8)
-    while switch.to_be_unfed(1, ahead=ahead):
+    while switch.needs_unfed(1, ahead=ahead):
         switch.observe_plain(1, 1.0, ahead=ahead)
     assert not pays(switch, 1.8) and pays(switch, 2.4)
     # What is fed later says nothing.
@@ -222,7 +222,7 @@ def test_a_draft_is_left_alone_between_tries() -> None:
     play(switch, 4000, drafted=4.0, gain=1.5)
     near = []
     for _ in range(4000):
-        near.append(switch.drafts_are_near(32))
+        near.append(switch.drafts_within(32))
         waits = play(switch, 1, drafted=4.0, gain=1.5)[0]
         # Whoever waits for it finds that it has followed.
         assert near[-1] or not waits

@@ -409,7 +409,7 @@ def test_what_the_target_cannot_give_is_refused_with_the_reason(
     if head:
         runner.draft_head = read_draft_head(str(head_in(tmp_path)), LAYERS, HIDDEN)
     with pytest.raises(NotSupported, match=reason):
-        Features(runner, 0).ask(form)
+        Features(runner, 0).connect(form)
 
 
 def test_a_head_that_comes_with_outrider_needs_no_flag(
@@ -421,11 +421,11 @@ def test_a_head_that_comes_with_outrider_needs_no_flag(
     own = read_draft_head(str(folder), LAYERS, HIDDEN)
     runner = make_runner(tiny_model)
     features = Features(runner, 0)
-    features.ask(FeatureRequest((0, 2), 16, projected=True, projection_fingerprint=own.fingerprint))
+    features.connect(FeatureRequest((0, 2), 16, projected=True, projection_fingerprint=own.fingerprint))
     assert runner.draft_head is not None and runner.draft_head.fingerprint == own.fingerprint
     # Another draft's head is not mistaken for it.
     with pytest.raises(NotSupported, match="--draft-head"):
-        features.ask(FeatureRequest((0, 2), 16, projected=True, projection_fingerprint="ab" * 32))
+        features.connect(FeatureRequest((0, 2), 16, projected=True, projection_fingerprint="ab" * 32))
 
 
 @pytest.mark.parametrize("required", [True, False])
@@ -450,5 +450,5 @@ def test_a_drafter_without_features_costs_nothing(tiny_model: PreTrainedModel) -
     runner.draft_head = DraftHead((0, 2), None)
     features = Features(runner, 8)
     assert features.after_launch(3) is not None
-    features.ask(None)
+    features.connect(None)
     assert features.after_launch(3) is None

@@ -190,7 +190,7 @@ def test_what_a_draft_says_last_is_in_the_pass_that_waited(
     loop.add(live)
     assert steps.tables is not None
     begun: list[str] = []
-    let_in, pack, publish = EngineLoop._let_drafts_in, steps._verifier.pack, steps.tables.publish
+    let_in, pack, publish = EngineLoop._before_launch, steps._verifier.pack, steps.tables.publish
 
     def noted(name: str, inner: Callable[..., object]) -> Callable[..., object]:
         def outer(*arguments: object) -> object:
@@ -199,7 +199,7 @@ def test_what_a_draft_says_last_is_in_the_pass_that_waited(
 
         return outer
 
-    monkeypatch.setattr(EngineLoop, "_let_drafts_in", noted("drafts", let_in))
+    monkeypatch.setattr(EngineLoop, "_before_launch", noted("drafts", let_in))
     monkeypatch.setattr(steps._verifier, "pack", noted("prepared", pack))
     monkeypatch.setattr(steps.tables, "publish", noted("published", publish))
     while loop.live:

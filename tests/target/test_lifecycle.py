@@ -24,10 +24,11 @@ from outrider.settings import SettingsError
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import target_pb2_grpc, tree_pb2
 from target_service.config import TargetConfig
-from target_service.lifecycle import serve
+from target_service.lifecycle import serve_engine
 from target_service.model.forward import ForwardInput
 from target_service.model.runner import ModelRunner, runner_for
 from target_service.preflight import EngineRefused
+from target_service.shared_engine import SharedEngine
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -82,7 +83,7 @@ def running(tiny_model: Any, byte_tokenizer: Any, tmp_path: Any) -> Any:
         runner = FaultyRunner(runner_for(tiny_model, byte_tokenizer, num_pages=64, page_size=16, name="tiny"))
         config = TargetConfig(**({"listen": f"unix:{tmp_path}/target", "drain_seconds": 5.0} | settings))
         stopping = asyncio.Event()
-        task = asyncio.create_task(serve(config, runner, stopping))  # type: ignore[arg-type]
+        task = asyncio.create_task(serve_engine(config, SharedEngine(config, runner), stopping))  # type: ignore[arg-type]
         async with grpc.aio.insecure_channel(config.listen) as channel:
             try:
                 is_ready = asyncio.create_task(ready(channel))

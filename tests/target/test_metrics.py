@@ -149,7 +149,7 @@ def test_a_pass_that_found_nothing_is_a_miss(observer: PrometheusObserver) -> No
 
 def test_outcomes_and_depths_that_come_unexpected(observer: PrometheusObserver) -> None:
     deep = SequenceTotals(drafted_by_depth=[1] * (MAX_DEPTH + 3), accepted_by_depth=[1] * (MAX_DEPTH + 1))
-    observer.on_finished(request([1], 4), deep, "QUOTA_EXCEEDED")
+    observer.on_finished(1, request([1], 4), deep, "QUOTA_EXCEEDED")
     found = samples(observer)
     assert found["requests_total", (("outcome", "QUOTA_EXCEEDED"),)] == 1
     assert found["spec_decode_num_drafts_per_depth_total", (("depth", str(MAX_DEPTH)),)] == 4
@@ -161,7 +161,7 @@ def test_requests_that_are_not_lossless_are_counted_at_the_end(observer: Prometh
     mode = VerificationMode.TYPICAL
     lossy = request([1], sampling=SamplingParams(temperature=0.7), mode=mode)
     for one, tokens in ((lossy, 5), (request([1], mode=mode), 0), (request([1]), 0)):
-        observer.on_finished(one, SequenceTotals(lossy_tokens=tokens), "stop")
+        observer.on_finished(1, one, SequenceTotals(lossy_tokens=tokens), "stop")
     found = samples(observer)
     assert found["lossy_requests_total", ()] == 1
     assert found["lossy_tokens_total", ()] == 5
@@ -169,7 +169,7 @@ def test_requests_that_are_not_lossless_are_counted_at_the_end(observer: Prometh
 
 def test_tokens_of_predictions_are_counted_at_the_end(observer: PrometheusObserver) -> None:
     for totals in (SequenceTotals(), SequenceTotals(predicted_tokens=9, accepted_predicted_tokens=7)):
-        observer.on_finished(request([1], 4), totals, "stop")
+        observer.on_finished(1, request([1], 4), totals, "stop")
     found = samples(observer)
     assert found["prediction_tokens_total", (("outcome", "accepted"),)] == 7
     assert found["prediction_tokens_total", (("outcome", "rejected"),)] == 2
@@ -179,7 +179,7 @@ def test_exemplars_carry_the_trace_and_nothing_else(observer: PrometheusObserver
     now = time.monotonic_ns()
     totals = SequenceTotals(arrived_ns=now - 10**8, started_ns=now - 10**8, first_token_ns=now - 10**7, finished_ns=now)
     wanted = request([11, 12], 4, traceparent=PARENT, sampling=SamplingParams(stop=("secret",)))
-    observer.on_finished(wanted, totals, "stop")
+    observer.on_finished(1, wanted, totals, "stop")
     exemplars = [
         sample.exemplar for family in observer.metrics.collect() for sample in family.samples if sample.exemplar
     ]

@@ -18,8 +18,9 @@ from outrider.v1 import target_pb2 as pb
 from outrider.v1 import target_pb2_grpc
 from outrider_client.demo.trace_sink import TraceSink
 from target_service.config import TargetConfig
-from target_service.lifecycle import serve
+from target_service.lifecycle import serve_engine
 from target_service.model.runner import runner_for
+from target_service.shared_engine import SharedEngine
 
 SECRET = "swordfish"
 TOKEN = 173
@@ -65,7 +66,7 @@ async def test_what_was_said_is_not_told(
     )
     runner = runner_for(tiny_model, byte_tokenizer, num_pages=64, page_size=16, name="tiny")
     stopping = asyncio.Event()
-    running = asyncio.create_task(serve(config, runner, stopping))
+    running = asyncio.create_task(serve_engine(config, SharedEngine(config, runner), stopping))
     told: list[str] = []
     async with grpc.aio.insecure_channel(config.listen) as channel:
         await asyncio.wait_for(ready(channel), 30)

@@ -39,7 +39,7 @@ def test_it_begins_at_its_beginning_and_goes_along() -> None:
     committed += TEXT[:10]
     assert first_tokens(answer) == [110] and answer.place == 10 and answer.leads
     committed += TEXT[10:]
-    assert not answer.promises and not answer.leads
+    assert not answer.has_offer and not answer.leads
 
 
 def test_scores_rise_along_a_chain_and_with_the_run() -> None:
@@ -86,17 +86,17 @@ def test_offers_that_fail_take_ever_longer_runs() -> None:
     answer, committed = answering(TEXT)
     needed = []
     for _ in range(4):
-        answer.judge(0)
+        answer.observe(0)
         committed.append(5)
         run = 0
-        while not answer.promises:
+        while not answer.has_offer:
             committed.append(TEXT[run])
             run += 1
         needed.append(run)
     assert needed == sorted(set(needed))
-    answer.judge(2)
+    answer.observe(2)
     committed += [5, TEXT[3], TEXT[4]]
-    assert answer.promises
+    assert answer.has_offer
 
 
 @settings(max_examples=60, deadline=None)

@@ -188,7 +188,7 @@ def test_what_each_further_row_adds_is_what_sizes_differ_by(
 ) -> None:
     cost = StepCost(sorted(measured))
     steps = [cost(rows + n + 1) - cost(rows + n) for n in range(count)]
-    assert cost.of_each_more(rows, count) == pytest.approx(steps, abs=1e-9)
+    assert cost.marginal(rows, count) == pytest.approx(steps, abs=1e-9)
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 1.0), st.booleans()), max_size=60))

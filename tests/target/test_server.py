@@ -16,7 +16,7 @@ from outrider.sampling import TypicalAcceptance
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import tree_pb2
 from outrider.wire.trees import DRAFT_REFUSED_KEY, error_of_rpc
-from target_service.api.event_queue import Inbox
+from target_service.api.event_queue import EventQueue
 from target_service.api.server import StreamLimits
 from target_service.core.sequence import Verdict
 
@@ -204,18 +204,18 @@ class TestEnds:
 
     async def test_inbox_drops_what_nobody_reads(self) -> None:
         cancelled: list[int] = []
-        inbox = Inbox(2, cancelled.append)
+        queue = EventQueue(2, cancelled.append)
         verdicts = [Verdict(7, step, (), (step,), 0) for step in range(4)]
         for verdict in verdicts[:2]:
-            inbox.put(verdict)
-        assert await inbox.take() == verdicts[:2]
+            queue.put(verdict)
+        assert await queue.take() == verdicts[:2]
         for verdict in verdicts[1:3]:
-            inbox.put(verdict)
+            queue.put(verdict)
         assert cancelled == []
-        inbox.put(verdicts[3])
+        queue.put(verdicts[3])
         assert cancelled == [7]
         with pytest.raises(OutriderError, match="too slowly"):
-            await inbox.take()
+            await queue.take()
 
 
 async def test_info(target: Any) -> None:

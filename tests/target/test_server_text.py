@@ -53,7 +53,7 @@ async def test_text_that_only_the_tokenizer_knows(targets: Any, byte_tokenizer: 
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await spoken(target, sampling={"max_tokens": 1}, **asked)
         error = error_of_rpc(caught.value)
-        assert isinstance(error, InvalidField) and "does not know" in error.message
+        assert isinstance(error, InvalidField) and "outside the model's vocabulary" in error.message
         assert target.engine.requests == []
 
 

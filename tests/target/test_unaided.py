@@ -70,7 +70,7 @@ def test_a_chain_is_followed_as_far_as_the_text_says_it(text: list[int], data: s
 def test_a_pass_is_compared_with_a_chain_of_as_many_rows(rows: int, unaided: int) -> None:
     text, compared = [1, 2, 3, 4, 1, 2], Unaided(lookup_tokens=15)
     own = sequence([*text, 3, 4])
-    compared.note(3, cast(Sequence, own), begun=6, made=2, rows=rows)
+    compared.note(3, cast(Sequence, own), start=6, made=2, rows=rows)
     own.token_ids += [1, 2, 9]
     own.token_ids += [7] * 20
     assert compared.take() == Compared(load=3, made=2, unaided=unaided)
@@ -79,9 +79,9 @@ def test_a_pass_is_compared_with_a_chain_of_as_many_rows(rows: int, unaided: int
 
 def test_a_comparison_waits_for_the_text_to_go_on() -> None:
     compared, own = Unaided(lookup_tokens=4), sequence([5, 6, 5, 6])
-    compared.note(1, cast(Sequence, own), begun=3, made=1, rows=15)
+    compared.note(1, cast(Sequence, own), start=3, made=1, rows=15)
     # One at a time.
-    compared.note(1, cast(Sequence, sequence([8, 8])), begun=1, made=1, rows=15)
+    compared.note(1, cast(Sequence, sequence([8, 8])), start=1, made=1, rows=15)
     for token in (5, 6, 5):
         assert compared.take() is None
         own.token_ids.append(token)
@@ -92,7 +92,7 @@ def test_a_comparison_waits_for_the_text_to_go_on() -> None:
 
 def test_a_text_that_has_ended_is_compared_as_it_is() -> None:
     compared, own = Unaided(lookup_tokens=15), sequence([5, 6, 5, 6, 5])
-    compared.note(1, cast(Sequence, own), begun=3, made=2, rows=15)
+    compared.note(1, cast(Sequence, own), start=3, made=2, rows=15)
     own.totals.finished_ns = 1
     # Two tokens were left to say, whoever had known more.
     assert compared.take() == Compared(load=1, made=2, unaided=2)
@@ -100,7 +100,7 @@ def test_a_text_that_has_ended_is_compared_as_it_is() -> None:
 
 def test_without_lookup_a_pass_would_make_one_token() -> None:
     compared, own = Unaided(lookup_tokens=0), sequence([5, 6, 5, 6, 5])
-    compared.note(1, cast(Sequence, own), begun=2, made=3, rows=15)
+    compared.note(1, cast(Sequence, own), start=2, made=3, rows=15)
     assert compared.take() == Compared(load=1, made=3, unaided=1)
 
 

@@ -57,8 +57,8 @@ def test_continuing_behind_steps_under_way(
     ended = steps = 0
     while ended < len(wanted):
         if steps == after_steps:
-            exchange.ask(1, WeightUpdate(str(tmp_path), RunningRequests.CONTINUE), results.append)
-            while exchange._asked is not None and exchange._asked.weights is None:
+            exchange.begin(1, WeightUpdate(str(tmp_path), RunningRequests.CONTINUE), results.append)
+            while exchange._pending is not None and exchange._pending.weights is None:
                 time.sleep(0.001)
         assert exchange.turn() == []
         for event in loop.step() or ():

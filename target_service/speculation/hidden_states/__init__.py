@@ -1,1 +1,1 @@
-"""The target's hidden states on their way to a drafter that asked for them."""
+"""The target's hidden states: encoded, kept, and sent to a drafter that reads them."""

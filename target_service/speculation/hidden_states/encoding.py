@@ -1,9 +1,8 @@
-"""Hidden states of a pass as the bytes that travel: fused, cast, and brought to the host.
+"""Hidden states of a pass as bytes to send: fused, cast, and copied to the host.
 
-Of a pass that verifies trees all rows are encoded as soon as it is launched, before whatever runs next: which of them
-are committed is known when the host has waited for the pass anyway, and then it only picks. Not on a stream of their
-own, where they would hardly run before the pass that is launched behind has ended. A pass with many rows of prompts is
-encoded when it is known which of them anybody wants.
+All rows of a pass that verifies trees are encoded right behind its launch; once the host has waited for the pass, it
+only picks the committed rows. They share the stream of the pass: on another one they would hardly run before the next
+pass has ended. A pass with many rows of prompts is encoded later, when the needed rows are known.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ _LARGEST_E4M3 = 448.0
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Rows of a pass that are encoded ahead: a head's weights are read once for as many.
 AHEAD_ROWS = 2048
-# Passes under way at most, and the one whose rows are being picked.
+# At most two passes under way, and one whose rows are being picked.
 _TURNS = 3
 
 Bytes = npt.NDArray[np.uint8]
 
 
 class StepFeatures:
-    """What one pass yields, by its rows."""
+    """Hidden states of one pass, by its rows."""
 
     def __init__(self, states: Tensor, dtype: str, projection: HeadProjection | None) -> None:
-        """States [R, ..] of a pass, fused by `projection` if there is one, in the `dtype` that travels."""
+        """`states` [R, ..] are fused by `projection`, if there is one, and sent as `dtype`."""
         self._states = states
         self._dtype = dtype
         self._projection = projection
@@ -43,8 +42,8 @@ class StepFeatures:
 
     @torch.inference_mode()
     def begin(self, host: Callable[[int], Tensor]) -> None:
-        """Encode all rows now, without waiting, into what `host` gives for a vector of so many bytes: pinned memory
-        with room for them, left alone until they were picked."""
+        """Encode all rows now, without waiting. `host` takes the bytes of a vector and returns pinned memory for all
+        rows, which stays untouched until they are picked."""
         encoded = self._encoded(self._states)
         ahead = host(encoded.shape[1])[: len(encoded)]
         ahead.copy_(encoded, non_blocking=True)
@@ -54,10 +53,10 @@ class StepFeatures:
 
     @torch.inference_mode()
     def of_rows(self, rows: SequenceOf[int]) -> Bytes:
-        """[n, bytes of a vector] on the host, a scale behind each row where there is one. Waits if need be."""
+        """The encoded rows [n, bytes of a vector] on the host, see `encode`. May wait for the device."""
         if self._ahead is not None and self._done is not None:
             self._done.synchronize()
-            # Not by PyTorch, which would wake a thread on every core for it: 1 to 8 ms where 10 us do.
+            # NumPy takes 10 us; PyTorch would wake a thread on every core, which takes 1 to 8 ms.
             return self._ahead[list(rows)]
         encoded: Bytes = self._encoded(self._states[torch.tensor(rows).to(self._states.device)]).cpu().numpy()
         return encoded
@@ -67,15 +66,15 @@ class StepFeatures:
 
 
 class FeatureEncoder:
-    """Encodes passes one after the other."""
+    """Encodes passes one after the other, through pinned buffers used in turn."""
 
     def __init__(self) -> None:
         self._turn = 0
-        # [AHEAD_ROWS, bytes of a vector] each, pinned, used in turns.
+        # [AHEAD_ROWS, bytes of a vector] each, pinned.
         self._hosts: list[Tensor] = []
 
     def begin(self, states: Tensor, dtype: str, projection: HeadProjection | None) -> StepFeatures:
-        """What a pass yields, see `LayerHooks.take`; on a GPU it is on its way to the host, if it has few rows."""
+        """The features of a pass from the states of its hooks. On a GPU, those of few rows are copied to the host."""
         features = StepFeatures(states, dtype, projection)
         if states.is_cuda and len(states) <= AHEAD_ROWS:
             features.begin(self._host)
@@ -90,8 +89,8 @@ class FeatureEncoder:
 
 
 def encode(vectors: Tensor, dtype: str) -> Tensor:
-    """[n, width] as bytes [n, ..] uint8 of the type that travels; for float8_e4m3 with a float32 scale behind each row,
-    which brings the largest element to the end of the type's range."""
+    """Vectors [n, width] as bytes [n, ..] uint8 of `dtype`. Rows of float8_e4m3 end with a float32 scale, which maps
+    the largest element to the end of the type's range."""
     if dtype != "float8_e4m3":
         return vectors.to(_DTYPES[dtype]).contiguous().view(torch.uint8)
     wide = vectors.float()

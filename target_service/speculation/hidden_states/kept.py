@@ -11,31 +11,31 @@ from outrider.wire.frames import FeatureRequest, Vectors
 
 
 class KeptVectors:
-    """The newest vectors of a sequence, and how far the draft has heard of them.
+    """The newest vectors of a sequence, and how many of them were sent.
 
-    Positions are those of tokens. `begin` is the oldest vector's, `end` one past the newest's, and those below `sent`
-    were sent, or will be no more.
+    Positions are those of tokens. `begin` is the oldest vector's, `end` one past the newest's; vectors below `sent`
+    were sent or skipped.
 
-    They stay in the pieces that they came in. In one array, of 4 MB for 512 vectors of 4,096 numbers, all were moved
-    each time that it was full: 0.5 to 0.9 ms for each pass of 32 sequences, and 15 to 86 ms for some (two CPU cores).
+    They stay in the pieces that they came in. One array, of 4 MB for 512 vectors of 4,096 numbers, was moved each time
+    it was full: 0.5 to 0.9 ms for each pass of 32 sequences, and 15 to 86 ms for some (two CPU cores).
     """
 
     def __init__(self) -> None:
         self.begin = self.end = self.sent = 0
         self.row_bytes = 1
-        # The oldest may begin with vectors that are not kept any more.
+        # The first piece may begin with vectors that are no longer kept.
         self._pieces: deque[bytes] = deque()
         self._held = 0
 
     @property
     def nbytes(self) -> int:
-        """Memory that they take."""
+        """Bytes that are held."""
         return self._held
 
     def append(self, position: int, rows: npt.NDArray[np.uint8]) -> None:
         """Add vectors [n, bytes of each], the first one's token at `position`, not below `end`.
 
-        Where that lies past `end`, what was kept before is dropped, since nothing joins the two.
+        A position past `end` leaves a gap, so all earlier vectors are dropped.
         """
         if position != self.end:
             self._pieces.clear()
@@ -47,7 +47,7 @@ class KeptVectors:
         self._held += rows.nbytes
 
     def trim(self, keep: int) -> None:
-        """Keep the newest so many."""
+        """Keep the newest `keep` vectors."""
         if self.end - self.begin <= keep:
             return
         self.begin = self.end - keep
@@ -62,12 +62,12 @@ class KeptVectors:
             oldest = behind
         unused = (self.begin - oldest) * self.row_bytes
         if self._pieces and 2 * unused > len(self._pieces[0]):
-            # Not with every step, since what is kept of a long prompt's piece is moved.
+            # Not with every step: the kept end of a long prompt's piece is copied.
             self._pieces[0] = self._pieces[0][unused:]
             self._held -= unused
 
     def vectors(self, start: int, stop: int, form: FeatureRequest) -> Vectors:
-        """Those of tokens start .. stop, in the form that they were asked for in."""
+        """The vectors of tokens `start` .. `stop`, in the requested form."""
         data = self._bytes_of(start, stop)
         if form.dtype != "float8_e4m3":
             return Vectors(form.dtype, form.width, data)
@@ -76,7 +76,7 @@ class KeptVectors:
         return Vectors(form.dtype, form.width, rows[:, : form.width].tobytes(), tuple(scales.tolist()))
 
     def _bytes_of(self, start: int, stop: int) -> bytes:
-        """As they came, copied only where they are not just one piece."""
+        """Their bytes; copied unless they are exactly one piece."""
         found: list[bytes] = []
         end = self.end
         for piece in reversed(self._pieces):

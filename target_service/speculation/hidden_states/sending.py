@@ -1,7 +1,7 @@
-"""The target's hidden states on their way to a drafter that asked for them: of committed tokens, and each one once.
+"""Sends the hidden states of committed tokens to a drafter that reads them, each one once.
 
-The states of a pass's committed rows come from `hidden_states.encoding` as bytes. Here the last ones of every sequence
-are kept for a draft that connects late, and what the draft has not heard goes out.
+The states of a pass's committed rows come from `hidden_states.encoding` as bytes. The newest of every sequence are kept
+here for a draft that connects late.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from target_service.speculation.hidden_states.kept import KeptVectors
 
 
 class Features:
-    """What the drafter reads of every sequence. Belongs to the engine's thread.
+    """The hidden states that a drafter reads, of every sequence. Belongs to the engine's thread.
 
-    A token's state is known once a pass has read it, which the root's has not: after a commit that leaves L tokens,
-    those of 0 .. L - 2 are. A sequence that lost its pages is read again, and what it yields again is passed over.
+    A token's state is computed by the pass that reads it, so the root's is missing: after a commit that leaves L
+    tokens, those of 0 .. L - 2 exist. States that a preempted sequence computes again are skipped.
     """
 
     def __init__(self, runner: ModelRunner, keep: int) -> None:
-        """`keep` vectors of every sequence stay here, the newest. Where the runner knows the draft's head from the
-        start, they are kept from the start, so that even the first draft to connect finds them."""
+        """Keep the newest `keep` vectors of every sequence: from the start if the runner has the draft's head, else
+        once a draft that reads them has connected."""
         self._runner = runner
-        self._asked_keep = self._keep = keep
-        self._wanted: FeatureRequest | None = None
-        # Whether a draft is there that takes them.
-        self._listening = False
+        self._configured_keep = self._keep = keep
+        self._request: FeatureRequest | None = None
+        # Whether a draft that reads them is connected.
+        self._connected = False
         self._kept: dict[int, KeptVectors] = {}
-        # Sequences that the last step read something of, and whether it said something of them.
+        # Sequences with new vectors of the last step, and whether it committed tokens of them.
         self._fresh: dict[int, bool] = {}
         self._encoder = FeatureEncoder()
         self.sent_vectors = self.sent_bytes = 0
@@ -49,39 +49,39 @@ class Features:
 
     @property
     def kept_bytes(self) -> int:
-        """Memory that vectors take, of all sequences."""
+        """Bytes of all vectors that are kept."""
         return sum(kept.nbytes for kept in list(self._kept.values()))
 
-    def ask(self, wanted: FeatureRequest | None) -> None:
-        """A draft has connected, and wants these features, or none.
+    def connect(self, request: FeatureRequest | None) -> None:
+        """A draft has connected that reads these features; None if it reads none.
 
         Raises:
-            NotSupported: this target cannot give them; the message says why.
+            NotSupported: this target cannot provide them.
         """
-        self._listening = False
-        if wanted is not None:
-            self._find_head(wanted)
-            self._check(wanted)
-        self._follow(wanted)
-        self._listening = wanted is not None
+        self._connected = False
+        if request is not None:
+            self._find_head(request)
+            self._check(request)
+        self._follow(request)
+        self._connected = request is not None
 
-    def lost(self) -> None:
-        """The draft is gone. What is kept waits for the next."""
-        self._listening = False
+    def disconnect(self) -> None:
+        """The draft is gone. Kept vectors wait for the next one."""
+        self._connected = False
 
     @property
     def taken(self) -> bool:
         """Whether the states of every pass are taken."""
-        return self._runner.hooks is not None and self._wanted is not None and (self._listening or bool(self._keep))
+        return self._runner.hooks is not None and self._request is not None and (self._connected or bool(self._keep))
 
     def after_launch(self, rows: int) -> StepFeatures | None:
-        """Those of the pass just launched, of so many rows. None when nobody wants them. Does not wait."""
+        """The states of the pass just launched, of `rows` rows; None unless they are taken. Does not wait."""
         states = self._runner.hooks.take(rows) if self._runner.hooks is not None and self.taken else None
         if states is None:
             return None
-        assert self._wanted is not None
-        head = self._runner.draft_head if self._wanted.projected else None
-        return self._encoder.begin(states, self._wanted.dtype, head.projection if head is not None else None)
+        assert self._request is not None
+        head = self._runner.draft_head if self._request.projected else None
+        return self._encoder.begin(states, self._request.dtype, head.projection if head is not None else None)
 
     def collect(
         self,
@@ -90,12 +90,10 @@ class Features:
         outcomes: SequenceOf[Verified | None],
         followed: Container[int],
     ) -> None:
-        """Take in the states of a step's committed rows, of the sequences in `followed`.
-
-        They are the rows of known tokens and those of the accepted path, whose tokens were appended already.
-        """
+        """Keep the states of a step's committed rows, of the sequences in `followed`: rows of known tokens, and of the
+        accepted path, whose tokens are appended already."""
         self._fresh.clear()
-        if states is None or self._wanted is None:
+        if states is None or self._request is None:
             return
         rows: list[int] = []
         pieces: list[tuple[KeptVectors, int, int]] = []
@@ -104,7 +102,7 @@ class Features:
             if sequence.sequence_id not in followed:
                 continue
             kept = self._kept.setdefault(sequence.sequence_id, KeptVectors())
-            # Those that it had before the step.
+            # Tokens before the step.
             length = len(sequence.token_ids) if outcome is None else item.start + item.known
             begin = max(item.start, kept.end, self._oldest(length))
             root_row, accepted = _rows_of(item, outcome)
@@ -125,9 +123,9 @@ class Features:
             row += count
 
     def opened(self, sequence: Sequence) -> list[SequenceFeatures]:
-        """All that is known of a sequence that a draft has just been told of."""
+        """All kept vectors of a sequence that was just opened at the draft."""
         kept = self._kept.get(sequence.sequence_id)
-        if kept is None or not self._listening:
+        if kept is None or not self._connected:
             return []
         kept.sent = 0
         return self._pieces(sequence.sequence_id, kept, kept.end)
@@ -135,7 +133,7 @@ class Features:
     def due(
         self, followed: Container[int], commits: SequenceOf[tuple[Sequence, int]]
     ) -> tuple[list[SequenceFeatures], dict[int, Vectors]]:
-        """What the draft has not heard of the sequences in `followed`: what goes ahead, and what with each commit.
+        """Vectors of the sequences in `followed` that are to be sent: those ahead of the commits, and those with them.
 
         `commits` are (sequence, tokens committed) of the step that was collected last.
         """
@@ -148,13 +146,13 @@ class Features:
                 continue
             end, committed = going_on.get(sequence_id, (kept.end, 0))
             ended = committing and not committed
-            if sequence_id in followed and self._listening and end == kept.end and not ended:
+            if sequence_id in followed and self._connected and end == kept.end and not ended:
                 most = max(1, MAX_FEATURE_BYTES // kept.row_bytes) if committed else 0
-                # The draft cannot place what the step committed before it hears of it.
+                # The draft needs a commit before it can place the vectors of its tokens.
                 ahead += self._pieces(sequence_id, kept, end - max(most, committed))
                 if committed:
-                    # Of a step's tokens too no more than the drafter looks back at: Medusa heads at one.
-                    within = min(most, self._wanted.window or most) if self._wanted else most
+                    # No more than the drafter's window: Medusa heads read one vector.
+                    within = min(most, self._request.window or most) if self._request else most
                     kept.sent = max(kept.sent, end - within)
                     along[sequence_id] = self._take(kept, end)
             kept.trim(self._keep)
@@ -171,56 +169,58 @@ class Features:
         self._kept.pop(sequence_id, None)
 
     def forget_all(self) -> None:
-        """What is kept was computed with other weights."""
+        """Drop every vector: they were computed with other weights."""
         self._kept.clear()
         self._fresh.clear()
 
-    def _find_head(self, wanted: FeatureRequest) -> None:
+    def _find_head(self, request: FeatureRequest) -> None:
         """Take the projection of a head that comes with Outrider, unless the operator has named one."""
         runner = self._runner
-        if self._head_is_named or not wanted.projected:
+        if self._head_is_named or not request.projected:
             return
         runner.draft_head = shipped_draft_head(
-            wanted.projection_fingerprint, len(runner.cache.keys), runner.hidden_size
+            request.projection_fingerprint, len(runner.cache.keys), runner.hidden_size
         )
         if runner.draft_head is not None and runner.draft_head.projection is not None:
             runner.draft_head.projection.to(device=runner.device, dtype=runner.dtype)
 
-    def _check(self, wanted: FeatureRequest) -> None:
-        """Raise `NotSupported` unless this target can give what is wanted."""
-        head, width = self._runner.draft_head, self._runner.hidden_size * len(wanted.layers)
-        if wanted.projected:
+    def _check(self, request: FeatureRequest) -> None:
+        """Raise `NotSupported` unless this target can provide the features."""
+        head, width = self._runner.draft_head, self._runner.hidden_size * len(request.layers)
+        if request.projected:
             if head is None or head.projection is None:
                 raise NotSupported(
-                    "the draft wants its head's projection applied here, and no head is named: set --draft-head to the "
+                    "the draft needs its head's projection applied here, and no head is named: set --draft-head to the "
                     "draft's --head, or --projection draft in the draft service"
                 )
-            if head.layers != wanted.layers:
-                raise NotSupported(f"--draft-head reads layers {head.layers}, the draft's head {wanted.layers}")
-            if wanted.projection_fingerprint not in ("", head.fingerprint):
+            if head.layers != request.layers:
+                raise NotSupported(f"--draft-head reads layers {head.layers}, the draft's head {request.layers}")
+            if request.projection_fingerprint not in ("", head.fingerprint):
                 raise NotSupported("--draft-head has other weights than the draft's head")
             width = head.projection.width
-        if wanted.width != width:
-            raise NotSupported(f"the draft wants features {wanted.width} wide, and here they are {width}")
+        if request.width != width:
+            raise NotSupported(f"the draft reads features {request.width} wide, and here they are {width}")
 
-    def _follow(self, wanted: FeatureRequest | None) -> None:
-        if wanted is not None:
-            self._runner.hook(wanted.layers)
-        if _form(wanted) != _form(self._wanted):
+    def _follow(self, request: FeatureRequest | None) -> None:
+        if request is not None:
+            self._runner.hook(request.layers)
+        if _form(request) != _form(self._request):
             self._kept.clear()
-        self._wanted = wanted
-        # More than the drafter looks back at would be of use to nobody.
-        self._keep = min(self._asked_keep, wanted.window) if wanted and wanted.window else self._asked_keep
+        self._request = request
+        # The drafter reads no vectors before its window.
+        self._keep = self._configured_keep
+        if request is not None and request.window:
+            self._keep = min(self._keep, request.window)
 
     def _oldest(self, length: int) -> int:
-        """The first token of a sequence of so many whose vector is of use to anyone."""
-        assert self._wanted is not None
-        if self._listening and not self._wanted.window:
+        """The first token of a sequence of `length` whose vector is needed."""
+        assert self._request is not None
+        if self._connected and not self._request.window:
             return 0
-        return length - 1 - max(self._keep, self._wanted.window if self._listening else 0)
+        return length - 1 - max(self._keep, self._request.window if self._connected else 0)
 
     def _pieces(self, sequence_id: int, kept: KeptVectors, end: int) -> list[SequenceFeatures]:
-        """Vectors up to `end` that were not sent, in pieces of a size that a frame has room for."""
+        """The unsent vectors up to `end`, in pieces that fit a frame."""
         pieces: list[SequenceFeatures] = []
         while (start := max(kept.sent, kept.begin)) < end:
             stop = min(end, start + max(1, MAX_FEATURE_BYTES // kept.row_bytes))
@@ -228,11 +228,11 @@ class Features:
         return pieces
 
     def _take(self, kept: KeptVectors, stop: int) -> Vectors:
-        """The vectors that were not sent, up to `stop`."""
-        assert self._wanted is not None
+        """The unsent vectors up to `stop`, which count as sent from now on."""
+        assert self._request is not None
         start = max(kept.sent, kept.begin)
         kept.sent = stop
-        vectors = kept.vectors(start, stop, self._wanted)
+        vectors = kept.vectors(start, stop, self._request)
         self.sent_vectors += stop - start
         self.sent_bytes += len(vectors.data) + 4 * len(vectors.scales)
         return vectors
@@ -244,11 +244,11 @@ def _rows_of(item: StepItem, outcome: Verified | None) -> tuple[int, tuple[int, 
         return item.first_row, ()
     if not outcome.device_passes:
         return item.first_row, outcome.walk.accepted_rows
-    # Where rows begin only the device knew. States are taken of launches of one pass.
+    # The device chose where rows begin. States are only taken of launches of one pass.
     (only,) = outcome.device_passes
     return only.root_row, only.path
 
 
-def _form(wanted: FeatureRequest | None) -> tuple[object, ...]:
-    """What vectors that are kept must agree in."""
-    return () if wanted is None else (wanted.layers, wanted.width, wanted.dtype, wanted.projected)
+def _form(request: FeatureRequest | None) -> tuple[object, ...]:
+    """What kept vectors must have in common with a request to be sent for it."""
+    return () if request is None else (request.layers, request.width, request.dtype, request.projected)

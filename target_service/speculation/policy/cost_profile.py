@@ -1,4 +1,4 @@
-"""Measures what a step costs by its rows, once at start, so that the row budget rests on this machine's figures."""
+"""Measures the cost of a step by its rows on this machine, once at start, for the row budget."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from target_service.model.runner import ModelRunner
 from target_service.speculation.policy.step_cost import StepCost
 from tree_kernels.attention import AttentionBatch
 
-# Sizes between which costs are interpolated, those first that say most, and the context they are measured at.
+# Sizes between which costs are interpolated, the most informative first, and the context they are measured at.
 _ROWS = (1, 16, 64, 4, 32, 8, 2, 12, 24, 48, 128, 256)
 _CONTEXT = 256
 _REPEATS = 3
@@ -22,7 +22,7 @@ _FEWEST_SIZES = 3
 
 
 def measure_step_cost(runner: ModelRunner, max_rows: int) -> StepCost:
-    """Time forward passes of one sequence with a star-shaped tree. The least of a few repeats of each size.
+    """Time forward passes of one sequence with a star-shaped tree; the fastest of a few repeats of each size counts.
 
     Takes about 3 s for a 135M model on two CPU cores. Leaves the KV cache as it found it.
     """
@@ -59,7 +59,6 @@ def _run(runner: ModelRunner, step: ForwardInput) -> None:
 
 
 def _step(runner: ModelRunner, pages: list[int], context: int, rows: int) -> ForwardInput:
-    parents = (0,) * rows
     return ForwardInput(
         token_ids=tuple(row % runner.vocabulary_size for row in range(rows)),
         positions=(context, *(context + 1 for _ in range(rows - 1))),
@@ -69,7 +68,7 @@ def _step(runner: ModelRunner, pages: list[int], context: int, rows: int) -> For
             prefix_lengths=(context,),
             pages=(tuple(pages[: runner.cache.pages_for(context + rows)]),),
             page_size=runner.cache.page_size,
-            parents=(parents if rows > 1 else None,),
+            parents=((0,) * rows if rows > 1 else None,),
         ),
         logit_rows=tuple(range(rows)),
     )

@@ -1,33 +1,33 @@
-"""How the next step uses drafts, if at all: by what either way takes, and what drafts made lately.
+"""Chooses whether the next step waits for drafts, by the times of both kinds of step and the tokens of recent drafts.
 
-The row budget knows what rows cost. What it cannot know is what drafting itself costs: waiting for the answer, and
-that a step with drafts cannot be prepared before the one under way has ended. That overhead is measured here, as what
-whole steps with drafts take longer than plain ones of as many rows.
+The row budget covers the cost of rows. The cost of drafting itself is measured here: the wait for the answer, and that
+a step with drafts cannot be prepared before the one under way has ended. It is the time that whole steps with drafts
+take beyond plain ones with as many rows.
 """
 
 from __future__ import annotations
 
 from target_service.speculation.policy.draft_times import ENOUGH, ENOUGH_OF_MANY, LoadTimes, StepTime, Use, enough_plain
 
-# Plain steps that waiting for a draft may last: more tokens than that a step hardly ever makes.
+# Longest wait for a draft, in plain steps: a step hardly ever yields more tokens.
 _WORTH = 8.0
 # Steps without drafts before the next try, from the first to the longest pause, and steps of a try.
 _FIRST_PAUSE = 8
 _LONGEST_PAUSE = 16384
 _TRY = 4
-# Share of the time that tries may cost in the long run, and how much more often they come at first.
+# Share of the time that tries may cost in the long run, and the factor by which they are more frequent at first.
 _TRYING_SHARE = 0.01
 _EAGER = 2
-# Steps for which drafts have to pay before a pause is short again.
+# Steps for which drafts have to pay before pauses are short again.
 _RECOVERED = 16
-# Drafting has to promise this much, so that noise does not switch it.
+# Gain that drafting has to be expected to bring, so that noise does not switch it.
 _MARGIN = 1.02
-# Every so often plain steps are timed anew, a few of them.
+# Steps after which a few plain steps are timed again.
 _REFRESH = 2048
 
 
 class DraftSwitch:
-    """Chooses step by step. Loads are told apart by powers of two."""
+    """Chooses step by step, by load in powers of two."""
 
     def __init__(self) -> None:
         self._loads: dict[int, LoadTimes] = {}
@@ -39,9 +39,9 @@ class DraftSwitch:
         # In a row.
         self._plain_steps = 0
 
-    def drafts_are_near(self, steps: int) -> bool:
-        """Whether a drafted step was less than so many steps ago, or may come in as many, so that the draft had better
-        follow along."""
+    def drafts_within(self, steps: int) -> bool:
+        """Whether a drafted step was less than `steps` ago, or may come in less than `steps`, so that the draft should
+        follow."""
         return self._plain_steps < steps or self._left < steps
 
     def choose(self, load: int, expected: float, *, ahead: bool, sending: float = 0.0) -> Use:
@@ -49,35 +49,35 @@ class DraftSwitch:
 
         Args:
             load: sequences that run.
-            expected: tokens that drafts make of them in the time that a plain step and the drafted rows take.
+            expected: their tokens with drafts, in the time of a plain step and the drafted rows.
             ahead: a plain step may be launched behind the one under way.
-            sending: plain steps that it takes to send the draft what it has to know for a try.
+            sending: time to send the draft what it needs for a try, in plain steps.
         """
         seen = self._at(load)
         enough = enough_plain(ahead=ahead)
         self._since_refresh += seen.plain.count >= enough
         if self._since_refresh > _REFRESH:
-            # Contexts grow, and with them what a plain step takes.
+            # Contexts grow, and with them the time of a plain step.
             self._since_refresh, seen.plain.count = 0, 1 + enough - ENOUGH
         use = Use.PLAIN if seen.plain.count < enough else self._decide(seen, load, expected, sending)
         self._plain_steps = 0 if use is not Use.PLAIN else self._plain_steps + 1
         return use
 
     def best(self, load: int, expected: float) -> Use:
-        """What pays by what is known, for steps that must not be tries since nobody would learn from them."""
+        """What pays by present knowledge, without tries: for steps whose time is not observed."""
         seen = self._at(load)
         if seen.plain.count < ENOUGH or not seen.known:
             return Use.PLAIN
         return Use.AFTER if seen.gain(load, expected) > _MARGIN else Use.PLAIN
 
-    def to_be_unfed(self, load: int, *, ahead: bool) -> bool:
-        """Whether it is known what drafts of a head take, and not yet what a plain step takes that feeds none. There is
-        more to know where steps are launched `ahead`."""
+    def needs_unfed(self, load: int, *, ahead: bool) -> bool:
+        """Whether plain steps that feed no head have to be timed, now that a head's drafts are. More are needed where
+        steps are launched `ahead`."""
         seen = self._at(load)
         return seen.known and seen.unfed_steps < enough_plain(ahead=ahead)
 
     def max_wait(self, load: int) -> float:
-        """Seconds for which to wait for a draft at most."""
+        """Longest wait for a draft, in seconds."""
         seen = self._at(load)
         return _WORTH * seen.plain.value if seen.plain.count >= ENOUGH else float("inf")
 
@@ -91,8 +91,8 @@ class DraftSwitch:
         return Use.AFTER if self._try(_TRY * seen.overhead.value + sending) else Use.PLAIN
 
     def _try(self, cost: float) -> bool:
-        """Whether a drafted step is due although drafts do not pay: else nobody would know that they pay again. A few
-        of them cost this many plain steps."""
+        """Whether a drafted step is due although drafts do not pay, to notice when they do again. `cost` is that of a
+        few of them, in plain steps."""
         self._left -= 1
         if self._left <= 0:
             self._trying = not self._trying
@@ -105,15 +105,13 @@ class DraftSwitch:
         return self._trying
 
     def observe_plain(self, load: int, seconds: float, *, fed: bool = False, ahead: bool = True) -> None:
-        """Take note of a step that only decoded, without drafts; `fed`, a head was given what it reads of it, and
-        `ahead`, it was launched behind another."""
+        """Observe a step that only decoded, without drafts. `fed`: a head was sent its hidden states; `ahead`: it was
+        launched behind another."""
         self._at(load).observe_plain(seconds, fed=fed, ahead=ahead)
 
     def observe_after(self, load: int, seconds: float, row_cost: float, *, answered: bool = True) -> None:
-        """Take note of a step that only decoded, and waited for drafts, in vain unless it was `answered`.
-
-        `row_cost` is what its rows take, as a multiple of what a plain step's take.
-        """
+        """Observe a step that only decoded and waited for drafts, which were `answered` or came too late; its rows cost
+        `row_cost` plain steps."""
         if self._at(load).plain.count:
             self._at(load).observe_after(seconds, row_cost, answered=answered)
 

@@ -1,6 +1,6 @@
-"""What steps take that wait for drafts, and what drafts make of them.
+"""Times of steps that wait for drafts, and the tokens that these bring.
 
-Counted in plain steps, so that machines and models of any speed are judged alike.
+Times are counted in plain steps, so that the speed of machines and models does not matter.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from enum import Enum
 
 from target_service.core.running_means import RunningMean, RunningTime, bounded
 
-# Steps of a kind at one load before their time is believed: fewer drafted ones of several sequences, which cost more,
-# and more plain ones where they are launched ahead, which until then have found how many passes to launch at once.
+# Steps of a kind at one load before their time is used: fewer drafted steps of several sequences, which cost more; more
+# plain ones where they are launched ahead, which have settled the number of passes launched at once by then.
 ENOUGH, ENOUGH_OF_MANY, ENOUGH_AHEAD = 8, 4, 40
-# Steps that what a lower load has shown counts for.
+# The weight, in steps, of what a lower load has shown.
 _INHERITED = 2
-# Steps of a kind in a row that are believed if all of them were shorter: what makes a step long may pass.
+# Steps of a kind in a row whose longest bounds its time: what slowed earlier steps may be over.
 _IN_A_ROW = 4
-# What one step moves the time of its kind, and how far from it a step is believed: the mean of some ten, and no
-# step moves that of plain ones by more than a tenth. Chosen, not measured.
+# The weight of one step in the time of its kind (a mean of some ten), and the bound of its factor from it: a step moves
+# that of plain ones by at most a tenth. Chosen, not measured.
 _SHARE = 0.1
 _BOUND = 2.0
 
@@ -27,20 +27,20 @@ _BOUND = 2.0
 class Use(Enum):
     """How a step uses drafts."""
 
-    # It has none, or those that the device chooses.
+    # Without drafts, or with rows that the device chooses.
     PLAIN = "plain"
-    # It waits for those of the tokens that are known, and nothing runs meanwhile.
+    # It waits for drafts after the last committed tokens, while nothing runs.
     AFTER = "after"
 
 
 def enough_plain(*, ahead: bool) -> int:
-    """Plain steps that are enough to know them."""
+    """Plain steps before their time is used."""
     return ENOUGH_AHEAD if ahead else ENOUGH
 
 
 @dataclass(slots=True)
 class StepTime(RunningTime):
-    """What steps of a kind take, in plain steps or what is near to one; never more than the longest of the last few."""
+    """The time of steps of a kind, in plain steps or the like; never more than the longest of the last few."""
 
     last: deque[float] = field(default_factory=lambda: deque(maxlen=_IN_A_ROW))
 
@@ -53,17 +53,17 @@ class StepTime(RunningTime):
         is_first = self.is_first
         self.last.append(value)
         RunningTime.observe(self, value)
-        # What always takes long is known after a few steps.
+        # A time that is always long shows after a few steps.
         if not is_first and len(self.last) == _IN_A_ROW:
             self.value = min(self.value, max(self.last))
 
     def count_from(self, value: float) -> None:
-        """Counted in other units from now on."""
+        """Set the time to `value`, in a new unit."""
         self.value = value
         self.last.clear()
 
     def warm_start(self) -> StepTime:
-        """The same, which a few steps outweigh."""
+        """A copy that a few steps outweigh."""
         started = StepTime.of(ENOUGH_OF_MANY)
         started.value, started.count = self.value, min(self.count, _INHERITED)
         return started
@@ -71,20 +71,20 @@ class StepTime(RunningTime):
 
 @dataclass(slots=True)
 class LoadTimes:
-    """What steps take at one load: a plain one in seconds, the others in plain ones."""
+    """Times of steps at one load: of a plain one in seconds, of the others in plain ones."""
 
     plain: RunningMean = field(default_factory=lambda: RunningMean(_SHARE))
-    # Those of them in which no head was fed, and what plain ones took before the first of these.
+    # Plain steps in which no head was fed, and the time of plain steps before the first of these.
     unfed_steps: int = 0
     fed: float = 0.0
-    # What a step that waited for drafts takes beyond its rows, and the share of those that were answered lately.
+    # Time of a step that waited for drafts beyond that of its rows, and the share of such steps that were answered.
     overhead: StepTime = field(default_factory=StepTime.of)
     answered: RunningMean = field(default_factory=lambda: RunningMean.settled(_SHARE, 1.0))
-    # Whether drafts are known from a lower load, until steps of this one say otherwise.
+    # Whether the times of drafts come from a lower load.
     inherited: bool = False
 
     def observe_plain(self, seconds: float, *, fed: bool, ahead: bool) -> None:
-        """A step without drafts; `fed`, a head was given what it reads of it, and `ahead`, it was launched so."""
+        """A step without drafts; `fed`: a head was sent its hidden states; `ahead`: it was launched behind another."""
         if fed and self.unfed_steps:
             return
         if not fed and not self.unfed_steps:
@@ -92,28 +92,28 @@ class LoadTimes:
         self.unfed_steps += not fed
         self.plain.observe(bounded(seconds, self.plain.value, _BOUND) if self.plain.count else seconds)
         if self.fed and self.unfed_steps == enough_plain(ahead=ahead):
-            # What drafts take was counted in longer steps.
+            # The overhead was counted in plain steps that fed a head, which are longer.
             ratio, self.fed = self.fed / self.plain.value, 0.0
             self.overhead.count_from(max(0.0, (1 + self.overhead.value) * ratio - 1))
 
     def observe_after(self, seconds: float, row_cost: float, *, answered: bool) -> None:
-        """A step that waited for drafts, whose rows take `row_cost` plain ones."""
+        """A step that waited for drafts, whose rows cost `row_cost` plain steps."""
         self.answered.observe(answered)
         self.overhead.observe(max(0.0, seconds / self.plain.value - row_cost))
 
     def gain(self, load: int, expected: float) -> float:
-        """Tokens of steps that wait for drafts, which promise so many in a plain step's time and that of their rows,
-        for each that plain steps would make in the same time."""
+        """Tokens of steps that wait for drafts, for each token of plain steps in the same time; `expected` is theirs in
+        a plain step's time plus that of their rows."""
         answered = self.answered.value
         tokens = answered * expected / load + 1 - answered
         return tokens / (1 + self.overhead.value)
 
     @property
     def known(self) -> bool:
-        """Whether enough was seen of drafts."""
+        """Whether enough drafted steps were observed."""
         return self.inherited or self.overhead.count >= self.overhead.first_few
 
     def warm_start(self) -> LoadTimes:
-        """What is taken for true at the next load, where drafts hardly ever come cheaper; a few steps outweigh it."""
+        """A start for the next load, where drafts are hardly ever cheaper; a few steps outweigh it."""
         answered = RunningMean.settled(_SHARE, self.answered.value)
         return LoadTimes(overhead=self.overhead.warm_start(), answered=answered, inherited=self.known)

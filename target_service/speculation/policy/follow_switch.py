@@ -1,11 +1,11 @@
-"""Whether a draft that runs ahead is worth following at a load: by what whole passes make in the same time without it.
+"""Decides by load whether a draft that runs ahead is worth following, compared with whole passes without it.
 
-To follow a draft the target sends it every token, and a head its hidden states; it takes in trees, and hosts have only
-so much time for that. Where that costs more than the drafts bring, nothing is sent to the draft for a while.
+Following a draft costs host time: it is sent every token, a head its hidden states, and its trees are received. Where
+that costs more than the drafts bring, nothing is sent to the draft for a while.
 
-Tokens are compared pass by pass with what the same pass would have made without the draft (`unaided`), and only times
-with those of other passes, which hardly hang on what is said: on an H200, of passes before and after, a draft that made
-a third more was dropped for most of the time, because texts differ more than that.
+The tokens of a pass are compared with those that the same pass would have made without the draft (`unaided`); only its
+time is compared with other passes, since it hardly depends on the text. Comparing tokens of passes before and after
+does not work: on an H200, a draft that made a third more was dropped most of the time, because texts differ by more.
 """
 
 from __future__ import annotations
@@ -18,31 +18,28 @@ from dataclasses import dataclass, field
 
 from target_service.core.running_means import RunningMean, RunningTime
 
-# Passes without a draft at a load before it is followed there, for else nobody would know what it costs: a quarter of
-# a second at 8B size.
+# Passes without a draft that are timed at a load before it is followed there: a quarter of a second at 8B size.
 _ALONE_FIRST = 48
-# A draft is dropped where so many comparisons say less than this, for all that passes vary. At one request there is one
-# for about six passes; a draft that costs a third is dropped after some 40.
+# (comparisons, gain): a draft is dropped if its gain, variance allowed for, is lower after that many comparisons. One
+# request yields one for about six passes; a draft that costs a third is dropped after some 40.
 _DROPPED = ((6, 0.8), (12, 0.9), (36, 1.0))
-# Standard errors that are granted. With 2 a draft that makes 30 % more was kept in 59 of 60 simulated runs of 5,000
+# Standard errors allowed for. With 2, a draft that makes 30 % more was kept in 59 of 60 simulated runs of 5,000
 # passes whose tokens vary by 0.6 of what they are without it, and in 58 of 60 with 20 % more (the `Engine` of
 # test_follow_switch.py). A worthless draft's vary little: its rows are not taken.
 _GRANTED = 2.0
-# And then not followed for so many seconds, twice as long each time it is dropped again: a good one is back within two
-# seconds, and one that halves the speed for 40 passes in vain costs two per cent in the long run.
+# Seconds without the draft after it was dropped, doubled each time: a good one is back within two seconds, and one that
+# halves the speed for 40 passes costs two per cent in the long run.
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.5, 60.0
-# What it has to make of the others for its pauses to be short again: more than the noise of a kept draft that makes as
-# much. Chosen, not measured.
+# Gain at which pauses are short again: above the noise of a kept draft without any. Chosen, not measured.
 _RECOVERED = 1.05
-# What one pass moves the mean times: those of some two hundred; the median of the first few, in which kernels are
-# compiled, begins them, and no pass counts for more than three.
-_SHARE, _FIRST_FEW, _MOST = 0.01, 9, 3.0
-# What one comparison moves the tokens: those of some sixty, or two seconds at 8B size, in which a draft may change.
+# Weight of one pass in the mean times: some two hundred passes.
+_SHARE = 0.01
+# Weight of one comparison in the mean tokens: some sixty, or two seconds at 8B size, in which a draft may change.
 _TOKEN_SHARE = 0.03
 
 
 def _times() -> RunningTime:
-    return RunningTime(_SHARE, first_few=_FIRST_FEW, most=_MOST)
+    return RunningTime(_SHARE)
 
 
 def _tokens() -> RunningMean:
@@ -51,7 +48,7 @@ def _tokens() -> RunningMean:
 
 @dataclass(slots=True)
 class _Followed:
-    """Passes that followed a draft: seconds, tokens, those without it, and the squares and the product of both."""
+    """Means of passes that followed a draft: seconds, tokens made, tokens unaided, their squares and product."""
 
     seconds: RunningTime = field(default_factory=_times)
     made: RunningMean = field(default_factory=_tokens)
@@ -61,14 +58,15 @@ class _Followed:
     product: RunningMean = field(default_factory=_tokens)
 
     def compare(self, made: float, unaided: float) -> None:
-        pairs = ((self.made, made), (self.unaided, unaided), (self.product, made * unaided))
-        squares = ((self.made_squared, made * made), (self.unaided_squared, unaided * unaided))
-        for mean, value in (*pairs, *squares):
-            mean.observe(value)
+        self.made.observe(made)
+        self.unaided.observe(unaided)
+        self.made_squared.observe(made * made)
+        self.unaided_squared.observe(unaided * unaided)
+        self.product.observe(made * unaided)
 
     @property
     def ratio(self) -> float:
-        """Tokens for each of a pass without the draft."""
+        """Tokens made for each unaided token."""
         return self.made.value / self.unaided.value if self.unaided.value else 1.0
 
     @property
@@ -89,15 +87,15 @@ class _Load:
 
     @property
     def gain(self) -> float:
-        """What passes that follow the draft make for each token of others, in the same time."""
+        """Tokens of passes that follow the draft, for each token of the others in the same time."""
         slower = self.followed.seconds.value / self.alone.value if self.alone.value else 1.0
         return self.followed.ratio / slower if slower else 1.0
 
     @property
     def fails(self) -> bool:
-        """Whether the draft loses beyond doubt."""
-        count, granted = self.followed.made.count, self.gain * math.exp(_GRANTED * self.followed.error)
-        return any(count >= comparisons and granted < share for comparisons, share in _DROPPED)
+        """Whether the draft loses tokens, beyond the error allowed for."""
+        count, at_best = self.followed.made.count, self.gain * math.exp(_GRANTED * self.followed.error)
+        return any(count >= comparisons and at_best < share for comparisons, share in _DROPPED)
 
 
 class FollowSwitch:
@@ -109,22 +107,22 @@ class FollowSwitch:
         self._loads: defaultdict[int, _Load] = defaultdict(_Load)
 
     def follows(self, load: int) -> bool:
-        """Whether a draft is to be followed while so many sequences run."""
+        """Whether a draft is to be followed at this load."""
         here = self._loads.get(load.bit_length())
         return here is not None and here.alone.count >= _ALONE_FIRST and self._clock() >= here.until
 
     def measures(self, load: int) -> bool:
-        """Whether a draft is not followed at this load because too few passes without one were seen there."""
+        """Whether passes without a draft are still being timed at this load."""
         here = self._loads.get(load.bit_length())
         return here is None or here.alone.count < _ALONE_FIRST
 
     def observe(self, load: int, seconds: float, *, followed: bool) -> None:
-        """A pass that only decoded took so long from the end of the one before."""
+        """Observe the time of a pass that only decoded, from the end of the one before."""
         here = self._loads[load.bit_length()]
         (here.followed.seconds if followed else here.alone).observe(seconds)
 
     def compare(self, load: int, made: float, unaided: float) -> None:
-        """A pass that followed the draft made so many tokens of a sequence, and would have made so many without it."""
+        """Observe the tokens of a sequence in a pass that followed the draft, and those it would have made unaided."""
         here = self._loads[load.bit_length()]
         here.followed.compare(made, unaided)
         if here.alone.count < _ALONE_FIRST:
@@ -136,6 +134,6 @@ class FollowSwitch:
             here.pause = _FIRST_PAUSE
 
     def forget(self) -> None:
-        """Another draft is there: what the last one was worth says nothing of it."""
+        """Another draft has connected: drop what was observed of the last one."""
         for here in self._loads.values():
             here.followed, here.until, here.pause = _Followed(), 0.0, _FIRST_PAUSE

@@ -1,4 +1,4 @@
-"""What a step verifies of drafts."""
+"""The drafts that a step verifies."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Gathered:
     # Sequences that the step waited for.
     drafted: tuple[Sequence, ...]
     wait_ns: int
-    # Sequences that wanted a draft and went on without one.
+    # Sequences whose draft came too late.
     fallbacks: int
     use: Use
-    # What its rows take, as a multiple of what a plain step's take.
+    # The cost of its rows, in plain steps.
     row_cost: float = 1.0
 
     @property
@@ -30,5 +30,5 @@ class Gathered:
 
     @property
     def answered(self) -> bool:
-        """Whether the draft said anything of the sequences that the step waited for."""
+        """Whether the draft answered for any of the sequences that the step waited for."""
         return len(self.drafted) > self.fallbacks

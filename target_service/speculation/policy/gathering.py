@@ -24,12 +24,12 @@ from target_service.speculation.policy.live_sequence import LiveSequence
 from target_service.speculation.policy.row_budget import IN_ORDER_NODES, Offer, RowBudget
 from target_service.speculation.policy.row_policy import RowPolicy
 
-# Plain steps' time that it takes to send a draft a sequence, and to give a head the features that it needs by then.
+# Time to send a sequence to a draft, and the features that a head needs by then, in plain steps.
 _SENDING, _SENDING_HEADS = 0.5, 12.0
-# Of every plain step: what is fed as the root is the sequence's own token, whichever this says.
+# The tree of every plain step: the root that is fed is the sequence's own token, whatever this one holds.
 _ROOT_ALONE = TokenTree.root_only(0)
-# Plain steps that a draft follows along, after a drafted one and before the next. A head works more for that than it
-# loses by beginning anew, and the target works for it; so does any draft of many sequences.
+# Plain steps for which a draft follows, after a drafted one and before the next. Fewer for heads and many sequences,
+# where following costs more than opening the sequences again.
 _FOLLOWED, _FOLLOWED_BY_HEADS, _FOLLOWED_BY_MANY = 32, 8, 6
 
 
@@ -49,7 +49,7 @@ class Gathering:
         policy: RowPolicy,
         follow: FollowSwitch | None,
     ) -> None:
-        """`live` stays the engine's own table. `chains` keeps to one path of each tree, but for rejection sampling. A
+        """`live` is the engine's own table. `chains` takes one path of each tree, except in rejection sampling. A
         `switch` of None always waits for drafts, and a `follow` of None always follows them."""
         self._drafting = drafting
         self._scheduler = scheduler
@@ -62,91 +62,89 @@ class Gathering:
         self._follow = follow
         # How the next step uses drafts.
         self._use = Use.AFTER
-        # Whether the last step chosen for could be launched behind the one under way.
-        self._goes_ahead = False
+        # Whether that step may be launched behind the one under way.
+        self._ahead = False
 
     @property
-    def drafts_are_near(self) -> bool:
-        """Whether drafts are in use, or were lately, or may be soon."""
+    def drafts_useful(self) -> bool:
+        """Whether drafts are in use, or were recently, or may be soon."""
         if self._policy.on:
             return self._follow is None or self._follow.follows(max(1, len(self._scheduler.running)))
         if self._switch is None:
             return True
         load, heads = self._scheduler.load, self._drafting.reads_features
-        if load and heads and self._switch.to_be_unfed(load, ahead=self._goes_ahead):
+        if load and heads and self._switch.needs_unfed(load, ahead=self._ahead):
             return False
-        followed = _FOLLOWED_BY_HEADS if heads else _FOLLOWED
-        return self._switch.drafts_are_near(_FOLLOWED_BY_MANY if load > FOLLOWED_ANYWAY else followed)
+        if load > FOLLOWED_ANYWAY:
+            return self._switch.drafts_within(_FOLLOWED_BY_MANY)
+        return self._switch.drafts_within(_FOLLOWED_BY_HEADS if heads else _FOLLOWED)
 
     @property
     def measures(self) -> bool:
-        """Whether the present load is not drafted for because what passes take without a draft is not known yet."""
+        """Whether passes without a draft are still being timed at this load, so that none is followed."""
         load = max(1, len(self._scheduler.running))
         return self._policy.on and self._follow is not None and self._follow.measures(load)
 
     def follow_load(self) -> bool:
-        """Take in what has arrived from the draft, and draft or not as the load allows. Whether that changed."""
+        """Read what has arrived from the draft, and start or stop drafting by load. Returns whether that changed."""
         was = self._drafting.active
         self._drafting.listen()
-        self._drafting.follow_load(self._scheduler.load, self.drafts_are_near)
+        self._drafting.follow_load(self._scheduler.load, self.drafts_useful)
         return self._drafting.active != was
 
-    def choose(self, running: SequenceOf[Sequence], *, alone: bool) -> Use:
-        """How the next step uses drafts; `alone`, the device verifies every sequence, and the step may be launched
+    def choose(self, running: SequenceOf[Sequence], *, ahead: bool) -> Use:
+        """How the next step uses drafts. `ahead`: the device verifies every sequence, and the step may be launched
         behind the one under way. Called once per step, before it is scheduled."""
-        self._use, self._goes_ahead = Use.PLAIN, alone
+        self._use, self._ahead = Use.PLAIN, ahead
         if not self._drafting.connected or self._drafting.config.too_many(self._scheduler.load):
             return self._use
-        if alone and self._policy.on and all(map(self._device_chooses, running)):
+        if ahead and self._device_chooses(running):
             # Rows come from the device's tables then.
             return self._use
-        wanting = [sequence for sequence in running if self._drafting.asks(sequence) and not self._is_led(sequence)]
-        if not wanting:
+        eligible = [one for one in running if self._drafting.is_eligible(one) and not self._is_led(one)]
+        if not eligible:
             return self._use
         if self._switch is None:
             use = Use.AFTER
         else:
-            records = [self._live[sequence.sequence_id].record for sequence in wanting]
-            others = len(running) - len(wanting)
-            # Against what plain steps make: more than a token each where the device drafts for them.
-            each = self._policy.tokens_each
-            expected = sum(map(self._budget.expected_tokens, records)) / each + others
             if self._drafting.active and self._drafting.latency.beginning:
-                # Followed meanwhile: what it makes is not to be judged by how it begins.
+                # It is followed, and its first answers are slower than later ones.
                 return self._use
-            load = len(running)
+            records = [self._live[sequence.sequence_id].record for sequence in eligible]
+            load, others = len(running), len(running) - len(eligible)
+            # Per token of plain steps, which make more than one each where the device drafts for them.
+            expected = sum(map(self._budget.expected_tokens, records)) / self._policy.tokens_each + others
             if self._reads_prompts(running):
-                # Its time says nothing of drafts.
+                # The times of such steps are not observed.
                 use = self._switch.best(load, expected)
             else:
-                use = self._switch.choose(load, expected, ahead=alone, sending=self._sending(load))
+                use = self._switch.choose(load, expected, ahead=ahead, sending=self._sending(load))
         if self._drafting.active:
             self._use = use
         return self._use
 
     def awaits_tokens(self, running: SequenceOf[Sequence]) -> bool:
-        """Whether the host has to see what the step under way says, since it cuts a prediction that may go on."""
-        if self._device_decides(running):
+        """Whether the host needs the tokens of the step under way, to cut a prediction behind them."""
+        if self._device_chooses(running):
             return False
         predictions = (self._live[sequence.sequence_id].prediction for sequence in running)
-        return any(prediction is not None and prediction.promises for prediction in predictions)
+        return any(prediction is not None and prediction.has_offer for prediction in predictions)
 
-    def _device_decides(self, sequences: SequenceOf[Sequence]) -> bool:
-        """Whether the device chooses the rows of all of them, predicted ones too."""
-        verified = (self._live[sequence.sequence_id].verifier.on_device for sequence in sequences)
-        return self._policy.on and all(verified) and all(map(self._device_chooses, sequences))
+    def _device_chooses(self, sequences: SequenceOf[Sequence]) -> bool:
+        """Whether the device chooses the rows of all sequences, predicted ones too."""
+        return self._policy.on and all(
+            self._live[sequence.sequence_id].verifier.on_device
+            and sequence.request.mode is not VerificationMode.REJECTION
+            for sequence in sequences
+        )
 
     def _is_led(self, sequence: Sequence) -> bool:
-        """Whether the sequence follows its prediction so surely that it waits for no draft."""
+        """Whether the sequence follows its prediction well enough not to wait for a draft."""
         prediction = self._live[sequence.sequence_id].prediction
         return prediction is not None and prediction.leads
 
-    def _device_chooses(self, sequence: Sequence) -> bool:
-        """Whether the device may choose the sequence's rows by what they say."""
-        return sequence.request.mode is not VerificationMode.REJECTION
-
     def _sending(self, load: int) -> float:
-        """Plain steps that it takes to send the draft the sequences that it does not follow."""
+        """Time to send the draft the sequences that it does not follow, in plain steps."""
         if self._drafting.reads_features:
             return _SENDING * load + _SENDING_HEADS
         return _SENDING * load if load > FOLLOWED_ANYWAY else 0.0
@@ -157,51 +155,43 @@ class Gathering:
         return self._scheduler.admits or any(reading)
 
     def observe(self, load: int, seconds: float, gathered: Gathered, *, behind_tree: bool) -> None:
-        """Take note of what a step that only decoded took, from the end of the step before it.
+        """Observe the time of a step that only decoded, from the end of the step before it.
 
-        `behind_tree`, that one had trees, and this one was launched while it ran.
+        `behind_tree`: that one had trees, and this one was launched while it ran.
         """
         if self._switch is None:
             return
-        if gathered.use is Use.PLAIN and gathered.has_trees:
-            # Of predictions, for which nothing was waited for.
-            return
-        if gathered.use is Use.AFTER and gathered.drafted:
-            self._switch.observe_after(load, seconds, gathered.row_cost, answered=gathered.answered)
-        elif gathered.use is Use.PLAIN and not behind_tree:
-            # Feeding a head takes time that no plain step needs.
+        if gathered.use is Use.AFTER:
+            if gathered.drafted:
+                self._switch.observe_after(load, seconds, gathered.row_cost, answered=gathered.answered)
+        elif not behind_tree and not gathered.has_trees:
+            # Feeding a head takes time too.
             fed = self._drafting.active and self._drafting.reads_features
-            self._switch.observe_plain(load, seconds, fed=fed, ahead=self._goes_ahead)
+            self._switch.observe_plain(load, seconds, fed=fed, ahead=self._ahead)
 
     def gather(self, schedule: Schedule) -> Gathered:
         """Wait for the draft, if that was chosen, then cut every tree to the rows that pay."""
-        drafted = self._drafted(schedule) if self._use is not Use.PLAIN else []
+        taking = [chunk.sequence for chunk in schedule.chunks if chunk.takes_tree]
+        drafted: list[Sequence] = []
+        if self._use is Use.AFTER and self._drafting.active:
+            drafted = [sequence for sequence in taking if self._drafting.is_eligible(sequence)]
         max_wait = float("inf") if self._switch is None else self._switch.max_wait(len(self._scheduler.running))
-        return self._gather(schedule, drafted, self._drafting.wait_for(drafted, max_wait))
-
-    def _gather(self, schedule: Schedule, drafted: list[Sequence], wait_ns: int) -> Gathered:
-        """Trees cut to the rows that pay."""
+        wait_ns = self._drafting.wait_for(drafted, max_wait)
         offers: dict[int, Offer] = {}
-        unanswered: list[Sequence] = []
+        fallbacks = 0
         for sequence in drafted:
             tree = self._drafting.tree_of(sequence)
             sequence.totals.draft_wait_ns += wait_ns
             if tree is None or not tree.answered:
-                unanswered.append(sequence)
+                sequence.totals.fallback_steps += 1
+                fallbacks += 1
             self._offer(sequence, tree, offers)
-        taking = [chunk.sequence for chunk in schedule.chunks if chunk.takes_tree]
-        for sequence in () if self._device_decides(taking) else taking:
-            self._offer_prediction(sequence, offers)
+        if not self._device_chooses(taking):
+            for sequence in taking:
+                self._offer_prediction(sequence, offers)
         trees = self._cut(schedule, offers)
-        for sequence in unanswered:
-            sequence.totals.fallback_steps += 1
-        fallbacks = len(unanswered)
         chosen = [self._tree(chunk, trees) for chunk in schedule.chunks]
         return Gathered(chosen, tuple(drafted), wait_ns, fallbacks, self._use, self._budget.step_cost)
-
-    def _drafted(self, schedule: Schedule) -> list[Sequence]:
-        chunks = (chunk for chunk in schedule.chunks if chunk.takes_tree)
-        return [chunk.sequence for chunk in chunks if self._drafting.wants(chunk.sequence)]
 
     def _offer(self, sequence: Sequence, tree: GrowingTree | None, offers: dict[int, Offer]) -> None:
         if tree is not None and tree.nodes:
@@ -211,15 +201,15 @@ class Gathering:
             )
 
     def _offer_prediction(self, sequence: Sequence, offers: dict[int, Offer]) -> None:
-        """Hang what is predicted into what is drafted. In rejection sampling it takes the place of that: drawn siblings
-        and foretold ones do not mix."""
+        """Merge the prediction into the drafted tree. In rejection sampling it replaces it, since sampled siblings do
+        not mix with predicted ones."""
         live = self._live[sequence.sequence_id]
         if live.prediction is None:
             return
-        # The target says the last token itself.
+        # The target samples the last token itself.
         left = sequence.request.max_tokens - sequence.totals.completion_tokens - sequence.pending_tokens - 1
         most = min(left, self._max_nodes(sequence))
-        chains = live.prediction.chains(min(most, live.prediction.room))
+        chains = live.prediction.chains(min(most, live.prediction.offer_limit))
         if not chains:
             return
         drafted = offers.get(sequence.sequence_id)
@@ -238,25 +228,25 @@ class Gathering:
         return dict(zip(offers, cut, strict=True))
 
     def learn(self, live: LiveSequence, tree: TokenTree, outcome: Verified, row_cost: float) -> None:
-        """Learn what a draft and a prediction were worth in a step whose rows took so many plain ones, before it is
-        committed. A client's own trees say nothing of it."""
+        """Learn from the tree of a step whose rows cost `row_cost` plain steps, before it is committed. A client's own
+        trees are not learnt from."""
         if live.sequence.request.external:
             return
         accepted_rows = outcome.walk.accepted_rows
         self._budget.observe(tree, accepted_rows, live.record, row_cost)
         if isinstance(tree, PredictedTree) and tree.predicted_rows and live.prediction is not None:
-            # What its rows took and brought is not the draft's doing.
+            # Its rows and tokens are not the draft's.
             self._budget.observe_predicted(tree, accepted_rows, live.predicted_record)
-            live.prediction.judge(tree.accepted_predicted(accepted_rows))
+            live.prediction.observe(tree.accepted_predicted(accepted_rows))
             return
         self._budget.observe_drafted(live.record, 1 + outcome.accepted, row_cost)
 
     def plain(self, schedule: Schedule) -> Gathered:
-        """Roots alone."""
+        """A step of roots alone."""
         return Gathered([self._tree(chunk, {}) for chunk in schedule.chunks], (), 0, 0, Use.PLAIN)
 
     def _max_nodes(self, sequence: Sequence) -> int:
-        """Drafted rows the sequence may have: none past its last token, nor past its pages."""
+        """Drafted rows that the sequence may have: none past its last token or its pages."""
         if sequence.request.max_tokens - sequence.totals.completion_tokens - sequence.pending_tokens <= 1:
             return 0
         limit = min(sequence.request.max_draft_nodes, self._max_draft_nodes)
@@ -273,7 +263,7 @@ class Gathering:
         if tree is not None and chunk.takes_tree:
             rows = len(tree)
             if sequence.request.mode is VerificationMode.REJECTION:
-                # Whether there is room must not hang on how many nodes were drawn.
+                # Whether there is room must not depend on how many nodes were sampled.
                 rows = max(rows, 1 + IN_ORDER_NODES)
             try:
                 self._scheduler.reserve(sequence, sequence.kv_length + rows)

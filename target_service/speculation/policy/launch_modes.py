@@ -1,9 +1,9 @@
 """Whether a pass is launched before its predecessor has ended, or held for the draft's answer to it.
 
 Launched ahead, a pass never waits: its rows come from what was drafted at an earlier root, and from the sequences'
-own texts. Held, it has trees of the very root that it begins with, which hold more tokens, and the device waits one
-round trip for them. Which makes more tokens a second hangs on how long that trip is beside a pass, on how far the draft
-sees, and on how many sequences are waited for; both are measured, by load, and each is tried again now and then.
+own texts. Held, it has trees of the very root that it begins with, which bring more tokens, and the device waits one
+round trip for them. Which mode makes more tokens a second depends on the round trip, the draft and the load, so both
+are measured by load, and each is tried again now and then.
 """
 
 from __future__ import annotations
@@ -22,38 +22,37 @@ class Launch(Enum):
     HELD = "held"
 
 
-# Passes of a way at a load before it is judged: what they make varies by as much as the mean, so that the error of the
+# Passes of a mode at a load before its rate is used: their tokens vary by as much as the mean, so that the error of the
 # mean of 32 is a sixth of it.
 _TRIAL = 32
-# Held passes after which a first trial ends that makes less than this share of the others: chosen, so that a way at
-# three quarters of the others' rate is mostly left soon (passes vary by two thirds of what they make, so that the mean
-# of twelve is known to a fifth), and one that makes as much seldom. Of 891 passes of one request 104 were held at that
-# rate (two H100, `benchmarks/results/2026-11-25-h100-widened-eleventh.md`).
+# Held passes after which a first trial ends if their rate is below this share of the others': chosen, so that a mode at
+# three quarters of the others' rate mostly ends soon (the mean of twelve passes is known to a fifth), and one at the
+# same rate rarely. Of 891 passes of one request 104 were held at that rate (two H100,
+# `benchmarks/results/2026-11-25-h100-widened-eleventh.md`).
 _FEW, _HOPELESS = 12, 0.8
-# What one pass moves what is known of its way: the mean of some sixty.
+# Weight of one pass in the means of its mode: some sixty passes.
 _SHARE = 0.03
-# Passes until the way that makes less is tried again, and for how many: a seventieth of the time, of which a part is
-# lost.
+# Passes until the slower mode is tried again, and for how many: a seventieth of the time, of which a part is lost.
 _AGAIN, _FOR = 1024, 16
-# Waiting is tried where it takes this share of a pass at most, for held passes made a fifth more tokens than others
-# whose trees came in time (3.36 and 2.83 in the same record). Where those come late they make half as many again
-# (3.53 and 2.40, `benchmarks/running_ahead/simulate.py` and H200s), but then answers take longer than that.
+# Waiting is tried where it takes at most this share of a pass: held passes made a fifth more tokens than others whose
+# trees came in time (3.36 and 2.83 in the same record). Against passes whose trees come late they make half as many
+# again (3.53 and 2.40, `benchmarks/running_ahead/simulate.py` and H200s), but then answers take longer than that.
 _WORTH_TRYING = 0.2
-# What either way has to make beyond the other. Means of sixty passes vary by 7 %, and being wrong costs more where the
-# device stands idle for it: a quarter of the tokens a second in that record.
+# Rate that either mode needs to replace the other. Means of sixty passes vary by 7 %, and a wrong choice costs more
+# where the device is idle for it: a quarter of the tokens a second in that record.
 _MARGINS = {Launch.AHEAD: 1.0, Launch.HELD: 1.1}
 
 
 @dataclass(slots=True)
 class _Load:
-    ways: dict[Launch, PassRate] = field(default_factory=lambda: {way: PassRate(_SHARE) for way in Launch})
+    rates: dict[Launch, PassRate] = field(default_factory=lambda: {mode: PassRate(_SHARE) for mode in Launch})
     best: Launch = Launch.AHEAD
     since: int = 0
 
     @property
     def untried(self) -> Launch | None:
-        """The way that is to be known better before either is chosen."""
-        ahead, held = self.ways[Launch.AHEAD], self.ways[Launch.HELD]
+        """The mode that needs more passes before either is chosen."""
+        ahead, held = self.rates[Launch.AHEAD], self.rates[Launch.HELD]
         if ahead.count < _TRIAL:
             return Launch.AHEAD
         hopeless = held.count >= _FEW and held.rate < _HOPELESS * ahead.rate
@@ -67,10 +66,10 @@ class LaunchModes:
         self._loads: defaultdict[int, _Load] = defaultdict(_Load)
 
     def choose(self, load: int, answer_seconds: float, launch_seconds: float, pass_seconds: float) -> Launch:
-        """How the next pass of so many sequences is launched, all of whose rows the device may choose, where answers,
-        launches and passes take so long; 0 where that is not known.
+        """How the next pass of `load` sequences is launched, all of whose rows the device may choose.
 
-        While a pass is held the device stands still until the answer is there, and then until the pass is launched.
+        `answer_seconds`, `launch_seconds` and `pass_seconds` are the times of a draft's answer, a launch and a pass; 0
+        where unknown. While a pass is held, the device is idle until the answer has come and the pass is launched.
         """
         if not answer_seconds or answer_seconds + launch_seconds > _WORTH_TRYING * pass_seconds:
             return Launch.AHEAD
@@ -78,7 +77,7 @@ class LaunchModes:
         if here.untried is not None:
             return here.untried
         other = Launch.HELD if here.best is Launch.AHEAD else Launch.AHEAD
-        if here.ways[other].rate > _MARGINS[other] * here.ways[here.best].rate:
+        if here.rates[other].rate > _MARGINS[other] * here.rates[here.best].rate:
             here.best, other, here.since = other, here.best, 0
         here.since += 1
         if here.since <= _AGAIN:
@@ -88,13 +87,13 @@ class LaunchModes:
         return other
 
     def preferred(self, load: int) -> Launch:
-        """The way that makes most by what is known; what passes of the other make is a trial's."""
+        """The faster mode so far; passes of the other one are trials."""
         return self._loads[load.bit_length()].best
 
-    def observe(self, load: int, way: Launch, tokens: float, seconds: float) -> None:
-        """A pass launched so made so many tokens of each sequence, in so many seconds since the one before ended."""
-        self._loads[load.bit_length()].ways[way].observe(tokens, seconds)
+    def observe(self, load: int, mode: Launch, tokens: float, seconds: float) -> None:
+        """Observe a pass: its tokens of each sequence, and seconds since the end of the one before."""
+        self._loads[load.bit_length()].rates[mode].observe(tokens, seconds)
 
     def forget(self) -> None:
-        """Another draft is there, or none."""
+        """Drop all rates: another draft has connected, or the weights have changed."""
         self._loads.clear()

@@ -1,4 +1,4 @@
-"""A sequence as the engine runs it."""
+"""A sequence with what the engine needs to run it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from target_service.speculation.prediction import PredictedAnswer, predicted_ans
 
 @dataclass(slots=True, eq=False)
 class LiveSequence:
-    """A sequence with what verifies and ends it."""
+    """A sequence with its verifier, stop checker and draft records."""
 
     sequence: Sequence
     verifier: SequenceVerifier
     stops: StopChecker
     record: SequenceRecord
-    # What the caller expects, and how that does.
+    # The answer that the caller expects, and how well it predicts.
     prediction: PredictedAnswer | None = None
     predicted_record: SequenceRecord = field(default_factory=SequenceRecord)
 
     @classmethod
     def of(cls, sequence_id: int, request: SequenceRequest, runner: ModelRunner) -> LiveSequence:
-        """One that has not begun, to be run by `runner`."""
+        """A new sequence, to be run by `runner`."""
         totals = SequenceTotals(prompt_tokens=len(request.token_ids))
         sequence = Sequence(sequence_id, request, list(request.token_ids), totals)
         return cls(

@@ -1,11 +1,11 @@
 """How many drafted rows pay: the rows that raise expected tokens per second, given what a step of n rows costs.
 
-A node is worth the probability that the walk reaches and keeps it: the product of calibrated scores along its path.
-Rows are taken best first over all sequences of the batch, and the count n is the one that maximises
+The value of a node is the probability that it is accepted: the product of calibrated scores along its path. Rows are
+taken best first over all sequences of the batch, and their number n maximises
 (sum of the n best) - rate * (cost(base rows + n) - cost(base rows)), where `rate` is the tokens per second that the
-batch makes in the long run: a row must earn what its time would earn elsewhere. Maximising each step's own ratio
-instead takes too many rows in poor steps and too few in rich ones. Zero is an answer: then the step is a plain one.
-The goodput rule of SmartSpec (arXiv 2406.14066), as renewal rewards ask for it, with the step's cost measured.
+batch makes in the long run: a row must bring what its time would bring elsewhere. Maximising each step's own ratio
+instead takes too many rows in poor steps and too few in rich ones. With n = 0 the step is a plain one.
+This is the goodput rule of SmartSpec (arXiv 2406.14066) in the form of renewal rewards, with measured costs.
 """
 
 from __future__ import annotations
@@ -23,37 +23,36 @@ from target_service.speculation.merged_tree import MergedTree, PredictedTree
 from target_service.speculation.policy.step_cost import StepCost
 
 # All of these are chosen, not measured.
-# Scores are told apart by so many parts of one.
+# Buckets of scores between 0 and 1.
 _BUCKETS = 16
 # A drafter's own score counts as this many observations of its bucket.
 _PRIOR = 8.0
-# Each observation fades by half over about this many later ones of its bucket.
+# Later observations of a bucket over which the weight of an earlier one halves.
 _HALF_LIFE = 4000.0
 _KEEP = 0.5 ** (1.0 / _HALF_LIFE)
-# A sequence's own record counts against this many expected acceptances of the common one, and fades by half over some
-# 23 steps.
+# Expected acceptances that a sequence's own record starts with, and its decay in a step: it halves over some 23 steps.
 _SEQUENCE_PRIOR = 4.0
 _SEQUENCE_KEEP = 0.97
-# A sequence is taken to gain this much from drafts, for this many steps' weight, until it has shown what it gains.
+# Assumed gain of a sequence from drafts, and the weight of this assumption in steps.
 _GAIN_PRIOR = 1.3
 _GAIN_STEPS = 6.0
-# What sequences make of drafted steps lately, seen from near (the mean of five) and from far (of twenty), and over all
-# of them (of fifty).
+# Decay of a sequence's short and long mean gain of drafted steps (of five and of twenty), and the weight of a step in
+# the mean over all sequences (of fifty).
 _NEAR_KEEP = 0.8
 _FAR_KEEP = 0.95
 _USUAL_SHARE = 0.02
-# Before any, and for how many steps that counts.
+# The start of that mean, and its weight in steps.
 _USUAL_PRIOR, _USUAL_STEPS = 2.0, 4
-# Nodes of a sequence whose drafts are used in order of arrival: a number that no draw has a part in.
+# Nodes of a sequence whose drafts are used in order of arrival: a number independent of what was sampled.
 IN_ORDER_NODES = 15
 # More than any probability, so that nodes used in order go first.
 _CERTAIN = 2.0
-# No node is certain, whatever its drafter says.
+# Upper bound of a calibrated probability.
 _SUREST = 0.995
 
 
 class Calibration:
-    """What drafters' scores turn out to be worth: accepted / verified, by score, forgetting slowly."""
+    """Acceptance rates by drafter score, as accepted / verified of each bucket, with slow decay."""
 
     def __init__(self) -> None:
         self._accepted = [(bucket + 0.5) / _BUCKETS * _PRIOR for bucket in range(_BUCKETS)]
@@ -81,20 +80,20 @@ class Calibration:
 
 @dataclass(slots=True)
 class SequenceRecord:
-    """How one sequence's drafts do against what their calibrated scores promised."""
+    """How many of one sequence's drafts are accepted, compared with their calibrated scores."""
 
     expected: float = _SEQUENCE_PRIOR
     accepted: float = _SEQUENCE_PRIOR
     tokens: float = _GAIN_PRIOR * _GAIN_STEPS
     # Time spent, in plain steps.
     steps: float = _GAIN_STEPS
-    # The same of steps that waited for drafts, over the last few and over the last dozens; 0 before the first.
+    # Mean gain of steps that waited for drafts, over a few and over dozens; 0 before the first.
     near: float = 0.0
     far: float = 0.0
 
     @property
     def gain(self) -> float:
-        """Tokens for each plain step's time, lately: what drafting makes of this sequence. At least 1."""
+        """Recent tokens in the time of a plain step, at least 1."""
         return max(1.0, self.tokens / self.steps)
 
     @property
@@ -103,16 +102,17 @@ class SequenceRecord:
         return min(1.5, self.accepted / self.expected)
 
     def observe(self, expected: float, accepted: int) -> None:
+        """Observe a verified tree: its expected and its actual accepted rows."""
         self.expected = self.expected * _SEQUENCE_KEEP + expected + (1 - _SEQUENCE_KEEP) * _SEQUENCE_PRIOR
         self.accepted = self.accepted * _SEQUENCE_KEEP + accepted + (1 - _SEQUENCE_KEEP) * _SEQUENCE_PRIOR
 
     def draw(self, gain: float, usual: float) -> None:
-        """Take note of what a step that waited for drafts made; a new sequence is taken to make what is `usual`."""
+        """Observe the gain of a step that waited for drafts; a new sequence starts from `usual`."""
         self.near = (self.near or usual) * _NEAR_KEEP + gain * (1 - _NEAR_KEEP)
         self.far = (self.far or usual) * _FAR_KEEP + gain * (1 - _FAR_KEEP)
 
     def spend(self, tokens: int, cost: float) -> None:
-        """Take note of a step that made `tokens` in the time of `cost` plain steps."""
+        """Observe a step that made `tokens` in the time of `cost` plain steps."""
         self.tokens = self.tokens * _SEQUENCE_KEEP + tokens
         self.steps = self.steps * _SEQUENCE_KEEP + cost
 
@@ -124,7 +124,7 @@ class Offer:
     tree: GrowingTree | MergedTree
     record: SequenceRecord
     max_nodes: int
-    # Nodes are used in order of arrival, since picking by token would skew rejection sampling.
+    # Nodes are used in order of arrival: choosing by token would bias rejection sampling.
     in_order: bool = False
     # Only one path is used, the likeliest child of each node.
     chain: bool = False
@@ -139,11 +139,9 @@ class RowBudget:
         """`cost` of None takes every node that is allowed."""
         self._cost = cost
         self._usual = RunningMean(_USUAL_SHARE, _USUAL_PRIOR, _USUAL_STEPS)
-        # What the rows of the last step cut take, as a multiple of what a plain step's take.
+        # Cost of the last step's rows, in plain steps.
         self.step_cost = 1.0
-        # Drafted tokens that the rows of the last step cut are expected to bring.
-        self.expected = 0.0
-        # What the scores of drafts and of predictions are worth.
+        # Of the scores of drafts and of predictions.
         self.calibration, self.of_predictions = Calibration(), Calibration()
 
     def cut(self, offers: SequenceOf[Offer], base_rows: int, max_nodes: int, others: int = 0) -> list[TokenTree]:
@@ -163,7 +161,6 @@ class RowBudget:
         chosen: list[set[int]] = [set() for _ in offers]
         for _, index, node in ranked[:count]:
             chosen[index].add(node)
-        self.expected = sum(path_prob for path_prob, _, _ in ranked[:count])
         if self._cost is not None and base_rows:
             self.step_cost = self._cost(base_rows + count) / self._cost(base_rows)
         return [offer.tree.cut(nodes) for offer, nodes in zip(offers, chosen, strict=True)]
@@ -186,27 +183,29 @@ class RowBudget:
             ranked.append((path_prob[node], index, node))
         if offer.chain:
             ranked = _likeliest_path(tree, ranked)
-        # Stable, and a child is worth less than its parent, so parents stay first.
+        # Stable, and a child is less likely than its parent, so parents stay first.
         ranked.sort(key=_falling)
         return ranked[: offer.max_nodes]
 
     def _merged_chances(self, tree: MergedTree, drafted: SequenceOf[float], factor: float) -> list[float]:
-        """By node, the chance that the surer of draft and prediction gives it."""
+        """By node, the higher of its probabilities by draft and by prediction."""
         predicted = self.of_predictions.probabilities(tree.predicted)
         return [
-            max(chance if own else 0.0, min(_SUREST, likelihood * factor) if said else 0.0)
-            for chance, own, likelihood, said in zip(drafted, tree.scores, predicted, tree.predicted, strict=True)
+            max(chance if score else 0.0, min(_SUREST, likelihood * factor) if predicted_score else 0.0)
+            for chance, score, likelihood, predicted_score in zip(
+                drafted, tree.scores, predicted, tree.predicted, strict=True
+            )
         ]
 
     def _count(self, path_probs: SequenceOf[float], base_rows: int, gain: float) -> int:
-        """How many of the ranked nodes to take; those used in order always, the others as they pay."""
+        """How many of the ranked nodes to take: all that are used in order, and the others that pay."""
         if self._cost is None:
             return len(path_probs)
         base = self._cost(base_rows)
         rate = gain / base
         count = sum(path_prob >= _CERTAIN for path_prob in path_probs)
         best_count, best_profit, profit = count, 0.0, 0.0
-        prices = self._cost.of_each_more(base_rows + count, len(path_probs) - count)
+        prices = self._cost.marginal(base_rows + count, len(path_probs) - count)
         for n, price in enumerate(prices, count + 1):
             profit += path_probs[n - 1] - rate * price
             if profit > best_profit:
@@ -214,34 +213,33 @@ class RowBudget:
         return best_count
 
     def expected_tokens(self, record: SequenceRecord) -> float:
-        """Tokens that drafts make of a sequence in the time that a plain step and its share of the rows take.
+        """Tokens of a sequence with drafts, in the time of a plain step and its share of the rows.
 
-        The mean of two views: a run of bad luck must not end drafting, nor the past keep it from beginning again.
+        The mean of a short and a long view: bad luck must not end drafting, nor the past keep it from resuming.
         """
         return (record.near + record.far) / 2 or self._usual.value
 
     def observe_drafted(self, record: SequenceRecord, tokens: int, row_cost: float) -> None:
-        """Learn what a draft was worth: the `tokens` of a step that verifies it from its root on and takes `row_cost`
-        plain ones."""
+        """Observe the `tokens` of a step that verified a draft and whose rows cost `row_cost` plain steps."""
         gain = tokens / row_cost
         record.draw(gain, self._usual.value)
         self._usual.observe(gain)
 
     def observe_step(self, rows: int, seconds: float) -> None:
-        """Learn from the time of a step that only decoded."""
+        """Observe the time of a step that only decoded."""
         if self._cost is not None:
             self._cost.observe(rows, seconds)
 
     def observe(self, tree: TokenTree, accepted_rows: SequenceOf[int], record: SequenceRecord, row_cost: float) -> None:
-        """Learn from a verified tree, in a step that took `row_cost` plain ones."""
+        """Learn from a verified tree, in a step whose rows cost `row_cost` plain steps."""
         record.spend(1 + len(accepted_rows), row_cost)
         own = tree.accepted_drafted(accepted_rows) if isinstance(tree, PredictedTree) else len(accepted_rows)
         _learn(self.calibration, tree, tree.scores, accepted_rows, own, record)
 
     def observe_predicted(self, tree: PredictedTree, accepted_rows: SequenceOf[int], record: SequenceRecord) -> None:
-        """Learn from it what predictions are worth."""
-        said = tree.accepted_predicted(accepted_rows)
-        _learn(self.of_predictions, tree, tree.predicted, accepted_rows, said, record)
+        """Learn from the predicted rows of a verified tree."""
+        accepted = tree.accepted_predicted(accepted_rows)
+        _learn(self.of_predictions, tree, tree.predicted, accepted_rows, accepted, record)
 
 
 def _learn(
@@ -252,12 +250,12 @@ def _learn(
     accepted: int,
     record: SequenceRecord,
 ) -> None:
-    """Learn what the scores of one source are worth: only children of accepted rows say anything about theirs. A row
-    that the source does not say has a score of 0 in a tree of several."""
-    several, expected = isinstance(tree, PredictedTree), 0.0
+    """Calibrate the scores of one source, by the children of accepted rows. In a merged tree, rows that the source does
+    not hold have a score of 0."""
+    merged, expected = isinstance(tree, PredictedTree), 0.0
     for row in (0, *accepted_rows):
         for child in tree.children[row]:
-            if scores[child] or not several:
+            if scores[child] or not merged:
                 expected += calibration.probability(scores[child])
                 calibration.observe(scores[child], child in accepted_rows)
     if expected:
@@ -271,7 +269,7 @@ def _falling(node: tuple[float, int, int]) -> float:
 def _likeliest_path(
     tree: GrowingTree | MergedTree, ranked: SequenceOf[tuple[float, int, int]]
 ) -> list[tuple[float, int, int]]:
-    """of (path probability, sequence, node) for every node as it came: those on the path of likeliest children."""
+    """Of (path probability, sequence, node) for every node in order: those on the path of likeliest children."""
     best: dict[int, tuple[float, int, int]] = {}
     for entry in ranked:
         parent = tree.parents[entry[2]]

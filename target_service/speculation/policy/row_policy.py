@@ -1,9 +1,9 @@
 """How many rows a pass gets whose rows the device chooses.
 
-The device ranks what is drafted by the probability of its path and takes the best (`tree_kernels.node_table`). How many
-it may take is chosen here, among the sizes that steps are captured for: those that make most tokens a second. What they
-make is known for every size at once, since each pass says what every sequence's best 1, 3, 7 .. rows promised, of which
-the device takes the best of all; promises are held to what was accepted. What they take is measured, by load and size.
+The device ranks drafted nodes by path probability and takes the best (`tree_kernels.node_table`). How many it may take
+is chosen here, among the sizes that steps are captured for: the size that makes most tokens a second. Its tokens are
+known for every size at once, since each pass reports the expected tokens of every sequence's best 1, 3, 7 .. rows,
+which are scaled by what was accepted. Its time is measured, by load and size.
 """
 
 from __future__ import annotations
@@ -26,57 +26,56 @@ from target_service.speculation.policy.live_sequence import LiveSequence
 from target_service.speculation.policy.step_cost import StepCost
 from tree_kernels.node_table import KEPT, PROSPECTS
 
-# What one launch moves what promises are worth, and what passes promise: the mean of some fifty launches, which is a
-# quarter of a second at 8B size.
+# Weight of one launch in the means of expected and accepted tokens: some fifty launches, a quarter of a second at 8B
+# size.
 _SHARE = 0.02
-# What the best 1, 3, 7 .. rows of a sequence are taken to bring before anything is known: prompt lookup alone, on the
+# Expected tokens of the best 1, 3, 7 .. rows of a sequence before any pass: those of prompt lookup alone, on the
 # answers that `lookup_costs.RIGHT` is from.
 _FIRST_PROSPECTS = (0.4, 0.7, 0.9, 1.0, 1.0, 1.0)
-# Rows for each token that a sequence may still say. Chosen: as many children as a head's nodes have. A page or two are
-# held for them at the end.
+# Rows for each token that a sequence may still generate. Chosen: as many children as a head's nodes have. A page or two
+# are held for them at the end.
 _GUESSES = 8
-# Below this a promise says nothing.
+# The smallest mean of expected tokens that is divided by.
 _LEAST_EXPECTED = 1e-3
-# Launches of a kind at one load before their time is believed, and launches until all are timed anew: contexts grow.
+# Launches of a kind at one load before their time is used, and launches until all are timed again: contexts grow.
 _ENOUGH, _REFRESH = 4, 512
-# A size that is not timed yet is tried where it seems to make this share of what the best does.
+# Share of the best rate that a size needs, as estimated, to be timed.
 _WORTH_TIMING = 0.7
 # Launches without drafts before a try, from the first to the longest pause: some five seconds at 8B size. Shorter where
-# tries take less than this share of the time even so: a draft that has just begun, or a text that begins to repeat
-# itself, is found soon. Chosen: the design grants a hundredth of the time to trying.
+# tries then still take less than this share of the time, so that a new draft, or a text that begins to repeat itself,
+# is noticed soon. Chosen: the design allows a hundredth of the time for tries.
 _PAUSE, _LONGEST_PAUSE, _TRYING = 64, 1024, 0.01
-# What drafted passes have to make beyond plain ones, so that noise does not choose.
+# Rate of drafted passes that is needed against plain ones, so that noise does not decide.
 _MARGIN = 1.02
-# Launches of a try, and what the first guess counts for in launches.
+# Launches of a try, and the weight of the initial values in launches.
 _TRY, _PRIOR = 6, 3
-# What one pass moves the trust in a draft's scores for each token that it promised too much; a larger one follows the
-# noise of single passes (0.02 moved trust by a seventh up and down in a simulation).
+# Change of the trust in a draft's scores by one pass, for each token expected too much; a larger one follows the noise
+# of single passes (0.02 moved trust by a seventh up and down in a simulation).
 _TRUST_SHARE = 0.005
-# Ends that are chosen, not measured: from the lower one, where hardly a row pays, some 600 passes that each bring a
-# token more than promised lead back to full trust; the upper one keeps a lucky run from filling passes with wrong rows.
+# Bounds, chosen, not measured: from the lower one, where hardly a row pays, some 600 passes that each bring a token
+# more than expected lead back to full trust; the upper one keeps a lucky run from filling passes with wrong rows.
 _LEAST_TRUST, _MOST_TRUST = 0.05, 1.25
 
 
 class Kind(Enum):
-    """What passes have, beside the sequences' own texts: no draft, one that is behind by a pass, or one that was waited
-    for."""
+    """The draft of a pass, beside the sequences' own texts: none, one that is a pass behind, or one waited for."""
 
     ALONE = "alone"
     AHEAD = "ahead"
     HELD = "held"
 
 
-class _Seen:
-    """What passes of a kind were expected to bring, and brought, lately."""
+class _Yield:
+    """Expected and accepted tokens of recent passes of one kind."""
 
     def __init__(self) -> None:
-        # Of the best 1, 3, 7 .. rows a sequence.
+        # Expected tokens of a sequence's best 1, 3, 7 .. rows.
         self._prospects = [RunningMean(_SHARE, tokens, _PRIOR) for tokens in _FIRST_PROSPECTS]
-        # Their quotient is what an expectation is worth.
+        # Their quotient scales expected tokens.
         self._accepted, self._expected = RunningMean(_SHARE, 1.0, _PRIOR), RunningMean(_SHARE, 1.0, _PRIOR)
 
     def restart(self) -> None:
-        """Learn quickly again: a draft is followed anew."""
+        """Learn quickly again, since a draft is followed again."""
         for mean in (self._accepted, self._expected, *self._prospects):
             mean.count = _PRIOR
 
@@ -84,17 +83,17 @@ class _Seen:
         count = len(passes)
         self._accepted.observe(sum(one.accepted for one in passes) / count)
         self._expected.observe(sum(one.expected for one in passes) / count)
-        for prospect, promised in zip(self._prospects, pooled([one.prospects for one in passes]), strict=True):
-            prospect.observe(promised)
+        for prospect, expected in zip(self._prospects, pooled([one.prospects for one in passes]), strict=True):
+            prospect.observe(expected)
 
     def tokens(self, drafted: float) -> float:
-        """Of a sequence in a pass with so many drafted rows of it, on average."""
-        worth = self._accepted.value / max(self._expected.value, _LEAST_EXPECTED)
-        return 1 + worth * _between(drafted, self._prospects)
+        """Tokens of a sequence in a pass with `drafted` rows for each sequence, on average."""
+        scale = self._accepted.value / max(self._expected.value, _LEAST_EXPECTED)
+        return 1 + scale * _between(drafted, self._prospects)
 
 
 class RowPolicy:
-    """Chooses launch by launch."""
+    """Chooses the rows of each launch."""
 
     def __init__(
         self,
@@ -103,18 +102,17 @@ class RowPolicy:
         live: Mapping[int, LiveSequence],
         disable_above: int = 1 << 30,
     ) -> None:
-        """`most` rows of a sequence, 0 for none at any time, and none with more sequences than `disable_above`. `cost`
-        of None takes as many rows as are allowed, always. `live` stays the engine's own table."""
+        """A sequence gets at most `most` rows, and none above `disable_above` sequences; 0 turns the policy off. `cost`
+        of None takes as many rows as are allowed. `live` is the engine's own table."""
         self.on = most > 0
         self._limit = min(most, KEPT)
         self._cost = cost
         self._live = live
         self._disable_above = disable_above
-        self._seen = {kind: _Seen() for kind in Kind}
+        self._yields = {kind: _Yield() for kind in Kind}
         self._since_drafts, self._pause, self._left = 0, _PAUSE, 0
         self._was_alone = True
-        # What a pass takes, by load in powers of two, rows (0 for a plain one) and kind: as a multiple of what its
-        # roots should cost.
+        # Time of a pass by load in powers of two, rows (0 for a plain one) and kind, as a multiple of its roots' cost.
         self._times: dict[tuple[int, int, Kind], StepTime] = {}
         self._since_timed = 0
         self._tokens_each = RunningMean.settled(_SHARE, 1.0)
@@ -123,15 +121,15 @@ class RowPolicy:
 
     @property
     def tokens_each(self) -> float:
-        """Tokens that a pass makes of a sequence, lately."""
+        """Tokens of a sequence in a recent pass."""
         return self._tokens_each.value
 
     def choose(self, schedule: Schedule, max_rows: int, kind: Kind, waits: float = 0.0) -> DeviceRows | None:
-        """The rows of a step of at most `max_rows` that `waits` so many seconds for its drafts; None where a plain step
-        is better, or some sequence's distribution does not allow any other."""
+        """The rows of a step of at most `max_rows`, which waits `waits` seconds for its drafts; None where a plain step
+        is better, or the distribution of some sequence requires one."""
         if not self.on:
             return None
-        every = [self._most(self._live[chunk.sequence.sequence_id]) for chunk in schedule.chunks]
+        every = [self._max_rows(self._live[chunk.sequence.sequence_id]) for chunk in schedule.chunks]
         reading, allowed = schedule.reading, [limit for limit in every if limit is not None]
         if len(allowed) < len(every) or len(every) > self._disable_above or not any(allowed[reading:]):
             return None
@@ -141,8 +139,8 @@ class RowPolicy:
         return DeviceRows(best, limits, reading, read_rows) if best else None
 
     def _best(self, limits: SequenceOf[int], read_rows: int, max_rows: int, kind: Kind, waits: float) -> int:
-        """Rows of a pass of sequences with these limits, beside so many that are read; 0 for a plain one."""
-        # Beside none: what else the device may do in the same time.
+        """Rows of a pass of sequences with these limits, beside `read_rows` of prompts; 0 for a plain one."""
+        # Sizes of passes without prompts, which the device could run instead.
         sizes, sequences = _sizes(limits, 0, max_rows), len(limits)
         if not read_rows:
             if not sizes or self._cost is None:
@@ -153,34 +151,33 @@ class RowPolicy:
             return beside[-1] if beside else 0
         rate = max(sequences * self._rate(sequences, rows, kind, waits) for rows in (0, *sizes))
         tokens = {rows: sequences * self._tokens(sequences, rows - read_rows, kind) for rows in beside}
-        # Rows pay that bring more than passes without a prompt make of the time that they take. Up to the size that a
-        # step has anyway they take none.
-        worth = {rows: tokens[rows] - rate * self._cost(rows) for rows in beside}
-        best = max(beside, key=lambda rows: worth[rows])
+        # Rows pay if they bring more than passes without prompts do in the time that they take.
+        profit = {rows: tokens[rows] - rate * self._cost(rows) for rows in beside}
+        best = max(beside, key=lambda rows: profit[rows])
         return best if tokens[best] > _MARGIN * sequences else 0
 
     def seconds(self, sequences: int, rows: int, kind: Kind) -> float:
-        """What a pass of so many sequences and `rows`, 0 for a plain one, takes; 0 where nobody knows yet."""
+        """Measured seconds of a pass with `rows`, 0 for a plain one; 0 while unknown."""
         times = self._times.get((sequences.bit_length(), rows, kind))
         if times is None or times.count < _ENOUGH or self._cost is None:
             return 0.0
         return times.value * self._cost(sequences)
 
     def observe_time(self, sequences: int, device_rows: DeviceRows | None, seconds: float, kind: Kind) -> None:
-        """Take note of what a pass took."""
+        """Observe the time of a pass."""
         if self._cost is not None:
             rows = device_rows.rows if device_rows is not None else 0
             times = self._times.setdefault((sequences.bit_length(), rows, kind), StepTime.of(_ENOUGH))
             times.observe(seconds / self._cost(sequences))
 
     def observe(self, outcomes: SequenceOf[Verified | None], kind: Kind, drafted: SequenceOf[bool]) -> None:
-        """Learn from what passes accepted whose rows the device chose; `drafted`, the draft has drafted for the
-        sequence by now."""
+        """Learn from passes whose rows the device chose. `drafted`, by sequence: a draft, and no prediction, has filled
+        its table."""
         passes = [one for outcome in outcomes if outcome is not None for one in outcome.device_passes]
         if not passes:
             self._tokens_each.observe(1.0)
             return
-        self._seen[kind].observe(passes)
+        self._yields[kind].observe(passes)
         self._tokens_each.observe(1 + sum(one.accepted for one in passes) / len(passes))
         known = zip(outcomes, drafted, strict=True)
         followed = [one for outcome, has in known if has and outcome is not None for one in outcome.device_passes]
@@ -189,21 +186,21 @@ class RowPolicy:
             excess = from_table - sum(one.expected_from_table for one in followed) / len(followed)
             self.trust = min(_MOST_TRUST, max(_LEAST_TRUST, self.trust * (1 + _TRUST_SHARE * excess)))
 
-    def _most(self, live: LiveSequence) -> int | None:
-        """Rows that the sequence may have, None if its distribution does not allow any beside it."""
+    def _max_rows(self, live: LiveSequence) -> int | None:
+        """Rows that the sequence may have; None if the device may choose no rows in its passes."""
         request = live.sequence.request
-        # What is verified is chosen by what it says, and rejection sampling does not allow that.
+        # The device chooses rows by their tokens, which rejection sampling does not allow.
         if not live.verifier.on_device or request.mode is VerificationMode.REJECTION or request.external:
             return None
         sequence = live.sequence
-        # The target says the last token itself. Of few that are left several may be guessed for each.
+        # The target samples the last token itself.
         left = request.max_tokens - sequence.totals.completion_tokens - sequence.pending_tokens - 1
         return max(0, min(self._limit, request.max_draft_nodes, _GUESSES * left)) if request.speculate else 0
 
     def _tried(self, sizes: SequenceOf[int], sequences: int, kind: Kind, waits: float) -> int:
-        """What makes most, or at times another, for else nobody would know what that takes by now."""
+        """The size with the highest rate, or at times another one, to measure it again."""
         if self._was_alone and kind is not Kind.ALONE:
-            self._seen[kind].restart()
+            self._yields[kind].restart()
             self._since_drafts, self._pause = _PAUSE // 2, _PAUSE
         self._was_alone = kind is Kind.ALONE
         self._since_timed += 1
@@ -224,23 +221,23 @@ class RowPolicy:
             self._left -= 1
             return sizes[0]
         self._since_drafts += 1
-        dearer = self._expected_seconds(sequences, sizes[0], kind) / self._expected_seconds(sequences, 0, kind) - 1
-        if self._since_drafts <= min(self._pause, max(_TRY, _TRY * dearer / _TRYING)):
+        slower = self._expected_seconds(sequences, sizes[0], kind) / self._expected_seconds(sequences, 0, kind) - 1
+        if self._since_drafts <= min(self._pause, max(_TRY, _TRY * slower / _TRYING)):
             return 0
         self._since_drafts, self._pause, self._left = 0, min(_LONGEST_PAUSE, 2 * self._pause), _TRY - 1
         return sizes[0]
 
     def _rate(self, sequences: int, rows: int, kind: Kind, waits: float) -> float:
-        """Tokens of a sequence a second, in passes of so many rows, 0 for plain ones, that wait so long."""
+        """Tokens a second of a sequence in passes with `rows`, 0 for plain ones, that wait `waits` seconds."""
         tokens = self._tokens(sequences, rows, kind)
         return tokens / (self._expected_seconds(sequences, rows, kind) + (waits if rows else 0.0))
 
     def _tokens(self, sequences: int, rows: int, kind: Kind) -> float:
-        """Of each sequence, in a pass of so many rows of theirs."""
-        return self._seen[kind].tokens(max(0, rows - sequences) / sequences)
+        """Tokens of each sequence in a pass with `rows`."""
+        return self._yields[kind].tokens(max(0, rows - sequences) / sequences)
 
     def _expected_seconds(self, sequences: int, rows: int, kind: Kind) -> float:
-        """As measured, or by what rows cost beside those of a size that was."""
+        """Seconds of a pass: as measured, or scaled by the costs of its rows and of a plain pass."""
         assert self._cost is not None
         measured = self.seconds(sequences, rows, kind)
         if measured:
@@ -250,38 +247,37 @@ class RowPolicy:
 
 
 def _sizes(limits: SequenceOf[int], read_rows: int, max_rows: int) -> list[int]:
-    """Rows of all that a pass may have, of which so many are read, and those of its roots are others."""
+    """Sizes that a pass may have with rows of prompts, one root for each limit, and drafted rows up to the limits."""
     held = read_rows + len(limits)
     larger = [size for size in row_sizes(max_rows) if size > held]
-    # The smallest that holds all, and those below.
+    # The smallest size that holds all, and those below.
     return larger[: 1 + sum(size < held + sum(limits) for size in larger)]
 
 
 def pooled(prospects: SequenceOf[SequenceOf[float]]) -> SequenceOf[float]:
-    """What 1, 3, 7 .. rows for each of B sequences promise a sequence where they go to the best of all, as the device
-    gives them out, and not as many to each.
+    """Expected tokens of a sequence for 1, 3, 7 .. rows per sequence, where the rows go to the best of all sequences.
 
     Args:
-        prospects: [B][len(PROSPECTS)] what each sequence's own best promise: rising, by less and less for a row.
+        prospects: [B][len(PROSPECTS)] expected tokens of each sequence's own best rows, concave in the rows.
 
     Returns:
-        [len(PROSPECTS)], on straight lines between what is known.
+        [len(PROSPECTS)], interpolated linearly.
     """
     if len(prospects) == 1:
         return prospects[0]
-    promised = np.array(prospects)
+    expected = np.array(prospects)
     steps = np.diff(PROSPECTS, prepend=0)
-    gains = np.diff(promised, prepend=0.0)
-    # Stretches of rows, the most promising first.
+    gains = np.diff(expected, prepend=0.0)
+    # Ranges of rows, the best first.
     order = np.argsort(-(gains / steps).ravel(), kind="stable")
     rows = np.cumsum(np.broadcast_to(steps, gains.shape).ravel()[order])
-    wanted = np.array(PROSPECTS) * len(promised)
+    wanted = np.array(PROSPECTS) * len(expected)
     found = np.interp(wanted, np.append(0, rows), np.append(0.0, np.cumsum(gains.ravel()[order])))
-    return list((found / len(promised)).tolist())
+    return list((found / len(expected)).tolist())
 
 
 def _between(drafted: float, prospects: SequenceOf[RunningMean]) -> float:
-    """What so many rows of a sequence promise, on straight lines between those that are known."""
+    """Expected tokens of `drafted` rows of a sequence, interpolated linearly."""
     before, expected = 0.0, 0.0
     for count, known in zip(PROSPECTS, prospects, strict=True):
         if drafted <= count:

@@ -1,8 +1,8 @@
-"""What a pass that follows a draft would have made without it: by what prompt lookup finds in the sequence's own text.
+"""Computes what a pass that follows a draft would have made without it, by prompt lookup in the sequence's own text.
 
-Speeds of passes with a draft and of others, one after the other, say more of the text than of the draft: a loop makes
-16 tokens a pass, and the list behind it one. What the same pass would have made by itself can be found out afterwards,
-since lookup hangs on nothing but the text.
+Comparing passes with a draft to later ones without it measures the text more than the draft: a loop makes 16 tokens a
+pass, the list after it one. What the same pass would have made alone can be computed afterwards, since lookup depends
+on the text only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Ints = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Tokens of one pass: as it made them, and as it would have without a draft."""
+    """Tokens that one pass made, and that it would have made without a draft."""
 
     load: int
     made: int
@@ -32,49 +32,49 @@ class Compared:
 class _Pass:
     load: int
     sequence: Sequence
-    # Tokens of the sequence before it.
-    begun: int
+    # The sequence's length before it.
+    start: int
     made: int
     rows: int
 
 
 @dataclass(slots=True)
 class Unaided:
-    """One pass of one sequence at a time, since that is enough and each costs the host some time."""
+    """Compares one pass of one sequence at a time: that is enough, and each costs some host time."""
 
-    # Of a chain that the device looks up; 0 where it looks nothing up.
+    # Tokens that the device looks up at most; 0 for none.
     lookup_tokens: int
     _pending: _Pass | None = None
 
     def __post_init__(self) -> None:
         if self.lookup_tokens:
-            # Compiles what the first comparison would wait for.
+            # Compile now, not at the first comparison.
             followed_chain(np.zeros(2, np.int32), 1)
 
-    def note(self, load: int, sequence: Sequence, begun: int, made: int, rows: int) -> None:
-        """A pass that followed a draft made so many tokens behind the first `begun` of a sequence, and would have had
-        so many `rows` of a chain without one. Nothing, while another is looked at."""
+    def note(self, load: int, sequence: Sequence, start: int, made: int, rows: int) -> None:
+        """Begin to compare a pass that followed a draft and made `made` tokens after the first `start` of a sequence;
+        alone it would have had `rows` rows of a chain. Ignored while another pass is compared."""
         if self._pending is None:
-            self._pending = _Pass(load, sequence, begun, made, min(rows, self.lookup_tokens))
+            self._pending = _Pass(load, sequence, start, made, min(rows, self.lookup_tokens))
 
     def take(self) -> Compared | None:
-        """The comparison under way, once the text has gone on for as long as a chain, or has ended."""
+        """The comparison under way, once the text is longer by a chain, or has ended; else None."""
         if self._pending is None:
             return None
         was, token_ids = self._pending, self._pending.sequence.token_ids
-        behind = len(token_ids) - was.begun
+        behind = len(token_ids) - was.start
         if behind <= was.rows and not was.sequence.totals.finished_ns:
             return None
         self._pending = None
-        text = np.array(token_ids[max(0, was.begun - WINDOW - LONGEST) : was.begun + was.rows], np.int32)
+        text = np.array(token_ids[max(0, was.start - WINDOW - LONGEST) : was.start + was.rows], np.int32)
         known = len(text) - min(behind, was.rows)
         return Compared(was.load, was.made, min(behind, 1 + followed_chain(text, known)))
 
 
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
 def followed_chain(text: Ints, known: int) -> int:
-    """How many tokens of a text behind its first `known` are those that prompt lookup finds there, by the rule of
-    `tree_kernels.node_table.longest_run`. `text` [n], `known` at least 1."""
+    """How many tokens of `text` [n] after its first `known` (at least 1) prompt lookup predicts, by the rule of
+    `tree_kernels.node_table.longest_run`."""
     end = known - 1
     best, behind = 0, known
     for j in range(max(0, end - WINDOW), end):
@@ -86,7 +86,7 @@ def followed_chain(text: Ints, known: int) -> int:
     if best == 0:
         return 0
     count = 0
-    # Where the chain runs into the end it goes on with itself.
+    # A chain that reaches the end of the known text continues with itself.
     while known + count < len(text) and text[known + count] == text[behind + count % (known - behind)]:
         count += 1
     return count
