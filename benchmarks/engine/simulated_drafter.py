@@ -1,9 +1,9 @@
-"""An EAGLE drafter that pays what a real head costs and is then right as often as it is told to be: SIMULATED
-acceptance, for shapes whose weights are not to be had.
+"""An EAGLE drafter with the cost of a real head and SIMULATED acceptance, at given rates, for shapes without real
+weights.
 
     python -m benchmarks.engine.simulated_drafter --answers FILE --rates 0.8,0.8 --listen ADDRESS --head FOLDER ...
 
-serves it as a draft service does; `simulated_acceptance.py` starts it so.
+runs it as a draft service; `simulated_acceptance.py` starts that.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from outrider.runtime import prepare_grpc, switch_threads_often
 prepare_grpc()
 
 # gRPC reads its environment as it is imported.
+from benchmarks.shared.report import comma_separated, write_json  # noqa: E402
 from draft_service.config import DraftConfig  # noqa: E402
 from draft_service.drafters.base import DraftSequence  # noqa: E402
 from draft_service.eagle.config import EagleConfig  # noqa: E402
@@ -35,30 +36,28 @@ Answers = dict[tuple[int, ...], tuple[int, ...]]
 
 
 def write_answers(path: Path, answers: Iterable[tuple[Sequence[int], Sequence[int]]]) -> None:
-    """Prompts and what a plain run said to them. In one move, since a drafter may look at any time."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps([[list(prompt), list(said)] for prompt, said in answers]))
-    partial.rename(path)
+    """Write prompts and the answers of a plain run."""
+    write_json(path, [[list(prompt), list(answer)] for prompt, answer in answers])
 
 
 def read_answers(path: Path) -> Answers:
-    return {tuple(prompt): tuple(said) for prompt, said in json.loads(path.read_text())}
+    return {tuple(prompt): tuple(answer) for prompt, answer in json.loads(path.read_text())}
 
 
 @dataclass(slots=True)
 class _Script:
-    """What a sequence will say, how much of it was said, and the dice for it."""
+    """The expected output of a sequence, and how many of its tokens have been committed."""
 
     answer: Sequence[int]
-    dice: random.Random
-    said: int = 0
-    # The target said something else: from then on every draft is wrong.
-    left: bool = False
+    rng: random.Random
+    committed: int = 0
+    # The target committed another token: from then on every draft is wrong.
+    departed: bool = False
 
 
 @dataclass
 class Simulation:
-    """Rewrites trees so that the right continuation is in them with the rates asked for.
+    """Rewrites trees so that the right continuation is in them at the given rates.
 
     Attributes:
         rates: [d]: probability that the node at depth d + 1 is right, given that its parent is; the last one stands
@@ -71,16 +70,16 @@ class Simulation:
     scripts: dict[int, _Script] = field(default_factory=dict)
 
     def rewrite(self, tree: TokenTree, script: _Script) -> TokenTree:
-        """The tree, with the likeliest path right down to a depth that is drawn, and wrong everywhere else.
+        """The same shape with other tokens: the likeliest path is right down to a random depth, all else is wrong.
 
-        Its shape stays. Nodes on that path are scored with their rate, the others share what it leaves.
+        Nodes on that path are scored with their rate, and their siblings share the rest.
         """
-        path, ahead = likeliest_path(tree), [] if script.left else list(script.answer[script.said :])
+        path, ahead = likeliest_path(tree), [] if script.departed else list(script.answer[script.committed :])
         tokens, scores = list(tree.token_ids), list(tree.scores)
         right = True
         for depth, row in enumerate(path):
             rate = self.rates[min(depth, len(self.rates) - 1)]
-            right = right and depth < len(ahead) and script.dice.random() < rate
+            right = right and depth < len(ahead) and script.rng.random() < rate
             parent = tree.parents[row]
             siblings = [other for other in tree.children[parent] if other != row]
             if depth < len(ahead):
@@ -91,7 +90,7 @@ class Simulation:
         return TokenTree(tree.token_ids[:1] + tuple(tokens[1:]), tree.parents, tuple(scores))
 
     def _place(self, tokens: list[int], row: int, siblings: Sequence[int], token: int, *, right: bool) -> None:
-        """Let `row` say `token`, or let neither it nor a sibling do; siblings stay different from each other."""
+        """Give `row` the `token` if it is right, and else take it from all siblings. Siblings stay different."""
         taken = {tokens[other] for other in (row, *siblings)} | {token}
         spare = next(one for one in range(self.vocabulary_size) if one not in taken)
         for other in (row, *siblings):
@@ -111,12 +110,12 @@ def likeliest_path(tree: TokenTree) -> list[int]:
 
 
 class SimulatedDrafter(EagleDrafter):
-    """See the module. Sequences are known by their prompts, whose answers are read from a file when one is new."""
+    """See the module. Sequences are found by their prompts; the file of answers is read when one is new."""
 
     name = "eagle_simulated"
 
     def __init__(self, config: EagleConfig, answers: Path, rates: Sequence[float], delay: float = 0.0) -> None:
-        """Answers come `delay` seconds later than they are ready, as over a longer way."""
+        """Trees are returned `delay` seconds late, as over a longer network."""
         super().__init__(config)
         self._delay = delay
         self._path = answers
@@ -128,7 +127,7 @@ class SimulatedDrafter(EagleDrafter):
         prompt = tuple(sequence.token_ids[: sequence.prompt_length])
         if prompt not in self._answers and self._path.exists():
             self._answers = read_answers(self._path)
-        # The warm-up's sequence, and any that was not asked before, has no answer and gets wrong drafts.
+        # The warm-up's sequence, and any without a plain run, has no answer and gets wrong drafts.
         script = _Script(self._answers.get(prompt, ()), random.Random(str(prompt[:8])))
         self._simulation.scripts[id(sequence)] = script
         self._follow(script, sequence.token_ids[sequence.prompt_length :])
@@ -149,20 +148,20 @@ class SimulatedDrafter(EagleDrafter):
         return [self._simulation.rewrite(tree, script) for tree, script in zip(trees, scripts, strict=True)]
 
     def stats(self) -> Mapping[str, float]:
-        left = sum(script.left for script in self._simulation.scripts.values())
-        return {**super().stats(), "simulated_sequences_left": left}
+        departed = sum(script.departed for script in self._simulation.scripts.values())
+        return {**super().stats(), "simulated_sequences_left": departed}
 
     @staticmethod
     def _follow(script: _Script, committed: Sequence[int]) -> None:
-        following = script.answer[script.said : script.said + len(committed)]
-        script.left = script.left or tuple(following) != tuple(committed)
-        script.said += len(committed)
+        expected = script.answer[script.committed : script.committed + len(committed)]
+        script.departed = script.departed or tuple(expected) != tuple(committed)
+        script.committed += len(committed)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--answers", type=Path, required=True)
-    parser.add_argument("--rates", required=True, type=lambda text: [float(one) for one in text.split(",")])
+    parser.add_argument("--rates", required=True, type=comma_separated(float))
     parser.add_argument("--delay-ms", type=float, default=0.0)
     parser.add_argument("--listen", required=True)
     parser.add_argument("--eagle", required=True, type=json.loads, help="settings of the EAGLE drafter, as JSON")

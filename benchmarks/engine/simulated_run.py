@@ -1,4 +1,4 @@
-"""An engine in this process with a draft service or without one, and what its steps cost under a load."""
+"""Runs an engine in this process, with or without a draft, and measures its steps under a load."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.shared.engine_events import EngineEvents
 from benchmarks.shared.step_recorder import StepRecorder, summarise
 from benchmarks.shared.workload import Prompt
-from outrider.drafting.link import StoppableLink
+from outrider.drafting.stoppable import StoppableLink
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.wire.frames import DraftEvents
 from target_service.assembly import engine_config
@@ -19,26 +19,25 @@ from target_service.engine.engine import Engine
 from target_service.model.runner import ModelRunner
 from target_service.speculation.policy.cost_profile import measure_step_cost
 
-# Links a draft to the engine that listens so, whose vocabulary has so many tokens.
+# Links a draft to an engine, given the receiver of its events and the size of the vocabulary.
 Connect = Callable[[DraftEvents, int], StoppableLink]
-# What was said to each prompt.
+# The answer to each prompt.
 Outputs = dict[Prompt, tuple[int, ...]]
 
 _TIMEOUT_SECONDS = 600.0
-# Tokens of the answers that warm a load up, and where the engine has to learn what steps take besides; those are said
-# again until drafts are in use, but not for ever.
+# Tokens of the answers that warm a load up. An adaptive engine also has to learn what steps take, so its warm-up is
+# longer and is repeated until drafts are used, at most so many times.
 _WARM_UP, _WARM_UP_ADAPTIVE = 16, 160
 _MOST_WARM_UPS = 8
 
 
 class SimulatedRun:
-    """One engine. Each load is run twice, first briefly, so that what is made when first met is there."""
+    """One engine. Each load is run twice, first briefly, so that everything it needs is compiled and captured."""
 
     def __init__(self, runner: ModelRunner, config: TargetConfig, connect: Connect | None, settle: float = 0.0) -> None:
-        """Waits until the draft is connected. Each load is said again and again for `settle` seconds before it is
-        measured."""
-        self._events = EngineEvents(self._say)
-        self._said: dict[int, list[int]] = {}
+        """Waits until the draft is connected. Each load is repeated for `settle` seconds before it is measured."""
+        self._events = EngineEvents(self._collect)
+        self._outputs: dict[int, list[int]] = {}
         self._recorder = StepRecorder()
         adaptive = connect is not None and config.row_budget == "adaptive"
         self._warm_up, self._most_warm_ups = (_WARM_UP_ADAPTIVE, _MOST_WARM_UPS) if adaptive else (_WARM_UP, 1)
@@ -50,15 +49,15 @@ class SimulatedRun:
             self._link = connect(self._engine.draft_events, runner.vocabulary_size)
             self._engine.attach_draft(self._link)
         self._drafted = connect is not None
-        self._engine.start(self._events.note)
+        self._engine.start(self._events.deliver)
         self._wait_for_draft()
 
     def measure(self, prompts: Sequence[Prompt], max_tokens: int) -> tuple[dict[str, Any], Outputs]:
-        """All prompts at once: figures, and what was said to each."""
+        """Answer all prompts at once. Returns figures and answers."""
         until = time.monotonic() + self._settle
         for _ in range(self._most_warm_ups):
             _, totals = self._answer(prompts, min(self._warm_up, max_tokens))
-            # One by chance a prompt is no use of drafts.
+            # One accepted token a prompt may be chance.
             if sum(one.accepted_tokens for one in totals) > len(prompts):
                 break
         while time.monotonic() < until:
@@ -68,7 +67,7 @@ class SimulatedRun:
         outputs, totals = self._answer(prompts, max_tokens)
         seconds = time.perf_counter() - begin
         steps = summarise(self._recorder.take())
-        # The step that ends a prompt is no verified step.
+        # The step that ends a prompt verifies nothing.
         verified = sum(one.steps - 1 for one in totals)
         after = sum(one.completion_tokens - 1 for one in totals)
         decode = steps["decode"]
@@ -90,19 +89,17 @@ class SimulatedRun:
 
     def _answer(self, prompts: Sequence[Prompt], max_tokens: int) -> tuple[Outputs, list[SequenceTotals]]:
         sampling = SamplingParams(ignore_eos=True, max_tokens=max_tokens)
-        begun: dict[int, Prompt] = {}
-        first = max(self._said, default=0) + 1
-        self._said = {first + place: [] for place in range(len(prompts))}
-        for number, prompt in enumerate(prompts, first):
-            begun[number] = prompt
-            mode, drafts = VerificationMode.GREEDY, self._drafted
-            request = SequenceRequest(prompt, sampling, mode, 0, max_tokens, speculate=drafts)
+        first = max(self._outputs, default=0) + 1
+        begun = dict(enumerate(prompts, first))
+        self._outputs = {number: [] for number in begun}
+        for number, prompt in begun.items():
+            request = SequenceRequest(prompt, sampling, VerificationMode.GREEDY, 0, max_tokens, speculate=self._drafted)
             self._engine.submit(request, number)
         totals = [self._events.wait().totals for _ in prompts]
-        return {prompt: tuple(self._said[number]) for number, prompt in begun.items()}, totals
+        return {prompt: tuple(self._outputs[number]) for number, prompt in begun.items()}, totals
 
-    def _say(self, verdict: Verdict) -> None:
-        self._said[verdict.sequence_id].extend(verdict.token_ids)
+    def _collect(self, verdict: Verdict) -> None:
+        self._outputs[verdict.sequence_id].extend(verdict.token_ids)
 
     def _wait_for_draft(self) -> None:
         deadline = time.monotonic() + _TIMEOUT_SECONDS

@@ -23,8 +23,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -33,9 +31,10 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from benchmarks.shared.model_folder import TOKENIZER_FILES, copy_files, write_weights
+from benchmarks.shared.report import show
 from draft_service.checkpoints.target import TargetCheckpoint
 from draft_service.eagle.checkpoint import load_head, save_head
 from draft_service.eagle.head import EagleHead
@@ -45,15 +44,7 @@ from target_service.model.loading.store import resolve
 
 # Of random weights: what Llama models are initialised with.
 _STANDARD_DEVIATION = 0.02
-# Written at once; half of it lies in memory twice.
-_SHARD_BYTES = 2 << 30
-_BESIDE = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
+_COPIED = (*TOKENIZER_FILES, "generation_config.json")
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -280,47 +271,10 @@ def widen_model(source: Path, folder: Path, shape: Shape, device: str, dtype: to
     config = json.loads((source / "config.json").read_text())
     if config["model_type"] != "llama" or config.get("attention_bias") or config.get("mlp_bias"):
         raise CannotWiden(f"{source}: only Llama models without biases can be widened")
-    folder.mkdir(parents=True, exist_ok=True)
-    writer = _ShardWriter(folder)
-    for name, weight in wide_tensors(config, read_tensors(source), shape, device, dtype):
-        writer.add(name, weight)
-    total = writer.finish()
+    total = write_weights(folder, wide_tensors(config, read_tensors(source), shape, device, dtype))
     (folder / "config.json").write_text(json.dumps(wide_config(config, shape, dtype), indent=1) + "\n")
-    for name in _BESIDE:
-        if (source / name).exists():
-            shutil.copy(source / name, folder / name)
+    copy_files(source, folder, _COPIED)
     return total
-
-
-class _ShardWriter:
-    """Weights in files of about two gigabytes, and the index of them."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._index: dict[str, str] = {}
-        self._shard: dict[str, Tensor] = {}
-        self._files = self._held = self._total = 0
-
-    def add(self, name: str, weight: Tensor) -> None:
-        size = weight.numel() * weight.element_size()
-        if self._shard and self._held + size > _SHARD_BYTES:
-            self._flush()
-        self._shard[name] = weight.contiguous().cpu()
-        self._held, self._total = self._held + size, self._total + size
-
-    def finish(self) -> int:
-        """Bytes of everything that was added."""
-        self._flush()
-        layout = {"metadata": {"total_size": self._total}, "weight_map": self._index}
-        (self._folder / "model.safetensors.index.json").write_text(json.dumps(layout) + "\n")
-        return self._total
-
-    def _flush(self) -> None:
-        self._files += 1
-        name = f"model-{self._files:05d}.safetensors"
-        save_file(self._shard, self._folder / name, metadata={"format": "pt"})
-        self._index |= dict.fromkeys(self._shard, name)
-        self._shard, self._held = {}, 0
 
 
 def widen_head(
@@ -404,7 +358,7 @@ def main() -> None:
     model = Path(resolve(options.model))
     written = widen_model(model, options.out, shape, options.device, dtype)
     widen_head(head_source(options.head), model, options.out_head, options.out, shape, options.device, dtype)
-    sys.stdout.write(f"{written / 1e9:.2f} GB of weights and a head in {time.perf_counter() - begin:.1f} s\n")
+    show(f"{written / 1e9:.2f} GB of weights and a head in {time.perf_counter() - begin:.1f} s")
 
 
 if __name__ == "__main__":

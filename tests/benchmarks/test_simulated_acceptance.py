@@ -41,10 +41,10 @@ def test_depths_are_reached_with_the_rates_asked_for(chain: bool) -> None:
     simulation, reached = Simulation(rates, VOCABULARY), [0] * 5
     script = _Script([dice.randrange(VOCABULARY) for _ in range(40)], random.Random(2))
     for _ in range(runs):
-        script.said = dice.randrange(30)
+        script.committed = dice.randrange(30)
         tree = simulation.rewrite(drafted(dice, chain), script)
         TokenTree.checked(tree.token_ids, tree.parents, tree.scores, vocabulary_size=VOCABULARY)
-        for depth in range(accepted(tree, list(script.answer[script.said :]))):
+        for depth in range(accepted(tree, list(script.answer[script.committed :]))):
             reached[depth] += 1
     expected = [0.9, 0.45, 0.36, 0.288, 0.2304]
     # Three standard deviations of a share of so many runs.
@@ -54,8 +54,8 @@ def test_depths_are_reached_with_the_rates_asked_for(chain: bool) -> None:
 def test_nothing_right_is_drafted_past_the_answer_or_for_one_that_was_left() -> None:
     dice = random.Random(3)
     simulation, answer = Simulation((1.0,), VOCABULARY), [5, 6, 7]
-    assert accepted(simulation.rewrite(drafted(dice, True), _Script(answer, dice, said=1)), [6, 7]) == 2
-    left = _Script(answer, dice, said=1, left=True)
+    assert accepted(simulation.rewrite(drafted(dice, True), _Script(answer, dice, committed=1)), [6, 7]) == 2
+    left = _Script(answer, dice, committed=1, departed=True)
     tree = TokenTree((1, 9, 9), (0, 0, 1), (1.0, 1.0, 1.0))
     assert simulation.rewrite(tree, left).token_ids == tree.token_ids
 
