@@ -1,36 +1,35 @@
-"""The hops of a commit to a draft service and of its growth back, as one request meets them: with idle time between.
+"""Times of a commit's hops to a draft service and of the growth's back, for one request with idle time in between.
 
     python -m benchmarks.drafters.link_hops [--links process thread] [--early-ms 1 --whole-ms 2] [--json FILE]
 
 One sequence advances by three tokens with the hidden states that a head of 8B size reads (24 KB), once every
-`--pace-ms`, as an engine does whose pass takes that long. The draft service is a process of its own; its drafter
-(`stamping`) computes nothing, and its trees of 239 nodes carry the times at which it got the commit and had drawn them.
+`--pace-ms`, as an engine does whose pass takes that long. The draft service has its own process; its drafter
+(`stamping`) computes nothing, and its trees of 239 nodes contain the times at which it got the commit and drew them.
 All clocks are the machine's monotonic one. Two times each way:
 
-- sent -> taken in: from the engine's call to the drafter's thread, which has the frame parsed and its features read;
-- drawn -> received: from the trees' arrays, packed behind that, to the receiver of growth in the engine's process.
+- sent -> taken in: from the engine's call to the drafter's thread, which has parsed the frame and read its features;
+- drawn -> received: from the trees' arrays, which are packed next, to the receiver of growth in the engine's process.
 
-With `--busy` the engine's thread computes in Python meanwhile, and the receiver has to ask it for the interpreter. With
-`--early-ms` the first levels are sent before the whole trees. Both processes poll for `--busy-poll-ms`
-after each frame; with 0, or fewer than 8 cores, they sleep.
+With `--busy` the engine's thread computes in Python meanwhile, and the receiver has to wait for the interpreter. With
+`--early-ms` the first levels are sent before the whole trees. Both processes poll for `--busy-poll-ms` after each
+frame; with 0, or fewer than 8 cores, they sleep.
 """
 
 from __future__ import annotations
 
 import argparse
 import platform
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 
 from benchmarks.drafters.stamping import NODES, VOCABULARY_SIZE, WIDTH, times_in
-from benchmarks.shared.report import parser_of, settings_of, write_json
+from benchmarks.shared.processes import process
+from benchmarks.shared.report import parser_of, percentile, settings_of, show, write_json
 from outrider.runtime import prepare_grpc, switch_threads_often
 
 # Before anything imports gRPC, as in the services.
@@ -41,6 +40,7 @@ from outrider.busy_polling import BUSY_POLL_SECONDS, usable_cores  # noqa: E402
 from outrider.drafting.link import GrpcDraftLink, LinkOptions  # noqa: E402
 from outrider.drafting.link_process import LinkProcess  # noqa: E402
 from outrider.drafting.stoppable import StoppableLink  # noqa: E402
+from outrider.ports import free_port  # noqa: E402
 from outrider.sampling import SamplingParams, VerificationMode  # noqa: E402
 from outrider.wire.frames import (  # noqa: E402
     DraftInfo,
@@ -56,13 +56,12 @@ from outrider.wire.frames import (  # noqa: E402
 WARM_UP = 50
 PROMPT_TOKENS = 64
 TOKENS = 3
-PORT = 50_953
 LINKS: dict[str, Callable[..., StoppableLink]] = {"thread": GrpcDraftLink, "process": LinkProcess}
 
 
 @dataclass(frozen=True)
 class Hop:
-    """Microseconds of one way, over so many commits."""
+    """Microseconds of one hop, over `n` commits."""
 
     link: str
     transport: str
@@ -74,7 +73,7 @@ class Hop:
 
 
 class Receiver:
-    """Events of a link: each growth of the newest step, and when it came."""
+    """Receives the events of a link: each growth of the newest step, with its time."""
 
     def __init__(self) -> None:
         self.connected, self.whole = threading.Event(), threading.Event()
@@ -97,21 +96,6 @@ class Receiver:
 
     def on_lost(self, _sequence_ids: Sequence[int]) -> None:
         raise SystemExit("the draft is lost")
-
-
-@contextmanager
-def service(address: str, options: argparse.Namespace) -> Iterator[int]:
-    """A draft service of the stamping drafter in a process of its own; its id."""
-    command = [sys.executable, "-m", "draft_service", "--listen", address, "--log-level", "warning"]
-    drafter = ["--drafter", "benchmarks.drafters.stamping:Stamping"]
-    times = ["--early-ms", str(options.early_ms), "--whole-ms", str(options.whole_ms)]
-    polling = ["--busy-poll-ms", str(options.busy_poll_ms)]
-    process = subprocess.Popen([*command, *drafter, *times, *polling])
-    try:
-        yield process.pid
-    finally:
-        process.terminate()
-        process.wait()
 
 
 def open_one(link: StoppableLink) -> None:
@@ -167,7 +151,10 @@ def measure(link: StoppableLink, receiver: Receiver, options: argparse.Namespace
 
 def run_one(name: str, transport: str, address: str, options: argparse.Namespace) -> list[Hop]:
     receiver = Receiver()
-    with service(address, options):
+    service = ["-m", "draft_service", "--listen", address, "--log-level", "warning"]
+    service += ["--drafter", "benchmarks.drafters.stamping:Stamping", "--busy-poll-ms", str(options.busy_poll_ms)]
+    times = ["--early-ms", str(options.early_ms), "--whole-ms", str(options.whole_ms)]
+    with process(*service, *times):
         link = LINKS[name](
             address, receiver, VOCABULARY_SIZE, "", LinkOptions(busy_poll_seconds=options.busy_poll_ms / 1e3)
         )
@@ -177,12 +164,11 @@ def run_one(name: str, transport: str, address: str, options: argparse.Namespace
             hops = measure(link, receiver, options)
         finally:
             link.stop()
-    return [Hop(name, transport, hop, len(times), *quantiles(times)) for hop, times in sorted(hops.items())]
-
-
-def quantiles(times: Sequence[float]) -> list[float]:
-    ordered = sorted(times)
-    return [round(ordered[int(share * len(ordered))], 1) for share in (0.5, 0.9, 0.99)]
+    rows = []
+    for hop, microseconds in sorted(hops.items()):
+        quantiles = (round(percentile(microseconds, share), 1) for share in (0.5, 0.9, 0.99))
+        rows.append(Hop(name, transport, hop, len(microseconds), *quantiles))
+    return rows
 
 
 def main() -> None:
@@ -198,12 +184,12 @@ def main() -> None:
     options = parser.parse_args()
     rows: list[Hop] = []
     with tempfile.TemporaryDirectory() as folder:
-        addresses = {"tcp": f"127.0.0.1:{PORT}", "unix": f"unix:{folder}/draft.sock"}
+        addresses = {"tcp": f"127.0.0.1:{free_port()}", "unix": f"unix:{folder}/draft.sock"}
         for transport in options.transports:
             for name in options.links:
                 for row in run_one(name, transport, addresses[transport], options):
                     rows.append(row)
-                    sys.stdout.write(f"{row}\n")
+                    show(f"{row}")
     machine = {"cores": usable_cores(), "python": platform.python_version(), "grpcio": version("grpcio")}
     write_json(options.json, {**machine, "settings": settings_of(options), "rows": [asdict(row) for row in rows]})
 

@@ -1,10 +1,10 @@
-"""What a token costs on its way out, with the engine in the server's process and in one of its own.
+"""Delivery of tokens to clients, with the engine in the server's process and in a separate one.
 
     python -m benchmarks.engine.engine_process [--clients N] [--json FILE]
 
 There is no model: each step sleeps, as one that waits for a GPU does, and computes in the interpreter for 0.3 ms, as a
 step's host work does; together that is the step time. Every sequence gets a token per step, through the real server,
-over TCP on this machine, to clients in processes of their own. Takes a minute at most.
+over TCP on this machine, to clients in separate processes. Takes a minute at most.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ The engine's own loop schedules, chooses, waits and commits in real time; only t
 for `--host-ms` besides preparing it; the accepted rows are those that agree with the trace. So the choice between plain
 steps and waiting for drafts can be tuned without a GPU; this device has no tables to choose rows from. A slow host has
 longer round trips; choose longer passes there. Each text is decoded plain and with drafts, in turns, by
-tenants of their own; in the first repeat the engine learns, and it is not counted.
+separate tenants; the first repeat, in which the engine learns, is not counted.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Time of a plain step on one GPU through `ModelRunner.forward`: eager, captured, compiled, joined and fused.
 
 Weights, keys and values are random. Before anything is timed, logits over fresh inputs are compared with those of the
-same weights in fp32 and the reference attention. From the repository's root:
+same weights in fp32 and the reference attention.
 
-    PYTHONPATH=kernels:protos:clients:. python -m benchmarks.engine.steps --json FILE
+    python -m benchmarks.engine.steps --json FILE
 """
 
 from __future__ import annotations

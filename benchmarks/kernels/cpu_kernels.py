@@ -1,6 +1,6 @@
 """Time of the operations of `tree_kernels` on a CPU, at the shape of SmolLM2-135M.
 
-    PYTHONPATH=kernels python -m benchmarks.kernels.cpu_kernels [--threads 2] [--calls 200] [--json FILE]
+    python -m benchmarks.kernels.cpu_kernels [--threads 2] [--calls 200] [--json FILE]
 
 Microseconds of one call: median over `--calls`, and the distance between the quartiles.
 """

@@ -2,9 +2,9 @@
 rows; cuBLAS with a kernel after each product. `preparing.MAX_ROWS` and `preparing.MANY_ROWS` are chosen by it.
 
 Layers follow each other in a captured graph as they do in a step, attention included. Each has its own weights and
-keys, so none has them in the L2 cache. Outputs are compared before they are timed. From the repository's root:
+keys, so none has them in the L2 cache. Outputs are compared before they are timed.
 
-    PYTHONPATH=kernels:protos:clients:. python -m benchmarks.kernels.decoder_layer --device cuda --json FILE
+    python -m benchmarks.kernels.decoder_layer --device cuda --json FILE
 
 On a CPU (`TRITON_INTERPRET=1`, `--shape tiny`) only the outputs mean something, not the times.
 """

@@ -1,7 +1,7 @@
 """Latent attention over trees on one GPU: microseconds of one layer, beside its floor, one row, and other kernels.
 
-    PYTHONPATH=kernels:protos:. python -m benchmarks.kernels.latent_attention [--grid pages] [--sweep] [--json FILE]
-    TRITON_INTERPRET=1 PYTHONPATH=kernels:protos:. python -m benchmarks.kernels.latent_attention --rehearse
+    python -m benchmarks.kernels.latent_attention [--grid pages] [--sweep] [--json FILE]
+    TRITON_INTERPRET=1 python -m benchmarks.kernels.latent_attention --rehearse
 
 Every case has random inputs, is checked against the fp32 reference (and for few keys against the expanded form), and is
 then timed: CUDA graphs of several launches over different caches, so that no launch has its latents in L2; medians over

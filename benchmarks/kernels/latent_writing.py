@@ -1,8 +1,8 @@
 """What a latent layer computes between its projections and its attention, on one GPU: in one launch, and by the code
 of the models.
 
-    PYTHONPATH=kernels:protos:. python -m benchmarks.kernels.latent_writing [--json FILE]
-    TRITON_INTERPRET=1 PYTHONPATH=kernels:protos:. python -m benchmarks.kernels.latent_writing --rehearse
+    python -m benchmarks.kernels.latent_writing [--json FILE]
+    TRITON_INTERPRET=1 python -m benchmarks.kernels.latent_writing --rehearse
 
 That is the norm of the latents, rotary embedding of keys and queries, writing the cache's new rows, and copying the
 queries' rotary parts after their absorbed ones: `norm_rope_write`, beside the functions of transformers' DeepSeek-V2

@@ -1,9 +1,9 @@
 """Time of a decoder layer's fused linear launches on one GPU, beside cuBLAS's products alone.
 
 Each is a captured chain of launches over weights that do not fit the L2 cache together, so programmatic dependent
-launch has the effect that it has in a step. From the repository's root:
+launch has the effect that it has in a step.
 
-    PYTHONPATH=kernels:protos:clients:. python -m benchmarks.kernels.linear [--sweep] [--int8] --json FILE
+    python -m benchmarks.kernels.linear [--sweep] [--int8] --json FILE
 
 With `--int8` our weights are in int8, as in draft heads, and the floor is computed for them.
 """

@@ -1,6 +1,6 @@
 """Verification on one GPU: microseconds of everything in a verify step after the logits, and of the KV move.
 
-    PYTHONPATH=kernels python -m benchmarks.kernels.verification [--json FILE]
+    python -m benchmarks.kernels.verification [--json FILE]
 
 Every case has random inputs, checks the kernels against the loop over sequences, then replays a CUDA graph of several
 calls. Times are medians over replays, divided by the calls; the spread is the distance between the quartiles. Logits
@@ -37,7 +37,7 @@ DISTRIBUTIONS = {
 
 @dataclass(frozen=True)
 class Case:
-    """`sequences` trees of `rows` rows each. `text` logits are distributed as words (Zipf, 1.5), `flat` ones are normal."""
+    """`sequences` trees of `rows` rows each. Logits are `text`, by Zipf's law (1.5) as words are, or `flat`: normal."""
 
     distribution: str
     rows: int

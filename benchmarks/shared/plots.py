@@ -27,10 +27,10 @@ LEAST_RATIO = 0.98
 Row = dict[str, Any]
 
 
-def rows(document: dict[str, Any], **wanted: object) -> list[Row]:
-    """The results whose named fields have these values."""
+def rows(document: dict[str, Any], **fields: object) -> list[Row]:
+    """The results with these values in the named fields."""
     found: list[Row] = document["results"]
-    return [row for row in found if all(row[name] == value for name, value in wanted.items())]
+    return [row for row in found if all(row[name] == value for name, value in fields.items())]
 
 
 def axis(title: str, label: str) -> tuple[Figure, Axes]:

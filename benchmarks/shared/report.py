@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+
+from outrider.machine import describe_commit, describe_machine, describe_versions
 
 Value = TypeVar("Value")
 
@@ -34,6 +37,16 @@ def settings_of(options: argparse.Namespace, but: Sequence[str] = ()) -> dict[st
     return {name: value for name, value in vars(options).items() if name not in ("json", "markdown", *but)}
 
 
+def provenance(script: str, packages: Sequence[str] = ()) -> dict[str, Any]:
+    """Machine, versions (of `packages` too), commit and command of a run of the module `benchmarks.<script>`."""
+    return {
+        "machine": describe_machine(),
+        "versions": describe_versions(packages),
+        "commit": describe_commit(),
+        "command": shlex.join(["python", "-m", f"benchmarks.{script}", *sys.argv[1:]]),
+    }
+
+
 def show(text: str) -> None:
     """Write a line to the standard output at once, whether or not it is a terminal."""
     sys.stdout.write(text + "\n")
@@ -53,6 +66,11 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str
     lines = ["| " + " | ".join(map(str, row)) + " |" for row in (head, *rows)]
     lines.insert(1, "|---|" + "---:|" * (len(head) - 1))
     return "\n".join(lines) + "\n"
+
+
+def record_table(rows: Sequence[Mapping[str, object]]) -> str:
+    """Rows with the same fields as a Markdown table."""
+    return markdown_table([name.replace("_", " ") for name in rows[0]], [list(row.values()) for row in rows])
 
 
 def median_and_spread(values: Sequence[float]) -> tuple[float, float]:

@@ -29,7 +29,7 @@ class StepRecorder:
         """Nothing to keep."""
 
     def take(self) -> list[tuple[int, StepStats]]:
-        """Return the steps kept so far, and begin anew without them."""
+        """Return and drop the recorded steps."""
         taken, self._steps = self._steps, []
         return taken
 
