@@ -32,18 +32,21 @@ from outrider.sampling import LOSSLESS_MODES, SamplingParams, VerificationMode
 from outrider.tree import TokenTree
 
 
-def _shape(layer: Sequence[int], vocabularies: tuple[int, int], feature_layers: tuple[int, int, int]) -> HeadConfig:
-    """`layer`: widths of the state and the MLP, heads, key heads, head width. `vocabularies`: of target and draft."""
-    target, draft = vocabularies
-    own = dict(vocab_size=target, draft_vocab_size=draft, target_hidden_size=layer[0])
-    return HeadConfig("eagle3", *layer, num_features=3, feature_layers=feature_layers, **own)
+def _shape(
+    hidden: int, inner: int, heads: int, kv_heads: int, width: int, vocabulary: int, draft_vocabulary: int,
+    feature_layers: tuple[int, int, int],
+) -> HeadConfig:  # fmt: skip
+    return HeadConfig(
+        "eagle3", hidden, inner, heads, kv_heads, width, vocab_size=vocabulary, draft_vocab_size=draft_vocabulary,
+        target_hidden_size=hidden, num_features=3, feature_layers=feature_layers,
+    )  # fmt: skip
 
 
 SHAPES = {
-    "smollm2-135m": _shape((576, 1536, 9, 3, 64), (49152, 16384), (1, 14, 26)),
-    "llama-8b": _shape((4096, 14336, 32, 8, 128), (128256, 32000), (1, 15, 28)),
+    "smollm2-135m": _shape(576, 1536, 9, 3, 64, 49152, 16384, (1, 14, 26)),
+    "llama-8b": _shape(4096, 14336, 32, 8, 128, 128256, 32000, (1, 15, 28)),
     # For rehearsals.
-    "tiny": _shape((64, 128, 4, 2, 16), (1000, 500), (1, 2, 3)),
+    "tiny": _shape(64, 128, 4, 2, 16, 1000, 500, (1, 2, 3)),
 }
 # Steps, topk, nodes and frontier; the first two are the defaults, without and with captured graphs.
 TREES = {

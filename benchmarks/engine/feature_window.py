@@ -71,6 +71,9 @@ class MeteredLink:
         self._opened.difference_update(sequence_ids)
         self._link.close(sequence_ids)
 
+    def cut_off(self, reason: str) -> None:
+        self._link.cut_off(reason)
+
 
 @dataclass(frozen=True)
 class Figure:

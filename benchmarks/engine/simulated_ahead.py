@@ -51,6 +51,7 @@ from target_service.core.sequence import SequenceFinished, SequenceRequest, Step
 from target_service.engine.loop import EngineLoop
 from target_service.execution.batch import StepBatch
 from target_service.execution.device_executor import DeviceSteps
+from target_service.execution.device_time import DeviceSpan
 from target_service.execution.host_executor import Launched, Ready
 from target_service.model.cuda_graphs.sizes import row_sizes
 from target_service.model.forward import ForwardInput
@@ -120,7 +121,8 @@ class TextRunner(ModelRunner):
 class _Pass:
     """A step, which begins when those before it have ended; see `Launched`."""
 
-    on_device, span = True, None
+    on_device = True
+    span: DeviceSpan | None = None
 
     def __init__(self, device: SimulatedDevice, batch: StepBatch, verifiers: Sequence[SequenceVerifier], stride: int):
         self._device, self.batch, self.verifiers, self.stride = device, batch, verifiers, stride

@@ -57,8 +57,8 @@ class _TextAttend:
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # noqa: ARG002
         self.keys.append(key.transpose(0, 1))
         self.values.append(value.transpose(0, 1))
-        rows = [part.transpose(0, 1)[None] for part in (query, key, value)]
-        return functional.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+        q, k, v = (part.transpose(0, 1)[None] for part in (query, key, value))
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
 
 
 class _TreeAttend:

@@ -111,6 +111,6 @@ def read_recordings(path: Path) -> list[Recording]:
     with safe_open(path, framework="pt") as file:
         texts, kept = json.loads(file.metadata()["recordings"]), set(file.keys())
         return [
-            Recording(*text, file.get_tensor(str(place)) if str(place) in kept else None)
-            for place, text in enumerate(texts)
+            Recording(task, token_ids, prompt_length, file.get_tensor(str(place)) if str(place) in kept else None)
+            for place, (task, token_ids, prompt_length) in enumerate(texts)
         ]

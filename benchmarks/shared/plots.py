@@ -1,5 +1,5 @@
-"""Draws the figures of docs/performance.md that were measured on a GPU from their JSON files, as PNGs beside them; and
-what speculation makes at the cost of an 8B model, for the README, from those of the widened model.
+"""Draws the GPU figures of docs/performance.md from their JSON files, as PNGs beside them; and the README's figure of
+speculation at the cost of an 8B model, from the JSON files of the widened model.
 
     python -m benchmarks.shared.plots [--results benchmarks/results] [--prefix 2026-11-21-h200-]
     python -m benchmarks.shared.plots --widened docs/speed8b.png
@@ -144,7 +144,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=Path(__file__).parents[1] / "results")
     parser.add_argument("--prefix", default="2026-11-21-h200-")
-    parser.add_argument("--widened", type=Path, help="draw what speculation makes at 8B cost to this file, and no more")
+    parser.add_argument("--widened", type=Path, help="draw only the figure of speculation at 8B cost, to this file")
     options = parser.parse_args()
     if options.widened:
         results: Path = options.results

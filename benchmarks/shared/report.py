@@ -86,6 +86,6 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def interval_95(values: Sequence[float]) -> list[float]:
-    """The two ends between which 95 % of a bootstrap's values lie."""
+    """The interval of 95 % of a bootstrap's values."""
     ordered = sorted(values)
     return [round(ordered[int(share * (len(ordered) - 1))], 4) for share in (0.025, 0.975)]

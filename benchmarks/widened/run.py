@@ -66,7 +66,7 @@ from outrider.sampling import VerificationMode
 # Verification by the target's choice, and the other mode that is measured.
 DEFAULT, TYPICAL = "default", str(VerificationMode.TYPICAL.value)
 Tasks = dict[str, list[Prompt]]
-# After this time a service hangs. Chosen: many times the time of any request.
+# A service that takes longer for a request hangs. Chosen: many times the time of any.
 _REQUEST_SECONDS = 300.0
 
 
