@@ -70,13 +70,12 @@ _WHOLE, _EARLY = TreeShape(8, 16, 8, 239), TreeShape(4, 16, 8, 239)
 
 
 class Texts:
-    """Recorded texts in a small vocabulary, each after a first token that no other has: its place."""
+    """Recorded texts in a small vocabulary. The first token of each is its place among them, which no other has."""
 
     def __init__(self, recordings: Sequence[Recording]) -> None:
         self._ids: dict[int, int] = {}
         self.texts = [[place, *map(self.id_of, one.token_ids)] for place, one in enumerate(recordings)]
         self.prompts = [text[: 1 + one.prompt_length] for text, one in zip(self.texts, recordings, strict=True)]
-        self.count = len(recordings)
 
     def id_of(self, token: int) -> int:
         """The id of a recorded token in the small vocabulary."""
@@ -212,7 +211,7 @@ class RecordedDraft:
         self._delays = {"early": early * one_pass, "whole": whole * one_pass}
         self._opening = opening
         self._tokens: dict[int, list[int]] = {}
-        self._steps: dict[int, tuple[int, int]] = {}
+        self._first_steps: dict[int, int] = {}
         self._ids: dict[int, int] = {}
         self._due: list[_Due] = []
         self._count = itertools.count()
@@ -222,7 +221,7 @@ class RecordedDraft:
 
     def open(self, sequence: OpenSequence) -> None:
         self._tokens[sequence.sequence_id] = list(sequence.token_ids)
-        self._steps[sequence.sequence_id] = sequence.step, sequence.step
+        self._first_steps[sequence.sequence_id] = sequence.step
         self._ids[sequence.sequence_id] = 1
         self._plan(sequence.sequence_id, sequence.step, ("whole",))
 
@@ -230,8 +229,6 @@ class RecordedDraft:
         for one in advances:
             if one.sequence_id in self._tokens:
                 self._tokens[one.sequence_id].extend(one.token_ids)
-                first, _ = self._steps[one.sequence_id]
-                self._steps[one.sequence_id] = first, one.step
                 self._plan(one.sequence_id, one.step, ("early", "whole"))
 
     def send_features(self, features: Sequence[SequenceFeatures]) -> None:
@@ -245,7 +242,7 @@ class RecordedDraft:
         raise AssertionError(reason)
 
     def _plan(self, sequence_id: int, step: int, parts: Sequence[str]) -> None:
-        tokens, (first, _) = self._tokens[sequence_id], self._steps[sequence_id]
+        tokens, first = self._tokens[sequence_id], self._first_steps[sequence_id]
         # In the recording: without the first token, which is the text's place.
         root = len(tokens) - 2
         for part in parts:
@@ -337,7 +334,7 @@ def run_mode(
             RecordedDraft(loop.drafting, tables, texts, times.one_pass, options.early, options.whole, options.opening)
         )
         loop.drafting.listen()
-    waiting, number, tokens = list(range(texts.count)) * options.laps, 0, 0
+    waiting, number, tokens = list(range(len(texts.texts))) * options.laps, 0, 0
     answers: dict[int, list[int]] = {}
     begin = time.perf_counter()
     while waiting or loop.live:

@@ -70,7 +70,7 @@ class Session:
             for mode in subjects if number % 2 else reversed(subjects):
                 how = {"speculate": mode != "plain", "tenant": f"wave-{concurrency}-{number}"}
                 done = subjects[mode].wave(prompts, count, **how)
-                # The first of each size finds caches cold.
+                # The first wave of each size has cold caches.
                 if number >= 0:
                     measured[mode].append(done)
                 elif hasattr(subjects[mode], "steps"):
@@ -118,7 +118,7 @@ def draft_settings(options: argparse.Namespace, mode: str) -> DraftSettings | No
 
 @contextmanager
 def served(options: argparse.Namespace, modes: Sequence[str], arrangement: str) -> Iterator[dict[str, Clients]]:
-    """Clients of one service per mode, all of them up."""
+    """Clients of a service for each mode; all services are up."""
     more = dict(options.target)
     if len(modes) > 1 and options.device != "cpu" and not {"kv_tokens", "memory_share"} & more.keys():
         more["memory_share"] = round(_SHARED_MEMORY / len(modes), 3)

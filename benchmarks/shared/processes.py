@@ -1,4 +1,4 @@
-"""Python processes that a benchmark starts: until when to wait for them, and how much processor time they take."""
+"""Starts Python processes, waits for services, and measures processor time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-START_SECONDS = 400.0
+_START_SECONDS = 400.0
 _STOP_SECONDS = 60.0
 
 
@@ -37,7 +37,7 @@ def wait_for(address: str, running: subprocess.Popen[bytes]) -> None:
     # Imports gRPC, which reads its environment then: a script may have to prepare that first.
     from outrider.healthcheck import check
 
-    deadline = time.monotonic() + START_SECONDS
+    deadline = time.monotonic() + _START_SECONDS
     while time.monotonic() < deadline:
         if running.poll() is not None:
             raise RuntimeError(f"the service at {address} exited with status {running.returncode}")
