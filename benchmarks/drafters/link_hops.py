@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import platform
-import sys
 import tempfile
 import threading
 import time
@@ -27,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 
-from benchmarks.drafters.stamping import NODES, VOCABULARY_SIZE, WIDTH, times_in
+from benchmarks.drafters.stamping import NODES, WIDTH, times_in
 from benchmarks.shared.processes import process
 from benchmarks.shared.report import parser_of, percentile, settings_of, show, write_json
 from outrider.runtime import prepare_grpc, switch_threads_often
@@ -36,22 +35,13 @@ from outrider.runtime import prepare_grpc, switch_threads_often
 prepare_grpc()
 switch_threads_often()
 
+from benchmarks.drafters.link_events import VOCABULARY_SIZE, LinkEvents, open_sequence  # noqa: E402
 from outrider.busy_polling import BUSY_POLL_SECONDS, usable_cores  # noqa: E402
 from outrider.drafting.link import GrpcDraftLink, LinkOptions  # noqa: E402
 from outrider.drafting.link_process import LinkProcess  # noqa: E402
 from outrider.drafting.stoppable import StoppableLink  # noqa: E402
 from outrider.ports import free_port  # noqa: E402
-from outrider.sampling import SamplingParams, VerificationMode  # noqa: E402
-from outrider.wire.frames import (  # noqa: E402
-    DraftInfo,
-    OpenSequence,
-    SequenceAdvance,
-    SequenceFailure,
-    SequenceFeatures,
-    SequenceGrowth,
-    TreeLimits,
-    Vectors,
-)
+from outrider.wire.frames import SequenceAdvance, SequenceFeatures, SequenceGrowth, Vectors  # noqa: E402
 
 WARM_UP = 50
 PROMPT_TOKENS = 64
@@ -72,11 +62,12 @@ class Hop:
     p99: float
 
 
-class Receiver:
-    """Receives the events of a link: each growth of the newest step, with its time."""
+class Receiver(LinkEvents):
+    """Receives each growth of the newest step, with its time."""
 
     def __init__(self) -> None:
-        self.connected, self.whole = threading.Event(), threading.Event()
+        super().__init__()
+        self.whole = threading.Event()
         self.growths: list[tuple[int, SequenceGrowth]] = []
 
     def on_growth(self, growths: Sequence[SequenceGrowth]) -> None:
@@ -84,36 +75,6 @@ class Receiver:
         self.growths.extend((now, growth) for growth in growths)
         if len(growths[-1].token_ids) == NODES:
             self.whole.set()
-
-    def on_failure(self, failure: SequenceFailure) -> None:
-        raise SystemExit(f"the draft failed: {failure.message}")
-
-    def on_connected(self, _info: DraftInfo) -> None:
-        self.connected.set()
-
-    def on_disconnected(self, reason: str) -> None:
-        sys.stderr.write(f"no draft: {reason}\n")
-
-    def on_lost(self, _sequence_ids: Sequence[int]) -> None:
-        raise SystemExit("the draft is lost")
-
-
-def open_one(link: StoppableLink) -> None:
-    token_ids = tuple(i * 7919 % 997 for i in range(PROMPT_TOKENS))
-    link.open(
-        OpenSequence(
-            sequence_id=1,
-            token_ids=token_ids,
-            prompt_length=PROMPT_TOKENS,
-            step=0,
-            seed=0,
-            mode=VerificationMode.GREEDY,
-            sampling=SamplingParams(),
-            limits=TreeLimits(),
-            vocabulary_size=VOCABULARY_SIZE,
-        )
-    )
-    link.send_features([SequenceFeatures(1, 0, vectors(PROMPT_TOKENS - 1))])
 
 
 def vectors(count: int) -> Vectors:
@@ -123,7 +84,8 @@ def vectors(count: int) -> Vectors:
 def measure(link: StoppableLink, receiver: Receiver, options: argparse.Namespace) -> dict[str, list[float]]:
     """Microseconds of each hop, by its name."""
     hops: dict[str, list[float]] = {}
-    open_one(link)
+    open_sequence(link, 1, PROMPT_TOKENS)
+    link.send_features([SequenceFeatures(1, 0, vectors(PROMPT_TOKENS - 1))])
     time.sleep(0.5)
     features = vectors(TOKENS)
     for step in range(1, WARM_UP + options.rounds + 1):
@@ -159,8 +121,7 @@ def run_one(name: str, transport: str, address: str, options: argparse.Namespace
             address, receiver, VOCABULARY_SIZE, "", LinkOptions(busy_poll_seconds=options.busy_poll_ms / 1e3)
         )
         try:
-            if not receiver.connected.wait(60.0):
-                raise SystemExit("no draft service")
+            receiver.wait_for_draft()
             hops = measure(link, receiver, options)
         finally:
             link.stop()

@@ -29,20 +29,12 @@ from outrider.runtime import prepare_grpc, switch_threads_often
 prepare_grpc()
 switch_threads_often()
 
+from benchmarks.drafters.link_events import VOCABULARY_SIZE, LinkEvents, open_sequence  # noqa: E402
 from outrider.drafting.link import connect_draft  # noqa: E402
 from outrider.drafting.stoppable import StoppableLink  # noqa: E402
 from outrider.ports import free_port  # noqa: E402
-from outrider.sampling import SamplingParams, VerificationMode  # noqa: E402
-from outrider.wire.frames import (  # noqa: E402
-    DraftInfo,
-    OpenSequence,
-    SequenceAdvance,
-    SequenceFailure,
-    SequenceGrowth,
-    TreeLimits,
-)
+from outrider.wire.frames import SequenceAdvance, SequenceGrowth  # noqa: E402
 
-VOCABULARY_SIZE = 49_152
 PROMPT_TOKENS = 256
 WARM_UP = 200
 
@@ -66,32 +58,17 @@ class Row:
     draft_cpu: float
 
 
-class Waiter:
-    """Receives the events of a link, and waits for the growths of a step."""
+class Waiter(LinkEvents):
+    """Counts growth, and waits for the growths of a step."""
 
     def __init__(self) -> None:
-        self.connected = threading.Event()
-        self.drafter = self.reason = ""
+        super().__init__()
         self.nodes = 0
         self._answered = threading.Semaphore(0)
 
     def on_growth(self, growths: Sequence[SequenceGrowth]) -> None:
         self.nodes += sum(len(growth.token_ids) for growth in growths)
         self._answered.release(len(growths))
-
-    def on_failure(self, failure: SequenceFailure) -> None:
-        raise SystemExit(f"the draft failed: {failure.message}")
-
-    def on_connected(self, info: DraftInfo) -> None:
-        self.drafter = info.drafter
-        self.connected.set()
-
-    def on_disconnected(self, reason: str) -> None:
-        self.reason = reason
-        self.connected.clear()
-
-    def on_lost(self, _sequence_ids: Sequence[int]) -> None:
-        raise SystemExit("the draft is lost")
 
     def wait(self, answers: int) -> None:
         for _ in range(answers):
@@ -101,23 +78,6 @@ class Waiter:
 
 def draft_seconds(pid: int | None) -> float:
     return processor_seconds(pid) if pid is not None else 0.0
-
-
-def open_all(link: StoppableLink, ids: Sequence[int]) -> None:
-    for sequence_id in ids:
-        link.open(
-            OpenSequence(
-                sequence_id=sequence_id,
-                token_ids=tuple(i * 7919 % 997 for i in range(PROMPT_TOKENS)),
-                prompt_length=PROMPT_TOKENS,
-                step=0,
-                seed=sequence_id,
-                mode=VerificationMode.GREEDY,
-                sampling=SamplingParams(),
-                limits=TreeLimits(),
-                vocabulary_size=VOCABULARY_SIZE,
-            )
-        )
 
 
 def measure(
@@ -130,7 +90,8 @@ def measure(
 ) -> Row:
     """Time `options.rounds` steps of `sequences` sequences; `draft` is the id of the service's process."""
     ids, rounds = range(1, sequences + 1), options.rounds
-    open_all(link, ids)
+    for sequence_id in ids:
+        open_sequence(link, sequence_id, PROMPT_TOKENS)
     waiter.wait(sequences)
     waiter.nodes = 0
     times: list[float] = []
@@ -183,8 +144,7 @@ def run_one(transport: str, address: str, sequences: int, options: argparse.Name
     arguments = ["-m", "draft_service", "--listen", address, "--drafter", options.drafter, "--log-level", "warning"]
     with nullcontext() if transport == "inprocess" else process(*arguments) as draft:
         link = connect_draft(address, waiter, VOCABULARY_SIZE, "")
-        if not waiter.connected.wait(timeout=60):
-            raise SystemExit(f"no draft service: {waiter.reason}")
+        waiter.wait_for_draft()
         row = measure(link, waiter, transport, sequences, draft.pid if draft else None, options)
         link.stop()
     return row

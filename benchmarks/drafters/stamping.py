@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.drafters.link_events import VOCABULARY_SIZE
 from draft_service.drafters.base import Drafter, DraftSequence
 from draft_service.drafters.grown import Grown, Pending
 from draft_service.drafters.hidden_states import FeatureWindow
@@ -18,7 +19,6 @@ from outrider.settings import Settings, setting
 from outrider.tree import TokenTree
 from outrider.wire.frames import FeatureRequest, TreeLimits
 
-VOCABULARY_SIZE = 49_152
 # Of a head of 8B size.
 WIDTH = 4096
 NODES = 239

@@ -30,11 +30,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.serving.vllm_peer import ENVIRONMENT, describe_peer
+from benchmarks.serving.vllm_peer import ENVIRONMENT, checked, describe_peer, engine_parser, prompts_of
 from benchmarks.serving.vllm_peer import engine_options as peer_options
 from benchmarks.shared.processes import process, wait_for
-from benchmarks.shared.report import comma_separated, parser_of, show, write_json
-from benchmarks.shared.workload import Prompt, random_prompts, read_prompts, wave
+from benchmarks.shared.report import comma_separated, show, write_json
+from benchmarks.shared.workload import Prompt, wave
 
 MODES = ("plain", "ngram", "outrider")
 # Of a round; fewer are too few to compare modes.
@@ -171,12 +171,8 @@ def run_mode(options: argparse.Namespace) -> None:
     """Measure vLLM in one mode, in a separate process. Each round is written when it has ended."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    if options.shape:
-        config = json.loads((Path(options.shape) / "config.json").read_text())
-        count = sum(max(options.waves * c, _LEAST_PROMPTS + c) for c in options.concurrency) + max(options.concurrency)
-        prompts = random_prompts(count, options.prompt_tokens, config["vocab_size"])
-    else:
-        prompts = read_prompts(options.model, 0)
+    count = sum(max(options.waves * c, _LEAST_PROMPTS + c) for c in options.concurrency) + max(options.concurrency)
+    prompts = prompts_of(options, count)
     from vllm import LLM, SamplingParams
 
     llm = LLM(**engine_options(options))
@@ -217,27 +213,19 @@ def compare(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, 
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = parser_of(__doc__)
-    parser.add_argument("--model", default="", help="folder of a model with its tokenizer")
-    parser.add_argument("--shape", default="", help="folder with a config.json, for random weights")
-    parser.add_argument("--prompt-tokens", type=int, default=0, help="of random prompts")
+    parser = engine_parser(__doc__)
     parser.add_argument("--modes", default=",".join(MODES), type=comma_separated(str))
     parser.add_argument("--concurrency", default="1,8,32", type=comma_separated(int))
     parser.add_argument("--rounds", type=int, default=3, help="how often each prompt is sent")
     parser.add_argument("--waves", type=int, default=2, help="of new prompts in a round, of eight prompts at least")
-    parser.add_argument("--max-tokens", type=int, default=200)
-    parser.add_argument("--ngram-tokens", type=int, default=5, help="tokens that vLLM's own n-gram proposes")
     parser.add_argument("--draft-tokens", type=int, default=8, help="tokens of Outrider's chains")
     parser.add_argument("--wait-ms", type=float, default=5.0, help="bound of a wait for the draft")
     parser.add_argument("--draft", default="", help="address of a draft service that runs")
     parser.add_argument("--draft-python", default=sys.executable, help="interpreter that has outrider[draft]")
-    parser.add_argument("--engine", default="{}", type=json.loads, help="more arguments of vllm.LLM, as JSON")
     # For the process of one mode.
     parser.add_argument("--mode", default="", choices=("", *MODES), help=argparse.SUPPRESS)
     parser.add_argument("--rounds-file", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if bool(options.model) == bool(options.shape) or (options.shape and not options.prompt_tokens):
-        parser.error("name a --model, or a --shape with --prompt-tokens")
+    options = checked(parser, arguments)
     if unknown := set(options.modes) - set(MODES):
         parser.error(f"--modes: there is no {sorted(unknown)[0]}")
     return options

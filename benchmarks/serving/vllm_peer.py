@@ -135,12 +135,11 @@ def measure(peer: Peer, prompts: Sequence[Prompt], options: argparse.Namespace, 
             show(line(rows[-1]))
 
 
-def prompts_of(options: argparse.Namespace) -> list[Prompt]:
-    """The prompts of `serving.py` with the same settings."""
+def prompts_of(options: argparse.Namespace, count: int) -> list[Prompt]:
+    """The prompts of `serving.py`: the shared ones, or `count` random ones."""
     if not options.prompt_tokens:
         return read_prompts(options.model, 0)
     config = json.loads((Path(options.shape or options.model) / "config.json").read_text())
-    count = (options.waves + 1) * max(options.concurrency)
     return random_prompts(count, options.prompt_tokens, config["vocab_size"])
 
 
@@ -158,27 +157,38 @@ def describe_peer() -> dict[str, str]:
     }
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = parser_of(__doc__)
+def engine_parser(doc: str | None) -> argparse.ArgumentParser:
+    """A parser with the options of an engine and its prompts; see `checked`."""
+    parser = parser_of(doc)
     parser.add_argument("--model", default="", help="folder of a model with its tokenizer")
     parser.add_argument("--shape", default="", help="folder with a config.json, for random weights")
-    parser.add_argument("--mode", default="plain", choices=("plain", "ngram"))
-    parser.add_argument("--concurrency", default="1,8,32,64", type=comma_separated(int))
-    parser.add_argument("--loops", default="waves,closed", type=comma_separated(str), help="waves, closed, steps")
-    parser.add_argument("--waves", type=int, default=3)
-    parser.add_argument("--max-tokens", type=int, default=200)
     parser.add_argument("--prompt-tokens", type=int, default=0, help="of random prompts")
-    parser.add_argument("--ngram-tokens", type=int, default=5, help="tokens that n-gram speculation proposes")
+    parser.add_argument("--max-tokens", type=int, default=200)
+    parser.add_argument("--ngram-tokens", type=int, default=5, help="tokens that vLLM's n-gram speculation proposes")
     parser.add_argument("--engine", default="{}", type=json.loads, help="more arguments of vllm.LLM, as JSON")
+    return parser
+
+
+def checked(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options of an `engine_parser`. Ends the script if they name no model."""
     options = parser.parse_args(arguments)
     if bool(options.model) == bool(options.shape) or (options.shape and not options.prompt_tokens):
         parser.error("name a --model, or a --shape with --prompt-tokens")
     return options
 
 
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = engine_parser(__doc__)
+    parser.add_argument("--mode", default="plain", choices=("plain", "ngram"))
+    parser.add_argument("--concurrency", default="1,8,32,64", type=comma_separated(int))
+    parser.add_argument("--loops", default="waves,closed", type=comma_separated(str), help="waves, closed, steps")
+    parser.add_argument("--waves", type=int, default=3)
+    return checked(parser, arguments)
+
+
 def main() -> None:
     options = parse()
-    prompts = prompts_of(options)
+    prompts = prompts_of(options, (options.waves + 1) * max(options.concurrency))
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from vllm import LLM, SamplingParams
