@@ -1,1 +1,1 @@
-"""Measurements of Outrider, by what is measured. `README.md` says how each is run."""
+"""Benchmarks of Outrider, in a folder for each part; see `README.md`."""

@@ -1,1 +1,1 @@
-"""Drafters by themselves: acceptance, cost, round trips."""
+"""Drafters: acceptance, cost, round trips."""

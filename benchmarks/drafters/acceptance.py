@@ -1,40 +1,39 @@
 """Mean accepted length, by task, drafter and temperature: tokens for each verified step, the bonus token included.
 
-    PYTHONPATH=kernels:protos:. python -m benchmarks.drafters.acceptance --head FOLDER [--model MODEL] [--device cuda]
+    python -m benchmarks.drafters.acceptance --head FOLDER [--model MODEL] [--device cuda]
         [--drafters trie,eagle_chain,eagle_tree,merged] [--temperatures 0,1] [--rejection] [--json FILE]
         [--medusa FOLDER, for the drafters medusa_chain, medusa_tree, medusa_fixed]
 
-Every conversation of `prompts.jsonl` is held, answers ending where the model ends them or after `--max-tokens`; where
-there is a second turn, it follows on the model's own first answer. Engine and drafter run in one process, `concurrency`
-sequences at a time, so that no draft is late; every row that is drafted is verified (at most 64 of a sequence, the root
-included) and drafting is never switched off. So acceptance is measured, and not what pays. T = 0 is GREEDY; T = 1 is
-COUPLED with fixed seeds and, with `--rejection`, REJECTION, which uses at most 15 drafted rows.
+The model answers every conversation of `prompts.jsonl`, at most `--max-tokens` a turn; second turns follow the model's
+own first answers. Engine and drafter run in one process, `concurrency` sequences at a time, so that no draft is late;
+every drafted row is verified (at most 64 of a sequence, the root included) and drafting is never switched off. So
+acceptance is measured, not speed. T = 0 is GREEDY; T = 1 is COUPLED with fixed seeds and, with `--rejection`,
+REJECTION, which uses at most 15 drafted rows.
 
-Each drafter's run at each temperature begins with an empty trie, which then learns from prompt to prompt and from the
-answers, as in service: later prompts of a task profit from earlier ones, in the order of the file.
+Each drafter's run at each temperature begins with an empty trie, which learns from prompts and answers as in service:
+later prompts of a task profit from earlier ones, in the order of the file.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.drafters.acceptance_drafters import EAGLE, MEDUSA, NAMES, TREE_NODES, DrafterSet
-from benchmarks.drafters.acceptance_run import Distribution, Talk, Tally
+from benchmarks.drafters.acceptance_run import Distribution, Talk
 from benchmarks.shared.machine import describe
-from benchmarks.shared.report import parser_of, settings_of, write_json
-from benchmarks.shared.workload import Conversation, folder_of, read_conversations
+from benchmarks.shared.report import comma_separated, markdown_table, parser_of, settings_of, show, write_json
+from benchmarks.shared.workload import Conversation, first_of_each_task, folder_of, read_conversations
 from outrider.sampling import VerificationMode
 from target_service.assembly import engine_config, load_model
 from target_service.config import TargetConfig
 
 _ALL = "all"
-# Prompt rows of one step, beside the trees of all sequences: a tree that is cut for a prompt would accept less.
+# Prompt rows of one step beside the whole trees of all sequences: trees that are cut for a prompt would accept less.
 _PROMPT_ROWS = 1024
 
 
@@ -48,12 +47,12 @@ def distributions(options: argparse.Namespace) -> list[Distribution]:
 
 
 def target_config(options: argparse.Namespace) -> TargetConfig:
-    """Room for every tree whole, and drafts that are always wanted."""
+    """Steps with room for all trees, and drafts that are never switched off."""
     settings: dict[str, Any] = {
         "model": options.model,
         "device": options.device,
         "dtype": options.dtype,
-        # The link is made here; its name only says that there is one.
+        # `Talk` links the drafter; this only has to name some draft.
         "draft": "inprocess:eagle",
         "draft_head": options.head,
         "row_budget": "all",
@@ -68,20 +67,17 @@ def target_config(options: argparse.Namespace) -> TargetConfig:
 
 
 def agreement(talk: Talk, first: Talk) -> float:
-    """Share of answers that are those of the first drafter: all, but for near-ties in bfloat16."""
+    """Share of answers that equal those of the first drafter: all, except after near-ties in bfloat16."""
     common = talk.outputs.keys() & first.outputs.keys()
     return round(sum(talk.outputs[key] == first.outputs[key] for key in common) / max(1, len(common)), 4)
 
 
 def by_task(talk: Talk) -> dict[str, dict[str, Any]]:
-    total = Tally()
-    for tally in talk.tallies.values():
-        total.join(tally)
-    return {task: tally.figures() for task, tally in (*talk.tallies.items(), (_ALL, total))}
+    return {task: tally.figures() for task, tally in (*talk.tallies.items(), (_ALL, talk.total))}
 
 
 def measure(options: argparse.Namespace, conversations: Sequence[Conversation]) -> list[dict[str, Any]]:
-    """One result for every distribution and drafter; the model is loaded once."""
+    """A result for every distribution and drafter; the model is loaded once."""
     config = target_config(options)
     runner = load_model(config)
     drafters = DrafterSet(
@@ -110,30 +106,30 @@ def measure(options: argparse.Namespace, conversations: Sequence[Conversation]) 
                 "temperature": distribution.temperature,
                 "mode": distribution.mode.value,
                 "tasks": by_task(talk),
+                "drafter_stats": talk.drafter_stats,
+                "seconds": round(seconds, 2),
+                "same_outputs_as_first": agreement(talk, first),
             }
-            result |= {"drafter_stats": talk.drafter_stats}
-            result |= {"seconds": round(seconds, 2), "same_outputs_as_first": agreement(talk, first)}
             results.append(result)
             whole = result["tasks"][_ALL]
-            figures = f"{whole['tokens_per_step']:.3f} tokens/step over {whole['steps']} steps, "
-            figures += f"{whole['drafted_rows_per_step']:.1f} rows drafted"
-            sys.stdout.write(f"{distribution.name:16s} {name:12s} {figures}, {seconds:.1f} s\n")
-            sys.stdout.flush()
+            show(
+                f"{distribution.name:16s} {name:12s} {whole['tokens_per_step']:.3f} tokens/step over {whole['steps']} "
+                f"steps, {whole['drafted_rows_per_step']:.1f} rows drafted, {seconds:.1f} s"
+            )
     return results
 
 
 def tables(results: Sequence[dict[str, Any]]) -> str:
-    """Markdown: a table for each distribution, tasks down, drafters across."""
+    """A Markdown table for each distribution, with a row for each task and a column for each drafter."""
     parts = []
-    for distribution in dict.fromkeys((one["temperature"], one["mode"]) for one in results):
-        chosen = [one for one in results if (one["temperature"], one["mode"]) == distribution]
-        parts.append(f"T = {distribution[0]:g}, {distribution[1].upper()}\n")
-        parts.append("| task | " + " | ".join(one["drafter"].replace("_", " ") for one in chosen) + " |")
-        parts.append("|---|" + "---:|" * len(chosen))
-        for task in chosen[0]["tasks"]:
-            values = (f"{one['tasks'][task]['tokens_per_step']:.2f}" for one in chosen)
-            parts.append(f"| {task.replace('_', ' ')} | " + " | ".join(values) + " |")
-        parts.append("")
+    for temperature, mode in dict.fromkeys((one["temperature"], one["mode"]) for one in results):
+        chosen = [one for one in results if (one["temperature"], one["mode"]) == (temperature, mode)]
+        rows = [
+            [task.replace("_", " "), *(f"{one['tasks'][task]['tokens_per_step']:.2f}" for one in chosen)]
+            for task in chosen[0]["tasks"]
+        ]
+        head = ["task", *(one["drafter"].replace("_", " ") for one in chosen)]
+        parts += [f"T = {temperature:g}, {mode.upper()}\n", markdown_table(head, rows)]
     return "\n".join(parts)
 
 
@@ -144,10 +140,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
-    parser.add_argument("--drafters", default=",".join(("trie", *EAGLE)), type=lambda text: text.split(","))
-    parser.add_argument("--temperatures", default="0,1", type=lambda text: [float(one) for one in text.split(",")])
+    parser.add_argument("--drafters", default=",".join(("trie", *EAGLE)), type=comma_separated(str))
+    parser.add_argument("--temperatures", default="0,1", type=comma_separated(float))
     parser.add_argument("--rejection", action="store_true", help="also REJECTION, at temperatures above 0")
-    parser.add_argument("--limit", type=int, default=0, help="so many conversations of each task; 0 for all")
+    parser.add_argument("--limit", type=int, default=0, help="conversations of each task; 0 for all")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--chain-steps", type=int, default=DrafterSet.chain_steps)
@@ -168,27 +164,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def choose(conversations: Sequence[Conversation], limit: int) -> list[Conversation]:
-    """The first so many of each task; all for 0."""
-    taken: dict[str, int] = {}
-    chosen = []
-    for one in conversations:
-        taken[one.task] = taken.get(one.task, 0) + 1
-        if not limit or taken[one.task] <= limit:
-            chosen.append(one)
-    return chosen
-
-
 def main() -> None:
     options = parse()
-    results = measure(options, choose(read_conversations(), options.limit))
-    written = tables(results)
-    sys.stdout.write("\n" + written)
+    results = measure(options, first_of_each_task(read_conversations(), options.limit))
+    show("\n" + tables(results))
     if options.markdown is not None:
-        options.markdown.write_text(written)
-    settings = settings_of(options)
-    document = {"machine": describe(), "settings": settings, "results": results}
-    write_json(options.json, document)
+        options.markdown.write_text(tables(results))
+    write_json(options.json, {"machine": describe(), "settings": settings_of(options), "results": results})
 
 
 if __name__ == "__main__":

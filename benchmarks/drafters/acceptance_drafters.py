@@ -1,5 +1,5 @@
-"""The drafters whose acceptance is compared: trie, EAGLE as chain and as tree, both merged, and Medusa as chain, as
-tree and as the tree of the paper. One EAGLE head for all, and one set of Medusa heads."""
+"""The drafters whose acceptance is compared: a trie; one EAGLE head as chain, tree and merged with the trie; one set of
+Medusa heads as chain, tree and the paper's tree."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from outrider.heads import head_source
 EAGLE = ("eagle_chain", "eagle_tree", "merged")
 MEDUSA = ("medusa_chain", "medusa_tree", "medusa_fixed")
 NAMES = ("trie", *EAGLE, *MEDUSA)
-# The paper's own: 63 nodes below the root, chosen for Vicuna 7B.
+# The paper's tree: 63 nodes below the root, chosen for Vicuna 7B.
 _FIXED_TREE = "mc_sim_7b_63"
-# With the root, one word of a tree's mask.
+# With the root, they fill one word of a tree's mask.
 TREE_NODES = 63
-# Room for every sequence whole: what does not fit is not drafted for.
+# Enough for all sequences: one that does not fit gets no drafts.
 _CACHE_TOKENS = 1 << 18
 
 
 @dataclass
 class DrafterSet:
-    """Makes drafters that are started. A trie is new each time; a head learns nothing, so that its drafters are kept.
+    """Makes and starts drafters. A trie is new each time; drafters with a head learn nothing and are kept.
 
     Attributes:
         head: folder or name of the EAGLE head; empty when none is needed.
@@ -42,7 +42,7 @@ class DrafterSet:
         chain_steps: nodes of a chain.
         tree_steps, topk: levels of a tree, and nodes that each expands.
         medusa: folder of the Medusa heads; empty when none are needed.
-        race_sharpness: how far COUPLED's race over the head's distribution is taken for the target's own.
+        race_sharpness: of COUPLED trees; see `EagleConfig`.
     """
 
     head: str
@@ -77,13 +77,13 @@ class DrafterSet:
         return trie
 
     def _merged(self) -> Drafter:
-        # Not started again: its parts are.
+        # Its parts are started already.
         parts = [self.make("eagle_tree"), self._trie()]
         return MergedDrafter(MergedConfig(merged_nodes=TREE_NODES), parts)
 
     def _eagle(self, name: str, steps: int, topk: int, nodes: int) -> Drafter:
         if name not in self._started:
-            # Every node that fits, likely or not: rows are not what is measured.
+            # Every node that fits, however unlikely: acceptance is measured, not the use of rows.
             config = EagleConfig(
                 head=self.head,
                 embeddings=self.embeddings,

@@ -1,4 +1,4 @@
-"""Holds conversations with an engine, many at once, and counts tokens and verified steps."""
+"""Runs conversations with an engine, many at once, and counts tokens and verified steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FIRST_SEED = 1000
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """How tokens are drawn and verified."""
+    """How tokens are sampled and verified."""
 
     temperature: float
     mode: VerificationMode
@@ -37,7 +37,7 @@ class Distribution:
 
 @dataclass
 class Tally:
-    """Sums over answers. The step that ends a prompt says its token without drafts, and neither counts."""
+    """Sums over answers, without the step that ends a prompt and its token, which have no drafts."""
 
     answers: int = 0
     steps: int = 0
@@ -50,29 +50,24 @@ class Tally:
     # From each answer's first token to its last.
     decode_ns: int = 0
 
-    def add(self, totals: SequenceTotals) -> None:
-        self.answers += 1
-        self.steps += totals.steps - 1
-        self.tokens += totals.completion_tokens - 1
-        self.drafted_rows += totals.drafted_tokens
-        self.preemptions += totals.preemptions
-        self.lossy_tokens += totals.lossy_tokens
-        self.decode_ns += totals.finished_ns - totals.first_token_ns
-        self._reach(totals.accepted_by_depth)
+    @classmethod
+    def of(cls, totals: SequenceTotals) -> Tally:
+        """Of one answer."""
+        return cls(
+            answers=1,
+            steps=totals.steps - 1,
+            tokens=totals.completion_tokens - 1,
+            drafted_rows=totals.drafted_tokens,
+            reached=list(totals.accepted_by_depth),
+            preemptions=totals.preemptions,
+            lossy_tokens=totals.lossy_tokens,
+            decode_ns=totals.finished_ns - totals.first_token_ns,
+        )
 
-    def join(self, other: Tally) -> None:
-        self.answers += other.answers
-        self.steps += other.steps
-        self.tokens += other.tokens
-        self.drafted_rows += other.drafted_rows
-        self.preemptions += other.preemptions
-        self.lossy_tokens += other.lossy_tokens
-        self.decode_ns += other.decode_ns
-        self._reach(other.reached)
-
-    def _reach(self, counts: Sequence[int]) -> None:
-        pairs = itertools.zip_longest(self.reached, counts, fillvalue=0)
-        self.reached = [own + more for own, more in pairs]
+    def add(self, other: Tally) -> None:
+        reached = [a + b for a, b in itertools.zip_longest(self.reached, other.reached, fillvalue=0)]
+        for name, value in vars(other).items():
+            setattr(self, name, reached if name == "reached" else getattr(self, name) + value)
 
     def figures(self) -> dict[str, Any]:
         """Tokens per verified step, and the share of steps that reached each depth."""
@@ -90,7 +85,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """One request of a conversation: its index, which turn, and what was said before."""
+    """One request of a conversation: the conversation's index, the turn's number, and all messages so far."""
 
     index: int
     number: int
@@ -105,62 +100,70 @@ class Talk:
     ) -> None:
         self._tokenizer: Any = runner.tokenizer
         self._conversations = conversations
-        self._events = EngineEvents(self._say)
-        self._said: dict[int, list[int]] = {}
+        self._events = EngineEvents(self._collect)
+        self._outputs: dict[int, list[int]] = {}
         self._turns: dict[int, _Turn] = {}
         self._numbers = itertools.count(1)
         self._drafter = drafter
-        # Without a step cost: every drafted row is verified, and drafts are always waited for.
+        # Without a step cost every drafted row is verified, and every step waits for its drafts.
         self._engine = Engine(runner, config)
         self._link = InprocessLink(drafter, self._engine.draft_events)
         self._engine.attach_draft(self._link)
         self.tallies = {one.task: Tally() for one in conversations}
         self.drafter_stats: dict[str, float] = {}
-        # (conversation, turn) -> tokens, to be compared with another run's.
+        # Tokens by (conversation, turn), to compare with another run's.
         self.outputs: dict[tuple[int, int], list[int]] = {}
 
+    @property
+    def total(self) -> Tally:
+        """The tallies of all tasks together."""
+        total = Tally()
+        for tally in self.tallies.values():
+            total.add(tally)
+        return total
+
     def run(self, distribution: Distribution, max_tokens: int, concurrency: int) -> None:
-        """Hold every conversation to its end."""
+        """Run every conversation to its end."""
         waiting = deque(
             _Turn(index, 0, ({"role": "user", "content": one.turns[0]},))
             for index, one in enumerate(self._conversations)
         )
-        self._engine.start(self._events.note)
+        self._engine.start(self._events.deliver)
         try:
             while waiting or self._turns:
                 while waiting and len(self._turns) < concurrency:
-                    self._ask(waiting.popleft(), distribution, max_tokens)
+                    self._submit(waiting.popleft(), distribution, max_tokens)
                 if self._turns:
-                    waiting.extendleft(self._answered())
-            # Trees that were not drafted, for want of features or of room, would count as bad ones.
+                    waiting.extendleft(self._next_turns())
+            # They show trees that are missing for lack of features or cache, which would count as bad ones.
             self.drafter_stats = dict(self._drafter.stats())
         finally:
             self._engine.stop(grace=0)
             self._link.stop()
 
-    def _say(self, verdict: Verdict) -> None:
-        self._said[verdict.sequence_id].extend(verdict.token_ids)
+    def _collect(self, verdict: Verdict) -> None:
+        self._outputs[verdict.sequence_id].extend(verdict.token_ids)
 
-    def _ask(self, turn: _Turn, distribution: Distribution, max_tokens: int) -> None:
+    def _submit(self, turn: _Turn, distribution: Distribution, max_tokens: int) -> None:
         ids: Prompt = chat_tokens(self._tokenizer, turn.messages)
         if len(ids) >= LONGEST_PROMPT:
             return
         number = next(self._numbers)
-        self._turns[number], self._said[number] = turn, []
+        self._turns[number], self._outputs[number] = turn, []
         sampling = SamplingParams(temperature=distribution.temperature, max_tokens=max_tokens)
         seed = _FIRST_SEED + 2 * turn.index + turn.number
         request = SequenceRequest(ids, sampling, distribution.mode, seed, max_tokens, distribution.typical)
         self._engine.submit(request, number)
 
-    def _answered(self) -> Iterable[_Turn]:
-        """Wait for an answer, count it, and say what its conversation asks next."""
-        ended = self._events.wait()
-        turn, said = self._turns.pop(ended.sequence_id), self._said.pop(ended.sequence_id)
+    def _next_turns(self) -> Iterable[_Turn]:
+        """Wait for an answer and count it. Yields the next turn of its conversation, if any."""
+        finished = self._events.wait()
+        turn, output = self._turns.pop(finished.sequence_id), self._outputs.pop(finished.sequence_id)
         conversation = self._conversations[turn.index]
-        self.tallies[conversation.task].add(ended.totals)
-        self.outputs[turn.index, turn.number] = said
+        self.tallies[conversation.task].add(Tally.of(finished.totals))
+        self.outputs[turn.index, turn.number] = output
         following = turn.number + 1
         if following < len(conversation.turns):
-            answer = {"role": "assistant", "content": self._tokenizer.decode(said, skip_special_tokens=True)}
+            answer = {"role": "assistant", "content": self._tokenizer.decode(output, skip_special_tokens=True)}
             question = {"role": "user", "content": conversation.turns[following]}
             yield _Turn(turn.index, following, (*turn.messages, answer, question))

@@ -1,7 +1,7 @@
 """Scores a drafter on token traces, with no service and no model in the loop.
 
-A trace is one JSON object a line: `id`, `task`, `prompt` (token ids), `output` (token ids). The drafter sees the
-prompt, proposes, and is told what a greedy target would have committed, step by step, to the output's end.
+A trace is one JSON object a line: `id`, `task`, `prompt` (token ids), `output` (token ids). The drafter proposes, and
+gets the tokens that a greedy target would have committed, step by step, to the output's end.
 
     python -m benchmarks.drafters.draft_quality TRACES [--drafter trie] [--rows 8,16,32,pays] [--set breadth=4]
 """
@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.shared.report import parser_of, write_json
+from benchmarks.shared.report import comma_separated, parser_of, show, write_json
 from draft_service.drafters.base import DRAFTERS, Drafter, DraftSequence, create, drafter_spec
 from draft_service.ngram.drafter import NgramDrafter
 from outrider.settings import load as load_settings
@@ -42,18 +41,10 @@ class Tally:
     rows: int = 0
     cost: float = 0.0
     propose_seconds: float = 0.0
-    # By tenth of the score: nodes whose parent was accepted, and those accepted themselves.
-    offered: list[int] = field(default_factory=lambda: [0] * 10)
-    accepted: list[int] = field(default_factory=lambda: [0] * 10)
 
     def add(self, other: Tally) -> None:
-        self.steps += other.steps
-        self.tokens += other.tokens
-        self.rows += other.rows
-        self.cost += other.cost
-        self.propose_seconds += other.propose_seconds
-        self.offered = [a + b for a, b in zip(self.offered, other.offered, strict=True)]
-        self.accepted = [a + b for a, b in zip(self.accepted, other.accepted, strict=True)]
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
 
 
 def load(path: Path, half: str) -> list[Trace]:
@@ -67,39 +58,31 @@ def load(path: Path, half: str) -> list[Trace]:
 
 
 def rows_that_pay(tree: TokenTree, slope: float, rate: float) -> int:
-    """Rows that maximise expected tokens, less `rate` for each unit of cost: 1 + slope * n for n drafted rows.
+    """The number of rows that maximises expected tokens less `rate` * cost; the cost of n rows is 1 + slope * n.
 
-    With `rate` the tokens per cost of the whole run, this maximises that very rate (renewal reward theorem);
-    maximising each step's own ratio does not.
+    With `rate` the tokens per cost of the whole run, this maximises that rate (renewal reward theorem); maximising each
+    step's own ratio does not.
     """
-    path_prob = [1.0]
+    path_probs = [1.0]
     for row in range(1, len(tree)):
-        path_prob.append(path_prob[tree.parents[row]] * tree.scores[row])
-    expected = list(itertools.accumulate(path_prob))
+        path_probs.append(path_probs[tree.parents[row]] * tree.scores[row])
+    expected = list(itertools.accumulate(path_probs))
     return max(range(len(tree)), key=lambda n: expected[n] - rate * (1.0 + slope * n))
 
 
-def walk(tree: TokenTree, rows: int, future: Sequence[int], tally: Tally) -> int:
-    """Accepted nodes among the first `rows` below the root, against what the target says next."""
-    row, accepted = 0, 0
-    while True:
-        following = None
-        for child in tree.children[row]:
-            if child > rows or accepted >= len(future):
-                continue
-            hit = tree.token_ids[child] == future[accepted]
-            bucket = min(int(tree.scores[child] * 10), 9)
-            tally.offered[bucket] += 1
-            tally.accepted[bucket] += hit
-            if hit:
-                following = child
-        if following is None:
+def walk(tree: TokenTree, rows: int, future: Sequence[int]) -> int:
+    """The number of accepted nodes among the first `rows` below the root, given the target's next tokens."""
+    row = 0
+    for accepted, token in enumerate(future):
+        hits = (child for child in tree.children[row] if child <= rows and tree.token_ids[child] == token)
+        row = next(hits, 0)
+        if not row:
             return accepted
-        row, accepted = following, accepted + 1
+    return len(future)
 
 
 def replay(drafter: Drafter, trace: Trace, rows: int | None, slope: float, sequence_id: int) -> Tally:
-    """Draft one trace to its end. `rows` of None takes the rows that pay."""
+    """Draft one trace to its end, with `rows` rows a step, or for None with the rows that pay."""
     tally = Tally()
     sequence = DraftSequence(sequence_id, list(trace.prompt), len(trace.prompt), 1 << 20)
     drafter.open(sequence)
@@ -109,11 +92,11 @@ def replay(drafter: Drafter, trace: Trace, rows: int | None, slope: float, seque
         tree = drafter.propose([sequence])[0]
         tally.propose_seconds += time.perf_counter() - begin
         if rows is None:
-            # The rate so far, begun at two tokens per step.
+            # The rate so far, with a prior of two tokens per unit of cost.
             used = rows_that_pay(tree, slope, (tally.tokens + 8) / (tally.cost + 4))
         else:
             used = min(rows, tree.drafted)
-        accepted = walk(tree, used, trace.output[done:], tally)
+        accepted = walk(tree, used, trace.output[done:])
         committed = trace.output[done : done + accepted + 1]
         sequence.token_ids.extend(committed)
         drafter.advance(sequence, committed)
@@ -124,13 +107,13 @@ def replay(drafter: Drafter, trace: Trace, rows: int | None, slope: float, seque
         tally.cost += 1.0 + slope * used
     drafter.close(sequence)
     if isinstance(drafter, NgramDrafter):
-        # What later requests draw on must not depend on timing.
+        # Later drafts must not depend on timing.
         drafter.flush()
     return tally
 
 
 def score(drafter: Drafter, traces: Iterable[Trace], rows: int | None, slope: float) -> dict[str, Tally]:
-    """Replay all traces in turn. Returns sums by task."""
+    """Replay all traces in order. Returns sums by task."""
     tallies: dict[str, Tally] = defaultdict(Tally)
     for sequence_id, trace in enumerate(traces, start=1):
         tallies[trace.task].add(replay(drafter, trace, rows, slope, sequence_id))
@@ -138,7 +121,7 @@ def score(drafter: Drafter, traces: Iterable[Trace], rows: int | None, slope: fl
 
 
 def report(tallies: dict[str, Tally]) -> dict[str, dict[str, float]]:
-    """By task, and over all: tokens per step, rows per step, tokens per cost of a plain step, draft time."""
+    """By task, and over all: tokens and rows per step, tokens per cost of a plain step, and the time of drafting."""
     total = Tally()
     for tally in tallies.values():
         total.add(tally)
@@ -158,26 +141,26 @@ def main() -> None:
     parser.add_argument("traces", type=Path, help="file of traces; benchmarks/drafters/make_traces.py writes one")
     parser.add_argument("--drafter", default="trie", choices=DRAFTERS)
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the drafter")
-    parser.add_argument("--rows", default="8,16,32,pays", help="rows per step, or pays (default: 8,16,32,pays)")
+    parser.add_argument("--rows", default="8,16,32,pays", type=comma_separated(str), help="rows per step, or pays")
     parser.add_argument("--slope", type=float, default=0.024, help="cost of one more row, in plain steps")
     parser.add_argument("--half", default="all", choices=("even", "odd", "all"), help="which traces of each task")
-    arguments = parser.parse_args()
-    spec = drafter_spec(arguments.drafter)
+    options = parser.parse_args()
+    spec = drafter_spec(options.drafter)
     environment = {}
-    for item in arguments.set:
+    for item in options.set:
         name, _, value = item.partition("=")
         environment[f"OUTRIDER_{spec.name.upper()}_{name.upper()}"] = value
-    traces = load(arguments.traces, arguments.half)
+    traces = load(options.traces, options.half)
     figures = {}
-    for rows in arguments.rows.split(","):
+    for rows in options.rows:
         drafter = create(spec.name, load_settings(spec.config, spec.name, environment=environment))
         drafter.start()
-        figures[rows] = report(score(drafter, traces, None if rows == "pays" else int(rows), arguments.slope))
+        figures[rows] = report(score(drafter, traces, None if rows == "pays" else int(rows), options.slope))
         drafter.stop()
         for task, line in figures[rows].items():
             numbers = "  ".join(f"{name} {value:g}" for name, value in line.items())
-            sys.stdout.write(f"{rows:>5} rows  {task:<16} {numbers}\n")
-    write_json(arguments.json, figures)
+            show(f"{rows:>5} rows  {task:<16} {numbers}")
+    write_json(options.json, figures)
 
 
 if __name__ == "__main__":

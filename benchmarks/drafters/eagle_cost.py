@@ -1,27 +1,26 @@
-"""Time that an EAGLE head takes for one tree per sequence, by shape of the head, tree, mode and number of sequences.
+"""Time of an EAGLE head to draft one tree per sequence, by shape of the head, tree, mode and number of sequences.
 
-Weights and features are random, so that trees are as large as they may be; what a tree is worth is not measured here.
-Each round hands over the features of three committed tokens and asks for the next trees. On a GPU, trees that grow
-there at once, as captured graphs, are compared with those that eager passes grow level by level, before anything is
-timed; and a round of the former is also timed in parts, each ended by a wait: reading what was committed, loading what
-is wanted, the device's own time, and what passes from there until the host has the trees. Run it from the repository's
-root:
+Weights and features are random, so that trees have all nodes that they may have; acceptance is not measured. In each
+round the drafter gets the features of three committed tokens and drafts the next trees. On a GPU, trees of captured
+graphs are first compared with those that eager passes grow level by level. A round with graphs is also timed in parts,
+each ended by a synchronization: reading the committed tokens, loading the inputs, growing the trees on the device, and
+copying them to the host.
 
-    PYTHONPATH=kernels:protos:. python -m benchmarks.drafters.eagle_cost --device cuda --json FILE
+    python -m benchmarks.drafters.eagle_cost --device cuda --json FILE
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 
-from benchmarks.shared.report import parser_of, write_json
+from benchmarks.shared.report import comma_separated, parser_of, show, write_json
 from draft_service.drafters.base import DraftSequence
 from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.drafter import EagleDrafter
@@ -33,20 +32,23 @@ from outrider.sampling import LOSSLESS_MODES, SamplingParams, VerificationMode
 from outrider.tree import TokenTree
 
 
-def _shape(layer: Sequence[int], vocabularies: tuple[int, int], feature_layers: tuple[int, int, int]) -> HeadConfig:
-    """`layer`: width, that of the MLP, heads, key heads, and their width. `vocabularies`: of target and draft."""
-    target, draft = vocabularies
-    own = dict(vocab_size=target, draft_vocab_size=draft, target_hidden_size=layer[0])
-    return HeadConfig("eagle3", *layer, num_features=3, feature_layers=feature_layers, **own)
+def _shape(
+    hidden: int, inner: int, heads: int, kv_heads: int, width: int, vocabulary: int, draft_vocabulary: int,
+    feature_layers: tuple[int, int, int],
+) -> HeadConfig:  # fmt: skip
+    return HeadConfig(
+        "eagle3", hidden, inner, heads, kv_heads, width, vocab_size=vocabulary, draft_vocab_size=draft_vocabulary,
+        target_hidden_size=hidden, num_features=3, feature_layers=feature_layers,
+    )  # fmt: skip
 
 
 SHAPES = {
-    "smollm2-135m": _shape((576, 1536, 9, 3, 64), (49152, 16384), (1, 14, 26)),
-    "llama-8b": _shape((4096, 14336, 32, 8, 128), (128256, 32000), (1, 15, 28)),
+    "smollm2-135m": _shape(576, 1536, 9, 3, 64, 49152, 16384, (1, 14, 26)),
+    "llama-8b": _shape(4096, 14336, 32, 8, 128, 128256, 32000, (1, 15, 28)),
     # For rehearsals.
-    "tiny": _shape((64, 128, 4, 2, 16), (1000, 500), (1, 2, 3)),
+    "tiny": _shape(64, 128, 4, 2, 16, 1000, 500, (1, 2, 3)),
 }
-# Steps, topk, nodes and frontier; the first two are what a draft has by default, waited for and captured.
+# Steps, topk, nodes and frontier; the first two are the defaults, without and with captured graphs.
 TREES = {
     "tree 12": (3, 4, 12, 0),
     "tree 239": (8, 8, 239, 32),
@@ -61,7 +63,7 @@ LEAST_SAME = 0.3
 
 @dataclass(frozen=True)
 class Parts:
-    """Milliseconds of a round's parts, medians: the extension, and the trees' three."""
+    """Median milliseconds of a round's parts."""
 
     read_ms: float
     load_ms: float
@@ -71,8 +73,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Figure:
-    """Milliseconds for the trees of all sequences: the median, and the quartiles around it. Without graphs trees grow
-    level by level, and have no parts."""
+    """Milliseconds for the trees of all sequences: the median and the quartiles. Without graphs there are no parts."""
 
     shape: str
     tree: str
@@ -89,16 +90,16 @@ class Figure:
 
 def make_head(config: HeadConfig, device: str, dtype: torch.dtype) -> EagleHead:
     torch.manual_seed(0)
-    # Drawing so many numbers takes a processor half a minute.
+    # Initializing on a CPU would take half a minute.
     with torch.device(device):
         head = EagleHead(config, torch.arange(config.draft_vocab_size)).to(dtype).requires_grad_(False)
-    # Peaked enough that trees have a shape, flat enough that they fill up.
+    # Peaked enough that trees differ in shape, flat enough that they have all nodes.
     head.lm_head.weight.normal_(0.0, 4.0 * config.hidden_size**-0.5)
     return head
 
 
 class Load:
-    """Sequences that go on for as long as they are asked to."""
+    """Sequences with random tokens and features."""
 
     def __init__(self, drafter: EagleDrafter, count: int, mode: VerificationMode) -> None:
         self._drafter = drafter
@@ -106,33 +107,33 @@ class Load:
         self._sequences = [self._open(number, mode) for number in range(count)]
 
     def round(self) -> tuple[float, Sequence[TokenTree]]:
-        """Seconds, and the trees."""
+        """Draft for all sequences, and commit tokens. Returns seconds and the trees."""
         start = time.perf_counter()
         trees = self._drafter.propose(self._sequences)
         seconds = time.perf_counter() - start
         for sequence in self._sequences:
-            self._tell(sequence, COMMITTED)
+            self._commit(sequence, COMMITTED)
         return seconds, trees
 
     @torch.inference_mode()
     def parts(self, drafting: CapturedDrafting) -> tuple[float, float, float, float]:
         """Seconds of one round's parts, see `Parts`."""
         device = drafting.network.device
-        began = wait(device)
+        began = synchronize(device)
         self._drafter.absorb(self._sequences)
-        read = wait(device)
+        read = synchronize(device)
         wanted = [TreeRequest(one.state, one, len(one.token_ids) - 1) for one in self._sequences]
         work, replays = drafting.tree_pass(wanted)
         work.load(wanted)
-        loaded = wait(device)
+        loaded = synchronize(device)
         for part, replay in enumerate(replays):
             replay()
             work.send_back(part)
-        grown = wait(device)
+        grown = synchronize(device)
         work.fetch(work.parts - 1)
         fetched = time.perf_counter()
         for sequence in self._sequences:
-            self._tell(sequence, COMMITTED)
+            self._commit(sequence, COMMITTED)
         return read - began, loaded - read, grown - loaded, fetched - grown
 
     def close(self) -> None:
@@ -144,10 +145,10 @@ class Load:
         vocabulary = self._drafter.vocabulary_size
         sequence = DraftSequence(number, [0], 1, vocabulary, seed=number, mode=mode, sampling=sampling)
         self._drafter.open(sequence)
-        self._tell(sequence, CONTEXT)
+        self._commit(sequence, CONTEXT)
         return sequence
 
-    def _tell(self, sequence: DraftSequence, tokens: int) -> None:
+    def _commit(self, sequence: DraftSequence, tokens: int) -> None:
         assert self._drafter.features is not None and sequence.features is not None
         known = len(sequence.token_ids) - 1
         sequence.token_ids += torch.randint(sequence.vocabulary_size, (tokens,), generator=self._random).tolist()
@@ -155,8 +156,8 @@ class Load:
         sequence.features.append(vectors, known)
 
 
-def wait(device: torch.device) -> float:
-    """Until the device has done everything. Returns the time."""
+def synchronize(device: torch.device) -> float:
+    """Wait for the device. Returns the time."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -165,7 +166,7 @@ def wait(device: torch.device) -> float:
 def measure(drafter: EagleDrafter, names: tuple[str, str], mode: VerificationMode, count: int, graphs: bool) -> Figure:
     load = Load(drafter, count, mode)
     first, _ = load.round()
-    # Captures, and lets clocks settle.
+    # For capturing, and for clocks to settle.
     for _ in range(3):
         load.round()
     rounds = [load.round() for _ in range(20)]
@@ -181,7 +182,7 @@ def measure(drafter: EagleDrafter, names: tuple[str, str], mode: VerificationMod
 
 
 def paths_of(tree: TokenTree) -> set[tuple[int, ...]]:
-    """Every node as the tokens down to it."""
+    """Every node as the tokens of its path."""
     paths: list[tuple[int, ...]] = [()]
     for token, parent in zip(tree.token_ids[1:], tree.parents[1:], strict=True):
         paths.append((*paths[parent], token))
@@ -189,31 +190,34 @@ def paths_of(tree: TokenTree) -> set[tuple[int, ...]]:
 
 
 def check(eager: EagleDrafter, captured: EagleDrafter) -> None:
-    """Raise `SystemExit` unless graphs draft most of the nodes that eager passes do: in bfloat16, sums in another order
-    turn near-ties, and what hangs below those is another."""
+    """Compare the trees of graphs with those of eager passes. In bfloat16 some differ after near-ties.
+
+    Raises:
+        SystemExit: fewer than `LEAST_SAME` of the nodes are the same.
+    """
     for mode in LOSSLESS_MODES:
         trees = [Load(drafter, 3, mode).round()[1] for drafter in (eager, captured)]
         both = [(paths_of(one), paths_of(other)) for one, other in zip(*trees, strict=True)]
         same = sum(len(one & other) for one, other in both) / sum(len(one) for one, _ in both)
-        sys.stdout.write(f"{mode.value}: graphs draft {same:.0%} of the nodes that eager passes draft\n")
+        show(f"{mode.value}: graphs draft {same:.0%} of the nodes that eager passes draft")
         if same < LEAST_SAME and mode is not VerificationMode.REJECTION:
-            raise SystemExit("which is too few")
+            raise SystemExit("these are too few")
 
 
-def make_drafters(head: EagleHead, tree: str, asked: argparse.Namespace) -> dict[bool, EagleDrafter]:
-    """Started drafters, by whether their passes are captured; checked against each other where there are two."""
+def make_drafters(head: EagleHead, tree: str, options: argparse.Namespace) -> dict[bool, EagleDrafter]:
+    """Started drafters by whether they use graphs: both on a GPU, checked against each other, else the eager one."""
     steps, topk, nodes, frontier = TREES[tree]
     drafters = {}
-    for graphs in (False, True) if asked.device.startswith("cuda") else (False,):
+    for graphs in (False, True) if options.device.startswith("cuda") else (False,):
         config = EagleConfig(
             num_steps=steps,
             topk=topk,
             num_draft_tokens=nodes,
             frontier=frontier,
-            head_weights=asked.head_weights,
+            head_weights=options.head_weights,
             min_score=0.0,
-            dtype=asked.dtype,
-            device=asked.device,
+            dtype=options.dtype,
+            device=options.device,
             cuda_graphs=graphs,
             captured_sequences=1,
         )
@@ -238,28 +242,25 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
-    parser.add_argument("--shapes", default="smollm2-135m,llama-8b", help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--sequences", default="1,8,32", help="numbers of sequences (default: 1,8,32)")
-    parser.add_argument("--modes", default="greedy,coupled", help="verification modes (default: greedy,coupled)")
-    parser.add_argument("--trees", default="tree 12", help=f"of {', '.join(TREES)}")
+    words = comma_separated(str)
+    parser.add_argument("--shapes", default="smollm2-135m,llama-8b", type=words, help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--sequences", default="1,8,32", type=comma_separated(int), help="numbers of sequences")
+    parser.add_argument("--modes", default="greedy,coupled", type=comma_separated(VerificationMode))
+    parser.add_argument("--trees", default="tree 12", type=words, help=f"of {', '.join(TREES)}")
     parser.add_argument("--head-weights", default="int8", choices=("own", "int8"), help="in passes of few rows")
     parser.add_argument("--threads", type=int, default=0, help="of PyTorch on a CPU; 0 leaves it to PyTorch")
-    asked = parser.parse_args()
-    if asked.threads:
-        torch.set_num_threads(asked.threads)
+    options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
     figures: list[Figure] = []
-    for shape in asked.shapes.split(","):
-        head = make_head(SHAPES[shape], asked.device, getattr(torch, asked.dtype))
-        for tree in asked.trees.split(","):
-            drafters = make_drafters(head, tree, asked)
-            for graphs, drafter in drafters.items():
-                for mode in map(VerificationMode, asked.modes.split(",")):
-                    for count in map(int, asked.sequences.split(",")):
-                        figure = measure(drafter, (shape, tree), mode, count, graphs)
-                        figures.append(figure)
-                        sys.stdout.write(line_of(figure) + "\n")
-                        sys.stdout.flush()
-    write_json(asked.json, [asdict(figure) for figure in figures])
+    for shape in options.shapes:
+        head = make_head(SHAPES[shape], options.device, getattr(torch, options.dtype))
+        for tree in options.trees:
+            drafters = make_drafters(head, tree, options).items()
+            for (graphs, drafter), mode, count in itertools.product(drafters, options.modes, options.sequences):
+                figures.append(measure(drafter, (shape, tree), mode, count, graphs))
+                show(line_of(figures[-1]))
+    write_json(options.json, [asdict(figure) for figure in figures])
 
 
 if __name__ == "__main__":

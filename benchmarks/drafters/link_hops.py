@@ -1,68 +1,57 @@
-"""The hops of a commit to a draft service and of its growth back, as one request meets them: with idle time between.
+"""Times of a commit's hops to a draft service and of the growth's back, for one request with idle time in between.
 
     python -m benchmarks.drafters.link_hops [--links process thread] [--early-ms 1 --whole-ms 2] [--json FILE]
 
 One sequence advances by three tokens with the hidden states that a head of 8B size reads (24 KB), once every
-`--pace-ms`, as an engine does whose pass takes that long. The draft service is a process of its own; its drafter
-(`stamping`) computes nothing, and its trees of 239 nodes carry the times at which it got the commit and had drawn them.
+`--pace-ms`, as an engine does whose pass takes that long. The draft service has its own process; its drafter
+(`stamping`) computes nothing, and its trees of 239 nodes contain the times at which it got the commit and drew them.
 All clocks are the machine's monotonic one. Two times each way:
 
-- sent -> taken in: from the engine's call to the drafter's thread, which has the frame parsed and its features read;
-- drawn -> received: from the trees' arrays, packed behind that, to the receiver of growth in the engine's process.
+- sent -> taken in: from the engine's call to the drafter's thread, which has parsed the frame and read its features;
+- drawn -> received: from the trees' arrays, which are packed next, to the receiver of growth in the engine's process.
 
-With `--busy` the engine's thread computes in Python meanwhile, and the receiver has to ask it for the interpreter. With
-`--early-ms` the first levels are sent before the whole trees. Both processes poll for `--busy-poll-ms`
-after each frame; with 0, or fewer than 8 cores, they sleep.
+With `--busy` the engine's thread computes in Python meanwhile, and the receiver has to wait for the interpreter. With
+`--early-ms` the first levels are sent before the whole trees. Both processes poll for `--busy-poll-ms` after each
+frame; with 0, or fewer than 8 cores, they sleep.
 """
 
 from __future__ import annotations
 
 import argparse
 import platform
-import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 
-from benchmarks.drafters.stamping import NODES, VOCABULARY_SIZE, WIDTH, times_in
-from benchmarks.shared.report import parser_of, settings_of, write_json
+from benchmarks.drafters.stamping import NODES, WIDTH, times_in
+from benchmarks.shared.processes import process
+from benchmarks.shared.report import parser_of, percentile, settings_of, show, write_json
 from outrider.runtime import prepare_grpc, switch_threads_often
 
 # Before anything imports gRPC, as in the services.
 prepare_grpc()
 switch_threads_often()
 
+from benchmarks.drafters.link_events import VOCABULARY_SIZE, LinkEvents, open_sequence  # noqa: E402
 from outrider.busy_polling import BUSY_POLL_SECONDS, usable_cores  # noqa: E402
 from outrider.drafting.link import GrpcDraftLink, LinkOptions  # noqa: E402
 from outrider.drafting.link_process import LinkProcess  # noqa: E402
 from outrider.drafting.stoppable import StoppableLink  # noqa: E402
-from outrider.sampling import SamplingParams, VerificationMode  # noqa: E402
-from outrider.wire.frames import (  # noqa: E402
-    DraftInfo,
-    OpenSequence,
-    SequenceAdvance,
-    SequenceFailure,
-    SequenceFeatures,
-    SequenceGrowth,
-    TreeLimits,
-    Vectors,
-)
+from outrider.ports import free_port  # noqa: E402
+from outrider.wire.frames import SequenceAdvance, SequenceFeatures, SequenceGrowth, Vectors  # noqa: E402
 
 WARM_UP = 50
 PROMPT_TOKENS = 64
 TOKENS = 3
-PORT = 50_953
 LINKS: dict[str, Callable[..., StoppableLink]] = {"thread": GrpcDraftLink, "process": LinkProcess}
 
 
 @dataclass(frozen=True)
 class Hop:
-    """Microseconds of one way, over so many commits."""
+    """Microseconds of one hop, over `n` commits."""
 
     link: str
     transport: str
@@ -73,11 +62,12 @@ class Hop:
     p99: float
 
 
-class Receiver:
-    """Events of a link: each growth of the newest step, and when it came."""
+class Receiver(LinkEvents):
+    """Receives each growth of the newest step, with its time."""
 
     def __init__(self) -> None:
-        self.connected, self.whole = threading.Event(), threading.Event()
+        super().__init__()
+        self.whole = threading.Event()
         self.growths: list[tuple[int, SequenceGrowth]] = []
 
     def on_growth(self, growths: Sequence[SequenceGrowth]) -> None:
@@ -85,51 +75,6 @@ class Receiver:
         self.growths.extend((now, growth) for growth in growths)
         if len(growths[-1].token_ids) == NODES:
             self.whole.set()
-
-    def on_failure(self, failure: SequenceFailure) -> None:
-        raise SystemExit(f"the draft failed: {failure.message}")
-
-    def on_connected(self, _info: DraftInfo) -> None:
-        self.connected.set()
-
-    def on_disconnected(self, reason: str) -> None:
-        sys.stderr.write(f"no draft: {reason}\n")
-
-    def on_lost(self, _sequence_ids: Sequence[int]) -> None:
-        raise SystemExit("the draft is lost")
-
-
-@contextmanager
-def service(address: str, options: argparse.Namespace) -> Iterator[int]:
-    """A draft service of the stamping drafter in a process of its own; its id."""
-    command = [sys.executable, "-m", "draft_service", "--listen", address, "--log-level", "warning"]
-    drafter = ["--drafter", "benchmarks.drafters.stamping:Stamping"]
-    times = ["--early-ms", str(options.early_ms), "--whole-ms", str(options.whole_ms)]
-    polling = ["--busy-poll-ms", str(options.busy_poll_ms)]
-    process = subprocess.Popen([*command, *drafter, *times, *polling])
-    try:
-        yield process.pid
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def open_one(link: StoppableLink) -> None:
-    token_ids = tuple(i * 7919 % 997 for i in range(PROMPT_TOKENS))
-    link.open(
-        OpenSequence(
-            sequence_id=1,
-            token_ids=token_ids,
-            prompt_length=PROMPT_TOKENS,
-            step=0,
-            seed=0,
-            mode=VerificationMode.GREEDY,
-            sampling=SamplingParams(),
-            limits=TreeLimits(),
-            vocabulary_size=VOCABULARY_SIZE,
-        )
-    )
-    link.send_features([SequenceFeatures(1, 0, vectors(PROMPT_TOKENS - 1))])
 
 
 def vectors(count: int) -> Vectors:
@@ -139,7 +84,8 @@ def vectors(count: int) -> Vectors:
 def measure(link: StoppableLink, receiver: Receiver, options: argparse.Namespace) -> dict[str, list[float]]:
     """Microseconds of each hop, by its name."""
     hops: dict[str, list[float]] = {}
-    open_one(link)
+    open_sequence(link, 1, PROMPT_TOKENS)
+    link.send_features([SequenceFeatures(1, 0, vectors(PROMPT_TOKENS - 1))])
     time.sleep(0.5)
     features = vectors(TOKENS)
     for step in range(1, WARM_UP + options.rounds + 1):
@@ -167,22 +113,23 @@ def measure(link: StoppableLink, receiver: Receiver, options: argparse.Namespace
 
 def run_one(name: str, transport: str, address: str, options: argparse.Namespace) -> list[Hop]:
     receiver = Receiver()
-    with service(address, options):
+    service = ["-m", "draft_service", "--listen", address, "--log-level", "warning"]
+    service += ["--drafter", "benchmarks.drafters.stamping:Stamping", "--busy-poll-ms", str(options.busy_poll_ms)]
+    times = ["--early-ms", str(options.early_ms), "--whole-ms", str(options.whole_ms)]
+    with process(*service, *times):
         link = LINKS[name](
             address, receiver, VOCABULARY_SIZE, "", LinkOptions(busy_poll_seconds=options.busy_poll_ms / 1e3)
         )
         try:
-            if not receiver.connected.wait(60.0):
-                raise SystemExit("no draft service")
+            receiver.wait_for_draft()
             hops = measure(link, receiver, options)
         finally:
             link.stop()
-    return [Hop(name, transport, hop, len(times), *quantiles(times)) for hop, times in sorted(hops.items())]
-
-
-def quantiles(times: Sequence[float]) -> list[float]:
-    ordered = sorted(times)
-    return [round(ordered[int(share * len(ordered))], 1) for share in (0.5, 0.9, 0.99)]
+    rows = []
+    for hop, microseconds in sorted(hops.items()):
+        quantiles = (round(percentile(microseconds, share), 1) for share in (0.5, 0.9, 0.99))
+        rows.append(Hop(name, transport, hop, len(microseconds), *quantiles))
+    return rows
 
 
 def main() -> None:
@@ -198,12 +145,12 @@ def main() -> None:
     options = parser.parse_args()
     rows: list[Hop] = []
     with tempfile.TemporaryDirectory() as folder:
-        addresses = {"tcp": f"127.0.0.1:{PORT}", "unix": f"unix:{folder}/draft.sock"}
+        addresses = {"tcp": f"127.0.0.1:{free_port()}", "unix": f"unix:{folder}/draft.sock"}
         for transport in options.transports:
             for name in options.links:
                 for row in run_one(name, transport, addresses[transport], options):
                     rows.append(row)
-                    sys.stdout.write(f"{row}\n")
+                    show(f"{row}")
     machine = {"cores": usable_cores(), "python": platform.python_version(), "grpcio": version("grpcio")}
     write_json(options.json, {**machine, "settings": settings_of(options), "rows": [asdict(row) for row in rows]})
 

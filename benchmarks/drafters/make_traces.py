@@ -1,4 +1,4 @@
-"""Writes greedy answers of a model, decoded plainly, as token traces for `benchmarks/drafters/draft_quality.py`.
+"""Writes greedy answers of a model as token traces for `benchmarks.drafters.draft_quality`.
 
 python -m benchmarks.drafters.make_traces PROMPTS OUT [--per-task 12] [--tokens 256]
 """
@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.shared.greedy_answers import greedy_answers
+from benchmarks.shared.workload import chat_tokens
 from target_service.model.loading import store
 
 
 class Answerer:
-    """Greedy answers in batches of one task, through transformers' own `generate`."""
+    """Greedy answers by transformers, in one batch."""
 
     def __init__(self, name: str, tokens: int) -> None:
         path = store.resolve(name)
@@ -30,23 +32,10 @@ class Answerer:
     def text(self, token_ids: list[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
-    @torch.inference_mode()
     def answer(self, chats: list[list[dict[str, str]]]) -> list[tuple[list[int], list[int]]]:
         """Prompt and output token ids of each chat."""
-        prompts = [self._tokenizer.apply_chat_template(chat, add_generation_prompt=True) for chat in chats]
-        prompts = [prompt if isinstance(prompt, list) else prompt["input_ids"] for prompt in prompts]
-        width = max(map(len, prompts))
-        ends = self._model.generation_config.eos_token_id
-        ends = set(ends) if isinstance(ends, list) else {ends}
-        fill = min(ends)
-        padded = torch.tensor([[fill] * (width - len(prompt)) + prompt for prompt in prompts])
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        made = self._model.generate(
-            padded, attention_mask=mask, max_new_tokens=self._tokens, do_sample=False, pad_token_id=fill
-        )
-        outputs = [row[width:] for row in made.tolist()]
-        cuts = [next((i + 1 for i, token in enumerate(output) if token in ends), None) for output in outputs]
-        return [(prompt, output[:cut]) for prompt, output, cut in zip(prompts, outputs, cuts, strict=True)]
+        prompts = [list(chat_tokens(self._tokenizer, chat)) for chat in chats]
+        return list(zip(prompts, greedy_answers(self._model, prompts, self._tokens), strict=True))
 
 
 def main() -> None:

@@ -2,59 +2,49 @@
 
     python -m benchmarks.drafters.propose_rtt [--drafter random] [--sequences 1 8] [--rounds 3000] [--json FILE]
 
-The draft service runs as a process of its own; the link runs in a thread of this one, as in a target. Between two
-steps the caller sleeps for `--step-ms`, as an engine would be busy, so that nothing is measured hot by accident.
-With `--busy-ms` it goes on computing in Python first, after it told the step, as an engine does that hands out tokens
-while the draft works: link and engine share an interpreter. CPU time is that of all threads of a process.
-`GRPC_EXPERIMENTS= python -m benchmarks.drafters.propose_rtt` measures gRPC with the poller that our entry points switch
+The draft service runs in a separate process; the link runs in a thread of this one, as in a target. Between two
+steps the caller sleeps for `--step-ms`, as long as an engine would be busy, so that caches and cores are not hot.
+With `--busy-ms` it computes in Python for that time after sending a step, as an engine does that delivers tokens while
+the draft works: link and engine share an interpreter. CPU time is that of all threads of a process.
+`GRPC_EXPERIMENTS= python -m benchmarks.drafters.propose_rtt` measures gRPC with the poller that our entry points turn
 off.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from pathlib import Path
 
-from benchmarks.shared.report import parser_of, write_json
+from benchmarks.shared.processes import process, processor_seconds
+from benchmarks.shared.report import parser_of, percentile, show, write_json
 from outrider.runtime import prepare_grpc, switch_threads_often
 
 # Before anything imports gRPC, as in the services.
 prepare_grpc()
 switch_threads_often()
 
-from outrider.drafting.link import StoppableLink, connect_draft  # noqa: E402
-from outrider.sampling import SamplingParams, VerificationMode  # noqa: E402
-from outrider.wire.frames import (  # noqa: E402
-    DraftInfo,
-    OpenSequence,
-    SequenceAdvance,
-    SequenceFailure,
-    SequenceGrowth,
-    TreeLimits,
-)
+from benchmarks.drafters.link_events import VOCABULARY_SIZE, LinkEvents, open_sequence  # noqa: E402
+from outrider.drafting.link import connect_draft  # noqa: E402
+from outrider.drafting.stoppable import StoppableLink  # noqa: E402
+from outrider.ports import free_port  # noqa: E402
+from outrider.wire.frames import SequenceAdvance, SequenceGrowth  # noqa: E402
 
-VOCABULARY_SIZE = 49_152
 PROMPT_TOKENS = 256
 WARM_UP = 200
-PORT = 50_952
 
 
 @dataclass(frozen=True)
 class Row:
-    """Microseconds from the engine's call to the delivery of the last growth it waits for.
+    """Microseconds from the engine's call to the delivery of the last growth of a step.
 
-    `target_cpu` and `draft_cpu` are the processor's microseconds for each step, of this process (link and caller) and
-    of the draft service; the draft's is 0 where it has no process of its own.
+    `target_cpu` and `draft_cpu` are microseconds of processor time for each step, of this process (link and caller) and
+    of the draft service; the draft's is 0 where it runs in this process.
     """
 
     transport: str
@@ -68,12 +58,11 @@ class Row:
     draft_cpu: float
 
 
-class Waiter:
-    """Events of a link, counted until a step is answered."""
+class Waiter(LinkEvents):
+    """Counts growth, and waits for the growths of a step."""
 
     def __init__(self) -> None:
-        self.connected = threading.Event()
-        self.drafter = self.reason = ""
+        super().__init__()
         self.nodes = 0
         self._answered = threading.Semaphore(0)
 
@@ -81,47 +70,14 @@ class Waiter:
         self.nodes += sum(len(growth.token_ids) for growth in growths)
         self._answered.release(len(growths))
 
-    def on_failure(self, failure: SequenceFailure) -> None:
-        raise SystemExit(f"the draft failed: {failure.message}")
-
-    def on_connected(self, info: DraftInfo) -> None:
-        self.drafter = info.drafter
-        self.connected.set()
-
-    def on_disconnected(self, reason: str) -> None:
-        self.reason = reason
-        self.connected.clear()
-
     def wait(self, answers: int) -> None:
         for _ in range(answers):
             if not self._answered.acquire(timeout=10):
                 raise SystemExit("the draft does not answer")
 
 
-def cpu_seconds(process: int | None) -> float:
-    """Processor time of all threads of a process so far, in ticks of 10 ms."""
-    if process is None:
-        return 0.0
-    # The name in parentheses may hold spaces; utime and stime are fields 14 and 15.
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def open_all(link: StoppableLink, ids: Sequence[int]) -> None:
-    for sequence_id in ids:
-        link.open(
-            OpenSequence(
-                sequence_id=sequence_id,
-                token_ids=tuple(i * 7919 % 997 for i in range(PROMPT_TOKENS)),
-                prompt_length=PROMPT_TOKENS,
-                step=0,
-                seed=sequence_id,
-                mode=VerificationMode.GREEDY,
-                sampling=SamplingParams(),
-                limits=TreeLimits(),
-                vocabulary_size=VOCABULARY_SIZE,
-            )
-        )
+def draft_seconds(pid: int | None) -> float:
+    return processor_seconds(pid) if pid is not None else 0.0
 
 
 def measure(
@@ -132,15 +88,16 @@ def measure(
     draft: int | None,
     options: argparse.Namespace,
 ) -> Row:
-    """Time `options.rounds` steps of so many sequences; `draft` is the service's process."""
+    """Time `options.rounds` steps of `sequences` sequences; `draft` is the id of the service's process."""
     ids, rounds = range(1, sequences + 1), options.rounds
-    open_all(link, ids)
+    for sequence_id in ids:
+        open_sequence(link, sequence_id, PROMPT_TOKENS)
     waiter.wait(sequences)
     waiter.nodes = 0
     times: list[float] = []
     for step in range(1, WARM_UP + rounds + 1):
         if step == WARM_UP + 1:
-            own, drafts = time.process_time(), cpu_seconds(draft)
+            own, drafts = time.process_time(), draft_seconds(draft)
         advances = [SequenceAdvance(each, step, (step % 997, step * 7919 % 997)) for each in ids]
         begin = time.perf_counter()
         link.advance(advances)
@@ -149,25 +106,12 @@ def measure(
         waiter.wait(sequences)
         times.append(time.perf_counter() - begin)
         time.sleep(options.step_ms / 1000)
-    target_cpu, draft_cpu = time.process_time() - own, cpu_seconds(draft) - drafts
+    target_cpu, draft_cpu = time.process_time() - own, draft_seconds(draft) - drafts
     link.close(list(ids))
-    times = sorted(times[WARM_UP:])
-    p50, p90, p99 = (round(times[int(share * rounds)] * 1e6, 1) for share in (0.5, 0.9, 0.99))
+    p50, p90, p99 = (round(percentile(times[WARM_UP:], share) * 1e6, 1) for share in (0.5, 0.9, 0.99))
     nodes = round(waiter.nodes / (WARM_UP + rounds) / sequences, 1)
     per_step = [round(seconds / rounds * 1e6, 1) for seconds in (target_cpu, draft_cpu)]
     return Row(transport, sequences, rounds, nodes, p50, p90, p99, *per_step)
-
-
-@contextmanager
-def service(address: str, drafter: str) -> Iterator[int]:
-    """A draft service in a process of its own; its process id."""
-    command = [sys.executable, "-m", "draft_service", "--listen", address, "--drafter", drafter]
-    process = subprocess.Popen([*command, "--log-level", "warning"])
-    try:
-        yield process.pid
-    finally:
-        process.terminate()
-        process.wait()
 
 
 def main() -> None:
@@ -183,25 +127,25 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         transports = {
             "unix": f"unix:{folder}/draft.sock",
-            "tcp": f"127.0.0.1:{PORT}",
+            "tcp": f"127.0.0.1:{free_port()}",
             "inprocess": f"inprocess:{options.drafter}",
         }
         for transport in options.transports:
             address = transports[transport]
             for sequences in options.sequences:
                 rows.append(run_one(transport, address, sequences, options))
-                sys.stdout.write(f"{rows[-1]}\n")
+                show(f"{rows[-1]}")
     result = {"grpcio": version("grpcio"), "drafter": options.drafter, "rows": [asdict(row) for row in rows]}
     write_json(options.json, result)
 
 
 def run_one(transport: str, address: str, sequences: int, options: argparse.Namespace) -> Row:
     waiter = Waiter()
-    with nullcontext() if transport == "inprocess" else service(address, options.drafter) as draft:
+    arguments = ["-m", "draft_service", "--listen", address, "--drafter", options.drafter, "--log-level", "warning"]
+    with nullcontext() if transport == "inprocess" else process(*arguments) as draft:
         link = connect_draft(address, waiter, VOCABULARY_SIZE, "")
-        if not waiter.connected.wait(timeout=60):
-            raise SystemExit(f"no draft service: {waiter.reason}")
-        row = measure(link, waiter, transport, sequences, draft, options)
+        waiter.wait_for_draft()
+        row = measure(link, waiter, transport, sequences, draft.pid if draft else None, options)
         link.stop()
     return row
 

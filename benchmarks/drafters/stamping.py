@@ -1,4 +1,4 @@
-"""A drafter that computes nothing and sends times: what `benchmarks.drafters.link_hops` has a draft service run.
+"""The drafter of `benchmarks.drafters.link_hops`, which computes nothing and sends times.
 
 The first tokens of each tree are nanoseconds of the machine's monotonic clock, which all its processes share.
 """
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.drafters.link_events import VOCABULARY_SIZE
 from draft_service.drafters.base import Drafter, DraftSequence
 from draft_service.drafters.grown import Grown, Pending
 from draft_service.drafters.hidden_states import FeatureWindow
@@ -18,7 +19,6 @@ from outrider.settings import Settings, setting
 from outrider.tree import TokenTree
 from outrider.wire.frames import FeatureRequest, TreeLimits
 
-VOCABULARY_SIZE = 49_152
 # Of a head of 8B size.
 WIDTH = 4096
 NODES = 239
@@ -31,7 +31,7 @@ def words_of(nanoseconds: int) -> list[int]:
 
 
 def times_in(token_ids: Sequence[int], count: int) -> list[int]:
-    """So many times that a tree's tokens begin with."""
+    """The first `count` times in a tree's tokens."""
     words = [token_ids[i * _WORDS : (i + 1) * _WORDS] for i in range(count)]
     return [sum(word << _BITS * i for i, word in enumerate(some)) for some in words]
 
@@ -45,7 +45,7 @@ class StampingConfig(Settings):
 
 
 class _Stamped(Pending):
-    """A tree for each of these roots; its tokens are the times at which the commit came and this was fetched."""
+    """A tree for each root; its first tokens are the times at which the commit arrived and the tree was drawn."""
 
     def __init__(self, drafter: Stamping, roots: Sequence[int]) -> None:
         self._drafter, self._roots, self._begun = drafter, roots, time.monotonic_ns()
@@ -65,7 +65,7 @@ class _Stamped(Pending):
         return self._fetch(self._drafter.settings.whole_ms, NODES)
 
     def _fetch(self, after_ms: float, nodes: int) -> Grown:
-        # As a thread waits for a GPU: it leaves the interpreter to others, and looks all the time.
+        # As a thread waits for a GPU: without the interpreter, and checking all the time.
         while (left := after_ms * 1e6 - (time.monotonic_ns() - self._begun)) > 0.0:
             time.sleep(min(left, 1e4) / 1e9)
         grown = Grown.roots(self._roots, nodes + 1)
@@ -80,7 +80,7 @@ class _Stamped(Pending):
 
 
 class Stamping(Drafter):
-    """Reads features, as a head does, and draws the same tree every time."""
+    """Reads features as a head does, and draws the same tree every time."""
 
     name = "stamping"
     limits = TreeLimits(NODES, 8)
@@ -88,12 +88,12 @@ class Stamping(Drafter):
     vocabulary_size = VOCABULARY_SIZE
     features: FeatureRequest | None = FeatureRequest(layers=(32,), width=WIDTH)
     config = StampingConfig
-    # Not the CPU, so that a service does as with a drafter on a GPU.
+    # Not the CPU, so that the service treats it as a drafter on a GPU.
     device = "elsewhere"
 
     def __init__(self, config: StampingConfig) -> None:
         self.settings = config
-        # When the newest commit came.
+        # When the newest commit arrived.
         self.received = 0
 
     def open(self, sequence: DraftSequence) -> None:
@@ -105,7 +105,8 @@ class Stamping(Drafter):
 
     def absorb(self, sequences: Sequence[DraftSequence]) -> None:
         for sequence in sequences:
-            self._read(sequence)
+            if sequence.features is not None:
+                sequence.features.take()
 
     def begin(self, sequences: Sequence[DraftSequence]) -> Pending:
         self.absorb(sequences)
@@ -113,7 +114,3 @@ class Stamping(Drafter):
 
     def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
         return self.begin(sequences).fetch().as_trees()
-
-    def _read(self, sequence: DraftSequence) -> None:
-        if sequence.features is not None:
-            sequence.features.take()

@@ -1,11 +1,12 @@
-"""Writes prompts of the seven kinds that benchmarks ask, of texts of your own, for `outrider train-head --prompts`.
+"""Writes prompts of the seven kinds of the benchmarks, from your own texts, for `outrider train-head --prompts`.
 
     python -m benchmarks.drafters.task_prompts OUT.jsonl --english FOLDER --german FOLDER --code FOLDER [--count 40000]
 
-A head that learns from what a model makes up for itself meets texts of other kinds when it serves: long passages to
-answer from, sentences to translate, functions to complete. So: passages to summarise and to answer questions about, and
-topics of questions and essays, from the English files (text or HTML); sentences from the German ones; functions with
-docstrings from Python files; sums in words are drawn. No prompt of a benchmark is in it, unless it is in your files.
+A head that is trained only on text that the model generates freely sees other kinds of text when it serves: long
+passages to answer from, sentences to translate, functions to complete. So passages to summarise and to answer questions
+about, and topics of questions and essays, are taken from the English files (text or HTML), sentences from the German
+ones, functions with docstrings from Python files; sums in words are random. No prompt of the benchmarks is among them,
+unless it is in your files.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 Turns = list[str]
-# Shares of the kinds: those of short prompts more, since those of long ones take many tokens to read and teach as few.
+# Shares of the kinds. Long prompts take many tokens to read, and train no more than short ones, so they are fewer.
 _SHARES = {"chat": 22, "qa": 16, "math": 16, "code": 14, "translation": 12, "summary": 10, "rag": 10}
-# Characters of a passage: what leaves room for an answer in 1,024 tokens of English text.
+# Characters of a passage, which leave room for an answer in 1,024 tokens of English text.
 _LEAST_PASSAGE, _MOST_PASSAGE = 500, 2800
 _MOST_CODE = 1400
 _READ_AS_TEXT = {".txt", ".html", ".htm", ".cor", ".u8", ".md", ".rst", ""}
 _TAG, _SPACES = re.compile(r"<(script|style).*?</\1>|<[^>]+>", re.S), re.compile(r"\s+")
-# Words that begin with a capital letter in the middle of a sentence: what a text is about.
+# Words that begin with a capital letter in the middle of a sentence: subjects of the text.
 _NAME = re.compile(r"(?<=[a-z,] )([A-Z][a-z]{3,}(?: [A-Z][a-z]{2,}){0,2})")
 _NOUN = re.compile(r"\bthe ([a-z]{5,14})\b")
 
@@ -91,21 +92,8 @@ _TRANSLATIONS = ("Translate German to English: {s}",)
 _COMPLETE = "Complete the code I provided.\n\n{c}"
 _CODE = (_COMPLETE, _COMPLETE, "Explain this function:\n\n{c}")
 _NAMES = (
-    "Anna",
-    "Ben",
-    "Carla",
-    "David",
-    "Emma",
-    "Frank",
-    "Grace",
-    "Henry",
-    "Ida",
-    "Jack",
-    "Kim",
-    "Laura",
-    "Omar",
-    "Ruth",
-)
+    "Anna", "Ben", "Carla", "David", "Emma", "Frank", "Grace", "Henry", "Ida", "Jack", "Kim", "Laura", "Omar", "Ruth",
+)  # fmt: skip
 _THINGS = ("apples", "books", "pencils", "cookies", "marbles", "stamps", "tickets", "flowers", "cards", "eggs", "toys")
 _SUMS = (
     "{n} has {i} {t}. {m} gives {n} {j} more, and then {n} sells {k} of them. How many {t} does {n} have left?",
@@ -128,7 +116,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _paragraphs(folder: Path) -> Iterator[str]:
-    """Running text of all files of a folder, tags and line breaks taken out."""
+    """Paragraphs of all files of a folder, without tags and line breaks."""
     for path in _files(folder):
         try:
             text = path.read_text(encoding="utf-8")
@@ -141,14 +129,14 @@ def _paragraphs(folder: Path) -> Iterator[str]:
                 yield words
 
 
-def _passages(paragraphs: list[str], dice: random.Random) -> list[str]:
-    """Neighbouring paragraphs joined to passages of many lengths."""
+def _passages(paragraphs: list[str], rng: random.Random) -> list[str]:
+    """Neighbouring paragraphs joined to passages of random lengths."""
     found: list[str] = []
     begun, wanted = "", 0
     for paragraph in paragraphs:
         if len(paragraph) < 80 or not paragraph[0].isalnum():
             continue
-        wanted = wanted or dice.randint(_LEAST_PASSAGE, _MOST_PASSAGE)
+        wanted = wanted or rng.randint(_LEAST_PASSAGE, _MOST_PASSAGE)
         begun = f"{begun} {paragraph}".strip()
         if len(begun) >= wanted:
             cut = begun[:_MOST_PASSAGE].rfind(". ") + 1
@@ -165,7 +153,7 @@ def _sentences(paragraphs: list[str]) -> list[str]:
 
 
 def _functions(folder: Path) -> list[str]:
-    """Functions with a docstring, cut behind it."""
+    """Functions with a docstring, cut after it."""
     found: list[str] = []
     for path in sorted(folder.rglob("*.py")):
         try:
@@ -183,53 +171,53 @@ def _functions(folder: Path) -> list[str]:
     return found
 
 
-def makers(english: Path, german: Path, code: Path, dice: random.Random) -> dict[str, Callable[[], Turns]]:
-    """What makes a prompt of each kind."""
+def makers(english: Path, german: Path, code: Path, rng: random.Random) -> dict[str, Callable[[], Turns]]:
+    """Functions that make a prompt, by kind."""
     paragraphs = list(_paragraphs(english))
-    passages, functions = _passages(paragraphs, dice), _functions(code)
+    passages, functions = _passages(paragraphs, rng), _functions(code)
     sentences = _sentences(list(_paragraphs(german)))
     about = " ".join(paragraphs)
     names, nouns = sorted(set(_NAME.findall(about))), sorted(set(_NOUN.findall(about)))
     if not (passages and sentences and functions and names and nouns):
-        raise SystemExit("a folder has no text that prompts could be made of")
+        raise SystemExit("a folder has no text for prompts")
 
     def filled(form: str) -> str:
-        return form.format(a=dice.choice(nouns), b=dice.choice(nouns), A=dice.choice(names))
+        return form.format(a=rng.choice(nouns), b=rng.choice(nouns), A=rng.choice(names))
 
     def chat() -> Turns:
-        return [filled(dice.choice(_CHAT)), dice.choice(_FOLLOW_UPS)][: dice.randint(1, 2)]
+        return [filled(rng.choice(_CHAT)), rng.choice(_FOLLOW_UPS)][: rng.randint(1, 2)]
 
     def summed() -> Turns:
-        small, large = dice.randint(2, 9), 10 * dice.randint(4, 30)
-        numbers = {"i": dice.randint(12, 60), "j": dice.randint(3, 25), "k": dice.randint(2, 11)}
+        small, large = rng.randint(2, 9), 10 * rng.randint(4, 30)
+        numbers = {"i": rng.randint(12, 60), "j": rng.randint(3, 25), "k": rng.randint(2, 11)}
         numbers |= {"s": small, "h": large}
-        named = dict(zip("nm", dice.sample(_NAMES, 2), strict=True))
-        form = dice.choice(_SUMS)
-        return [form.format(t=dice.choice(_THINGS), p=5 * dice.randint(1, 12), **numbers, **named)]
+        named = dict(zip("nm", rng.sample(_NAMES, 2), strict=True))
+        form = rng.choice(_SUMS)
+        return [form.format(t=rng.choice(_THINGS), p=5 * rng.randint(1, 12), **numbers, **named)]
 
     def answered_from() -> Turns:
-        passage = dice.choice(passages)
-        name, noun = (dice.choice(form.findall(passage) or others) for form, others in ((_NAME, names), (_NOUN, nouns)))
-        question = dice.choice(_ABOUT).format(A=name, a="the " + noun)
-        return [dice.choice(_PASSAGES).format(p=passage, q=question)]
+        passage = rng.choice(passages)
+        name, noun = (rng.choice(form.findall(passage) or others) for form, others in ((_NAME, names), (_NOUN, nouns)))
+        question = rng.choice(_ABOUT).format(A=name, a="the " + noun)
+        return [rng.choice(_PASSAGES).format(p=passage, q=question)]
 
     return {
         "chat": chat,
-        "qa": lambda: [filled(dice.choice(_QUESTIONS))],
+        "qa": lambda: [filled(rng.choice(_QUESTIONS))],
         "math": summed,
-        "code": lambda: [dice.choice(_CODE).format(c=dice.choice(functions))],
-        "translation": lambda: [dice.choice(_TRANSLATIONS).format(s=dice.choice(sentences))],
-        "summary": lambda: [dice.choice(_SUMMARIES).format(p=dice.choice(passages))],
+        "code": lambda: [rng.choice(_CODE).format(c=rng.choice(functions))],
+        "translation": lambda: [rng.choice(_TRANSLATIONS).format(s=rng.choice(sentences))],
+        "summary": lambda: [rng.choice(_SUMMARIES).format(p=rng.choice(passages))],
         "rag": answered_from,
     }
 
 
-def prompts(make: dict[str, Callable[[], Turns]], count: int, dice: random.Random) -> Iterator[Turns]:
-    """So many different ones, kinds by their shares."""
+def prompts(make: dict[str, Callable[[], Turns]], count: int, rng: random.Random) -> Iterator[Turns]:
+    """`count` different prompts, of kinds by their shares."""
     seen: set[str] = set()
     kinds, shares = list(_SHARES), list(_SHARES.values())
     for _ in range(20 * count):
-        turns = make[dice.choices(kinds, shares)[0]]()
+        turns = make[rng.choices(kinds, shares)[0]]()
         if turns[0] not in seen:
             seen.add(turns[0])
             yield turns
@@ -246,10 +234,10 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=40_000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    dice = random.Random(options.seed)
-    make = makers(options.english, options.german, options.code, dice)
+    rng = random.Random(options.seed)
+    make = makers(options.english, options.german, options.code, rng)
     with options.out.open("w") as file:
-        for turns in prompts(make, options.count, dice):
+        for turns in prompts(make, options.count, rng):
             file.write(json.dumps({"turns": turns}, ensure_ascii=False) + "\n")
 
 

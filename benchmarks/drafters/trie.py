@@ -2,8 +2,8 @@
 
     python -m benchmarks.drafters.trie [--tokens 600000] [--json OUT]
 
-Drafts are timed as the drafter makes them, one call from Python each, at random places of text that was not inserted
-(half of them) and of text that was.
+Each draft is one call from Python, as in the drafter. Half of them are at random places of text that was inserted, half
+of text that was not.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import json
 import platform
 import re
 import statistics
-import subprocess
-import sys
 import sysconfig
 import time
 from collections.abc import Callable
@@ -22,14 +20,15 @@ from pathlib import Path
 import numba
 import numpy as np
 
-from benchmarks.shared.report import parser_of, write_json
+from benchmarks.shared.report import parser_of, show, write_json
 from draft_service.ngram.config import TrieConfig
 from draft_service.ngram.growth import Shape, grow
 from draft_service.ngram.prediction import UNIT
 from draft_service.ngram.trie import NgramTrie
+from outrider.machine import describe_commit
 
 Clock = Callable[[], float]
-# Words, runs of blanks and single signs: about what a byte-pair tokenizer makes of source text.
+# Words, runs of blanks and single signs: much like a byte-pair tokenizer's tokens of source text.
 _TOKEN = re.compile(r"\w+|\s+|[^\w\s]")
 
 
@@ -48,7 +47,7 @@ def corpus(tokens: int) -> np.ndarray:
 
 
 def time_insertion(text: np.ndarray, config: TrieConfig, runs: int, clock: Clock) -> tuple[NgramTrie, list[float]]:
-    """Microseconds per token of each run, arrays growing as they do in service."""
+    """The trie, and microseconds per token of each run. Arrays grow as in service."""
     micros = []
     for _ in range(runs):
         trie = NgramTrie(config.depth, 1 << 26, config.half_life_log2)
@@ -96,12 +95,11 @@ def main() -> None:
     trie, insertion = time_insertion(text[: arguments.tokens], config, arguments.runs, clock)
     drafts, nodes = time_drafts(trie, text, arguments.tokens, config, arguments.drafts, clock)
     quantiles = np.percentile(drafts, [50, 90, 99])
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     figures = {
         "machine": platform.processor() or platform.machine(),
         "python": platform.python_version(),
         "numba": numba.__version__,
-        "commit": commit.stdout.strip(),
+        "commit": describe_commit(),
         "clock": "thread CPU time" if arguments.cpu_time else "wall",
         "tokens": arguments.tokens,
         "vocabulary": int(text.max()) + 1,
@@ -119,7 +117,7 @@ def main() -> None:
         "draft_nodes_mean": round(nodes, 1),
         "drafts": arguments.drafts,
     }
-    sys.stdout.write(json.dumps(figures, indent=2) + "\n")
+    show(json.dumps(figures, indent=2))
     write_json(arguments.json, figures)
 
 

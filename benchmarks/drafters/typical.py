@@ -1,17 +1,17 @@
-"""What typical acceptance changes: tokens a step and speed beside the lossless modes, and how far the text departs.
+"""Typical acceptance beside the lossless modes: tokens a step, speed, and how far the text departs.
 
     python -m benchmarks.drafters.typical [--temperatures 0,0.7,1] [--limit 2] [--json FILE]
 
 The first turns of `prompts.jsonl` are answered one at a time, with the head that comes with Outrider, engine and draft
 in one process; every drafted row is verified, and drafting is never switched off. Each answer has the same seed in
-every mode. delta is sqrt(epsilon), as in Medusa. Said of each mode:
+every mode. delta is sqrt(epsilon), as in Medusa. Figures of each mode:
 
 - tokens_per_step, and tokens_per_second of decoding alone, by the engine's clock;
-- lossy_share: accepted drafts that the model would not have drawn at their place, of all tokens;
-- beside plain decoding by the same seeds, answer by answer: those that are the same, the median place of the first
-  token that differs, and the share of places that differ up to the shorter one's end;
-- mean_logprob of the tokens under the model, in float32 at the temperature they were drawn at: what the model makes of
-  the text. That of plain decoding is what the model's own text has.
+- lossy_share: share of tokens that are accepted drafts which the model would not have drawn there;
+- compared with plain decoding by the same seeds, answer by answer: the number of equal answers, the median place of the
+  first token that differs, and the share of places that differ, up to the shorter one's end;
+- mean_logprob of the tokens under the model, in float32 at the temperature at which they were sampled. Plain decoding's
+  is that of the model's own text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from collections.abc import Sequence
 from statistics import median
 from typing import Any
@@ -27,13 +26,19 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.drafters.acceptance import choose, target_config
 from benchmarks.drafters.acceptance import parse as parse_acceptance
+from benchmarks.drafters.acceptance import target_config
 from benchmarks.drafters.acceptance_drafters import DrafterSet
-from benchmarks.drafters.acceptance_run import Distribution, Talk, Tally
+from benchmarks.drafters.acceptance_run import Distribution, Talk
 from benchmarks.shared.machine import describe
-from benchmarks.shared.report import parser_of, settings_of, write_json
-from benchmarks.shared.workload import Conversation, chat_tokens, folder_of, read_conversations
+from benchmarks.shared.report import comma_separated, parser_of, settings_of, show, write_json
+from benchmarks.shared.workload import (
+    Conversation,
+    first_of_each_task,
+    first_turn_tokens,
+    folder_of,
+    read_conversations,
+)
 from outrider.sampling import TypicalAcceptance, VerificationMode
 from target_service.assembly import engine_config, load_model
 from target_service.model.runner import ModelRunner
@@ -44,7 +49,7 @@ Outputs = dict[tuple[int, int], list[int]]
 
 
 def distributions(temperature: float, epsilons: Sequence[float]) -> list[Distribution]:
-    """What is measured at a temperature, the definition first."""
+    """The distributions that are measured at a temperature, the lossless one first."""
     if not temperature:
         return [Distribution(0.0, VerificationMode.GREEDY)]
     rules = [TypicalAcceptance(epsilon, math.sqrt(epsilon)) for epsilon in epsilons]
@@ -53,7 +58,7 @@ def distributions(temperature: float, epsilons: Sequence[float]) -> list[Distrib
 
 
 def differences(found: Outputs, own: Outputs) -> dict[str, float]:
-    """How answers depart from those of the model itself, by key."""
+    """How answers differ from those of plain decoding with the same key."""
     firsts, places, different, same = list[int](), 0, 0, 0
     for key, tokens in own.items():
         pairs = list(zip(found[key], tokens, strict=False))
@@ -70,16 +75,15 @@ def differences(found: Outputs, own: Outputs) -> dict[str, float]:
 
 
 class Judge:
-    """The model in float32, which says how probable a text is."""
+    """The model in float32, for the probability of a text."""
 
     def __init__(self, folder: str, tokenizer: Any, conversations: Sequence[Conversation]) -> None:
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        asked = ([{"role": "user", "content": one.turns[0]}] for one in conversations)
-        self._prompts = [chat_tokens(tokenizer, messages) for messages in asked]
+        self._prompts = [first_turn_tokens(tokenizer, one) for one in conversations]
 
     @torch.inference_mode()
     def mean_logprob(self, outputs: Outputs, temperature: float) -> float:
-        """Of all tokens, in nats, at the temperature; at 0 that of the model as it is."""
+        """Mean over all tokens, in nats, at the temperature; for 0 at temperature 1."""
         total, count = 0.0, 0
         for (index, _), tokens in outputs.items():
             ids = torch.tensor([[*self._prompts[index], *tokens]])
@@ -92,9 +96,7 @@ class Judge:
 
 def result_of(name: str, distribution: Distribution, talk: Talk) -> dict[str, Any]:
     """The figures of one mode, all tasks together."""
-    whole = Tally()
-    for tally in talk.tallies.values():
-        whole.join(tally)
+    whole = talk.total
     rule = {"epsilon": distribution.typical.epsilon, "delta": distribution.typical.delta}
     return {
         "mode": name,
@@ -107,9 +109,9 @@ def result_of(name: str, distribution: Distribution, talk: Talk) -> dict[str, An
 
 
 def measure(options: argparse.Namespace, conversations: Sequence[Conversation]) -> list[dict[str, Any]]:
-    """One result for each mode at each temperature, and plain decoding beside them; the model is loaded once.
+    """A result for each mode at each temperature, and for plain decoding; the model is loaded once.
 
-    The file is written anew after each temperature.
+    The file is written after each temperature.
     """
     known = parse_acceptance(["--head", options.head, "--concurrency", "1", "--dtype", options.dtype])
     known.model, known.target = options.model, {"max_draft_nodes": options.rows} | options.target
@@ -118,7 +120,7 @@ def measure(options: argparse.Namespace, conversations: Sequence[Conversation]) 
     drafters = DrafterSet(options.head, folder, "cpu", options.dtype, tree_steps=options.levels, topk=options.topk)
     judge = Judge(folder, runner.tokenizer, conversations)
 
-    def held(distribution: Distribution, *, drafted: bool = True) -> Talk:
+    def talk_of(distribution: Distribution, *, drafted: bool = True) -> Talk:
         known.target["speculation"] = drafted
         talk = Talk(runner, engine_config(target_config(known)), drafters.make(DRAFTER), conversations)
         talk.run(distribution, options.max_tokens, 1)
@@ -126,31 +128,19 @@ def measure(options: argparse.Namespace, conversations: Sequence[Conversation]) 
 
     results = []
     for temperature in options.temperatures:
-        wanted = distributions(temperature, options.epsilons)
-        own = held(wanted[0], drafted=False)
-        results.append(result_of(PLAIN, wanted[0], own))
+        chosen = distributions(temperature, options.epsilons)
+        own = talk_of(chosen[0], drafted=False)
+        results.append(result_of(PLAIN, chosen[0], own))
         results[-1]["mean_logprob"] = judge.mean_logprob(own.outputs, temperature)
-        for distribution in wanted:
-            talk = held(distribution)
+        for distribution in chosen:
+            talk = talk_of(distribution)
             result = result_of(distribution.mode.value, distribution, talk) | differences(talk.outputs, own.outputs)
             result["mean_logprob"] = judge.mean_logprob(talk.outputs, temperature)
             results.append(result)
-        for result in results[-len(wanted) - 1 :]:
-            sys.stdout.write(json.dumps(result) + "\n")
-            sys.stdout.flush()
-        write(options, results)
+        for result in results[-len(chosen) - 1 :]:
+            show(json.dumps(result))
+        write_json(options.json, {"machine": describe(), "settings": settings_of(options), "results": results})
     return results
-
-
-def write(options: argparse.Namespace, results: Sequence[dict[str, Any]]) -> None:
-    """The file that was asked for, if any."""
-    settings = settings_of(options)
-    document = {"machine": describe(), "settings": settings, "results": results}
-    write_json(options.json, document)
-
-
-def numbers(text: str) -> list[float]:
-    return [float(one) for one in text.split(",")]
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -158,11 +148,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--head", default="smollm2-135m-instruct", help="a name or folder")
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
-    parser.add_argument("--temperatures", default=[0.0, 0.7, 1.0], type=numbers)
-    default = TypicalAcceptance().epsilon
-    parser.add_argument("--epsilons", default=[default], type=numbers, help="with commas between")
-    parser.add_argument("--tasks", default="", help="tasks to keep, with commas between; all when empty")
-    parser.add_argument("--limit", type=int, default=2, help="so many prompts of each task; 0 for all")
+    parser.add_argument("--temperatures", default=[0.0, 0.7, 1.0], type=comma_separated(float))
+    parser.add_argument("--epsilons", default=[TypicalAcceptance().epsilon], type=comma_separated(float))
+    parser.add_argument("--tasks", default="", type=comma_separated(str), help="tasks to keep; all when empty")
+    parser.add_argument("--limit", type=int, default=2, help="prompts of each task; 0 for all")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--levels", type=int, default=4, help="of a tree")
     parser.add_argument("--topk", type=int, default=4, help="nodes that each level expands")
@@ -173,9 +162,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    kept = [one for one in read_conversations() if not options.tasks or one.task in options.tasks.split(",")]
-    asked = [Conversation(one.task, one.turns[:1]) for one in choose(kept, options.limit)]
-    measure(options, asked)
+    kept = [one for one in read_conversations() if not options.tasks or one.task in options.tasks]
+    chosen = first_of_each_task(kept, options.limit)
+    measure(options, [Conversation(one.task, one.turns[:1]) for one in chosen])
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""The engine and its steps, without gRPC."""
+"""The engine and its steps."""

@@ -1,10 +1,10 @@
-"""What a token costs on its way out, with the engine in the server's process and in one of its own.
+"""Delivery of tokens to clients, with the engine in the server's process and in a separate one.
 
     python -m benchmarks.engine.engine_process [--clients N] [--json FILE]
 
-No model: each step sleeps, as one that waits for a GPU does, and computes in the interpreter for the 0.3 ms that a
-step's host work takes; together they take the step time asked for. Every sequence gets a token per step, through the
-real server, over TCP on this machine, to clients in their own processes. Takes a minute at most.
+There is no model: each step sleeps, as one that waits for a GPU does, and computes in the interpreter for 0.3 ms, as a
+step's host work does; together that is the step time. Every sequence gets a token per step, through the real server,
+over TCP on this machine, to clients in separate processes. Takes a minute at most.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import contextlib
 import json
 import logging
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -32,8 +31,9 @@ prepare_grpc()
 import grpc  # noqa: E402
 
 from benchmarks.engine.stepping_engine import SERVED, STATS, SteppingEngine  # noqa: E402
-from benchmarks.shared.report import parser_of, write_json  # noqa: E402
-from outrider.healthcheck import check  # noqa: E402
+from benchmarks.shared.processes import process, wait_for  # noqa: E402
+from benchmarks.shared.report import parser_of, show, write_json  # noqa: E402
+from outrider.ports import free_port  # noqa: E402
 from outrider.processes.framing import LENGTH_BYTES  # noqa: E402
 from outrider.sampling import SamplingParams, VerificationMode  # noqa: E402
 from outrider.v1 import target_pb2, target_pb2_grpc, tree_pb2  # noqa: E402
@@ -50,8 +50,8 @@ STEP_MS = (1, 2)
 # One phase for each number of streams, at the same time in every client.
 START, WARM, MEASURED, PAUSE = 2.5, 0.3, 0.9, 0.3
 PHASE = WARM + MEASURED + PAUSE
-# This program, for the processes that it starts.
-_ME = (sys.executable, "-m", "benchmarks.engine.engine_process")
+# Arguments of Python for the processes that this script starts.
+_SCRIPT = ("-m", "benchmarks.engine.engine_process")
 
 
 class SharedHost:
@@ -74,7 +74,7 @@ class SharedHost:
 
 
 def with_text(served: ServedModel) -> ServedModel:
-    """With a tokenizer of single bytes."""
+    """The same model with a tokenizer of single bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -86,7 +86,7 @@ def with_text(served: ServedModel) -> ServedModel:
 
 
 def step_seconds(config: TargetConfig) -> float:
-    """The step time travels in the only place that a child gets anything from."""
+    """The step time, which is passed to the engine's process as the model's name."""
     return float(config.served_model_name) / 1e3
 
 
@@ -99,12 +99,12 @@ def serve(arrangement: str, step_ms: float, port: int) -> int:
     )
     if arrangement == "shared":
         return run(serve_target(config, SharedHost(SteppingEngine(step_seconds(config)))))
-    link = EngineLink(config, (*_ME, "--engine"), lambda: with_text(SERVED).tokenizer)
+    link = EngineLink(config, (sys.executable, *_SCRIPT, "--engine"), lambda: with_text(SERVED).tokenizer)
     return run(serve_target(config, link))
 
 
 async def read(port: int, shares: list[int], start: float) -> list[list[float]]:
-    """For each phase: tokens and chunks a second, to this client's share of the streams."""
+    """Tokens and chunks a second in each phase, over this client's share of the streams."""
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         await asyncio.wait_for(channel.channel_ready(), 30)
         stub: Any = target_pb2_grpc.TargetServiceStub(channel)
@@ -122,7 +122,7 @@ async def read(port: int, shares: list[int], start: float) -> list[list[float]]:
 
 
 async def follow(stub: Any, counts: list[int], begin: float) -> None:
-    """Read one stream until cancelled. Adds tokens and chunks that came after `begin`."""
+    """Read one stream until cancelled. Add tokens and chunks that arrive after `begin` to `counts`."""
     request = target_pb2.GenerateRequest(
         tokens=target_pb2.TokenInput(token_ids=[5]),
         sampling=tree_pb2.SamplingParameters(max_tokens=10**6, ignore_eos=True),
@@ -138,45 +138,30 @@ async def follow(stub: Any, counts: list[int], begin: float) -> None:
 
 
 def measure(arrangement: str, step_ms: float, clients: int) -> list[dict[str, Any]]:
-    """Start a server and its clients, and add up what the clients saw."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    server = subprocess.Popen([*_ME, "--serve", arrangement, str(step_ms), str(port)])
-    try:
-        wait_for(port)
-        start = time.monotonic() + START
+    """Start a server and its clients, and sum what the clients received."""
+    port = free_port()
+    with process(*_SCRIPT, "--serve", arrangement, str(step_ms), str(port)) as server:
+        wait_for(f"127.0.0.1:{port}", server)
+        command = [sys.executable, *_SCRIPT, "--read", str(port), str(time.monotonic() + START)]
         readers = [
             subprocess.Popen(
-                [*_ME, "--read", str(port), str(start), *(str((n + place) // clients) for n in STREAMS)],
+                [*command, *(str((n + place) // clients) for n in STREAMS)],
                 stdout=subprocess.PIPE,
             )
             for place in range(clients)
         ]
         found = [json.loads(reader.communicate()[0]) for reader in readers]
-    finally:
-        server.terminate()
-        server.wait()
     rows = []
     for place, streams in enumerate(STREAMS):
         tokens, chunks = (sum(one[place][kind] for one in found) for kind in (0, 1))
         row = {"engine": arrangement, "step_ms": step_ms, "streams": streams, "tokens_per_s": round(tokens)}
         rows.append(row | {"steps_per_s": round(tokens / streams), "chunks_per_s": round(chunks)})
-        sys.stdout.write("  ".join(f"{name} {value}" for name, value in rows[-1].items()) + "\n")
+        show("  ".join(f"{name} {value}" for name, value in rows[-1].items()))
     return rows
 
 
-def wait_for(port: int) -> None:
-    """Until calls are taken, for half a minute at most."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        if check(f"127.0.0.1:{port}", timeout=deadline - time.monotonic()) == "SERVING":
-            return
-        time.sleep(0.02)
-    raise TimeoutError("the server did not start")
-
-
 def alone(step_ms: float) -> float:
-    """Steps a second of an engine that nobody listens to: what the others are to be held against."""
+    """Steps a second of an engine without a server, which the others are compared with."""
     engine = SteppingEngine(step_ms / 1e3)
     for _ in range(64):
         engine.submit(SequenceRequest((5,), SamplingParams(), VerificationMode.GREEDY, 0, 1))
@@ -187,7 +172,7 @@ def alone(step_ms: float) -> float:
 
 
 def report_us() -> dict[str, float]:
-    """Microseconds to write and to read the report of a step of 64 sequences."""
+    """Microseconds to encode and to decode the report of a step of 64 sequences."""
     verdicts: list[SequenceEvent] = [Verdict(1000 + i, 57, (), (31000 + i,), 0, (), None, 0, 10**6) for i in range(64)]
     report = Report(verdicts, [STATS], [], [], EngineSnapshot(64, 0, 64, 9, 99, False, False), time.monotonic_ns())
     body = pack(report)[LENGTH_BYTES:]
@@ -221,7 +206,7 @@ def main() -> int:
         "report_of_64_us": report_us(),
         "alone_steps_per_s": {str(step_ms): alone(step_ms) for step_ms in STEP_MS},
     }
-    sys.stdout.write(json.dumps(result) + "\n")
+    show(json.dumps(result))
     rows = [row for step in STEP_MS for kind in ("shared", "own") for row in measure(kind, step, options.clients)]
     write_json(options.json, result | {"rows": rows})
     return 0

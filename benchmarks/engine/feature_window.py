@@ -1,7 +1,8 @@
-"""What hidden states take on the wire, and what a draft loses that restarts, by how many of them the target keeps.
+"""Bytes of hidden states on the wire, and the tokens that a draft loses by restarting, by how many states the target
+keeps.
 
-Engine and EAGLE head run in one process, so that nothing is late. With `--restart-every N` the draft forgets everything
-every N steps and is told of every sequence anew, as after a crash, with the newest states that the target kept.
+Engine and EAGLE head run in one process, so that no draft is late. With `--restart-every N` the draft loses its state
+every N steps and gets every sequence again, as after a crash, with the newest hidden states that the target kept.
 
     python -m benchmarks.engine.feature_window --head FOLDER [--model NAME] [--windows 0,16,64,512] [--json FILE]
 """
@@ -9,12 +10,11 @@ every N steps and is told of every sequence anew, as after a crash, with the new
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
-from benchmarks.shared.report import parser_of, write_json
+from benchmarks.shared.report import comma_separated, parser_of, show, write_json
+from benchmarks.shared.workload import short_prompts
 from draft_service.drafters.base import Drafter
 from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.drafter import EagleDrafter
@@ -32,13 +32,12 @@ from target_service.model.loading.loader import load_runner
 from target_service.model.loading.store import resolve
 from target_service.model.runner import ModelRunner
 
-PROMPTS = Path(__file__).parents[1] / "prompts.jsonl"
-# Longer prompts take their prefill's time and say the same.
+# Longer prompts take more time and change nothing.
 LONGEST_PROMPT = 400
 
 
 class MeteredLink:
-    """An in-process link that counts what its frames would take on the wire, and can restart its draft."""
+    """An in-process link that counts the bytes of its frames on the wire, and can restart its draft."""
 
     def __init__(self, drafter: Drafter, events: DraftEvents) -> None:
         self._drafter, self._events = drafter, events
@@ -47,7 +46,7 @@ class MeteredLink:
         self.committed = self.bytes = self.token_bytes = 0
 
     def restart(self) -> None:
-        """Forget everything, and be there again."""
+        """Drop all sequences, and connect again."""
         self._events.on_disconnected("restarted")
         self._link.close(sorted(self._opened))
         self._opened.clear()
@@ -72,10 +71,13 @@ class MeteredLink:
         self._opened.difference_update(sequence_ids)
         self._link.close(sequence_ids)
 
+    def cut_off(self, reason: str) -> None:
+        self._link.cut_off(reason)
+
 
 @dataclass(frozen=True)
 class Figure:
-    """One run: tokens per step of a sequence, and bytes of the advances and pieces of features, all of them."""
+    """One run: tokens per step of a sequence, and bytes of all advances and feature frames."""
 
     window: int
     restart_every: int
@@ -93,12 +95,12 @@ class Figure:
 def run(
     runner: ModelRunner, config: TargetConfig, drafter: EagleDrafter, requests: SequenceOf[SequenceRequest], every: int
 ) -> Figure:
-    """Decode all requests, restarting the draft every so many steps; never for 0."""
+    """Decode all requests, restarting the draft every `every` steps; never for 0."""
     loop = EngineLoop(runner, engine_config(config), steps=HostSteps(runner))
     link = MeteredLink(drafter, loop.drafting)
     loop.drafting.attach(link)
-    for number, wanted in enumerate(requests, start=1):
-        loop.add(loop.make(number, wanted))
+    for number, request in enumerate(requests, start=1):
+        loop.add(loop.make(number, request))
     steps = tokens = count = 0
     while loop.live:
         for event in loop.step() or ():
@@ -126,15 +128,8 @@ def run(
 def requests_of(runner: ModelRunner, per_task: int, tokens: int) -> list[SequenceRequest]:
     """The first short prompts of each task, greedy."""
     sampling = SamplingParams(ignore_eos=True)
-    by_task: dict[str, list[SequenceRequest]] = {}
-    for line in PROMPTS.read_text().splitlines():
-        row = json.loads(line)
-        chat = [{"role": "user", "content": row["turns"][0]}]
-        ids = runner.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)  # type: ignore[union-attr]
-        of_task = by_task.setdefault(row["task"], [])
-        if len(ids) <= LONGEST_PROMPT and len(of_task) < per_task:
-            of_task.append(SequenceRequest(tuple(ids), sampling, sampling.mode(), 1, tokens))
-    return [one for of_task in by_task.values() for one in of_task]
+    prompts = short_prompts(runner.tokenizer, per_task, LONGEST_PROMPT)
+    return [SequenceRequest(ids, sampling, sampling.mode(), 1, tokens) for _, ids in prompts]
 
 
 def main() -> None:
@@ -143,17 +138,19 @@ def main() -> None:
     parser.add_argument("--model", default=TargetConfig.model)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--feature-dtype", default="bfloat16")
-    parser.add_argument("--windows", default="0,16,64,512", help="vectors kept per sequence, one run each")
+    parser.add_argument(
+        "--windows", default="0,16,64,512", type=comma_separated(int), help="vectors kept per sequence, one run each"
+    )
     parser.add_argument("--restart-every", type=int, default=16, help="steps between restarts")
     parser.add_argument("--per-task", type=int, default=1, help="prompts of each of seven tasks")
     parser.add_argument("--tokens", type=int, default=96)
-    chosen = parser.parse_args()
+    options = parser.parse_args()
     config = TargetConfig(
-        model=chosen.model,
-        dtype=chosen.dtype,
+        model=options.model,
+        dtype=options.dtype,
         kv_tokens=16384,
         draft="inprocess:eagle",
-        draft_head=chosen.head,
+        draft_head=options.head,
         max_draft_nodes=16,
         speculative_disable_queue_size=64,
         row_budget="all",
@@ -161,21 +158,20 @@ def main() -> None:
     runner = load_runner(config)
     drafter = EagleDrafter(
         EagleConfig(
-            head=chosen.head,
-            embeddings=str(resolve(chosen.model)),
-            feature_dtype=chosen.feature_dtype,
+            head=options.head,
+            embeddings=str(resolve(options.model)),
+            feature_dtype=options.feature_dtype,
             num_draft_tokens=16,
         )
     )
     drafter.start()
-    requests = requests_of(runner, chosen.per_task, chosen.tokens)
-    runs = [(0, 0), *((int(window), chosen.restart_every) for window in chosen.windows.split(","))]
+    requests = requests_of(runner, options.per_task, options.tokens)
+    runs = [(0, 0), *((window, options.restart_every) for window in options.windows)]
     figures = []
     for window, every in runs:
         figures.append(run(runner, replace(config, feature_window=window), drafter, requests, every))
-        sys.stdout.write(json.dumps(asdict(figures[-1])) + "\n")
-        sys.stdout.flush()
-    write_json(chosen.json, [asdict(figure) for figure in figures])
+        show(json.dumps(asdict(figures[-1])))
+    write_json(options.json, [asdict(figure) for figure in figures])
 
 
 if __name__ == "__main__":

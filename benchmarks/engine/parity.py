@@ -1,11 +1,11 @@
-"""Where greedy outputs in bf16 leave those in fp32, and how near a tie the model was there.
+"""Where greedy outputs in bf16 differ from those in fp32, and how near a tie the model was there.
 
     python -m benchmarks.engine.parity [--model MODEL] [--device cuda] [--prompts 14] [--json FILE]
 
 Every prompt is answered in fp32 by plain decoding, which is the reference, and in the other dtype one at a time, all
-at once, and with drafts. An output *leaves* the reference at its first other token. The gap there is the difference of
-log-probability, in fp32, between the reference's token and the other one: passes of other shapes round differently,
-and where the gap is no larger than rounding either token is as much the model's own.
+at once, and with drafts. An output *departs* from the reference at its first other token. The gap there is the
+difference of log-probability, in fp32, between the reference's token and the other one: passes of other shapes round
+differently, and where the gap is no larger than rounding, either token is the model's own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +21,7 @@ import torch
 
 from benchmarks.shared.engine_events import EngineEvents
 from benchmarks.shared.machine import describe
-from benchmarks.shared.report import parser_of, settings_of, write_json
+from benchmarks.shared.report import parser_of, settings_of, show, write_json
 from benchmarks.shared.workload import read_prompts
 from outrider.drafting.link import connect_draft
 from outrider.sampling import SamplingParams, VerificationMode
@@ -32,33 +31,33 @@ from target_service.core.sequence import SequenceRequest, TokenLogprobs, Verdict
 from target_service.engine.engine import Engine
 from target_service.speculation.policy.cost_profile import measure_step_cost
 
-# Of log-probability: what rounding to bf16 moves a logit of magnitude 16 to 32 by, at most twice over.
+# Of log-probability: twice the most by which rounding to bf16 moves a logit of magnitude 16 to 32.
 NEAR_TIE = 0.25
 CANDIDATES = 20
-# By name: whether all prompts are answered together, and whether with drafts.
-WAYS = {"one at a time": (False, False), "at once": (True, False), "one at a time, with drafts": (False, True)}
+# By name: whether all prompts are answered at once, and whether with drafts.
+RUNS = {"one at a time": (False, False), "at once": (True, False), "one at a time, with drafts": (False, True)}
 
 
 class Answers:
-    """Collects what sequences say."""
+    """Collects the tokens of sequences."""
 
     def __init__(self) -> None:
         self.tokens: dict[int, list[int]] = {}
         self.logprobs: dict[int, list[TokenLogprobs]] = {}
-        self.events = EngineEvents(self._say)
-        self._ended: set[int] = set()
+        self.events = EngineEvents(self._collect)
+        self._finished: set[int] = set()
 
-    def _say(self, verdict: Verdict) -> None:
+    def _collect(self, verdict: Verdict) -> None:
         self.tokens.setdefault(verdict.sequence_id, []).extend(verdict.token_ids)
         self.logprobs.setdefault(verdict.sequence_id, []).extend(verdict.logprobs)
 
     def wait(self, sequence_ids: Sequence[int]) -> None:
-        while not self._ended.issuperset(sequence_ids):
-            self._ended.add(self.events.wait().sequence_id)
+        while not self._finished.issuperset(sequence_ids):
+            self._finished.add(self.events.wait().sequence_id)
 
 
 class Model:
-    """One loaded model, answering."""
+    """One loaded model with its engine."""
 
     def __init__(self, engine: Engine, answers: Answers) -> None:
         self._engine = engine
@@ -77,7 +76,7 @@ class Model:
         return [self._answers.tokens[one] for one in ids]
 
     def gap(self, prefix: tuple[int, ...], chosen: int, other: int) -> float | None:
-        """By how much `chosen` is likelier after `prefix`; None where `other` is not among the candidates."""
+        """Log-probability of `chosen` after `prefix` less that of `other`; None where one is no candidate."""
         one = self._submit(prefix, SamplingParams(max_tokens=1, logprobs=CANDIDATES), 1, drafts=False)
         self._answers.wait([one])
         top = dict(self._answers.logprobs[one][0].top)
@@ -97,7 +96,7 @@ def loaded(options: argparse.Namespace, dtype: str) -> Iterator[Model]:
     engine = Engine(runner, engine_config(config), step_cost=measure_step_cost(runner, config.step_rows))
     link = connect_draft(config.draft, engine.draft_events, runner.vocabulary_size, "")
     engine.attach_draft(link)
-    engine.start(answers.events.note)
+    engine.start(answers.events.deliver)
     yield Model(engine, answers)
     engine.stop(grace=0)
     link.stop()
@@ -108,12 +107,13 @@ def loaded(options: argparse.Namespace, dtype: str) -> Iterator[Model]:
 
 
 def departures(reference: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> list[tuple[int, int, int, int]]:
-    """(prompt, position, the reference's token, the other one) where an output leaves the reference."""
+    """(prompt, position, the reference's token, the other one) where an output departs from the reference."""
     found = []
-    for index, (right, said) in enumerate(zip(reference, other, strict=True)):
-        position = next((i for i, pair in enumerate(zip(right, said, strict=False)) if pair[0] != pair[1]), None)
+    for index, (expected, output) in enumerate(zip(reference, other, strict=True)):
+        pairs = enumerate(zip(expected, output, strict=False))
+        position = next((i for i, (right, wrong) in pairs if right != wrong), None)
         if position is not None:
-            found.append((index, position, right[position], said[position]))
+            found.append((index, position, expected[position], output[position]))
     return found
 
 
@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--prompts", type=int, default=14, help="how many, taken evenly from the tasks")
+    parser.add_argument("--prompts", type=int, default=14, help="number of prompts, taken evenly from the tasks")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--kv-tokens", type=int, default=32768)
     options = parser.parse_args()
@@ -146,18 +146,18 @@ def main() -> None:
         drafted = exact.answer(prompts, options.max_tokens, together=True, drafts=True)
     runs = {"float32, at once, with drafts": drafted}
     with loaded(options, options.dtype) as rounded:
-        for name, (together, drafts) in WAYS.items():
-            said = rounded.answer(prompts, options.max_tokens, together=together, drafts=drafts)
-            runs[f"{options.dtype}, {name}"] = said
+        for name, (together, drafts) in RUNS.items():
+            outputs = rounded.answer(prompts, options.max_tokens, together=together, drafts=drafts)
+            runs[f"{options.dtype}, {name}"] = outputs
     results = {}
     with loaded(options, "float32") as exact:
-        for name, said in runs.items():
+        for name, outputs in runs.items():
             gaps = [
                 exact.gap((*prompts[i], *reference[i][:at]), right, wrong)
-                for i, at, right, wrong in departures(reference, said)
+                for i, at, right, wrong in departures(reference, outputs)
             ]
             results[name] = summary(gaps, len(prompts))
-            sys.stdout.write(f"{name}: {results[name]}\n")
+            show(f"{name}: {results[name]}")
     settings = settings_of(options)
     document = {"machine": describe(), "settings": settings, "near_tie": NEAR_TIE, "results": results}
     write_json(options.json, document)

@@ -1,16 +1,16 @@
-"""The engine's default path on a GPU, with its policies, on a device of a given speed that is not there: recorded
-texts, and the trees that a head draws for them, which arrive so late as a draft service's do.
+"""The engine's default path on a GPU, with its policies, on a simulated device of a given speed: recorded texts, and a
+head's trees for them, which arrive as late as those of a draft service.
 
     python -m benchmarks.running_ahead.simulate --folder /tmp/running_ahead
     python -m benchmarks.engine.simulated_ahead --folder /tmp/running_ahead [--pass-ms 60] [--json FILE]
 
-Loop, scheduler, node tables and all that chooses are the engine's own, and the rows of passes are chosen by the
-definition of `NodeTable` in PyTorch. Only logits are missing: the text says what comes. A pass takes `--pass-ms` and
-`--row-ms` for each row, which should be ten times what a GPU takes, since here the host is its own device; a tree's
-first levels and the whole of it arrive at shares of that (`--early`, `--whole`) behind what it was drawn for, and
-nothing for `--opening` passes of a sequence. So what the policies choose for real texts can be seen without a GPU;
-what a host has no time for can not. Each answer is decoded plain, with the device's lookup alone, with drafts, and
-with worthless ones, which are those of other texts.
+Loop, scheduler, node tables and policies are the engine's own, and the rows of passes are chosen by the reference of
+`NodeTable` in PyTorch. Only logits are replaced: the next token is the text's. A pass takes `--pass-ms`, and `--row-ms`
+for each row, which should be ten times a GPU's times, since here the host also computes what a device would. A tree's
+first levels and the whole tree arrive `--early` and `--whole` passes after the commit that they were drafted for, and
+none do in the first `--opening` passes of a sequence. This shows without a GPU what the policies choose for real
+texts, but not where the host is too slow. Each answer is decoded plain, with the device's lookup alone, with drafts,
+and with worthless drafts, which are those of other texts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import heapq
 import itertools
-import sys
 import threading
 import time
 from collections import deque
@@ -29,14 +28,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.engine.simulated_device import DeviceTimes
+from benchmarks.engine.simulated_device import PAGE_SIZE, DeviceTimes, empty_runner
 from benchmarks.running_ahead.drafts import HEAD, Drafts, TreeShape, read_trees
 from benchmarks.running_ahead.recording import Recording, read_recordings
 from benchmarks.running_ahead.walk import Table
 from benchmarks.shared.machine import describe
-from benchmarks.shared.report import parser_of, settings_of, write_json
+from benchmarks.shared.report import comma_separated, parser_of, settings_of, show, write_json
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.wire.frames import (
     DraftEvents,
@@ -53,45 +51,48 @@ from target_service.core.sequence import SequenceFinished, SequenceRequest, Step
 from target_service.engine.loop import EngineLoop
 from target_service.execution.batch import StepBatch
 from target_service.execution.device_executor import DeviceSteps
+from target_service.execution.device_time import DeviceSpan
 from target_service.execution.host_executor import Launched, Ready
 from target_service.model.cuda_graphs.sizes import row_sizes
 from target_service.model.forward import ForwardInput
-from target_service.model.runner import ModelRunner, runner_for
+from target_service.model.runner import ModelRunner
 from target_service.sampling.verifier import SequenceVerifier, Verified
 
 MODES = ("plain", "lookup", "drafted", "worthless")
 _DRAFTED = ("drafted", "worthless")
-_PAGE = 16
-# Of the draft's trees: what a captured drafter grows, and its first levels.
+# Tokens of a sequence in the cache.
+_LONGEST_TEXT = 1 << 12
+# The next token after the end of a text, and after a row that does not agree with it.
+_END, _OTHER = 999, 998
+_FIRST_TOKEN = 1000
+# The trees of a drafter with captured graphs, and their first levels.
 _WHOLE, _EARLY = TreeShape(8, 16, 8, 239), TreeShape(4, 16, 8, 239)
 
 
 class Texts:
-    """Recorded texts in a vocabulary of their own, each behind a token that is only its."""
+    """Recorded texts in a small vocabulary. The first token of each is its place among them, which no other has."""
 
     def __init__(self, recordings: Sequence[Recording]) -> None:
-        own = range(len(recordings))
         self._ids: dict[int, int] = {}
-        self.texts = [[place, *map(self.id_of, one.token_ids)] for place, one in zip(own, recordings, strict=True)]
+        self.texts = [[place, *map(self.id_of, one.token_ids)] for place, one in enumerate(recordings)]
         self.prompts = [text[: 1 + one.prompt_length] for text, one in zip(self.texts, recordings, strict=True)]
-        self.count = len(recordings)
 
     def id_of(self, token: int) -> int:
-        """The id of a recorded token here."""
-        return self._ids.setdefault(token, 1000 + len(self._ids))
+        """The id of a recorded token in the small vocabulary."""
+        return self._ids.setdefault(token, _FIRST_TOKEN + len(self._ids))
 
     @property
     def vocabulary_size(self) -> int:
-        return 1001 + len(self._ids)
+        return _FIRST_TOKEN + 1 + len(self._ids)
 
     def after(self, place: int, length: int) -> int:
-        """What follows the first `length` tokens of a text."""
+        """The token that follows the first `length` ones of a text."""
         text = self.texts[place]
-        return text[length] if length < len(text) else 999
+        return text[length] if length < len(text) else _END
 
 
 class TextRunner(ModelRunner):
-    """Logits that say what a text says behind rows that agree with it, and something else behind all others."""
+    """Logits whose likeliest token is the text's after rows that agree with it, and another after all others."""
 
     texts: Texts
 
@@ -103,23 +104,24 @@ class TextRunner(ModelRunner):
             prefix, tree = attention.prefix_lengths[b], attention.parents[b]
             if first == end:
                 continue
-            place = int(kept[attention.pages[b][0] * _PAGE]) if prefix else tokens[first]
+            place = int(kept[attention.pages[b][0] * PAGE_SIZE]) if prefix else tokens[first]
             depths, agrees = [0], [True]
             for row in range(1, end - first):
                 parent = row - 1 if tree is None else tree[row]
                 depths.append(depths[parent] + 1)
-                said = self.texts.after(place, prefix + depths[row])
-                agrees.append(agrees[parent] and tokens[first + row] == said)
+                expected = self.texts.after(place, prefix + depths[row])
+                agrees.append(agrees[parent] and tokens[first + row] == expected)
             for row in range(end - first):
-                following = self.texts.after(place, prefix + depths[row] + 1) if agrees[row] else 998
+                following = self.texts.after(place, prefix + depths[row] + 1) if agrees[row] else _OTHER
                 logits[first + row, following] = 1.0
         return logits
 
 
 class _Pass:
-    """A step that the device comes to when those before it have ended; see `Launched`."""
+    """A step, which begins when those before it have ended; see `Launched`."""
 
-    on_device, span = True, None
+    on_device = True
+    span: DeviceSpan | None = None
 
     def __init__(self, device: SimulatedDevice, batch: StepBatch, verifiers: Sequence[SequenceVerifier], stride: int):
         self._device, self.batch, self.verifiers, self.stride = device, batch, verifiers, stride
@@ -147,7 +149,7 @@ class _Pass:
 
 
 class SimulatedDevice:
-    """`Steps` whose passes begin one after the other, each with what lies in the mailboxes by then."""
+    """`Steps` whose passes run one after the other, each with the drafts that are in the mailboxes when it begins."""
 
     in_background = True
 
@@ -168,7 +170,7 @@ class SimulatedDevice:
         return one
 
     def finish(self, one: _Pass) -> None:
-        """Wait for the end of a pass, and let the next begin."""
+        """Wait for the end of a pass, and begin the next."""
         while self._queue and one in self._queue:
             under_way = self._queue[0]
             time.sleep(max(0.0, under_way.ends_at - time.perf_counter()))
@@ -179,11 +181,11 @@ class SimulatedDevice:
 
     def _begin(self) -> None:
         one = self._queue[0]
-        begun = max(self._free_at, time.perf_counter())
-        laid_out = one.batch.device_rows.rows if one.batch.device_rows is not None else len(one.batch.input.token_ids)
+        begin = max(self._free_at, time.perf_counter())
+        needed = one.batch.device_rows.rows if one.batch.device_rows is not None else len(one.batch.input.token_ids)
         # Steps run in the sizes that are captured.
-        rows = next(size for size in row_sizes(self._max_rows) if size >= laid_out)
-        one.ends_at = begun + self._times.of_step(max(rows, len(one.batch.items)), len(one.batch.items), one.stride)
+        rows = next(size for size in row_sizes(self._max_rows) if size >= needed)
+        one.ends_at = begin + self._times.of_step(max(rows, len(one.batch.items)), len(one.batch.items), one.stride)
         one.launched = self._steps.launch(one.batch, one.verifiers, one.stride, lambda: None)
 
 
@@ -198,18 +200,18 @@ class _Due:
 
 
 class RecordedDraft:
-    """A `DraftLink` whose trees were drawn before, and arrive as late as those of a service."""
+    """A `DraftLink` with recorded trees, which arrive as late as those of a service."""
 
     def __init__(
         self, events: DraftEvents, tables: Sequence[Mapping[str, Mapping[int, Table]]], texts: Texts,
         one_pass: float, early: float, whole: float, opening: int,
     ) -> None:  # fmt: skip
-        """`tables[place]` has the early and the whole trees of a text by root; `early`, `whole` in passes."""
+        """`tables[place]` has the early and the whole trees of a text by root; `early` and `whole` are in passes."""
         self._events, self._tables, self._texts = events, tables, texts
         self._delays = {"early": early * one_pass, "whole": whole * one_pass}
         self._opening = opening
         self._tokens: dict[int, list[int]] = {}
-        self._steps: dict[int, tuple[int, int]] = {}
+        self._first_steps: dict[int, int] = {}
         self._ids: dict[int, int] = {}
         self._due: list[_Due] = []
         self._count = itertools.count()
@@ -219,7 +221,7 @@ class RecordedDraft:
 
     def open(self, sequence: OpenSequence) -> None:
         self._tokens[sequence.sequence_id] = list(sequence.token_ids)
-        self._steps[sequence.sequence_id] = sequence.step, sequence.step
+        self._first_steps[sequence.sequence_id] = sequence.step
         self._ids[sequence.sequence_id] = 1
         self._plan(sequence.sequence_id, sequence.step, ("whole",))
 
@@ -227,12 +229,10 @@ class RecordedDraft:
         for one in advances:
             if one.sequence_id in self._tokens:
                 self._tokens[one.sequence_id].extend(one.token_ids)
-                first, _ = self._steps[one.sequence_id]
-                self._steps[one.sequence_id] = first, one.step
                 self._plan(one.sequence_id, one.step, ("early", "whole"))
 
     def send_features(self, features: Sequence[SequenceFeatures]) -> None:
-        raise AssertionError(f"{len(features)} features that nobody asked for")
+        raise AssertionError(f"{len(features)} features for a draft that reads none")
 
     def close(self, sequence_ids: Sequence[int]) -> None:
         for each in sequence_ids:
@@ -242,8 +242,8 @@ class RecordedDraft:
         raise AssertionError(reason)
 
     def _plan(self, sequence_id: int, step: int, parts: Sequence[str]) -> None:
-        tokens, (first, _) = self._tokens[sequence_id], self._steps[sequence_id]
-        # Texts stand behind a token of their own.
+        tokens, first = self._tokens[sequence_id], self._first_steps[sequence_id]
+        # In the recording: without the first token, which is the text's place.
         root = len(tokens) - 2
         for part in parts:
             table = self._tables[tokens[0]][part].get(root) if step - first >= self._opening else None
@@ -263,7 +263,7 @@ class RecordedDraft:
                 self._events.on_growth([self._growth(due)])
 
     def _growth(self, due: _Due) -> SequenceGrowth:
-        """Its ids follow those of what was sent last, which a whole tree may be that was drawn before."""
+        """Node ids follow those of the growth sent last, which may be of an earlier step."""
         start = self._ids[due.sequence_id]
         self._ids[due.sequence_id] += len(due.nodes)
         parents = tuple(start + parent - 1 if parent else 0 for parent, _, _ in due.nodes)
@@ -283,8 +283,8 @@ def _nodes_of(table: Table) -> list[tuple[int, int, float]]:
 
 
 @dataclass
-class Watched:
-    """What the steps of a run were. See `EngineObserver`."""
+class DecodeSteps:
+    """An `EngineObserver` that sums the steps without prompt rows."""
 
     passes: int = 0
     rows: int = 0
@@ -299,39 +299,34 @@ class Watched:
             self.followed += stats.hits + stats.misses > 0
 
     def on_finished(self, *_: object) -> None:
-        """Nothing is to be noted."""
+        """Not counted."""
 
     def on_speculation(self, active: bool) -> None:
-        """Nothing is to be noted."""
+        """Not counted."""
 
 
-def _loop_for(mode: str, texts: Texts, times: DeviceTimes, most: int, watched: Watched) -> EngineLoop:
-    """The engine's, for so many sequences at most, on a device that says these texts."""
+def _loop_for(mode: str, texts: Texts, times: DeviceTimes, most: int, steps: DecodeSteps) -> EngineLoop:
+    """The engine's loop for up to `most` sequences, on a simulated device with these texts."""
     settings: dict[str, Any] = {"draft": "inprocess:none"} if mode in _DRAFTED else {"speculation": False}
     config = engine_config(
         TargetConfig(model="none", max_running=most, speculative_disable_queue_size=most, **settings)
     )
-    shape = LlamaConfig(
-        vocab_size=texts.vocabulary_size, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-        num_attention_heads=1, num_key_value_heads=1, eos_token_id=None,
-    )  # fmt: skip
-    made = runner_for(LlamaForCausalLM(shape), None, num_pages=most * 256, page_size=_PAGE, max_context=1 << 12)
-    made.__class__ = TextRunner
-    runner: Any = made
+    runner: Any = empty_runner(texts.vocabulary_size, most * _LONGEST_TEXT)
+    runner.__class__ = TextRunner
     runner.texts = texts
     runner.keep_tokens(most, 0 if mode == "plain" else 15, "torch")
     device = SimulatedDevice(runner, times, most, config.scheduler.max_step_rows)
-    return EngineLoop(runner, config, steps=device, step_cost=times.cost(), observer=watched)
+    return EngineLoop(runner, config, steps=device, step_cost=times.cost(), observer=steps)
 
 
 def run_mode(
     mode: str, texts: Texts, tables: Sequence[Mapping[str, Mapping[int, Table]]], options: argparse.Namespace
 ) -> dict[str, Any]:
-    """All texts, `concurrency` at a time, by one engine."""
+    """Decode all texts with one engine, `concurrency` at a time."""
     most = options.concurrency
     times = DeviceTimes(options.pass_ms * 1e-3, options.row_ms * 1e-3, 0.0)
-    watched = Watched()
-    loop = _loop_for(mode, texts, times, most, watched)
+    steps = DecodeSteps()
+    loop = _loop_for(mode, texts, times, most, steps)
     if mode in _DRAFTED:
         if mode == "worthless":
             tables = [*tables[1:], tables[0]]
@@ -339,9 +334,9 @@ def run_mode(
             RecordedDraft(loop.drafting, tables, texts, times.one_pass, options.early, options.whole, options.opening)
         )
         loop.drafting.listen()
-    waiting, number, said = list(range(texts.count)) * options.laps, 0, 0
+    waiting, number, tokens = list(range(len(texts.texts))) * options.laps, 0, 0
     answers: dict[int, list[int]] = {}
-    begun = time.perf_counter()
+    begin = time.perf_counter()
     while waiting or loop.live:
         while waiting and len(loop.live) < most:
             place, number = waiting.pop(0), number + 1
@@ -354,56 +349,55 @@ def run_mode(
             answers[number] = list(texts.prompts[place])
         for event in loop.step() or ():
             if isinstance(event, Verdict):
-                said += len(event.token_ids)
+                tokens += len(event.token_ids)
                 answers[event.sequence_id] += event.token_ids
             elif not isinstance(event, SequenceFinished):
                 raise SystemExit(f"a sequence failed: {event}")
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - begin
     if any(answer != texts.texts[answer[0]] for answer in answers.values()):
-        raise SystemExit(f"{mode}: an answer is not what its text says")
+        raise SystemExit(f"{mode}: an answer differs from its text")
     return {
         "mode": mode,
         "concurrency": most,
-        "tokens_per_pass": round(said / max(1, watched.passes) / most, 3),
-        "tokens_per_second": round(said / seconds, 1),
-        "rows": round(watched.rows / max(1, watched.passes), 1),
-        "followed_share": round(watched.followed / max(1, watched.passes), 3),
-        "hit_share": round(watched.hits / max(1, watched.passes) / most, 3),
-        "passes": watched.passes,
-        "tokens": said,
+        "tokens_per_pass": round(tokens / max(1, steps.passes) / most, 3),
+        "tokens_per_second": round(tokens / seconds, 1),
+        "rows": round(steps.rows / max(1, steps.passes), 1),
+        "followed_share": round(steps.followed / max(1, steps.passes), 3),
+        "hit_share": round(steps.hits / max(1, steps.passes) / most, 3),
+        "passes": steps.passes,
+        "tokens": tokens,
     }
 
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--folder", type=Path, required=True, help="what `running_ahead.simulate` keeps")
-    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--folder", type=Path, required=True, help="of recordings, by `running_ahead.simulate`")
+    parser.add_argument("--modes", default=",".join(MODES), type=comma_separated(str))
     parser.add_argument("--concurrency", type=int, default=1)
-    parser.add_argument("--laps", type=int, default=1, help="times that all texts are said")
+    parser.add_argument("--laps", type=int, default=1, help="how often all texts are decoded")
     parser.add_argument("--pass-ms", type=float, default=60.0)
     parser.add_argument("--row-ms", type=float, default=0.12)
-    parser.add_argument("--early", type=float, default=0.62, help="passes until a tree's first levels are there")
-    parser.add_argument("--whole", type=float, default=0.85, help="and the whole tree")
+    parser.add_argument("--early", type=float, default=0.62, help="passes until a tree's first levels arrive")
+    parser.add_argument("--whole", type=float, default=0.85, help="passes until the whole tree arrives")
     parser.add_argument("--opening", type=int, default=2, help="passes of a sequence before its first tree")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    every = enumerate(read_recordings(options.folder / "recordings.safetensors"))
-    recordings = {place: one for place, one in every if one.states is not None}
+    everything = enumerate(read_recordings(options.folder / "recordings.safetensors"))
+    recordings = {place: one for place, one in everything if one.states is not None}
     texts, tables = Texts(list(recordings.values())), []
     for place, one in recordings.items():
         drafts = Drafts(one, read_trees(options.folder / f"head_{place}.safetensors"), {}, {})
         tables.append({"early": drafts.tables(HEAD, _EARLY), "whole": drafts.tables(HEAD, _WHOLE)})
-    # Every token that a tree names has an id before a runner is made.
+    # Every token of a tree needs an id before a runner is made.
     for table in (table for both in tables for trees in both.values() for table in trees.values()):
         for below in table.children:
             for token in below:
                 texts.id_of(token)
     rows = []
-    for mode in options.modes.split(","):
+    for mode in options.modes:
         rows.append(run_mode(mode, texts, tables, options))
         rows[-1]["ratio"] = round(rows[-1]["tokens_per_second"] / rows[0]["tokens_per_second"], 3)
-        sys.stdout.write(" ".join(f"{name} {value}" for name, value in rows[-1].items()) + "\n")
-        sys.stdout.flush()
+        show(" ".join(f"{name} {value}" for name, value in rows[-1].items()))
     settings = settings_of(options, ["folder"])
     write_json(options.json, {"machine": describe(), "settings": settings, "results": rows})
 

@@ -1,20 +1,19 @@
-"""How the engine uses drafts on a device that takes a given time for a pass: real texts and a real draft, no model.
+"""How the engine uses drafts on a simulated device that takes a given time for a pass: real texts and a real draft.
 
     python -m benchmarks.drafters.make_traces PROMPTS TRACES --per-task 4 --tokens 200
     outrider draft --drafter trie --listen unix:/tmp/draft &
     python -m benchmarks.engine.simulated_device TRACES --draft unix:/tmp/draft [--pass-ms 1.2] [--concurrency 1,8]
 
-The engine's own loop schedules, chooses, waits and commits in real time; only the device is not there. A pass ends so
-long after the one before it (`--pass-ms`, and `--row-ms` for each row more than one a sequence), a launch keeps the
-host for `--host-ms` besides laying it out, and what is accepted is read off the trace. So the choice between plain
-steps and drafts waited for can be tuned where there is no GPU; this device has no tables to choose rows from. A round
-trip takes longer on a slow host, and a pass had better be as much longer. Each text is said plain and with drafts, in
-turns, under tenants of their own; the first repeat lets the engine learn and is not counted.
+The engine's own loop schedules, chooses, waits and commits in real time; only the device is simulated. A pass ends
+`--pass-ms` after the one before it, and `--row-ms` later for each row beyond one a sequence; a launch occupies the host
+for `--host-ms` besides preparing it; the accepted rows are those that agree with the trace. So the choice between plain
+steps and waiting for drafts can be tuned without a GPU; this device has no tables to choose rows from. A slow host has
+longer round trips; choose longer passes there. Each text is decoded plain and with drafts, in turns, by
+separate tenants; the first repeat, in which the engine learns, is not counted.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from benchmarks.drafters.draft_quality import Trace, load  # noqa: E402
 from benchmarks.shared.machine import describe  # noqa: E402
-from benchmarks.shared.report import parser_of, settings_of, write_json  # noqa: E402
+from benchmarks.shared.report import comma_separated, parser_of, settings_of, show, write_json  # noqa: E402
 from outrider.drafting.link import connect_draft  # noqa: E402
 from outrider.sampling import SamplingParams, VerificationMode  # noqa: E402
 from outrider.tree import TokenTree  # noqa: E402
@@ -40,21 +39,23 @@ from target_service.config import TargetConfig  # noqa: E402
 from target_service.core.sequence import SequenceRequest, Verdict  # noqa: E402
 from target_service.engine.loop import EngineLoop  # noqa: E402
 from target_service.execution.batch import StepBatch  # noqa: E402
+from target_service.execution.device_time import DeviceSpan  # noqa: E402
 from target_service.execution.host_executor import Ready  # noqa: E402
 from target_service.model.runner import ModelRunner, runner_for  # noqa: E402
 from target_service.sampling.verifier import SequenceVerifier, Verified  # noqa: E402
 from target_service.speculation.policy.step_cost import StepCost  # noqa: E402
 from tree_kernels.verification import Walk  # noqa: E402
 
-# Sizes that the row budget is told the cost of.
+PAGE_SIZE = 16
+# Sizes of a step whose cost the row budget gets.
 _ROWS = (1, 4, 16, 64, 256)
-# A sleep ends later than it was asked for, by about so many seconds; the rest is waited for in small ones.
+# Seconds by which a sleep may end too late; for the rest of a wait the thread yields.
 _OVERSLEPT = 5e-5
 
 
 @dataclass(frozen=True)
 class DeviceTimes:
-    """Seconds: of a pass, of each row more than one a sequence, and of the host for a launch."""
+    """Seconds: of a pass, of each row beyond one a sequence, and of the host for a launch."""
 
     one_pass: float
     row: float
@@ -68,11 +69,11 @@ class DeviceTimes:
 
 
 class _Running:
-    """A step under way; see `launch.Launched`."""
+    """A step under way; see `Launched`."""
 
     on_device = followable = True
     # Its clock is the host's.
-    span = None
+    span: DeviceSpan | None = None
 
     def __init__(self, outcomes: list[Verified | None], ends_at: float) -> None:
         self._outcomes = outcomes
@@ -92,47 +93,48 @@ class _Running:
 
 
 class SimulatedSteps:
-    """`launch.Steps` on a device that is not there, for sequences whose texts are known."""
+    """`Steps` on a simulated device, for sequences whose outputs are known."""
 
     in_background, tables = True, None
 
     def __init__(self, times: DeviceTimes) -> None:
         self._times = times
-        self._ahead: dict[int, list[int]] = {}
+        self._expected: dict[int, list[int]] = {}
         self._free_at = 0.0
 
     def expect(self, sequence_id: int, output: Sequence[int]) -> None:
-        """What a sequence is going to say."""
-        self._ahead[sequence_id] = list(output)
+        """Set the output of a sequence that will run."""
+        self._expected[sequence_id] = list(output)
 
-    def launch(self, batch: StepBatch, _verifiers: Sequence[SequenceVerifier], stride: int, ready: Ready) -> _Running:
-        """See `Steps.launch`."""
+    def launch(self, batch: StepBatch, verifiers: Sequence[SequenceVerifier], stride: int, ready: Ready) -> _Running:
+        """See `Steps.launch`. Verifies by the expected output, not by `verifiers`."""
+        del verifiers
         ready()
         launched_at = time.perf_counter() + self._times.host
         while time.perf_counter() < launched_at:
             pass
         seconds = self._times.of_step(len(batch.input.token_ids), len(batch.items), stride)
         self._free_at = max(self._free_at, time.perf_counter()) + seconds
-        said = [
-            None if item.tree is None else self._say(item.sequence.sequence_id, item.tree, stride)
+        outcomes = [
+            None if item.tree is None else self._verify(item.sequence.sequence_id, item.tree, stride)
             for item in batch.items
         ]
-        return _Running(said, self._free_at)
+        return _Running(outcomes, self._free_at)
 
-    def _say(self, sequence_id: int, tree: TokenTree, passes: int) -> Verified:
-        ahead = self._ahead[sequence_id]
-        rows = accepted_rows(tree, ahead)
-        token, *following = ahead[len(rows) : len(rows) + passes]
-        del ahead[: len(rows) + passes]
+    def _verify(self, sequence_id: int, tree: TokenTree, passes: int) -> Verified:
+        expected = self._expected[sequence_id]
+        rows = accepted_rows(tree, expected)
+        token, *following = expected[len(rows) : len(rows) + passes]
+        del expected[: len(rows) + passes]
         return Verified(Walk(rows, token), (), tuple(following))
 
 
-def accepted_rows(tree: TokenTree, ahead: Sequence[int]) -> tuple[int, ...]:
-    """The rows below the root that say what comes."""
+def accepted_rows(tree: TokenTree, expected: Sequence[int]) -> tuple[int, ...]:
+    """The path of rows below the root that agrees with the expected tokens."""
     rows: list[int] = []
     row = 0
     while True:
-        hits = [child for child in tree.children[row] if tree.token_ids[child] == ahead[len(rows)]]
+        hits = [child for child in tree.children[row] if tree.token_ids[child] == expected[len(rows)]]
         if not hits:
             return tuple(rows)
         row = hits[0]
@@ -140,16 +142,18 @@ def accepted_rows(tree: TokenTree, ahead: Sequence[int]) -> tuple[int, ...]:
 
 
 def empty_runner(vocabulary_size: int, tokens: int) -> ModelRunner:
-    """A runner that is never run: the loop asks it for pages, lengths and the vocabulary."""
+    """A runner for the loop's bookkeeping alone: pages for `tokens`, lengths and the vocabulary."""
     config = LlamaConfig(
         vocab_size=vocabulary_size, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
         num_key_value_heads=1, eos_token_id=None,
     )  # fmt: skip
-    return runner_for(LlamaForCausalLM(config), None, num_pages=tokens // 16, page_size=16, max_context=1 << 14)
+    return runner_for(
+        LlamaForCausalLM(config), None, num_pages=tokens // PAGE_SIZE, page_size=PAGE_SIZE, max_context=1 << 14
+    )
 
 
 class Bench:
-    """One engine that goes on learning from load to load."""
+    """One engine, whose policies keep what they learned from load to load."""
 
     def __init__(self, times: DeviceTimes, draft: str, vocabulary_size: int, most: int, tokens: int) -> None:
         self._tokens, self._count = tokens, 0
@@ -165,12 +169,12 @@ class Bench:
             time.sleep(0.05)
             self._loop.drafting.listen()
 
-    def say(self, traces: Sequence[Trace], speculate: bool) -> tuple[float, int]:
-        """All at once. Seconds, and launches."""
+    def decode(self, traces: Sequence[Trace], speculate: bool) -> tuple[float, int]:
+        """Decode the outputs of all traces at once. Returns seconds and launches."""
         begin, left, launches = time.perf_counter(), len(traces), 0
         for trace in traces:
             self._count += 1
-            # A trace that ended early goes on with a token that no draft expects.
+            # A trace that ended early continues with a token that no draft has.
             self._steps.expect(self._count, [*trace.output, *[0] * (2 * self._tokens)])
             sampling = SamplingParams(ignore_eos=True, max_tokens=self._tokens)
             request = SequenceRequest(tuple(trace.prompt), sampling, VerificationMode.GREEDY, 0, self._tokens)
@@ -184,21 +188,21 @@ class Bench:
 
 
 def measure(bench: Bench, traces: Sequence[Trace], concurrency: int, repeats: int, tokens: int) -> dict[str, Any]:
-    seconds, launches, said = {False: 0.0, True: 0.0}, {False: 0, True: 0}, 0
+    seconds, launches, decoded = {False: 0.0, True: 0.0}, {False: 0, True: 0}, 0
     for repeat in range(-1, repeats):
         for begin in range(0, len(traces) - concurrency + 1, concurrency):
             for speculate in (False, True):
-                took, steps = bench.say(traces[begin : begin + concurrency], speculate)
+                took, steps = bench.decode(traces[begin : begin + concurrency], speculate)
                 if repeat >= 0:
                     seconds[speculate] += took
                     launches[speculate] += steps
-            said += concurrency * tokens * (repeat >= 0)
+            decoded += concurrency * tokens * (repeat >= 0)
     return {
         "concurrency": concurrency,
-        "plain_tokens_per_second": round(said / seconds[False], 1),
-        "drafted_tokens_per_second": round(said / seconds[True], 1),
+        "plain_tokens_per_second": round(decoded / seconds[False], 1),
+        "drafted_tokens_per_second": round(decoded / seconds[True], 1),
         "ratio": round(seconds[False] / seconds[True], 3),
-        "tokens_per_launch": round(said / launches[True], 2),
+        "tokens_per_launch": round(decoded / launches[True], 2),
     }
 
 
@@ -209,7 +213,7 @@ def main() -> None:
     parser.add_argument("--pass-ms", type=float, default=1.2)
     parser.add_argument("--row-ms", type=float, default=0.013)
     parser.add_argument("--host-ms", type=float, default=0.2)
-    parser.add_argument("--concurrency", default="1,8", type=lambda text: [int(c) for c in text.split(",")])
+    parser.add_argument("--concurrency", default="1,8", type=comma_separated(int))
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=200)
     options = parser.parse_args()
@@ -222,8 +226,7 @@ def main() -> None:
     rows = []
     for concurrency in options.concurrency:
         rows.append(measure(bench, traces, concurrency, options.repeats, options.tokens))
-        sys.stdout.write(" ".join(f"{name} {value}" for name, value in rows[-1].items()) + "\n")
-        sys.stdout.flush()
+        show(" ".join(f"{name} {value}" for name, value in rows[-1].items()))
     bench.link.stop()
     settings = settings_of(options)
     write_json(options.json, {"machine": describe(), "settings": settings, "results": rows})

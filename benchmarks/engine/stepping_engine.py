@@ -1,4 +1,4 @@
-"""An engine for `engine_process.py` whose steps take a given time and say nothing of interest."""
+"""An engine without a model for `engine_process.py`, whose steps take a given time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from target_service.core.events import EngineSnapshot
 from target_service.core.sequence import SequenceEvent, SequenceRequest, SequenceTotals, StepStats, Verdict
 from target_service.engine_process.server import Reporter
 
-# What a step's host work takes of the interpreter.
+# Of the interpreter, for a step's host work.
 HOST_SECONDS = 0.0003
 ENDLESS = 10**9
 SERVED = ServedModel("steps", 259, 2 * ENDLESS, 1, "none", 16, 2 * ENDLESS, (2,))
@@ -22,7 +22,7 @@ STATS = StepStats(**dict.fromkeys(StepStats.__slots__, 1000))
 
 
 class SteppingEngine:
-    """The engine's interface over steps that say nothing of interest."""
+    """The engine's interface; each step emits a token for every sequence."""
 
     draft_info: DraftInfo | None = None
     failure: BaseException | None = None
@@ -56,7 +56,7 @@ class SteppingEngine:
         return number
 
     def verify(self, sequence_id: int, tree: TokenTree) -> None:
-        raise NotImplementedError("nobody drafts here")
+        raise NotImplementedError("no client sends trees")
 
     def cancel(self, sequence_id: int) -> None:
         self._commands.append(lambda: self._end(sequence_id))
@@ -67,7 +67,7 @@ class SteppingEngine:
             self._observer.on_finished(sequence_id, request, SequenceTotals(), "cancelled")
 
     def drain(self) -> None:
-        """The clients have gone before."""
+        """Nothing to do: all clients have left by then."""
 
     def stop(self) -> None:
         self._stopping = True

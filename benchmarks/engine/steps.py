@@ -1,16 +1,15 @@
-"""Time of a plain step on one GPU through `ModelRunner.forward`: eager, captured, compiled, with joined products.
+"""Time of a plain step on one GPU through `ModelRunner.forward`: eager, captured, compiled, joined and fused.
 
 Weights, keys and values are random. Before anything is timed, logits over fresh inputs are compared with those of the
-same weights in fp32 and the attention that defines all others. Run it from the repository's root:
+same weights in fp32 and the reference attention.
 
-    PYTHONPATH=kernels:protos:clients:. python -m benchmarks.engine.steps --json FILE
+    python -m benchmarks.engine.steps --json FILE
 """
 
 from __future__ import annotations
 
 import copy
 import random
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -21,7 +20,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from benchmarks.shared.machine import describe
-from benchmarks.shared.report import median_and_spread, parser_of, write_json
+from benchmarks.shared.report import median_and_spread, parser_of, show, write_json
 from target_service.model.cuda_graphs.runner import CapturedRunner, CaptureOptions
 from target_service.model.forward import ForwardInput
 from target_service.model.fused.preparing import LayerOptions
@@ -46,10 +45,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": False,
     },
     "deepseek-v2-lite": _V2_LITE | {"first_k_dense_replace": 1},
-    # Every row of a tree has experts of its own, which costs more than all else; without experts attention shows.
+    # Every row of a tree chooses its own experts, which costs more than all else; without experts attention shows.
     "deepseek-v2-lite-dense": _V2_LITE | {"first_k_dense_replace": 27},
 }  # fmt: skip
-# In an order that may be run in one: a model is prepared for good, so each mode has what those before it prepared.
+# In this order they can be run one after the other: a model stays prepared, and each mode needs what those before it
+# prepared.
 MODES: dict[str, CaptureOptions | None] = {
     "eager": None,
     "captured": CaptureOptions(layers=LayerOptions(joined=False, compiled=False, fused=False)),
@@ -57,19 +57,19 @@ MODES: dict[str, CaptureOptions | None] = {
     "joined": CaptureOptions(layers=LayerOptions(fused=False)),
     "fused": CaptureOptions(),
     "invariant": CaptureOptions(layers=LayerOptions(invariant=True)),
-    # Without the compiler's minutes; for `captured uncompiled`, and not behind a mode that compiles.
+    # Without the minutes of compiling: for `--modes captured uncompiled`, not after a mode that compiles.
     "uncompiled": CaptureOptions(layers=LayerOptions(compiled=False)),
 }
 BYTES_PER_MS = 4.3e9
 PAGE_SIZE = 16
 CONTEXT = 1024
-# Relative error of logits in bf16 against fp32; a wrong key, mask or position makes 1.
+# Relative error of logits in bf16 against fp32; with a wrong key, mask or position it is 1.
 TOLERANCE = 0.15
 
 
 @dataclass(frozen=True)
 class Load:
-    """Rows of every sequence of a step. More than one row is a random tree."""
+    """Rows of each sequence of a step; more than one are a random tree."""
 
     rows: tuple[int, ...]
 
@@ -78,7 +78,7 @@ class Load:
 
 
 TIMED = (Load((1,)), Load((1,) * 4), Load((1,) * 16), Load((1,) * 64), Load((16,)), Load((64,)))
-# Steps that fill their bucket only in part.
+# Steps that fill a captured size only in part.
 CHECKED = (Load((3, 1, 9)), Load((1,) * 5), Load((37,)), Load((2, 60)))
 
 
@@ -101,7 +101,7 @@ def build(shape: str) -> PreTrainedModel:
 
 
 def step(load: Load, vocabulary: int, seed: int) -> ForwardInput:
-    """A step of fresh tokens and trees behind `CONTEXT` keys of every sequence, over shuffled pages."""
+    """A step of random tokens and trees after `CONTEXT` keys of each sequence, over shuffled pages."""
     rng = random.Random(seed)
     per_sequence = -(-(CONTEXT + max(load.rows)) // PAGE_SIZE)
     order = list(range(per_sequence * len(load.rows)))
@@ -124,7 +124,7 @@ def step(load: Load, vocabulary: int, seed: int) -> ForwardInput:
 
 
 def share_keys(runner: ModelRunner, reference: ModelRunner) -> None:
-    """Give the reference the keys and values that the runner has now."""
+    """Copy the runner's keys and values to the reference."""
     copies = reference.cache.keys + reference.cache.values
     for own, other in zip(runner.cache.keys + runner.cache.values, copies, strict=True):
         other.copy_(own)
@@ -136,14 +136,14 @@ def error(logits: Tensor, expected: Tensor) -> float:
 
 @torch.inference_mode()
 def check(runner: ModelRunner, reference: ModelRunner, eager: ModelRunner | None, seed: int) -> list[dict[str, Any]]:
-    """Relative errors of logits against fp32, and rows whose likeliest token is another."""
+    """Relative errors of logits against fp32, and rows with another likeliest token."""
     results = []
     for index, load in enumerate((*TIMED, *CHECKED)):
         batch = step(load, runner.vocabulary_size, seed + index)
-        # Every step leaves rows behind, where a later one with other pages has its prefix.
+        # Every step writes rows, into pages that are a prefix in later steps.
         share_keys(runner, reference)
         expected = reference.forward(batch)
-        # What is not written shows as NaN.
+        # Then NaN shows what is not written.
         runner.forward(batch).fill_(float("nan"))
         logits = runner.forward(batch)
         result = {"load": str(load), "error": error(logits, expected)}
@@ -161,7 +161,7 @@ def figures_of(values: list[float]) -> dict[str, float]:
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """[rows, V] -> [rows]: argmax. One row alone would keep one processor busy for long, so it is cut in parts."""
+    """[rows, V] -> [rows]: argmax. Rows are cut in parts, since a single one would occupy one processor for long."""
     rows, vocabulary = logits.shape
     parts = next(count for count in (64, 16, 4, 1) if vocabulary % count == 0)
     values, indices = logits.view(rows, parts, vocabulary // parts).max(-1)
@@ -170,7 +170,7 @@ def likeliest(logits: Tensor) -> Tensor:
 
 
 def time_step(runner: ModelRunner, load: Load, seconds: float) -> dict[str, Any]:
-    """Milliseconds of a step until its tokens are on the host, of its device part, and until the host is free."""
+    """Milliseconds of a step until its tokens are on the host, on the device, and until the host is free."""
     batches = [step(load, runner.vocabulary_size, seed) for seed in range(8)]
     wall, device, host = [], [], []
     begin = time.perf_counter()
@@ -198,7 +198,7 @@ def time_step(runner: ModelRunner, load: Load, seconds: float) -> dict[str, Any]
 
 @torch.inference_mode()
 def replay_ms(runner: CapturedRunner, load: Load, replays: int = 30) -> float:
-    """Milliseconds of a captured step without the host: the mean of replays one behind the other."""
+    """Milliseconds of a captured step without the host: the mean of consecutive replays."""
     captured = runner._replay(step(load, runner.vocabulary_size, 1))
     assert captured is not None
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -222,7 +222,7 @@ def kernels_of(runner: ModelRunner, load: Load) -> list[dict[str, Any]]:
 
 
 def floor_ms(model: PreTrainedModel, load: Load) -> float:
-    """Weights that a step reads once, and what the cache holds, over the memory's speed."""
+    """Milliseconds to read each weight that a step needs, and the cache, once at the memory's speed."""
     config = model.config
     rows = sum(load.rows)
     parameters = sum(parameter.numel() * share_read(name, config, rows) for name, parameter in model.named_parameters())
@@ -233,16 +233,11 @@ def floor_ms(model: PreTrainedModel, load: Load) -> float:
 
 
 def share_read(name: str, config: PretrainedConfig, rows: int) -> float:
-    """Of a parameter, if each row chooses its experts as a coin would."""
+    """The share of a parameter that a step of `rows` reads, if each row chooses its experts at random."""
     if ".experts." not in name:
         return 1.0
     any_config: Any = config
     return 1.0 - (1.0 - any_config.num_experts_per_tok / any_config.n_routed_experts) ** rows
-
-
-def say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 def run_shape(shape: str, modes: list[str], seconds: float, profiled: bool) -> Iterator[dict[str, Any]]:
@@ -265,7 +260,7 @@ def run_shape(shape: str, modes: list[str], seconds: float, profiled: bool) -> I
         prepared = time.perf_counter() - begin
         checks = check(current, reference, runner if mode == "captured" else None, seed=1000 * number + 17)
         worst = max(checks, key=lambda one: one["error"])
-        say(f"{shape} {mode}: first steps took {prepared:.1f} s; worst error {worst['error']:.4f} at {worst['load']}")
+        show(f"{shape} {mode}: first steps took {prepared:.1f} s; worst error {worst['error']:.4f} at {worst['load']}")
         result: dict[str, Any] = {
             "shape": shape,
             "mode": mode,
@@ -280,26 +275,26 @@ def run_shape(shape: str, modes: list[str], seconds: float, profiled: bool) -> I
             if isinstance(current, CapturedRunner):
                 result["times"][str(load)]["replay_ms"] = replay_ms(current, load)
                 medians += f" replay {result['times'][str(load)]['replay_ms']:.3f}"
-            say(f"  {load!s:16s} {medians} floor {floors[str(load)]:.3f}")
+            show(f"  {load!s:16s} {medians} floor {floors[str(load)]:.3f}")
         one, tree = (result["times"][str(load)]["device_ms"]["median"] for load in (Load((1,)), Load((16,))))
         result["tree_of_16_beside_one_row"] = tree / one
-        say(f"  a tree of 16 rows takes {tree / one:.2f} times a step of one")
+        show(f"  a tree of 16 rows takes {tree / one:.2f} times a step of one")
         if profiled:
             result["kernels"] = {str(load): kernels_of(current, load) for load in (TIMED[0], TIMED[-1])}
             for name, kernels in result["kernels"].items():
                 total = sum(one["us"] for one in kernels)
-                say(f"  {sum(one['launches'] for one in kernels):.0f} launches of {name}, {total:.0f} us")
+                show(f"  {sum(one['launches'] for one in kernels):.0f} launches of {name}, {total:.0f} us")
                 for one in kernels[:14]:
-                    say(f"    {one['us']:9.1f} us {one['launches']:6.1f} x {one['kernel'][:70]}")
+                    show(f"    {one['us']:9.1f} us {one['launches']:6.1f} x {one['kernel'][:70]}")
         yield result
 
 
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--shapes", nargs="+", default=["smollm2-135m", "llama-8b"], choices=list(SHAPES))
-    every = [mode for mode in MODES if mode != "uncompiled"]
-    parser.add_argument("--modes", nargs="+", default=every, choices=list(MODES))
-    parser.add_argument("--seconds", type=float, default=1.0, help="for each time measured")
+    usual = [mode for mode in MODES if mode != "uncompiled"]
+    parser.add_argument("--modes", nargs="+", default=usual, choices=list(MODES))
+    parser.add_argument("--seconds", type=float, default=1.0, help="of measuring, for each load")
     parser.add_argument("--profile", action="store_true", help="also device time by kernel")
     arguments = parser.parse_args()
     results: list[dict[str, Any]] = []
@@ -307,7 +302,7 @@ def main() -> None:
     for shape in arguments.shapes:
         for result in run_shape(shape, arguments.modes, arguments.seconds, arguments.profile):
             results.append(result)
-            # After each, since a mode that compiles may take longer than there is time for.
+            # After each result: the run may be cut off in a mode that takes minutes to compile.
             write_json(arguments.json, {"machine": describe(), "loads": loads, "results": results})
         torch.cuda.empty_cache()
 

@@ -1,4 +1,4 @@
-"""What telemetry costs per step and per request, beside prometheus_client's and OpenTelemetry's own ways.
+"""What telemetry costs per step and per request, beside the same by prometheus_client and OpenTelemetry.
 
 python -m benchmarks.engine.telemetry [--repeats 9] [--json FILE]
 """
@@ -8,8 +8,6 @@ from __future__ import annotations
 import os
 import platform
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
@@ -20,8 +18,9 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from benchmarks.shared.report import parser_of, write_json
+from benchmarks.shared.report import parser_of, show, write_json
 from draft_service.telemetry.metrics import PrometheusDraftObserver
+from outrider.machine import describe_commit
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.telemetry.registry import Counter, Histogram, VllmNames
 from outrider.telemetry.table import FINE_SECONDS
@@ -59,7 +58,7 @@ STEP = StepStats(
     idle_ns=20_000,
 )
 VERDICT = Verdict(1, 3, (1, 2, 3), (5, 6, 7, 8), drafted_tokens=3, compute_ns=3_000_000)
-# Values that `PrometheusObserver.on_step` writes.
+# Number of values that `PrometheusObserver.on_step` writes.
 VALUES_PER_STEP = 29
 
 
@@ -84,39 +83,40 @@ def totals() -> SequenceTotals:
 
 
 def exporting() -> Tracing:
-    """Tracing as a service has it, with an exporter that only keeps what it gets."""
+    """Tracing as in a service, with an exporter that keeps spans in memory."""
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(InMemorySpanExporter(), max_queue_size=1 << 20))
     return Tracing(provider, steps=True)
 
 
 def lifetime(tracing: Tracing, metadata: tuple[tuple[str, str], ...]) -> Callable[[], None]:
-    """One request's span from begin to end, without steps."""
-    asked, done = request(""), totals()
+    """One request's span from its begin to its end, without steps."""
+    accepted, finished = request(""), totals()
 
     def run() -> None:
         trace = RequestTrace(tracing, metadata)
-        trace.accepted(1, asked, "tiny")
-        trace.finished(Finish(FinishReason.LENGTH), done)
+        trace.accepted(1, accepted, "tiny")
+        trace.finished(Finish(FinishReason.LENGTH), finished)
 
     return run
 
 
 def steps(tracing: Tracing) -> Callable[[], None]:
     """One step of a request; with tracing on, a new request whenever the bound on step spans is reached."""
-    held = [RequestTrace(tracing, (("traceparent", SAMPLED),)), 0]
+    count, trace = 0, RequestTrace(tracing, (("traceparent", SAMPLED),))
 
     def run() -> None:
-        held[1] += 1  # type: ignore[operator]
-        if held[1] % 500 == 0:
-            held[0] = RequestTrace(tracing, (("traceparent", SAMPLED),))
-        held[0].step(VERDICT)  # type: ignore[union-attr]
+        nonlocal count, trace
+        count += 1
+        if count % 500 == 0:
+            trace = RequestTrace(tracing, (("traceparent", SAMPLED),))
+        trace.step(VERDICT)
 
     return run
 
 
 def cases() -> Mapping[str, Callable[[], Any]]:
-    """What is timed, by name."""
+    """The calls that are timed, by name."""
     target = PrometheusObserver("tiny", "float32", "0")
     draft = PrometheusDraftObserver("trie", "0", dict)
     counter, histogram = Counter(), Histogram(FINE_SECONDS)
@@ -165,16 +165,14 @@ def microseconds(run: Callable[[], Any], repeats: int) -> list[float]:
 
 
 def environment() -> dict[str, Any]:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    packages = ("prometheus-client", "opentelemetry-sdk")
     return {
         "python": platform.python_version(),
         "machine": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
-        # Other work on the machine: medians are only as quiet as it was.
+        # Other work on the machine makes medians less certain.
         "load": [round(load, 1) for load in os.getloadavg()],
-        "commit": commit,
-        **{name: version(name) for name in packages},
+        "commit": describe_commit(),
+        **{name: version(name) for name in ("prometheus-client", "opentelemetry-sdk")},
     }
 
 
@@ -183,12 +181,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     arguments = parser.parse_args()
     results = {}
-    sys.stdout.write(f"{'microseconds per call':44s} {'median':>9s} {'min':>9s} {'max':>9s}\n")
+    show(f"{'microseconds per call':44s} {'median':>9s} {'min':>9s} {'max':>9s}")
     for name, run in cases().items():
         times = microseconds(run, arguments.repeats)
         spread = {"median": statistics.median(times), "min": min(times), "max": max(times)}
         results[name] = {**{figure: round(value, 3) for figure, value in spread.items()}, "n": len(times)}
-        sys.stdout.write(f"{name:44s} " + " ".join(f"{value:9.2f}" for value in spread.values()) + "\n")
+        show(f"{name:44s} " + " ".join(f"{value:9.2f}" for value in spread.values()))
     write_json(arguments.json, {"environment": environment(), "microseconds": results})
 
 

@@ -3,23 +3,22 @@
     python -m benchmarks.engine.weight_exchange --model MODEL --weights FOLDER [--device cuda] [--running continue]
         [--sequences N] [--updates N] [--json FILE]
 
-FOLDER has the safetensors files that are exchanged for the model's own, again and again; the model's own folder will
-do, since as much is read, checked and written. Printed are, of each update, what reading, checking and (for a GPU)
-page-locking took beside running requests, the pause that the engine reports, both in bytes of weights a second too, and
-the longest time between two steps that told of tokens, from the asking until two seconds behind the exchange: the pause
-is in it, what requests that go on are read again in, and whatever locking and giving back memory holds steps up.
+FOLDER has the safetensors files that replace the model's weights, again and again; the model's own folder serves as
+well, since as much is read, checked and written. For each update the script prints the time of reading, checking and
+(for a GPU) page-locking beside running requests, the pause that the engine reports, both in bytes of weights a second
+too, and the longest time between two steps with tokens, from the request for the update until two seconds after it: in
+that are the pause, reading the continued requests again, and delays by locking and freeing memory.
 """
 
 from __future__ import annotations
 
 import queue
 import statistics
-import sys
 import threading
 import time
 
 from benchmarks.shared.machine import describe
-from benchmarks.shared.report import parser_of, write_json
+from benchmarks.shared.report import parser_of, show, write_json
 from outrider.errors import OutriderError
 from outrider.sampling import SamplingParams
 from target_service.assembly import engine_config, load_model
@@ -34,14 +33,14 @@ _PROMPT_TOKENS = 64
 
 
 class Gaps:
-    """Keeps as many sequences running as asked for, and the longest time between two deliveries since the last look."""
+    """Keeps `sequences` running, and the longest time between two deliveries since the last `take`."""
 
     def __init__(self, engine: Engine, sequences: int, max_tokens: int) -> None:
         self._engine = engine
         self._max_tokens = max_tokens
         self._longest = 0.0
         self._last = time.monotonic()
-        self._ended: queue.Queue[int] = queue.Queue()
+        self._finished: queue.Queue[int] = queue.Queue()
         engine.start(self._deliver)
         for _ in range(sequences):
             self._submit()
@@ -64,11 +63,11 @@ class Gaps:
         self._longest, self._last = max(self._longest, now - self._last), now
         for event in events:
             if not hasattr(event, "token_ids"):
-                self._ended.put(event.sequence_id)
+                self._finished.put(event.sequence_id)
 
     def _keep_running(self) -> None:
         while True:
-            self._ended.get()
+            self._finished.get()
             try:
                 self._submit()
             except OutriderError:
@@ -106,24 +105,23 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=4)
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--updates", type=int, default=3)
-    asked = parser.parse_args()
-    config = TargetConfig(model=asked.model, device=asked.device, dtype=asked.dtype, speculation=False)
+    options = parser.parse_args()
+    config = TargetConfig(model=options.model, device=options.device, dtype=options.dtype, speculation=False)
     engine = Engine(load_model(config), engine_config(config))
-    gaps = Gaps(engine, asked.sequences, asked.max_tokens)
+    gaps = Gaps(engine, options.sequences, options.max_tokens)
     rows = []
-    for _ in range(asked.updates):
+    for _ in range(options.updates):
         time.sleep(_BETWEEN_SECONDS)
         gaps.take()
-        done = _updated(engine, asked.weights, RunningRequests(asked.running))
-        # Whatever goes on is read again behind it.
+        done = _updated(engine, options.weights, RunningRequests(options.running))
+        # Continued requests are read again after it.
         time.sleep(_BETWEEN_SECONDS)
         rows.append(_figures(done) | {"longest_gap_s": gaps.take()})
-        sys.stdout.write("  ".join(f"{name} {value:.3f}" for name, value in rows[-1].items()) + "\n")
-        sys.stdout.flush()
+        show("  ".join(f"{name} {value:.3f}" for name, value in rows[-1].items()))
     engine.stop(0.0)
     median = statistics.median(row["pause_s"] for row in rows)
-    sys.stdout.write(f"pause: median {median:.3f} s of {len(rows)}\n")
-    write_json(asked.json, {"machine": describe(), "arguments": vars(asked), "updates": rows})
+    show(f"pause: median {median:.3f} s of {len(rows)}")
+    write_json(options.json, {"machine": describe(), "arguments": vars(options), "updates": rows})
 
 
 if __name__ == "__main__":

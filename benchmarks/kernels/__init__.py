@@ -1,1 +1,1 @@
-"""Kernels against their floors and their peers."""
+"""Kernels beside their floors and other kernels."""

@@ -1,7 +1,6 @@
-"""PyTorch's own attention on the inputs of the tree-attention benchmark, over keys that lie in order.
+"""PyTorch's own attention on the inputs of `tree_attention.py`, over keys in order.
 
-See `tree_attention.py`. Neither reads a page table, so both are given the cache as one dense tensor: they are spared
-the gathering that a paged cache asks for.
+Neither kernel reads a page table, so both get the cache as one dense tensor, and gather nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from tree_kernels.attention import ancestor_mask, sequence_mask
 
 
 def in_order(inputs: Inputs) -> Inputs:
-    """The same numbers, with every sequence's pages one after the other."""
+    """The same inputs, with the pages of each sequence one after the other."""
     each = len(inputs.batch.pages[0])
     pages = tuple(tuple(range(b * each, (b + 1) * each)) for b in range(inputs.case.batch))
     return replace(inputs, batch=replace(inputs.batch, pages=pages))
@@ -58,7 +57,7 @@ def sdpa_run(inputs: Inputs) -> dict[str, float]:
 def flex_run(inputs: Inputs) -> dict[str, Any]:
     """FlexAttention, compiled for the shape, with the block mask of the trees. Building that mask is not counted.
 
-    Some shapes it refuses to compile (64 rows over 1k keys, with torch 2.11); then the result says so.
+    Some shapes do not compile (64 rows over 1k keys, with torch 2.11); then the result has the error as `failed`.
     """
     case = inputs.case
     inputs = in_order(inputs)

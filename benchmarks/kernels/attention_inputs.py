@@ -1,4 +1,4 @@
-"""What the tree-attention benchmark runs on, and how it times and checks. See `tree_attention.py`."""
+"""Inputs of `tree_attention.py`, and how it checks and times attention over them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Inputs:
     case: Case
     batch: AttentionBatch
     query: Tensor
-    # [n, pages, page_size, heads, width] each: n copies with other contents, in other places.
+    # [n, pages, page_size, heads, width] each: n caches with different contents.
     keys: Tensor
     values: Tensor
 
@@ -61,22 +61,31 @@ class Inputs:
         return self.case.width**-0.5
 
 
-def draw(case: Case, seed: int) -> Inputs:
-    """Random trees, shuffled pages, fresh numbers."""
+def tree_batch(sequences: int, context: int, rows: int, page_size: int, seed: int) -> AttentionBatch:
+    """Random trees of `rows` rows each, the last ones of `context` tokens in shuffled pages. Seeds torch as well."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    per_sequence = -(-case.context // case.page_size)
-    order = torch.randperm(case.batch * per_sequence).view(case.batch, per_sequence).tolist()
-    parents = [(0, *(rng.randrange(i) for i in range(1, case.rows))) for _ in range(case.batch)]
-    batch = AttentionBatch(
-        query_starts=tuple(range(0, case.batch * case.rows + 1, case.rows)),
-        prefix_lengths=(case.context - case.rows,) * case.batch,
+    per_sequence = -(-context // page_size)
+    order = torch.randperm(sequences * per_sequence).view(sequences, per_sequence).tolist()
+    return AttentionBatch(
+        query_starts=tuple(range(0, sequences * rows + 1, rows)),
+        prefix_lengths=(context - rows,) * sequences,
         pages=tuple(map(tuple, order)),
-        page_size=case.page_size,
-        parents=tuple(parents),
+        page_size=page_size,
+        parents=tuple((0, *(rng.randrange(i) for i in range(1, rows))) for _ in range(sequences)),
     )
-    copies = min(64, max(1, -(-ROTATED_BYTES // case.kv_bytes)))
-    shape = (copies, case.batch * per_sequence, case.page_size, case.kv_heads, case.width)
+
+
+def rotated_copies(cache_bytes: int, most: int = 64) -> int:
+    """Caches of this size that launches must take turns at, so that none is in L2 from the launch before."""
+    return min(most, max(1, -(-ROTATED_BYTES // cache_bytes)))
+
+
+def draw(case: Case, seed: int) -> Inputs:
+    """Random inputs of a case."""
+    batch = tree_batch(case.batch, case.context, case.rows, case.page_size, seed)
+    pages = case.batch * len(batch.pages[0])
+    shape = (rotated_copies(case.kv_bytes), pages, case.page_size, case.kv_heads, case.width)
     query = torch.randn(case.batch * case.rows, case.query_heads, case.width, device=DEVICE, dtype=DTYPE)
     keys, values = (torch.randn(shape, device=DEVICE, dtype=DTYPE) for _ in range(2))
     return Inputs(case, batch, query, keys, values)
@@ -91,14 +100,14 @@ def time_us(inputs: Inputs, attention: Attention, replays: int = 11) -> tuple[fl
 
 
 def rotated_us(launch: Callable[[int], object], copies: int, replays: int = 11) -> tuple[float, float]:
-    """Median and quartile distance of one launch, in microseconds, over copies 0 .. `copies` - 1 of a cache in turn."""
+    """Median and quartile distance of one launch, in microseconds, over caches 0 .. `copies` - 1 in turn."""
     return captured_us([partial(launch, i % copies) for i in range(max(copies, 8))], replays)
 
 
 def worst_error(inputs: Inputs, attention: Attention, causal: bool = False) -> float:
-    """Largest relative error over a few sequences, on the last copy; NaN if anything was left unwritten."""
+    """Largest relative error over a few sequences, on the last cache; NaN if an output was not written."""
     keys, values = inputs.keys[-1], inputs.values[-1]
-    # Freed at once, so that the output is likely to lie where only NaN was.
+    # Freed at once, so that the output is likely to get this memory.
     poison = torch.full_like(inputs.query, float("nan"))
     del poison
     output = attention(keys, values)
@@ -117,7 +126,7 @@ def worst_error(inputs: Inputs, attention: Attention, causal: bool = False) -> f
 
 
 def measure(inputs: Inputs, attention: Attention, causal: bool = False) -> dict[str, float]:
-    """Error, median and spread; a wrong result is not timed."""
+    """Error, and median and spread of the time; a wrong result is not timed."""
     error = worst_error(inputs, attention, causal)
     if not error < TOLERANCE:
         return {"error": error}

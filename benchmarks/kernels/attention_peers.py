@@ -1,4 +1,4 @@
-"""FlashInfer's kernels on the inputs of the tree-attention benchmark. See `tree_attention.py`."""
+"""FlashInfer's kernels on the inputs of `tree_attention.py`."""
 
 from __future__ import annotations
 

@@ -1,22 +1,21 @@
-"""What the operations of `tree_kernels` cost on a CPU, at the shape of SmolLM2-135M.
+"""Time of the operations of `tree_kernels` on a CPU, at the shape of SmolLM2-135M.
 
-    PYTHONPATH=kernels python -m benchmarks.kernels.cpu_kernels [--threads 2] [--calls 200] [--json FILE]
+    python -m benchmarks.kernels.cpu_kernels [--threads 2] [--calls 200] [--json FILE]
 
-Microseconds of one call: median of so many, and the distance between the quartiles.
+Microseconds of one call: median over `--calls`, and the distance between the quartiles.
 """
 
 from __future__ import annotations
 
 import platform
 import random
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
-from benchmarks.shared.report import median_and_spread, parser_of, write_json
+from benchmarks.shared.report import median_and_spread, parser_of, show, write_json
 from tree_kernels.attention import AttentionBatch, TreeAttention
 from tree_kernels.paging import write_kv
 from tree_kernels.verification import coupled_token, move_kv, rejection_walk
@@ -29,7 +28,7 @@ Measured = tuple[str, float, float]
 
 @dataclass(frozen=True)
 class Clock:
-    """Times as many calls as it is asked for, after ten that it does not."""
+    """Times `calls` calls, after ten that are not counted."""
 
     calls: int
 
@@ -94,7 +93,7 @@ def main() -> None:
                 results += attention(clock, dtype, context, 1, shuffled=True)
         results += others(clock)
     for name, median, spread in results:
-        sys.stdout.write(f"{name:60s} {median:8.1f} +-{spread:.1f} us\n")
+        show(f"{name:60s} {median:8.1f} +-{spread:.1f} us")
     document = {
         "machine": {"cpu": platform.processor(), "threads": options.threads, "torch": torch.__version__},
         "calls": options.calls,

@@ -1,17 +1,16 @@
-"""Time of a whole decoder layer by what computes its linear layers: the model's own code, compiled; kernels of few
-rows; cuBLAS with a kernel behind each product. It chooses `preparing.MAX_ROWS` and `preparing.MANY_ROWS`.
+"""Time of a whole decoder layer by what computes its linear layers: the model's own code, compiled; kernels for few
+rows; cuBLAS with a kernel after each product. `preparing.MAX_ROWS` and `preparing.MANY_ROWS` are chosen by it.
 
-Layers follow each other in a captured graph as they do in a step, attention included, each with its own weights and
-keys, so none finds its own in the L2 cache. Outputs are compared before they are timed. From the repository's root:
+Layers follow each other in a captured graph as they do in a step, attention included. Each has its own weights and
+keys, so none has them in the L2 cache. Outputs are compared before they are timed.
 
-    PYTHONPATH=kernels:protos:clients:. python -m benchmarks.kernels.decoder_layer --device cuda --json FILE
+    python -m benchmarks.kernels.decoder_layer --device cuda --json FILE
 
-On a CPU (`TRITON_INTERPRET=1`, `--shape tiny`) times mean nothing; only that it runs does.
+On a CPU (`TRITON_INTERPRET=1`, `--shape tiny`) only the outputs mean something, not the times.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from math import inf
 from typing import Any, cast
@@ -23,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from benchmarks.engine.steps import CONTEXT, PAGE_SIZE, SHAPES, Load, step
 from benchmarks.shared.gpu_timing import captured_us
 from benchmarks.shared.machine import describe
-from benchmarks.shared.report import parser_of, settings_of, write_json
+from benchmarks.shared.report import parser_of, settings_of, show, write_json
 from target_service.model.cuda_graphs.runner import _RECOMPILE_LIMIT, ATTENTION, HeldStep
 from target_service.model.fused.layers import LinearsByRows
 from target_service.model.fused.preparing import LayerOptions, prepare_layers
@@ -38,7 +37,7 @@ OWN, FEW, MANY = "own", "few", "many"
 
 
 def build(shape: str, layers: int, device: torch.device) -> PreTrainedModel:
-    """Some layers of a shape with random weights; bf16 on a GPU, fp32 elsewhere. Its vocabulary is none of it."""
+    """`layers` layers of a shape with random weights and a small vocabulary; bf16 on a GPU, fp32 elsewhere."""
     sizes: dict[str, Any] = {"model_type": "llama"} | (TINY if shape == "tiny" else SHAPES[shape])
     sizes |= {"num_hidden_layers": layers, "vocab_size": 256, "max_position_embeddings": 8192}
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -49,7 +48,7 @@ def build(shape: str, layers: int, device: torch.device) -> PreTrainedModel:
 
 
 class Layers:
-    """Prepared layers and a step of theirs, run one way after another."""
+    """Prepared layers and the inputs of one step, which is run by each kind of linear layer."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._inner = cast(Any, runner.model).model
@@ -69,7 +68,7 @@ class Layers:
         return tuple(self._ways)
 
     def load(self, rows: int, sequences: int) -> None:
-        """Take a step of so many rows, spread over sequences of `CONTEXT` keys."""
+        """Prepare a step of `rows` rows, spread over sequences of `CONTEXT` keys."""
         batch = step(load_of(rows, sequences), self._runner.vocabulary_size, rows)
         device, attention = self._runner.device, self._runner._attention
         slots = torch.tensor(batch.slots, device=device)
@@ -79,23 +78,24 @@ class Layers:
         self._hidden = torch.randn(shape, generator=generator, device=device).to(self._runner.dtype)
         self._turns = self._inner.rotary_emb(self._hidden, torch.tensor([batch.positions], device=device))
 
-    def take(self, way: str) -> None:
+    def use(self, way: str) -> None:
+        """Compute linear layers this way from now on."""
         for layer in self._inner.layers:
             layer.linears = self._ways[way]
 
     def run(self) -> Tensor:
-        """[1, R, H] from all layers, one behind the other."""
+        """[1, R, H] from all layers, one after the other."""
         hidden = self._hidden
         for layer in self._inner.layers:
             hidden = layer(hidden, attention_mask=None, position_embeddings=self._turns, outrider_held=self._held)
         return hidden
 
     def added(self) -> Tensor:
-        """[1, R, H] fp32: what all layers add to the rows."""
+        """[1, R, H] fp32: the sum that all layers add to the rows."""
         return self.run().float() - self._hidden.float()
 
     def time(self) -> dict[str, float]:
-        """Microseconds of one layer: median over replays of all, and the quartiles' distance."""
+        """Microseconds of one layer: median over replays of all, and the distance between the quartiles."""
         count = len(self._inner.layers)
         if self._runner.device.type == "cuda":
             median, spread = captured_us([self.run], replays=21)
@@ -116,8 +116,8 @@ def measure(layers: Layers, rows: int, sequences: int) -> dict[str, Any]:
     result: dict[str, Any] = {"rows": rows, "sequences": sequences}
     expected: Tensor | None = None
     for way in layers.ways:
-        layers.take(way)
-        # Twice: what is compiled, and what libraries keep, comes before the graph.
+        layers.use(way)
+        # Twice: compiling and the set-up of libraries must come before the graph.
         for _ in range(2):
             found = layers.added()
         # The model's own code comes first.
@@ -134,7 +134,7 @@ def table(results: list[dict[str, Any]], ways: tuple[str, ...]) -> str:
         cells = "".join(f"{one[way]['us']:9.1f} ± {one[way]['spread']:4.1f}" for way in ways)
         share = one[MANY]["us"] / one[OWN]["us"]
         lines.append(f"{one['rows']:4d}{cells}   {share:10.3f}   {one[FEW]['error']:.1e} {one[MANY]['error']:.1e}")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -156,7 +156,7 @@ def main() -> None:
     with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
         layers = Layers(runner)
         results = [measure(layers, rows, options.sequences) for rows in options.rows]
-    sys.stdout.write(table(results, layers.ways))
+    show(table(results, layers.ways))
     write_json(options.json, {"machine": describe(), "settings": settings_of(options), "results": results})
 
 

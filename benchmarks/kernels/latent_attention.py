@@ -1,32 +1,30 @@
 """Latent attention over trees on one GPU: microseconds of one layer, beside its floor, one row, and other kernels.
 
-    PYTHONPATH=kernels:protos:. python -m benchmarks.kernels.latent_attention [--grid pages] [--sweep] [--json FILE]
-    TRITON_INTERPRET=1 PYTHONPATH=kernels:protos:. python -m benchmarks.kernels.latent_attention --rehearse
+    python -m benchmarks.kernels.latent_attention [--grid pages] [--sweep] [--json FILE]
+    TRITON_INTERPRET=1 python -m benchmarks.kernels.latent_attention --rehearse
 
-Every case draws fresh inputs, is checked against the fp32 reference (and against the expanded form where that has
-room), and is then timed: CUDA graphs of several launches over different caches, so that no launch finds its latents in
-L2; medians over replays, divided by the launches, with the distance of the quartiles. `layer` is the same with what
-goes before and after it in a layer: queries absorbed, new vectors written, outputs expanded. Beside them stand the
-expanded form through the tree-attention kernel (16 heads), and FlashInfer's MLA kernel where it is installed, which
-knows no tree and runs the rows as a chain.
+Every case has random inputs, is checked against the fp32 reference (and for few keys against the expanded form), and is
+then timed: CUDA graphs of several launches over different caches, so that no launch has its latents in L2; medians over
+replays, divided by the launches, with the distance of the quartiles. `layer` includes the rest of a layer's attention:
+absorbing queries, writing new vectors, expanding outputs. Beside them are the expanded form through the tree-attention
+kernel (16 heads), and FlashInfer's MLA kernel where it is installed, which has no trees and runs the rows as a chain.
 
-The bar, a tree of 16 rows in at most 1.3 times a step of one, is one of whole steps (`benchmarks.engine.steps --shapes
-deepseek-v2-lite-dense`): attention alone passes from reading to multiplying between the two. Its floors are 2.6 times
-apart with 16 heads, at any length.
+The bar, a tree of 16 rows in at most 1.3 times a step of one, is for whole steps (`benchmarks.engine.steps --shapes
+deepseek-v2-lite-dense`): attention alone is bound by reading for one row and by multiplying for 16. Its floors are 2.6
+times apart with 16 heads, at any length.
 
-`--grid pages` times our kernel alone, in pages of 1, 16 and 64 tokens with 1 to 64 rows, and takes a minute or so; the
+`--grid pages` times our kernel alone, in pages of 1, 16 and 64 tokens with 1 to 64 rows, and takes about a minute; the
 default, `peers`, has fewer pages, more heads and longer contexts. After every case the JSON is written, and beside it
-(`FILE.md`) a table: microseconds, and how many times that of one row.
+(`FILE.md`) a table: microseconds, and in brackets the ratio to one row.
 
-`--sweep` times other tilings and says the fastest. `--rehearse` runs tiny cases on the CPU in Triton's interpreter, so
-that the command is known to work before there is a GPU; nothing is timed.
+`--sweep` times other tilings and keeps the fastest. `--rehearse` checks tiny cases on the CPU in Triton's interpreter,
+to test the command before it runs on a GPU; nothing is timed.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import random
 import sys
 import time
@@ -39,26 +37,27 @@ import torch
 import triton
 from torch import Tensor
 
-from benchmarks.kernels.attention_inputs import ROTATED_BYTES, rotated_us
+from benchmarks.kernels.attention_inputs import rotated_copies, rotated_us
 from benchmarks.kernels.latent_inputs import PLAIN, VALUE, LatentCase, LatentInputs, draw, worst_error
 from benchmarks.shared.machine import describe
+from benchmarks.shared.report import markdown_table, parser_of, show, write_json
 from tree_kernels.attention import TreeAttention
 from tree_kernels.attention.triton_planning import TritonSettings
 from tree_kernels.attention.triton_tiling import Tiling
 from tree_kernels.latent_attention import expanded_values, write_latents
 from tree_kernels.latent_attention.triton_backend import TritonLatentAttention
 
-# Of bf16; a wrong key, mask or scale makes far more. In the interpreter products are fp32.
+# Of bf16; a wrong key, mask or scale gives a far larger error. In the interpreter products are fp32.
 TOLERANCE = 2e-2
 ROWS = (1, 4, 16, 64)
-# Between them, where pages are of the usual size.
+# In pages of the usual size.
 MORE_ROWS = (1, 2, 4, 8, 16, 32, 64)
-# Of the tree that is held beside one row.
+# Of the tree that is compared with one row.
 TREE_ROWS = 16
 SHAPES = [(1, 1024), (1, 8192), (1, 32768), (1, 131072), (8, 1024), (8, 8192), (64, 1024), (64, 8192)]
-# Of `--grid pages`: what fits its time.
+# Of `--grid pages`, which should take a minute.
 PAGED_SHAPES = [(1, 1024), (1, 8192), (1, 32768), (8, 1024), (8, 8192), (64, 1024)]
-# Processors that the interpreter plays: more chunks than sequences, so that results are merged.
+# Five processors make more chunks than sequences, so that results are merged.
 _REHEARSED = TritonSettings(tiling=Tiling(16, 16, 4, 1, 1), processors=5)
 
 
@@ -86,7 +85,7 @@ def rehearsed() -> Iterator[LatentCase]:
 
 
 def sweep(case: LatentCase) -> list[Tiling]:
-    """What `--sweep` tries: tiles that fit an SM of a Hopper GPU for 512 + 64 in 16 bits, and some that may not."""
+    """Tilings for `--sweep`: those that fit an SM of a Hopper GPU for 512 + 64 in 16 bits, and some that may not."""
     packed = max(16, triton.next_power_of_2(case.rows * case.heads))
     shapes = [(16, 32, 4, 3, 2), (16, 32, 4, 5, 1), (16, 32, 4, 5, 2), (16, 64, 4, 3, 2), (16, 64, 8, 5, 1)]
     shapes += [(32, 32, 8, 4, 1), (32, 32, 8, 5, 1), (32, 64, 8, 3, 1)]
@@ -104,8 +103,8 @@ class Bench:
         self.query = inputs.query
 
     def measured(self, attend: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Error, median and spread of attention over one cache; a wrong result is not timed."""
-        # Freed at once, so that the output is likely to lie where only NaN was.
+        """Error, and median and spread of the time of attention over one cache; a wrong result is not timed."""
+        # Freed at once, so that the output is likely to get this memory.
         poison = torch.full_like(self.query, float("nan"))
         del poison
         error = worst_error(self.inputs, attend(self.inputs.caches[-1]))
@@ -115,7 +114,7 @@ class Bench:
         return {"error": error, "us": median, "spread_us": spread}
 
     def ours(self, settings: TritonSettings, *, alone: bool = False) -> dict[str, float]:
-        """The kernel, and unless `alone` what its schedule takes of the device, and a layer's part around it."""
+        """The kernel and, unless `alone`, the device's time for its schedule, and for all of a layer's attention."""
         inputs, case = self.inputs, self.inputs.case
         backend = TritonLatentAttention(self.device, settings)
         plan, slots = backend.plan(inputs.batch), inputs.slots
@@ -145,32 +144,27 @@ class Bench:
         return found
 
     def swept(self) -> dict[str, Any]:
-        """The fastest tiling, beside the times of all that fit and are right."""
+        """The fastest tiling, and the times of all that fit and are right."""
         tried: list[tuple[float, Tiling]] = []
-
-        def attempt(tiling: Tiling) -> None:
+        for tiling in sweep(self.inputs.case):
             try:
                 found = self.ours(TritonSettings(tiling=tiling), alone=True)
             except (triton.runtime.errors.OutOfResources, triton.runtime.errors.PTXASError):
-                return
+                continue
             if "us" in found:
                 tried.append((found["us"], tiling))
-                tried.sort(key=lambda pair: pair[0])
-
-        for tiling in sweep(self.inputs.case):
-            attempt(tiling)
+        tried.sort(key=lambda pair: pair[0])
         best = self.ours(TritonSettings(tiling=tried[0][1]))
         return {**best, "tiling": asdict(tried[0][1]), "tried": [(us, asdict(tiling)) for us, tiling in tried]}
 
     def expanded(self) -> dict[str, float]:
-        """Tree attention over keys and values of all heads, random ones: what the cache held before."""
+        """Tree attention over random keys and values of all heads, as a cache without latents has them."""
         inputs, case = self.inputs, self.inputs.case
         attention = TreeAttention("triton", self.device)
         plan = attention.plan(inputs.batch)
         shape = (*inputs.caches.shape[1:3], case.heads)
         width = PLAIN + case.rotary
-        each = 2 * case.batch * case.context * case.heads * (width + VALUE)
-        copies = min(16, max(1, -(-ROTATED_BYTES // each)))
+        copies = rotated_copies(2 * case.batch * case.context * case.heads * (width + VALUE), most=16)
         keys = torch.randn(copies, *shape, width, device=self.device, dtype=self.query.dtype)
         values = torch.randn(copies, *shape, VALUE, device=self.device, dtype=self.query.dtype)
         query = torch.cat([inputs.plain, inputs.rotary], dim=-1)
@@ -205,7 +199,7 @@ class Bench:
 
         if case.rows == 1:
             return self.measured(attend)
-        # A chain, whose result is another than the tree's.
+        # Not checked: the result of a chain differs from the tree's.
         median, spread = rotated_us(lambda i: attend(inputs.caches[i]), len(inputs.caches))
         return {"us": median, "spread_us": spread}
 
@@ -228,7 +222,7 @@ def run_case(case: LatentCase, seed: int, options: argparse.Namespace) -> dict[s
     if importlib.util.find_spec("flashinfer"):
         try:
             found["flashinfer"] = bench.flashinfer()
-        # A shape that it has no kernel for is no reason to stop.
+        # For some shapes it has no kernel.
         except (RuntimeError, ValueError, TypeError) as error:
             found["flashinfer"] = {"refused": str(error).splitlines()[0]}
     return found
@@ -240,8 +234,10 @@ def line(case: LatentCase, found: dict[str, Any], one_row: float | None) -> str:
     if "us" not in mine:
         verdict = "right" if mine["error"] < TOLERANCE else "WRONG"
         return f"{case} | {verdict}: error {mine['error']:.1e}, not timed"
-    peers = [f"{name} {run['us']:.1f} ({run['us'] / mine['us']:.2f}x)" for name, run in found.items() if "us" in run][
-        1:
+    peers = [
+        f"{name} {run['us']:.1f} ({run['us'] / mine['us']:.2f}x)"
+        for name, run in found.items()
+        if name != "ours" and "us" in run
     ]
     beside = f"{mine['us'] / one_row:5.2f}x one row" if one_row else " " * 14
     return (
@@ -251,13 +247,13 @@ def line(case: LatentCase, found: dict[str, Any], one_row: float | None) -> str:
 
 
 def one_row_us(case: LatentCase, results: list[tuple[LatentCase, dict[str, Any]]], what: str = "us") -> float | None:
-    """What one row of the same sequences takes, if it was measured."""
+    """Microseconds of one row in the same sequences; None where it was not measured."""
     same = (found["ours"].get(what) for other, found in results if other == replace(case, rows=1))
     return next(same, None)
 
 
 def bars(results: list[tuple[LatentCase, dict[str, Any]]]) -> dict[str, str]:
-    """What a tree of 16 rows takes beside one row, and what the floors of attention would make of it."""
+    """Ratios of the time of a tree of 16 rows to that of one row, and the ratio of their floors."""
     summary = {}
     for heads in sorted({case.heads for case, _ in results}):
         for what, name in (("us", "attention alone"), ("layer_us", "attention of a layer, with what is around it")):
@@ -269,8 +265,9 @@ def bars(results: list[tuple[LatentCase, dict[str, Any]]]) -> dict[str, str]:
                     ratios.append((taken / alone, floors, str(case)))
             if ratios:
                 (least, _, _), (most, floors, where) = min(ratios), max(ratios)
-                said = f"{least:.2f} to {most:.2f} times one row (at {where}); floors of attention {floors:.2f}"
-                summary[f"{TREE_ROWS} rows of {heads} heads, {name}"] = said
+                summary[f"{TREE_ROWS} rows of {heads} heads, {name}"] = (
+                    f"{least:.2f} to {most:.2f} times one row (at {where}); floors of attention {floors:.2f}"
+                )
     return summary
 
 
@@ -285,12 +282,11 @@ def table(results: list[tuple[LatentCase, dict[str, Any]]]) -> str:
             cell += f" ({mine['us'] / alone:.2f})"
         lines.setdefault(replace(case, rows=0), {})[case.rows] = cell
     head = ["heads", "sequences x context", "page", *(f"{rows} rows" if rows > 1 else "1 row" for rows in numbers)]
-    rows = [[*_named(case), *(cells.get(rows, "") for rows in numbers)] for case, cells in lines.items()]
-    return "".join(f"| {' | '.join(row)} |\n" for row in (head, ["---:"] * len(head), *rows))
-
-
-def _named(case: LatentCase) -> list[str]:
-    return [str(case.heads), f"{case.batch} x {case.context:,}", str(case.page_size)]
+    rows = [
+        [case.heads, f"{case.batch} x {case.context:,}", case.page_size, *(cells.get(rows, "") for rows in numbers)]
+        for case, cells in lines.items()
+    ]
+    return markdown_table(head, rows)
 
 
 def write(
@@ -300,34 +296,28 @@ def write(
     skipped: list[str],
     seconds: float,
 ) -> None:
-    """The JSON, and the table beside it."""
+    """Write the JSON, and the table beside it."""
     rows = [{**asdict(case), "floor_us": case.floor_us, **found} for case, found in results]
     document = {"machine": machine, "seconds": round(seconds, 1), "bars": bars(results), "skipped": skipped}
-    # Whole at any moment, whenever the run is cut off.
-    partial = file.with_name(file.name + ".partial")
-    partial.write_text(json.dumps(document | {"cases": rows}, indent=1) + "\n")
-    partial.replace(file)
+    write_json(file, document | {"cases": rows})
     file.with_name(file.name + ".md").write_text(table(results))
 
 
 def chosen_cases(options: argparse.Namespace) -> list[LatentCase]:
-    """The cases that the options ask for."""
+    """The cases that the options choose."""
     if options.rehearse:
         return list(rehearsed())
     return list(paged_cases(options.rows) if options.grid == "pages" else cases(options.rows))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS, help="rows of a sequence")
     parser.add_argument("--grid", default="peers", choices=("peers", "pages"))
     parser.add_argument("--sweep", action="store_true", help="try other tilings and keep the fastest; no peers")
     parser.add_argument("--rehearse", action="store_true", help="tiny cases on the CPU, checked and not timed")
-    parser.add_argument(
-        "--seed", type=int, help="of the first case's inputs; others in every run where it is not given"
-    )
+    parser.add_argument("--seed", type=int, help="of the first case's inputs; by default another in every run")
     parser.add_argument("--seconds", type=float, default=420.0, help="start no case after this time")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     started = time.monotonic()
     results: list[tuple[LatentCase, dict[str, Any]]] = []
@@ -339,12 +329,11 @@ def main() -> int:
             skipped.append(str(case))
             continue
         results.append((case, run_case(case, seed, options)))
-        sys.stdout.write(line(*results[-1], one_row_us(case, results)) + "\n")
-        sys.stdout.flush()
+        show(line(*results[-1], one_row_us(case, results)))
         if options.json:
             write(options.json, machine, results, skipped, time.monotonic() - started)
-    sys.stdout.write(table(results) + "".join(f"{name}: {held}\n" for name, held in bars(results).items()))
-    sys.stdout.write(f"{len(skipped)} cases not started in time, {time.monotonic() - started:.0f} s\n")
+    show(table(results) + "\n".join(f"{name}: {ratios}" for name, ratios in bars(results).items()))
+    show(f"{len(skipped)} cases not started in time, {time.monotonic() - started:.0f} s")
     if options.json:
         write(options.json, machine, results, skipped, time.monotonic() - started)
     return int(not all(found["ours"]["error"] < TOLERANCE for _, found in results))

@@ -1,4 +1,4 @@
-"""What the latent-attention benchmark runs on, and how it checks. See `latent_attention.py`."""
+"""Inputs of `latent_attention.py`, and how it checks attention over them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.attention_inputs import BYTES_PER_US, FLOP_PER_US, ROTATED_BYTES
+from benchmarks.kernels.attention_inputs import BYTES_PER_US, FLOP_PER_US, rotated_copies, tree_batch
 from tree_kernels.attention import AttentionBatch, sequence_mask, sequence_slots
 from tree_kernels.latent_attention import HeadProjections, absorbed_queries, attend_expanded, expanded_values
 
 # DeepSeek-V2's and -V3's widths of a head: queries and keys without their rotary part, and values.
 PLAIN = VALUE = 128
-# Keys up to which results are held to the expanded form too, which makes keys and values of all heads in fp32.
+# Keys up to which results are also compared with the expanded form, which needs fp32 keys and values of all heads.
 _EXPANDED_KEYS = 8192
 
 
@@ -35,7 +35,7 @@ class LatentCase:
 
     @property
     def floor_us(self) -> float:
-        """The larger of reading each vector once, and of multiplying each head's row with it once."""
+        """The larger of the times to read each vector once, and to multiply each head's row with it once."""
         flop = 2 * (2 * self.latent + self.rotary) * self.rows * self.heads * self.context * self.batch
         return max(self.cache_bytes / BYTES_PER_US, flop / FLOP_PER_US)
 
@@ -50,7 +50,7 @@ class LatentInputs:
     # [R, H, PLAIN] and [R, H, P].
     plain: Tensor
     rotary: Tensor
-    # [n, pages, page_size, L + P]: n copies with other contents, in other places.
+    # [n, pages, page_size, L + P]: n caches with different contents.
     caches: Tensor
     projections: HeadProjections
 
@@ -64,27 +64,16 @@ class LatentInputs:
 
     @property
     def slots(self) -> Tensor:
-        """[R] where the rows' own vectors are."""
+        """[R] slots of the rows' own vectors."""
         starts = self.batch.prefix_lengths
         own = [sequence_slots(self.batch, b)[start:] for b, start in enumerate(starts)]
         return torch.cat(own).to(self.plain.device, torch.int64 if self.plain.device.type == "cpu" else torch.int32)
 
 
 def draw(case: LatentCase, seed: int, device: torch.device, dtype: torch.dtype) -> LatentInputs:
-    """Random trees, shuffled pages, fresh numbers; weights that leave latents their size."""
-    rng = random.Random(seed)
-    torch.manual_seed(seed)
-    per_sequence = -(-case.context // case.page_size)
-    order = torch.randperm(case.batch * per_sequence).view(case.batch, per_sequence).tolist()
-    parents = [(0, *(rng.randrange(i) for i in range(1, case.rows))) for _ in range(case.batch)]
-    batch = AttentionBatch(
-        query_starts=tuple(range(0, case.batch * case.rows + 1, case.rows)),
-        prefix_lengths=(case.context - case.rows,) * case.batch,
-        pages=tuple(map(tuple, order)),
-        page_size=case.page_size,
-        parents=tuple(parents),
-    )
-    copies = min(64, max(1, -(-ROTATED_BYTES // case.cache_bytes))) if device.type == "cuda" else 2
+    """Random inputs of a case; weights keep the size of latents."""
+    batch = tree_batch(case.batch, case.context, case.rows, case.page_size, seed)
+    copies = rotated_copies(case.cache_bytes) if device.type == "cuda" else 2
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, dtype=dtype)
@@ -96,15 +85,15 @@ def draw(case: LatentCase, seed: int, device: torch.device, dtype: torch.dtype) 
         batch,
         normal(rows, case.heads, PLAIN),
         normal(rows, case.heads, case.rotary),
-        normal(copies, case.batch * per_sequence, case.page_size, case.latent + case.rotary),
+        normal(copies, case.batch * len(batch.pages[0]), case.page_size, case.latent + case.rotary),
         HeadProjections.of(weight, case.heads, PLAIN),
     )
 
 
 def worst_error(inputs: LatentInputs, attended: Tensor) -> float:
-    """Largest relative error over a few sequences, on the last copy; NaN if anything was left unwritten.
+    """Largest relative error over a few sequences, on the last cache; NaN if an output was not written.
 
-    Against the absorbed form in fp32 and, where it has room, against the expanded form, which is the definition.
+    Compared with the absorbed form in fp32 and, for few keys, with the expanded form, which is the definition.
     """
     case, batch, cache = inputs.case, inputs.batch, inputs.caches[-1]
     if not bool(attended.isfinite().all()):
@@ -118,7 +107,7 @@ def worst_error(inputs: LatentInputs, attended: Tensor) -> float:
         expected = torch.einsum("hrk,kl->rhl", scores.softmax(-1), vectors[:, : case.latent])
         worst = max(worst, float((attended[own].float() - expected).norm() / expected.norm()))
     if case.batch * case.context <= _EXPANDED_KEYS and case.heads <= 16:
-        law = attend_expanded(inputs.plain, inputs.rotary, cache, inputs.projections, batch, inputs.scale)
+        expected = attend_expanded(inputs.plain, inputs.rotary, cache, inputs.projections, batch, inputs.scale)
         values = expanded_values(attended, inputs.projections).float()
-        worst = max(worst, float((values - law).norm() / law.norm()))
+        worst = max(worst, float((values - expected).norm() / expected.norm()))
     return worst

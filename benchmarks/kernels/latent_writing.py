@@ -1,26 +1,25 @@
-"""What lies between a latent layer's projections and its attention, on one GPU: in one launch, and as models have it.
+"""What a latent layer computes between its projections and its attention, on one GPU: in one launch, and by the code
+of the models.
 
-    PYTHONPATH=kernels:protos:. python -m benchmarks.kernels.latent_writing [--json FILE]
-    TRITON_INTERPRET=1 PYTHONPATH=kernels:protos:. python -m benchmarks.kernels.latent_writing --rehearse
+    python -m benchmarks.kernels.latent_writing [--json FILE]
+    TRITON_INTERPRET=1 python -m benchmarks.kernels.latent_writing --rehearse
 
-Norm of the latents, rotary embedding of keys and queries, the cache's new rows, and the queries' rotary parts behind
-their absorbed ones: `norm_rope_write`, beside the functions of transformers' DeepSeek-V2 (pairs) and -V3 (pairs to
-halves) with a write and a copy behind them. Every case draws fresh inputs, is held to the definition in fp32, and is
-then timed in CUDA graphs of several launches over different caches; medians over replays with the distance of the
-quartiles. A few rows take as long as one: what counts is how many launches there are.
+That is the norm of the latents, rotary embedding of keys and queries, writing the cache's new rows, and copying the
+queries' rotary parts after their absorbed ones: `norm_rope_write`, beside the functions of transformers' DeepSeek-V2
+(pairs) and -V3 (pairs to halves) with a write and a copy after them. Every case has random inputs, is compared with the
+definition in fp32, and is then timed in CUDA graphs of several launches over different caches; medians over replays
+with the distance of the quartiles. A few rows take as long as one: the number of launches matters.
 
 `--rehearse` checks tiny cases on the CPU in Triton's interpreter, and times nothing.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -28,19 +27,20 @@ from torch import Tensor
 
 from benchmarks.shared.gpu_timing import captured_us
 from benchmarks.shared.machine import describe
+from benchmarks.shared.report import parser_of, show, write_json
 from tree_kernels.latent_attention import LatentRows, Rotary, write_latents
 from tree_kernels.latent_attention.norm_rope import normed, turned
 from tree_kernels.latent_attention.triton_writing import norm_rope_write_rows
 
-# DeepSeek's widths: a head's own part of a query, a latent, and a rotary part.
+# DeepSeek's widths: a head's part of a query without rotary embedding, a latent, and a rotary part.
 PLAIN, LATENT, ROTARY = 128, 512, 64
 ROWS = (1, 4, 16, 64)
 # Of DeepSeek-V2-Lite and -V3.
 HEADS = (16, 128)
-# Caches that launches take turns at, so that none finds its rows in L2 as the one before left them.
+# Caches that launches take turns at, so that none has its rows in L2 from the launch before.
 _COPIES = 16
 _PAGES, _PAGE_SIZE = 256, 16
-# Of bf16, for the norm and for each turn; a wrong pair or slot makes far more.
+# Of bf16, for the norm and each rotation; a wrong pair or slot gives a far larger error.
 TOLERANCE = 2e-2
 
 
@@ -55,7 +55,7 @@ class Inputs(NamedTuple):
 
 
 def draw(count: int, heads: int, pairs_out: bool, device: torch.device) -> Inputs:
-    """Fresh rows at random positions, for slots in no order."""
+    """Random rows at random positions, for shuffled slots."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     copies, pages = (_COPIES, _PAGES) if device.type == "cuda" else (2, 8)
 
@@ -72,7 +72,7 @@ def draw(count: int, heads: int, pairs_out: bool, device: torch.device) -> Input
 
 
 def as_models_have_it(inputs: Inputs) -> Callable[[Tensor], None]:
-    """Norm, rotary embedding and new rows of a cache by the code of transformers' models."""
+    """Norm, rotary embedding and new rows of a cache, by the code of transformers' models."""
     from transformers.models.deepseek_v2.modeling_deepseek_v2 import apply_rotary_emb
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
 
@@ -97,7 +97,7 @@ def as_models_have_it(inputs: Inputs) -> Callable[[Tensor], None]:
 
 
 def worst_error(inputs: Inputs, run: Callable[[Tensor], None]) -> float:
-    """Of new vectors and of queries, against the definition in fp32, and infinite where another row was written to."""
+    """The larger error of vectors and of queries against the definition in fp32; infinite if other rows changed."""
     rows, cache = inputs.rows, inputs.caches[-1]
     wide = replace(rows, vectors=rows.vectors.float(), queries=rows.queries.float(), weight=rows.weight.float())
     expected = cache.flatten(0, 1).to(torch.float32, copy=True)
@@ -117,7 +117,7 @@ def worst_error(inputs: Inputs, run: Callable[[Tensor], None]) -> float:
 
 
 def measured(inputs: Inputs, run: Callable[[Tensor], None]) -> dict[str, float]:
-    """Error, median and spread; a wrong result is not timed, nor is anything on a CPU."""
+    """Error, and median and spread of the time; a wrong result is not timed, nor is anything on a CPU."""
     error = worst_error(inputs, run)
     if not error < TOLERANCE or inputs.caches.device.type == "cpu":
         return {"error": error}
@@ -127,10 +127,9 @@ def measured(inputs: Inputs, run: Callable[[Tensor], None]) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--rehearse", action="store_true", help="tiny cases on the CPU, checked and not timed")
-    parser.add_argument("--seed", type=int, help="of the inputs; another in every run where it is not given")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--seed", type=int, help="of the inputs; by default another in every run")
     options = parser.parse_args()
     seed = options.seed if options.seed is not None else random.randrange(1 << 30)
     torch.manual_seed(seed)
@@ -147,11 +146,8 @@ def main() -> int:
         if not options.rehearse:
             found["as_models_have_it"] = measured(inputs, as_models_have_it(inputs))
         cases.append({"rows": count, "heads": width, "layout": "pairs" if pairs_out else "halves", **found})
-        sys.stdout.write(json.dumps(cases[-1]) + "\n")
-        sys.stdout.flush()
-    if options.json:
-        document = {"machine": {**describe(), "seed": seed}, "cases": cases}
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+        show(json.dumps(cases[-1]))
+    write_json(options.json, {"machine": {**describe(), "seed": seed}, "cases": cases})
     return int(not all(case["one_launch"]["error"] < TOLERANCE for case in cases))
 
 

@@ -1,19 +1,19 @@
-"""Time of a decoder layer's linear launches on one GPU, with what is fused into them, beside cuBLAS's products alone.
+"""Time of a decoder layer's fused linear launches on one GPU, beside cuBLAS's products alone.
 
 Each is a captured chain of launches over weights that do not fit the L2 cache together, so programmatic dependent
-launch counts as it does in a step. Run it from the repository's root:
+launch has the effect that it has in a step.
 
-    PYTHONPATH=kernels:protos:clients:. python -m benchmarks.kernels.linear [--sweep] [--int8] --json FILE
+    python -m benchmarks.kernels.linear [--sweep] [--int8] --json FILE
 
-With `--int8` our weights are in int8, as those of a draft head are, and the floor is theirs.
+With `--int8` our weights are in int8, as in draft heads, and the floor is computed for them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import multiprocessing
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -26,7 +26,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 from benchmarks.shared.gpu_timing import captured_us
 from benchmarks.shared.machine import describe
-from benchmarks.shared.report import parser_of, write_json
+from benchmarks.shared.report import parser_of, show, write_json
 from tree_kernels.linear import HeadRows, Int8Weight, Norm, ScaledRows, Weight
 from tree_kernels.linear.triton_backend import TritonLinears
 from tree_kernels.linear.triton_tiling import LinearTiling, choose_linear_tiling
@@ -35,8 +35,8 @@ BYTES_PER_US = 4.3e6
 ROTATED_BYTES = 2.4e8
 # Of one program, on Hopper.
 SHARED_BYTES = 227_000
-# For each byte of a number of the weight: a whole launch has so much on its way at least, or the memory idles. What
-# memory of `BYTES_PER_US` delivers in its latency, about a microsecond; of bfloat16 twice as much.
+# For each byte of a weight's number: the least that a launch must have in flight, or the memory idles. Memory of
+# `BYTES_PER_US` delivers so much in its latency, about a microsecond; for bfloat16 it is twice as much.
 LATENCY_BYTES = 4e6
 DEVICE = torch.device("cuda")
 
@@ -59,7 +59,7 @@ LAYERS = (
     Layer("8b gate_up", "gated", 28672, 4096),
     Layer("8b down", "add", 4096, 14336),
     Layer("8b lm_head", "plain", 128256, 4096),
-    # Of an EAGLE-3 head for an 8B model; the others are as above.
+    # Of an EAGLE-3 head for an 8B model; its other layers have the shapes above.
     Layer("head qkv", "rotary", 6144, 8192),
     Layer("head lm_head", "plain", 32000, 4096),
     Layer("smollm2 qkv", "rotary", 960, 576, 64, 3),
@@ -71,11 +71,11 @@ LAYERS = (
 
 
 def tilings(layer: Layer, rows: int, weight_bytes: int = 2) -> Iterator[LinearTiling]:
-    """What `--sweep` tries."""
+    """Tilings for `--sweep`."""
     block_rows = choose_linear_tiling(rows, layer.outputs, layer.inner).block_rows
     outputs: tuple[int, ...] = (32, 64, 128, 256)
     splits: tuple[int, ...] = (1, 2)
-    # Numbers of a row multiplied at a time, and stages of them.
+    # `block_inner` and `stages`.
     blocks: tuple[tuple[int, int], ...] = (
         (64, 4), (64, 6), (64, 8), (128, 3), (128, 4), (128, 6), (256, 3), (256, 5),
     )  # fmt: skip
@@ -92,12 +92,12 @@ def tilings(layer: Layer, rows: int, weight_bytes: int = 2) -> Iterator[LinearTi
 
 
 def staged_bytes(tiling: LinearTiling, weight_bytes: int) -> int:
-    """Bytes that one program keeps in shared memory, all stages together."""
+    """Bytes of one program in shared memory, over all stages."""
     return (tiling.block_rows * 2 + tiling.block_outputs * weight_bytes) * tiling.block_inner * tiling.stages
 
 
 def fits(tiling: LinearTiling, layer: Layer, weight_bytes: int) -> bool:
-    """Whether shared memory holds a program's stages, splits are of whole blocks, and a tile lies in one head."""
+    """Whether shared memory holds a program's stages, splits have whole blocks, and a tile is in one head."""
     splits = tiling.splits
     whole = layer.inner % (splits * (tiling.block_inner if splits > 1 else 1)) == 0
     in_one_head = layer.kind != "rotary" or tiling.block_outputs <= layer.width
@@ -111,10 +111,10 @@ def worth_trying(tiling: LinearTiling, layer: Layer, weight_bytes: int) -> bool:
     in_flight = staged_bytes(tiling, weight_bytes) * programs
     if layer.inner >= 2048 and in_flight < LATENCY_BYTES * weight_bytes:
         return False
-    # Two groups of four warps need a tile's half each.
+    # Two groups of four warps need half of a tile each.
     if tiling.warps > 4 and outputs < 128:
         return False
-    # Splits are for few programs, and not for many more of them.
+    # Splits are for few programs, and should not make many.
     if splits > 1 and (layer.outputs >= 8192 or (layer.inner <= 2048 and programs > 132)):
         return False
     return programs <= 900 or (layer.inner <= 2048 and splits > 1)
@@ -156,34 +156,26 @@ class Chain:
             linears.add_linear(self.input, weight)
 
     def time(self, launch: Callable[[Any], Any], weights: Sequence[Weight]) -> dict[str, float]:
-        """Microseconds of one launch: median over replays of the chain, and the quartiles' distance."""
+        """Microseconds of one launch: median over replays of the chain, and the distance between the quartiles."""
         median, spread = captured_us([partial(launch, weight) for weight in weights])
         return {"us": median, "spread": spread}
 
 
 def compile_some(work: list[tuple[Layer, int, LinearTiling]], int8: bool) -> None:
-    """Fill Triton's cache on the disk."""
+    """Compile tilings into Triton's cache on disk."""
     chains: dict[tuple[Layer, int], Chain] = {}
     for layer, rows, tiling in work:
         chain = chains.get((layer, rows))
         if chain is None:
             chains = {(layer, rows): (chain := Chain(layer, rows, int8, most=1))}
-            chain.weights = chain.weights[:1]
-        try:
+        with contextlib.suppress(OutOfResources, PTXASError):
             chain.launch(chain.weights[0], TritonLinears(DEVICE, tiling=tiling))
-        except (OutOfResources, PTXASError):
-            continue
 
 
 def compile_all(work: list[tuple[Layer, int, LinearTiling]], int8: bool) -> None:
     processes = max(1, (os.cpu_count() or 4) - 2)
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         pool.map(partial(compile_some, int8=int8), [work[index::processes] for index in range(processes)])
-
-
-def say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 def measure(layer: Layer, rows: int, tried: list[LinearTiling], int8: bool) -> dict[str, Any]:
@@ -202,12 +194,12 @@ def measure(layer: Layer, rows: int, tried: list[LinearTiling], int8: bool) -> d
         result["tilings"].append({**asdict(tiling), **found})
     result["tilings"].sort(key=lambda one: one["us"])
     ours, cublas = result["ours"]["us"], result["cublas"]["us"]
-    say(f"{layer.name:16s} rows {rows:3d} floor {floor:7.2f} cuBLAS {cublas:7.2f} ours {ours:7.2f} us")
+    show(f"{layer.name:16s} rows {rows:3d} floor {floor:7.2f} cuBLAS {cublas:7.2f} ours {ours:7.2f} us")
     for one in result["tilings"][:5]:
         sizes = " ".join(
             str(one[name]) for name in ("block_outputs", "block_inner", "splits", "stages", "warps", "ahead")
         )
-        say(f"    {one['us']:7.2f} ± {one['spread']:.2f}  outputs, inner, splits, stages, warps, ahead: {sizes}")
+        show(f"    {one['us']:7.2f} ± {one['spread']:.2f}  outputs, inner, splits, stages, warps, ahead: {sizes}")
     return result
 
 

@@ -1,13 +1,13 @@
 """Tree attention on one GPU: microseconds of one layer, against its floors and against other kernels.
 
-    PYTHONPATH=kernels python -m benchmarks.kernels.tree_attention
+    python -m benchmarks.kernels.tree_attention
         [--grid small|full] [--tune] [--xqa] [--dense] [--json FILE]
 
-Every case draws fresh inputs, checks each implementation against the fp32 reference, then replays CUDA graphs of
-several launches over different caches, so that no launch finds its keys in L2. Times are medians over replays, divided
-by the launches; the spread is the distance between the quartiles. The floor is the larger of reading keys and values
-once and doing the products once. FlashInfer is measured where it is installed, at width 128; its first use compiles for
-half a minute. `--dense` adds PyTorch's own attention, at 16 and 64 rows of four shapes.
+Every case has random inputs, checks each implementation against the fp32 reference, then replays CUDA graphs of
+several launches over different caches, so that no launch has its keys in L2. Times are medians over replays, divided
+by the launches; the spread is the distance between the quartiles. The floor is the larger of the times to read keys and
+values once and to compute the products once. FlashInfer is measured where it is installed, at width 128; its first use
+compiles for half a minute. `--dense` adds PyTorch's own attention, at 16 and 64 rows of four shapes.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from torch import Tensor
 
 from benchmarks.kernels.attention_inputs import DEVICE, Case, Inputs, draw, measure, time_us
 from benchmarks.shared.machine import describe
-from benchmarks.shared.report import parser_of, write_json
+from benchmarks.shared.report import parser_of, show, write_json
 from tree_kernels.attention.triton_backend import TritonAttention, TritonSettings
 from tree_kernels.attention.triton_tiling import Tiling
 
 
 def cases(grid: str) -> Iterator[Case]:
-    """The shapes people decode at first, so that a run cut short by `--seconds` still says most."""
+    """The usual shapes first, so that a run which `--seconds` cuts short has the most important figures."""
     shapes = [(1, 1024), (1, 8192), (1, 32768), (1, 131072), (8, 1024), (8, 8192), (8, 32768), (64, 1024), (64, 8192)]
     few = grid == "small"
     yield from (Case(batch, context, n) for batch, context in shapes for n in (1, 16, 64))
@@ -52,7 +52,7 @@ def cases(grid: str) -> Iterator[Case]:
 
 
 def tilings(case: Case) -> list[Tiling]:
-    """What `--tune` tries."""
+    """Tilings for `--tune`."""
     packed = max(16, triton.next_power_of_2(case.rows * case.query_heads // case.kv_heads))
     shapes = [(16, 64, 4, 5, 1), (16, 64, 4, 5, 2), (16, 64, 4, 5, 3), (16, 128, 4, 3, 1), (16, 128, 4, 3, 2)]
     shapes += [(32, 64, 4, 5, 1), (32, 128, 4, 3, 1), (32, 128, 4, 3, 2)]
@@ -90,7 +90,7 @@ def ours(inputs: Inputs, settings: TritonSettings) -> dict[str, Any]:
 
 
 def tuned(inputs: Inputs) -> dict[str, Any]:
-    """The fastest tiling, beside the times of all."""
+    """The fastest tiling, and the times of all."""
     found: list[tuple[float, Tiling]] = []
     for tiling in tilings(inputs.case):
         backend = TritonAttention(DEVICE, TritonSettings(tiling=tiling))
@@ -122,10 +122,10 @@ def line(case: Case, found: dict[str, Any]) -> str:
 
 
 def bars(results: list[tuple[Case, dict[str, Any]]]) -> dict[str, str]:
-    """Bar 3 of the design, as passed / measured, with the worst ratio."""
+    """The bars of the design: cases that met each / cases measured, and the worst ratio."""
     bounds: dict[str, list[tuple[float, bool]]] = {}
 
-    def hold(name: str, ratio: float, passed: bool) -> None:
+    def note(name: str, ratio: float, passed: bool) -> None:
         bounds.setdefault(name, []).append((ratio, passed))
 
     for case, found in results:
@@ -134,16 +134,16 @@ def bars(results: list[tuple[Case, dict[str, Any]]]) -> dict[str, str]:
         mine = found["ours"]["us"]
         share = mine / case.floor_us
         if case.rows == 16 and case.batch * case.context >= 65536:
-            hold("16 rows, >= 64k keys: at most 1.3 x floor", share, share <= 1.3)
+            note("16 rows, >= 64k keys: at most 1.3 x floor", share, share <= 1.3)
         if case.rows == 64:
-            hold("64 rows: at most 2 x floor", share, share <= 2)
-        for peer, wanted, rows in (("fa2_causal", 1.0, None), ("fa2_mask", 2.0, 64), ("xqa", 1.7, 64)):
+            note("64 rows: at most 2 x floor", share, share <= 2)
+        for peer, least, rows in (("fa2_causal", 1.0, None), ("fa2_mask", 2.0, 64), ("xqa", 1.7, 64)):
             if "us" in found.get(peer, {}) and rows in (None, case.rows):
                 ratio = found[peer]["us"] / mine
-                hold(f"at least {wanted} x {peer}" + (f" at {rows} rows" if rows else ""), -ratio, ratio >= wanted)
+                note(f"at least {least} x {peer}" + (f" at {rows} rows" if rows else ""), -ratio, ratio >= least)
     return {
-        name: f"{sum(passed for _, passed in held)}/{len(held)}, worst {abs(max(ratio for ratio, _ in held)):.2f}"
-        for name, held in bounds.items()
+        name: f"{sum(passed for _, passed in noted)}/{len(noted)}, worst {abs(max(ratio for ratio, _ in noted)):.2f}"
+        for name, noted in bounds.items()
     }
 
 
@@ -195,11 +195,9 @@ def main() -> int:
             skipped.append(str(case))
             continue
         results.append((case, run_case(case, seed, options, scratch)))
-        sys.stdout.write(line(*results[-1]) + "\n")
-        sys.stdout.flush()
+        show(line(*results[-1]))
     summary = bars(results)
-    sys.stdout.write("".join(f"{name}: {held}\n" for name, held in summary.items()))
-    sys.stdout.write(f"{len(skipped)} cases not started in time\n")
+    show("\n".join([*(f"{name}: {met}" for name, met in summary.items()), f"{len(skipped)} cases not started in time"]))
     rows = [{**asdict(case), "floor_us": case.floor_us, **found} for case, found in results]
     document = {"machine": describe(), "bars": summary, "skipped": skipped, "cases": rows}
     write_json(options.json, document)

@@ -1,10 +1,10 @@
-"""Verification on one GPU: microseconds of all that a verify step does after the logits, and of the KV move.
+"""Verification on one GPU: microseconds of everything in a verify step after the logits, and of the KV move.
 
-    PYTHONPATH=kernels python -m benchmarks.kernels.verification [--json FILE]
+    python -m benchmarks.kernels.verification [--json FILE]
 
-Every case draws fresh inputs, checks the kernels against the loop over sequences, then replays a CUDA graph of several
+Every case has random inputs, checks the kernels against the loop over sequences, then replays a CUDA graph of several
 calls. Times are medians over replays, divided by the calls; the spread is the distance between the quartiles. Logits
-are bf16 and stay where they are, as after the model's last product; up to 64 rows they fit into L2. `torch.argmax`
+are bf16 and the same in all calls; up to 64 rows they fit into L2, as after the model's last product. `torch.argmax`
 beside them is what a step of plain greedy decoding would call.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.shared.gpu_timing import captured_us
 from benchmarks.shared.machine import describe
-from benchmarks.shared.report import parser_of, write_json
+from benchmarks.shared.report import parser_of, show, write_json
 from tree_kernels.verification import DeviceVerifier, Mode, RowsToVerify, Verdicts, move_accepted
 
 DEVICE = torch.device("cuda")
@@ -37,7 +37,7 @@ DISTRIBUTIONS = {
 
 @dataclass(frozen=True)
 class Case:
-    """`sequences` trees of `rows` rows each. `text` logits fall off as words do (Zipf, 1.5), `flat` ones are normal."""
+    """`sequences` trees of `rows` rows each. Logits are `text`, by Zipf's law (1.5) as words are, or `flat`: normal."""
 
     distribution: str
     rows: int
@@ -59,7 +59,7 @@ def cases() -> list[Case]:
 
 
 def draw(case: Case) -> tuple[Tensor, Tensor, Tensor, list[RowsToVerify]]:
-    """Logits [R, V], token ids and parents [R]; every tree is a random one whose rows are likely tokens."""
+    """Logits [R, V], token ids and parents [R] of random trees of likely tokens, and the rows to verify."""
     total = case.rows * case.sequences
     if case.logits == "flat":
         logits = torch.randn(total, case.vocabulary, device=DEVICE)
@@ -75,11 +75,11 @@ def draw(case: Case) -> tuple[Tensor, Tensor, Tensor, list[RowsToVerify]]:
         own = parents[root:row].count(parent)
         tokens.append(best[root + parent][own % len(best[0])])
     integers = [torch.tensor(values, dtype=torch.int32, device=DEVICE) for values in (tokens, parents)]
-    asked = [
+    to_verify = [
         DISTRIBUTIONS[case.distribution]._replace(first_row=b * case.rows, rows=case.rows)
         for b in range(case.sequences)
     ]
-    return logits, integers[0], integers[1], asked
+    return logits, integers[0], integers[1], to_verify
 
 
 def time_us(call: Callable[[], object], replays: int = 21) -> tuple[float, float]:
@@ -87,28 +87,28 @@ def time_us(call: Callable[[], object], replays: int = 21) -> tuple[float, float
     return captured_us([call] * _CALLS, replays)
 
 
-def meaning(verdicts: Verdicts, asked: list[RowsToVerify]) -> list[tuple[list[int], int]]:
+def accepted(verdicts: Verdicts, to_verify: list[RowsToVerify]) -> list[tuple[list[int], int]]:
     """Accepted rows and next token of each sequence."""
     rows, counts = verdicts.accepted_rows.tolist(), verdicts.accepted_counts.tolist()
     return [
         (rows[one.first_row : one.first_row + count], token)
-        for one, count, token in zip(asked, counts, verdicts.next_tokens.tolist(), strict=True)
+        for one, count, token in zip(to_verify, counts, verdicts.next_tokens.tolist(), strict=True)
     ]
 
 
 def run_case(case: Case) -> dict[str, Any]:
-    logits, token_ids, parents, asked = draw(case)
+    logits, token_ids, parents, to_verify = draw(case)
 
-    def verifier(backend: Any) -> tuple[Callable[[], Verdicts], Tensor]:
+    def verifier(backend: Any) -> Callable[[], Verdicts]:
         made = DeviceVerifier(DEVICE, case.vocabulary, case.sequences, len(logits), backend)
-        parameters = torch.from_numpy(made.pack(asked)).to(DEVICE)
+        parameters = torch.from_numpy(made.pack(to_verify)).to(DEVICE)
         if case.distribution == "greedy":
-            return lambda: made.greedy(logits, token_ids, parents, parameters), parameters
-        filtered = asked[0].filtered
-        return lambda: made.sampled(logits, token_ids, parents, parameters, filtered=filtered), parameters
+            return lambda: made.greedy(logits, token_ids, parents, parameters)
+        filtered = to_verify[0].filtered
+        return lambda: made.sampled(logits, token_ids, parents, parameters, filtered=filtered)
 
-    ours = verifier("triton")[0]
-    expected, actual = meaning(verifier("torch")[0](), asked), meaning(ours(), asked)
+    ours = verifier("triton")
+    expected, actual = accepted(verifier("torch")(), to_verify), accepted(ours(), to_verify)
     us, spread = time_us(ours)
     found = {**asdict(case), "correct": expected == actual, "us": us, "spread_us": spread}
     if case.distribution == "greedy":
@@ -120,8 +120,8 @@ def run_move(moving: int) -> dict[str, Any]:
     """32 layers of 8 heads of 128 in bf16; each of 8 sequences accepts `moving` rows, none of them in place."""
     rows, sequences = 16, 8
     made = DeviceVerifier(DEVICE, 1000, sequences, rows * sequences)
-    asked = [RowsToVerify(b * rows, rows) for b in range(sequences)]
-    parameters = torch.from_numpy(made.pack(asked)).to(DEVICE)
+    to_verify = [RowsToVerify(b * rows, rows) for b in range(sequences)]
+    parameters = torch.from_numpy(made.pack(to_verify)).to(DEVICE)
     host = torch.zeros(2 * sequences + rows * sequences, dtype=torch.int32)
     host[:sequences] = moving
     for b in range(sequences):
@@ -130,17 +130,17 @@ def run_move(moving: int) -> dict[str, Any]:
     keys, values = (torch.randn(32, 64, 16, 8, 128, device=DEVICE).bfloat16() for _ in range(2))
     slots = torch.randperm(64 * 16, device=DEVICE)[: rows * sequences].int()
     us, spread = time_us(lambda: move_accepted(keys, values, slots, parameters, verdicts))
-    return {"law": "kv move", "sequences": sequences, "moving": moving, "us": us, "spread_us": spread}
+    return {"operation": "kv move", "sequences": sequences, "moving": moving, "us": us, "spread_us": spread}
 
 
 def line(found: dict[str, Any]) -> str:
-    if found["law"] == "kv move":
+    if "operation" in found:
         what = f"{found['moving']} rows of each of {found['sequences']} sequences, 32 layers"
         return f"kv move, {what} | {found['us']:6.1f} +-{found['spread_us']:.1f} us"
     beside = f" | torch.argmax alone {found['argmax_us']:.1f}" if "argmax_us" in found else ""
     wrong = "" if found["correct"] else " | DIFFERS from the reference"
     return (
-        f"{found['law']:30s} {found['sequences']:3d} x {found['rows']:3d} rows, V {found['vocabulary']:6d}, "
+        f"{found['distribution']:30s} {found['sequences']:3d} x {found['rows']:3d} rows, V {found['vocabulary']:6d}, "
         f"{found['logits']} | {found['us']:6.1f} +-{found['spread_us']:.1f} us{beside}{wrong}"
     )
 
@@ -152,11 +152,10 @@ def main() -> int:
     results = []
     for case in cases():
         results.append(run_case(case))
-        sys.stdout.write(line(results[-1]) + "\n")
-        sys.stdout.flush()
+        show(line(results[-1]))
     for moving in (0, 1, 4):
         results.append(run_move(moving))
-        sys.stdout.write(line(results[-1]) + "\n")
+        show(line(results[-1]))
     write_json(options.json, {"machine": describe(), "cases": results})
     return int(not all(found.get("correct", True) for found in results))
 

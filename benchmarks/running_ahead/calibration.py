@@ -1,4 +1,4 @@
-"""How far a drafter's probabilities are those with which a text agrees, and corrections that make them so."""
+"""How well a drafter's probabilities are calibrated on recorded texts, and corrections that calibrate them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Reals = npt.NDArray[np.float64]
 BINS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 # Scores beyond these count as these: log-odds must stay finite.
 _LEAST, _MOST = 1e-4, 0.9999
-# Newton's steps; far more than are needed to converge.
+# Of Newton's method; far more than it needs to converge.
 _ROUNDS = 30
 
 
 @dataclass(frozen=True)
 class Judged:
-    """Nodes whose parent the text agrees with, [n] each: score, depth, and 1 where the text agrees with them too."""
+    """Nodes whose parent agrees with the text, [n] each: score, depth, and 1 where the node agrees too."""
 
     scores: Reals
     depths: Reals
@@ -31,7 +31,7 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """Turns a score into what is right so often: log-odds become `base + slope * log-odds + deeper * log2(depth)`."""
+    """Calibrates a score: log-odds become `base + slope * log-odds + deeper * log2(depth)`."""
 
     base: float = 0.0
     slope: float = 1.0
@@ -64,7 +64,7 @@ def paths(table: Table, future: Sequence[int]) -> Iterator[tuple[float, float, i
 
 
 def by_bin(tables: Iterable[tuple[Table, Sequence[int]]]) -> list[dict[str, float]]:
-    """By path probability: nodes, their mean probability, and the share that the text agrees with."""
+    """By path probability: nodes, their mean probability, and the share that agrees with the text."""
     counts, path_probs, rights = np.zeros(len(BINS)), np.zeros(len(BINS)), np.zeros(len(BINS))
     for table, future in tables:
         found = [(path_prob, same) for _, path_prob, _, _, same in paths(table, future)]
@@ -75,9 +75,7 @@ def by_bin(tables: Iterable[tuple[Table, Sequence[int]]]) -> list[dict[str, floa
                 sums += np.bincount(places, weights, len(BINS))
     return [
         {"from": low, "nodes": int(count), "promised": round(path_prob / count, 4), "right": round(right / count, 4)}
-        for low, count, path_prob, right in zip(
-            BINS, counts.tolist(), path_probs.tolist(), rights.tolist(), strict=True
-        )
+        for low, (count, path_prob, right) in zip(BINS, np.stack([counts, path_probs, rights], 1).tolist(), strict=True)
         if count
     ]
 
@@ -95,12 +93,12 @@ def judged(tables: Iterable[tuple[Table, Sequence[int]]]) -> Judged:
 
 
 def factor_of(nodes: Judged) -> float:
-    """The one factor by which scores are too low, so that as many are right as they sum to."""
+    """The factor that makes the sum of the scores the number of right nodes."""
     return float(nodes.right.sum() / nodes.scores.sum())
 
 
 def fit(nodes: Judged, deeper: bool) -> Correction:
-    """The likeliest correction, by Newton's steps; with or without a part that depends on depth."""
+    """The maximum-likelihood correction, by Newton's method; with `deeper` it depends on depth."""
     clipped = nodes.scores.clip(_LEAST, _MOST)
     columns = [np.ones_like(clipped), np.log(clipped / (1 - clipped))]
     if deeper:
@@ -108,14 +106,14 @@ def fit(nodes: Judged, deeper: bool) -> Correction:
     inputs, weights = np.stack(columns, 1), np.zeros(len(columns))
     weights[1] = 1.0
     for _ in range(_ROUNDS):
-        chances = 1 / (1 + np.exp(-inputs @ weights))
-        slopes = (inputs * (chances * (1 - chances))[:, None]).T @ inputs + 1e-6 * np.eye(len(weights))
-        weights += np.linalg.solve(slopes, inputs.T @ (nodes.right - chances))
+        probs = 1 / (1 + np.exp(-inputs @ weights))
+        hessian = (inputs * (probs * (1 - probs))[:, None]).T @ inputs + 1e-6 * np.eye(len(weights))
+        weights += np.linalg.solve(hessian, inputs.T @ (nodes.right - probs))
     return Correction(*weights.tolist())
 
 
 def corrected(tables: Mapping[int, Table], correction: Callable[[float, int], float]) -> dict[int, Table]:
-    """The same trees with scores corrected by what is made of a score and a depth."""
+    """The same trees with corrected scores; a correction gets the score and the depth of a node."""
     found = {}
     for root, table in tables.items():
         new, depths = Table([{} for _ in table.children]), [0] * len(table.children)

@@ -1,4 +1,4 @@
-"""Drafts at every position of recorded answers, for `simulate.py`: of head, trie, both, and the text itself."""
+"""Drafts at every position of recorded answers, for `simulate.py`: by head, trie, both, and prompt lookup."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ HEAD, TRIE_NEW, TRIE_WARM, MERGED_NEW, MERGED_WARM, LOOKUP = (
 )  # fmt: skip
 SOURCES = (HEAD, TRIE_NEW, TRIE_WARM, MERGED_NEW, MERGED_WARM, LOOKUP)
 _TRIE_OF = {MERGED_NEW: TRIE_NEW, MERGED_WARM: TRIE_WARM}
-# The largest trees, which smaller ones are taken from.
+# Of the largest trees, from which smaller ones are pruned.
 LEVELS, WIDTH, BREADTH = 16, 32, 8
-# As many as a table on the device holds below its root, and nearly no floor: passes choose rows themselves.
+# As many nodes as a device's table has below its root, and a very low floor, since passes choose their rows.
 TRIE_NODES = 239
 _TRIE_FLOOR = 0.001
 
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:
-    """Of a head's trees: levels, nodes expanded at each, children of a node, and nodes kept; a trie has the last."""
+    """A head's levels, nodes expanded at each, children of a node, and nodes kept; the last is for tries too."""
 
     levels: int
     width: int
@@ -41,7 +41,7 @@ class TreeShape:
 
 @dataclass
 class Drafts:
-    """One recording's drafts by position. `missing` counts nodes that a smaller shape would have expanded and the
+    """One recording's drafts by position. `missing` counts nodes that a smaller shape would have expanded, but the
     largest did not."""
 
     recording: Recording
@@ -53,14 +53,14 @@ class Drafts:
     _tables: dict[tuple[str, TreeShape], dict[int, Table]] = field(default_factory=dict)
 
     def tables(self, source: str, shape: TreeShape) -> dict[int, Table]:
-        """The trees of one source and shape, made once."""
+        """The trees of one source and shape, which are kept."""
         key = source, shape
         if key not in self._tables:
             self._tables[key] = self._make(source, shape)
         return self._tables[key]
 
     def clear(self) -> None:
-        """Drop the tables, which are larger than what they are made of."""
+        """Drop the kept tables, which are large."""
         self._tables.clear()
 
     def _make(self, source: str, shape: TreeShape) -> dict[int, Table]:
@@ -86,10 +86,10 @@ class Drafts:
 
 
 def trie_trees(recordings: Sequence[Recording], warm: bool) -> dict[int, dict[int, TokenTree]]:
-    """The trie's tree at every position of the recordings that have states, by their place.
+    """The trie's tree at every position of the recordings that have states, by place of the recording.
 
-    It learns every text as it goes, prompts and answers; `warm` lets all be one tenant's, in their order, so that a
-    text profits from those before it, and else each has a tenant of its own.
+    It learns prompts and answers. With `warm` all are of one tenant, in their order, so that a text profits from those
+    before it; otherwise each has its own tenant.
     """
     drafter = NgramDrafter(TrieConfig(num_draft_tokens=TRIE_NODES, min_score=_TRIE_FLOOR))
     drafter.start()
@@ -107,7 +107,7 @@ def trie_trees(recordings: Sequence[Recording], warm: bool) -> dict[int, dict[in
             sequence.token_ids.append(token)
             drafter.advance(sequence, [token])
             trees[root] = drafter.propose([sequence])[0]
-            # What is learnt must not depend on timing.
+            # The next tree must not depend on timing.
             drafter.flush()
         drafter.close(sequence)
         drafter.flush()
@@ -118,13 +118,13 @@ def trie_trees(recordings: Sequence[Recording], warm: bool) -> dict[int, dict[in
 
 
 def write_trees(path: Path, trees: Mapping[int, Drawn]) -> None:
-    """Every array of every tree, by position and name."""
+    """Write every array of every tree, by position and name."""
     names = [each.name for each in fields(Drawn)]
     save_file({f"{root}.{name}": getattr(tree, name) for root, tree in trees.items() for name in names}, path)
 
 
 def read_trees(path: Path) -> dict[int, Drawn]:
-    """What `write_trees` wrote."""
+    """Read the file of `write_trees`."""
     arrays: dict[int, dict[str, Any]] = {}
     for key, array in load_file(path).items():
         root, name = key.split(".")
@@ -133,7 +133,7 @@ def read_trees(path: Path) -> dict[int, Drawn]:
 
 
 def draw_all(recordings: Sequence[Recording], head: HeadTrees, folder: Path) -> list[Drafts]:
-    """Drafts of the recordings that have states; a head's trees are kept in a folder, since they take minutes."""
+    """Drafts of the recordings that have states. The head's trees take minutes, so they are kept in `folder`."""
     new, warm = trie_trees(recordings, warm=False), trie_trees(recordings, warm=True)
     drafts = []
     for place, one in enumerate(recordings):

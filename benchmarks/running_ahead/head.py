@@ -1,7 +1,7 @@
-"""Trees that an EAGLE head draws at every position of a recorded text, as large as they may be, for `simulate.py`.
+"""The largest trees of an EAGLE head at every position of a recorded text, for `simulate.py`.
 
-The head reads the whole text once, and all trees share its keys. Growth is the drafter's own (`level_growth`), and so
-is the network; only keys are kept differently, because a drafter's cache has room for one tree of a sequence at a time.
+The head reads the whole text once, and all trees share its keys. Growth (`level_growth`) and network are the drafter's;
+only keys are kept differently, because a drafter's cache has room for one tree of a sequence at a time.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from draft_service.neural.candidates import most_probable
 from draft_service.neural.level_growth import GREEDY, Forest, Rules, grow_level, make_forest
 from draft_service.neural.network import RowOutput
 
-# More than any tree has: nothing is left out while it grows.
+# More than any tree has, so that all nodes are kept while it grows.
 _ALL_NODES = 1 << 20
-# Paths less likely than this are dropped once a tree is drawn. Chosen: no pass has rows for them.
-_LEAST_WORTH = 1e-6
+# Less likely paths are dropped from a finished tree. Chosen: no pass has rows for them.
+_LEAST_PATH_PROB = 1e-6
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A tree as it grew, level by level and the best child of a node first. Node 0 is the root.
+    """A tree in the order of its growth: level by level, and the best child of a node first. Node 0 is the root.
 
     Attributes:
         tokens, parents, levels: [n].
         scores: [n] probability given the parent.
-        path probabilities: [n] probability of the path.
-        expanded: [n] whether the head was asked what follows.
+        path_probs: [n] probability of the path.
+        expanded: [n] whether the head drafted its children.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -48,7 +48,7 @@ class Drawn:
 
 
 class _TextAttend:
-    """Causal attention over a text, which keeps keys and values for the trees: [heads, tokens, D] of each layer."""
+    """Causal attention over a text. Keeps keys and values for the trees: [heads, tokens, D] of each layer."""
 
     def __init__(self) -> None:
         self.keys: list[Tensor] = []
@@ -57,12 +57,12 @@ class _TextAttend:
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # noqa: ARG002
         self.keys.append(key.transpose(0, 1))
         self.values.append(value.transpose(0, 1))
-        rows = [part.transpose(0, 1)[None] for part in (query, key, value)]
-        return functional.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+        q, k, v = (part.transpose(0, 1)[None] for part in (query, key, value))
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
 
 
 class _TreeAttend:
-    """Attention of the rows of one level of several trees: what stands before their roots, and their own ancestors."""
+    """Attention of one level's rows of several trees over the text before their roots and their own ancestors."""
 
     def __init__(self, text: _TextAttend, roots: Sequence[int], tail: int, levels: int) -> None:
         self._text, self._roots = text, torch.tensor(roots)
@@ -70,12 +70,12 @@ class _TreeAttend:
         heads, _, width = text.keys[0].shape
         self._keys = [torch.zeros(len(roots), tail, heads, width) for _ in text.keys]
         self._values = [torch.zeros(len(roots), tail, heads, width) for _ in text.keys]
-        # Rows of the tail on the way to each, itself the last; -1 where there are fewer.
+        # [trees, tail, levels] ancestors of each row of the tail, and the row itself last; -1 beyond them.
         self._paths = torch.full((len(roots), tail, levels), -1, dtype=torch.int64)
         self._trees = self._rows = torch.zeros(0, dtype=torch.int64)
 
     def enter(self, forest: Forest, level: int) -> None:
-        """The rows that follow are those which the forest expands at a level, counted from 1."""
+        """Set the rows of the next calls: those that the forest expands at `level`, counted from 1."""
         trees, rows = [], []
         for b, width in enumerate(forest.widths.tolist()):
             end = int(forest.rows[b])
@@ -112,8 +112,8 @@ class _TreeAttend:
 
 
 class HeadTrees:
-    """Draws with one head, in fp32 on the CPU: `levels` of trees, in which `width` nodes of a level are expanded, each
-    to `breadth` children."""
+    """Draws trees of `levels` levels with one head, in fp32 on the CPU: `width` nodes of a level are expanded, each to
+    `breadth` children."""
 
     def __init__(self, head: EagleHead, levels: int, width: int, breadth: int, batch: int = 16) -> None:
         self._head, self._network = head, HeadNetwork(head)
@@ -121,7 +121,7 @@ class HeadTrees:
 
     @torch.inference_mode()
     def draw(self, recording: Recording) -> dict[int, Drawn]:
-        """The tree below every position of an answer, made with the model's own states before it."""
+        """The tree at every position of an answer, from the model's states before it."""
         assert recording.states is not None, "states were not recorded"
         features = self._head.project(recording.states[:-1])
         tokens, attend = torch.tensor(recording.token_ids[1:]), _TextAttend()
@@ -130,7 +130,7 @@ class HeadTrees:
         roots = list(recording.roots)
         for begin in range(0, len(roots), self._batch):
             chosen = roots[begin : begin + self._batch]
-            # Entry i has read token i + 1.
+            # Entry i is the state after token i + 1.
             entries = torch.tensor(chosen) - 1
             state = RowOutput(output.carried[entries], output.lm_input[entries])
             found |= zip(chosen, self._grow(attend, chosen, state), strict=True)
@@ -138,8 +138,8 @@ class HeadTrees:
 
     @torch.inference_mode()
     def ranks(self, recording: Recording) -> list[int]:
-        """At every position of an answer, how many tokens are likelier by the head than the one that follows there; -1
-        where that one is not in the head's vocabulary."""
+        """Rank of the next token by the head at every position of an answer, 0 for the likeliest; -1 where it is not in
+        the head's vocabulary."""
         assert recording.states is not None, "states were not recorded"
         features, tokens = self._head.project(recording.states[:-1]), torch.tensor(recording.token_ids[1:])
         output = self._network.read(tokens, features, torch.arange(len(tokens)), _TextAttend())
@@ -187,11 +187,11 @@ class HeadTrees:
 
 
 def _drawn(forest: Forest, b: int, sizes: Sequence[int]) -> Drawn:
-    """`sizes` [levels + 1] are how many items a tree had after each level, the root alone first."""
+    """Tree `b` of the forest. `sizes` [levels + 1] are its numbers of nodes after each level, from the root on."""
     size = sizes[-1]
     levels = np.searchsorted(np.array(sizes), np.arange(size), side="right").astype(np.int32)
-    kept = forest.path_probs[b, :size] >= _LEAST_WORTH
-    # A child is never worth more than its parent, so that no node loses its own.
+    kept = forest.path_probs[b, :size] >= _LEAST_PATH_PROB
+    # A path is never likelier than its parent's, so every kept node keeps its parent.
     numbers = (np.cumsum(kept) - 1).astype(np.int32)
     return Drawn(
         tokens=forest.tokens[b, :size][kept].copy(),
@@ -204,31 +204,31 @@ def _drawn(forest: Forest, b: int, sizes: Sequence[int]) -> Drawn:
 
 
 def pruned(drawn: Drawn, levels: int, width: int, breadth: int, nodes: int) -> tuple[npt.NDArray[np.int64], int]:
-    """The nodes that a smaller shape would have kept, in falling order of worth, the root first; and how many nodes it
-    would have expanded that the larger one did not, whose children are missing.
+    """The nodes of a smaller shape, by falling path probability with the root first; and the number of nodes that it
+    would have expanded, but the larger one did not, so that their children are missing.
 
     Args:
-        drawn: with at least as many levels, nodes to a level and children.
-        levels, width, breadth: as `HeadTrees` has them.
-        nodes: that are kept in the end, the root not counted.
+        drawn: a tree with at least as many levels, expanded nodes and children.
+        levels, width, breadth: see `HeadTrees`.
+        nodes: to keep, without the root.
     """
     size = len(drawn.tokens)
-    # Place among the children of a node: they follow each other.
+    # Whether a node is among the first `breadth` children of its parent, which are consecutive.
     begins = np.ones(size, np.bool_)
     begins[2:] = drawn.parents[2:] != drawn.parents[1:-1]
     few = np.arange(size) - np.maximum.accumulate(np.where(begins, np.arange(size), 0)) < breadth
     few[0] = False
-    asked = np.zeros(size, np.bool_)
-    asked[0] = True
+    expanded = np.zeros(size, np.bool_)
+    expanded[0] = True
     kept, missing = [np.zeros(1, np.int64)], 0
     for level in range(1, levels + 1):
-        new = np.flatnonzero((drawn.levels == level) & few & asked[drawn.parents])
+        new = np.flatnonzero((drawn.levels == level) & few & expanded[drawn.parents])
         if not len(new):
             break
         kept.append(new)
         if level < levels:
             best = new[np.argsort(-drawn.path_probs[new], kind="stable")[:width]]
-            asked[best] = True
+            expanded[best] = True
             missing += int((~drawn.expanded[best]).sum())
     items = np.concatenate(kept)
     return items[np.argsort(-drawn.path_probs[items], kind="stable")[: nodes + 1]], missing

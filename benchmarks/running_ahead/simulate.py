@@ -1,22 +1,20 @@
 """Simulates a draft that runs ahead of its target, on recorded greedy answers: how large its trees should be, how many
-rows a pass should have, and whether a pass should ever wait for a draft.
+rows a pass should have, and whether a pass should wait for a draft.
 
-    PYTHONPATH=kernels:protos:. python -m benchmarks.running_ahead.simulate --folder /tmp/running_ahead
+    python -m benchmarks.running_ahead.simulate --folder /tmp/running_ahead
         [--per-task 7] [--measured 2] [--tokens 112] [--json FILE] [--markdown FILE]
 
-Answers are recorded once, with the hidden states that the head reads, and so are the head's trees at every position
-(minutes each; kept in `--folder`, which is refused for other settings than it was made with). Every figure is then a
-walk over the recordings, see `walk`. Trees of other shapes are pruned from the largest, which is exact
-but for nodes that a smaller shape expands and the largest does not: their share is `inexact`. Tokens are counted from
-the first answered token on, and the first pass has no draft yet. Costs are assumed for an 8B target, see
-`costs`.
+Answers with the hidden states that the head reads, and the head's trees at every position, are recorded once. That
+takes minutes; they are kept in `--folder`, which can only be used again with the same settings. Every figure is then a
+walk over the recordings (`walk`). Trees of other shapes are pruned from the largest, which is exact except for nodes
+that a smaller shape expands and the largest does not: their share is `inexact`. Tokens are counted from the answer's
+first one, and the first pass has no draft. Costs are assumed for an 8B target (`costs`).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -46,7 +44,7 @@ from benchmarks.running_ahead.recording import Recording, record
 from benchmarks.running_ahead.tables import markdown
 from benchmarks.running_ahead.walk import NOWHERE, Chain, Table, Tally, Way, merged, rows_of, walk
 from benchmarks.shared.machine import describe
-from benchmarks.shared.report import parser_of, write_json
+from benchmarks.shared.report import parser_of, settings_of, show, write_json
 from benchmarks.shared.workload import folder_of
 from draft_service.checkpoints.target import TargetCheckpoint
 from draft_service.eagle.checkpoint import load_head
@@ -56,7 +54,7 @@ from outrider.heads import head_source
 USUAL, SHALLOW = TreeShape(12, 16, 8, 239), TreeShape(3, 16, 8, 63)
 ROWS = (8, 12, 16, 24, 32, 48, 63)
 FEW_ROWS = (12, 24, 48)
-# Milliseconds of a wait as short as it might become, levels included. Assumed.
+# Milliseconds of the shortest wait that might be reached, with levels. Assumed.
 SHORT_WAIT = 1.0
 
 Figure = dict[str, Any]
@@ -69,17 +67,17 @@ class Study:
         self.drafts = drafts
 
     def clear(self) -> None:
-        """Drop the tables that were made so far."""
+        """Drop all kept tables."""
         for one in self.drafts:
             one.clear()
 
     @property
     def inexact(self) -> float:
-        """Share of the nodes that shapes since asked to expand whose children are not known."""
+        """Share of nodes that the shapes so far expand, but whose children are missing."""
         return sum(one.missing for one in self.drafts) / max(1, sum(one.expanded for one in self.drafts))
 
     def walks(self, source: str, shape: TreeShape, way: Way, near: TreeShape | None = None) -> list[Tally]:
-        """Of each recording, in their order."""
+        """The walk over each recording, in their order."""
         found = []
         for one in self.drafts:
             trees, short = one.tables(source, shape), one.tables(source, near) if near else None
@@ -87,7 +85,7 @@ class Study:
         return found
 
     def figure(self, mode: str, source: str, shape: TreeShape, way: Way, near: TreeShape | None = None) -> Figure:
-        """What a table shows of one way to draft."""
+        """The figures of one way to draft."""
         walks = self.walks(source, shape, way, near)
         whole, tasks = Tally(), dict[str, Tally]()
         for one, tally in zip(self.drafts, walks, strict=True):
@@ -98,14 +96,14 @@ class Study:
         found: Figure = {"mode": mode, "source": source, "shape": asdict(shape), "near": near and asdict(near)}
         found |= {"way": asdict(way), "wait_ms": round(wait, 2)} | figures(whole, way, wait)
         found["ratio_short_wait"] = round(ratio(whole, way, SHORT_WAIT), 3)
-        # What differences between ways can be judged by.
+        # Shows whether a difference between ways is more than noise.
         found["ratio_by_prompt"] = [round(ratio(tally, way, wait), 3) for tally in walks]
         found["tasks"] = {task: round(tally.tokens / tally.passes, 3) for task, tally in tasks.items()}
         return found
 
 
 def figures(tally: Tally, way: Way, wait: float) -> Figure:
-    """Means over passes, and tokens a second beside plain decoding."""
+    """Means over passes, and tokens a second relative to plain decoding."""
 
     def mean(total: float, count: int) -> float:
         return round(total / count, 3) if count else 0.0
@@ -126,7 +124,7 @@ def figures(tally: Tally, way: Way, wait: float) -> Figure:
 
 
 def modes(rows: int, source: str) -> list[tuple[str, Way, TreeShape, TreeShape | None]]:
-    """What is compared for each drafter: name, way, shape, and shape of what a held pass waits for."""
+    """The modes of each drafter: name, way, shape of trees, and shape of the trees that held passes wait for."""
     if source == LOOKUP:
         return [("blind", Way(rows, 1), USUAL, None)]
     found = [
@@ -155,7 +153,7 @@ def main_table(study: Study) -> Iterable[Figure]:
 
 
 def shapes() -> list[tuple[str, TreeShape]]:
-    """Drafters and shapes whose blind passes are compared."""
+    """Drafters and shapes that are compared in blind passes."""
     found = [(HEAD, TreeShape(levels, width, 8, 239)) for levels in (6, 8, 10, 12, 16) for width in (4, 8, 16, 32)]
     found += [(HEAD, TreeShape(levels, width, 4, 239)) for levels in (8, 12) for width in (4, 8, 16, 32)]
     found += [(HEAD, TreeShape(*shape)) for shape in _OTHER_NODES]
@@ -187,7 +185,7 @@ def hold_table(study: Study) -> Iterable[Figure]:
 
 
 def pairs(study: Study, source: str) -> Iterable[tuple[Table, list[int]]]:
-    """Every tree of a source, or every looked-up chain, and what the text says next."""
+    """Every tree of a source, or every chain of prompt lookup, with the next tokens of the text."""
     for one in study.drafts:
         text = one.recording.token_ids
         if source == LOOKUP:
@@ -197,7 +195,7 @@ def pairs(study: Study, source: str) -> Iterable[tuple[Table, list[int]]]:
 
 
 def calibration(study: Study) -> Figure:
-    """By source: bins of path probabilities, and fitted corrections. By correction: what it changes."""
+    """`sources`: bins of path probabilities and fitted corrections; `changes`: figures with each correction."""
     by_source: Figure = {}
     flat: dict[str, Callable[[float, int], float]] = {}
     scaled: dict[str, Callable[[float, int], float]] = {}
@@ -248,7 +246,7 @@ def _with_corrections(
 
 
 def why_missed(study: Study, shape: TreeShape, rows: int) -> dict[str, float]:
-    """Shares of blind passes by what became of the head's tree: `hit`, or where the tokens left it."""
+    """Shares of blind passes that hit the head's tree, and of the places where tokens left it."""
     kinds: Counter[str] = Counter()
     for one in study.drafts:
         text, root, before = one.recording.token_ids, one.recording.roots.start, NOWHERE
@@ -264,7 +262,7 @@ def why_missed(study: Study, shape: TreeShape, rows: int) -> dict[str, float]:
 
 
 def left_at(table: Table, tokens: Sequence[int]) -> str:
-    """Where tokens leave a tree. The last of them is the target's own."""
+    """Where tokens leave a tree. The last one is the target's own token."""
     for place in range(len(tokens)):
         if table.walk(tokens[: place + 1]) == NOWHERE:
             where = "own token" if place == len(tokens) - 1 else "accepted token"
@@ -274,7 +272,7 @@ def left_at(table: Table, tokens: Sequence[int]) -> str:
 
 
 def ranked(head: HeadTrees, recordings: Iterable[Recording]) -> dict[str, float]:
-    """Share of positions at which the next token is among so many of the head's likeliest."""
+    """Shares of positions at which the next token is among the head's likeliest, by their number."""
     ranks = [rank for one in recordings if one.states is not None for rank in head.ranks(one)]
     counts = (1, 2, 4, 8, 16, 32, 64, 128, 1024)
     found = {f"top {count}": sum(0 <= rank < count for rank in ranks) for count in counts}
@@ -288,14 +286,14 @@ def loaded_head(options: argparse.Namespace) -> EagleHead:
 
 
 def claim(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Note in a folder what its recordings are made with. Raises `ValueError` where that was something else."""
-    note, text = folder / "settings.json", json.dumps(settings, indent=1) + "\n"
-    if not note.exists() and folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"{folder} is not empty, and does not say with what settings it was made")
-    if note.exists() and note.read_text() != text:
-        raise ValueError(f"{folder} was made with other settings: {note.read_text()}")
+    """Write the settings of its recordings to a folder. Raises `ValueError` if it has others, or was not made here."""
+    file, text = folder / "settings.json", json.dumps(settings, indent=1) + "\n"
+    if not file.exists() and folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} is not empty, and has no settings.json")
+    if file.exists() and file.read_text() != text:
+        raise ValueError(f"{folder} was made with other settings: {file.read_text()}")
     folder.mkdir(parents=True, exist_ok=True)
-    note.write_text(text)
+    file.write_text(text)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -329,16 +327,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for name, make in parts.items():
         found[name] = make()
         found["inexact"] = round(study.inexact, 6)
-        sys.stdout.write(f"{name}: done\n")
-        sys.stdout.flush()
+        show(f"{name}: done")
         write(options, found)
     return found
 
 
 def write(options: argparse.Namespace, found: Mapping[str, Any]) -> None:
-    """What is there so far."""
-    settings = {name: value for name, value in vars(options).items() if name not in ("json", "markdown", "folder")}
-    document = {"machine": describe(), "settings": settings, **found}
+    """Write the parts so far."""
+    document = {"machine": describe(), "settings": settings_of(options, ["folder"]), **found}
     write_json(options.json, document)
     if options.markdown is not None:
         options.markdown.write_text(markdown(document))
@@ -348,10 +344,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--head", default="smollm2-135m-instruct")
-    parser.add_argument("--folder", type=Path, required=True, help="where recordings and the head's trees are kept")
-    parser.add_argument("--per-task", type=int, default=7, help="prompts of each task; the first ones only teach tries")
-    parser.add_argument("--measured", type=int, default=2, help="of them, how many are walked")
-    parser.add_argument("--tokens", type=int, default=112, help="of an answer at most")
+    parser.add_argument("--folder", type=Path, required=True, help="of recordings and the head's trees")
+    parser.add_argument("--per-task", type=int, default=7, help="prompts of each task; tries learn from the first ones")
+    parser.add_argument("--measured", type=int, default=2, help="how many of them are walked")
+    parser.add_argument("--tokens", type=int, default=112, help="of an answer, at most")
     parser.add_argument("--markdown", type=Path)
     return parser.parse_args(arguments)
 

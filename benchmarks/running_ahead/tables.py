@@ -5,14 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from benchmarks.shared.report import markdown_table
+
 Figure = Mapping[str, Any]
-
-
-def table(head: Sequence[str], lines: Iterable[Sequence[object]]) -> list[str]:
-    """Text to the left in the first column, numbers to the right in the others."""
-    parts = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
-    parts += ["| " + " | ".join(str(value) for value in line) + " |" for line in lines]
-    return [*parts, ""]
 
 
 def _distinct(found: Iterable[Figure], key: Callable[[Figure], Any]) -> list[Any]:
@@ -24,24 +19,24 @@ def _shape(one: Figure) -> str:
     return f"{shape['levels']} x {shape['width']} x {shape['breadth']}, {shape['nodes']}"
 
 
-def by_rows(found: Sequence[Figure], value: Callable[[Figure], object]) -> list[str]:
-    """Drafters and modes down, rows across."""
+def by_rows(found: Sequence[Figure], value: Callable[[Figure], object]) -> str:
+    """A line for each drafter and mode, a column for each number of rows."""
     counts = _distinct(found, lambda one: one["way"]["rows"])
     lines = []
     for source, mode in _distinct(found, lambda one: (one["source"], one["mode"])):
         own = {one["way"]["rows"]: one for one in found if (one["source"], one["mode"]) == (source, mode)}
         lines.append([f"{source}: {mode}", *(value(own[count]) for count in counts)])
-    return table(["rows", *map(str, counts)], lines)
+    return markdown_table(["rows", *map(str, counts)], lines)
 
 
 def main_tables(found: Sequence[Figure]) -> list[str]:
     return [
         "## Tokens a pass\n",
-        *by_rows(found, lambda one: f"{one['tokens']:.2f}"),
+        by_rows(found, lambda one: f"{one['tokens']:.2f}"),
         "## Ratio to plain decoding\n",
-        *by_rows(found, lambda one: f"{one['ratio']:.2f}"),
+        by_rows(found, lambda one: f"{one['ratio']:.2f}"),
         "## Share of hits / tokens at hits / tokens at misses (h: of passes held, and theirs)\n",
-        *by_rows([one for one in found if one["mode"] in ("blind", "two behind", "held on a miss")], _parts),
+        by_rows([one for one in found if one["mode"] in ("blind", "two behind", "held on a miss")], _parts),
     ]
 
 
@@ -51,17 +46,17 @@ def _parts(one: Figure) -> str:
 
 
 def task_table(found: Sequence[Figure], rows: int) -> list[str]:
-    """Tokens a pass by task, at one number of rows."""
+    """Tokens a pass by task, for one number of rows."""
     chosen = [
         one for one in found if one["way"]["rows"] == rows and one["mode"] in ("lockstep", "blind", "blind, mended")
     ]
     tasks = list(chosen[0]["tasks"])
     lines = [[f"{one['source']}: {one['mode']}", *(f"{one['tasks'][task]:.2f}" for task in tasks)] for one in chosen]
-    return [f"## Tokens a pass by task, {rows} rows\n", *table(["", *tasks], lines)]
+    return [f"## Tokens a pass by task, {rows} rows\n", markdown_table(["", *tasks], lines)]
 
 
 def hold_tables(found: Sequence[Figure]) -> list[str]:
-    """Those of trees of few levels: rules down, rows across."""
+    """For trees of few levels: a line for each rule, a column for each number of rows."""
     parts = ["## Holds: share of passes held / tokens a pass / ratio / ratio where a wait is 1.0 ms\n"]
     found = [one for one in found if one["near"]["levels"] in (3, 6)]
 
@@ -76,7 +71,7 @@ def hold_tables(found: Sequence[Figure]) -> list[str]:
         texts = (f"{x['held']:.2f} / {x['tokens']:.2f} / {x['ratio']:.2f} / {x['ratio_short_wait']:.2f}" for x in own)
         lines.append([label, *texts])
     counts = _distinct(found, lambda one: one["way"]["rows"])
-    return parts + table(["", *(f"{count} rows" for count in counts)], lines)
+    return [*parts, markdown_table(["", *(f"{count} rows" for count in counts)], lines)]
 
 
 def shape_tables(found: Sequence[Figure]) -> list[str]:
@@ -92,7 +87,7 @@ def shape_tables(found: Sequence[Figure]) -> list[str]:
         )
         lines.append([f"{source}, {shape}", *texts])
     head = ["levels x expanded x children, kept", *(f"{count} rows" for count in counts)]
-    return ["## Shapes, blind: tokens a pass / hits / ratio / ratio mended\n", *table(head, lines)]
+    return ["## Shapes, blind: tokens a pass / hits / ratio / ratio mended\n", markdown_table(head, lines)]
 
 
 def calibration_tables(found: Figure) -> list[str]:
@@ -105,22 +100,22 @@ def calibration_tables(found: Figure) -> list[str]:
             one = next((one for one in own["bins"] if one["from"] == low), None)
             cells.append(f"{one['promised']:.3f} → {one['right']:.3f} ({one['nodes']})" if one else "")
         lines.append([f"from {low:g}", *cells])
-    parts = ["## Path probability: promised → accepted (nodes)\n", *table(["", *sources], lines)]
+    parts = ["## Path probability: promised → accepted (nodes)\n", markdown_table(["", *sources], lines)]
     fits = []
     for name, own in sources.items():
         flat = own["flat"]
         fits.append([name, own["factor"], f"{flat['base']:.2f} + {flat['slope']:.2f} x log-odds"])
-    parts += ["Corrections of a score given its parent:\n", *table(["", "factor", "log-odds"], fits)]
+    parts += ["Corrections of a score given its parent:\n", markdown_table(["", "factor", "log-odds"], fits)]
     changes = []
     for one in found["changes"]:
         mode = "blind" if one["way"]["behind"] else "lockstep"
         name = f"{one['source']}, {mode}, {one['way']['rows']} rows, {one['correction']}"
         changes.append([name, f"{one['tokens']:.3f}", f"{one['promised']:.2f}"])
-    return [*parts, "What they change:\n", *table(["", "tokens", "promised"], changes)]
+    return [*parts, "What they change:\n", markdown_table(["", "tokens", "promised"], changes)]
 
 
 def markdown(document: Figure) -> str:
-    """All that is there so far."""
+    """The tables of all parts that the document has."""
     recordings = document["recordings"]
     positions = sum(one["positions"] for one in recordings)
     parts = ["# A draft that runs ahead, simulated on recorded answers\n"]
@@ -143,8 +138,8 @@ def markdown(document: Figure) -> str:
             rows = own.items() if name == "misses" else [("", own)]
             parts.append(f"## {title[name]}\n")
             for label, values in rows:
-                said = ", ".join(f"{kind} {100 * share:.1f} %" for kind, share in values.items())
-                parts.append(f"{label + ': ' if label else ''}{said}\n")
+                shares = ", ".join(f"{kind} {100 * share:.1f} %" for kind, share in values.items())
+                parts.append(f"{label + ': ' if label else ''}{shares}\n")
     if "calibration" in document:
         parts += calibration_tables(document["calibration"])
     return "\n".join(parts)

@@ -1,9 +1,8 @@
-"""Verified passes over a recorded text whose drafts come late: which rows a pass has, and what it accepts.
+"""Verified passes over a recorded text with late drafts: the rows of each pass, and the tokens that it accepts.
 
-A pass reads a root, the last token that is certain, and rows below it. In lockstep its tree was drawn from that very
-root, and the pass waited for it. Behind, it is what is left of a tree that was drawn from the root of a pass before,
-once the tokens said since are walked down; where they leave the tree, only the text itself is left to look things up
-in, or the pass is held until the tree of its own root is there.
+A pass reads a root, the last committed token, and rows below it. In lockstep it waits for a tree of its root. Behind,
+it uses the tree of an earlier pass's root, below the tokens committed since. Where these leave the tree, the pass only
+has prompt lookup, or is held until the tree of its own root arrives.
 """
 
 from __future__ import annotations
@@ -17,16 +16,14 @@ from outrider.tree import TokenTree
 from tree_kernels.node_table import LOOKUP, RIGHT, longest_run
 
 NOWHERE = -1
-# How often what follows a token that was not foreseen is what was to follow the likeliest one in its place, how often
-# it is what was to stand in its place, and how often what was to follow the same token elsewhere. Tried out on the
-# recordings.
+# After a token that was not drafted: the probability that the text continues as after the likeliest draft in its place,
+# with that draft itself, and as after the same token elsewhere in the tree. Tuned on the recordings.
 INSTEAD, BEFORE, ELSEWHERE = 0.3, 0.15, 0.3
 
 
 @dataclass(slots=True)
 class Table:
-    """A tree to be walked: of each node, its children's tokens, and of each child the node and its probability given
-    its parent. Node 0 is the root."""
+    """A tree: for each node, the child and its probability given the node, by the child's token. Node 0 is the root."""
 
     children: list[dict[int, tuple[int, float]]] = field(default_factory=lambda: [{}])
 
@@ -37,7 +34,7 @@ class Table:
         return node
 
     def walk(self, tokens: Sequence[int]) -> int:
-        """The node that tokens lead to from the root, or `NOWHERE`."""
+        """The node at the end of the path of these tokens, or `NOWHERE`."""
         node = 0
         for token in tokens:
             found = self.children[node].get(token)
@@ -48,13 +45,15 @@ class Table:
 
 
 def mended(table: Table, node: int, token: int, *, last: bool) -> Table:
-    """What may follow a token that is no child of a node, or a leaf: what was to follow it elsewhere; and where it is
-    the last one, what hangs below the likeliest child, where the token stands in its place, or the children
-    themselves, where the token was put before them."""
+    """A tree of what may follow `token`, which is no child of `node` or a leaf there.
+
+    It has the children of the likeliest node with the same token elsewhere. If the token is the last one, it also has
+    those of the node's likeliest child, which the token may replace, and of the node itself, since it may be inserted.
+    """
     new = Table()
-    lender = _likeliest_of(table, token)
-    if lender != NOWHERE:
-        _graft(table, lender, new, 0, ELSEWHERE)
+    same = _likeliest_of(table, token)
+    if same != NOWHERE:
+        _graft(table, same, new, 0, ELSEWHERE)
     below = table.children[node]
     if below and last:
         likeliest, _ = max(below.values(), key=lambda child: child[1])
@@ -64,33 +63,35 @@ def mended(table: Table, node: int, token: int, *, last: bool) -> Table:
 
 
 def _likeliest_of(table: Table, token: int) -> int:
-    """The likeliest node of a token with anything below it, or `NOWHERE`."""
+    """The likeliest node of a token that has children, or `NOWHERE`."""
     found, best = NOWHERE, 0.0
     waiting = [(0, 1.0)]
     while waiting:
-        node, chance = waiting.pop()
-        for said, (child, score) in table.children[node].items():
-            if said == token and table.children[child] and chance * score > best:
-                found, best = child, chance * score
-            waiting.append((child, chance * score))
+        node, path_prob = waiting.pop()
+        for other, (child, score) in table.children[node].items():
+            if other == token and table.children[child] and path_prob * score > best:
+                found, best = child, path_prob * score
+            waiting.append((child, path_prob * score))
     return found
 
 
 def _graft(table: Table, node: int, new: Table, place: int, factor: float) -> None:
-    """Hang what is below a node below a place of another tree. Scores of children that stand there already add up."""
+    """Copy the nodes below `node` to below `place` of another tree. Scores of equal children are added."""
     for token, (child, score) in table.children[node].items():
-        there = new.children[place].get(token)
-        if there is None:
+        equal = new.children[place].get(token)
+        if equal is None:
             below = new.add(place, token, score * factor)
         else:
-            below = there[0]
-            new.children[place][token] = (below, min(1.0, there[1] + score * factor))
+            below = equal[0]
+            new.children[place][token] = (below, min(1.0, equal[1] + score * factor))
         _graft(table, child, new, below, 1.0)
 
 
 def follow(table: Table, tokens: Sequence[int], mend: bool) -> tuple[Table, int]:
-    """The tree and the node that tokens lead to from a root, or `NOWHERE`; with `mend` in a tree that is mended where
-    it does not hold them, or nothing below the last."""
+    """The node at the end of the path of these tokens, or `NOWHERE`, and its tree.
+
+    With `mend` it is the root of a mended tree where the tokens leave the tree, or end at a leaf.
+    """
     node = 0
     for place, token in enumerate(tokens):
         found = table.children[node].get(token)
@@ -106,7 +107,7 @@ def follow(table: Table, tokens: Sequence[int], mend: bool) -> tuple[Table, int]
 
 
 def table_of(tree: TokenTree, nodes: int) -> Table:
-    """The first `nodes` rows below the root, which are the best of them."""
+    """The first `nodes` rows below the root, which are the best ones."""
     table = Table()
     for row in range(1, min(len(tree), nodes + 1)):
         table.add(tree.parents[row], tree.token_ids[row], tree.scores[row])
@@ -114,7 +115,7 @@ def table_of(tree: TokenTree, nodes: int) -> Table:
 
 
 def tree_of(table: Table, root: int) -> TokenTree:
-    """A table as the services know trees."""
+    """The `TokenTree` of a table, with this token at its root."""
     size = len(table.children)
     tokens, parents, scores = [root] * size, [0] * size, [1.0] * size
     for parent, below in enumerate(table.children):
@@ -124,13 +125,13 @@ def tree_of(table: Table, root: int) -> TokenTree:
 
 
 def merged(tables: Sequence[Table], nodes: int) -> Table:
-    """As the merged drafter does it: the higher of two scores, and the best nodes."""
+    """Merge trees as the merged drafter does: the higher score of equal nodes, and the best nodes."""
     return table_of(merge_trees([tree_of(table, 0) for table in tables], nodes), nodes)
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """What is looked up in the text itself: tokens, and how likely the first is and each of the following."""
+    """A draft by prompt lookup: tokens, and the probabilities of the first and of each following one."""
 
     tokens: tuple[int, ...] = ()
     first: float = 0.0
@@ -138,7 +139,7 @@ class Chain:
 
 
 def looked_up(text: list[int]) -> Chain:
-    """What the device drafts from a text that ends with the root."""
+    """The chain that the device drafts by prompt lookup from a text that ends with the root."""
     run = longest_run(text)
     if not run.length:
         return Chain()
@@ -149,8 +150,8 @@ def looked_up(text: list[int]) -> Chain:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows of one pass, the root not counted: how many, how many the text agrees with, and how many were expected
-    to: the sum of the probabilities of their paths."""
+    """The rows of one pass without the root: their number, and how many were accepted and expected to be, which is the
+    sum of their path probabilities."""
 
     count: int
     accepted: int
@@ -158,39 +159,27 @@ class Rows:
 
 
 def rows_of(table: Table, node: int, chain: Chain, most: int, future: Sequence[int]) -> Rows:
-    """Verify the best `most` rows below a node and along a chain against what the text says next.
+    """Verify the best `most` rows below a node and along a chain against the next tokens of the text.
 
-    A child that both propose is one, with the higher probability; siblings that sum to more than 1 are scaled.
+    A child of both is one node, with the higher probability; siblings that sum to more than 1 are scaled.
     """
     waiting: list[tuple[float, int, int, int, int, bool]] = []
     count = accepted = pushed = 0
     expected = 0.0
+    # `link` is a node's place in the chain, or `NOWHERE`; `right`, whether its path agrees with the text.
     path_prob, link, depth, right = 1.0, 0, 0, True
     while True:
         below = table.children[node] if node != NOWHERE else {}
-        looked, chance = NOWHERE, 0.0
-        total = sum(score for _, score in below.values())
+        candidates = {token: (child, score, NOWHERE) for token, (child, score) in below.items()}
         if 0 <= link < len(chain.tokens):
-            looked, chance = chain.tokens[link], chain.following if link else chain.first
-            total += max(0.0, chance - below[looked][1]) if looked in below else chance
-        scale = path_prob / max(1.0, total)
-        said = future[depth] if right and depth < len(future) else NOWHERE
-        for token, (child, score) in below.items():
-            same = token == looked
-            heapq.heappush(
-                waiting,
-                (
-                    -scale * (max(score, chance) if same else score),
-                    pushed,
-                    child,
-                    link + 1 if same else NOWHERE,
-                    depth + 1,
-                    token == said,
-                ),
-            )
-            pushed += 1
-        if looked != NOWHERE and looked not in below:
-            heapq.heappush(waiting, (-scale * chance, pushed, NOWHERE, link + 1, depth + 1, looked == said))
+            token, prob = chain.tokens[link], chain.following if link else chain.first
+            child, score, _ = candidates.get(token, (NOWHERE, 0.0, NOWHERE))
+            candidates[token] = (child, max(score, prob), link + 1)
+        scale = path_prob / max(1.0, sum(score for _, score, _ in candidates.values()))
+        expected_token = future[depth] if right and depth < len(future) else NOWHERE
+        for token, (child, score, next_link) in candidates.items():
+            entry = (-scale * score, pushed, child, next_link, depth + 1, token == expected_token)
+            heapq.heappush(waiting, entry)
             pushed += 1
         if not waiting or count == most:
             return Rows(count, accepted, expected)
@@ -204,16 +193,15 @@ def rows_of(table: Table, node: int, chain: Chain, most: int, future: Sequence[i
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How passes are drafted for.
+    """How passes get their drafts.
 
     Attributes:
-        rows: of a pass, the root not counted.
-        behind: passes that a tree is old: 0 is lockstep, 1 a draft that answers while the next pass runs.
-        hold: how a pass is held for the tree of its own root: "never", "miss" where the tokens left the tree that is
-            there, "promise" where the pass is expected to say fewer tokens than `least`.
-        least: tokens.
-        lookup: whether what the text itself says is merged.
-        mend: whether a tree that tokens have left is of use still, see `mended`.
+        rows: of a pass, without the root.
+        behind: age of a tree in passes: 0 is lockstep, 1 a draft that answers while the next pass runs.
+        hold: when a pass is held for the tree of its own root: "never", "miss" where the tokens left the tree at hand,
+            "promise" where the pass is expected to emit fewer tokens than `least`.
+        lookup: whether prompt lookup is merged.
+        mend: whether a tree that the tokens left is still used; see `mended`.
     """
 
     rows: int
@@ -226,7 +214,7 @@ class Way:
 
 @dataclass
 class Tally:
-    """Sums over passes: `hits` had rows of a tree; `held` waited for one."""
+    """Sums over passes. `hits` had rows of an earlier tree, `held` passes waited for their own."""
 
     passes: int = 0
     tokens: int = 0
@@ -244,7 +232,7 @@ class Tally:
 
     @property
     def misses(self) -> int:
-        """Passes that had no rows of a tree, and were not held."""
+        """Passes that neither had rows of a tree nor were held."""
         return self.passes - self.hits - self.held
 
 
@@ -256,14 +244,14 @@ def walk(
     way: Way,
     near: Mapping[int, Table] | None = None,
 ) -> Tally:
-    """Pass after pass from the first root to the end of a text.
+    """Run passes from the first root to the end of a text.
 
     Args:
-        text: all of it.
-        roots: positions that may be one.
-        trees: drawn from each position.
-        chains: looked up at each.
-        near: the trees that held passes wait for, where they are others.
+        text: all tokens.
+        roots: positions at which passes may begin.
+        trees: of each of these positions.
+        chains: by prompt lookup at each.
+        near: the trees that held passes wait for, if not `trees`.
     """
     tally, nothing, none = Tally(), Table(), Chain()
     path: list[int] = []
@@ -284,17 +272,17 @@ def walk(
         held = way.behind > 0 and way.hold != "never" and short
         if held:
             found = rows_of((near or trees)[root], 0, chain, way.rows, future)
-        # The last token is said by whichever pass accepts the one before it.
-        said = min(found.accepted + 1, len(future))
+        # At the end of the text there is no token after the accepted ones.
+        emitted = min(found.accepted + 1, len(future))
         tally.passes += 1
-        tally.tokens += said
+        tally.tokens += emitted
         tally.rows += found.count
         tally.expected += found.expected
         if held:
-            tally.held, tally.held_tokens = tally.held + 1, tally.held_tokens + said
+            tally.held, tally.held_tokens = tally.held + 1, tally.held_tokens + emitted
         elif hit:
-            tally.hits, tally.hit_tokens = tally.hits + 1, tally.hit_tokens + said
+            tally.hits, tally.hit_tokens = tally.hits + 1, tally.hit_tokens + emitted
         else:
-            tally.miss_tokens += said
-        root += said
+            tally.miss_tokens += emitted
+        root += emitted
     return tally

@@ -1,1 +1,1 @@
-"""Services under load, beside vLLM."""
+"""Services under load, and vLLM under the same load."""

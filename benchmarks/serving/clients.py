@@ -1,4 +1,4 @@
-"""Load from several processes, each with many streams of one target service."""
+"""Load on a target service from several client processes, each with many streams."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _JOIN_SECONDS = 10.0
 
 
 class ServiceLost(RuntimeError):
-    """A request failed; the message says how."""
+    """A request failed; the message has its status."""
 
 
-class Ask(NamedTuple):
-    """One request. Its tenant is whose memory a draft may use; `speculate` None leaves drafts to the target, and an
-    empty `verification` how they are verified, which is a `VerificationMode` by its value otherwise."""
+class Request(NamedTuple):
+    """One request. `speculate` is None, or overrides the target's choice to use drafts; `verification` is empty, or the
+    value of a `VerificationMode`."""
 
     prompt: Prompt
     tokens: int
@@ -35,8 +35,8 @@ class Ask(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """An answer, the slot that asked for it, how many verify passes the target counted for it, and how many of its
-    tokens were drafts that the model would not have drawn there."""
+    """An answer, the slot of its request, the verified steps that the target counted for it, and how many of its tokens
+    were drafts that the model would not have drawn there."""
 
     answer: Answer
     slot: int
@@ -45,14 +45,14 @@ class Reply(NamedTuple):
 
 
 class _Queue(NamedTuple):
-    """Requests in order, and the slots that take turns at them, each with one in flight."""
+    """Requests in order, and the slots that take them, each with one in flight."""
 
-    asks: list[Ask]
+    requests: list[Request]
     slots: range
 
 
 class _Order(NamedTuple):
-    """What one process has to send, when (monotonic) no further request is to begin, and how long one may take."""
+    """The load of one process: no request begins after `until` (monotonic), or takes more than `request_seconds`."""
 
     queues: list[_Queue]
     until: float
@@ -60,10 +60,10 @@ class _Order(NamedTuple):
 
 
 class Clients:
-    """Sends requests and notes what comes back, and when. Leaving the block ends the processes."""
+    """Sends requests, and records replies with their times. Leaving the block ends the processes."""
 
     def __init__(self, address: str, processes: int, request_seconds: float | None = None) -> None:
-        """With `request_seconds` a request that takes longer has failed."""
+        """A request that takes longer than `request_seconds`, if given, has failed."""
         self._address = address
         self._count = processes
         self._request_seconds = request_seconds
@@ -73,11 +73,11 @@ class Clients:
         # A forked process would inherit the threads' locks of gRPC and torch, without the threads.
         context = multiprocessing.get_context("spawn")
         for _ in range(self._count):
-            own, its = context.Pipe()
-            worker = context.Process(target=_serve, args=(self._address, its), daemon=True)
+            near, far = context.Pipe()
+            worker = context.Process(target=_run_worker, args=(self._address, far), daemon=True)
             worker.start()
-            its.close()
-            self._workers.append((worker, own))
+            far.close()
+            self._workers.append((worker, near))
         for _, pipe in self._workers:
             pipe.recv()
         return self
@@ -93,7 +93,7 @@ class Clients:
     def wave(
         self, prompts: Sequence[Prompt], max_tokens: int, *, speculate: bool, tenant: str
     ) -> tuple[float, list[Answer]]:
-        """All at once. Seconds until the last answer has ended, and the answers. Raises `ServiceLost`."""
+        """Send all at once. Returns seconds until the last answer has ended, and the answers. Raises `ServiceLost`."""
         begin = time.perf_counter()
         shares = self.closed([(ids, max_tokens) for ids in prompts], len(prompts), speculate=speculate, tenant=tenant)
         return time.perf_counter() - begin, [answer for share in shares for answer in share.answers]
@@ -101,26 +101,26 @@ class Clients:
     def closed(
         self, requests: Sequence[tuple[Prompt, int]], concurrency: int, *, speculate: bool, tenant: str
     ) -> list[Share]:
-        """`concurrency` in flight: where an answer ends, the same process begins its next request.
+        """Keep `concurrency` requests in flight: when an answer ends, the same process begins its next request.
 
         Raises `ServiceLost` when one fails.
         """
-        asks = [Ask(prompt, tokens, tenant, speculate=speculate) for prompt, tokens in requests]
+        sent = [Request(prompt, tokens, tenant, speculate=speculate) for prompt, tokens in requests]
         used = min(len(self._workers), concurrency)
-        queues = [_Queue(asks[number::used], range(number, concurrency, used)) for number in range(used)]
+        queues = [_Queue(sent[number::used], range(number, concurrency, used)) for number in range(used)]
         replies = self._exchange([[queue] for queue in queues])
         return [
             Share(len(queue.slots), [reply.answer for reply in own]) for queue, own in zip(queues, replies, strict=True)
         ]
 
-    def streams(self, asks: Sequence[Ask], concurrency: int, seconds: float | None = None) -> list[Reply]:
-        """`concurrency` in flight: request i is slot i % concurrency's, which asks one after the other.
+    def streams(self, requests: Sequence[Request], concurrency: int, seconds: float | None = None) -> list[Reply]:
+        """Keep `concurrency` requests in flight: slot i % concurrency sends request i after its previous ones.
 
-        With `seconds` no request begins later than that. Raises `ServiceLost` when one fails.
+        No request begins after `seconds`, if given. Raises `ServiceLost` when one fails.
         """
         until = time.monotonic() + seconds if seconds is not None else float("inf")
         used = min(len(self._workers), concurrency)
-        queues = [_Queue(list(asks[slot::concurrency]), range(slot, slot + 1)) for slot in range(concurrency)]
+        queues = [_Queue(list(requests[slot::concurrency]), range(slot, slot + 1)) for slot in range(concurrency)]
         replies = self._exchange([queues[number::used] for number in range(used)], until)
         return [reply for own in replies for reply in own]
 
@@ -139,14 +139,14 @@ class Clients:
         return received
 
 
-def _serve(address: str, pipe: Connection) -> None:
+def _run_worker(address: str, pipe: Connection) -> None:
     from outrider.runtime import prepare_grpc
 
     prepare_grpc()
-    asyncio.run(_answer_orders(address, pipe))
+    asyncio.run(_run_orders(address, pipe))
 
 
-async def _answer_orders(address: str, pipe: Connection) -> None:
+async def _run_orders(address: str, pipe: Connection) -> None:
     import grpc
 
     from outrider.v1 import target_pb2_grpc
@@ -162,8 +162,8 @@ async def _answer_orders(address: str, pipe: Connection) -> None:
             if order is None:
                 return
             replies: list[Reply] = []
-            queues = [(_before(queue.asks, order.until), queue.slots) for queue in order.queues]
-            slots = (_slot(stub, slot, asks, order, replies) for asks, own in queues for slot in own)
+            queues = [(_before(queue.requests, order.until), queue.slots) for queue in order.queues]
+            slots = (_run_slot(stub, slot, requests, order, replies) for requests, own in queues for slot in own)
             try:
                 await asyncio.gather(*slots)
             except grpc.RpcError as error:
@@ -172,34 +172,35 @@ async def _answer_orders(address: str, pipe: Connection) -> None:
             pipe.send(replies)
 
 
-def _before(asks: Sequence[Ask], until: float) -> Iterator[Ask]:
-    for ask in asks:
+def _before(requests: Sequence[Request], until: float) -> Iterator[Request]:
+    for request in requests:
         if time.monotonic() >= until:
             return
-        yield ask
+        yield request
 
 
-async def _slot(stub: Any, slot: int, asks: Iterator[Ask], order: _Order, replies: list[Reply]) -> None:
-    """One request after the other, of those that wait."""
-    for ask in asks:
-        replies.append(await _ask(stub, slot, ask, order.request_seconds))
+async def _run_slot(stub: Any, slot: int, requests: Iterator[Request], order: _Order, replies: list[Reply]) -> None:
+    """Send the queue's next request whenever the one before has ended. Slots share the iterator."""
+    for request in requests:
+        replies.append(await _reply(stub, slot, request, order.request_seconds))
 
 
-async def _ask(stub: Any, slot: int, ask: Ask, seconds: float | None) -> Reply:
+async def _reply(stub: Any, slot: int, request: Request, seconds: float | None) -> Reply:
     from outrider.v1 import target_pb2, tree_pb2
 
-    sampling = tree_pb2.SamplingParameters(max_tokens=ask.tokens, ignore_eos=True)
-    if ask.temperature:
-        sampling.temperature = ask.temperature
-        sampling.seed = ask.seed
-    request = target_pb2.GenerateRequest(tokens=target_pb2.TokenInput(token_ids=ask.prompt), sampling=sampling)
-    if ask.speculate is not None:
-        request.speculation.enabled = ask.speculate
-    if ask.verification:
-        request.speculation.mode = tree_pb2.VerificationMode.Value(f"VERIFICATION_MODE_{ask.verification.upper()}")
+    sampling = tree_pb2.SamplingParameters(max_tokens=request.tokens, ignore_eos=True)
+    if request.temperature:
+        sampling.temperature = request.temperature
+        sampling.seed = request.seed
+    message = target_pb2.GenerateRequest(tokens=target_pb2.TokenInput(token_ids=request.prompt), sampling=sampling)
+    if request.speculate is not None:
+        message.speculation.enabled = request.speculate
+    if request.verification:
+        mode = f"VERIFICATION_MODE_{request.verification.upper()}"
+        message.speculation.mode = tree_pb2.VerificationMode.Value(mode)
     answer, steps, lossy_tokens = Answer(time.monotonic(), [], []), 0, 0
-    metadata = (("outrider-tenant", ask.tenant),)
-    async for response in stub.Generate(request, metadata=metadata, timeout=seconds):
+    metadata = (("outrider-tenant", request.tenant),)
+    async for response in stub.Generate(message, metadata=metadata, timeout=seconds):
         if response.chunk.token_ids:
             answer.times.append(time.monotonic())
             answer.counts.append(len(response.chunk.token_ids))

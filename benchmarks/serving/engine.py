@@ -1,4 +1,4 @@
-"""The engine in this process, without gRPC, under the loads that services are put under."""
+"""The engine in this process, without gRPC, under the same loads as services."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from target_service.engine.engine import Engine
 
 
 class EngineAlone:
-    """A model's engine, nobody drafting. `steps` holds what its steps cost."""
+    """A model's engine without drafts. `steps` records its steps."""
 
     def __init__(self, config: TargetConfig) -> None:
         self.steps = StepRecorder()
         self._numbers = itertools.count(1)
         self._answers: dict[int, Answer] = {}
-        self._events = EngineEvents(self._say)
+        self._events = EngineEvents(self._record)
         self._engine = Engine(load_model(config), engine_config(config), observer=self.steps)
-        self._engine.start(self._events.note)
+        self._engine.start(self._events.deliver)
 
-    def _say(self, verdict: Verdict) -> None:
+    def _record(self, verdict: Verdict) -> None:
         answer = self._answers[verdict.sequence_id]
         answer.times.append(time.monotonic())
         answer.counts.append(len(verdict.token_ids))
 
     def wave(self, prompts: Sequence[Prompt], max_tokens: int, **_how: object) -> tuple[float, list[Answer]]:
-        """All at once. Seconds until the last answer has ended, and the answers."""
+        """Submit all at once. Returns seconds until the last answer has ended, and the answers."""
         begin = time.perf_counter()
         begun = [self._begin(ids, max_tokens) for ids in prompts]
         for _ in prompts:
@@ -42,7 +42,7 @@ class EngineAlone:
         return time.perf_counter() - begin, [self._answers.pop(number) for number in begun]
 
     def closed(self, requests: Sequence[tuple[Prompt, int]], concurrency: int, **_how: object) -> list[Share]:
-        """`concurrency` in flight: where an answer ends, the next request begins."""
+        """Keep `concurrency` requests in flight: when an answer ends, the next request begins."""
         waiting = iter(requests)
         begun = [self._begin(*next(waiting)) for _ in range(concurrency)]
         for _ in requests:

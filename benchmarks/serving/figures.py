@@ -1,4 +1,4 @@
-"""What a load's answers come to: tokens per second, time to the first token, and time between tokens."""
+"""Figures of a load's answers: tokens per second, time to the first token, and time between tokens."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from benchmarks.shared.report import percentile
+
 
 class Answer(NamedTuple):
-    """One request as its client saw it: when it was sent, and when how many tokens came. Monotonic seconds."""
+    """One request as its client saw it: when it was sent, and when how many tokens arrived. Monotonic seconds."""
 
     begin: float
     times: list[float]
@@ -25,7 +27,7 @@ class Answer(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What one client process, or the only one, did of a closed loop with `slots` requests in flight."""
+    """The part of a closed loop that one client process ran, with `slots` requests in flight."""
 
     slots: int
     answers: list[Answer]
@@ -42,16 +44,10 @@ class Window(NamedTuple):
 
 
 def full_window(shares: Sequence[Share]) -> Window:
-    """While the whole load is in flight: from when as many answers have ended as there are slots, until the first
-    client has no request left to begin."""
+    """While the whole load is in flight: from when each client has finished as many answers as it has slots, until the
+    first client begins its last request."""
     begin = max(sorted(answer.end for answer in share.answers)[share.slots - 1] for share in shares)
     return Window(begin, min(max(answer.begin for answer in share.answers) for share in shares))
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value that this share of them does not exceed: the nearest rank."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def _spread(seconds: Sequence[float]) -> dict[str, float] | None:
@@ -66,10 +62,10 @@ def _spread(seconds: Sequence[float]) -> dict[str, float] | None:
 
 
 def latencies(answers: Iterable[Answer], window: Window | None = None) -> dict[str, Any]:
-    """Of what falls into the window, all of it without one.
+    """Latencies within the window, or of all answers without one.
 
-    `first_token_ms` from sending to the first tokens; `message_gap_ms` between messages, each of which brings what a
-    step or several committed; `token_ms` of each answer, the time after its first message over the tokens in it.
+    `first_token_ms` is from sending to the first tokens; `message_gap_ms` between messages, each with the tokens of one
+    step or several; `token_ms` of each answer is the time after its first message over the tokens in that time.
     """
     firsts: list[float] = []
     gaps: list[float] = []
@@ -89,7 +85,7 @@ def latencies(answers: Iterable[Answer], window: Window | None = None) -> dict[s
 
 
 def wave_figures(waves: Sequence[tuple[float, list[Answer]]]) -> dict[str, Any]:
-    """Of (seconds, answers) by wave: tokens of all over the time of all, and the median of the waves beside it."""
+    """Of (seconds, answers) by wave: tokens of all over the time of all, and the median of the waves."""
     tokens = [sum(answer.tokens for answer in answers) for _, answers in waves]
     rates = [count / seconds for count, (seconds, _) in zip(tokens, waves, strict=True)]
     seconds = sum(seconds for seconds, _ in waves)
@@ -107,7 +103,7 @@ def wave_figures(waves: Sequence[tuple[float, list[Answer]]]) -> dict[str, Any]:
 
 
 def closed_figures(shares: Sequence[Share]) -> dict[str, Any]:
-    """Of a closed loop, while all of it was in flight."""
+    """Of a closed loop, while the whole load was in flight."""
     window = full_window(shares)
     answers = [answer for share in shares for answer in share.answers]
     arrivals = [pair for answer in answers for pair in zip(answer.times, answer.counts, strict=True)]
@@ -128,9 +124,9 @@ SHORT, LONG = 8, 136
 
 
 def step_figures(concurrency: int, seconds: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """Of waves timed with answers of `SHORT` and of `LONG` tokens: what one more token of every sequence takes.
+    """Of waves timed with answers of `SHORT` and of `LONG` tokens: the time of one more token of every sequence.
 
-    Reading prompts is in both, and cancels out.
+    Both times contain reading the prompts, which cancels out.
     """
     each = [(longer - shorter) / (LONG - SHORT) for shorter, longer in seconds]
     median = statistics.median(each)
@@ -147,7 +143,7 @@ def step_figures(concurrency: int, seconds: Sequence[tuple[float, float]]) -> di
 
 
 def line(row: dict[str, Any]) -> str:
-    """One measurement in words."""
+    """One measurement as a line of text."""
     firsts, each = row["first_token_ms"], row["token_ms"]
     first = f"first token {firsts['median']:8.1f} ms (p99 {firsts['p99']:8.1f})" if firsts else ""
     if "step_ms" in row:

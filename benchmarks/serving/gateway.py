@@ -1,20 +1,20 @@
-"""What the HTTP gateway costs over gRPC: time to the first token, and throughput at many streams.
+"""What the HTTP gateway costs beside gRPC: time to the first token, and throughput at many streams.
 
-    PYTHONPATH=.:kernels:protos:clients:tests python -m benchmarks.serving.gateway [--json FILE] [--table FILE]
+    python -m benchmarks.serving.gateway [--json FILE] [--table FILE]
 
-Target, gateway and clients are processes of their own on this machine. The target is the real server with an engine
-that says one token for every sequence in each step and takes `--step-ms` for it, as a model on a device would: what is
-measured is what stands between it and its clients. gRPC is read with the Python client; HTTP with a reader that only
-looks for events, so that no HTTP library's own cost counts.
+Target, gateway and clients are separate processes on this machine. The target is the real server with a scripted
+engine, which emits one token for every sequence in each step of a given time, as a model on a device would. So the
+figures are of what is between it and its clients. gRPC is read with the Python client; HTTP with a reader that only
+searches for events, so that no HTTP library's cost is in them.
 
-Measurements are pairs, one of either path right after the other; who is first alternates, so that what others do on the
-machine meanwhile falls on both alike. The interval holds 95 % of what drawing the pairs anew gives (a bootstrap).
+Measurements are pairs, one of either path right after the other in alternating order, so that other load on the
+machine affects both alike. Intervals are of 95 %, by a bootstrap over the pairs.
 
 - first token: one request at a time on warm connections, from sending it to the first text, after a pause of random
-  length: the engine looks for work every millisecond, which both paths wait for alike. Compared are medians over all.
-- throughput: `--streams` answers at once, tokens over the time from the first request to the last token. Compared is
-  the median of the ratios of the pairs.
-- processor: time that all threads of a process were at work for each token, by the kernel's scheduler. Waiting for a
+  length, since the engine takes requests once a millisecond. Medians over all are compared.
+- throughput: `--streams` answers at once, tokens over the time from the first request to the last token. The median of
+  the ratios of the pairs is compared.
+- processor: time that all threads of a process were running for each token, by the kernel's scheduler. Waiting for a
   core is not in it.
 """
 
@@ -35,13 +35,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.shared.report import parser_of, write_json
+from benchmarks.shared.processes import processor_seconds
+from benchmarks.shared.report import interval_95, markdown_table, parser_of, provenance, write_json
 from outrider.runtime import prepare_grpc, run
 
 # Before anything imports gRPC, as in the services.
 prepare_grpc()
 
-from outrider.machine import describe_commit, describe_machine, describe_versions  # noqa: E402
 from outrider.sampling import SamplingParams  # noqa: E402
 from outrider_client.client import Client  # noqa: E402
 
@@ -49,18 +49,18 @@ MODEL = "counter"
 # Of the bootstrap.
 DRAWS = 4000
 BARS = {"added_first_token_ms": 1.0, "throughput_ratio": 0.95}
-# Reads one answer of so many tokens; returns when its first text came, and how many tokens there were.
+# Reads one answer of a given number of tokens; returns when its first text arrived, and the number of tokens.
 Read = Callable[[int], Awaitable[tuple[float, int]]]
-# One value of a path; a value of gRPC's and one of the gateway's.
+# Measures one value of a path. A pair is a value over gRPC, and one over the gateway.
 Measure = Callable[[], Awaitable[float]]
 Pair = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Figure:
-    """The medians of both paths, with their quartiles, and of what is compared, with its interval of 95 %.
+    """The medians of both paths with their quartiles, and their comparison with its interval of 95 %.
 
-    `processor_us` is the median time at work for each token, by path and process.
+    `processor_us` is the median processor time of each token, by path and process.
     """
 
     what: str
@@ -73,7 +73,7 @@ class Figure:
 
 
 async def serve(step_ms: float) -> None:
-    """The target's process: says where it listens, and serves until it is killed."""
+    """The target's process: prints its address, and serves until it is killed."""
     from scripted_engine import SERVED, ScriptedEngine
     from scripted_service import byte_tokenizer, target_over
 
@@ -87,7 +87,7 @@ async def serve(step_ms: float) -> None:
 
 @contextlib.asynccontextmanager
 async def services(step_ms: float) -> AsyncIterator[tuple[str, dict[str, int], str]]:
-    """A target and a gateway: the target's address, the processes by name with this one, and the gateway's address."""
+    """A target and a gateway: the target's address, process ids by name with this one's, and the gateway's address."""
     me = [sys.executable, __file__, "--serve", "--step-ms", str(step_ms)]
     gateway = [sys.executable, "-m", "outrider_gateway", "--listen", "127.0.0.1:0"]
     with contextlib.ExitStack() as leave:
@@ -104,7 +104,7 @@ async def services(step_ms: float) -> AsyncIterator[tuple[str, dict[str, int], s
 
 
 class HttpReader:
-    """One connection of HTTP/1.1 that is kept alive, and reads streamed completions."""
+    """Reads streamed completions over one HTTP/1.1 connection, which is kept alive."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -114,8 +114,8 @@ class HttpReader:
         if self._streams is None:
             self._streams = await asyncio.open_connection(*self._address.split(":"))
         reader, writer = self._streams
-        asked = {"model": MODEL, "prompt": "a", "max_tokens": tokens, "temperature": 0, "stream": True}
-        body = json.dumps({**asked, "ignore_eos": True}).encode()
+        request = {"model": MODEL, "prompt": "a", "max_tokens": tokens, "temperature": 0, "stream": True}
+        body = json.dumps({**request, "ignore_eos": True}).encode()
         head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: "
         writer.write(b"%s%d\r\n\r\n%s" % (head, len(body), body))
         first, text, rest = 0.0, 0, b""
@@ -136,7 +136,7 @@ class HttpReader:
 
 
 async def grpc_read(client: Client, tokens: int) -> tuple[float, int]:
-    """One answer over gRPC."""
+    """Read one answer over gRPC; see `Read`."""
     first, count = 0.0, 0
     sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
     async for chunk in client.generate(text="a", sampling=sampling, model=MODEL):
@@ -146,7 +146,7 @@ async def grpc_read(client: Client, tokens: int) -> tuple[float, int]:
 
 
 async def throughput(reads: list[Read], tokens: int) -> float:
-    """Tokens a second over all streams at once."""
+    """Tokens a second of one answer from each reader, all at once."""
     begin = time.perf_counter()
     await asyncio.gather(*(read(tokens) for read in reads))
     return len(reads) * tokens / (time.perf_counter() - begin)
@@ -159,30 +159,20 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def compared(pairs: Sequence[Pair], compare: Callable[[Sequence[Pair]], float]) -> tuple[float, float, float]:
-    """What `compare` makes of the pairs, and the interval of that."""
+    """The comparison of the pairs, and its interval of 95 %."""
     rng = random.Random(0)
-    drawn = sorted(compare(rng.choices(pairs, k=len(pairs))) for _ in range(DRAWS))
-    ends = (drawn[int(share * (DRAWS - 1))] for share in (0.025, 0.975))
-    return tuple(round(value, 4) for value in (compare(pairs), *ends))  # type: ignore[return-value]
+    low, high = interval_95([compare(rng.choices(pairs, k=len(pairs))) for _ in range(DRAWS)])
+    return round(compare(pairs), 4), low, high
 
 
 def added(pairs: Sequence[Pair]) -> float:
-    """By how much the median over the gateway is above that over gRPC."""
+    """The median over the gateway less that over gRPC."""
     return statistics.median(pair[1] for pair in pairs) - statistics.median(pair[0] for pair in pairs)
 
 
 def share(pairs: Sequence[Pair]) -> float:
-    """The median of what the gateway's path makes of gRPC's."""
+    """The median of the ratios of the gateway's value to gRPC's."""
     return statistics.median(web / direct for direct, web in pairs)
-
-
-def processor_seconds(process: int) -> float:
-    """Time that the threads of a process which are alive have been at work."""
-    nanoseconds = 0
-    for thread in Path(f"/proc/{process}/task").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            nanoseconds += int((thread / "schedstat").read_text().split()[0])
-    return nanoseconds * 1e-9
 
 
 async def measure_first_token(options: argparse.Namespace) -> Figure:
@@ -191,7 +181,7 @@ async def measure_first_token(options: argparse.Namespace) -> Figure:
         http = HttpReader(web)
 
         async def first(read: Read) -> float:
-            # Without this a path's own length would decide where in the engine's millisecond its requests arrive.
+            # Without this the path would decide where in the engine's millisecond a request arrives.
             await asyncio.sleep(pauses.uniform(0.0, 0.004))
             begin = time.perf_counter()
             return ((await read(1))[0] - begin) * 1e3
@@ -227,7 +217,7 @@ async def measure_throughput(options: argparse.Namespace, step_ms: float) -> Fig
 async def measure_pairs(
     direct: Measure, over_http: Measure, count: int, processes: Mapping[str, int], tokens: int
 ) -> tuple[list[Pair], dict[str, float]]:
-    """So many pairs, after some that are not counted, and the median time at work of each process for a token."""
+    """`count` pairs, after some that are not counted, and the median processor time of each process for a token."""
     used: dict[str, list[float]] = {}
 
     async def one(path: str, measure: Measure) -> float:
@@ -258,31 +248,23 @@ def figure(
     compare: Callable[[Sequence[Pair]], float],
     processor: dict[str, float],
 ) -> Figure:
-    """What pairs come to."""
-    columns = (quartiles([pair[place] for pair in pairs]) for place in (0, 1))
-    return Figure(what, unit, len(pairs), *columns, compared(pairs, compare), processor)
+    """The figure of measured pairs."""
+    direct, web = (quartiles(values) for values in zip(*pairs, strict=True))
+    return Figure(what, unit, len(pairs), direct, web, compared(pairs, compare), processor)
 
 
 def table(document: dict[str, Any]) -> str:
     """The figures as Markdown."""
-    lines = [
-        "| what | pairs | gRPC (quartiles) | gateway (quartiles) | compared (95 %) | processor in the gateway |",
-        "|---|---|---|---|---|---|",
-    ]
+    head = ["what", "pairs", "gRPC (quartiles)", "gateway (quartiles)", "compared (95 %)", "processor in the gateway"]
+    rows = []
     for figure in document["figures"]:
         cells = ["{:.6g} ({:.6g} to {:.6g})".format(*figure[name]) for name in ("grpc", "gateway", "compared")]
         over = "+ {} ms" if figure["unit"] == "ms" else "{} of gRPC"
         each = "a request" if figure["unit"] == "ms" else "a token"
         processor = f"{figure['processor_us']['gateway: gateway']:g} µs {each}"
-        row = (
-            f"{figure['what']}, {figure['unit']}",
-            str(figure["pairs"]),
-            *cells[:2],
-            over.format(cells[2]),
-            processor,
-        )
-        lines.append("| " + " | ".join(row) + " |")
-    return "\n".join(lines) + "\n"
+        what = f"{figure['what']}, {figure['unit']}"
+        rows.append([what, figure["pairs"], *cells[:2], over.format(cells[2]), processor])
+    return markdown_table(head, rows)
 
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -291,10 +273,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
         figures.append(await measure_throughput(options, step_ms))
         sys.stderr.write(f"{figures[-1]}\n")
     return {
-        "command": " ".join(["python", "-m", "benchmarks.serving.gateway", *sys.argv[1:]]),
-        "commit": describe_commit(),
-        "machine": describe_machine(),
-        "versions": describe_versions(("uvicorn", "starlette", "httptools", "uvloop")),
+        **provenance("serving.gateway", ("uvicorn", "starlette", "httptools", "uvloop")),
         "bars": BARS,
         "figures": [asdict(figure) for figure in figures],
     }

@@ -1,25 +1,23 @@
-"""Target and draft services in processes of their own, as `python -m target_service` and `python -m draft_service`."""
+"""Starts target and draft services, as `python -m target_service` and `python -m draft_service`."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-START_SECONDS = 400.0
-# Of the drafters that run a network.
+from benchmarks.shared.processes import process, wait_for
+
+# Drafters that run a network, and so have a device.
 _NEURAL = ("eagle", "medusa", "model")
 
 
 @dataclass(frozen=True)
 class TargetSettings:
-    """What every target service of a run is started with; `more` are further settings by name."""
+    """Settings that all target services of a run share; `more` has further ones by name."""
 
     model: str
     device: str
@@ -34,8 +32,8 @@ class DraftSettings:
     Attributes:
         drafter: registered name.
         head: folder of an EAGLE head, or of Medusa heads for that drafter; empty for drafters without.
-        embeddings: folder of the target, for what the head does not carry.
-        device: cpu, or cuda:N for the N-th GPU that this process sees. The service sees that one alone.
+        embeddings: folder of the target, for weights that the head does not have.
+        device: cpu, or cuda:N for the N-th GPU that this process sees. The service sees only that one.
         flags: settings by section of the drafter, such as {"eagle": {"topk": 4}, "trie": {...}}.
     """
 
@@ -50,7 +48,7 @@ class DraftSettings:
         return self.drafter in ("eagle", "medusa", "merged")
 
     def environment(self) -> dict[str, str]:
-        """Variables of the process: drafters inside a merged one are told nothing by flags."""
+        """Variables of the process: flags do not reach the drafters inside a merged one."""
         kind = self.device.partition(":")[0]
         settings: dict[str, dict[str, Any]] = {section: {"device": kind} for section in _NEURAL}
         if self.drafter == "medusa":
@@ -68,19 +66,19 @@ class DraftSettings:
 
 
 def flags_of(settings: Mapping[str, Any]) -> list[str]:
-    """Settings as flags; booleans as the services have them."""
+    """Settings as flags of a service: a boolean becomes `--name` or `--no-name`."""
     flags: list[str] = []
-    for name, chosen in settings.items():
+    for name, value in settings.items():
         flag = name.replace("_", "-")
-        if isinstance(chosen, bool):
-            flags.append(f"--{flag}" if chosen else f"--no-{flag}")
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
         else:
-            flags += [f"--{flag}", str(chosen)]
+            flags += [f"--{flag}", str(value)]
     return flags
 
 
 def visible_device(device: str) -> str:
-    """What CUDA_VISIBLE_DEVICES must be for `device` to be the only GPU."""
+    """The value of CUDA_VISIBLE_DEVICES with which `device` is the only GPU."""
     kind, _, index = device.partition(":")
     if kind == "cpu":
         return ""
@@ -89,59 +87,26 @@ def visible_device(device: str) -> str:
 
 
 @contextmanager
-def process(*arguments: str, environment: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[bytes]]:
-    """A Python process that is ended in the end."""
-    running = subprocess.Popen([sys.executable, *arguments], env={**os.environ, **(environment or {})})
-    try:
-        yield running
-    finally:
-        running.terminate()
-        running.wait(60)
-
-
-@contextmanager
 def service(settings: TargetSettings, arrangement: str, draft: DraftSettings | None) -> Iterator[str]:
-    """The address of a target service that takes calls, with a draft service if one is wanted.
+    """The address of a target service that takes calls, beside a draft service if there is one.
 
-    Both are loaded at the same time; calls are taken once both are there.
+    Both are loaded at the same time.
     """
-    more = dict(settings.more)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         address, drafting = f"unix:{folder}/target", f"unix:{folder}/draft"
-        target = ["-m", "target_service", "--model", settings.model, "--device", settings.device]
-        target += ["--dtype", settings.dtype, "--listen", address, "--engine-process", arrangement]
+        flags = {
+            "model": settings.model,
+            "device": settings.device,
+            "dtype": settings.dtype,
+            "listen": address,
+            "engine_process": arrangement,
+        }
+        started = {}
         if draft is not None:
-            target += ["--draft", drafting]
-            if draft.reads_features:
-                more.setdefault("draft_head", draft.head)
-        target += [word for name, value in more.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-        if draft is None:
-            with process(*target) as running:
-                wait_for(address, running)
-                yield address
-            return
-        arguments = ["-m", "draft_service", "--listen", drafting, "--drafter", draft.drafter]
-        with process(*arguments, environment=draft.environment()) as helper, process(*target) as running:
-            wait_for(drafting, helper)
-            wait_for(address, running)
-            yield address
-
-
-def wait_for(address: str, running: subprocess.Popen[bytes]) -> None:
-    """Until the service takes calls. Raises `RuntimeError` when it ends before."""
-    import grpc
-    from grpc_health.v1 import health_pb2, health_pb2_grpc
-
-    deadline = time.monotonic() + START_SECONDS
-    with grpc.insecure_channel(address) as channel:
-        health = health_pb2_grpc.HealthStub(channel)
-        while time.monotonic() < deadline:
-            if running.poll() is not None:
-                raise RuntimeError(f"the service at {address} exited with status {running.returncode}")
-            try:
-                if health.Check(health_pb2.HealthCheckRequest(), timeout=5).status == 1:
-                    return
-            except grpc.RpcError:
-                pass
-            time.sleep(0.2)
-    raise RuntimeError(f"the service at {address} did not start in time")
+            flags |= {"draft": drafting} | ({"draft_head": draft.head} if draft.reads_features else {})
+            arguments = ["-m", "draft_service", "--listen", drafting, "--drafter", draft.drafter]
+            started[drafting] = stack.enter_context(process(*arguments, environment=draft.environment()))
+        started[address] = stack.enter_context(process("-m", "target_service", *flags_of({**flags, **settings.more})))
+        for each, running in started.items():
+            wait_for(each, running)
+        yield address

@@ -5,18 +5,19 @@
         [--modes plain,trie,eagle,merged --head FOLDER --draft-device cuda:1]
         [--draft-flags '{"eagle": {"cuda_graphs": true}}'] [--together] [--json FILE]
 
-`engine` is the engine without gRPC, in this process, with what its steps cost; `own` and `shared` say where the engine
-of a whole target service runs. Every mode has a target service of its own, the drafted ones with a draft service.
-`--together` keeps those of all modes up, so that modes take turns wave by wave; otherwise one follows the other.
+`engine` is the engine in this process without gRPC, with the times of its steps; `own` and `shared` are whole target
+services, by the engine's process. Every mode has its own target service, the drafted ones with a draft service.
+With `--together` the services of all modes are up at once, and modes take turns wave by wave; otherwise one follows the
+other.
 
-Loops: in `waves`, `concurrency` prompts are asked at once and the next wave begins when the last answer has ended; wave
+Loops: in `waves`, `concurrency` requests are sent at once, and the next wave begins when all answers have ended; wave
 i has prompts i * c .. i * c + c of the shared file, after one wave of other prompts, and a wave's time includes reading
-its prompts. In `closed`, `concurrency` requests are in flight all the time, and what is measured is the part of the
-run in which all of them are. Every answer has exactly `--max-tokens` tokens, except the first ones of a closed loop.
-In `steps`, waves of 8 and of 136 tokens are timed: their difference is what steps take without reading prompts. Every
-wave, and every closed loop, drafts with a memory of its own. Clients run in processes of their own.
+its prompts. In `closed`, `concurrency` requests are in flight all the time, and the part of the run in which all of
+them are is measured. Every answer has exactly `--max-tokens` tokens, except the first ones of a closed loop. In
+`steps`, waves of 8 and of 136 tokens are timed: their difference is the time of steps without reading prompts. Every
+wave and every closed loop has its own tenant, so that drafts remember nothing. Clients run in their own processes.
 
-With `--address` a target that runs already is measured, and each request of the plain mode asks for no drafts.
+With `--address` a target that runs already is measured, and the requests of the plain mode turn drafts off.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -34,21 +34,16 @@ from typing import Any
 from benchmarks.serving.clients import Clients
 from benchmarks.serving.figures import LONG, SHORT, closed_figures, line, step_figures, wave_figures
 from benchmarks.serving.services import DraftSettings, TargetSettings, service
-from benchmarks.shared.report import parser_of, settings_of, write_json
+from benchmarks.shared.report import comma_separated, parser_of, settings_of, show, write_json
 from benchmarks.shared.workload import Prompt, closed_requests, folder_of, random_prompts, read_prompts, wave
 
-# Memory of the GPU that services share which are up at once.
+# Share of the GPU's memory for all services that are up at once.
 _SHARED_MEMORY = 0.8
-
-
-def say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 @dataclass
 class Session:
-    """What is measured, and the figures so far."""
+    """The options and prompts of a run, and its figures so far."""
 
     options: argparse.Namespace
     prompts: Sequence[Prompt]
@@ -62,7 +57,7 @@ class Session:
                 figures = measured(subjects, concurrency)
                 for mode, row in figures.items():
                     self.rows.append({"arrangement": arrangement, "mode": mode, "concurrency": concurrency, **row})
-                    say(line(self.rows[-1]))
+                    show(line(self.rows[-1]))
                     steps = getattr(subjects[mode], "steps", None)
                     if steps is not None:
                         self._note_steps(steps)
@@ -75,7 +70,7 @@ class Session:
             for mode in subjects if number % 2 else reversed(subjects):
                 how = {"speculate": mode != "plain", "tenant": f"wave-{concurrency}-{number}"}
                 done = subjects[mode].wave(prompts, count, **how)
-                # The first of each size finds caches cold.
+                # The first wave of each size has cold caches.
                 if number >= 0:
                     measured[mode].append(done)
                 elif hasattr(subjects[mode], "steps"):
@@ -104,12 +99,12 @@ class Session:
         return figures
 
     def _note_steps(self, recorder: Any) -> None:
-        # Only where an engine runs here, which brings torch along.
+        # Imports torch, which only an engine in this process needs.
         from benchmarks.shared import step_recorder
 
         summary = step_recorder.summarise(recorder.take())
         self.rows[-1]["steps"] = summary
-        say("         " + step_recorder.line(summary))
+        show("         " + step_recorder.line(summary))
 
 
 def draft_settings(options: argparse.Namespace, mode: str) -> DraftSettings | None:
@@ -123,13 +118,13 @@ def draft_settings(options: argparse.Namespace, mode: str) -> DraftSettings | No
 
 @contextmanager
 def served(options: argparse.Namespace, modes: Sequence[str], arrangement: str) -> Iterator[dict[str, Clients]]:
-    """Clients of one service per mode, all of them up."""
+    """Clients of a service for each mode; all services are up."""
     more = dict(options.target)
     if len(modes) > 1 and options.device != "cpu" and not {"kv_tokens", "memory_share"} & more.keys():
         more["memory_share"] = round(_SHARED_MEMORY / len(modes), 3)
     settings = TargetSettings(options.model, options.device, options.dtype, more)
     with ExitStack() as stack:
-        # One after another: a target measures what its steps cost when it starts.
+        # One after another: a target measures the times of its steps when it starts.
         addresses = {
             mode: stack.enter_context(service(settings, arrangement, draft_settings(options, mode))) for mode in modes
         }
@@ -137,7 +132,7 @@ def served(options: argparse.Namespace, modes: Sequence[str], arrangement: str) 
 
 
 def run(session: Session) -> None:
-    """Every arrangement."""
+    """Measure every arrangement."""
     options = session.options
     if options.address:
         with Clients(options.address, options.clients) as clients:
@@ -163,17 +158,17 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--concurrency", default="1,8,32,64", type=lambda text: [int(c) for c in text.split(",")])
-    parser.add_argument("--modes", default="plain", type=lambda text: text.split(","), help="plain and drafters' names")
-    parser.add_argument("--loops", default="waves", type=lambda text: text.split(","), help="waves, closed, steps")
-    parser.add_argument("--arrangements", default="engine,own", type=lambda text: text.split(","))
+    parser.add_argument("--concurrency", default="1,8,32,64", type=comma_separated(int))
+    parser.add_argument("--modes", default="plain", type=comma_separated(str), help="plain and drafters' names")
+    parser.add_argument("--loops", default="waves", type=comma_separated(str), help="waves, closed, steps")
+    parser.add_argument("--arrangements", default="engine,own", type=comma_separated(str))
     parser.add_argument("--together", action="store_true", help="services of all modes up at once, taking turns")
     parser.add_argument("--address", default="", help="a running target, of the first arrangement, to measure")
     parser.add_argument("--waves", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=200)
-    parser.add_argument("--prompts", type=int, default=0, help="use only the first so many")
-    parser.add_argument("--prompt-tokens", type=int, default=0, help="random prompts of so many tokens instead")
-    parser.add_argument("--clients", type=int, default=8, help="processes that load comes from")
+    parser.add_argument("--prompts", type=int, default=0, help="use only the first N of the shared prompts")
+    parser.add_argument("--prompt-tokens", type=int, default=0, help="use random prompts of N tokens instead")
+    parser.add_argument("--clients", type=int, default=8, help="client processes")
     parser.add_argument("--head", default="", help="folder of an EAGLE head, for the modes eagle and merged")
     parser.add_argument("--draft-device", default="cpu", help="of eagle, merged and model: cpu, cuda:0, cuda:1")
     parser.add_argument("--draft-flags", default="{}", type=json.loads, help="drafters' settings by section, as JSON")
@@ -187,7 +182,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def prompts_of(options: argparse.Namespace) -> list[Prompt]:
-    """The shared prompts, or random ones enough for the largest wave and its warm-up."""
+    """The shared prompts, or enough random ones for the waves of the largest load and its warm-up."""
     if not options.prompt_tokens:
         return read_prompts(options.model, options.prompts)
     from transformers import AutoConfig
@@ -203,7 +198,7 @@ def main() -> None:
     try:
         run(session)
     finally:
-        # What was measured before something failed is worth keeping.
+        # Rows measured before a failure are kept.
         if options.json is not None:
             from benchmarks.shared.machine import describe
 

@@ -4,11 +4,11 @@
         [--concurrency 1,8,32,64] [--loops waves,closed,steps] [--json FILE]
     ... --shape CONFIG_FOLDER --prompt-tokens 1024     random weights of a config.json's shape
 
-Written for vLLM 0.24.0, which runs beside torch 2.11.0; nothing else here needs it. In-process and without prefix
-caching, so that no answer is remembered, and without a server: `serving.py --arrangements engine` is what compares with
-it. `waves` are `LLM.generate` over a wave's prompts; in `closed` a request is added when another has ended, and times
-are those at which `LLMEngine.step` returned its tokens. With `--shape` weights are vLLM's own random ones: speculation
-is then not worth measuring, and ms per token is what counts.
+Written for vLLM 0.24.0, which needs torch 2.11.0. vLLM runs in this process, without a server and without prefix
+caching, so that no answer is remembered: the comparison is with `serving.py --arrangements engine`. `waves` are
+`LLM.generate` over a wave's prompts; in `closed` a request is added when another has ended, and times are those at
+which `LLMEngine.step` returned its tokens. With `--shape` weights are vLLM's own random ones: then only ms per token
+means something, not speculation.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.serving.figures import LONG, SHORT, Answer, Share, closed_figures, line, step_figures, wave_figures
-from benchmarks.shared.report import parser_of, settings_of, write_json
+from benchmarks.shared.report import comma_separated, parser_of, settings_of, show, write_json
 from benchmarks.shared.workload import Prompt, closed_requests, random_prompts, read_prompts, wave
 
-# Before vLLM is imported: one process, no network, and no FlashInfer for sampling.
+# To be set before vLLM is imported: one process, no network, and no FlashInfer for sampling.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "HF_HUB_OFFLINE": "1",
@@ -64,36 +64,36 @@ class Peer:
     """vLLM behind the interface that `serving.engine.EngineAlone` has."""
 
     def __init__(self, llm: Any, params: Any, delta: Any, *, detokenize: bool) -> None:
-        """`llm` is a `vllm.LLM`, `params` the class of its sampling parameters, `delta` the kind of output that brings
-        new tokens only."""
+        """`llm` is a `vllm.LLM`, `params` the class of its sampling parameters, and `delta` the kind of output with
+        only the new tokens."""
         self._llm, self._params, self._delta, self._detokenize = llm, params, delta, detokenize
         self._number = 0
 
     def wave(self, prompts: Sequence[Prompt], max_tokens: int) -> tuple[float, list[Answer]]:
-        """Seconds for all, and their answers, of which only the ends are known."""
-        asked = [{"prompt_token_ids": list(ids)} for ids in prompts]
+        """Seconds for all, and their answers, of which only the end is known."""
+        inputs = [{"prompt_token_ids": list(ids)} for ids in prompts]
         begin, started = time.perf_counter(), time.monotonic()
-        outputs = self._llm.generate(asked, self._sampling(max_tokens), use_tqdm=False)
+        outputs = self._llm.generate(inputs, self._sampling(max_tokens), use_tqdm=False)
         seconds, ended = time.perf_counter() - begin, time.monotonic()
         return seconds, [Answer(started, [ended], [len(one.outputs[0].token_ids)]) for one in outputs]
 
     def closed(self, requests: Sequence[tuple[Prompt, int]], concurrency: int) -> list[Share]:
-        """`concurrency` in flight: where an answer ends, the next request begins."""
+        """Keep `concurrency` requests in flight: when an answer ends, the next request begins."""
         waiting = iter(requests)
         answers: dict[str, Answer] = {}
         for _ in range(concurrency):
             self._add(*next(waiting), answers)
-        left = len(requests)
-        while left:
+        remaining = len(requests)
+        while remaining:
             for output in self._llm.llm_engine.step():
                 now, tokens = time.monotonic(), len(output.outputs[0].token_ids)
                 if tokens:
-                    # Some versions add a suffix of their own to a request's name.
+                    # Some versions add a suffix to a request's name.
                     answer = answers[output.request_id.partition("-")[0]]
                     answer.times.append(now)
                     answer.counts.append(tokens)
                 if output.finished:
-                    left -= 1
+                    remaining -= 1
                     following = next(waiting, None)
                     if following is not None:
                         self._add(*following, answers)
@@ -121,27 +121,25 @@ def measure(peer: Peer, prompts: Sequence[Prompt], options: argparse.Namespace, 
                     peer.wave(wave(prompts, number, concurrency), options.max_tokens)
                     for number in range(-1, options.waves)
                 ]
-                # The first of each size finds caches cold. Times within an answer are not known.
+                # The first wave of each size has cold caches. Times within an answer are not known.
                 figures = wave_figures(done[1:]) | {"first_token_ms": None, "token_ms": None}
             elif loop == "steps":
                 waves = [wave(prompts, number, concurrency) for number in range(-1, options.waves)]
-                timed = [[peer.wave(asked, count)[0] for count in (SHORT, LONG)] for asked in waves]
+                timed = [[peer.wave(one, count)[0] for count in (SHORT, LONG)] for one in waves]
                 figures = step_figures(concurrency, [(shorter, longer) for shorter, longer in timed[1:]])
             else:
                 requests = closed_requests(prompts, concurrency, options.max_tokens)
                 figures = closed_figures(peer.closed(requests, concurrency))
             name = {"arrangement": "vllm", "mode": options.mode, "concurrency": concurrency}
             rows.append(name | figures)
-            sys.stdout.write(line(rows[-1]) + "\n")
-            sys.stdout.flush()
+            show(line(rows[-1]))
 
 
-def prompts_of(options: argparse.Namespace) -> list[Prompt]:
-    """Those of `serving.py` with the same settings."""
+def prompts_of(options: argparse.Namespace, count: int) -> list[Prompt]:
+    """The prompts of `serving.py`: the shared ones, or `count` random ones."""
     if not options.prompt_tokens:
         return read_prompts(options.model, 0)
     config = json.loads((Path(options.shape or options.model) / "config.json").read_text())
-    count = (options.waves + 1) * max(options.concurrency)
     return random_prompts(count, options.prompt_tokens, config["vocab_size"])
 
 
@@ -159,29 +157,38 @@ def describe_peer() -> dict[str, str]:
     }
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = parser_of(__doc__)
+def engine_parser(doc: str | None) -> argparse.ArgumentParser:
+    """A parser with the options of an engine and its prompts; see `checked`."""
+    parser = parser_of(doc)
     parser.add_argument("--model", default="", help="folder of a model with its tokenizer")
     parser.add_argument("--shape", default="", help="folder with a config.json, for random weights")
-    parser.add_argument("--mode", default="plain", choices=("plain", "ngram"))
-    parser.add_argument("--concurrency", default="1,8,32,64", type=lambda text: [int(c) for c in text.split(",")])
-    parser.add_argument(
-        "--loops", default="waves,closed", type=lambda text: text.split(","), help="waves, closed, steps"
-    )
-    parser.add_argument("--waves", type=int, default=3)
+    parser.add_argument("--prompt-tokens", type=int, default=0, help="of random prompts")
     parser.add_argument("--max-tokens", type=int, default=200)
-    parser.add_argument("--prompt-tokens", type=int, default=0, help="random prompts of so many tokens")
-    parser.add_argument("--ngram-tokens", type=int, default=5, help="tokens that n-gram speculation proposes")
+    parser.add_argument("--ngram-tokens", type=int, default=5, help="tokens that vLLM's n-gram speculation proposes")
     parser.add_argument("--engine", default="{}", type=json.loads, help="more arguments of vllm.LLM, as JSON")
+    return parser
+
+
+def checked(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options of an `engine_parser`. Ends the script if they name no model."""
     options = parser.parse_args(arguments)
     if bool(options.model) == bool(options.shape) or (options.shape and not options.prompt_tokens):
         parser.error("name a --model, or a --shape with --prompt-tokens")
     return options
 
 
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = engine_parser(__doc__)
+    parser.add_argument("--mode", default="plain", choices=("plain", "ngram"))
+    parser.add_argument("--concurrency", default="1,8,32,64", type=comma_separated(int))
+    parser.add_argument("--loops", default="waves,closed", type=comma_separated(str), help="waves, closed, steps")
+    parser.add_argument("--waves", type=int, default=3)
+    return checked(parser, arguments)
+
+
 def main() -> None:
     options = parse()
-    prompts = prompts_of(options)
+    prompts = prompts_of(options, (options.waves + 1) * max(options.concurrency))
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from vllm import LLM, SamplingParams
@@ -193,7 +200,7 @@ def main() -> None:
         peer = Peer(llm, SamplingParams, RequestOutputKind.DELTA, detokenize=not options.shape)
         measure(peer, prompts, options, rows)
     finally:
-        # What was measured before something failed is worth keeping.
+        # Rows measured before a failure are kept.
         settings = settings_of(options)
         document = {"machine": describe_peer(), "settings": settings, "cores": os.cpu_count(), "results": rows}
         write_json(options.json, document)

@@ -1,1 +1,1 @@
-"""What several benchmarks use: the machine's description, prompts, random models, plots."""
+"""What several benchmarks share: options and reports, prompts, processes, random models, plots."""

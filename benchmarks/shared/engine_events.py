@@ -1,4 +1,4 @@
-"""What an engine in this process tells between its steps."""
+"""Receives the events of an engine that runs in this process."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ _TIMEOUT_SECONDS = 600.0
 
 
 class EngineEvents:
-    """Hands verdicts on, and keeps ends until somebody waits for them. `note` is what an engine is started with."""
+    """Passes verdicts on at once, and queues finished sequences. `deliver` is what an engine is started with."""
 
-    def __init__(self, say: Callable[[Verdict], None]) -> None:
-        """`say` is called in the engine's thread."""
-        self._say = say
-        self._ended: queue.Queue[SequenceFinished | Exception] = queue.Queue()
+    def __init__(self, on_verdict: Callable[[Verdict], None]) -> None:
+        """`on_verdict` is called in the engine's thread."""
+        self._on_verdict = on_verdict
+        self._finished: queue.Queue[SequenceFinished | Exception] = queue.Queue()
 
-    def note(self, events: list[SequenceEvent]) -> None:
+    def deliver(self, events: list[SequenceEvent]) -> None:
         """Called by the engine's thread, between its steps."""
         for event in events:
             if isinstance(event, Verdict):
-                self._say(event)
+                self._on_verdict(event)
             elif isinstance(event, SequenceFinished):
-                self._ended.put(event)
+                self._finished.put(event)
             else:
-                self._ended.put(RuntimeError(f"a sequence failed: {event}"))
+                self._finished.put(RuntimeError(f"a sequence failed: {event}"))
 
     def wait(self) -> SequenceFinished:
-        """The next sequence that has ended.
+        """Wait for the next sequence to finish.
 
         Raises:
             RuntimeError: it failed.
-            queue.Empty: none ended for ten minutes.
+            queue.Empty: none finished for ten minutes.
         """
-        ended = self._ended.get(timeout=_TIMEOUT_SECONDS)
-        if isinstance(ended, Exception):
-            raise ended
-        return ended
+        finished = self._finished.get(timeout=_TIMEOUT_SECONDS)
+        if isinstance(finished, Exception):
+            raise finished
+        return finished

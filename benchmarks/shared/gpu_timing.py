@@ -1,4 +1,4 @@
-"""How long launches take on a GPU, without what the host needs to ask for them."""
+"""How long launches take on a GPU, without the host's time to launch them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 
 from benchmarks.shared.report import median_and_spread
 
-# Replays that are not counted: clocks rise, and memory is seen for the first time.
+# Replays that are not counted: clocks rise, and memory is touched for the first time.
 _WARM = 3
 
 
 def captured_us(launches: Sequence[Callable[[], object]], replays: int = 11) -> tuple[float, float]:
-    """Median and quartile distance of one of these launches, in microseconds, over replays of a graph that holds each
-    of them once."""
+    """Microseconds of one of these launches: median and distance of the quartiles over replays of a CUDA graph that has
+    each of them once."""
     launches[0]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

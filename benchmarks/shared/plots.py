@@ -1,5 +1,5 @@
-"""Draws the figures of docs/performance.md that were measured on a GPU from their JSON files, as PNGs beside them; and
-what speculation makes at the cost of an 8B model, for the README, from those of the widened model.
+"""Draws the GPU figures of docs/performance.md from their JSON files, as PNGs beside them; and the README's figure of
+speculation at the cost of an 8B model, from the JSON files of the widened model.
 
     python -m benchmarks.shared.plots [--results benchmarks/results] [--prefix 2026-11-21-h200-]
     python -m benchmarks.shared.plots --widened docs/speed8b.png
@@ -11,25 +11,26 @@ import argparse
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-# matplotlib is no requirement of the benchmarks themselves, and nothing else here needs it.
+# Only this script needs matplotlib, which is no requirement of the benchmarks.
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
 # Milliseconds in which 4.3 TB/s read the 15.0 GB of weights of a Llama-3.1-8B shape.
 FLOOR_8B_MS = 3.49
-# The least share of plain decoding's speed that asking for drafts may leave.
+# The least share of plain decoding's speed with drafts.
 LEAST_RATIO = 0.98
 
 Row = dict[str, Any]
 
 
-def rows(document: dict[str, Any], **wanted: str) -> list[Row]:
-    """The results in which every named field has the value wanted."""
+def rows(document: dict[str, Any], **fields: object) -> list[Row]:
+    """The results with these values in the named fields."""
     found: list[Row] = document["results"]
-    return [row for row in found if all(row[name] == value for name, value in wanted.items())]
+    return [row for row in found if all(row[name] == value for name, value in fields.items())]
 
 
 def axis(title: str, label: str) -> tuple[Figure, Axes]:
@@ -43,7 +44,7 @@ def axis(title: str, label: str) -> tuple[Figure, Axes]:
 
 
 def name_levels(drawn: Axes, levels: Iterable[int]) -> None:
-    """Concurrency by doublings, with the levels measured named."""
+    """A logarithmic axis of concurrency, with a tick for each level measured."""
     drawn.set_xscale("log", base=2)
     drawn.xaxis.set_major_locator(FixedLocator(sorted(set(levels))))
     drawn.xaxis.set_minor_locator(NullLocator())
@@ -51,7 +52,7 @@ def name_levels(drawn: Axes, levels: Iterable[int]) -> None:
 
 
 def line(drawn: Axes, measured: Sequence[Row], middle: str, least: str, most: str, label: str) -> None:
-    """A point per concurrency, with what the slowest and the fastest repeat made."""
+    """A point for each concurrency, with a bar from the slowest to the fastest repeat."""
     levels = [row["concurrency"] for row in measured]
     values = [row[middle] for row in measured]
     below = [row[middle] - row[least] for row in measured]
@@ -99,8 +100,7 @@ def load_curve(document: dict[str, Any]) -> Figure:
     return figure
 
 
-# What is drawn of the widened model: a name, the mode of the rows, and the runs that they are of, each with plain
-# decoding beside it.
+# Bars of the widened model: a label, the mode of the rows, and their runs, each of which measured plain decoding too.
 WIDENED = (
     ("one GPU: lookup and a trie (H200)", "trie", ("2026-11-23-h200-widened-eighth", "2026-11-24-h200-widened-ninth")),
     ("one GPU: lookup, trie and EAGLE head (H200)", "merged", ("2026-11-23-h200-widened-eighth",)),
@@ -110,8 +110,8 @@ WIDENED_LOADS = (1, 8, 32)
 
 
 def widened(read: Callable[[str], dict[str, Any]]) -> Figure:
-    """Greedy answers as whole, others' prompts in between, to plain decoding of the same run: bars are means of the
-    runs, and lines reach from the least to the largest."""
+    """Speed of whole greedy answers, others' prompts in between, relative to plain decoding of the same run: bars are
+    means of the runs, and lines reach from the least to the largest."""
     figure = Figure(figsize=(7.2, 3.8), layout="constrained")
     drawn = figure.subplots()
     width = 0.8 / len(WIDENED)
@@ -123,9 +123,10 @@ def widened(read: Callable[[str], dict[str, Any]]) -> Figure:
                 for row in rows(read(name), temperature=0.0, prompts="new")
             }
             runs.append([found[mode, load] / found["plain", load] for load in WIDENED_LOADS])
-        ratios = [sum(of_load) / len(runs) for of_load in zip(*runs, strict=True)]
-        below = [ratio - min(of_load) for ratio, of_load in zip(ratios, zip(*runs, strict=True), strict=True)]
-        above = [max(of_load) - ratio for ratio, of_load in zip(ratios, zip(*runs, strict=True), strict=True)]
+        by_load = list(zip(*runs, strict=True))
+        ratios = [fmean(of_load) for of_load in by_load]
+        below = [ratio - min(of_load) for ratio, of_load in zip(ratios, by_load, strict=True)]
+        above = [max(of_load) - ratio for ratio, of_load in zip(ratios, by_load, strict=True)]
         places = [place + (number - (len(WIDENED) - 1) / 2) * width for place in range(len(WIDENED_LOADS))]
         drawn.bar(places, ratios, width, yerr=[below, above], capsize=3, label=label)
         for place, ratio, top in zip(places, ratios, above, strict=True):
@@ -143,7 +144,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=Path(__file__).parents[1] / "results")
     parser.add_argument("--prefix", default="2026-11-21-h200-")
-    parser.add_argument("--widened", type=Path, help="draw what speculation makes at 8B cost to this file, and no more")
+    parser.add_argument("--widened", type=Path, help="draw only the figure of speculation at 8B cost, to this file")
     options = parser.parse_args()
     if options.widened:
         results: Path = options.results

@@ -1,35 +1,33 @@
-"""Writes a model of a real shape with random weights, and an EAGLE-3 head for it, so that services can be measured at
-real size where no weights are to be had.
+"""Writes a model of a real shape with random weights, and an EAGLE-3 head for it: services at real size where there are
+no real weights.
 
     python -m benchmarks.shared.random_model FOLDER --shape llama-8b [--head FOLDER] [--device cuda] [--tokenizer NAME]
 
 `outrider target --model FOLDER` then serves it: config.json, bfloat16 safetensors, and the tokenizer of `--tokenizer`,
-whose vocabulary may be smaller than the model's. What such a model says means nothing, what it costs is real.
+whose vocabulary may be smaller than the model's. The text of such a model means nothing, its cost is real.
 
 Weights are drawn as Llama's are before training (standard deviation 0.02), those that write to the residual stream
-smaller by the square root of how many do. The output embedding is the input embedding shifted by 7,907 ids, so that
-after token t the model says token t + 7907, by a wide margin. With weights that are random there too, near-ties would
-be so common that passes of other shapes, which round differently, would soon say other tokens.
-A model with tied embeddings has no such shift, and repeats its last token.
+smaller by the square root of their number. The output embedding is the input embedding shifted by 7,907 ids, so that
+token t is followed by token t + 7907, by a wide margin. With random weights there too, near-ties would be so common
+that passes of other shapes, which round differently, would soon emit other tokens. A model with tied embeddings has no
+such shift, and repeats its last token.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import shutil
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
+from benchmarks.shared.model_folder import copy_files, write_weights
+from benchmarks.shared.report import show
 from draft_service.eagle.checkpoint import save_head
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_config import HeadConfig
@@ -39,8 +37,6 @@ STANDARD_DEVIATION = 0.02
 # Of the output embedding: large enough for a margin of dozens, small enough for bfloat16 to be finite by far.
 _OUTPUT_SCALE = 0.02
 _SHIFT = 7907
-# Written at once; half of it lies in memory twice.
-_SHARD_BYTES = 2 << 30
 _DRAFT_VOCABULARY = 32000
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": {
@@ -63,7 +59,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 4096,
     },
 }
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
 def read_shape(name: str) -> Any:
@@ -85,7 +80,7 @@ def tensors_of(config: Any, device: str) -> Iterator[tuple[str, Tensor]]:
     for name, shape in shapes.items():
         weight = torch.empty(shape, dtype=torch.bfloat16, device=device)
         if weight.ndim == 1:
-            # Norms; biases are nothing.
+            # Norms are 1, biases 0.
             weight.fill_(float(name.endswith("norm.weight")))
         elif name.endswith("lm_head.weight") and embedding is not None:
             weight = embedding.roll(_SHIFT % len(embedding), dims=0) * _OUTPUT_SCALE
@@ -99,34 +94,10 @@ def tensors_of(config: Any, device: str) -> Iterator[tuple[str, Tensor]]:
 
 def write_model(folder: Path, config: Any, tokenizer: str, device: str) -> int:
     """Write the model and the tokenizer's files. Returns bytes of weights."""
-    folder.mkdir(parents=True, exist_ok=True)
-    index: dict[str, str] = {}
-    shard: dict[str, Tensor] = {}
-    total = held = 0
-
-    def flush() -> None:
-        nonlocal held
-        name = f"model-{len(set(index.values())) + 1:05d}.safetensors"
-        save_file(shard, folder / name, metadata={"format": "pt"})
-        index.update(dict.fromkeys(shard, name))
-        shard.clear()
-        held = 0
-
-    for name, weight in tensors_of(config, device):
-        size = weight.numel() * weight.element_size()
-        if shard and held + size > _SHARD_BYTES:
-            flush()
-        shard[name] = weight.contiguous().cpu()
-        held, total = held + size, total + size
-    flush()
-    layout = {"metadata": {"total_size": total}, "weight_map": index}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(layout) + "\n")
+    total = write_weights(folder, tensors_of(config, device))
     config.architectures = ["LlamaForCausalLM"] if config.model_type == "llama" else config.architectures
     config.save_pretrained(folder)
-    source = Path(resolve(tokenizer))
-    for name in _TOKENIZER_FILES:
-        if (source / name).exists():
-            shutil.copy(source / name, folder / name)
+    copy_files(Path(resolve(tokenizer)), folder)
     return total
 
 
@@ -152,8 +123,8 @@ def write_head(folder: Path, config: Any, device: str) -> None:
     with torch.device("meta"):
         head = EagleHead(shape, torch.arange(vocabulary, device="cpu"))
     head.to_empty(device=device)
-    # Buffers and all else that is not drawn anew.
     ids = None if vocabulary == config.vocab_size else torch.arange(vocabulary, device=device)
+    # A buffer, which no parameter of the loop below is.
     head.token_ids = ids
     generator = torch.Generator(device).manual_seed(1)
     for parameter in head.parameters():
@@ -169,7 +140,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--shape", default="llama-8b", help=f"{', '.join(SHAPES)}, or a config.json")
     parser.add_argument("--head", type=Path, help="also write an EAGLE-3 head here")
-    parser.add_argument("--tokenizer", default="smollm2-135m-instruct", help="model whose tokenizer is taken along")
+    parser.add_argument("--tokenizer", default="smollm2-135m-instruct", help="model whose tokenizer is copied")
     parser.add_argument(
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to draw weights"
     )
@@ -178,7 +149,7 @@ def main() -> None:
     written = write_model(options.folder, config, options.tokenizer, options.device)
     if options.head is not None:
         write_head(options.head, config, options.device)
-    sys.stdout.write(f"{written / 1e9:.2f} GB of weights in {time.perf_counter() - begin:.1f} s\n")
+    show(f"{written / 1e9:.2f} GB of weights in {time.perf_counter() - begin:.1f} s")
 
 
 if __name__ == "__main__":

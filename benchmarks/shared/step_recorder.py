@@ -1,4 +1,4 @@
-"""An `EngineObserver` that keeps what every step cost, and says it in a line."""
+"""An `EngineObserver` that keeps what every step cost, and a summary of that."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class StepRecorder:
         """Nothing to keep."""
 
     def take(self) -> list[tuple[int, StepStats]]:
-        """What was kept, which is then forgotten."""
+        """Return and drop the recorded steps."""
         taken, self._steps = self._steps, []
         return taken
 
 
 def summarise(steps: Sequence[tuple[int, StepStats]]) -> dict[str, Any]:
-    """Of steps without and with prompt rows: how many, rows, and medians of milliseconds, whole and by phase.
+    """Of steps without and with prompt rows: their number, rows, and medians of milliseconds, in all and by phase.
 
-    `interval` is from the end of the step before to the end of this one, which holds what no phase does.
+    `interval_ms` is from the end of the step before to the end of this one, and so has what no phase has.
     """
     kinds: dict[str, list[tuple[StepStats, float]]] = {"decode": [], "prompt": []}
     previous = None
@@ -68,7 +68,7 @@ def _summary(steps: Sequence[tuple[StepStats, float]]) -> dict[str, Any]:
 
 
 def line(summary: dict[str, Any]) -> str:
-    """The summary in words, without phases that take no time."""
+    """A summary as one line, without phases that take no time."""
     parts = []
     for kind, of_kind in summary.items():
         phases = " ".join(f"{name} {ms:.3f}" for name, ms in of_kind["ms"].items() if ms >= 5e-4)

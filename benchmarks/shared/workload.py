@@ -1,17 +1,18 @@
-"""The prompts that benchmarks ask, in the order in which every engine under comparison gets them."""
+"""The prompts of the benchmarks, in the order in which every engine under comparison gets them."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 TASK_FILE = Path(__file__).parents[1] / "prompts.jsonl"
 LONGEST_PROMPT = 3500
-# Random prompts keep to ids that every vocabulary of a real model has.
+# Random prompts have ids that the vocabulary of every real model has.
 _LOWEST_ID, _HIGHEST_ID = 1000, 30000
 
 Prompt = tuple[int, ...]
@@ -19,7 +20,7 @@ Prompt = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a user says, turn by turn."""
+    """The turns of a user, and the kind of task that they are."""
 
     task: str
     turns: tuple[str, ...]
@@ -35,16 +36,32 @@ def read_conversations() -> list[Conversation]:
 
 
 def chat_tokens(tokenizer: Any, messages: Sequence[dict[str, str]]) -> Prompt:
-    """Token ids of a conversation, up to where the model begins to speak."""
+    """Token ids of a conversation, up to where the model's answer begins."""
     ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)["input_ids"]
     return tuple(ids)
+
+
+def first_turn_tokens(tokenizer: Any, conversation: Conversation) -> Prompt:
+    """Token ids of a conversation's first turn, up to where the model's answer begins."""
+    return chat_tokens(tokenizer, [{"role": "user", "content": conversation.turns[0]}])
+
+
+def first_of_each_task(conversations: Iterable[Conversation], count: int) -> list[Conversation]:
+    """The first `count` of each task; all for 0."""
+    taken = Counter[str]()
+    chosen = []
+    for one in conversations:
+        taken[one.task] += 1
+        if not count or taken[one.task] <= count:
+            chosen.append(one)
+    return chosen
 
 
 def folder_of(model: str) -> str:
     """The folder of a known model, a folder itself, or a hub id."""
     if Path(model).is_dir():
         return model
-    # Peers run where the target's own requirements are not installed.
+    # vLLM runs where the target's requirements are not installed.
     from target_service.model.loading.store import resolve
 
     return str(resolve(model))
@@ -55,12 +72,22 @@ def read_prompts(model: str, limit: int) -> list[Prompt]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder_of(model))
-    asked = (chat_tokens(tokenizer, [{"role": "user", "content": one.turns[0]}]) for one in read_conversations())
-    return [ids for ids in asked if len(ids) < LONGEST_PROMPT][: limit or None]
+    prompts = (first_turn_tokens(tokenizer, one) for one in read_conversations())
+    return [ids for ids in prompts if len(ids) < LONGEST_PROMPT][: limit or None]
+
+
+def short_prompts(tokenizer: Any, per_task: int, longest: int) -> list[tuple[str, Prompt]]:
+    """(task, token ids) of the first turns of each task's first `per_task` prompts of at most `longest` tokens."""
+    by_task: dict[str, list[Prompt]] = {}
+    for one in read_conversations():
+        found = by_task.setdefault(one.task, [])
+        if len(found) < per_task and len(ids := first_turn_tokens(tokenizer, one)) <= longest:
+            found.append(ids)
+    return [(task, ids) for task, found in by_task.items() for ids in found]
 
 
 def random_prompts(count: int, tokens: int, vocabulary_size: int) -> list[Prompt]:
-    """Prompts of random ids, the same for every call: what a model says to them is its own affair."""
+    """Prompts of random ids, the same in every call."""
     dice = random.Random(0)
     low = min(_LOWEST_ID, vocabulary_size // 2)
     high = min(_HIGHEST_ID, vocabulary_size)
@@ -68,8 +95,8 @@ def random_prompts(count: int, tokens: int, vocabulary_size: int) -> list[Prompt
 
 
 def wave(prompts: Sequence[Prompt], number: int, concurrency: int) -> list[Prompt]:
-    """Prompts `number * concurrency` and following, going round. Wave -1 is for warming up: the last ones, which no
-    other wave of a few has."""
+    """The `concurrency` prompts from `number * concurrency` on, beginning again at the end. Wave -1 is for warming up:
+    the last prompts, which none of the first waves has."""
     begin = number * concurrency
     return [prompts[place % len(prompts)] for place in range(begin, begin + concurrency)]
 
@@ -77,7 +104,7 @@ def wave(prompts: Sequence[Prompt], number: int, concurrency: int) -> list[Promp
 def closed_requests(prompts: Sequence[Prompt], concurrency: int, max_tokens: int) -> list[tuple[Prompt, int]]:
     """(prompt, tokens) of every request of a closed loop: `concurrency` to warm up, and max(4 * concurrency, 24) more.
 
-    The first answers are of lengths that rise evenly, so that from then on ends are spread over time.
+    The lengths of the first answers rise evenly, so that the ends of all later ones are spread over time.
     """
     count = concurrency + max(4 * concurrency, 24)
     lengths = [max(1, max_tokens * (place + 1) // concurrency) for place in range(concurrency)]

@@ -1,1 +1,1 @@
-"""Services with a model of real text at a large shape's cost, plain and with every kind of draft."""
+"""Services with a model of real text at the cost of a large shape, plain and with every kind of draft."""

@@ -2,8 +2,8 @@
 
     python -m benchmarks.widened.medusa HEADS MODEL OUT_HEADS [--device cuda]
 
-MODEL is the folder of the large model. The state after its last norm is the small model's, followed by zeros, so a
-residual block takes its place among the first dimensions; in the others it reads zeros and adds nothing.
+MODEL is the folder of the large model. The state after its last norm is the small model's, followed by zeros; so a
+residual block is put in the first dimensions, and adds nothing to the others.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Figures of a run from the target's metrics page: counters and histograms, read before and after it."""
+"""Figures of a run from the target's metrics page, whose counters and histograms are read before and after it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 
 class Series(NamedTuple):
-    """A metric by its name on the page, and the labels that its samples must have; sums over the others."""
+    """A metric by its name on the page and labels of its samples; its value is a sum over all other labels."""
 
     name: str
     labels: tuple[tuple[str, str], ...] = ()
 
 
-# Figures by what they are read from. What a page does not have is null.
+# Sources of the figures. A figure is null where the page does not have its source.
 HITS = Series("outrider_draft_passes_total", (("outcome", "hit"),))
 MISSES = Series("outrider_draft_passes_total", (("outcome", "miss"),))
 IDLE_SECONDS = Series("outrider_device_seconds_total", (("state", "idle"),))
@@ -56,18 +56,18 @@ def read_page(text: str) -> dict[Key, float]:
 
 
 def fetch(url: str) -> dict[Key, float]:
-    """The page as it is now. Raises `OSError` where nobody serves it."""
+    """The current page. Raises `OSError` if it is not served."""
     with urllib.request.urlopen(url, timeout=_READ_SECONDS) as page:
         return read_page(page.read().decode())
 
 
 def difference(before: Page, after: Page) -> dict[Key, float]:
-    """What was added between the two; of gauges this means nothing."""
+    """Increases between two pages; only for counters and histograms."""
     return {key: now - before.get(key, 0.0) for key, now in after.items()}
 
 
 def total(pages: Iterable[Page]) -> dict[Key, float]:
-    """The sum of what several runs added."""
+    """The sum of the increases of several runs."""
     summed: dict[Key, float] = {}
     for page in pages:
         for key, added in page.items():
@@ -83,24 +83,24 @@ def value(page: Page, series: Series) -> float | None:
 
 
 def share(part: float | None, whole: float | None) -> float | None:
-    """part / whole, where both are known and there is a whole."""
+    """part / whole; None if one is not known or the whole is 0."""
     return round(part / whole, 4) if part is not None and whole else None
 
 
 def buckets(page: Page, name: str, **labels: str) -> list[tuple[float, float]]:
-    """(upper bound, how many up to it) of a histogram, by rising bound; empty where there is none."""
-    wanted = set(labels.items())
+    """(upper bound, count up to it) of a histogram, by rising bound; empty if the page has none."""
+    chosen = set(labels.items())
     return sorted(
         (float(dict(its)["le"]), count)
         for (known, its), count in page.items()
-        if known == f"{name}_bucket" and wanted <= set(its)
+        if known == f"{name}_bucket" and chosen <= set(its)
     )
 
 
 def quantile(counted: Sequence[tuple[float, float]], part: float) -> float | None:
-    """The value that `part` of a histogram's observations do not exceed, linear within a bucket; None of none.
+    """The value that `part` of a histogram's observations do not exceed, linear within a bucket; None without any.
 
-    `part` 1 is the upper bound of the last bucket with anything in it; past the last finite bound it is that bound.
+    For `part` 1 it is the upper bound of the last bucket that is not empty. It is at most the last finite bound.
     """
     if not counted or counted[-1][1] <= 0:
         return None
@@ -120,14 +120,14 @@ def _milliseconds(seconds: float | None) -> float | None:
 
 
 def step_figures(spent: Page) -> dict[str, Any]:
-    """What the steps of one or several runs came to; None where the target does not export it.
+    """Figures of the steps of one or several runs; None where the target does not export them.
 
-    Percentiles of waiting are over steps, and no finer than the histogram's buckets.
+    Percentiles of waiting are over steps, and as fine as the histogram's buckets.
     """
     waits, steps = buckets(spent, PHASE, phase="wait"), value(spent, STEPS)
     phases = {phase: spent.get((f"{PHASE}_sum", (("phase", phase),))) for phase in PHASES}
     hits, misses = value(spent, HITS), value(spent, MISSES)
-    met = None if hits is None or misses is None else share(hits, hits + misses)
+    hit_share = None if hits is None or misses is None else share(hits, hits + misses)
     trips = buckets(spent, ROUND_TRIP)
     return {
         "wait_ms": {
@@ -136,7 +136,7 @@ def step_figures(spent: Page) -> dict[str, Any]:
             "p99": _milliseconds(quantile(waits, 0.99)),
             "worst": _milliseconds(quantile(waits, 1.0)),
         },
-        "hit_share": met,
+        "hit_share": hit_share,
         "device_idle_share": share(value(spent, IDLE_SECONDS), value(spent, DEVICE_SECONDS)),
         "steps": steps,
         "step_ms": {

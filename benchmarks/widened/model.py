@@ -1,11 +1,11 @@
-"""Writes a small model and its EAGLE-3 head in a larger shape: the small one's function at the large one's cost.
+"""Writes a small model and its EAGLE-3 head in a larger shape: the small model's function at the large one's cost.
 
     python -m benchmarks.widened.model MODEL_FOLDER HEAD_FOLDER OUT_FOLDER OUT_HEAD [--shape 8b] [--device cuda]
 
-MODEL_FOLDER and HEAD_FOLDER may be names that `outrider model list` and `outrider head list` know. What is written is
-served like any other model, and computes the small one's function: real text and real acceptance, with the bytes and
-the arithmetic of the large shape in every pass. Only rounding differs: in fp32 logits stay within 1e-4 (so the tests);
-in bf16 outputs are close to the small model's, and not always equal.
+MODEL_FOLDER and HEAD_FOLDER may be names that `outrider model list` and `outrider head list` print. The large model is
+served like any other, and computes the small one's function: real text and real acceptance, with the bytes and the
+arithmetic of the large shape in every pass. Only rounding differs: in fp32 logits stay within 1e-4 (as the tests
+check); in bf16 outputs are close to the small model's, and not always equal.
 
 How: hidden dimensions beyond the small width w stay zero in a width of H, and
 - an RMSNorm over H sees a mean square that is w / H of the small one, so its weight and its epsilon shrink likewise;
@@ -14,8 +14,8 @@ How: hidden dimensions beyond the small width w stay zero in a width of H, and
 - heads keep their groups: query head h becomes h // g * G + h % g, with g and G query heads to a key head;
 - layers that are added write nothing to the residual stream.
 
-A weight that reads a live dimension and writes to a dead one is zero. One that reads what is always zero is random, and
-so are gates and queries of what writes nothing: a matrix full of zeros would draw less power than a real one.
+A weight that reads a live dimension and writes to a dead one is zero. Weights that read only zeros are random, and so
+are gates and queries whose output is not used: a matrix of zeros would take less power than a real one.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -33,9 +31,10 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from benchmarks.shared.model_folder import TOKENIZER_FILES, copy_files, write_weights
+from benchmarks.shared.report import show
 from draft_service.checkpoints.target import TargetCheckpoint
 from draft_service.eagle.checkpoint import load_head, save_head
 from draft_service.eagle.head import EagleHead
@@ -45,15 +44,7 @@ from target_service.model.loading.store import resolve
 
 # Of random weights: what Llama models are initialised with.
 _STANDARD_DEVIATION = 0.02
-# Written at once; half of it lies in memory twice.
-_SHARD_BYTES = 2 << 30
-_BESIDE = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
+_COPIED = (*TOKENIZER_FILES, "generation_config.json")
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -107,7 +98,7 @@ class CannotWiden(ValueError):
 
 
 class Widening:
-    """Puts weights of a small shape into those of a large one. All tensors are made on `device`, of `dtype`.
+    """Puts weights of a small shape into those of a large one. All tensors are on `device`, of `dtype`.
 
     Symbols: w, d, f are the small width, head width and inner width, H, D, F the large ones; Q and K the large numbers
     of query and key heads, k the small number of key heads.
@@ -130,7 +121,7 @@ class Widening:
         self._key_heads = list(range(small.kv_heads))
 
     def noise(self, *shape: int) -> Tensor:
-        """Random weights of a shape, for what never reaches an output."""
+        """Random weights of a shape, for those that never affect an output."""
         empty = torch.empty(shape, dtype=self._dtype, device=self._device)
         return empty.normal_(std=_STANDARD_DEVIATION, generator=self._generator)
 
@@ -156,14 +147,14 @@ class Widening:
         return wide
 
     def matrix(self, weight: Tensor, shape: tuple[int, int], rows: Tensor, columns: Tensor, live: Tensor) -> Tensor:
-        """`weight` at `rows` and `columns` of a matrix of `shape`. `live` are all columns that read anything."""
+        """`weight` at `rows` and `columns` of a matrix of `shape`. `live` are all columns whose inputs are not zero."""
         wide = self.noise(*shape)
         wide[:, live] = 0
         wide[rows[:, None], columns[None, :]] = self._cast(weight)
         return wide
 
     def attention(self, get: Get, parts: int = 1) -> dict[str, Tensor]:
-        """The four projections. `parts` hidden vectors stand side by side in what queries, keys and values read."""
+        """The four projections. Queries, keys and values read `parts` concatenated hidden vectors."""
         small, wide = self._small, self._wide
         reads = self.side_by_side(parts)
         q_size, kv_size = wide.heads * wide.head_dim, wide.kv_heads * wide.head_dim
@@ -171,18 +162,18 @@ class Widening:
         turned, plain = self._rotary_places(), torch.arange(small.head_dim, device=self._device)
         queries, keys = self._places(self._query_heads, turned), self._places(self._key_heads, turned)
         values, outputs = self._places(self._key_heads, plain), self._places(self._query_heads, plain)
-        # Spare query heads of a small key head put out its values, which must not be read.
+        # Added query heads of a small key head output its values, which must not be read.
         of_small_keys = torch.arange(small.kv_heads * wide.group * wide.head_dim, device=self._device)
-        louder = get("q_proj").float() * math.sqrt(wide.head_dim / small.head_dim)
+        scaled = get("q_proj").float() * math.sqrt(wide.head_dim / small.head_dim)
         return {
-            "q_proj": self.matrix(louder, (q_size, width), queries, reads, reads),
+            "q_proj": self.matrix(scaled, (q_size, width), queries, reads, reads),
             "k_proj": self.matrix(get("k_proj"), (kv_size, width), keys, reads, reads),
             "v_proj": self.matrix(get("v_proj"), (kv_size, width), values, reads, reads),
             "o_proj": self.matrix(get("o_proj"), (wide.hidden, q_size), self.live, outputs, of_small_keys),
         }
 
     def mlp(self, get: Get) -> dict[str, Tensor]:
-        """The three matrices of a gated MLP. Added units put out nothing: what goes up in them is zero."""
+        """The three matrices of a gated MLP. Added units output nothing: their up projection is zero."""
         inner, hidden = self._wide.inner, self._wide.hidden
         gate = self.matrix(get("gate_proj"), (inner, hidden), self._inner, self.live, self.live)
         added = inner - self._small.inner
@@ -194,7 +185,7 @@ class Widening:
         }
 
     def idle_layer(self) -> dict[str, Tensor]:
-        """A layer that writes nothing."""
+        """A layer that adds nothing to the residual stream."""
         wide = self._wide
         hidden, inner = wide.hidden, wide.inner
         q_size, kv_size = wide.heads * wide.head_dim, wide.kv_heads * wide.head_dim
@@ -204,11 +195,11 @@ class Widening:
         return layer | {"o_proj": self.zeros(hidden, q_size), "down_proj": self.zeros(hidden, inner)}
 
     def side_by_side(self, parts: int) -> Tensor:
-        """[parts * w] the live dimensions of `parts` large vectors that are joined."""
+        """[parts * w] the live dimensions of `parts` concatenated large vectors."""
         return torch.cat([self.live + part * self._wide.hidden for part in range(parts)])
 
     def _rotary_places(self) -> Tensor:
-        """[d] Where a head's dimensions go so that each pair keeps its frequency."""
+        """[d] places of a head's dimensions with which each pair keeps its frequency."""
         half, stretch = self._small.head_dim // 2, self._wide.head_dim // self._small.head_dim
         first = torch.arange(half, device=self._device) * stretch
         return torch.cat([first, first + self._wide.head_dim // 2])
@@ -246,8 +237,10 @@ def wide_tensors(
 
 
 def _module(name: str) -> str:
-    """Where a layer keeps a weight."""
-    return f"self_attn.{name}" if name in _ATTENTION else f"mlp.{name}" if name in _MLP else name
+    """The module of a layer that has this weight."""
+    if name in _ATTENTION:
+        return f"self_attn.{name}"
+    return f"mlp.{name}" if name in _MLP else name
 
 
 def wide_config(config: Mapping[str, Any], shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
@@ -280,47 +273,10 @@ def widen_model(source: Path, folder: Path, shape: Shape, device: str, dtype: to
     config = json.loads((source / "config.json").read_text())
     if config["model_type"] != "llama" or config.get("attention_bias") or config.get("mlp_bias"):
         raise CannotWiden(f"{source}: only Llama models without biases can be widened")
-    folder.mkdir(parents=True, exist_ok=True)
-    writer = _ShardWriter(folder)
-    for name, weight in wide_tensors(config, read_tensors(source), shape, device, dtype):
-        writer.add(name, weight)
-    total = writer.finish()
+    total = write_weights(folder, wide_tensors(config, read_tensors(source), shape, device, dtype))
     (folder / "config.json").write_text(json.dumps(wide_config(config, shape, dtype), indent=1) + "\n")
-    for name in _BESIDE:
-        if (source / name).exists():
-            shutil.copy(source / name, folder / name)
+    copy_files(source, folder, _COPIED)
     return total
-
-
-class _ShardWriter:
-    """Weights in files of about two gigabytes, and the index of them."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._index: dict[str, str] = {}
-        self._shard: dict[str, Tensor] = {}
-        self._files = self._held = self._total = 0
-
-    def add(self, name: str, weight: Tensor) -> None:
-        size = weight.numel() * weight.element_size()
-        if self._shard and self._held + size > _SHARD_BYTES:
-            self._flush()
-        self._shard[name] = weight.contiguous().cpu()
-        self._held, self._total = self._held + size, self._total + size
-
-    def finish(self) -> int:
-        """Bytes of everything that was added."""
-        self._flush()
-        layout = {"metadata": {"total_size": self._total}, "weight_map": self._index}
-        (self._folder / "model.safetensors.index.json").write_text(json.dumps(layout) + "\n")
-        return self._total
-
-    def _flush(self) -> None:
-        self._files += 1
-        name = f"model-{self._files:05d}.safetensors"
-        save_file(self._shard, self._folder / name, metadata={"format": "pt"})
-        self._index |= dict.fromkeys(self._shard, name)
-        self._shard, self._held = {}, 0
 
 
 def widen_head(
@@ -334,7 +290,7 @@ def widen_head(
     with torch.device("meta"):
         wide = EagleHead(config, None if small.token_ids is None else small.token_ids.to("cpu"))
     wide.to_empty(device="cpu")
-    # Computed, not loaded, and empty so far.
+    # Computed, not loaded.
     wide.rotary = EagleHead(replace(config, vocab_size=1, draft_vocab_size=1)).rotary
     wide.token_ids = small.token_ids
     wide = wide.to(dtype).requires_grad_(False)
@@ -352,7 +308,7 @@ def _check_head(config: HeadConfig) -> None:
 
 
 def wide_head_config(config: HeadConfig, shape: Shape, small_model: Shape) -> HeadConfig:
-    """The head's configuration in the large shape. The state after the last norm stays the one after the last norm."""
+    """The head's configuration in the large shape. If it reads the state after the last norm, it still does."""
     layers = config.layers_of(small_model.layers)
     return replace(
         config,
@@ -404,7 +360,7 @@ def main() -> None:
     model = Path(resolve(options.model))
     written = widen_model(model, options.out, shape, options.device, dtype)
     widen_head(head_source(options.head), model, options.out_head, options.out, shape, options.device, dtype)
-    sys.stdout.write(f"{written / 1e9:.2f} GB of weights and a head in {time.perf_counter() - begin:.1f} s\n")
+    show(f"{written / 1e9:.2f} GB of weights and a head in {time.perf_counter() - begin:.1f} s")
 
 
 if __name__ == "__main__":

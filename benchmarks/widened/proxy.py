@@ -1,4 +1,4 @@
-"""A proxy between two services on one machine that adds latency: bytes arrive later, in order and in full."""
+"""A proxy between two services on one machine that adds latency, and keeps all bytes in order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-# Bytes read at once; chosen, not measured.
+# Bytes read at once. Chosen.
 _PIECE = 1 << 18
 # An empty piece is the end of a direction.
 _Pieces = queue.SimpleQueue[tuple[float, bytes]]
@@ -19,8 +19,7 @@ _Pieces = queue.SimpleQueue[tuple[float, bytes]]
 class DelayProxy:
     """Forwards from one Unix socket to another. `seconds` are added to a round trip, half each way.
 
-    Bytes travel without waiting for each other, as over a line with that delay and no limit to its bandwidth. The
-    threads that forward them take time of their own, which is not taken off.
+    It is like a line with that delay and unlimited bandwidth. The forwarding threads add some time.
     """
 
     def __init__(self, listen: Path, connect: Path, seconds: float) -> None:
@@ -56,10 +55,10 @@ class DelayProxy:
             self._open += [near, far]
             for source, sink in ((near, far), (far, near)):
                 pieces: _Pieces = queue.SimpleQueue()
-                threading.Thread(target=self._take, args=(source, pieces), daemon=True).start()
+                threading.Thread(target=self._receive, args=(source, pieces), daemon=True).start()
                 threading.Thread(target=_deliver, args=(pieces, sink), daemon=True).start()
 
-    def _take(self, source: socket.socket, pieces: _Pieces) -> None:
+    def _receive(self, source: socket.socket, pieces: _Pieces) -> None:
         piece = b"."
         while piece:
             try:

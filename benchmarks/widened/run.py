@@ -1,28 +1,29 @@
-"""The yardstick: services with a model of real text at a large shape's cost, plain and with every kind of draft.
+"""The yardstick: services with a model of real text at the cost of a large shape, plain and with every kind of draft.
 
     python -m benchmarks.widened.model smollm2-135m-instruct smollm2-135m-instruct MODEL HEAD --shape 8b
     python -m benchmarks.widened.run --model MODEL --head HEAD --json OUT.json [--concurrency 1,8,32]
         [--temperature 0,0.8] [--modes plain,lookup,trie,head,medusa,merged,random] [--placements second,same,inprocess]
         [--delay-ms 2] [--medusa HEADS] [--verification default,typical]
 
-Each mode in each placement has a target service of its own, and its draft in a service of its own on the second GPU
-(`second`) or the target's (`same`), or in the target's process (`draft_service.in_process`). Tries and random drafts
-need no GPU: in a service of their own they are the same for `second` and `same`, and are measured once. `plain` drafts
-nothing and looks nothing up; `lookup` is the device's own, which the others have beside their drafts (`--target
-'{"lookup_tokens": 0}'` takes it from them). `--delay-ms` adds so much to the round trip to the draft.
+Each mode in each placement has its own target service, with the draft in a service on the second GPU (`second`) or the
+target's (`same`), or in the target's process (`inprocess`). Tries and random drafts need no GPU: their service is the
+same for `second` and `same`, and is measured once. `plain` has neither drafts nor lookup; `lookup` is the device's
+prompt lookup, which the others have beside their drafts (unless `--target '{"lookup_tokens": 0}'`). `--delay-ms` is
+added to the round trip to the draft.
 
-A service is warmed up and, before every load, settles under it, with prompts that are not measured. Then come prompts
-that it has never seen, in the same order for every mode: closed loops, each stream asking again when its answer has
-ended, or with `--loop waves` all streams together. All answers have `--tokens` tokens. Where drafts remember, the first
-repeat's prompts are asked once more (`prompts`: repeated). `tokens_per_second` is decoding alone: what came while all
-streams were between their first and last message (`runs.decoding_rate`), so that at one request at a time it is
-every answer's time after its first message. Its `measured` says how much of the run that was.
+A service is warmed up and, before every load, settles under it, with prompts that are not measured. Then it gets
+prompts that it has never seen, in the same order for every mode: in closed loops, where each stream sends its next
+request when its answer has ended, or with `--loop waves` in all streams at once. All answers have `--tokens` tokens.
+Where drafts remember, the first repeat's prompts are sent once more (`prompts`: repeated). `tokens_per_second` is of
+decoding alone: the tokens that arrived while all streams were between their first and last message
+(`runs.decoding_rate`); with one stream that is each answer's time after its first message. `measured` has the tokens
+and seconds of that part.
 
-`--verification` names modes in which requests ask for drafts to be verified: `default` leaves it to the target, which
-is lossless, `typical` is typical acceptance at the target's epsilon and delta, and the target is started so that it
-allows that. Each mode asks the same prompts of the same services, for tenants of its own. Typical acceptance differs
-above temperature 0 and where something is drafted, so it is measured there alone. Every row says its mode
-(`verification`) and how many of its tokens the model would not have drawn (`lossy_share`).
+`--verification` has the modes of verification that requests choose: `default` leaves it to the target, which is
+lossless, and `typical` is typical acceptance at the target's epsilon and delta (the target is started so that it allows
+it). Each mode sends the same prompts to the same services, for its own tenants. Typical acceptance differs only above
+temperature 0 and with drafts, so only there it is measured. Every row has its mode (`verification`) and the share of
+its tokens that the model would not have drawn (`lossy_share`).
 
 The JSON is written after every row. Services log to a folder beside it.
 """
@@ -39,11 +40,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from benchmarks.serving.clients import Clients
+from benchmarks.shared.report import comma_separated, parser_of, show, write_json
 from benchmarks.shared.workload import TASK_FILE, Prompt, folder_of
 from benchmarks.widened.runs import NEW, REPEATED, Measuring, answers_of, read_tasks, run_figures, with_ratios
 from benchmarks.widened.services import (
@@ -62,110 +63,86 @@ from outrider.heads import head_source
 from outrider.machine import describe_commit, describe_machine, describe_versions
 from outrider.sampling import VerificationMode
 
-# Verification that is left to the target, and the one mode that is measured beside it.
+# Verification by the target's choice, and the other mode that is measured.
 DEFAULT, TYPICAL = "default", str(VerificationMode.TYPICAL.value)
 Tasks = dict[str, list[Prompt]]
-# A request that takes longer is taken for a service that hangs. Chosen, many times what any takes.
+# A service that takes longer for a request hangs. Chosen: many times the time of any.
 _REQUEST_SECONDS = 300.0
 
 
-def say(text: str) -> None:
-    """A line of progress, at once."""
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
-
-
 class Record:
-    """The rows so far, on disk after each of them."""
+    """The rows so far, written to disk after each."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._file: Path = options.json
-        settings = {name: str(chosen) if isinstance(chosen, Path) else chosen for name, chosen in vars(options).items()}
         self._head = {
             "machine": {**describe_machine(), "gpus": _gpus()},
-            "versions": describe_versions() | _versions("triton"),
+            "versions": describe_versions(["triton"]),
             "commit": options.commit or describe_commit(),
             "command": shlex.join(sys.argv),
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "settings": settings,
+            "settings": vars(options),
         }
         self._begin = time.monotonic()
         self.rows: list[dict[str, Any]] = []
 
     def add(self, row: dict[str, Any]) -> None:
         self.rows = with_ratios([*self.rows, row])
-        say(line(self.rows[-1]))
+        show(line(self.rows[-1]))
         self.write()
 
     def write(self) -> None:
-        document = {**self._head, "seconds": round(time.monotonic() - self._begin, 1), "results": self.rows}
-        # Whole at any moment, whenever the run is cut off.
-        partial = self._file.with_name(self._file.name + ".partial")
-        partial.write_text(json.dumps(document, indent=1) + "\n")
-        partial.replace(self._file)
+        seconds = round(time.monotonic() - self._begin, 1)
+        write_json(self._file, {**self._head, "seconds": seconds, "results": self.rows})
 
 
 def _gpus() -> list[str]:
-    """Name and driver of every GPU. Asked without making a context on one."""
+    """Name and driver of every GPU, found without creating a context on one."""
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     return subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip().splitlines()
 
 
-def _versions(*names: str) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for name in names:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def sweep(options: argparse.Namespace, plan: Plan, tasks: Tasks, record: Record) -> None:
-    """Every mode in every placement. One that fails is a row with its error, and the next one goes on."""
-    together = [options.temperature] if not options.apart else [[one] for one in options.temperature]
-    for temperatures in together:
+    """Measure every mode in every placement. One that fails has a row with its error."""
+    groups = [[one] for one in options.temperature] if options.apart else [options.temperature]
+    for temperatures in groups:
         for subject in subjects_of(options.modes, options.placements):
-            say(f"{subject.name}: starting")
+            show(f"{subject.name}: starting")
             try:
                 with (
-                    started(plan, subject, say) as service,
+                    started(plan, subject) as service,
                     Clients(service.address, options.clients, _REQUEST_SECONDS) as clients,
                 ):
                     for verification in verifications_of(options, subject, temperatures):
-                        asked = "" if verification == DEFAULT else verification
-                        measuring = Measuring(clients, service.page, tasks, options.tokens, asked)
-                        kept = [one for one in temperatures if one > 0 or verification == DEFAULT]
-                        for figures in measure(options, measuring, subject, kept, verification):
+                        requested = "" if verification == DEFAULT else verification
+                        measuring = Measuring(clients, service.page, tasks, options.tokens, requested)
+                        differing = [one for one in temperatures if one > 0 or verification == DEFAULT]
+                        for figures in measure(options, measuring, subject, differing, verification):
                             record.add(figures)
             except Exception as error:
-                # Whatever it was, the other modes can still be measured.
-                say(f"{subject.name} FAILED: {type(error).__name__}: {error}\n{tails(plan, subject)}")
-                row: dict[str, Any] = {
-                    "temperature": temperatures[0] if len(temperatures) == 1 else None,
-                    "concurrency": None,
-                }
-                row |= {"prompts": NEW, "error": f"{type(error).__name__}: {error}"}
-                record.add({**named(subject, plan.delay_ms), **row})
+                # Whatever failed, the other modes can still be measured.
+                show(f"{subject.name} FAILED: {type(error).__name__}: {error}\n{tails(plan, subject)}")
+                temperature = temperatures[0] if len(temperatures) == 1 else None
+                row = {"temperature": temperature, "concurrency": None, "prompts": NEW}
+                record.add({**named(subject, plan.delay_ms), **row, "error": f"{type(error).__name__}: {error}"})
 
 
 def named(subject: Subject, delay_ms: float) -> dict[str, Any]:
-    """What tells a subject's rows from others'. Only a draft in a service of its own is reached through the proxy."""
+    """The fields that identify a subject's rows. Only drafts in a separate service are delayed by the proxy."""
     apart = bool(subject.placement) and subject.placement != IN_PROCESS
     return {**subject._asdict(), "delay_ms": delay_ms if apart else 0.0}
 
 
 def verifications_of(options: argparse.Namespace, subject: Subject, temperatures: Sequence[float]) -> list[str]:
-    """The modes that a subject is measured in: with nothing drafted, or all greedy, typical acceptance is the
-    default."""
+    """The modes of verification of a subject; typical acceptance only with drafts and where not all is greedy."""
     differs = subject.mode != PLAIN and any(temperatures)
     return [one for one in options.verification if one == DEFAULT or differs]
 
 
 def mode_of(verification: str, temperature: float) -> str:
-    """The name of the mode that drafts are verified in; the target's own choice goes by the temperature."""
+    """The name of the mode that verifies drafts; the target's choice depends on the temperature."""
     if verification != DEFAULT:
         return verification
     chosen = VerificationMode.COUPLED if temperature else VerificationMode.GREEDY
@@ -179,7 +156,7 @@ def measure(
     temperatures: Sequence[float],
     verification: str = DEFAULT,
 ) -> Iterator[dict[str, Any]]:
-    """A row for every load and temperature, and one more where drafts remember."""
+    """A row for every load and temperature, and one more for repeated prompts where drafts remember."""
     measuring.warm_up(options.concurrency, temperatures)
     waves = options.loop == "waves"
     for temperature in temperatures:
@@ -199,7 +176,7 @@ def measure(
                 yield {**where, **found, **state, "laps_of_prompts": measuring.laps}
 
 
-def _shown(number: float | None, form: str, width: int) -> str:
+def _cell(number: float | None, form: str, width: int) -> str:
     return (format(number, form) if number is not None else "-").rjust(width)
 
 
@@ -215,49 +192,46 @@ def line(row: dict[str, Any]) -> str:
     if "error" in row:
         return f"{name} FAILED: {row['error']}"
     waits = row["wait_ms"]
-    wait = f"{_shown(waits['p50'], '.2f', 7)} /{_shown(waits['p99'], '.2f', 7)}"
+    wait = f"{_cell(waits['p50'], '.2f', 7)} /{_cell(waits['p99'], '.2f', 7)}"
     return (
-        f"{name} {row['concurrency']:>3d} {row['temperature']:>4g} {_shown(row['tokens_per_second'], '.1f', 9)}"
-        f" {_shown(row['ratio_to_plain'], '.3f', 6)} {_shown(row['tokens_per_step'], '.2f', 9)}"
-        f" {_shown(row['lossy_share'], '.3f', 6)}"
-        f" {_shown(row['hit_share'], '.2f', 6)} {wait} {_shown(row['device_idle_share'], '.3f', 6)}"
+        f"{name} {row['concurrency']:>3d} {row['temperature']:>4g} {_cell(row['tokens_per_second'], '.1f', 9)}"
+        f" {_cell(row['ratio_to_plain'], '.3f', 6)} {_cell(row['tokens_per_step'], '.2f', 9)}"
+        f" {_cell(row['lossy_share'], '.3f', 6)}"
+        f" {_cell(row['hit_share'], '.2f', 6)} {wait} {_cell(row['device_idle_share'], '.3f', 6)}"
         + (" (not drafting)" if row["placement"] and not row["speculation_active"] else "")
     )
 
 
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
-
-
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", required=True, help="folder that benchmarks.widened.model wrote, or any model")
     parser.add_argument("--head", default="", help="folder of the head that it wrote, or a head's name")
     parser.add_argument("--medusa", default="", help="folder of Medusa heads that benchmarks.widened.medusa wrote")
     parser.add_argument("--prompts", type=Path, default=TASK_FILE, help="JSONL of id, task and turns")
     parser.add_argument("--longest-prompt", type=int, default=1500, help="tokens; longer prompts are left out")
-    parser.add_argument("--modes", default="plain,lookup,trie,head,merged", type=_words, help=", ".join(MODES))
-    parser.add_argument("--placements", default="second", type=_words, help=", ".join(PLACEMENTS))
-    parser.add_argument("--concurrency", default="1,8,32", type=lambda text: [int(word) for word in _words(text)])
-    parser.add_argument("--temperature", default="0", type=lambda text: [float(word) for word in _words(text)])
-    parser.add_argument("--verification", default=DEFAULT, type=_words, help=f"{DEFAULT}, {TYPICAL}, or both")
+    words = comma_separated(str)
+    parser.add_argument("--modes", default="plain,lookup,trie,head,merged", type=words, help=", ".join(MODES))
+    parser.add_argument("--placements", default="second", type=words, help=", ".join(PLACEMENTS))
+    parser.add_argument("--concurrency", default="1,8,32", type=comma_separated(int))
+    parser.add_argument("--temperature", default="0", type=comma_separated(float))
+    parser.add_argument("--verification", default=DEFAULT, type=words, help=f"{DEFAULT}, {TYPICAL}, or both")
     parser.add_argument("--tokens", type=int, default=128, help="of every answer")
     parser.add_argument("--delay-ms", type=float, default=0.0, help="added to the round trip to the draft")
-    parser.add_argument("--repeats", type=int, default=2, help="runs of each load, each with prompts of its own")
+    parser.add_argument("--repeats", type=int, default=2, help="runs of each load, each with other prompts")
     parser.add_argument("--answers", type=int, default=2, help="of each stream in a run")
     parser.add_argument("--least-answers", type=int, default=7, help="of a run, over all streams")
     parser.add_argument("--settle-seconds", type=float, default=2.0, help="of each load before it is measured")
     parser.add_argument("--loop", default="closed", choices=("closed", "waves"))
     parser.add_argument("--apart", action="store_true", help="fresh services for each temperature")
-    parser.add_argument("--no-repeated", dest="repeated", action="store_false", help="ask no prompts once more")
+    parser.add_argument("--no-repeated", dest="repeated", action="store_false", help="repeat no prompts")
     parser.add_argument("--device", default="cuda:0", help="of the target: cpu, cuda:0")
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
-    parser.add_argument("--clients", type=int, default=8, help="processes that load comes from")
+    parser.add_argument("--clients", type=int, default=8, help="client processes")
     parser.add_argument("--target", default="{}", type=json.loads, help="more settings of the target, as JSON")
     parser.add_argument("--eagle", default="{}", type=json.loads, help="more settings of the head, as JSON")
     parser.add_argument("--drafters", default="{}", type=json.loads, help="settings of drafters by section, as JSON")
-    parser.add_argument("--commit", default="", help="what to note where there is no repository")
-    parser.add_argument("--json", type=Path, default=Path("widened.json"))
+    parser.add_argument("--commit", default="", help="to record where there is no repository")
+    parser.set_defaults(json=Path("widened.json"))
     options = parser.parse_args(arguments)
     unknown = (set(options.modes) - set(MODES)) | (set(options.placements) - set(PLACEMENTS))
     if unknown:
@@ -272,7 +246,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
-    """What the options say of services."""
+    """The plan of the services with these options."""
     return Plan(
         model=str(folder_of(options.model)),
         head=str(head_source(options.head)) if options.head else "",
@@ -290,19 +264,19 @@ def plan_of(options: argparse.Namespace) -> Plan:
 
 def main() -> None:
     options = parse()
-    # So that services are ended then too.
+    # So that services are ended on SIGTERM too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options.json.parent.mkdir(parents=True, exist_ok=True)
     plan, record = plan_of(options), Record(options)
     from transformers import AutoTokenizer
 
     tasks = read_tasks(AutoTokenizer.from_pretrained(plan.model), options.prompts, options.longest_prompt)
-    say(f"{sum(map(len, tasks.values()))} prompts of {len(tasks)} tasks")
+    show(f"{sum(map(len, tasks.values()))} prompts of {len(tasks)} tasks")
     try:
         sweep(options, plan, tasks, record)
     finally:
         record.write()
-        say("\n".join(["", COLUMNS, *map(line, record.rows)]))
+        show("\n".join(["", COLUMNS, *map(line, record.rows)]))
 
 
 if __name__ == "__main__":

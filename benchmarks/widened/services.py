@@ -1,4 +1,4 @@
-"""The services of one mode: a target, and a draft beside it, on its GPU, on a second one, or in its process."""
+"""The services of one mode: a target, and a draft on its GPU, on a second one, or in its process."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from benchmarks.serving.services import DraftSettings, flags_of, visible_device, wait_for
+from benchmarks.serving.services import DraftSettings, flags_of, visible_device
+from benchmarks.shared.processes import wait_for
+from benchmarks.shared.report import show
 from benchmarks.widened.metrics import CONNECTED, fetch, value
 from benchmarks.widened.proxy import DelayProxy
 from outrider.ports import free_port
@@ -25,23 +27,23 @@ PLAIN, LOOKUP = "plain", "lookup"
 # Drafters by mode.
 DRAFTERS = {"trie": "trie", "head": "eagle", "medusa": "medusa", "merged": "merged", "random": "random"}
 MODES = (PLAIN, LOOKUP, *DRAFTERS)
-# Of drafters that need no GPU, a service of their own is the same wherever a head's would be.
+# Drafters that need no GPU: their service is the same in each placement beside the target.
 _WITHOUT_GPU = ("trie", "random")
-# Modes whose drafts remember prompts and answers.
+# Modes whose drafts remember earlier prompts and answers.
 REMEMBER = ("trie", "merged")
 SECOND, SAME, IN_PROCESS, OWN_PROCESS = "second GPU", "same GPU", "in process", "own process"
 PLACEMENTS = {"second": SECOND, "same": SAME, "inprocess": IN_PROCESS}
 
-# Chosen, not measured: half of the service's default, so that a sweep of many services ends.
+# Chosen: half of the service's default, since a sweep starts many services.
 _CAPTURE_SECONDS = 60
-# The most that a target takes.
+# The largest that a target accepts.
 _LOOKED_UP = 15
 # Sequences that a head's graphs are captured for at the start, at most. Chosen: capturing takes time for each.
 _MOST_CAPTURED = 32
-# Of a head's cache: tokens at least, and room of a sequence for its trees beside prompt and answer. Chosen, ample.
+# Of a head's cache: tokens at least, and tokens of a sequence for trees, beyond prompt and answer. Chosen, ample.
 _HEAD_TOKENS = 65536
 _HEAD_SLACK = 256
-# Long enough for any start seen; more is a failure.
+# Longer than any start measured.
 _CONNECT_SECONDS = 60.0
 _STOP_SECONDS = 30.0
 _TAIL_LINES = 30
@@ -50,11 +52,11 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Plan:
-    """What every service of a sweep is started with.
+    """Settings of all services of a sweep.
 
     Attributes:
-        head: folder of the EAGLE head, and `medusa` of the Medusa heads; each empty where no mode needs it.
-        most: sequences that run at once, at most.
+        head, medusa: folders of the EAGLE head and of the Medusa heads; empty where no mode needs them.
+        most: sequences that run at once.
         room: tokens of the longest prompt and its answer.
         target: more settings of the target by name.
         drafters: settings by section of the drafters, such as {"eagle": {"topk": 4}}.
@@ -90,14 +92,14 @@ class Subject(NamedTuple):
 
 
 class Service(NamedTuple):
-    """A target that takes calls: where, and the URL of its metrics."""
+    """A target that takes calls: its address, and the URL of its metrics."""
 
     address: str
     page: str
 
 
 def subjects_of(modes: list[str], placements: list[str]) -> list[Subject]:
-    """Every mode in every placement that it has, plain first."""
+    """Every mode in each of its placements, plain first."""
     found: list[Subject] = []
     for mode in sorted(dict.fromkeys(modes), key=lambda mode: mode != PLAIN):
         if mode not in DRAFTERS:
@@ -110,7 +112,7 @@ def subjects_of(modes: list[str], placements: list[str]) -> list[Subject]:
 
 
 def draft_settings(plan: Plan, subject: Subject) -> DraftSettings:
-    """Of a mode that has a draft; another is a `KeyError`."""
+    """The draft service of a mode. Raises `KeyError` for a mode without a draft."""
     drafter = DRAFTERS[subject.mode]
     device = "cpu"
     if plan.on_gpu and subject.mode not in _WITHOUT_GPU:
@@ -126,7 +128,7 @@ def draft_settings(plan: Plan, subject: Subject) -> DraftSettings:
 
 
 def target_settings(plan: Plan, subject: Subject) -> dict[str, Any]:
-    """The target's settings by name, without addresses. What the mode needs wins over what was asked for."""
+    """The target's settings by name, without addresses. The mode's own override those of the plan."""
     settings: dict[str, Any] = {
         "model": plan.model,
         "dtype": plan.dtype,
@@ -139,7 +141,7 @@ def target_settings(plan: Plan, subject: Subject) -> dict[str, Any]:
     if subject.mode == PLAIN:
         settings |= {"speculation": False, "lookup_tokens": 0}
     elif subject.mode == LOOKUP and int(settings.get("lookup_tokens", -1)) <= 0:
-        # Refused where nothing is looked up, instead of measured as something else.
+        # A target without lookup refuses this; it must not be measured as if it had it.
         settings["lookup_tokens"] = _LOOKED_UP
     elif subject.mode in DRAFTERS and (draft := draft_settings(plan, subject)).reads_features:
         settings.setdefault("draft_head", draft.head)
@@ -147,10 +149,10 @@ def target_settings(plan: Plan, subject: Subject) -> dict[str, Any]:
 
 
 @contextmanager
-def started(plan: Plan, subject: Subject, say: Callable[[str], None]) -> Iterator[Service]:
-    """The services of a subject, target and draft loading side by side, once the target has reached its draft.
+def started(plan: Plan, subject: Subject) -> Iterator[Service]:
+    """The services of a subject, once the target is connected to its draft. Both are loaded at the same time.
 
-    Raises `RuntimeError` when one does not start.
+    Raises `RuntimeError` if one does not start.
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="widened-")))
@@ -175,15 +177,15 @@ def started(plan: Plan, subject: Subject, say: Callable[[str], None]) -> Iterato
         service = Service(addresses["listen"], f"http://{addresses['metrics_listen']}/metrics")
         if draft is not None:
             _wait_for_draft(service.page)
-        say(f"{subject.name}: up after {time.monotonic() - begin:.1f} s")
-        # A target that had no time to capture all sizes is slow at the others.
+        show(f"{subject.name}: up after {time.monotonic() - begin:.1f} s")
+        # A target that ran out of time for capturing is slow at the sizes that it did not capture.
         for message in (one for one in log.read_text(errors="replace").splitlines() if "captur" in one):
-            say(f"    {message}")
+            show(f"    {message}")
         yield service
 
 
 def _draft_address(plan: Plan, folder: Path, stack: ExitStack) -> str:
-    """The address at which the target reaches the draft."""
+    """The address that the target connects to: the draft's or the delaying proxy's."""
     if not plan.delay_ms:
         return f"unix:{folder}/draft"
     stack.enter_context(DelayProxy(folder / "proxy", folder / "draft", plan.delay_ms / 1e3))
@@ -197,12 +199,12 @@ def _wait_for_draft(page: str) -> None:
             if value(fetch(page), CONNECTED):
                 return
         time.sleep(0.2)
-    raise RuntimeError("the target did not reach its draft")
+    raise RuntimeError("the target did not connect to its draft")
 
 
 @contextmanager
 def _process(flags: list[str], environment: Mapping[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A Python process that writes to `log` and is ended in the end, with all that it started."""
+    """A Python process that writes to `log`; it and its children are ended with the block."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as file:
         _note(file, flags, environment)
@@ -221,7 +223,7 @@ def _process(flags: list[str], environment: Mapping[str, str], log: Path) -> Ite
             running.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 running.wait(_STOP_SECONDS)
-            # Its own children too, should it have left any.
+            # With any children that it left.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(running.pid, signal.SIGKILL)
             running.wait()
@@ -235,7 +237,7 @@ def _note(file: IO[bytes], flags: list[str], environment: Mapping[str, str]) -> 
 
 
 def _end_with_parent() -> None:
-    """Runs in the child: the kernel ends it when its parent is killed."""
+    """In the child process: have the kernel end it when its parent is killed."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

@@ -26,9 +26,9 @@ _KEPT_STEPS = 4
 # Shortened steps after which one tenant gets a step alone, to measure its time while contexts grow; the others lose a
 # sixteenth of the little that they have in such steps. Chosen.
 _ALONE_EVERY = 16
-# Share of a step that a request waits for on average when it arrives during one. Steps without a recent tenant are shorter
-# by this share of the tenant's own step, and its first step back by this share of the last one. Cheap steps, as on a GPU,
-# are within the bound anyway.
+# Share of a step that a request waits for on average when it arrives during one. Steps without a recent tenant are
+# shorter by this share of the tenant's own step, and its first step back by this share of the last one. Cheap steps,
+# as on a GPU, are within the bound anyway.
 _WAITED = 0.5
 
 
@@ -91,8 +91,8 @@ class _Present:
 class TimeShares:
     """Bounds the time of steps: none is longer than a tenant's own step, divided by its part of the weights.
 
-    A request that arrives during a step waits for its end. So steps between two requests of a tenant are shorter, and its
-    first step back is shorter by the mean of that wait: whole requests keep to the bound.
+    A request that arrives during a step waits for its end. So steps between two requests of a tenant are shorter, and
+    its first step back is shorter by the mean of that wait: whole requests keep to the bound.
     """
 
     def __init__(self) -> None:

@@ -84,7 +84,7 @@ def test_every_drafter_holds_the_same_conversations(runner: ModelRunner, options
         figures = by_task(talk)["all"]
         assert figures["answers"] == 4
         # The token that ends a prompt's reading is not of a verified step.
-        assert figures["tokens"] == sum(len(said) - 1 for said in talk.outputs.values())
+        assert figures["tokens"] == sum(len(output) - 1 for output in talk.outputs.values())
         assert figures["tokens"] == figures["steps"] + round(sum(figures["reached_by_depth"]) * figures["steps"])
 
 

@@ -14,7 +14,7 @@ from benchmarks.shared.random_model import SHAPES, read_shape, tensors_of, write
 
 
 def test_what_is_written_is_what_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.shared.random_model._SHARD_BYTES", 1 << 20)
+    monkeypatch.setattr("benchmarks.shared.model_folder.SHARD_BYTES", 1 << 20)
     config = read_shape("tiny")
     config.vocab_size = 4001
     written = write_model(tmp_path / "model", config, str(save_teaching_model(tmp_path / "teacher", layers=2)), "cpu")

@@ -266,7 +266,7 @@ def test_a_folder_is_kept_for_one_choice_of_settings(tmp_path: Path) -> None:
     claim(tmp_path / "kept", {"tokens": 112})
     with pytest.raises(ValueError, match="other settings"):
         claim(tmp_path / "kept", {"tokens": 64})
-    with pytest.raises(ValueError, match="does not say"):
+    with pytest.raises(ValueError, match="has no settings"):
         claim(tmp_path, {"tokens": 112})
 
 

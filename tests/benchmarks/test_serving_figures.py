@@ -13,10 +13,10 @@ from benchmarks.serving.figures import (
     full_window,
     latencies,
     line,
-    percentile,
     step_figures,
     wave_figures,
 )
+from benchmarks.shared.report import percentile
 
 
 def steady(begin: float, count: int, each: int = 1) -> Answer:

@@ -1,4 +1,4 @@
-"""That the default GPU path runs on a device that is not there: texts as recorded, and drafts make more of a pass."""
+"""The default GPU path runs on a simulated device: texts as recorded, and drafts make more of a pass."""
 
 from __future__ import annotations
 

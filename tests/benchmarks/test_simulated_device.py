@@ -1,4 +1,4 @@
-"""That a device that is not there says what was recorded, plain and drafted, and takes the time asked for."""
+"""A simulated device emits what was recorded, plain and drafted, and takes the given time."""
 
 from __future__ import annotations
 

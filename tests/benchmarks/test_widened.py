@@ -119,28 +119,28 @@ def test_quantiles_are_linear_within_a_bucket() -> None:
 def test_prompts_are_handed_out_once_task_by_task() -> None:
     tasks = {task: [(number, place) for place in range(5)] for number, task in enumerate("abc")}
     cursor, other = PromptCursor(tasks), PromptCursor(tasks)
-    warm = {ask.prompt for ask in cursor.settling(6, 8, 0.0)}
+    warm = {one.prompt for one in cursor.settling(6, 8, 0.0)}
     # Two of five warm up, so that three are measured.
-    asks = cursor.take(9, 8, 0.8)
-    assert [ask.prompt[0] for ask in asks] == [0, 1, 2] * 3
-    assert len({ask.prompt for ask in asks}) == 9 and not warm & {ask.prompt for ask in asks}
-    assert {ask.tenant for ask in asks} == {"measured-0"} and cursor.laps == 1
-    assert asks == other.take(9, 8, 0.8)
+    requests = cursor.take(9, 8, 0.8)
+    assert [one.prompt[0] for one in requests] == [0, 1, 2] * 3
+    assert len({one.prompt for one in requests}) == 9 and not warm & {one.prompt for one in requests}
+    assert {one.tenant for one in requests} == {"measured-0"} and cursor.laps == 1
+    assert requests == other.take(9, 8, 0.8)
     # Then they are new to another tenant, and drawn with other seeds.
     again = cursor.take(2, 8, 0.8)
-    assert [ask.prompt for ask in again] == [ask.prompt for ask in asks[:2]]
+    assert [one.prompt for one in again] == [one.prompt for one in requests[:2]]
     assert again[0].tenant == "measured-1" and again[0].seed == 9
-    lap = [(ask.prompt, ask.tenant) for ask in cursor.settling(12, 8, 0.0)]
+    lap = [(one.prompt, one.tenant) for one in cursor.settling(12, 8, 0.0)]
     assert len(set(lap)) == 12
 
 
 def test_each_mode_of_verification_asks_the_same_prompts_for_other_tenants() -> None:
     tasks = {"a": [(place,) for place in range(5)]}
-    asks, typical = (PromptCursor(tasks, mode).take(3, 8, 0.8) for mode in ("", "typical"))
-    assert [ask.prompt for ask in asks] == [ask.prompt for ask in typical]
-    assert [ask.seed for ask in asks] == [ask.seed for ask in typical]
-    assert {(ask.tenant, ask.verification) for ask in typical} == {("typical-measured-0", "typical")}
-    assert {ask.verification for ask in asks} == {""}
+    requests, typical = (PromptCursor(tasks, mode).take(3, 8, 0.8) for mode in ("", "typical"))
+    assert [one.prompt for one in requests] == [one.prompt for one in typical]
+    assert [one.seed for one in requests] == [one.seed for one in typical]
+    assert {(one.tenant, one.verification) for one in typical} == {("typical-measured-0", "typical")}
+    assert {one.verification for one in requests} == {""}
 
 
 def test_typical_acceptance_is_measured_where_it_differs(capsys: pytest.CaptureFixture[str]) -> None:

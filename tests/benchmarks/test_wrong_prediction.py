@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from benchmarks.serving.wrong_prediction import Half, Pair, rows_of, table_of
+from benchmarks.serving.wrong_prediction import Half, Pair, rows_of
+from benchmarks.shared.report import record_table
 
 
 def pair(case: str, wrong: float, plain: float) -> Pair:
@@ -24,5 +25,5 @@ def test_rows_have_both_ways_of_each_count() -> None:
     assert row["drafted_rows_an_answer"] == [7.0, 9.0]
     assert row["ms_waited_an_answer"] == [8.0, 0.0]
     assert row["rejected_rows_an_answer"] == 2.0
-    header, rule, *lines = table_of(list(by_cost.values())).splitlines()
+    header, rule, *lines = record_table(list(by_cost.values())).splitlines()
     assert header.count("|") == rule.count("|") == lines[0].count("|") and len(lines) == 2

@@ -1,0 +1,55 @@
+"""What the benchmarks of a draft link share: the receiver of its events, and a sequence to open."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from outrider.drafting.stoppable import StoppableLink
+from outrider.sampling import SamplingParams, VerificationMode
+from outrider.wire.frames import DraftInfo, OpenSequence, SequenceFailure, TreeLimits
+
+VOCABULARY_SIZE = 49_152
+
+
+class LinkEvents:
+    """Receives a link's events, except growth. Ends the script when the draft fails."""
+
+    def __init__(self) -> None:
+        self._connected = threading.Event()
+        self._reason = ""
+
+    def wait_for_draft(self) -> None:
+        """Wait for the connection. Raises `SystemExit` after a minute."""
+        if not self._connected.wait(60.0):
+            raise SystemExit(f"no draft service: {self._reason}")
+
+    def on_failure(self, failure: SequenceFailure) -> None:
+        raise SystemExit(f"the draft failed: {failure.message}")
+
+    def on_connected(self, _info: DraftInfo) -> None:
+        self._connected.set()
+
+    def on_disconnected(self, reason: str) -> None:
+        self._reason = reason
+        self._connected.clear()
+
+    def on_lost(self, _sequence_ids: Sequence[int]) -> None:
+        raise SystemExit("the draft is lost")
+
+
+def open_sequence(link: StoppableLink, sequence_id: int, prompt_tokens: int) -> None:
+    """Open a greedy sequence with a prompt that repeats nothing."""
+    link.open(
+        OpenSequence(
+            sequence_id=sequence_id,
+            token_ids=tuple(i * 7919 % 997 for i in range(prompt_tokens)),
+            prompt_length=prompt_tokens,
+            step=0,
+            seed=sequence_id,
+            mode=VerificationMode.GREEDY,
+            sampling=SamplingParams(),
+            limits=TreeLimits(),
+            vocabulary_size=VOCABULARY_SIZE,
+        )
+    )
