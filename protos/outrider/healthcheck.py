@@ -14,7 +14,7 @@ from outrider.addresses import address_problem
 from outrider.command_line import CommandParser
 from outrider.limits import TENANT_WORD
 from outrider.pem import check_authority
-from outrider.settings import SettingsError, unreadable
+from outrider.settings import SettingsError, read_text
 
 # What probes ask by. A service's own name and "", by which clients and load balancers ask, mean readiness.
 LIVENESS, READINESS = "liveness", "readiness"
@@ -25,9 +25,9 @@ def check(address: str, service: str = "", *, timeout: float = 3.0, ca: str = ""
     failed.
 
     `ca` is a file of PEM roots and makes the call use TLS; `tokens` is a service's own file of `TOKEN TENANT` lines,
-    whose first token is sent.
+    whose first token is sent. Raises `SettingsError` for a file of tokens that cannot be read or holds none.
     """
-    metadata = [("authorization", f"Bearer {_first_token(Path(tokens).read_text())}")] if tokens else []
+    metadata = [("authorization", f"Bearer {_first_token(tokens)}")] if tokens else []
     credentials = grpc.ssl_channel_credentials(Path(ca).read_bytes()) if ca else None
     channel = grpc.secure_channel(address, credentials) if credentials else grpc.insecure_channel(address)
     with channel:
@@ -41,10 +41,13 @@ def check(address: str, service: str = "", *, timeout: float = 3.0, ca: str = ""
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
 
 
-def _first_token(lines: str) -> str:
+def _first_token(path: str) -> str:
     # The parser of the services, less its checks: no comment, and no line about a tenant.
-    words = (line.split() for line in lines.splitlines())
-    return next(line[0] for line in words if line and not line[0].startswith("#") and line[0] != TENANT_WORD)
+    for line in read_text(path).splitlines():
+        words = line.split()
+        if words and not words[0].startswith("#") and words[0] != TENANT_WORD:
+            return words[0]
+    raise SettingsError("it holds no token")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,16 +62,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     problem = address_problem(asked.address)
     if problem is not None:
         parser.error(problem)
-    try:
-        if asked.ca:
-            check_authority(asked.ca)
-        if asked.tokens:
-            _first_token(Path(asked.tokens).read_text())
-    except SettingsError as error:
-        parser.error(f"--ca: {error}")
-    except (OSError, UnicodeDecodeError, StopIteration) as error:
-        reason = "it holds no token" if isinstance(error, StopIteration) else unreadable(asked.tokens, error)
-        parser.error(f"--tokens: {reason}")
+    for flag, path, check_file in (("--ca", asked.ca, check_authority), ("--tokens", asked.tokens, _first_token)):
+        try:
+            if path:
+                check_file(path)
+        except SettingsError as error:
+            parser.error(f"{flag}: {error}")
     status = check(asked.address, asked.service, timeout=asked.timeout, ca=asked.ca, tokens=asked.tokens)
     sys.stdout.write(f"{asked.address}: {status}\n")
     return 0 if status == "SERVING" else 1

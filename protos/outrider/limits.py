@@ -12,9 +12,8 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-from outrider.settings import SettingsError, unreadable
+from outrider.settings import SettingsError, read_text
 
 # The first word of a line about a tenant; no token is that short.
 TENANT_WORD = "tenant"
@@ -81,21 +80,18 @@ class TenantTable:
         """
         if not path:
             return cls(default)
-        try:
-            lines = Path(path).read_text().splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise SettingsError(unreadable(path, error)) from None
         named: dict[str, TenantLimits] = {}
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(read_text(path).splitlines(), start=1):
             words = line.split()
-            if words[:1] == [TENANT_WORD]:
-                try:
-                    tenant, limits = _parse(words[1:], default)
-                except ValueError as error:
-                    raise SettingsError(f"{path}:{number}: {error}") from None
-                if tenant in named:
-                    raise SettingsError(f"{path}:{number}: {tenant} has a line already")
-                named[tenant] = limits
+            if words[:1] != [TENANT_WORD]:
+                continue
+            try:
+                tenant, limits = _parse(words[1:], default)
+            except SettingsError as error:
+                raise SettingsError(f"{path}:{number}: {error}") from None
+            if tenant in named:
+                raise SettingsError(f"{path}:{number}: {tenant} has a line already")
+            named[tenant] = limits
         return cls(default, named)
 
 

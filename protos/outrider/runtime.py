@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
@@ -116,6 +116,19 @@ async def in_thread_to_leave(work: Callable[[], Result]) -> Result:
 
     threading.Thread(target=run_it, name=LEFT_BEHIND, daemon=True).start()
     return await ended
+
+
+async def until_first_ends(*awaitables: Awaitable[object], timeout: float | None = None) -> None:
+    """Wait until the first of them ends, or for `timeout` seconds; cancel the others and raise what it raised."""
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
+    try:
+        done, _ = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()
 
 
 def leave(status: int) -> NoReturn:

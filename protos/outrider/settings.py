@@ -218,8 +218,16 @@ def load(
 
 
 def unreadable(path: object, error: Exception) -> str:
-    """Why a file cannot be read, in a line that names it once: what the system says names it too."""
+    """Why a file cannot be read, in one line; `str` of an `OSError` would name the file a second time."""
     return f"{path}: {getattr(error, 'strerror', None) or error}"
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a file that a setting names. Raises `SettingsError` for one that cannot be read."""
+    try:
+        return Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(unreadable(path, error)) from None
 
 
 def _file_section(path: Path | None, section: str, fields: Collection[str]) -> Mapping[str, object]:
@@ -227,9 +235,9 @@ def _file_section(path: Path | None, section: str, fields: Collection[str]) -> M
     if path is None:
         return {}
     try:
-        document = tomllib.loads(path.read_text())
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(unreadable(path, error)) from None
+        document = tomllib.loads(read_text(path))
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"{path}: {error}") from None
     stray = sorted(name for name, value in document.items() if not isinstance(value, dict | list) and name != section)
     if stray:
         known = stray[0].replace("-", "_") in fields

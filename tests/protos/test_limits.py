@@ -30,7 +30,7 @@ def test_a_line_changes_what_it_mentions(tmp_path: Path) -> None:
 def test_tokens_are_read_from_the_same_file(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     path.write_text(f"tenant acme weight=2\n{TOKEN} acme\n")
-    assert Authenticator.from_file(str(path)).tenant([("authorization", f"Bearer {TOKEN}")]) == "acme"
+    assert Authenticator.from_file(str(path)).caller([("authorization", f"Bearer {TOKEN}")]).tenant == "acme"
 
 
 def test_no_file_names_nobody() -> None:

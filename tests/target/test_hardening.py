@@ -19,7 +19,7 @@ import pytest
 
 from outrider.errors import EngineDead, Unauthenticated
 from outrider.runtime import LOG_FORMAT, OneLineFormatter
-from outrider.serving import Authenticator, GrpcServer, Service, ServingOptions, TlsFiles, serve_until_stopped
+from outrider.serving import Authenticator, GrpcServer, Service, ServingOptions, TlsFiles, load_and_serve
 from outrider.settings import SettingsError
 from outrider.telemetry.registry import MetricsServer
 from outrider.wire.trees import error_of_rpc
@@ -127,9 +127,14 @@ async def test_tokens_are_read_anew_on_sighup(echo: Any, tmp_path: Path, caplog:
 
     options = ServingOptions(authenticator=read(), read_tokens=read)
     server = GrpcServer(options, [Service(echo.name, echo.Echo().add)])
-    await server.start()
-    stopping = asyncio.Event()
-    serving = asyncio.create_task(serve_until_stopped(server, IdleWorker(), 1.0, stopping))
+    stopping, loaded = asyncio.Event(), asyncio.Event()
+
+    async def load() -> IdleWorker:
+        loaded.set()
+        return IdleWorker()
+
+    serving = asyncio.create_task(load_and_serve(server, load, 1.0, stopping))
+    await loaded.wait()
 
     async def answers(token: str) -> bool:
         try:

@@ -76,11 +76,11 @@ class TestTenants:
     @pytest.mark.parametrize("name", ["", "a b", "../etc", "x" * 65, "caf\u00e9".encode().decode("latin-1")])
     def test_bad_names(self, name: str) -> None:
         with pytest.raises(OutriderError, match="outrider-tenant"):
-            Authenticator().tenant([("outrider-tenant", name)])
+            Authenticator().caller([("outrider-tenant", name)])
 
     def test_two_names(self) -> None:
         with pytest.raises(OutriderError, match="more than once"):
-            Authenticator().tenant([("outrider-tenant", "a"), ("outrider-tenant", "b")])
+            Authenticator().caller([("outrider-tenant", "a"), ("outrider-tenant", "b")])
 
     @pytest.mark.parametrize(
         ("metadata", "code"),
@@ -156,7 +156,7 @@ class TestTokenFile:
         path.write_text(f"# who may call\n\n{TOKEN} acme\nabcdefghijklmnopqrst other\n")
         authenticator = Authenticator.from_file(str(path))
         assert authenticator.required
-        assert authenticator.tenant([("authorization", "bearer abcdefghijklmnopqrst")]) == "other"
+        assert authenticator.caller([("authorization", "bearer abcdefghijklmnopqrst")]).tenant == "other"
 
     def test_none_given(self) -> None:
         assert not Authenticator.from_file("").required

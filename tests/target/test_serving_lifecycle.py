@@ -17,7 +17,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.errors import Draining, EngineDead
-from outrider.serving import GrpcServer, Service, ServingOptions, TlsFiles, serve_until_stopped
+from outrider.serving import GrpcServer, Service, ServingOptions, TlsFiles, load_and_serve
 from outrider.settings import SettingsError
 from outrider.wire.trees import error_of_rpc
 
@@ -140,11 +140,17 @@ class FakeWorker:
 
 @asynccontextmanager
 async def lifecycle(echo: Any, drain_seconds: float = 10.0) -> AsyncIterator[tuple[Any, ...]]:
-    """A server under `serve_until_stopped`, and its Watch stream after the first SERVING."""
+    """A server under `load_and_serve`, and its Watch stream after the first SERVING."""
     worker, stopping = FakeWorker(), asyncio.Event()
     server = GrpcServer(ServingOptions(), [Service(echo.name, echo.Echo().add)])
-    await server.start()
-    task = asyncio.create_task(serve_until_stopped(server, worker, drain_seconds, stopping))
+    loaded = asyncio.Event()
+
+    async def load() -> FakeWorker:
+        loaded.set()
+        return worker
+
+    task = asyncio.create_task(load_and_serve(server, load, drain_seconds, stopping))
+    await loaded.wait()
     async with grpc.aio.insecure_channel(server.address) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=echo.name))
         while (await watch.read()).status != SERVING:

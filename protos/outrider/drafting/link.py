@@ -12,7 +12,7 @@ import random
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from outrider.drafting.stream import DraftConversation
 from outrider.errors import CreditExceeded, DraftUnavailable, InvalidField, OutriderError, WrongVocabulary
 from outrider.extensions import find_extension
 from outrider.pem import check_authority, check_pair
-from outrider.runtime import run
+from outrider.runtime import run, until_first_ends
 from outrider.settings import MAX_MESSAGE_BYTES, SettingsError, unreadable
 from outrider.unreachable import cause_of
 from outrider.v1 import draft_pb2, draft_pb2_grpc
@@ -354,7 +354,7 @@ class GrpcDraftLink:
         self._connected, self._last_reason = True, ""
         self._events.on_connected(info)
         try:
-            await _until_one_ends(
+            await until_first_ends(
                 self._read(call, conversation),
                 self._write(call, conversation),
                 self._watch(conversation),
@@ -414,16 +414,3 @@ def _readable(message: Any) -> Any:
     if message is None:
         raise DraftUnavailable("the draft sent bytes that are no message")
     return message
-
-
-async def _until_one_ends(*parts: Coroutine[Any, Any, None]) -> None:
-    """Run all until the first ends, cancel the others, and raise what it raised."""
-    tasks = [asyncio.create_task(part) for part in parts]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    for task in done:
-        task.result()

@@ -5,12 +5,11 @@ from __future__ import annotations
 import hmac
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
-from pathlib import Path
 from typing import NamedTuple
 
 from outrider.errors import InvalidField, PermissionDenied, Unauthenticated
 from outrider.limits import TENANT_NAME, TENANT_WORD
-from outrider.settings import SettingsError, unreadable
+from outrider.settings import SettingsError, read_text
 from outrider.wire.frames import DEFAULT_TENANT
 
 TENANT_KEY = "outrider-tenant"
@@ -73,12 +72,8 @@ class Authenticator:
         """
         if not path:
             return cls()
-        try:
-            lines = Path(path).read_text().splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise SettingsError(unreadable(path, error)) from None
         tenants: dict[str, str | Caller] = {}
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(read_text(path).splitlines(), start=1):
             words = line.split()
             if not words or words[0].startswith("#") or words[0] == TENANT_WORD:
                 continue
@@ -86,7 +81,7 @@ class Authenticator:
             if len(words) < 2 or words[2:] not in ([], [OPERATOR_WORD]) or not TENANT_NAME.fullmatch(words[1]):
                 raise SettingsError(
                     f"{path}:{number}: expected `TOKEN TENANT` or `TOKEN TENANT {OPERATOR_WORD}`, tenant of "
-                    "[A-Za-z0-9._-]{1,64}"
+                    f"{TENANT_NAME.pattern}"
                 )
             if len(words[0]) < _MIN_TOKEN_BYTES or words[0] in tenants:
                 raise SettingsError(f"{path}:{number}: token is repeated or has under {_MIN_TOKEN_BYTES} characters")
@@ -99,10 +94,6 @@ class Authenticator:
     def required(self) -> bool:
         """Whether callers need a token."""
         return self._callers is not None
-
-    def tenant(self, metadata: Metadata) -> str:
-        """The caller's tenant. Raises what `caller` raises."""
-        return self.caller(metadata).tenant
 
     def caller(self, metadata: Metadata) -> Caller:
         """Who calls. Raises `Unauthenticated`, `PermissionDenied`, or `InvalidField`."""
