@@ -143,7 +143,6 @@ def test_a_walk_ends_where_the_text_does(seed: int, text: list[int], base: int) 
     tokens, parents, costs = tree_of(seed)
     table = preorder(tokens, parents, costs, base)
     nodes = nodes_of(torch.from_numpy(table))
-    assert nodes is not None
     costs_by_path = dict(zip(paths_of(tokens, parents), costs, strict=True))
     place = walk(nodes, [1] * base + text, base - 1 + len(text))
     assert (place >= 0) == (tuple(text) in costs_by_path)
@@ -158,7 +157,6 @@ def wanted_below(seed: int, walked: int, chain: Chain) -> tuple[dict[Path, int],
     """What may follow a node of a random tree, as costs by paths, and what the reference says, with its paths."""
     tokens, parents, costs = tree_of(seed)
     nodes = nodes_of(torch.from_numpy(preorder(tokens, parents, costs, 1)))
-    assert nodes is not None
     every = paths_of(nodes.tokens, nodes.parents)
     place = walked % len(every) if walked >= 0 else -1
     wanted: dict[Path, int] = {}
@@ -221,7 +219,6 @@ def check_best(found: list[Candidate], limit: int) -> None:
 def test_a_tree_is_mended(seed: int, walked: int, chain: Chain, limit: int) -> None:
     """Behind a token that is no child of a node: what its likeliest child has below it, its children, and the chain."""
     nodes = nodes_of(torch.from_numpy(preorder(*tree_of(seed), 1)))
-    assert nodes is not None
     every = paths_of(nodes.tokens, nodes.parents)
     costs = dict(zip(every, nodes.costs, strict=True))
     before = every[walked % len(every)]
@@ -252,7 +249,6 @@ def test_a_tree_is_mended(seed: int, walked: int, chain: Chain, limit: int) -> N
 def test_a_tree_lends(seed: int, walked: int, token: int, chain: Chain, limit: int) -> None:
     """What is below the likeliest node of a token hangs below the root, and in no other way; the rest is as it was."""
     nodes = nodes_of(torch.from_numpy(preorder(*tree_of(seed), 1)))
-    assert nodes is not None
     before = walked % len(nodes.tokens) if walked >= 0 else -1
     borrowed = lender(nodes, token)
     having = [
@@ -280,7 +276,6 @@ def test_what_mending_costs() -> None:
 @given(SEEDS, st.integers(0, NODES), CHAINS)
 def test_a_walk_tolerates_siblings_that_say_the_same(seed: int, walked: int, chain: Chain) -> None:
     nodes = nodes_of(torch.from_numpy(preorder(*tree_of(seed), 1)))
-    assert nodes is not None
     kept = best(candidates(nodes, -1, chain, walked % len(nodes.tokens)), KEPT)
     rows = {-1: 0} | {one.number: 1 + rank for rank, one in enumerate(kept)}
     tokens, parents = [9, *(one.token for one in kept)], [0, *(rows[one.parent] for one in kept)]
@@ -592,10 +587,10 @@ def test_random_cases_are_what_they_should_be(monkeypatch: pytest.MonkeyPatch) -
     # Whether the last token, or the one before, has a place, and whether another lends.
     lent: set[tuple[bool, bool, bool]] = set()
 
-    def watched(nodes: Nodes | None, root: int, chain: Chain, before: int, borrowed: int) -> list[Candidate]:
+    def watched(nodes: Nodes, root: int, chain: Chain, before: int, borrowed: int) -> list[Candidate]:
         found = candidates(nodes, root, chain, before)
         lent.add((root >= 0, before >= 0, borrowed >= 0))
-        if nodes is not None and before >= 0:
+        if before >= 0:
             own = [one for one in best(found, KEPT) if one.number < NODES]
             beside = any(one.number >= NODES for one in found)
             mended.append((nodes.depths[before], len(own), max((one.depth for one in own), default=0), beside))

@@ -145,9 +145,7 @@ def attention_kernel(  # type: ignore[no-untyped-def]
         # The results of the launch before may be read from here on; the launch after may start and wait.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    chunks = tl.program_id(0) + 1
-    if FIXED:
-        chunks = tl.load(totals + 1)
+    chunks = tl.load(totals + 1) if FIXED else tl.program_id(0) + 1
     for chunk in tl.range(tl.program_id(0), chunks, tl.num_programs(0), num_stages=1):
         own = chunk_table + chunk * 16
         first = tl.load(own + 8)

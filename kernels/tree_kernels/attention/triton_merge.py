@@ -121,14 +121,8 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     partials += tl.program_id(2) * BLOCK_DV
     chunk = tl.program_id(0)
     per_chunk = tl.load(totals)
-    if BY_GROUP:
-        there_is = chunk < tl.load(totals + 2)
-    else:
-        there_is = chunk < tl.load(totals + 1)
-    if there_is:
-        record = groups + chunk * 8
-        if not BY_GROUP:
-            record = chunk_table + chunk * 16
+    if chunk < tl.load(totals + (2 if BY_GROUP else 1)):
+        record = groups + chunk * 8 if BY_GROUP else chunk_table + chunk * 16
         first_tile = tl.load(record + 5)
         first = first_tile // per_chunk
         last = (first_tile + tl.load(record + 6) - 1) // per_chunk

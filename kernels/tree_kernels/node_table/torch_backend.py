@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class Nodes(NamedTuple):
-    """The nodes of a table: see `tree_kernels.node_table.layout`."""
+    """The nodes of a table, none where it has no tree: see `tree_kernels.node_table.layout`."""
 
     base: int
     tokens: list[int]
@@ -51,6 +51,9 @@ class Nodes(NamedTuple):
     ends: list[int]
     depths: list[int]
     costs: list[int]
+
+
+_NO_TREE = Nodes(1, [], [], [], [], [])
 
 
 class Chain(NamedTuple):
@@ -145,17 +148,17 @@ def keep_accepted(table: NodeTable, token_ids: Tensor, slots: Tensor, parameters
         table.tokens[places.long()] = token_ids[rows.long()]
 
 
-def nodes_of(table: Tensor) -> Nodes | None:
-    """The nodes of a table [TABLE] int32, None where it has no tree."""
+def nodes_of(table: Tensor) -> Nodes:
+    """The nodes of a table [TABLE] int32."""
     base, count = table[:2].tolist()
-    return Nodes(base, *(each[:count] for each in table[2:].view(5, NODES).tolist())) if count else None
+    return Nodes(base, *(each[:count] for each in table[2:].view(5, NODES).tolist()))
 
 
 def walk(nodes: Nodes, text: Sequence[int], last: int) -> int:
     """The place in the table of token number `last` of a sequence, with which `text` ends; -1 where the table does not
     hold it."""
     age = last - (nodes.base - 1)
-    if not 0 <= age < min(NODES, len(text)):
+    if not nodes.tokens or not 0 <= age < min(NODES, len(text)):
         return -1
     place = 0
     for token in text[len(text) - age :]:
@@ -182,7 +185,7 @@ def lender(nodes: Nodes, token: int) -> int:
     return min(lenders, key=lambda place: (nodes.costs[place], place), default=-1)
 
 
-def candidates(nodes: Nodes | None, root: int, chain: Chain, before: int = -1, borrowed: int = -1) -> list[Candidate]:
+def candidates(nodes: Nodes, root: int, chain: Chain, before: int = -1, borrowed: int = -1) -> list[Candidate]:
     """What may follow the node at place `root` of the table (-1 for none): the nodes below it, and the chain. Without
     one, the mended nodes behind the node at place `before` (-1 for none), of the token before. What is below the node
     at place `borrowed` (-1 for none) is borrowed.
@@ -191,11 +194,11 @@ def candidates(nodes: Nodes | None, root: int, chain: Chain, before: int = -1, b
     last such node, or below the root.
     """
     hung: list[Candidate] = []
-    if nodes is not None and root >= 0:
+    if root >= 0:
         hung = _hung(nodes, root, 0)
-    elif nodes is not None and before >= 0:
+    elif before >= 0:
         hung = _mended(nodes, before)
-    if nodes is not None and borrowed >= 0:
+    if borrowed >= 0:
         below = range(borrowed + 1, nodes.ends[borrowed])
         hung = [one for one in hung if one.number not in below] + _hung(nodes, borrowed, MEND_BORROWED)
     found = {one.number: one for one in hung}
@@ -203,7 +206,7 @@ def candidates(nodes: Nodes | None, root: int, chain: Chain, before: int = -1, b
     for k, token in enumerate(chain.tokens):
         edge = chain.following if k else chain.first
         chain_cost += edge
-        place = _child(nodes, place, token) if nodes is not None and place >= 0 else -1
+        place = _child(nodes, place, token) if place >= 0 else -1
         if place >= 0:
             above, cost = place, min(found[place].cost, chain_cost)
             found[place] = found[place]._replace(cost=cost)
@@ -265,17 +268,16 @@ def _find(table: NodeTable, step: StepIntegers, b: int, root: int, moves: int) -
         record[POSITION + 1] += low // 2**32
     prefix, slot = int(step.prefix_lengths[b]), int(table.places[b])
     text = [*_text(table, step, b, max(0, prefix - WINDOW - LONGEST), prefix), root]
-    nodes = nodes_of(table.tables[slot]) if slot >= 0 else None
-    place = walk(nodes, text, prefix) if nodes is not None else -1
-    before = walk(nodes, text[:-1], prefix - 1) if nodes is not None and place < 0 else -1
-    borrowed = -1
-    if nodes is not None and 0 <= prefix + 1 - nodes.base <= MAX_PATH:
-        holds = place >= 0 and nodes.ends[place] > place + 1
-        borrowed = -1 if holds else lender(nodes, root)
+    nodes = nodes_of(table.tables[slot]) if slot >= 0 else _NO_TREE
+    place = walk(nodes, text, prefix)
+    before = walk(nodes, text[:-1], prefix - 1) if place < 0 else -1
+    nothing_below = place < 0 or nodes.ends[place] == place + 1
+    borrows = nothing_below and 0 <= prefix + 1 - nodes.base <= MAX_PATH
+    borrowed = lender(nodes, root) if borrows else -1
     chain = look_up(text, table.lookup_tokens)
     kept = best(candidates(nodes, place, chain, before, borrowed), int(table.limits[b]))
     table.counts[b], table.roots[b] = len(kept), root
-    table.ages[b] = nodes.depths[place] if nodes is not None and place >= 0 else -1
+    table.ages[b] = nodes.depths[place] if place >= 0 else -1
     rows = {-1: 0} | {one.number: 1 + rank for rank, one in enumerate(kept)}
     table.keys[b] = NO_KEY
     for rank, one in enumerate(kept):

@@ -106,12 +106,12 @@ def lay_out_kernel(  # type: ignore[no-untyped-def]
         laid_out = first + tl.sum(taken.to(tl.int32), axis=0) + tl.sum(here.to(tl.int32), axis=0)
         for free in tl.range(laid_out, rows_in_all, KEPT_ROWS):
             at = free + k
-            nobody = tl.zeros_like(k)
-            tl.store(token_ids + at, nobody, mask=at < rows_in_all)
-            tl.store(parents + at, nobody, mask=at < rows_in_all)
-            tl.store(positions + at, nobody, mask=at < rows_in_all)
-            tl.store(slots + at, nobody - 1, mask=at < rows_in_all)
-            tl.store(owners + at, nobody - 1, mask=at < rows_in_all)
+            zeros = tl.zeros_like(k)
+            tl.store(token_ids + at, zeros, mask=at < rows_in_all)
+            tl.store(parents + at, zeros, mask=at < rows_in_all)
+            tl.store(positions + at, zeros, mask=at < rows_in_all)
+            tl.store(slots + at, zeros - 1, mask=at < rows_in_all)
+            tl.store(owners + at, zeros - 1, mask=at < rows_in_all)
 
 
 @triton.jit
