@@ -1,1 +1,1 @@
-"""A small language model of the target's tokenizer as drafter."""
+"""A small language model with the target's tokenizer as a drafter."""

@@ -1,1 +1,1 @@
-"""What neural drafters share: a paged cache, tree attention over it, and trees that grow a level at a time."""
+"""Shared by neural drafters: a paged cache, tree attention over it, and trees that grow a level at a time."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -96,5 +96,7 @@ def fresh_rows(parts: Sequence[TailPart]) -> list[int]:
 
 def fresh_slots(parts: Sequence[TailPart], cache: PagedCache) -> list[int]:
     """Cache slots of the new rows."""
-    news = (cache.slots(part.pages, part.prefix + part.rows - part.new, part.new) for part in parts)
-    return list(chain.from_iterable(news))
+    slots: list[int] = []
+    for part in parts:
+        slots += cache.slots(part.pages, part.prefix + part.rows - part.new, part.new)
+    return slots

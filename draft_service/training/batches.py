@@ -36,6 +36,10 @@ class Batch(NamedTuple):
     next_tokens: Tensor
     counts: tuple[int, ...]
 
+    def rows_of_heads(self, heads: int) -> list[int]:
+        """Numbers of consecutive rows that `heads` lm_heads read: one head for each step, or one for all steps."""
+        return list(self.counts) if heads > 1 else [len(self.rows)]
+
     def to(self, device: torch.device) -> Batch:
         """The batch on a device, copied asynchronously."""
         if device.type != "cuda":

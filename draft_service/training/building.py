@@ -36,7 +36,7 @@ _RIDGE = 1e-3
 _MLP_GRAIN = 64
 
 
-def head_config(config: TrainingConfig, facts: TeacherFacts, draft_vocab_size: int) -> HeadConfig:
+def new_head_config(config: TrainingConfig, facts: TeacherFacts, draft_vocab_size: int) -> HeadConfig:
     """The shape of a new EAGLE-3 head: that of the target's layers, but for what the settings change.
 
     Raises:
@@ -78,9 +78,9 @@ def head_config(config: TrainingConfig, facts: TeacherFacts, draft_vocab_size: i
 
 
 def new_shape(config: TrainingConfig, facts: TeacherFacts, draft_vocab_size: int) -> HeadConfig | MedusaShape:
-    """The shape of a new head of `config.kind`. Raises `SettingsError`, see `head_config`."""
+    """The shape of a new head of `config.kind`. Raises `SettingsError`, see `new_head_config`."""
     if config.kind != "medusa":
-        return head_config(config, facts, draft_vocab_size)
+        return new_head_config(config, facts, draft_vocab_size)
     return MedusaShape(
         target_hidden_size=facts.hidden_size,
         vocab_size=facts.vocab_size,

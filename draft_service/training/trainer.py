@@ -254,12 +254,11 @@ def step_losses(
     step_of = torch.repeat_interleave(torch.arange(steps), torch.tensor(batch.counts)).to(device, non_blocking=True)
     rows = lm_input.flatten(0, 2).index_select(0, batch.rows)
     weights = each.index_select(0, step_of)
-    # The rows of a step are consecutive.
-    parts = list(batch.counts) if len(lm_heads) > 1 else [len(rows)]
-    wholes = (rows, batch.distributions, weights)
-    pieces = zip(lm_heads, *(torch.split(whole, parts) for whole in wholes), strict=True)
+    sizes = batch.rows_of_heads(len(lm_heads))
+    pieces = (torch.split(whole, sizes) for whole in (rows, batch.distributions, weights))
     losses = [
-        soft_cross_entropy(own, lm_head, probs, distributions, shares) for lm_head, own, distributions, shares in pieces
+        soft_cross_entropy(own, lm_head, probs, distributions, own_weights)
+        for lm_head, own, distributions, own_weights in zip(lm_heads, *pieces, strict=True)
     ]
     means = torch.zeros(steps, device=device).index_add_(0, step_of, torch.cat([one.rows for one in losses]))
     return means / counts.to(device, non_blocking=True), torch.stack([one.total for one in losses]).sum()

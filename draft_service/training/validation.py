@@ -86,8 +86,7 @@ class Validator:
         lesson = self._reader.read(batch.token_ids, batch.distribution_rows, self._wanted)
         lm_input = lm_inputs(head, lesson.states, batch.token_ids, self._depth).flatten(0, 2)
         rows, heads = lm_input.index_select(0, batch.rows), lm_heads(head)
-        # The rows of a step are consecutive.
-        parts = torch.split(rows, list(batch.counts) if len(heads) > 1 else [len(rows)])
+        parts = torch.split(rows, batch.rows_of_heads(len(heads)))
         guessed = torch.cat([most_probable(own, lm_head) for own, lm_head in zip(parts, heads, strict=True)])
         target = lesson.probs.argmax(-1).index_select(0, batch.distributions[: batch.counts[0]])
         if self._wanted is not None:
@@ -101,7 +100,8 @@ def acceptance_of(matches: Tensor, agreeing: Tensor) -> Acceptance:
     roots = len(matches)
     reached = matches.long().cumprod(-1).double().sum(0) / max(1, roots)
     before = torch.cat([torch.ones(1, dtype=torch.float64), reached[:-1]])
-    by_depth = torch.where(before > 0, reached / before.clamp_min(1e-12), torch.zeros_like(reached))
+    # 0 / 1e-12 where no chain came so far.
+    by_depth = reached / before.clamp_min(1e-12)
     return Acceptance(
         roots=roots,
         reached=tuple(round(share, 4) for share in reached.tolist()),

@@ -16,7 +16,7 @@ from teaching_model import save_teaching_model
 from draft_service.checkpoints.target import TargetCheckpoint
 from draft_service.eagle.checkpoint import load_head
 from draft_service.training import run
-from draft_service.training.building import head_config, initial_head, new_eagle_head, with_vocabulary
+from draft_service.training.building import initial_head, new_eagle_head, new_head_config, with_vocabulary
 from draft_service.training.config import TrainingConfig
 from draft_service.training.corpus import Corpus
 from draft_service.training.loss import soft_cross_entropy
@@ -109,7 +109,7 @@ def test_the_text_may_choose_what_a_head_can_say(model: Path, first: Path, tmp_p
 def test_a_head_says_what_it_said_and_the_rest_as_its_target_does(tmp_path: Path, tokens: torch.Tensor | None) -> None:
     generator = torch.Generator().manual_seed(0)
     embedding, lm_head, turn = (torch.randn(rows, 16, generator=generator) for rows in (50, 50, 16))
-    shape, before = head_config(TrainingConfig(out=str(tmp_path / "head")), FACTS, 25), torch.arange(0, 50, 2)
+    shape, before = new_head_config(TrainingConfig(out=str(tmp_path / "head")), FACTS, 25), torch.arange(0, 50, 2)
     head = new_eagle_head(shape, before, TeacherWeights(embedding, lm_head), seed=1)
     with torch.no_grad():
         head.lm_head.weight.copy_(lm_head[before] @ turn)
@@ -127,7 +127,7 @@ def test_a_head_says_what_it_said_and_the_rest_as_its_target_does(tmp_path: Path
 
 def test_a_head_without_a_vocabulary_of_its_own_gets_no_new_one(tmp_path: Path) -> None:
     weights = TeacherWeights(torch.randn(50, 16), torch.randn(50, 16))
-    shape = head_config(TrainingConfig(out=str(tmp_path / "head"), tied=True), FACTS, 25)
+    shape = new_head_config(TrainingConfig(out=str(tmp_path / "head"), tied=True), FACTS, 25)
     with pytest.raises(SettingsError, match="lm_head of its own"):
         with_vocabulary(new_eagle_head(shape, torch.arange(25), weights, seed=1), None, weights.lm_head)
     with pytest.raises(SettingsError, match="--init"):
@@ -159,7 +159,7 @@ def test_a_tied_head_begins_with_the_distribution_of_one_that_is_not(tmp_path: P
     states, tokens = torch.randn(3, 48, generator=generator), torch.arange(0, 50, 2)
     heads = []
     for tied in (False, True):
-        shape = head_config(TrainingConfig(out=str(tmp_path / "head"), tied=tied), FACTS, 25)
+        shape = new_head_config(TrainingConfig(out=str(tmp_path / "head"), tied=tied), FACTS, 25)
         heads.append(new_eagle_head(shape, tokens, TeacherWeights(embedding, lm_head), seed=1))
     distributions = [head.logits(head.norm(head.project(states))) for head in heads]
     torch.testing.assert_close(*distributions)

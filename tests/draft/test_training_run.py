@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from draft_service.training.building import head_config, new_eagle_head
+from draft_service.training.building import new_eagle_head, new_head_config
 from draft_service.training.config import TrainingConfig
 from draft_service.training.corpus import Corpus
 from draft_service.training.optimiser import MasterAdamW, rate_at
@@ -186,7 +186,7 @@ def weights_of(seed: int = 0) -> TeacherWeights:
 
 @pytest.mark.parametrize("hidden", [0, 8, 32], ids=["as wide", "narrower", "wider"])
 def test_a_new_head_begins_as_the_lm_head_over_the_high_layer(tmp_path: Path, hidden: int) -> None:
-    shape = head_config(config_of(tmp_path, hidden=hidden), FACTS, 50)
+    shape = new_head_config(config_of(tmp_path, hidden=hidden), FACTS, 50)
     assert (shape.hidden_size, shape.feature_layers) == (hidden or 16, (1, 2, 2))
     head, weights = new_eagle_head(shape, None, weights_of(), seed=1), weights_of()
     states = torch.randn(1, 48, generator=torch.Generator().manual_seed(2))
@@ -201,7 +201,7 @@ def test_a_new_head_begins_as_the_lm_head_over_the_high_layer(tmp_path: Path, hi
 
 def test_a_width_that_heads_do_not_divide_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="multiple of 4"):
-        head_config(config_of(tmp_path, hidden=10), FACTS, 50)
+        new_head_config(config_of(tmp_path, hidden=10), FACTS, 50)
 
 
 def test_a_teacher_that_is_not_there_is_named() -> None:

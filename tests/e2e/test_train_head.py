@@ -21,7 +21,7 @@ from draft_service.eagle.checkpoint import load_head
 from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.drafter import EagleDrafter
 from draft_service.training.batches import BatchPlan
-from draft_service.training.building import head_config, new_eagle_head
+from draft_service.training.building import new_eagle_head, new_head_config
 from draft_service.training.config import TrainingConfig
 from draft_service.training.corpus import Corpus, Texts
 from draft_service.training.progress import phase
@@ -177,7 +177,7 @@ def _states(reader: Reader, tokens: list[int]) -> Tensor:
 
 def trainer_of(config: TrainingConfig, teacher: Teacher, texts: Texts) -> Trainer:
     tokens = torch.from_numpy(np.sort(np.argsort(-np.bincount(texts.token_ids, minlength=VOCABULARY))[:200]))
-    shape = head_config(config, teacher.facts, len(tokens))
+    shape = new_head_config(config, teacher.facts, len(tokens))
     reader = teacher.reader(shape.layers_of(teacher.facts.num_layers))
     learnt, held = hold_out(texts, 4, 3)
     plans = [BatchPlan(part, config.batch_tokens, config.max_length, config.seed) for part in (learnt, held)]

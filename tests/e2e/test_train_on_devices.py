@@ -27,7 +27,7 @@ from warm_python import warm_python
 
 from draft_service.training import trainer as trainer_module
 from draft_service.training.batches import BatchPlan, make_batch
-from draft_service.training.building import head_config, new_eagle_head
+from draft_service.training.building import new_eagle_head, new_head_config
 from draft_service.training.config import TrainingConfig
 from draft_service.training.corpus import Corpus
 from draft_service.training.optimiser import MasterAdamW, rate_at
@@ -101,7 +101,7 @@ def masters_of_one_device(config: TrainingConfig) -> tuple[dict[str, Tensor], in
     folder = RunFolder(replace(config, resume=True))
     tokens = folder.tokens()
     assert tokens is not None
-    shape = head_config(config, teacher.facts, len(tokens))
+    shape = new_head_config(config, teacher.facts, len(tokens))
     reader = teacher.reader(shape.layers_of(teacher.facts.num_layers))
     learnt, _ = hold_out(folder.corpus().load(), config.validation, len(config.temperature_list))
     plan = BatchPlan(learnt, config.batch_tokens, config.max_length, config.seed)
