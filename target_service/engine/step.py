@@ -54,8 +54,7 @@ class Step:
         return (self.clock.committed - (ended_ns or self.clock.begun)) * 1e-9 / self.stride
 
     def await_tokens(self) -> None:
-        """Until `forget_tokens`, schedule and lay out its sequences as if it had sampled their tokens and accepted no
-        drafted ones."""
+        """Lay out its sequences as if it had sampled their tokens and accepted no drafts, until `forget_tokens`."""
         chosen = self.batch.device_rows.most if self.batch.device_rows is not None else None
         for place, item in enumerate(self.batch.items):
             if item.tree is not None:

@@ -171,8 +171,7 @@ class RowPolicy:
             times.observe(seconds / self._cost(sequences))
 
     def observe(self, outcomes: SequenceOf[Verified | None], kind: Kind, drafted: SequenceOf[bool]) -> None:
-        """Learn from passes whose rows the device chose. `drafted`, by sequence: a draft, and no prediction, has filled
-        its table."""
+        """Learn from passes whose rows the device chose. `drafted`: the sequence's table holds only a draft's nodes."""
         passes = [one for outcome in outcomes if outcome is not None for one in outcome.device_passes]
         if not passes:
             self._tokens_each.observe(1.0)
