@@ -45,6 +45,11 @@ class Step:
         return self.batch.drafted or self.batch.device_rows is not None
 
     @property
+    def size(self) -> tuple[int, int]:
+        """Its sequences, and the rows that the device chose for it (0 if the host did)."""
+        return len(self.batch.items), self.batch.device_rows.rows if self.batch.device_rows is not None else 0
+
+    @property
     def work(self) -> tuple[int, int]:
         """Sequences that decode in it, and rows of prompts."""
         return sum(item.known == 1 for item in self.batch.items), self.batch.prefill_rows
