@@ -162,7 +162,7 @@ class EngineLoop:
             return None
         sequence = live.sequence
         self.scheduler.remove(sequence)
-        self.drafting.remove((sequence,))
+        self.drafting.remove(sequence_id)
         sequence.totals.finished_ns = sequence.totals.finished_ns or time.monotonic_ns()
         if self._observer is not None:
             self._observer.on_finished(sequence_id, sequence.request, sequence.totals, outcome)

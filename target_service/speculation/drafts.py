@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
@@ -109,16 +108,15 @@ class Drafting(DraftInbox):
             self._eligible[sequence.sequence_id] = sequence
             self._unopened.append(sequence)
 
-    def remove(self, sequences: Iterable[Sequence]) -> None:
-        """Forget sequences, here and at the draft."""
-        ids = [sequence.sequence_id for sequence in sequences]
-        for sequence_id in ids:
-            self._eligible.pop(sequence_id, None)
-            self._unsent.pop(sequence_id, None)
-            self._features.forget(sequence_id)
-            if self._tables is not None:
-                self._tables.leave(sequence_id)
-        self._close([sequence_id for sequence_id in ids if self._trees.pop(sequence_id, None) is not None])
+    def remove(self, sequence_id: int) -> None:
+        """Remove a sequence, here and at the draft."""
+        self._eligible.pop(sequence_id, None)
+        self._unsent.pop(sequence_id, None)
+        self._features.forget(sequence_id)
+        if self._tables is not None:
+            self._tables.leave(sequence_id)
+        if self._trees.pop(sequence_id, None) is not None:
+            self._close([sequence_id])
 
     @property
     def reads_features(self) -> bool:
