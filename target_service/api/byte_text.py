@@ -44,11 +44,6 @@ class ByteText:
         self._one_by_one = bool(stop)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    @property
-    def matched(self) -> str | None:
-        """The stop string that ended the text."""
-        return self._stops.matched
-
     def push(self, ids: Sequence[int]) -> str:
         """Text that is certain now. Empty after a stop string."""
         if not self._one_by_one:

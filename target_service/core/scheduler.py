@@ -85,8 +85,7 @@ class Scheduler:
 
     @property
     def load(self) -> int:
-        """Sequences that have a place in the next step, or will once prompts are read. Others may hold pages and wait
-        for a place."""
+        """Sequences that have a place in the next step, or will once prompts are read."""
         return min(self._config.max_running, len(self.running) + self.waiting)
 
     @property
@@ -383,8 +382,7 @@ class Scheduler:
         return sum(len(sequence.pages) for sequence in self.running if sequence.request.tenant == tenant)
 
     def _holds_chunk(self, sequence: Sequence, count: int) -> bool:
-        """Reserve pages for `count` more tokens, preempting others if needed. False if `sequence` itself was
-        preempted."""
+        """Reserve pages for `count` more tokens, preempting others if needed. False if `sequence` was preempted."""
         while sequence.state in _RUNS:
             limited = self._at_limit(sequence, count)
             if not limited:
@@ -418,8 +416,7 @@ class Scheduler:
         )
 
     def _victim(self, sequence: Sequence, *, own: bool) -> Sequence:
-        """The sequence to preempt for `sequence`, which lacks pages; itself, if there is no other. With `own`, one of
-        the same tenant."""
+        """The sequence to preempt for `sequence`: itself, if there is no other. `own`: only of the same tenant."""
         for victim, _ in (*self._giving_way(idle=True), *self._giving_way(idle=False)):
             if not own or victim.request.tenant == sequence.request.tenant:
                 return victim
@@ -433,8 +430,7 @@ class Scheduler:
             sequence.pages.extend(self._cache.allocate(missing, after=last))
 
     def reserve_behind_trees(self, schedule: Schedule, max_context: int) -> bool:
-        """Reserve pages for drafted tokens that the step under way may accept, beside the scheduled ones. False if they
-        do not fit."""
+        """Reserve pages for drafted tokens that the step under way may accept. False if they do not fit."""
         for chunk in schedule.chunks:
             sequence = chunk.sequence
             if sequence.length + sequence.pending_drafts > max_context:

@@ -300,9 +300,14 @@ class Sequence:
         return len(self.token_ids) + self.pending_tokens
 
     @property
+    def remaining(self) -> int:
+        """Output tokens that may follow the known and pending ones."""
+        return self.request.max_tokens - self.totals.completion_tokens - self.pending_tokens
+
+    @property
     def full(self) -> bool:
         """Whether no token may follow the known and pending ones."""
-        return self.length - self.prompt_length >= self.request.max_tokens
+        return self.remaining <= 0
 
     def feed(self, start: int, count: int) -> list[int]:
         """Tokens `start` .. `start + count` as a step reads them; a pending one is -1 - `pending`."""

@@ -41,7 +41,7 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._decoding, self._reading = _Curve(), _Curve(through_origin=True)
-        self._own_decoding = _Curve(_Undisturbed)
+        self._own_decoding = _Curve(undisturbed=True)
         # Steps without decoding sequences, which wait for no draft.
         self._reading_alone = _Curve()
         # By size as in `_Curve`: steps with prompts since one without.
@@ -108,10 +108,6 @@ class _Undisturbed:
         self._last.append(seconds)
 
 
-def _settling() -> RunningTime:
-    return RunningTime(_SHARE, first_few=_FIRST_FEW)
-
-
 @dataclass(slots=True)
 class _Size:
     """Observations of the sizes between two powers of two."""
@@ -125,12 +121,10 @@ class _Size:
 class _Curve:
     """Times by size: one point for all sizes between two powers of two, interpolated linearly."""
 
-    def __init__(
-        self, time: Callable[[], RunningTime | _Undisturbed] = _settling, *, through_origin: bool = False
-    ) -> None:
-        """`time` creates the running time of a size."""
-        self._time = time
-        self._forgets = time is _settling and not through_origin
+    def __init__(self, *, undisturbed: bool = False, through_origin: bool = False) -> None:
+        """`undisturbed`: the time of a size is the shortest of its last few, and not their running mean."""
+        self._undisturbed = undisturbed
+        self._forgets = not undisturbed and not through_origin
         self._origin = ((0.0, 0.0),) if through_origin else ()
         # By the power of two.
         self._sizes: dict[int, _Size] = {}
@@ -145,7 +139,8 @@ class _Curve:
     def observe(self, size: int, seconds: float) -> None:
         key = size.bit_length()
         if key not in self._sizes:
-            self._sizes[key] = _Size(self._time(), RunningMean(_SHARE))
+            time = _Undisturbed() if self._undisturbed else RunningTime(_SHARE, first_few=_FIRST_FEW)
+            self._sizes[key] = _Size(time, RunningMean(_SHARE))
         observed = self._sizes[key]
         self._count += 1
         observed.last = self._count

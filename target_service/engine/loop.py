@@ -130,7 +130,7 @@ class EngineLoop:
         self._stride = stride or Stride()
         self._ahead: Step | None = None
         self._pass_ends = PassEnds()
-        # Whether polling saw the end of the last pass.
+        # Whether the last pass was seen to run until about its end.
         self._seen_running = True
         # Seconds to launch a pass that is laid out.
         self._launching = RunningTime(_LAUNCH_SHARE)
@@ -162,7 +162,7 @@ class EngineLoop:
             return None
         sequence = live.sequence
         self.scheduler.remove(sequence)
-        self.drafting.remove((sequence,))
+        self.drafting.remove(sequence_id)
         sequence.totals.finished_ns = sequence.totals.finished_ns or time.monotonic_ns()
         if self._observer is not None:
             self._observer.on_finished(sequence_id, sequence.request, sequence.totals, outcome)
@@ -283,7 +283,7 @@ class EngineLoop:
         drafting, tables, self._seen_running = self.drafting, self._steps.tables, True
         if self._ahead is None or self._ahead.batch.device_rows is None or tables is None or not drafting.follows:
             return
-        takes = step.stride * self._pass_ends.earliest(*_size_of(step))
+        takes = step.stride * self._pass_ends.earliest(*step.size)
         ends = max(step.clock.launched, self._free_ns) + int(takes * 1e9)
         drafting.listen()
         tables.publish()
@@ -394,7 +394,7 @@ class EngineLoop:
         """Learn from the forward pass of a step that only decoded."""
         seconds = stats.forward_ns * 1e-9 / step.stride
         self._budget.observe_step(stats.decode_rows, seconds)
-        self._pass_ends.observe(*_size_of(step), seconds, running=self._seen_running)
+        self._pass_ends.observe(*step.size, seconds, running=self._seen_running)
         plain = step.gathered.use is Use.PLAIN and not step.gathered.has_trees
         if plain and not step.behind_tree and step.launched.followable:
             self._policy.observe_time(stats.sequences, step.batch.device_rows, seconds, self._kind(step.mode))
@@ -420,18 +420,20 @@ class EngineLoop:
         found = self._unaided.take()
         if found is not None:
             self._follow.compare(found.load, found.made, found.unaided)
-        if followed and verdicts:
-            self._compared += 1
-            verdict = verdicts[self._compared % len(verdicts)]
-            live = self.live.get(verdict.sequence_id)
-            if live is not None and self.drafting.is_followed(live.sequence) and live.verifier.on_device:
-                # Of passes launched at once the first: what the others begin with depends on it.
-                accepted = verdict.drafts_by_step[0] if verdict.drafts_by_step else verdict.drafted_tokens
-                start = len(live.sequence.token_ids) - len(verdict.token_ids)
-                made = min(len(verdict.token_ids), accepted + 1)
-                # Without a draft, a chain has the sequence's share of the rows, or as many as were accepted.
-                rows = max(accepted, -(-drafted // (step.stride * len(verdicts))))
-                self._unaided.note(len(verdicts), live.sequence, start, made, rows)
+        if not (followed and verdicts):
+            return
+        self._compared += 1
+        verdict = verdicts[self._compared % len(verdicts)]
+        live = self.live.get(verdict.sequence_id)
+        if live is None or not self.drafting.is_followed(live.sequence) or not live.verifier.on_device:
+            return
+        # Of passes launched at once the first: what the others begin with depends on it.
+        accepted = verdict.drafts_by_step[0] if verdict.drafts_by_step else verdict.drafted_tokens
+        start = len(live.sequence.token_ids) - len(verdict.token_ids)
+        made = min(len(verdict.token_ids), accepted + 1)
+        # Without a draft, a chain has the sequence's share of the rows, or as many as were accepted.
+        rows = max(accepted, -(-drafted // (step.stride * len(verdicts))))
+        self._unaided.note(len(verdicts), live.sequence, start, made, rows)
 
     def _follow_load(self) -> None:
         """Start or stop drafting by load, and open new sequences at the draft."""
@@ -476,9 +478,8 @@ class EngineLoop:
 
     def _advance(self, verdicts: SequenceOf[Verdict]) -> None:
         """Send the commits to the draft, so that it works while the events go out."""
-        going_on = [verdict for verdict in verdicts if verdict.finish is None]
         self.drafting.advance(
-            [(self.live[verdict.sequence_id].sequence, len(verdict.token_ids)) for verdict in going_on]
+            [(self.live[one.sequence_id].sequence, len(one.token_ids)) for one in verdicts if one.finish is None]
         )
 
     def _finish(self, verdicts: SequenceOf[Verdict]) -> list[SequenceEvent]:
@@ -490,9 +491,3 @@ class EngineLoop:
                 assert live is not None
                 events.append(SequenceFinished(verdict.sequence_id, verdict.finish, live.sequence.totals))
         return events
-
-
-def _size_of(step: Step) -> tuple[int, int]:
-    """Sequences of a step, and the rows that the device chose for it (0 if the host did)."""
-    rows = step.batch.device_rows
-    return len(step.batch.items), rows.rows if rows is not None else 0

@@ -45,6 +45,11 @@ class Step:
         return self.batch.drafted or self.batch.device_rows is not None
 
     @property
+    def size(self) -> tuple[int, int]:
+        """Its sequences, and the rows that the device chose for it (0 if the host did)."""
+        return len(self.batch.items), self.batch.device_rows.rows if self.batch.device_rows is not None else 0
+
+    @property
     def work(self) -> tuple[int, int]:
         """Sequences that decode in it, and rows of prompts."""
         return sum(item.known == 1 for item in self.batch.items), self.batch.prefill_rows
@@ -54,8 +59,7 @@ class Step:
         return (self.clock.committed - (ended_ns or self.clock.begun)) * 1e-9 / self.stride
 
     def await_tokens(self) -> None:
-        """Until `forget_tokens`, schedule and lay out its sequences as if it had sampled their tokens and accepted no
-        drafted ones."""
+        """Lay out its sequences as if it had sampled their tokens and accepted no drafts, until `forget_tokens`."""
         chosen = self.batch.device_rows.most if self.batch.device_rows is not None else None
         for place, item in enumerate(self.batch.items):
             if item.tree is not None:

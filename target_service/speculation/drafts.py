@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
@@ -109,16 +108,15 @@ class Drafting(DraftInbox):
             self._eligible[sequence.sequence_id] = sequence
             self._unopened.append(sequence)
 
-    def remove(self, sequences: Iterable[Sequence]) -> None:
-        """Forget sequences, here and at the draft."""
-        ids = [sequence.sequence_id for sequence in sequences]
-        for sequence_id in ids:
-            self._eligible.pop(sequence_id, None)
-            self._unsent.pop(sequence_id, None)
-            self._features.forget(sequence_id)
-            if self._tables is not None:
-                self._tables.leave(sequence_id)
-        self._close([sequence_id for sequence_id in ids if self._trees.pop(sequence_id, None) is not None])
+    def remove(self, sequence_id: int) -> None:
+        """Remove a sequence, here and at the draft."""
+        self._eligible.pop(sequence_id, None)
+        self._unsent.pop(sequence_id, None)
+        self._features.forget(sequence_id)
+        if self._tables is not None:
+            self._tables.leave(sequence_id)
+        if self._trees.pop(sequence_id, None) is not None:
+            self._close([sequence_id])
 
     @property
     def reads_features(self) -> bool:
@@ -136,8 +134,7 @@ class Drafting(DraftInbox):
         useful = useful or anyway
         if self.active and (self.config.too_many(running) or not useful):
             self.active, self._dropped = False, not useful
-            self._close(list(self._trees))
-            self._forget_trees()
+            self._close_all()
         elif not self.active and useful and self._may_resume(running):
             self.active = True
             # A head drafts badly without the states of earlier tokens, which would make it look worse than it is.
@@ -149,11 +146,9 @@ class Drafting(DraftInbox):
         return running <= self.config.resumes_at or (self._dropped and not self.config.too_many(running))
 
     def reopen_all(self, model_version: int) -> None:
-        """Open every sequence at the draft again, after the weights were exchanged: drafts and kept hidden states are
-        of the old ones."""
+        """Open every sequence at the draft again: drafts and kept hidden states are those of other weights."""
         self._model_version = model_version
-        self._close(list(self._trees))
-        self._forget_trees()
+        self._close_all()
         self._unsent.clear()
         self._features.forget_all()
         self._unopened = list(self._eligible.values())
@@ -194,26 +189,25 @@ class Drafting(DraftInbox):
         self._features.collect(items, states, outcomes, self._eligible)
 
     def advance(self, commits: SequenceOf[tuple[Sequence, int]]) -> None:
-        """Re-root the trees of a step's sequences, given as (sequence, tokens committed), and send the commits to the
-        draft in one frame."""
+        """Re-root a step's trees, given (sequence, tokens committed), and send the commits in one frame."""
         if not self._trees and not self.reads_features:
             return
-        unsent = self._unsent
         ahead, along = self._features.due(self._trees, commits)
         if ahead:
             # The draft needs the tokens that these vectors belong to first.
             self._send()
         for sequence, committed in commits:
-            tree = self._trees.get(sequence.sequence_id)
-            if tree is not None:
-                features = along.get(sequence.sequence_id)
-                tokens = tuple(sequence.token_ids[-committed:])
-                waiting = unsent.setdefault(sequence.sequence_id, [])
-                # Passes that were launched at once are one step each, with at least one token.
-                singles = sequence.step - tree.step - 1
-                for committed_at_once in [*((token,) for token in tokens[:singles]), tokens[singles:]]:
-                    tree.advance(len(committed_at_once), asked=False)
-                    waiting.append(SequenceAdvance(sequence.sequence_id, tree.step, committed_at_once, features))
+            sequence_id = sequence.sequence_id
+            tree = self._trees.get(sequence_id)
+            if tree is None:
+                continue
+            tokens = tuple(sequence.token_ids[-committed:])
+            unsent = self._unsent.setdefault(sequence_id, [])
+            # Passes that were launched at once are one step each, with at least one token.
+            singles = sequence.step - tree.step - 1
+            for of_step in [*((token,) for token in tokens[:singles]), tokens[singles:]]:
+                tree.advance(len(of_step), asked=False)
+                unsent.append(SequenceAdvance(sequence_id, tree.step, of_step, along.get(sequence_id)))
         if ahead and self._link is not None and self.connected:
             self._link.send_features(ahead)
         self._send()
@@ -280,6 +274,10 @@ class Drafting(DraftInbox):
             for sequence_id in self._trees:
                 self._tables.clear(sequence_id)
         self._trees.clear()
+
+    def _close_all(self) -> None:
+        self._close(list(self._trees))
+        self._forget_trees()
 
     def _close(self, sequence_ids: list[int]) -> None:
         if sequence_ids and self._link is not None and self.connected:
@@ -365,8 +363,7 @@ class Drafting(DraftInbox):
 
 
 def _drafted_by(request: SequenceRequest) -> tuple[VerificationMode, SamplingParams]:
-    """The mode and sampling to draft with. TYPICAL accepts what is probable, whatever was sampled, so it drafts for
-    GREEDY."""
+    """The mode and sampling to draft with. TYPICAL drafts for GREEDY, since it accepts what is probable."""
     if request.mode is not VerificationMode.TYPICAL:
         return request.mode, request.sampling
     return VerificationMode.GREEDY, replace(request.sampling, temperature=0.0)

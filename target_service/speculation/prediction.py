@@ -49,6 +49,7 @@ class PredictedAnswer:
     # The sequence's own list, which grows with each commit, and how many of its tokens were aligned.
     committed: list[int]
     seen: int
+    # Where in the prediction the next token is expected, None if unknown; and the length of the run before it.
     _place: int | None = 0
     _run: int = _FIRST_RUN
     # Where the model left the prediction, None if it never followed it, and the tokens since.
@@ -61,12 +62,6 @@ class PredictedAnswer:
     _proven: bool = False
     # The ends of each pair of neighbours; built when the model first leaves the prediction.
     _ends_of_pairs: dict[tuple[int, int], list[int]] | None = None
-
-    @property
-    def place(self) -> int | None:
-        """Where in the prediction the next token is expected; None if unknown."""
-        self._catch_up()
-        return self._place
 
     @property
     def leads(self) -> bool:

@@ -40,8 +40,7 @@ class DraftSwitch:
         self._plain_steps = 0
 
     def drafts_within(self, steps: int) -> bool:
-        """Whether a drafted step was less than `steps` ago, or may come in less than `steps`, so that the draft should
-        follow."""
+        """Whether a drafted step was less than `steps` ago, or may come in less than `steps`."""
         return self._plain_steps < steps or self._left < steps
 
     def choose(self, load: int, expected: float, *, ahead: bool, sending: float = 0.0) -> Use:

@@ -95,33 +95,34 @@ class Gathering:
     def choose(self, running: SequenceOf[Sequence], *, ahead: bool) -> Use:
         """How the next step uses drafts. `ahead`: the device verifies every sequence, and the step may be launched
         behind the one under way. Called once per step, before it is scheduled."""
-        self._use, self._ahead = Use.PLAIN, ahead
+        self._ahead = ahead
+        use = self._best_use(running, ahead)
+        self._use = use if self._drafting.active else Use.PLAIN
+        return self._use
+
+    def _best_use(self, running: SequenceOf[Sequence], ahead: bool) -> Use:
+        """What pays in the next step. The switch counts steps while no draft is followed, too."""
         if not self._drafting.connected or self._drafting.config.too_many(self._scheduler.load):
-            return self._use
+            return Use.PLAIN
         if ahead and self._device_chooses(running):
             # Rows come from the device's tables then.
-            return self._use
+            return Use.PLAIN
         eligible = [one for one in running if self._drafting.is_eligible(one) and not self._is_led(one)]
         if not eligible:
-            return self._use
+            return Use.PLAIN
         if self._switch is None:
-            use = Use.AFTER
-        else:
-            if self._drafting.active and self._drafting.latency.beginning:
-                # It is followed, and its first answers are slower than later ones.
-                return self._use
-            records = [self._live[sequence.sequence_id].record for sequence in eligible]
-            load, others = len(running), len(running) - len(eligible)
-            # Per token of plain steps, which make more than one each where the device drafts for them.
-            expected = sum(map(self._budget.expected_tokens, records)) / self._policy.tokens_each + others
-            if self._reads_prompts(running):
-                # The times of such steps are not observed.
-                use = self._switch.best(load, expected)
-            else:
-                use = self._switch.choose(load, expected, ahead=ahead, sending=self._sending(load))
-        if self._drafting.active:
-            self._use = use
-        return self._use
+            return Use.AFTER
+        if self._drafting.active and self._drafting.latency.beginning:
+            # It is followed, and its first answers are slower than later ones.
+            return Use.PLAIN
+        records = [self._live[sequence.sequence_id].record for sequence in eligible]
+        load, others = len(running), len(running) - len(eligible)
+        # Per token of plain steps, which make more than one each where the device drafts for them.
+        expected = sum(map(self._budget.expected_tokens, records)) / self._policy.tokens_each + others
+        if self._reads_prompts(running):
+            # The times of such steps are not observed.
+            return self._switch.best(load, expected)
+        return self._switch.choose(load, expected, ahead=ahead, sending=self._sending(load))
 
     def awaits_tokens(self, running: SequenceOf[Sequence]) -> bool:
         """Whether the host needs the tokens of the step under way, to cut a prediction behind them."""
@@ -207,8 +208,7 @@ class Gathering:
         if live.prediction is None:
             return
         # The target samples the last token itself.
-        left = sequence.request.max_tokens - sequence.totals.completion_tokens - sequence.pending_tokens - 1
-        most = min(left, self._max_nodes(sequence))
+        most = min(sequence.remaining - 1, self._max_nodes(sequence))
         chains = live.prediction.chains(min(most, live.prediction.offer_limit))
         if not chains:
             return
@@ -247,7 +247,7 @@ class Gathering:
 
     def _max_nodes(self, sequence: Sequence) -> int:
         """Drafted rows that the sequence may have: none past its last token or its pages."""
-        if sequence.request.max_tokens - sequence.totals.completion_tokens - sequence.pending_tokens <= 1:
+        if sequence.remaining <= 1:
             return 0
         limit = min(sequence.request.max_draft_nodes, self._max_draft_nodes)
         return max(0, min(limit, self._scheduler.spare_rows(sequence)))

@@ -171,8 +171,7 @@ class RowPolicy:
             times.observe(seconds / self._cost(sequences))
 
     def observe(self, outcomes: SequenceOf[Verified | None], kind: Kind, drafted: SequenceOf[bool]) -> None:
-        """Learn from passes whose rows the device chose. `drafted`, by sequence: a draft, and no prediction, has filled
-        its table."""
+        """Learn from passes whose rows the device chose. `drafted`: the sequence's table holds only a draft's nodes."""
         passes = [one for outcome in outcomes if outcome is not None for one in outcome.device_passes]
         if not passes:
             self._tokens_each.observe(1.0)
@@ -192,10 +191,10 @@ class RowPolicy:
         # The device chooses rows by their tokens, which rejection sampling does not allow.
         if not live.verifier.on_device or request.mode is VerificationMode.REJECTION or request.external:
             return None
-        sequence = live.sequence
+        if not request.speculate:
+            return 0
         # The target samples the last token itself.
-        left = request.max_tokens - sequence.totals.completion_tokens - sequence.pending_tokens - 1
-        return max(0, min(self._limit, request.max_draft_nodes, _GUESSES * left)) if request.speculate else 0
+        return max(0, min(self._limit, request.max_draft_nodes, _GUESSES * (live.sequence.remaining - 1)))
 
     def _tried(self, sizes: SequenceOf[int], sequences: int, kind: Kind, waits: float) -> int:
         """The size with the highest rate, or at times another one, to measure it again."""
