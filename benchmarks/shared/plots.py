@@ -21,8 +21,6 @@ from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
 # Milliseconds in which 4.3 TB/s read the 15.0 GB of weights of a Llama-3.1-8B shape.
 FLOOR_8B_MS = 3.49
-# The least share of plain decoding's speed with drafts.
-LEAST_RATIO = 0.98
 
 Row = dict[str, Any]
 
@@ -86,20 +84,6 @@ def step_times(document: dict[str, Any]) -> Figure:
     return figure
 
 
-def load_curve(document: dict[str, Any]) -> Figure:
-    figure, drawn = axis("Asking for drafts of a trie, SmolLM2-135M, one H200", "tokens/s, as a share of plain")
-    plain, drafted = rows(document, mode="plain"), rows(document, mode="trie")
-    levels = [row["concurrency"] for row in plain]
-    for name, label in (("tokens_per_second", "all waves"), ("median_tokens_per_second", "median wave")):
-        ratios = [one[name] / other[name] for one, other in zip(drafted, plain, strict=True)]
-        drawn.plot(levels, ratios, marker="o", label=label)
-    drawn.axhline(LEAST_RATIO, color="grey", linestyle="--", label=f"bar, {LEAST_RATIO}")
-    name_levels(drawn, levels)
-    drawn.set_ylim(bottom=0)
-    drawn.legend(frameon=False, loc="lower left")
-    return figure
-
-
 # Bars of the widened model: a label, the mode of the rows, and their runs, each of which measured plain decoding too.
 WIDENED = (
     ("one GPU: lookup and a trie (H200)", "trie", ("2026-11-23-h200-widened-eighth", "2026-11-24-h200-widened-ninth")),
@@ -155,11 +139,7 @@ def main() -> None:
         document: dict[str, Any] = json.loads((options.results / f"{options.prefix}{name}.json").read_text())
         return document
 
-    figures = {
-        "throughput": throughput(read("serving"), read("engine"), read("vllm")),
-        "8b": step_times(read("8b")),
-        "trie-load": load_curve(read("trie-load")),
-    }
+    figures = {"throughput": throughput(read("serving"), read("engine"), read("vllm")), "8b": step_times(read("8b"))}
     for name, figure in figures.items():
         figure.savefig(options.results / f"{options.prefix}{name}.png", dpi=100)
 
