@@ -40,7 +40,6 @@ switch_threads_often()
 from outrider.busy_polling import BUSY_POLL_SECONDS, usable_cores  # noqa: E402
 from outrider.drafting.link import GrpcDraftLink, LinkOptions  # noqa: E402
 from outrider.drafting.link_process import LinkProcess  # noqa: E402
-from outrider.drafting.stoppable import StoppableLink  # noqa: E402
 from outrider.sampling import SamplingParams, VerificationMode  # noqa: E402
 from outrider.wire.frames import (  # noqa: E402
     DraftInfo,
@@ -49,6 +48,7 @@ from outrider.wire.frames import (  # noqa: E402
     SequenceFailure,
     SequenceFeatures,
     SequenceGrowth,
+    StoppableLink,
     TreeLimits,
     Vectors,
 )
