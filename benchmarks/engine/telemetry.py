@@ -21,7 +21,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from benchmarks.shared.report import parser_of, write_json
-from draft_service.telemetry.metrics import PrometheusDraftObserver
+from draft_service.telemetry.metrics import DraftMetrics
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.telemetry.registry import Counter, Histogram, VllmNames
 from outrider.telemetry.table import FINE_SECONDS
@@ -118,7 +118,7 @@ def steps(tracing: Tracing) -> Callable[[], None]:
 def cases() -> Mapping[str, Callable[[], Any]]:
     """What is timed, by name."""
     target = PrometheusObserver("tiny", "float32", "0")
-    draft = PrometheusDraftObserver("trie", "0", dict)
+    draft = DraftMetrics("trie", "0", dict)
     counter, histogram = Counter(), Histogram(FINE_SECONDS)
     registry = prometheus_client.CollectorRegistry()
     their_counter = prometheus_client.Counter("c", "c", ["l"], registry=registry).labels("x")
