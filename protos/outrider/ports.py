@@ -13,9 +13,9 @@ def port_refusal(host: str, port: int) -> OSError | None:
         addresses = socket.getaddrinfo(host.strip("[]") or None, port, type=socket.SOCK_STREAM)
     except OSError as error:
         return error
-    failures = [error for family, *_, address in addresses if (error := _refusal(family, address)) is not None]
+    failures = [failure for family, *_, address in addresses if (failure := _refusal(family, address)) is not None]
     # One address of a name is enough, unless another is taken or forbidden.
-    taken = [error for error in failures if error.errno in (errno.EADDRINUSE, errno.EACCES)]
+    taken = [failure for failure in failures if failure.errno in (errno.EADDRINUSE, errno.EACCES)]
     if taken or len(failures) == len(addresses):
         return (taken or failures)[0]
     return None
