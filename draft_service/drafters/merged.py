@@ -73,7 +73,7 @@ class MergedDrafter(Drafter):
         self.vocabulary_size = max(vocabularies, default=0)
         wanted = [request for part in parts if (request := features_of(part)) is not None]
         if len(wanted) > 1:
-            raise NotSupported("more than one of the merged drafters wants features")
+            raise NotSupported("more than one of the merged drafters reads features")
         # The others draft without features.
         self.features: FeatureRequest | None = replace(wanted[0], required=False) if wanted else None
 

@@ -22,7 +22,7 @@ class TrieConfig(Settings):
     num_draft_tokens: int = setting(32, "nodes of a tree, the root not counted", ge=1, le=MAX_ROWS - 1)
     branch_length: int = setting(32, "longest path below the root", ge=1)
     breadth: int = setting(8, "most children of a node; 1 drafts a single branch", ge=1)
-    min_match: int = setting(1, "shortest context, in tokens, that may speak", ge=1)
+    min_match: int = setting(1, "shortest context, in tokens, that predicts", ge=1)
     max_match: int = setting(8, "longest context, in tokens; memory per token grows with it", le=32, ge=1)
     selection: str = setting(
         "probable", "which continuations come first: most probable, or most recent", choices=("probable", "recent")

@@ -79,7 +79,7 @@ class Scratch(NamedTuple):
     fresh: Reals  # [MAX_SIBLINGS] occurrences of siblings that no longer window counted
     # [MAX_CANDIDATES, 1 + 2 * SOURCES], the result: token, then nodes and lengths of the windows that end at it.
     candidates: Numbers
-    # [MAX_CANDIDATES, 1 + SOURCES], the result: probability, then occurrences that spoke already.
+    # [MAX_CANDIDATES, 1 + SOURCES], the result: probability, then occurrences that were counted already.
     weights: Reals
 
 

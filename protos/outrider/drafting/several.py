@@ -148,7 +148,7 @@ class SeveralDrafts:
                 return
             member.info, first = info, self._info is None
             self._info = self._info or info
-            log.info("draft %s at %s is there", info.drafter, member.address)
+            log.info("draft %s at %s is connected", info.drafter, member.address)
             if first:
                 self._homes.clear()
         if first:

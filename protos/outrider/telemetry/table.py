@@ -105,7 +105,7 @@ _SPECULATION = (
     ),
     MetricSpec("outrider_fallback_steps", "counter", "Sequence steps without the draft that they should have had."),
     MetricSpec("outrider_speculation_switches", "counter", "Times that load switched drafting on or off.", ("to",)),
-    MetricSpec("outrider_speculation_active", "gauge", "1 while drafts are asked for and a draft service is there."),
+    MetricSpec("outrider_speculation_active", "gauge", "1 while drafting is on and a draft service is connected."),
     MetricSpec("outrider_feature_vectors", "counter", "Hidden states of tokens sent to a draft that reads them."),
     MetricSpec("outrider_feature_bytes", "counter", "Bytes of hidden states sent to the draft."),
     MetricSpec("outrider_feature_bytes_kept", "gauge", "Memory of hidden states kept for a draft that connects late."),
@@ -298,7 +298,7 @@ DRAFT = (
     MetricSpec("outrider_draft_sequences_failed", "counter", "Sequences that failed, by reason.", ("reason",)),
     MetricSpec("outrider_draft_context_tokens", "counter", "Tokens that sequences were opened with."),
     MetricSpec("outrider_draft_committed_tokens", "counter", "Tokens that targets committed."),
-    MetricSpec("outrider_draft_advances", "counter", "Sequence advances taken in."),
+    MetricSpec("outrider_draft_advances", "counter", "Sequence advances handled."),
     MetricSpec("outrider_draft_growths", "counter", "Sequence growths sent."),
     MetricSpec("outrider_draft_nodes", "counter", "Nodes sent."),
     MetricSpec(
