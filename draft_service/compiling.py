@@ -48,8 +48,8 @@ def pointer(_typing: Any, address: Any) -> Any:
 def cache_folder() -> Path:
     """Where compiled code is kept: a folder of its own for every state of the compiled modules.
 
-    numba tells stale code by the file of the function alone, but what a function calls is compiled into it, and may
-    stand in another file. `NUMBA_CACHE_DIR` names another place than the user's cache.
+    numba detects stale code by the function's own file, but functions of other files may be compiled into it.
+    `NUMBA_CACHE_DIR` overrides the user's cache folder.
     """
     digest = hashlib.sha256()
     modules = sorted(Path(__file__).parent.rglob("*.py"))
@@ -69,7 +69,7 @@ def _compile(function: Function, *, forceinline: bool) -> Function:
     try:
         return numba.njit(function, cache=True, **options)  # type: ignore[no-any-return]
     except RuntimeError:
-        # No folder can be written, as in a read-only container: each process compiles anew.
+        # No folder can be written, as in a read-only container: each process compiles.
         return numba.njit(function, **options)  # type: ignore[no-any-return]
     finally:
         numba.config.CACHE_DIR = before

@@ -1,4 +1,4 @@
-"""Frames of a stream, read ahead of whoever handles them."""
+"""Frames of a stream, read ahead of their handler."""
 
 from __future__ import annotations
 
@@ -9,28 +9,26 @@ from typing import Any
 
 import grpc
 
-# Frames that wait at most; then the transport's flow control holds the target back. Chosen, not measured. Fewer than a
-# target sends during one call of the drafter, a frame or two a step, would be drafted for in turn again.
+# Most waiting frames; then the transport's flow control holds the target back. Chosen, not measured: more than a target
+# sends during one call of the drafter, a frame or two per step.
 _READ_AHEAD = 64
-# Bytes of frames that wait, but for the last, which may be as large as a message may: features of a long prompt come at
-# 2 MiB a frame. Chosen, not measured.
+# Bytes of waiting frames, without the last: features of a long prompt come at 2 MiB a frame. Chosen, not measured.
 _READ_AHEAD_BYTES = 8 << 20
-# Bytes of frames that are handled at a stretch, but for a single larger one. A frame of one step is far smaller.
+# Bytes of frames that are handled without a pause, or a single larger frame. A frame of one step is far smaller.
 _SLICE_BYTES = 64 << 10
 
 
 class Inbox:
-    """Reads a stream for as long as it is entered, so that all that has come by now can be taken at once.
+    """Reads a stream while it is entered, so that all frames that have arrived can be taken at once.
 
     A drafter that is slower than its target would otherwise draft for each commit in turn, ever further behind.
     """
 
-    def __init__(self, read: Callable[[], Awaitable[Any]], size_of: Callable[[Any], int]) -> None:
-        """`read` gives the next frame, and gRPC's EOF behind the last; `size_of` a frame's bytes."""
+    def __init__(self, read: Callable[[], Awaitable[Any]]) -> None:
+        """`read` returns the next message, and gRPC's EOF after the last."""
         self._read = read
-        self._size_of = size_of
         self._queue: asyncio.Queue[Any] = asyncio.Queue(_READ_AHEAD)
-        # Of the frames that wait.
+        # Of the waiting frames.
         self._bytes = 0
         self._taken = asyncio.Event()
 
@@ -46,54 +44,54 @@ class Inbox:
 
     @property
     def waiting(self) -> bool:
-        """Whether a frame has come that was not taken."""
+        """Whether a frame has arrived that was not taken."""
         return not self._queue.empty()
 
     async def take(self) -> list[Any]:
-        """Every frame that has come, one at least; none once the stream has ended.
+        """Every frame that has arrived, at least one; none once the stream has ended.
 
-        Raises what reading raised; frames before that are dropped, since their stream is over.
+        Raises what reading raised; earlier frames are then dropped, since their stream is over.
         """
         frames: list[Any] = []
-        one = await self._queue.get()
+        frame = await self._queue.get()
         self._bytes = 0
         self._taken.set()
         while True:
-            if isinstance(one, Exception):
-                raise one
-            if one is grpc.aio.EOF:
+            if isinstance(frame, Exception):
+                raise frame
+            if frame is grpc.aio.EOF:
                 if frames:
-                    self._queue.put_nowait(one)
+                    self._queue.put_nowait(frame)
                 return frames
-            frames.append(one)
+            frames.append(frame)
             if self._queue.empty():
                 return frames
-            one = self._queue.get_nowait()
+            frame = self._queue.get_nowait()
 
     async def _read_ahead(self) -> None:
         try:
             while (frame := await self._read()) is not grpc.aio.EOF:
-                self._bytes += self._size_of(frame)
+                self._bytes += frame.ByteSize()
                 await self._queue.put(frame)
                 while self._bytes > _READ_AHEAD_BYTES:
                     self._taken.clear()
                     await self._taken.wait()
             last: Any = grpc.aio.EOF
-        # `take` raises it: in a task of its own it would be lost, and `take` would wait for ever.
+        # Raised by `take`: in this task it would be lost, and `take` would wait for ever.
         except Exception as error:
             last = error
         await self._queue.put(last)
 
 
 def slices(frames: Iterable[Any]) -> Iterator[list[Any]]:
-    """The frames in order, in lists that do not take long to handle: what one stream sends holds no other one up."""
-    some: list[Any] = []
+    """The frames in order, in chunks that are handled quickly, so that one stream does not hold up the others."""
+    chunk: list[Any] = []
     size = 0
     for frame in frames:
-        some.append(frame)
+        chunk.append(frame)
         size += frame.ByteSize()
         if size > _SLICE_BYTES:
-            yield some
-            some, size = [], 0
-    if some:
-        yield some
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk

@@ -1,7 +1,7 @@
 """A draft link without a network: the same session and drafters, in the target's own process.
 
-For a machine with no process to spare, and as the yardstick for what a separate draft process costs. Answers of a
-drafter on the CPU are delivered inside the call that asks for them, those of one on a GPU from a thread of its own.
+For a machine with no process to spare, and as the baseline for the cost of a separate draft process. Growth of a
+drafter on the CPU is delivered inside the call that causes it, growth of one on a GPU from its own thread.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ logger = logging.getLogger(__name__)
 
 
 def connect(argument: str) -> Callable[[DraftEvents, int, str], InprocessLink]:
-    """Make the drafter that `argument` names. What this returns warms it up and links it, once, given a target's
-    events, size of vocabulary and fingerprint of its tokenizer, which are known when its model is loaded.
+    """Make the drafter that `argument` names. Returns a function that starts it and links it, once, given a target's
+    events, vocabulary size and tokenizer fingerprint, which are known when the target's model is loaded.
 
-    Its settings come from the environment and from the file that `OUTRIDER_CONFIG` names, as for the service.
-    Raises `NotSupported` or `SettingsError`, and what it returns also `WrongVocabulary`: here, unlike for a service
-    that may come back, a mismatch is the operator's mistake.
+    Settings come from the environment and the file of `OUTRIDER_CONFIG`, as for the service. Raises `NotSupported` or
+    `SettingsError`; the function also raises `WrongVocabulary`: unlike for a service, which may be replaced, a mismatch
+    is the operator's mistake here.
     """
     path = os.environ.get(CONFIG_VARIABLE)
     settings_of = partial(drafter_config, environment=os.environ, path=Path(path) if path else None)
@@ -67,7 +67,7 @@ class InprocessLink:
 
     def open(self, sequence: OpenSequence) -> None:
         def work(session: ProposeSession) -> None:
-            # The engine opens anew what it had stopped drafting for; over the network fresh ids tell them apart.
+            # The engine may open a sequence again; over the network fresh ids separate the two.
             session.close([sequence.sequence_id])
             self._attempt(session, sequence.sequence_id, lambda: session.open(sequence))
 
@@ -92,7 +92,7 @@ class InprocessLink:
         self._run(lambda session: session.close(sequence_ids))
 
     def cut_off(self, reason: str) -> None:
-        """Go on without the drafter, for good: what is wrong with it, reconnecting does not mend."""
+        """Continue without the drafter, for good: reconnecting would not help."""
 
         def work(_session: ProposeSession) -> None:
             raise DraftUnavailable(reason)
@@ -108,28 +108,28 @@ class InprocessLink:
         self._session = None
         try:
             self._drafter.stop()
-        # The same boundary: the engine has more to stop than its drafter.
+        # As below: the engine must be able to stop its other parts.
         except Exception:
             logger.exception("the drafter failed while it stopped")
 
     def _run(self, work: Callable[[ProposeSession], None]) -> None:
-        """Do this, and answer."""
+        """Do `work`, and deliver growth."""
         self._do([work])
 
     def _do(self, works: Sequence[Callable[[ProposeSession], None]]) -> None:
-        """Do all this, and then answer once. Nothing is done once the drafter has failed or is stopped."""
+        """Do all of it, and then deliver growth once. Does nothing once the drafter has failed or is stopped."""
         if self._session is None:
             return
         try:
             for work in works:
                 work(self._session)
             self._answer(self._session)
-        # The boundary that a process or a network is elsewhere: a drafter's bug costs its drafts, not the engine.
+        # A bug in the drafter must not end the engine, as with a drafter in another process.
         except Exception:
             self._fail()
 
     def _fail(self) -> None:
-        """Log the exception that is being handled, and go on without drafts."""
+        """Log the current exception, and continue without drafts."""
         logger.exception("the drafter failed; decoding goes on without it")
         self._session = None
         self._events.on_disconnected("the drafter failed")
@@ -142,7 +142,7 @@ class InprocessLink:
             self._events.on_failure(SequenceFailure(sequence_id, error.reason, error.message))
 
     def _answer(self, session: ProposeSession) -> None:
-        """Deliver all growth that is owed. Credit bounds a queue, and here there is none."""
+        """Deliver all owed growth. Credit bounds a queue, and there is none here."""
         while session.owes:
             session.grant(1 - session.credit)
             self._events.on_growth(session.take_growth())
@@ -151,8 +151,8 @@ class InprocessLink:
 class ThreadedLink(InprocessLink):
     """A `DraftLink` to a started drafter on a GPU, which works on a thread of its own.
 
-    One thread at a time may call it. Calls return at once, and answers come from the drafter's thread. On the target's
-    own GPU the drafter's kernels run beside the target's passes, behind them where both want the same processors.
+    One thread at a time may call it. Calls return at once, and growth is delivered from the drafter's thread. On the
+    target's own GPU the drafter's kernels run beside the target's passes, or behind them where both need the same SMs.
     """
 
     def __init__(self, drafter: Drafter, events: DraftEvents) -> None:
@@ -162,18 +162,18 @@ class ThreadedLink(InprocessLink):
         self._thread.start()
 
     def stop(self) -> None:
-        """See `InprocessLink.stop`. Waits for what the drafter is at."""
+        """See `InprocessLink.stop`. Waits for the drafter's thread."""
         self._works.put(None)
         self._thread.join()
         super().stop()
 
     def _run(self, work: Callable[[ProposeSession], None]) -> None:
-        """Have it done on the thread, which answers."""
+        """Do `work` on the thread, which delivers growth."""
         self._works.put(work)
 
     def _work(self) -> None:
-        """Until `stop`: do all that waits, and then answer once, so that trees are of the newest commits."""
-        # Only here: drafters without a GPU run without PyTorch.
+        """Until `stop`: do all queued work, and then deliver growth once, so that trees are for the newest commits."""
+        # Imported here: drafters without a GPU run without PyTorch.
         from draft_service.neural.devices import on_stream_of_its_own
 
         try:
@@ -185,6 +185,6 @@ class ThreadedLink(InprocessLink):
                         works.append(self._works.get())
                     stopping = None in works
                     self._do([work for work in works if work is not None])
-        # Nothing below this thread's first frame would say that it has ended.
+        # Otherwise the thread would end silently.
         except Exception:
             self._fail()

@@ -1,7 +1,7 @@
-"""What every drafter with a network of its own does: load it, warm up, read what was committed, and grow trees.
+"""The base of drafters with a neural network: load it, warm up, read committed tokens, and grow trees.
 
-Medusa heads read the target's last state and keep nothing. An EAGLE head and a language model keep keys and values, and
-differ in the network, in what they read, and in when they have it.
+Medusa heads read the target's last hidden state and keep nothing. An EAGLE head and a language model keep keys and
+values, and differ in the network, in their inputs, and in when those are available.
 """
 
 from __future__ import annotations
@@ -27,21 +27,20 @@ from outrider.tree import TokenTree
 
 
 class Drafting(Protocol):
-    """A network on its device, and how trees grow with it. What is wanted says of which sequence, and what is known of
-    it."""
+    """A network on its device that grows trees. Each `wanted` names a sequence and the state of it that is read."""
 
     def trees(self, wanted: Sequence[Any]) -> list[TokenTree]:
-        """The best trees, in whatever mode."""
+        """The best trees, in any mode."""
 
     def begin(self, wanted: Sequence[Any]) -> Pending:
-        """As `trees`, of no REJECTION request."""
+        """As `trees`, without REJECTION requests."""
 
 
 Grows = TypeVar("Grows", bound=Drafting)
 
 
 class NeuralDrafter(Drafter, ABC, Generic[Grows]):
-    """Trees come one by one (`propose`) or as arrays (`begin`)."""
+    """Makes trees one by one (`propose`) or as arrays (`begin`)."""
 
     def __init__(self, config: NetworkConfig, tree: TreeShape, vocabulary_size: int, max_context: int) -> None:
         """Raises `SettingsError` for a device that is not there."""
@@ -52,25 +51,26 @@ class NeuralDrafter(Drafter, ABC, Generic[Grows]):
         self.max_context = max_context
         self._threads = config.threads
         self._drafting: Grows | None = None
-        # Rows that were read, and trees that were not drafted: the network lacks what it reads, or its cache is full.
+        # Rows read, and trees not drafted: since the network's inputs are missing, or since its cache is full.
         self._rows = self._misses = self._full = 0
 
     @property
     def drafting(self) -> Grows:
-        """What drafts with the network, once it is loaded."""
+        """The loaded network and its tree growth."""
         assert self._drafting is not None, "the drafter was not started"
         return self._drafting
 
     @abstractmethod
     def _load(self) -> Grows:
-        """The network, on its device, and what drafts with it."""
+        """Load the network onto its device."""
 
     @abstractmethod
     def _prepare(self, sequences: Sequence[DraftSequence]) -> tuple[list[int], list[Any]]:
-        """Read what is new of those that can be drafted for. Returns where they stand, and their trees-to-be."""
+        """Read new tokens of the sequences that can be drafted for. Returns their indices, and what to draft for
+        each."""
 
     def start(self) -> None:
-        """Load the weights, and compile and run once what drafting runs."""
+        """Load the weights, and compile and warm up everything that drafting runs."""
         in_passing_thread(self._start)
 
     def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
@@ -109,14 +109,14 @@ class NeuralDrafter(Drafter, ABC, Generic[Grows]):
                 self.close(sequence)
 
     def _first_batches(self) -> Iterable[tuple[VerificationMode, int, int]]:
-        """What to warm up with: modes, sequences of that mode, and the rows that each has to read."""
+        """Batches to warm up with: mode, number of sequences, and rows that each has to read."""
         return ((mode, 1, 1) for mode in LOSSLESS_MODES)
 
 
 class CachingDrafter(NeuralDrafter[TreeDrafting]):
     """Keeps a `CacheEntry` as each sequence's state."""
 
-    # Position of the root's children in the network's count, less the sequence's length.
+    # Position of the root's children for the network, minus the sequence's length.
     children_at: ClassVar[int] = 0
 
     def __init__(self, config: NeuralConfig, vocabulary_size: int, max_context: int) -> None:
@@ -130,11 +130,11 @@ class CachingDrafter(NeuralDrafter[TreeDrafting]):
 
     @abstractmethod
     def _ready(self, sequence: DraftSequence) -> bool:
-        """Whether a tree can be drafted, and the cache has room for it."""
+        """Whether a tree can be drafted and the cache has room for it."""
 
     @abstractmethod
     def _read(self, sequences: Sequence[DraftSequence]) -> None:
-        """Extend the cache by what is new of sequences that it has room for."""
+        """Extend the cache by the new tokens of sequences that it has room for."""
 
     def open(self, sequence: DraftSequence) -> None:
         sequence.state = self.drafting.follow()
@@ -154,7 +154,7 @@ class CachingDrafter(NeuralDrafter[TreeDrafting]):
         return places, [TreeRequest(one.state, one, len(one.token_ids) + self.children_at) for one in ready]
 
     def _has_room(self, sequence: DraftSequence, rows: int) -> bool:
-        """Reserve so many more rows, and a tree below them."""
+        """Reserve `rows` more rows and a tree after them; returns whether there is room."""
         if self.drafting.reserve(sequence.state, rows):
             return True
         self._full += 1

@@ -1,6 +1,6 @@
-"""Chance in compiled loops: the shared noise of COUPLED verification, and the draft's own coins.
+"""Random numbers in compiled loops: the shared noise of COUPLED verification, and the draft's own coins.
 
-The noise is bit-equal to `outrider.noise`, which a test holds.
+A test checks that the noise is bit-equal to `outrider.noise`.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def exponential(seed: np.uint64, position: np.uint64, token: np.uint64) -> float
 
 
 def first_coin(seed: int, salt: int, length: int) -> int:
-    """The state of the coins for a tree behind `length` tokens; the salt keeps them apart from all else that is made
-    from the request's seed."""
+    """The state of the coins for a tree after `length` tokens; the salt makes them independent of other uses of the
+    request's seed."""
     return (seed ^ salt) * (2 * length + 1) & 0xFFFFFFFFFFFFFFFF
 
 
@@ -70,7 +70,7 @@ def coin_of(state: np.uint64) -> float:
 
 @compiled
 def draw_place(left: Numbers, size: int, coin: float) -> int:
-    """The place of a draw by the weights left, at least one of them positive. The caller zeroes its weight."""
+    """The index of a draw by the weights left, at least one of them positive. The caller zeroes its weight."""
     total = 0
     for i in range(size):
         total += left[i]

@@ -1,4 +1,4 @@
-"""The draft service's RPCs: protobuf in, protobuf out. What happens in between is `session` and `drafter`."""
+"""The draft service's RPCs: protobuf in, protobuf out, on top of sessions and a drafter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import numpy as np
 from draft_service.drafters.base import CorpusDrafter, Drafter, device_of
 from draft_service.frame_reader import Inbox, slices
 from draft_service.session import Admission, PackedGrowth, ProposeSession
-from draft_service.telemetry.observer import DraftObserver
+from draft_service.telemetry.metrics import DraftMetrics
 from draft_service.telemetry.tracing import StreamTrace
 from outrider.busy_polling import BusyPolling
 from outrider.errors import InvalidField, NotSupported, OutriderError, UnknownSequence
@@ -50,10 +50,10 @@ ProposeContext = grpc.aio.ServicerContext[draft_pb2.ProposeRequest, draft_pb2.Pr
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     """DraftService over one drafter, which all streams share. Runs on one event loop.
 
-    A drafter that waits for a GPU has a thread beside it, so that frames are read meanwhile. But a stream that keeps up
-    with its target calls it on the loop, which wakes no thread for a commit, nor the loop for its growth: a commit was
-    then taken in after 585 us instead of 714, and whole trees were received after 347 instead of 442 (medians, two
-    cores, the link in the engine's process: `benchmarks/results/2026-11-25-cpu-link-hops.md`).
+    A drafter on a GPU runs on a thread of its own, so that frames are read meanwhile. But a stream that keeps up with
+    its target calls it on the loop, which wakes no thread for a commit, nor the loop for its growth: a commit was then
+    handled after 585 us instead of 714, and whole trees were received after 347 instead of 442 (medians, two cores, the
+    link in the engine's process: `benchmarks/results/2026-11-25-cpu-link-hops.md`).
     """
 
     def __init__(
@@ -61,7 +61,6 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         drafter: Drafter,
         admission: Admission,
         info: DraftInfo,
-        observer: DraftObserver | None = None,
         tracing: Tracing | None = None,
         busy_poll_seconds: float = 0.0,
     ) -> None:
@@ -69,17 +68,17 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         self._drafter = drafter
         self._admission = admission
         self._info = info
-        self._observer = observer or DraftObserver()
+        self.metrics = DraftMetrics(info.drafter, info.version, drafter.stats)
         self._tracing = tracing or Tracing()
         on_gpu = device_of(drafter) != "cpu"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="drafter") if on_gpu else None
-        # Work of the thread that may not be done yet.
-        self._given: list[Future[Any]] = []
+        # Calls on the thread that may not be done yet.
+        self._submitted: list[Future[Any]] = []
         self._streams = 0
         self._busy_polling = BusyPolling(busy_poll_seconds)
 
     def close(self) -> None:
-        """Wait for what the drafter is at, so that it can be stopped. What still comes runs on the event loop."""
+        """Wait for the drafter's thread, so that the drafter can be stopped. Later calls run on the event loop."""
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.shutdown()
@@ -89,12 +88,12 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     ) -> None:
         session = ProposeSession(self._drafter, self._admission, current_tenant())
         trace = StreamTrace(self._tracing, context.invocation_metadata(), self._info.drafter)
-        stream = _ProposeStream(session, self._observer, trace)
-        self._observer.on_stream(1)
+        stream = _ProposeStream(session, self.metrics, trace)
+        self.metrics.on_stream(1)
         self._streams += 1
         code, reason = "CANCELLED", ""
         try:
-            async with Inbox(context.read, draft_pb2.ProposeRequest.ByteSize) as inbox:
+            async with Inbox(context.read) as inbox:
                 # Frames that waited mean that the target is ahead: then more are read while these are handled.
                 while True:
                     behind = inbox.waiting
@@ -102,21 +101,22 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                     if not frames:
                         break
                     *firsts, last = slices(frames)
-                    for some in firsts:
-                        for answer in await self._on_drafter(stream.take_all, some):
-                            await context.write(answer)
-                        # Other streams go on in between, also where all is done on the event loop.
+                    for chunk in firsts:
+                        for response in await self._on_drafter(stream.take_all, chunk):
+                            await context.write(response)
+                        # Let other streams run, also if everything is done on the event loop.
                         await asyncio.sleep(0)
-                    # The loop reads nothing while it drafts: so it does for a step's commits, of the only stream.
+                    # The loop reads nothing while it drafts, so it drafts only for one step's commits of the only
+                    # stream.
                     at_once = not (behind or firsts) and self._streams == 1 and all(map(_is_of_a_step, last))
                     draft = self._at_once if at_once else self._on_drafter
                     responses = await draft(stream.take_and_grow, last)
                     while responses:
                         for response in responses:
                             await context.write(response)
-                        # What has come meanwhile goes first: trees are made of the newest that is known.
+                        # New frames go first, so that trees are made for the newest commits.
                         responses = [] if inbox.waiting else await draft(stream.grow)
-                    # The target waits for the growth, and nobody for its metrics.
+                    # After the growth is sent: the target waits for it.
                     stream.record()
                     if not self._unfinished():
                         self._busy_polling.start()
@@ -125,37 +125,36 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             code, reason = error.code.name, error.reason
             raise
         finally:
-            # Cancelling a call twice must not leave its sequences open.
+            # A second cancellation must not leave sequences open.
             await asyncio.shield(self._end(stream, trace, code, reason))
 
     async def _end(self, stream: _ProposeStream, trace: StreamTrace, code: str, reason: str) -> None:
-        """End a stream's sequences, and then record it: a cancelled call may still have work on the drafter's thread,
-        which goes first."""
+        """End a stream's sequences, after any work of it on the drafter's thread, and then record it."""
         try:
             await self._on_drafter(stream.end)
         finally:
             stream.record()
             self._streams -= 1
-            self._observer.on_stream(-1)
+            self.metrics.on_stream(-1)
             trace.end(code, reason)
 
     async def _on_drafter(self, work: Callable[..., Result], *arguments: Any) -> Result:
-        """Do what touches the drafter, one call after the other: here, or beside the event loop where it waits for a
-        GPU, so that frames are read meanwhile."""
+        """Call `work`, which uses the drafter, one call after the other: here, or on the drafter's thread if there is
+        one, so that frames are read meanwhile."""
         if self._thread is None:
             return work(*arguments)
         # A loop that polls would compete with the thread for the interpreter.
         self._busy_polling.stop()
-        given = self._thread.submit(work, *arguments)
-        self._given = [*self._unfinished(), given]
-        return await asyncio.wrap_future(given)
+        call = self._thread.submit(work, *arguments)
+        self._submitted = [*self._unfinished(), call]
+        return await asyncio.wrap_future(call)
 
     async def _at_once(self, work: Callable[..., Result], *arguments: Any) -> Result:
-        """As `_on_drafter`, here if the thread is free: the event loop stands still until it is done."""
+        """As `_on_drafter`, but here if the thread is free, which blocks the event loop."""
         return await self._on_drafter(work, *arguments) if self._unfinished() else work(*arguments)
 
     def _unfinished(self) -> list[Future[Any]]:
-        return [given for given in self._given if not given.done()]
+        return [call for call in self._submitted if not call.done()]
 
     async def GetDraftInfo(
         self, _request: draft_pb2.GetDraftInfoRequest, _context: Any
@@ -176,9 +175,9 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             if len(request.token_ids) > MAX_CORPUS_TOKENS:
                 raise InvalidField("token_ids", f"has more than {MAX_CORPUS_TOKENS} entries")
             token_ids = _document(request.token_ids, self._info.vocabulary_size or MAX_VOCABULARY)
-            # Off the event loop: streams in flight must not wait for a document.
+            # Off the event loop: streams must not wait for a document.
             learnt = await asyncio.to_thread(drafter.add_corpus, tenant, corpus, token_ids)
-            self._observer.on_corpus(learnt.tokens)
+            self.metrics.on_corpus(learnt.tokens)
             tokens, nodes = tokens + learnt.tokens, learnt.nodes
         return draft_pb2.AddCorpusResponse(tokens=tokens, nodes=nodes)
 
@@ -200,52 +199,52 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             raise InvalidField("corpus", "is missing")
         self._admission.check_tenant(caller, named or caller)
         owner = None if self._admission.trusts(caller) and not named else named or caller
-        # Off the event loop: it waits for lessons that came before.
+        # Off the event loop: it waits for earlier documents to be learnt.
         deleted = await asyncio.to_thread(drafter.delete_corpus, owner, corpus)
         logger.info("tenant %s deleted the corpus %s of tenant %s", caller, deleted.name, deleted.owner)
         return draft_pb2.DeleteCorpusResponse(corpus=corpus_to_pb(deleted))
 
     def _corpus_drafter(self) -> CorpusDrafter:
-        """The drafter, if it can be taught documents. Raises `NotSupported`."""
+        """The drafter, if it can learn documents. Raises `NotSupported`."""
         if not isinstance(self._drafter, CorpusDrafter):
             raise NotSupported(f"the drafter {self._info.drafter!r} learns no corpora")
         return self._drafter
 
 
 def _is_of_a_step(frame: draft_pb2.ProposeRequest) -> bool:
-    """Whether a frame brings what one step of a target committed, or nothing that takes time: neither prompts nor their
-    hidden states, which may take a drafter as long as it takes to compile or capture something."""
+    """Whether a frame has the commits of one step, or is handled at once: not prompts and their hidden states, for
+    which a drafter may have to compile or capture something."""
     return frame.WhichOneof("frame") in ("advance", "close", "credit")
 
 
 class _ProposeStream:
     """Translates the frames of one stream. A bad part of a frame fails its own sequence only.
 
-    All else runs where the drafter does; `record` runs on the event loop, while nothing else of the stream is at work,
-    and brings metrics and the spans' sums up to date.
+    Methods run where the drafter runs, but for `record`: it runs on the event loop, while no other method of the stream
+    does, and updates the metrics and the totals of spans.
     """
 
-    def __init__(self, session: ProposeSession, observer: DraftObserver, trace: StreamTrace) -> None:
+    def __init__(self, session: ProposeSession, metrics: DraftMetrics, trace: StreamTrace) -> None:
         self._session = session
-        self._observer = observer
+        self._metrics = metrics
         self._trace = trace
-        # What `record` is to do, in order.
+        # Calls that `record` makes, in order.
         self._records: list[Callable[[], None]] = []
 
     def take_all(self, frames: Iterable[draft_pb2.ProposeRequest]) -> list[draft_pb2.ProposeResponse]:
         """Handle frames in order; see `take`."""
-        return [answer for frame in frames for answer in self.take(frame)]
+        return [response for frame in frames for response in self.take(frame)]
 
     def take_and_grow(self, frames: Iterable[draft_pb2.ProposeRequest]) -> list[draft_pb2.ProposeResponse]:
-        """Handle frames in order; returns what is answered at once or else a frame of growth, if any is owed.
+        """Handle frames in order; returns their immediate responses, or else a frame of growth, if any is owed.
 
-        One way to the drafter's thread does for both. And whoever always says something gets growth all the same: with
-        eight sequences a frame was always waiting, and growth that waited for there to be none never came.
+        Both in one call on the drafter's thread, and without looking for further frames: with eight sequences one was
+        always waiting, and growth that waited for the last never came.
         """
         return self.take_all(frames) or self.grow()
 
     def take(self, frame: draft_pb2.ProposeRequest) -> list[draft_pb2.ProposeResponse]:
-        """Handle one frame; returns what is answered at once. Raises `InvalidField` for a frame of no kind."""
+        """Handle one frame; returns its immediate responses. Raises `InvalidField` for an unknown kind of frame."""
         kind = frame.WhichOneof("frame")
         if kind == "advance":
             return self._advance(frame.advance)
@@ -255,7 +254,7 @@ class _ProposeStream:
             _check_count(len(frame.close.sequence_ids), MAX_CLOSED_PER_FRAME, "close.sequence_ids")
             before = len(self._session)
             self._session.close(frame.close.sequence_ids)
-            self._note(self._observer.on_closed, before - len(self._session), aborted=False)
+            self._note(self._metrics.on_closed, before - len(self._session), aborted=False)
             self._trace.closed(frame.close.sequence_ids)
             return []
         if kind == "credit":
@@ -266,7 +265,7 @@ class _ProposeStream:
         raise InvalidField("frame", "is not set, or of a kind unknown here")
 
     def grow(self) -> list[draft_pb2.ProposeResponse]:
-        """One frame of the growth that is owed, if there is any and credit for it."""
+        """One frame of owed growth, if there is any and credit for it."""
         owed_since, started = self._session.owed_since_ns, time.monotonic_ns()
         growths = self._session.take_packed()
         if not growths:
@@ -280,7 +279,7 @@ class _ProposeStream:
             nodes = [len(growth.token_ids) for growth in growths]
             response.growth.sequences.extend(map(growth_to_pb, growths))
         queue_ns, compute_ns = max(0, started - owed_since), time.monotonic_ns() - started
-        self._note(self._observer.on_growth, len(nodes), sum(nodes), queue_ns, compute_ns)
+        self._note(self._metrics.on_growth, len(nodes), sum(nodes), queue_ns, compute_ns)
         if self._trace.follows:
             for sequence_id, count in zip(sequence_ids, nodes, strict=True):
                 self._note(self._trace.grown, sequence_id, count, compute_ns)
@@ -288,12 +287,12 @@ class _ProposeStream:
         return [response]
 
     def end(self) -> None:
-        """End every sequence. A cancelled stream looks like a clean end, so whatever was not closed is aborted."""
-        self._note(self._observer.on_closed, len(self._session), aborted=True)
+        """End every sequence; those that were not closed count as aborted, also after a clean end of the stream."""
+        self._note(self._metrics.on_closed, len(self._session), aborted=True)
         self._session.end()
 
     def record(self) -> None:
-        """Bring metrics and traces up to date with what happened since the last call."""
+        """Update metrics and traces with everything since the last call."""
         records, self._records = self._records, []
         for record in records:
             record()
@@ -305,10 +304,10 @@ class _ProposeStream:
         try:
             sequence = open_from_pb(pb, self._session.max_context)
             limits = self._session.open(sequence)
-        # A bug that one sequence meets is not for the others of its stream, which may be everybody's.
+        # A bug in one sequence must not end the stream, which may carry every request of the target.
         except Exception as error:
             return self._failed(pb.sequence_id, error)
-        self._note(self._observer.on_opened, len(sequence.token_ids))
+        self._note(self._metrics.on_opened, len(sequence.token_ids))
         self._trace.opened(sequence)
         opened = draft_pb2.SequenceOpened(sequence_id=pb.sequence_id, limits=limits_to_pb(limits))
         return draft_pb2.ProposeResponse(opened=opened)
@@ -325,7 +324,7 @@ class _ProposeStream:
                 trace.advanced(advance.sequence_id, len(advance.token_ids))
 
         failures = self._take_parts(frame.sequences, take, "advance.sequences")
-        self._note(self._observer.on_advanced, advanced, tokens)
+        self._note(self._metrics.on_advanced, advanced, tokens)
         return failures
 
     def _features(self, frame: draft_pb2.SendFeatures) -> list[draft_pb2.ProposeResponse]:
@@ -340,9 +339,9 @@ class _ProposeStream:
     def _take_parts(
         self, parts: Sequence[Part], take: Callable[[Part, str], None], path: str
     ) -> list[draft_pb2.ProposeResponse]:
-        """Take each sequence's part of a frame, given the part and its field path; returns what failed. Of sequences
-        that are not open there is one status for all: the sender had one for each when it failed, or ended it, or never
-        opened it."""
+        """Call `take` with each sequence's part of a frame and its field path; returns statuses of those that failed,
+        and one for all sequences that are not open: the target got a status for each when it failed, or closed it
+        itself."""
         _check_count(len(parts), MAX_SEQUENCES_PER_FRAME, path)
         failures: list[draft_pb2.ProposeResponse] = []
         unknown: list[int] = []
@@ -360,27 +359,27 @@ class _ProposeStream:
         return failures
 
     def _failed(self, sequence_id: int, error: Exception) -> draft_pb2.ProposeResponse:
-        """Say so; whatever failed, the sequence is closed then, on both sides. A bug is logged, and only called one."""
+        """Close a sequence that failed; returns its status. A bug is logged, and its text is not sent."""
         if not isinstance(error, OutriderError):
             logger.error("bug in the drafter, at one sequence", exc_info=error)
             error = OutriderError("internal error")
         before = len(self._session)
         self._session.close([sequence_id])
-        self._note(self._observer.on_closed, before - len(self._session), aborted=True)
-        self._note(self._observer.on_failed, error.reason)
+        self._note(self._metrics.on_closed, before - len(self._session), aborted=True)
+        self._note(self._metrics.on_failed, error.reason)
         self._trace.failed(sequence_id, error.reason)
         return draft_pb2.ProposeResponse(status=failure_to_pb(sequence_id, error))
 
 
 def _check_count(count: int, limit: int, field_path: str) -> None:
-    """Raise `InvalidField`, which ends the stream, for a frame of more parts than one may have."""
+    """Raise `InvalidField`, which ends the stream, for a frame with too many parts."""
     if count > limit:
         raise InvalidField(field_path, f"has more than {limit} entries")
 
 
 def _document(token_ids: Sequence[int], vocabulary_size: int) -> array[int]:
-    """A document's tokens as integers of C. 65,536 Python integers to make and to compare would hold up every stream
-    for 3 ms. Raises `InvalidField` for one outside [0, vocabulary_size)."""
+    """A document's tokens as a C array: to make and compare 65,536 Python integers would block every stream for 3 ms.
+    Raises `InvalidField` for one outside [0, vocabulary_size)."""
     ids = np.array(token_ids, np.int64)
     if len(ids) and int(ids.max()) >= vocabulary_size:
         check_token_ids(tuple(token_ids), vocabulary_size, "token_ids")

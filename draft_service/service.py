@@ -1,4 +1,4 @@
-"""The draft service as a process: drafter, server, metrics, and an orderly end."""
+"""The draft service as a process: drafter, server, metrics, and shutdown."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from functools import partial
@@ -18,8 +18,6 @@ from draft_service.config import DraftConfig, drafter_config
 from draft_service.drafters.base import Drafter, create, device_of, drafter_spec, info_of
 from draft_service.server import SERVICE_NAME, DraftServicer
 from draft_service.session import Admission
-from draft_service.telemetry.metrics import PrometheusDraftObserver
-from draft_service.telemetry.observer import DraftObserver
 from outrider import __version__
 from outrider.busy_polling import allowed_seconds
 from outrider.command_line import CommandParser
@@ -43,19 +41,17 @@ from outrider.v1 import draft_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
-# Seconds between looks at whether the last sequence has ended. Chosen, not measured: an end is noticed later by no more
-# than this, out of seconds of `drain_seconds`, and a look reads one number.
+# Seconds between checks whether the last sequence has ended. Chosen, not measured: short beside `drain_seconds`, and a
+# check reads one number.
 _DRAIN_POLL = 0.05
 
 
 class DraftWorker:
-    """The work behind the server, as its lifecycle sees it. A drafter's failure ends the stream that met it and not the
-    service, so this lives as the event loop does."""
+    """The `Worker` behind the server. It never fails: a drafter's failure ends its stream and not the service."""
 
-    def __init__(self, admission: Admission, close: Callable[[], None]) -> None:
-        """`close` waits for the drafter's thread, if it has one."""
+    def __init__(self, admission: Admission, servicer: DraftServicer) -> None:
         self.admission = admission
-        self.close = close
+        self.servicer = servicer
 
     def alive(self) -> bool:
         return True
@@ -70,24 +66,10 @@ class DraftWorker:
             await asyncio.sleep(_DRAIN_POLL)
 
 
-def build_server(
-    config: DraftConfig,
-    drafter: Drafter,
-    observer: DraftObserver | None = None,
-    tracing: Tracing | None = None,
-) -> tuple[GrpcServer, DraftWorker]:
-    """A server over a started drafter, not yet listening. Needs a running event loop.
-
-    Raises `SettingsError` for settings that contradict each other or the drafter.
-    """
-    server = _make_server(config, ())
-    return server, _provide(server, config, drafter, observer, tracing)
-
-
-def _provide(
-    server: GrpcServer, config: DraftConfig, drafter: Drafter, observer: DraftObserver | None, tracing: Tracing | None
+def provide_drafter(
+    server: GrpcServer, config: DraftConfig, drafter: Drafter, tracing: Tracing | None = None
 ) -> DraftWorker:
-    """Bring a server the servicer of a started drafter."""
+    """Add the servicer of a started drafter to a server. Raises `SettingsError` if they do not fit each other."""
     vocabulary_size = config.vocabulary_size or drafter.vocabulary_size
     if drafter.vocabulary_size not in (0, vocabulary_size):
         raise SettingsError(
@@ -99,15 +81,18 @@ def _provide(
         trusted_tenant=config.trusted_tenant if server.options.authenticator.required else None,
     )
     info = info_of(drafter, vocabulary_size, config.tokenizer_fingerprint)
-    # A drafter on the CPU, and whatever computes beside it, can use the core.
+    # Beside a drafter on the CPU the core has better uses.
     busy_poll_seconds = allowed_seconds(config.busy_poll_ms / 1e3) if device_of(drafter) != "cpu" else 0.0
-    servicer = DraftServicer(drafter, admission, info, observer, tracing, busy_poll_seconds)
+    servicer = DraftServicer(drafter, admission, info, tracing, busy_poll_seconds)
     server.provide(SERVICE_NAME, lambda to: draft_pb2_grpc.add_DraftServiceServicer_to_server(servicer, to))
-    return DraftWorker(admission, servicer.close)
+    return DraftWorker(admission, servicer)
 
 
-def _make_server(config: DraftConfig, interceptors: Sequence[grpc.aio.ServerInterceptor]) -> GrpcServer:
-    """A server whose servicer comes once there is a drafter."""
+def make_server(config: DraftConfig, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> GrpcServer:
+    """A server whose servicer is added later, by `provide_drafter`. Needs a running event loop.
+
+    Raises `SettingsError` for settings that contradict each other.
+    """
     options = ServingOptions(
         listen=config.listen,
         max_message_bytes=config.max_message_bytes,
@@ -117,20 +102,20 @@ def _make_server(config: DraftConfig, interceptors: Sequence[grpc.aio.ServerInte
         tls=TlsFiles(config.tls_certificate, config.tls_key, config.tls_client_ca),
         reflection=config.reflection,
         admin_listen=config.admin_listen,
-        # A drafter that compiles or computes for seconds lets its target's pings pile up, which looks like abuse.
+        # While a drafter compiles for seconds, the target's pings queue up, which looks like abuse.
         ping_strikes=0,
     )
     return GrpcServer(options, [Service(SERVICE_NAME, loading="the drafter is being loaded")], interceptors)
 
 
 async def serve(config: DraftConfig, drafter: Drafter) -> int:
-    """Start the drafter and serve until SIGTERM or SIGINT; returns the process's exit status. Health and scrapes are
-    answered from the start."""
+    """Start the drafter and serve until SIGTERM or SIGINT; returns the process's exit status. Health and metrics are
+    served from the start."""
     calls = RpcMetricsInterceptor()
     tracing = set_up_tracing(DRAFT_SERVICE, config.otlp_endpoint, ratio=config.trace_ratio, version=__version__)
     with ExitStack() as stack:
         stack.callback(tracing.shutdown)
-        server = _make_server(config, [calls])
+        server = make_server(config, [calls])
         metrics = MetricsServer(config.metrics_listen, ()) if config.metrics_listen else None
         if metrics is not None:
             stack.callback(metrics.close)
@@ -139,12 +124,11 @@ async def serve(config: DraftConfig, drafter: Drafter) -> int:
             # Compiling and loading take seconds.
             await in_thread_to_leave(drafter.start)
             stack.callback(drafter.stop)
-            observer = PrometheusDraftObserver(drafter.name, __version__, drafter.stats)
-            worker = _provide(server, config, drafter, observer, tracing)
-            # Before the drafter is stopped.
-            stack.callback(worker.close)
+            worker = provide_drafter(server, config, drafter, tracing)
+            # Runs before the drafter is stopped.
+            stack.callback(worker.servicer.close)
             if metrics is not None:
-                metrics.add([observer.metrics, calls.metrics])
+                metrics.add([worker.servicer.metrics.families, calls.metrics])
             stack.enter_context(settled())
             logger.info("drafting with %s on %s", drafter.name, server.address)
             return worker
@@ -153,13 +137,13 @@ async def serve(config: DraftConfig, drafter: Drafter) -> int:
 
 
 def run_service(arguments: Sequence[str]) -> int:
-    """Read settings and serve; returns the process's exit status, 2 for settings that cannot work."""
+    """Read settings and serve; returns the process's exit status, 2 for wrong settings."""
     parser = CommandParser(prog="outrider draft", description=__doc__, allow_abbrev=False)
     parser.add_argument("--config", type=Path, default=None, help="TOML file with [draft] and the drafter's section")
     add_flags(parser, DraftConfig)
     path_name = os.environ.get(CONFIG_VARIABLE)
     try:
-        # Which flags there are depends on the drafter, so that one is found out first.
+        # The flags depend on the drafter, so its name is read first.
         words = [word for word in arguments if word not in ("-h", "--help")]
         known, _ = parser.parse_known_args(words)
         path = known.config or (Path(path_name) if path_name else None)
@@ -169,7 +153,7 @@ def run_service(arguments: Sequence[str]) -> int:
         settings_of = partial(drafter_config, flags=flags, environment=os.environ, path=path)
         drafter = create(config.drafter, settings_of(config.drafter), settings_of)
         configure_logging(config.log_level)
-        # A head takes long to load for a service that cannot listen.
+        # Checked before a head is loaded, which takes long.
         check_free(config.listen)
         return run(serve(config, drafter))
     except (SettingsError, OutriderError) as error:
@@ -177,7 +161,7 @@ def run_service(arguments: Sequence[str]) -> int:
 
 
 def _add_drafter_flags(parser: argparse.ArgumentParser, words: Sequence[str], drafter: str, path: Path | None) -> None:
-    """The flags of a drafter and of those that it is made of. One that several have is for each of them."""
+    """Add the flags of a drafter and of its parts. A flag that several of them have is for each of them."""
     spec = drafter_spec(drafter)
     add_flags(parser, spec.config)
     known, _ = parser.parse_known_args(words)

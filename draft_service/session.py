@@ -1,7 +1,7 @@
-"""One target's sequences on one `Propose` stream: what is open, at which step, and what growth is owed.
+"""One target's sequences on one `Propose` stream: which are open, at which step, and which are owed growth.
 
-No gRPC and no protobuf here: the server translates, and a target that drafts in its own process calls the same
-methods (`draft_service.in_process`).
+No gRPC and no protobuf here: the server translates, and an in-process draft calls the same methods
+(`draft_service.in_process`).
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from outrider.wire.frames import (
 
 
 class Admission:
-    """Who may open what, over all streams of the service."""
+    """Permissions and limits for opening sequences, over all streams of the service."""
 
     def __init__(self, max_sequences: int, vocabulary_size: int = 0, trusted_tenant: str | None = None) -> None:
-        """A `vocabulary_size` of 0 takes any. Without a `trusted_tenant`, callers may act for every tenant."""
+        """A `vocabulary_size` of 0 accepts any. Without a `trusted_tenant`, callers may act for every tenant."""
         self._max_sequences = max_sequences
         self._vocabulary_size = vocabulary_size
         self._trusted_tenant = trusted_tenant
@@ -57,11 +57,11 @@ class Admission:
             raise PermissionDenied("the caller may not act for this tenant")
 
     def trusts(self, caller: str) -> bool:
-        """Whether `caller` is known to be the tenant that may act for all."""
+        """Whether `caller` is the tenant that may act for all others."""
         return self._trusted_tenant is not None and caller == self._trusted_tenant
 
     def enter(self, caller: str, sequence: OpenSequence) -> None:
-        """Count a sequence in, or raise why it may not be opened."""
+        """Count a new sequence, or raise the reason why it may not be opened."""
         if self.draining:
             raise Draining("the draft service is about to stop")
         self.check_tenant(caller, sequence.tenant)
@@ -80,7 +80,7 @@ class Admission:
 
 
 class PackedGrowth(NamedTuple):
-    """Growth of some sequences, encoded: their ids, how many nodes each has, the bytes of a `GrowSequences`."""
+    """Encoded growth of some sequences: their ids, nodes of each, and the bytes of a `GrowSequences`."""
 
     sequence_ids: list[int]
     nodes: list[int]
@@ -88,17 +88,17 @@ class PackedGrowth(NamedTuple):
 
 
 class ProposeSession:
-    """The state of one stream. An error that `open` or `advance` raises is about one sequence, and whoever tells
-    the target of it closes that sequence, whichever error it was.
+    """The state of one stream. An error that `open` or `advance` raises is about one sequence, which the caller must
+    close, whatever the error.
 
-    Every open and every advance is owed one growth. Growth is made when it is taken, so a target that is slow to
-    give credit gets one growth per sequence, of the newest step, and not a queue of stale ones.
+    Every open and every advance is owed one growth. Growth is made when it is taken, so a target that grants credit
+    slowly gets one growth per sequence, for the newest step, and not a queue of stale ones.
     """
 
     def __init__(self, drafter: Drafter, admission: Admission, caller: str) -> None:
         self._drafter = drafter
         self._arrays = drafter if isinstance(drafter, ArrayDrafter) else None
-        # Whose whole trees are still being grown.
+        # Sequences whose whole trees are still being grown.
         self._rest: tuple[list[Tracked], Pending] | None = None
         self._admission = admission
         self._caller = caller
@@ -122,7 +122,7 @@ class ProposeSession:
 
     @property
     def owed_since_ns(self) -> int:
-        """When the oldest growth that is owed became so; now, when none is."""
+        """Since when the oldest owed growth is owed; now, if none is."""
         return next(iter(self._due.values()), None) or time.monotonic_ns()
 
     def vocabulary_of(self, sequence_id: int) -> int:
@@ -130,7 +130,7 @@ class ProposeSession:
         return self._find(sequence_id).draft.vocabulary_size
 
     def open(self, sequence: OpenSequence) -> TreeLimits:
-        """Start a sequence; returns the limits that its trees will keep.
+        """Start a sequence; returns the limits of its trees.
 
         Raises `SequenceExists`, `PositionOutOfRange`, `UnknownCorpus`, and what `Admission.enter` raises.
         """
@@ -162,7 +162,7 @@ class ProposeSession:
         return limits
 
     def advance(self, advance: SequenceAdvance) -> None:
-        """Append what one step committed. The step that was last seen is ignored.
+        """Append what one step committed. A repetition of the last step is ignored.
 
         Raises `UnknownSequence`, `StepReplayed`, `StepSkipped`, `PositionOutOfRange`, and `InvalidField` for features
         that do not fit.
@@ -186,7 +186,7 @@ class ProposeSession:
     def take_features(self, features: SequenceFeatures) -> None:
         """Add features of known tokens. Raises `UnknownSequence`, and `InvalidField` for features that do not fit.
 
-        When they complete what a tree needs, a growth is owed: no advance may be about to come that asks for it.
+        When they complete what a tree needs, a growth is owed, since no advance may follow.
         """
         draft = self._find(features.sequence_id).draft
         _append(draft, features.vectors, features.position)
@@ -194,13 +194,13 @@ class ProposeSession:
             self._due.setdefault(features.sequence_id, time.monotonic_ns())
 
     def absorb(self, sequence_ids: Iterable[int]) -> None:
-        """Let the drafter read the features that wait for these sequences; ids that are not open are ignored."""
+        """Let the drafter read the waiting features of these sequences; ids that are not open are ignored."""
         drafts = [self._open[each].draft for each in sequence_ids if each in self._open and each not in self._due]
         if drafts and isinstance(self._drafter, FeatureDrafter):
             self._drafter.absorb(drafts)
 
     def close(self, sequence_ids: Iterable[int]) -> None:
-        """End sequences; ids that are not open are ignored. What the drafter raises for one comes after all others."""
+        """End sequences; ids that are not open are ignored. An error of the drafter is raised once all are ended."""
         with ExitStack() as ending:
             for sequence_id in sequence_ids:
                 tracked = self._open.pop(sequence_id, None)
@@ -220,14 +220,14 @@ class ProposeSession:
         self.credit += frames
 
     def take_growth(self) -> list[SequenceGrowth]:
-        """One frame of owed growth, for one credit; empty when nothing is owed or no credit is left."""
+        """One frame of owed growth, for one credit; empty if nothing is owed or no credit is left."""
         taken = self._take()
         return self._growths(taken, self._drafter.propose([tracked.draft for tracked in taken])) if taken else []
 
     def take_packed(self) -> PackedGrowth | list[SequenceGrowth]:
-        """One frame of owed growth, for one credit, encoded where trees come as arrays; empty when nothing is owed or
-        no credit is left. A drafter whose first levels are there sooner hands them out alone; the whole trees follow
-        with a later call and a credit of its own, unless something else is owed by then."""
+        """One frame of owed growth, for one credit, encoded if trees are arrays; empty if nothing is owed or no credit
+        is left. A drafter whose first levels are ready sooner returns them alone; a later call returns the whole trees,
+        for another credit, unless other growth is owed by then."""
         taken = self._take()
         if not taken:
             return self._take_rest()
@@ -259,7 +259,7 @@ class ProposeSession:
         return PackedGrowth([tracked.draft.sequence_id for tracked in taken], packed.nodes, packed.message)
 
     def _take(self) -> list[Tracked]:
-        """The sequences of the next frame."""
+        """The sequences of the next frame, for one credit."""
         if not self._due or not self.credit:
             return []
         self.credit -= 1
@@ -286,7 +286,7 @@ def _append(draft: DraftSequence, vectors: Vectors, position: int) -> None:
     """Add features to a sequence's window, if they fit its tokens."""
     if draft.features is None:
         raise InvalidField("features", "were not asked for")
-    # Only here: drafters without features run without PyTorch.
+    # Imported here: drafters without features run without PyTorch.
     from draft_service.drafters.hidden_states import read_vectors
 
     known = len(draft.token_ids) - 1

@@ -14,7 +14,7 @@ from outrider.wire.frames import ROOT_ID, SequenceGrowth
 class Tracked:
     """One open sequence: the drafter's view of it, and where it stands on the wire.
 
-    Node ids are uint32 there, and never used twice: at 255 a step they outlast any context.
+    Node ids are uint32 and never used twice: at 255 per step they suffice for any context.
     """
 
     draft: DraftSequence
@@ -32,7 +32,7 @@ class Tracked:
         tree = _below(tree, self.draft.vocabulary_size)
         first = self.next_node_id
         self.next_node_id += tree.drafted
-        shift, distributions = first - 1, tree.distributions
+        shift = first - 1
         return SequenceGrowth(
             sequence_id=self.draft.sequence_id,
             base_step=self.step,
@@ -40,15 +40,13 @@ class Tracked:
             parent_ids=tuple([parent + shift if parent else ROOT_ID for parent in tree.parents[1:]]),
             token_ids=tree.token_ids[1:],
             scores=tree.scores[1:],
-            distributions={row + shift if row else ROOT_ID: distribution for row, distribution in distributions.items()}
-            if distributions
-            else {},
+            distributions={row + shift if row else ROOT_ID: drawn for row, drawn in tree.distributions.items()},
             replaces=True,
         )
 
 
 def _below(tree: TokenTree, vocabulary_size: int) -> TokenTree:
-    """The tree without tokens, and what hangs below them, that the target has no id for.
+    """The tree without tokens past the target's vocabulary, and without their subtrees.
 
     A drafter for any vocabulary may have learnt from a target with a larger one.
     """

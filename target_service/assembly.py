@@ -12,10 +12,10 @@ from safetensors import SafetensorError
 
 from outrider.devices import check_device
 from outrider.drafting.link import Connect
-from outrider.drafting.stoppable import StoppableLink
 from outrider.errors import NotSupported
 from outrider.runtime import in_passing_thread
 from outrider.settings import SettingsError
+from outrider.wire.frames import StoppableLink
 from target_service.api.admission import Runtime, ServedModel
 from target_service.config import TargetConfig
 from target_service.core.scheduler import SchedulerConfig

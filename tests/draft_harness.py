@@ -14,11 +14,11 @@ from scripted_drafter import ScriptedDrafter
 from draft_service.config import DraftConfig
 from draft_service.drafters.base import Drafter
 from draft_service.server import SERVICE_NAME
-from draft_service.service import DraftWorker, build_server
-from draft_service.telemetry.metrics import PrometheusDraftObserver
-from outrider import __version__
+from draft_service.service import DraftWorker, make_server, provide_drafter
+from draft_service.telemetry.metrics import DraftMetrics
 from outrider.errors import OutriderError
 from outrider.serving import GrpcServer
+from outrider.telemetry.tracing import Tracing
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 from outrider.wire.drafts import open_to_pb
 from outrider.wire.frames import OpenSequence
@@ -76,7 +76,7 @@ class Draft:
     server: GrpcServer
     worker: DraftWorker
     channel: grpc.aio.Channel
-    observer: PrometheusDraftObserver
+    metrics: DraftMetrics
 
     @property
     def stub(self) -> Any:
@@ -100,17 +100,24 @@ class Draft:
                 await asyncio.sleep(0.002)
 
 
+def build_server(
+    config: DraftConfig, drafter: Drafter, tracing: Tracing | None = None
+) -> tuple[GrpcServer, DraftWorker]:
+    """A server over a started drafter, not yet listening."""
+    server = make_server(config)
+    return server, provide_drafter(server, config, drafter, tracing)
+
+
 @asynccontextmanager
 async def draft_over(drafter: Drafter | None = None, **settings: Any) -> AsyncIterator[Draft]:
     drafter = drafter or ScriptedDrafter()
-    observer = PrometheusDraftObserver(drafter.name, __version__, drafter.stats)
     config = replace(DraftConfig(listen="127.0.0.1:0"), **settings)
-    server, worker = build_server(config, drafter, observer)
+    server, worker = build_server(config, drafter)
     await server.start()
     server.health.set_serving(True)
     try:
         async with grpc.aio.insecure_channel(server.address) as channel:
-            yield Draft(drafter, server, worker, channel, observer)
+            yield Draft(drafter, server, worker, channel, worker.servicer.metrics)
     finally:
         # One that runs on would end at some later test's cost.
         await server.stop(0)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from outrider.drafting.stoppable import StoppableLink
 from outrider.sampling import SamplingParams, VerificationMode
-from outrider.wire.frames import DraftInfo, OpenSequence, SequenceFailure, TreeLimits
+from outrider.wire.frames import DraftInfo, OpenSequence, SequenceFailure, StoppableLink, TreeLimits
 
 VOCABULARY_SIZE = 49_152
 

@@ -39,9 +39,14 @@ from benchmarks.drafters.link_events import VOCABULARY_SIZE, LinkEvents, open_se
 from outrider.busy_polling import BUSY_POLL_SECONDS, usable_cores  # noqa: E402
 from outrider.drafting.link import GrpcDraftLink, LinkOptions  # noqa: E402
 from outrider.drafting.link_process import LinkProcess  # noqa: E402
-from outrider.drafting.stoppable import StoppableLink  # noqa: E402
 from outrider.ports import free_port  # noqa: E402
-from outrider.wire.frames import SequenceAdvance, SequenceFeatures, SequenceGrowth, Vectors  # noqa: E402
+from outrider.wire.frames import (  # noqa: E402
+    SequenceAdvance,
+    SequenceFeatures,
+    SequenceGrowth,
+    StoppableLink,
+    Vectors,
+)
 
 WARM_UP = 50
 PROMPT_TOKENS = 64

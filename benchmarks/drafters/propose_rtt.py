@@ -31,9 +31,8 @@ switch_threads_often()
 
 from benchmarks.drafters.link_events import VOCABULARY_SIZE, LinkEvents, open_sequence  # noqa: E402
 from outrider.drafting.link import connect_draft  # noqa: E402
-from outrider.drafting.stoppable import StoppableLink  # noqa: E402
 from outrider.ports import free_port  # noqa: E402
-from outrider.wire.frames import SequenceAdvance, SequenceGrowth  # noqa: E402
+from outrider.wire.frames import SequenceAdvance, SequenceGrowth, StoppableLink  # noqa: E402
 
 PROMPT_TOKENS = 256
 WARM_UP = 200

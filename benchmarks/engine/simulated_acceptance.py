@@ -40,9 +40,8 @@ from benchmarks.shared.workload import Prompt, random_prompts
 from draft_service.eagle.config import EagleConfig
 from draft_service.in_process import InprocessLink
 from outrider.drafting.link import LinkOptions, connect_draft
-from outrider.drafting.stoppable import StoppableLink
 from outrider.runtime import settled, switch_threads_often
-from outrider.wire.frames import DraftEvents
+from outrider.wire.frames import DraftEvents, StoppableLink
 from target_service.assembly import load_model
 from target_service.config import TargetConfig
 from target_service.model.runner import ModelRunner

@@ -9,9 +9,8 @@ from typing import Any
 from benchmarks.shared.engine_events import EngineEvents
 from benchmarks.shared.step_recorder import StepRecorder, summarise
 from benchmarks.shared.workload import Prompt
-from outrider.drafting.stoppable import StoppableLink
 from outrider.sampling import SamplingParams, VerificationMode
-from outrider.wire.frames import DraftEvents
+from outrider.wire.frames import DraftEvents, StoppableLink
 from target_service.assembly import engine_config
 from target_service.config import TargetConfig
 from target_service.core.sequence import SequenceRequest, SequenceTotals, Verdict

@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from benchmarks.shared.report import parser_of, show, write_json
-from draft_service.telemetry.metrics import PrometheusDraftObserver
+from draft_service.telemetry.metrics import DraftMetrics
 from outrider.machine import describe_commit
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.telemetry.registry import Counter, Histogram, VllmNames
@@ -118,7 +118,7 @@ def steps(tracing: Tracing) -> Callable[[], None]:
 def cases() -> Mapping[str, Callable[[], Any]]:
     """The calls that are timed, by name."""
     target = PrometheusObserver("tiny", "float32", "0")
-    draft = PrometheusDraftObserver("trie", "0", dict)
+    draft = DraftMetrics("trie", "0", dict)
     counter, histogram = Counter(), Histogram(FINE_SECONDS)
     registry = prometheus_client.CollectorRegistry()
     their_counter = prometheus_client.Counter("c", "c", ["l"], registry=registry).labels("x")

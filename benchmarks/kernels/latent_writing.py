@@ -29,7 +29,7 @@ from benchmarks.shared.gpu_timing import captured_us
 from benchmarks.shared.machine import describe
 from benchmarks.shared.report import parser_of, show, write_json
 from tree_kernels.latent_attention import LatentRows, Rotary, write_latents
-from tree_kernels.latent_attention.norm_rope import normed, turned
+from tree_kernels.latent_attention.norm_rope import normed, rotated
 from tree_kernels.latent_attention.triton_writing import norm_rope_write_rows
 
 # DeepSeek's widths: a head's part of a query without rotary embedding, a latent, and a rotary part.
@@ -103,10 +103,10 @@ def worst_error(inputs: Inputs, run: Callable[[Tensor], None]) -> float:
     expected = cache.flatten(0, 1).to(torch.float32, copy=True)
     slots = inputs.slots.long()
     latents = normed(wide.vectors[:, :LATENT], wide.weight, wide.epsilon)
-    expected[slots] = torch.cat([latents, turned(wide.vectors[:, LATENT:], inputs.rotary)], dim=1)
+    expected[slots] = torch.cat([latents, rotated(wide.vectors[:, LATENT:], inputs.rotary)], dim=1)
     others = torch.ones(len(expected), dtype=torch.bool, device=expected.device)
     others[slots] = False
-    queries = turned(wide.queries[..., PLAIN:], inputs.rotary)
+    queries = rotated(wide.queries[..., PLAIN:], inputs.rotary)
     inputs.absorbed.fill_(float("nan"))
     run(cache)
     found = cache.float().flatten(0, 1)

@@ -1,7 +1,7 @@
-"""The interface of every drafter: what it is given of sequences, what it returns, and where drafters are listed.
+"""The interface of every drafter: its view of sequences, its results, and the list of drafters.
 
-A new drafter is a class, which its users name as `MODULE:CLASS`; one that comes with Outrider is a module with a
-settings class and a factory, and has a line in `DRAFTERS`.
+A new drafter is a class, which users name as `MODULE:CLASS`; one that comes with Outrider is a module with a settings
+class and a factory, and has a line in `DRAFTERS`.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class DraftSequence:
     seed: int = 0
     mode: VerificationMode = VerificationMode.GREEDY
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    # What the target asked for; zero leaves it to the drafter.
+    # The target's limits; 0 means the drafter's own.
     limits: TreeLimits = field(default_factory=TreeLimits)
-    # Of the target's weights that say what comes next; 0 from a target that does not say.
+    # Version of the target's weights; 0 where the target reports none.
     model_version: int = 0
     state: Any = None
     features: FeatureWindow | None = None
@@ -56,10 +56,10 @@ class DraftSequence:
 class Drafter(Protocol):
     """Guesses continuations. Calls for sequences come from one thread at a time; each is fast, and none blocks.
 
-    What inherits this need not say what it has nothing to do for.
+    A subclass overrides `propose` and the methods that it needs; the others do nothing.
 
-    `limits` are the most a tree of this drafter has, the root not counted; `max_context` is the longest sequence
-    it follows, in tokens; a `vocabulary_size` of 0 means any.
+    `limits` bound a tree of this drafter, the root not counted; `max_context` is the longest sequence it follows, in
+    tokens; a `vocabulary_size` of 0 means any.
     """
 
     name: str
@@ -72,15 +72,15 @@ class Drafter(Protocol):
         return
 
     def stop(self) -> None:
-        """Write what must survive and end threads. Called once, last."""
+        """Write persistent state and end threads. Called once, last."""
         return
 
     def open(self, sequence: DraftSequence) -> None:  # noqa: ARG002
-        """Start following a sequence. Raises `UnknownCorpus`, or `NotSupported`, and then holds nothing of it."""
+        """Start following a sequence. Raises `UnknownCorpus` or `NotSupported`, and then keeps nothing of it."""
         return
 
     def advance(self, sequence: DraftSequence, committed: Sequence[int]) -> None:  # noqa: ARG002
-        """Take note of `committed`, the tokens that were just appended to `sequence.token_ids`."""
+        """Handle `committed`, the tokens that were just appended to `sequence.token_ids`."""
         return
 
     def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
@@ -98,7 +98,7 @@ class Drafter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CorpusGrowth:
-    """What `CorpusDrafter.add_corpus` did: tokens learnt by the call, nodes in that trie after it."""
+    """Result of `CorpusDrafter.add_corpus`: tokens learnt by the call, nodes in that trie after it."""
 
     tokens: int
     nodes: int
@@ -106,7 +106,7 @@ class CorpusGrowth:
 
 @runtime_checkable
 class CorpusDrafter(Protocol):
-    """A drafter that can be taught documents."""
+    """A drafter that can learn documents."""
 
     def add_corpus(self, tenant: str, corpus: str, token_ids: Sequence[int]) -> CorpusGrowth:
         """Learn one document, or one piece of it, into shared `corpus`, or into the tenant's own trie when empty.
@@ -116,14 +116,14 @@ class CorpusDrafter(Protocol):
         """
 
     def corpora(self, tenant: str) -> list[CorpusInfo]:
-        """What a tenant may draft from: its own trie, if anything was learnt for it, and the shared corpora by name.
-        Any thread."""
+        """The tries that a tenant may draft from: its own, if it holds anything, and the shared corpora by name. Any
+        thread."""
 
     def delete_corpus(self, tenant: str | None, corpus: str) -> CorpusInfo:
-        """Forget a shared corpus of this owner, or of whichever owner when None; returns what it was.
+        """Delete a shared corpus of this owner, or of any owner if None; returns its description.
 
-        Open sequences that named it go on without it. Any thread; waits for what is being learnt. Raises
-        `UnknownCorpus`, also for one that another tenant owns.
+        Open sequences that named it continue without it. Any thread; waits for earlier documents to be learnt. Raises
+        `UnknownCorpus`, also for a corpus of another tenant.
         """
 
 
@@ -131,35 +131,35 @@ class CorpusDrafter(Protocol):
 class FeatureDrafter(Protocol):
     """A drafter that reads hidden states of the target, as EAGLE heads do. Others have no `features`, or None.
 
-    `open` gives such a sequence a `FeatureWindow`, empty. Whoever holds the session then appends vectors and says at
-    which position: vector i belongs to `token_ids[i]`. The target knows the vector of a token once a pass has read that
-    token, which the root's has not: a sequence of L tokens has L - 1 vectors. So
+    `open` gives such a sequence an empty `FeatureWindow`, to which the session appends vectors with their positions:
+    vector i is that of `token_ids[i]`. The target has a token's vector once a pass has read the token, which is not the
+    case for the root: a sequence of L tokens has L - 1 vectors. So
 
-    - after `open` with L tokens come the vectors of tokens 0 .. L - 2, in as many pieces as the target likes, while it
-      reads the prompt or from what it kept; they may begin late, and those that are missing cost acceptance only;
-    - with an `advance` that takes a sequence from L tokens to L + n come n vectors, of the old root and of the
-      committed tokens but the last: positions L - 1 .. L + n - 2; where it ends a prompt, also those of the prompt that
-      had not come yet. They are appended before `Drafter.advance` is called.
+    - after `open` with L tokens the vectors of tokens 0 .. L - 2 arrive, in any number of pieces, while the target
+      reads the prompt, or from its memory; the first may be missing, which costs only acceptance;
+    - with an `advance` from L tokens to L + n arrive n vectors, of the old root and of the committed tokens but the
+      last: positions L - 1 .. L + n - 2; where it ends a prompt, also those of the prompt that are still missing. They
+      are appended before `Drafter.advance` is called.
 
-    A tree is drafted when the vector of the token before the root is there, the last that can be; until then the tree
-    is the root alone. Vectors of another width, or for tokens that cannot have one yet, are refused with
-    `InvalidField`, which closes that sequence and nothing else.
+    A tree is drafted once the vector of the token before the root has arrived; until then the tree is the root alone.
+    Vectors of another width, or for tokens that cannot have one yet, are refused with `InvalidField`, which closes only
+    that sequence.
     """
 
     features: FeatureRequest | None
 
     def absorb(self, sequences: Sequence[DraftSequence]) -> None:
-        """Read the vectors that wait, ahead of the next tree: for a prompt's, which arrive while the target still reads
-        the rest of it. Never needed: `propose` reads what waits."""
+        """Read the waiting vectors before the next tree, while the target still reads the prompt. Optional: `propose`
+        reads them too."""
 
 
 def features_of(drafter: object) -> FeatureRequest | None:
-    """Which of the target's hidden states the drafter reads; None for none."""
+    """The hidden states of the target that the drafter reads; None for none."""
     return drafter.features if isinstance(drafter, FeatureDrafter) else None
 
 
 def info_of(drafter: Drafter, vocabulary_size: int, tokenizer_fingerprint: str = "") -> DraftInfo:
-    """What a target learns of a drafter: its limits and features, and the vocabulary and tokenizer that it serves."""
+    """A drafter's description for targets: limits, features, vocabulary and tokenizer."""
     return DraftInfo(
         drafter=drafter.name,
         vocabulary_size=vocabulary_size,
@@ -171,12 +171,12 @@ def info_of(drafter: Drafter, vocabulary_size: int, tokenizer_fingerprint: str =
     )
 
 
-# Makes another listed drafter, with its own settings, for one that is made of others.
+# Makes a listed drafter, with its own settings, as a part of another.
 MakePart = Callable[[str], Drafter]
 
 
 def device_of(drafter: object) -> str:
-    """Where a drafter computes, as PyTorch names it: its attribute `device`, and the CPU for one that has none."""
+    """The device of a drafter, by PyTorch's name: its attribute `device`, or the CPU without one."""
     return str(getattr(drafter, "device", "cpu"))
 
 
@@ -184,8 +184,8 @@ def device_of(drafter: object) -> str:
 class DrafterSpec:
     """How a drafter is configured and made.
 
-    `name` is also that of its table in the configuration file; `parts` tells from its settings which listed drafters it
-    is made of.
+    `name` is also that of its table in the configuration file; `parts` returns the listed drafters that it is made of,
+    given its settings.
     """
 
     name: str
@@ -208,12 +208,12 @@ DRAFTERS: Mapping[str, str] = MappingProxyType(
     }
 )
 
-# For all other names, `MODULE:CLASS`; imported on use as well.
+# For names of the form `MODULE:CLASS`; imported on use as well.
 _NAMED_CLASSES = "draft_service.drafters.named_class"
 
 
 def drafter_spec(name: str) -> DrafterSpec:
-    """The spec of a listed drafter, or of a class that is named `MODULE:CLASS`. Raises `NotSupported` for others."""
+    """The spec of a listed drafter, or of a class `MODULE:CLASS`. Raises `NotSupported` for others."""
     if ":" in name:
         named: DrafterSpec = importlib.import_module(_NAMED_CLASSES).spec_of(name)
         return named
@@ -226,9 +226,9 @@ def drafter_spec(name: str) -> DrafterSpec:
 
 
 def create(name: str, config: Any = None, settings_of: Callable[[str], Any] | None = None) -> Drafter:
-    """Make a drafter, not yet started. `config` of None takes its defaults.
+    """Make a drafter, not yet started. A `config` of None means defaults.
 
-    `settings_of` gives the settings of the drafters that this one is made of, by name; their defaults without it.
+    `settings_of` returns the settings of this drafter's parts by name; without it they have defaults.
     """
     spec = drafter_spec(name)
     own = spec.config() if config is None else config
@@ -236,7 +236,7 @@ def create(name: str, config: Any = None, settings_of: Callable[[str], Any] | No
 
 
 def tree_limits(own: TreeLimits, asked: TreeLimits) -> TreeLimits:
-    """The limits in force for one sequence: the smaller of both, where zero asks for the drafter's own."""
+    """The limits for one sequence: the smaller of both, where 0 means the drafter's own."""
     return TreeLimits(
         max_nodes=min(own.max_nodes, asked.max_nodes or own.max_nodes),
         max_depth=min(own.max_depth, asked.max_depth or own.max_depth),

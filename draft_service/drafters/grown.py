@@ -1,7 +1,7 @@
-"""Trees as arrays, on their way from what grew them to bytes or to each other, without a Python object for each node.
+"""Trees as arrays, to be merged or encoded without a Python object for each node.
 
-`TokenTree` is what a tree is everywhere else. A tree of 240 nodes costs a tenth of a millisecond as one, and more where
-two are merged, so those that need not carry distributions stay as they were computed.
+Elsewhere a tree is a `TokenTree`. A tree of 240 nodes costs 0.1 ms as one, and more where two are merged, so trees
+without distributions stay arrays.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ One = TypeVar("One")
 class Grown(NamedTuple):
     """Trees of n sequences, in the order of `TokenTree`: row 0 is the root, path probability falls, parents come first.
 
-    What stands behind a tree's last row means nothing. All are contiguous.
+    Entries after a tree's last row are undefined. All arrays are contiguous.
     """
 
     trees: Numbers  # [n, 2, rows] tokens and parents
@@ -34,7 +34,7 @@ class Grown(NamedTuple):
 
     @classmethod
     def of(cls, trees: Sequence[TokenTree]) -> Grown:
-        """Trees that a drafter made one by one; distributions are left out."""
+        """Trees as arrays; distributions are left out."""
         grown = cls.roots([tree.token_ids[0] for tree in trees], max(map(len, trees), default=1))
         for i, tree in enumerate(trees):
             rows = len(tree)
@@ -44,14 +44,14 @@ class Grown(NamedTuple):
 
     @classmethod
     def roots(cls, roots: Sequence[int], rows: int) -> Grown:
-        """Roots alone, with room for so many rows."""
+        """Trees of a root alone, with room for `rows` rows."""
         count = len(roots)
         trees, scores = np.zeros((count, 2, rows), np.int32), np.ones((count, rows))
         trees[:, 0, 0] = roots
         return cls(trees, scores, np.ones((count, 1), np.int64))
 
     def as_trees(self) -> list[TokenTree]:
-        """One by one."""
+        """The trees as `TokenTree`s."""
         sizes: list[int] = self.sizes[:, 0].tolist()
         most = max(sizes, default=1)
         rows, scores = self.trees[:, :, :most].tolist(), self.scores[:, :most].tolist()
@@ -61,7 +61,7 @@ class Grown(NamedTuple):
         ]
 
     def packed(self, heads: Sequence[tuple[int, int, int, int]]) -> PackedTrees | None:
-        """As the bytes of a `GrowSequences`; None where a token is past its sequence's vocabulary.
+        """The bytes of a `GrowSequences`; None if a token is past its sequence's vocabulary.
 
         `heads`: for each sequence its id on the wire, its step, the id of its first new node and its vocabulary size,
         see `drafters.packing.pack`.
@@ -73,25 +73,25 @@ class Grown(NamedTuple):
 
 
 class Pending(ABC):
-    """Trees that were asked for."""
+    """Trees that are being made."""
 
     @property
     def elsewhere(self) -> bool:
-        """Whether another device works at them until they are fetched."""
+        """Whether another device computes them."""
         return False
 
     @property
     def early(self) -> bool:
-        """Whether smaller trees are there sooner; the whole ones hold them."""
+        """Whether smaller trees are ready sooner; the whole trees contain them."""
         return False
 
     @property
     def fresh(self) -> bool:
-        """Whether they may still be fetched: not once the drafter was asked for others that took their place."""
+        """Whether they may still be fetched: not once the drafter has begun others in their place."""
         return True
 
     def fetch_early(self) -> Grown:
-        """Wait for the smaller ones; for the whole trees where there are no others."""
+        """Wait for the smaller trees, or for the whole ones if there are no smaller."""
         return self.fetch()
 
     @abstractmethod
@@ -104,9 +104,9 @@ class ArrayDrafter(Protocol):
     """A drafter whose trees come as arrays."""
 
     def begin(self, sequences: Sequence[DraftSequence]) -> Pending:
-        """As `Drafter.propose`, of sequences none of which is of a REJECTION request. Where another device computes,
-        it begins, and this processor is free until the trees are fetched. That comes before the next call, but for
-        whole trees whose early ones were fetched: see `Pending.fresh`."""
+        """As `Drafter.propose`, for sequences without REJECTION requests. Another device may compute until the trees
+        are fetched. They must be fetched before the next call, but for whole trees whose early ones were fetched: see
+        `Pending.fresh`."""
 
     def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
         """See `Drafter.propose`."""
@@ -114,7 +114,7 @@ class ArrayDrafter(Protocol):
 
 @dataclass(frozen=True)
 class Computed(Pending):
-    """Trees that are there already."""
+    """Trees that are computed already."""
 
     grown: Grown
 
@@ -124,7 +124,7 @@ class Computed(Pending):
 
 @dataclass(frozen=True, slots=True)
 class Scattered(Pending):
-    """Trees of the sequences at some `places`; the others, of these roots, have none."""
+    """Trees of the sequences at some `places`; the others have only their `roots`."""
 
     roots: Sequence[int]
     places: Sequence[int]
@@ -157,7 +157,8 @@ class Scattered(Pending):
 
 
 def among(sequences: Sequence[DraftSequence], places: Sequence[int], pending: Pending | None) -> Pending:
-    """The trees of all these sequences, when those of the ones at `places` are pending; None where there are none."""
+    """The trees of all these sequences: those at `places` are pending (None if there are none), the others are
+    roots."""
     if pending is None:
         return Computed(Grown.roots([sequence.root for sequence in sequences], 1))
     if len(places) == len(sequences):
@@ -171,8 +172,8 @@ def in_order(
     grow: Callable[[list[One]], Grown],
     draw: Callable[[list[One]], Sequence[TokenTree]],
 ) -> list[TokenTree]:
-    """A tree of each, in order: all are grown together, but for those of REJECTION requests, which are drawn since they
-    carry distributions. Neither is called where there is nothing to do."""
+    """A tree for each, in order. Those of REJECTION requests are drawn, since they carry distributions; all others are
+    grown together. Neither function is called for none."""
     places: dict[bool, list[int]] = {False: [], True: []}
     for place, mode in enumerate(modes):
         places[mode is VerificationMode.REJECTION].append(place)
@@ -183,7 +184,7 @@ def in_order(
 
 
 def warm_up(drafter: ArrayDrafter, sequences: Sequence[DraftSequence]) -> None:
-    """Draft and pack trees that are thrown away, of sequences of one mode, so that all that this takes is compiled."""
+    """Draft and pack trees of sequences of one mode, and drop them, so that everything is compiled."""
     if any(sequence.mode is VerificationMode.REJECTION for sequence in sequences):
         drafter.propose(sequences)
     else:

@@ -1,4 +1,4 @@
-"""The target's hidden states of one sequence, on their way to a drafter: a bounded window over positions."""
+"""The target's hidden states of one sequence for a drafter: a bounded window over positions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from outrider.errors import InvalidField
 from outrider.wire.frames import Vectors
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8_e4m3": torch.float8_e4m3fn}
-# Of each type: integers as wide, all bits but the sign's, and the least of these bits that are no finite number.
+# For each type: integers of its width, the mask of all bits but the sign, and the least masked value that is not
+# finite.
 _BITS: dict[str, tuple[type[np.unsignedinteger], int, int]] = {
     "float32": (np.uint32, 0x7FFFFFFF, 0x7F800000),
     "bfloat16": (np.uint16, 0x7FFF, 0x7F80),
@@ -20,7 +21,7 @@ _BITS: dict[str, tuple[type[np.unsignedinteger], int, int]] = {
 
 
 def read_vectors(vectors: Vectors) -> Tensor:
-    """[count, width] of what travelled: in its own type, or in fp32 where it has scales. Shares no memory with it.
+    """The vectors as [count, width]: in their own type, or in fp32 with scales. Shares no memory with them.
 
     Raises:
         InvalidField: an element is not a finite number.
@@ -39,27 +40,26 @@ def read_vectors(vectors: Vectors) -> Tensor:
 
 
 def _are_finite(data: bytes, dtype: str) -> bool:
-    """Whether all elements are finite numbers. Not asked of PyTorch, which would wake a thread on every core for it."""
+    """Whether all elements are finite numbers. Without PyTorch, which would wake a thread on every core."""
     integers, number, least = _BITS[dtype]
     bits = np.frombuffer(data, integers)
     return not len(bits) or int((bits & integers(number)).max()) < least
 
 
 class FeatureWindow:
-    """Vectors of consecutive tokens, of which a drafter takes the oldest and a session adds the next.
+    """A queue of vectors of consecutive tokens: a session appends the next, a drafter takes the oldest.
 
-    Positions are indices into `DraftSequence.token_ids`, and stay true however late a window begins. What was taken is
-    gone: a drafter keeps what it made of it.
+    Positions are indices into `DraftSequence.token_ids`, also if a window begins late. Taken vectors are removed.
     """
 
     def __init__(self, width: int, capacity: int) -> None:
-        """`width` numbers in a vector; at most `capacity` vectors wait, and the oldest go first."""
+        """`width`: elements of a vector; `capacity`: most waiting vectors, past which the oldest are dropped."""
         self.width = width
         self.capacity = capacity
         self._begin = 0
         self._end = 0
-        # Rows of each piece, and the piece, [rows, width]; oldest first. Asking a tensor for its length takes longer
-        # than all else here.
+        # Rows of each piece, and the piece, [rows, width]; oldest first. A tensor's own length takes longer than
+        # everything else here.
         self._pieces: list[tuple[int, Tensor]] = []
 
     def __len__(self) -> int:
@@ -67,19 +67,19 @@ class FeatureWindow:
 
     @property
     def begin(self) -> int:
-        """Position of the oldest vector that waits."""
+        """Position of the oldest waiting vector."""
         return self._begin
 
     @property
     def end(self) -> int:
-        """Position after the newest vector: where the next one goes."""
+        """Position after the newest vector, that of the next one."""
         return self._end
 
     def append(self, vectors: Tensor, position: int) -> None:
         """Add the vectors of consecutive tokens.
 
-        What came before is dropped from them, so that a target may send something twice. Where they begin late, the
-        vectors between never come: those that wait are dropped, since nothing could be made of them alone.
+        Vectors that arrived before are skipped, so a target may send some twice. If they begin late, the vectors
+        between will never arrive: the waiting ones are dropped, since a drafter could not use them.
 
         Args:
             vectors: [n, width], any floating type. Kept as they are, not copied.
@@ -107,7 +107,7 @@ class FeatureWindow:
         self._drop(self._end - self._begin - self.capacity)
 
     def take(self, most: int | None = None) -> tuple[int, Tensor]:
-        """The oldest vectors, at most so many: position of the first, and [n, width] in the type of the oldest."""
+        """Take the oldest vectors, at most `most`: position of the first, and [n, width] in the type of the oldest."""
         begin, wanted = self._begin, len(self) if most is None else min(most, len(self))
         taken: list[Tensor] = []
         missing = wanted
@@ -122,7 +122,7 @@ class FeatureWindow:
         return begin, torch.cat([one.to(taken[0].dtype) for one in taken]) if len(taken) > 1 else taken[0]
 
     def _drop(self, count: int) -> None:
-        """Forget the oldest `count` vectors."""
+        """Drop the oldest `count` vectors."""
         if count <= 0:
             return
         self._begin += count
@@ -141,7 +141,7 @@ def window_of(sequence: DraftSequence) -> FeatureWindow:
 
 
 def check_features(sequence: DraftSequence) -> None:
-    """Raise `InvalidField` when there are more features than tokens that can have one."""
+    """Raise `InvalidField` if there are more features than tokens that can have one."""
     known, end = len(sequence.token_ids) - 1, window_of(sequence).end
     if end > known:
         raise InvalidField("features", f"are {end}, and {known} tokens can have one")

@@ -3,9 +3,9 @@
 GREEDY and COUPLED take any tree, so the trees are joined: a child that several drafters propose is one node with the
 highest of their scores, and of all nodes the likeliest are kept. REJECTION does not: a node must have been drawn from
 the one distribution that its parent carries, so there the tree is that of the first drafter that has one. That choice
-looks at which drafters know nothing of a sequence, never at what was drawn, so the trees stay exact.
+depends on which drafters have no tree for a sequence, never on drawn tokens, so the trees stay exact.
 
-Where a drafter computes on another device, the others work meanwhile.
+While one drafter computes on another device, the others compute here.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class MergedConfig(Settings):
 
 
 class MergedDrafter(Drafter):
-    """See `MergedConfig`. At most one of the drafters may want features."""
+    """See `MergedConfig`. At most one of the drafters may read features."""
 
     name = "merged"
 
@@ -73,8 +73,8 @@ class MergedDrafter(Drafter):
         self.vocabulary_size = max(vocabularies, default=0)
         wanted = [request for part in parts if (request := features_of(part)) is not None]
         if len(wanted) > 1:
-            raise NotSupported("more than one of the merged drafters wants features")
-        # The others draft without.
+            raise NotSupported("more than one of the merged drafters reads features")
+        # The others draft without features.
         self.features: FeatureRequest | None = replace(wanted[0], required=False) if wanted else None
 
     def start(self) -> None:
@@ -90,7 +90,7 @@ class MergedDrafter(Drafter):
             part.stop()
 
     def open(self, sequence: DraftSequence) -> None:
-        # They share the list of tokens, and each has a state of its own.
+        # Parts share the list of tokens; each has its own state.
         views = [replace(sequence, state=None, features=None) for _ in self._parts]
         opened = 0
         try:
@@ -134,7 +134,7 @@ class MergedDrafter(Drafter):
         return {name: value for part in self._parts for name, value in part.stats().items()}
 
     def _drawn(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
-        """Each the tree of the first drafter that has one."""
+        """For each sequence the tree of the first drafter that has one."""
         found = [TokenTree.root_only(sequence.root) for sequence in sequences]
         for number, part in enumerate(self._parts):
             asked = [place for place, tree in enumerate(found) if not tree.drafted]
@@ -145,7 +145,7 @@ class MergedDrafter(Drafter):
 
 
 class MergedCorpusDrafter(MergedDrafter):
-    """One that has a drafter which can be taught documents."""
+    """A merged drafter with a part that can learn documents."""
 
     def add_corpus(self, tenant: str, corpus: str, token_ids: Sequence[int]) -> CorpusGrowth:
         """See `CorpusDrafter.add_corpus`."""
@@ -166,7 +166,7 @@ class MergedCorpusDrafter(MergedDrafter):
 
 @dataclass(frozen=True, slots=True)
 class _Merging(Pending):
-    """Trees of all drafters, which are merged when they are fetched."""
+    """Trees of all drafters, merged when they are fetched."""
 
     parts: Sequence[Pending]
     nodes: Sequence[int]
@@ -190,7 +190,7 @@ class _Merging(Pending):
         return self._merged(lambda part: part.fetch())
 
     def _merged(self, fetch: Callable[[Pending], Grown]) -> Grown:
-        # This processor's own first, while the others are at work.
+        # First those computed here, while the other devices compute.
         found = {number: part.fetch() for number, part in enumerate(self.parts) if not part.elsewhere}
         found |= {number: fetch(part) for number, part in enumerate(self.parts) if part.elsewhere}
         return merge_grown([found[number] for number in range(len(self.parts))], self.nodes)

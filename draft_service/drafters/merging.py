@@ -1,4 +1,4 @@
-"""Trees of several drafters for the same root, joined: by a compiled loop, and in Python, which says what it does."""
+"""Trees of several drafters for the same root, merged: in Python, the definition, and by a compiled loop."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def merge_trees(trees: Sequence[TokenTree], nodes: int) -> TokenTree:
 
 
 def merge_grown(parts: Sequence[Grown], nodes: Sequence[int]) -> Grown:
-    """As `merge_trees`: of each sequence the trees that every part has of it, and its number of nodes."""
+    """As `merge_trees`, for many sequences: `parts` are trees of all sequences by each drafter, `nodes` has one bound
+    per sequence."""
     count, most = len(nodes), max(part.trees.shape[2] for part in parts)
     trees, scores = np.empty((len(parts), count, 2, most), np.int32), np.empty((len(parts), count, most))
     sizes = np.empty((len(parts), count), np.int64)

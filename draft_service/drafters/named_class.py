@@ -1,7 +1,7 @@
-"""A drafter that is named `MODULE:CLASS`: somebody's own, found on Python's path, listed and installed nowhere.
+"""A drafter `MODULE:CLASS` of the user, found on Python's path.
 
-The class is made as `CLASS(config)` where it has an attribute `config`, a settings class whose flags the service then
-takes, and as `CLASS()` where it has none. Whatever is wrong with it is said in one line, before anything is served.
+The drafter is made by `CLASS(config)` if the class has an attribute `config`, a settings class whose flags the service
+then takes, and by `CLASS()` otherwise. Errors in it are reported in one line, before anything is served.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HINT = "docs/drafters.md has one of thirty lines"
 
 @dataclass(frozen=True)
 class NoSettings(Settings):
-    """Of a class that has no `config`."""
+    """Settings of a class without `config`."""
 
 
 def spec_of(name: str) -> DrafterSpec:
@@ -63,13 +63,13 @@ def _imported(name: str, module_name: str) -> ModuleType:
             f"{name}: there is no module {missing} on Python's path: start this where the module is, or name its "
             "folder in PYTHONPATH"
         ) from None
-    # The module is somebody's own, and may fail in any way.
+    # The user's module may fail in any way.
     except Exception as error:
         raise NotSupported(f"{name}: {module_name} cannot be imported: {_where(error)}") from None
 
 
 def _check_methods(name: str, found: type) -> None:
-    """What a class that inherits `Drafter` leaves out is there, but for `propose`, which does nothing there."""
+    """Raise `NotSupported` for missing methods. `Drafter` has defaults for all but `propose`."""
     missing = [method for method in _METHODS if not callable(getattr(found, method, None))]
     if "propose" not in missing and getattr(found, "propose", None) is Drafter.propose:
         missing.append("propose")
@@ -79,12 +79,12 @@ def _check_methods(name: str, found: type) -> None:
 
 
 def _made(name: str, found: Callable[..., Any], settings: tuple[Any, ...]) -> Drafter:
-    """The drafter, with everything that a service reads of it before its first sequence."""
+    """The drafter, with all attributes that a service reads checked."""
     try:
         drafter: Drafter = found(*settings)
     except (SettingsError, OutriderError):
         raise
-    # As above.
+    # The user's class may fail in any way.
     except Exception as error:
         raise NotSupported(f"{name}: it cannot be made: {_where(error)}") from None
     for attribute, kind in _ATTRIBUTES.items():
@@ -96,7 +96,7 @@ def _made(name: str, found: Callable[..., Any], settings: tuple[Any, ...]) -> Dr
 
 
 def _where(error: Exception) -> str:
-    """What was raised, and the line that raised it."""
+    """The error, and the line that raised it."""
     last = traceback.extract_tb(error.__traceback__)[-1]
-    said = f"{type(error).__name__}: {error}".splitlines()[0]
-    return said if isinstance(error, SyntaxError) else f"{said} ({last.filename}:{last.lineno})"
+    message = f"{type(error).__name__}: {error}".splitlines()[0]
+    return message if isinstance(error, SyntaxError) else f"{message} ({last.filename}:{last.lineno})"

@@ -1,7 +1,7 @@
 """Grown trees as the bytes of a `GrowSequences` message, without a Python object for each node.
 
-For sixteen trees of 32 nodes, tuples and messages made one by one take longer than growing them. What the compiled
-loops wrote is therefore encoded by a compiled loop, and protobuf reads it in one go; its rules are those of
+For sixteen trees of 32 nodes, making tuples and messages one by one takes longer than growing them. The arrays of the
+compiled loops are therefore encoded by a compiled loop, by the rules of
 https://protobuf.dev/programming-guides/encoding.
 """
 
@@ -44,7 +44,7 @@ class PackedTrees(NamedTuple):
 
 
 def room_for(trees: int, nodes: int) -> int:
-    """Bytes that so many trees of so many nodes never exceed."""
+    """An upper bound on the bytes of encoded trees."""
     return trees * (_HEAD_BYTES + _NODE_BYTES * nodes)
 
 

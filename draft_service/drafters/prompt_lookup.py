@@ -75,10 +75,10 @@ class PromptLookupDrafter(Drafter):
         for length in range(min(self._config.lookup_max, len(tokens)), self._config.lookup_min - 1, -1):
             begin = index.following.get(tuple(tokens[-length:]))
             if begin is not None:
-                # Where the copy runs into the end it goes on with itself, so that a loop stays one.
+                # A copy that reaches the end continues with itself, so that a repetition goes on.
                 period = len(tokens) - begin
                 copied = [tokens[begin + i % period] for i in range(count)]
-                # A longer run found again is likelier to go on as before: m / (m + 1) after m tokens that agree.
+                # A longer match is likelier to continue: m / (m + 1) after m tokens that agree.
                 scores = ((length + i) / (length + i + 1) for i in range(len(copied)))
                 return TokenTree((sequence.root, *copied), (0, *range(len(copied))), (1.0, *scores))
         return TokenTree.root_only(sequence.root)

@@ -31,7 +31,7 @@ TOKEN, PARENT, FIRST_CHILD, NEXT, PREVIOUS, COUNT, LINK, SEEN = range(8)
 COLUMNS = 8
 ROOT = 0
 MAX_COUNT = 1 << 30
-# The clock is set back before it gets here, far enough from what int32 holds for one more piece of tokens.
+# The clock is set back before it exceeds this; one more piece of tokens still fits int32.
 MAX_CLOCK = (1 << 31) - (1 << 20)
 # Linear probing stays short below this share of used slots.
 MAX_LOAD = 0.7
@@ -42,7 +42,7 @@ _FOLD = np.uint64(29)
 
 @compiled
 def hash_of(parent: int, token: int) -> np.uint64:
-    """A 64-bit hash of an edge: the upper half tells edges apart, the lower half places them."""
+    """A 64-bit hash of an edge: the upper half chooses the slot, the lower half is stored as its mark."""
     mixed = ((np.uint64(parent) << _SHIFT) | np.uint64(token)) * _MIX
     return (mixed ^ (mixed >> _FOLD)) * _MIX
 
@@ -86,8 +86,8 @@ def decayed(rows: Rows, node: int, half_life_log2: int) -> int:
 def set_clock_back(rows: Rows, used: int, half_life_log2: int) -> None:
     """Set the clock, and every time that was taken from it, back by about half, in whole half-lives.
 
-    Counts as of the clock stay what they are: one that was last seen before the new beginning is halved for its age up
-    to there. Half-lives of at most 2**30 tokens have at least one to go back by.
+    Decayed counts do not change: a node last seen before the new start of the clock is halved for its age up to there.
+    With half-lives of at most 2**30 tokens there is at least one to go back by.
     """
     back = np.int64(max(1, (rows[ROOT, SEEN] >> half_life_log2) // 2)) << half_life_log2
     for node in range(used):

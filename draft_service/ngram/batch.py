@@ -1,7 +1,7 @@
-"""All sequences of a frame in one compiled call: each own trie takes what was committed, and each tree is grown.
+"""All sequences of a frame in one compiled call: committed tokens are inserted into own tries, and trees are grown.
 
-A call from Python costs more than a small tree does: arrays are taken apart one by one. So what the loops need of a
-sequence stands in tables that stay, one row a sequence, and tries are named there by the addresses of their arrays.
+A call from Python costs more than a small tree, since numba unpacks arrays one by one. So the loops read persistent
+tables with one row per sequence, which refer to tries by the addresses of their arrays.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from outrider.wire.frames import TreeLimits
 
 Table = npt.NDArray[np.int64]
 
-# Fresh tokens that one call inserts for one sequence. More are to be inserted as they come.
+# Most fresh tokens that one call inserts for one sequence. More are inserted when they arrive.
 ROOM = 64
 # Columns of a trie's row: addresses and lengths of its arrays.
 ROWS, ROWS_LENGTH, SLOTS, SLOTS_LENGTH = range(4)
@@ -43,7 +43,7 @@ Array = TypeVar("Array", Table, Tokens, Reals)
 
 @inlined
 def _trie_at(tries: Table, number: int) -> Trie:
-    """The arrays of a trie. They keep nothing alive."""
+    """The arrays of a trie, whose owner must keep them alive."""
     at = tries[number]
     rows = numba.carray(pointer(at[ROWS]), (at[ROWS_LENGTH], COLUMNS), np.int32)
     return rows, numba.carray(pointer(at[SLOTS]), at[SLOTS_LENGTH], np.int64)
@@ -63,10 +63,10 @@ def learn_and_grow(
     scores: Reals,
     rows: Table,
 ) -> None:
-    """Insert what waits, then grow.
+    """Insert the fresh tokens, then grow the trees.
 
     Args:
-        tries: [t, 4] addresses; whoever calls keeps the arrays alive and holds the locks.
+        tries: [t, 4] addresses; the caller keeps the arrays alive and holds the locks.
         asked: [n, 4], for each tree its sequence's place, where the tenant's and the shared trie stand in `tries`,
             and how many of `fresh` are its.
         fresh: [f] committed tokens, tree by tree.
@@ -105,7 +105,7 @@ def learn_and_grow(
 
 
 class TrieBatch:
-    """The tables of every sequence that is followed. One thread at a time."""
+    """The tables of all followed sequences. One thread at a time."""
 
     def __init__(self, evidence: Evidence, rules: Reals, nodes: int) -> None:
         """`rules`: see `learn_and_grow`; `nodes`: the most that a tree has."""
@@ -119,13 +119,13 @@ class TrieBatch:
         self._rows = nodes + 1
         self._trees: Numbers = np.empty((0, 2, self._rows), np.int32)
         self._scores: Reals = np.empty((0, self._rows), np.float64)
-        # Addresses of the tries that were read last, which are often the same again.
+        # Addresses of the tries of the last call, which are often the same again.
         self._last: tuple[list[tuple[int, int, int, int]], Table] = [], np.zeros((0, 4), np.int64)
 
     def enter(
         self, own: NgramTrie, token_ids: Sequence[int], limits: TreeLimits, power: float | None, seed: int
     ) -> int:
-        """Give a sequence a place; returns it. A `power` of None runs no race; no nodes, no trees from here."""
+        """Add a sequence; returns its place. A `power` of None runs no race; with 0 nodes no trees are grown here."""
         if not self._free:
             self._widen()
         place = self._free.pop()
@@ -140,20 +140,20 @@ class TrieBatch:
         self._free.append(place)
 
     def moved(self, place: int, own: NgramTrie) -> None:
-        """The own trie has other arrays now."""
+        """The own trie has new arrays."""
         self._table[place, : USED + 1] = *own.address, own.used
 
     def restart(self, place: int, own: NgramTrie, token_ids: Sequence[int]) -> None:
-        """All of `token_ids` is in the own trie."""
+        """All of `token_ids` are in the own trie."""
         recent = token_ids[-self._longest :]
         self._windows[place, self._longest - len(recent) : self._longest] = recent
         self._table[place, KNOWN : LENGTH + 1] = len(recent), len(token_ids)
         self.moved(place, own)
 
     def grow(self, tries: Sequence[NgramTrie], asked: Sequence[Asked], fresh: Sequence[int]) -> Grown:
-        """Insert what waits for these sequences, and grow their trees.
+        """Insert the fresh tokens of these sequences, and grow their trees.
 
-        The caller holds the locks of `tries`, which another thread inserts into, and has made room in the own ones.
+        The caller holds the locks of `tries`, which another thread inserts into, and has made room in the own tries.
 
         Args:
             asked: for each tree its sequence's place, where the tenant's and the shared trie stand in `tries`, and
@@ -161,8 +161,7 @@ class TrieBatch:
             fresh: tokens that were committed since the last call, tree by tree.
 
         Returns:
-            The trees, which the next call overwrites; `sizes` has, beside the rows of each, those that the own trie
-            uses now.
+            The trees, which the next call overwrites; column 1 of `sizes` has the rows that the own trie now uses.
         """
         count = len(asked)
         if count > len(self._trees):
@@ -188,7 +187,7 @@ class TrieBatch:
         return Grown(self._trees[:count], self._scores[:count], rows)
 
     def _widen(self) -> None:
-        """Twice as many places."""
+        """Double the places."""
         before = len(self._table)
         places = max(_FIRST_PLACES, 2 * before)
         self._free.extend(range(places - 1, before - 1, -1))

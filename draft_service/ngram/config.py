@@ -11,7 +11,7 @@ from outrider.settings import Settings, SettingsError, setting
 from outrider.tree import MAX_ROWS
 from outrider.wire.frames import TreeLimits
 
-# A sequence's own trie counts its tokens with a clock that is never set back; and no model has such a context.
+# The clock of a sequence's own trie is never set back; no model has such a context.
 MAX_CONTEXT = 1 << 24
 
 
@@ -22,7 +22,7 @@ class TrieConfig(Settings):
     num_draft_tokens: int = setting(32, "nodes of a tree, the root not counted", ge=1, le=MAX_ROWS - 1)
     branch_length: int = setting(32, "longest path below the root", ge=1)
     breadth: int = setting(8, "most children of a node; 1 drafts a single branch", ge=1)
-    min_match: int = setting(1, "shortest context, in tokens, that may speak", ge=1)
+    min_match: int = setting(1, "shortest context, in tokens, that predicts", ge=1)
     max_match: int = setting(8, "longest context, in tokens; memory per token grows with it", le=32, ge=1)
     selection: str = setting(
         "probable", "which continuations come first: most probable, or most recent", choices=("probable", "recent")
@@ -70,7 +70,7 @@ class TrieConfig(Settings):
         return TreeLimits(self.num_draft_tokens, self.branch_length)
 
     def evidence(self) -> Evidence:
-        """How the sources are weighed. The numbers were fitted with `benchmarks/drafters/draft_quality.py`."""
+        """Weights of the sources, fitted with `benchmarks/drafters/draft_quality.py`."""
         trust = np.zeros((SOURCES, ESCAPE + self.max_match + 1))
         trust[:, RECENCY] = RECENT
         trust[:, PRECEDENCE] = EARLIER
@@ -84,17 +84,17 @@ class TrieConfig(Settings):
 
 # The next four were fitted together by random search with `benchmarks/drafters/draft_quality.py` on half of its traces,
 # for tokens per step at 8 and 16 rows and with the rows that pay; benchmarks/results/2026-11-22-notes.md has those of
-# the other half. Triples are of the sequence's own trie, its tenant's, a shared corpus's. What the unseen is worth
-# after a context of m tokens, in occurrences: scale * m**-power + least.
+# the other half. Triples are of the sequence's own trie, its tenant's, a shared corpus's. Weight of unseen tokens after
+# a context of m tokens, in occurrences: scale * m**-power + least.
 UNSEEN = ((2.8, 0.85, 0.02), (18.0, 1.7, 0.01), (18.0, 1.7, 0.01))
-# Occurrences that the most recent continuation gets on top.
+# Extra occurrences of the most recent continuation.
 RECENT = (1.1, 0.45, 0.0)
-# Tokens by which matches in a source count as longer, where sources compete.
+# Tokens that are added to the match length of a source when sources compete.
 EARLIER = (1.0, 0.0, 0.0)
-# The unseen is worth more after a context with many different continuations: by their number to this power.
+# The weight of unseen tokens grows with the number of different continuations to this power.
 SPREAD = 1.25
-# The half-life of tries that do not forget with age, a sequence's own and a shared corpus: counts halve each time that
-# 2**30 more tokens are learnt. A sequence ends long before, and the clock is 32 bits wide.
+# The half-life of tries that do not forget with age, a sequence's own and a shared corpus: counts halve every 2**30
+# tokens. A sequence ends long before, and the clock has 32 bits.
 NEVER_LOG2 = 30
-# How far the race over relative frequencies is taken for the target's own. Fitted likewise.
+# How far the race over relative frequencies is trusted to be the target's. Fitted likewise.
 RACE_SHARPNESS = 0.5

@@ -1,4 +1,4 @@
-"""The trie drafter: what a sequence itself said, then what its tenant said, then a shared corpus if one was named."""
+"""The trie drafter: tries of the sequence's own tokens, of its tenant's, and of a shared corpus if one is named."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from draft_service.compiling import Reals
 from draft_service.drafters.base import CorpusGrowth, Drafter, DrafterSpec, DraftSequence, tree_limits
-from draft_service.drafters.grown import Grown, Pending
+from draft_service.drafters.grown import Grown, Pending, in_order
 from draft_service.ngram import snapshot
 from draft_service.ngram.arrays import Tokens
 from draft_service.ngram.batch import BREADTH, FLOOR, HALF_LIFE, ROOM, SHARPNESS, TRIE_DEPTH, Asked, TrieBatch
@@ -31,8 +31,8 @@ from outrider.wire.frames import CorpusInfo, TreeLimits
 log = logging.getLogger(__name__)
 # Committed tokens are taught to the tenant's trie in pieces of this size, to spare the queue.
 _PIECE = 16
-# A snapshot without a deleted corpus is written within this many seconds. Chosen, not measured: a crash brings it back
-# for that long, and a tenant that deletes one corpus after the other has the disk written no more often than that.
+# Seconds until a snapshot without a deleted corpus is written. Chosen, not measured: until then a crash would bring the
+# corpus back, and many deletions must not write the disk more often.
 _FORGET_SECONDS = 30.0
 # Below this temperature the target's distribution is a point, and raising frequencies further only overflows.
 _COLDEST = 0.1
@@ -40,8 +40,8 @@ _COLDEST = 0.1
 
 @dataclass(slots=True)
 class _OpenSequence:
-    """What the drafter keeps of one sequence: its own trie, where it stands in the tables, its limits, how many of its
-    tokens the tenant's trie was given, and which the own trie gets with the next tree."""
+    """State of one sequence: its own trie, its row in the batch's tables, its limits, how many of its tokens the
+    tenant's trie has learnt, and the tokens that are inserted with the next tree."""
 
     own: NgramTrie
     place: int
@@ -51,7 +51,7 @@ class _OpenSequence:
 
 
 class NgramDrafter(Drafter):
-    """See `TrieConfig` for what can be set, `prediction` and `ngram.growth` for how candidates are ranked."""
+    """See `TrieConfig` for settings, `prediction` and `growth` for how candidates are ranked."""
 
     name = "trie"
     vocabulary_size = 0
@@ -74,12 +74,12 @@ class NgramDrafter(Drafter):
         self._restore()
 
     def stop(self) -> None:
-        """Learn what waits and write the snapshot."""
+        """Learn the queued tokens and write the snapshot."""
         self._learner.stop()
         self._release()
 
     def flush(self) -> None:
-        """Wait until all that was committed so far is learnt. For tests and benchmarks."""
+        """Wait until all tokens committed so far are learnt. For tests and benchmarks."""
         self._learner.flush()
 
     def open(self, sequence: DraftSequence) -> None:
@@ -104,7 +104,7 @@ class NgramDrafter(Drafter):
         own, fresh, depth = followed.own, followed.fresh, self._config.depth
         fresh.extend(committed)
         before = len(own.rows)
-        # A tree is about to be asked for, and the same call inserts what waits.
+        # Fresh tokens are usually inserted by the call that grows the next tree.
         if len(fresh) > ROOM:
             self._own_rows.bound(own)
             tail = _as_tokens(sequence.token_ids[-(len(fresh) + depth) :])
@@ -125,37 +125,35 @@ class NgramDrafter(Drafter):
             sequence.state = None
 
     def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
-        if not sequences:
-            return []
-        tries, asked, fresh = self._asked(sequences)
-        with _Held(tries):
-            grown = self._batch.grow(tries, asked, fresh)
-            drawn = {
-                place: self._drawn(sequence, tries[tenant], tries[shared])
-                for place, (sequence, (_, tenant, shared, _)) in enumerate(zip(sequences, asked, strict=True))
-                if sequence.mode is VerificationMode.REJECTION
-            }
-        trees = grown.as_trees() if len(drawn) < len(sequences) else list(drawn.values())
-        for place, tree in drawn.items():
-            trees[place] = tree
-        self._settle(sequences, grown)
-        return trees
+        return in_order(sequences, (one.mode for one in sequences), self.grow, self._draw)
 
     def begin(self, sequences: Sequence[DraftSequence]) -> Pending:
-        """See `ArrayDrafter.begin`; all is computed when it is fetched."""
-        return _Asked(self, sequences)
+        """See `ArrayDrafter.begin`; everything is computed when the trees are fetched."""
+        return _Requested(self, sequences)
 
     def grow(self, sequences: Sequence[DraftSequence]) -> Grown:
-        """The trees of sequences none of which is of a REJECTION request. Overwritten by the next ones."""
+        """The trees of sequences without a REJECTION request. The next call overwrites them."""
         tries, asked, fresh = self._asked(sequences)
         with _Held(tries):
             grown = self._batch.grow(tries, asked, fresh)
         self._settle(sequences, grown)
         return grown
 
+    def _draw(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
+        """The trees of sequences of REJECTION requests. The batch only inserts their fresh tokens."""
+        tries, asked, fresh = self._asked(sequences)
+        with _Held(tries):
+            inserted = self._batch.grow(tries, asked, fresh)
+            trees = [
+                self._drawn(sequence, tries[tenant], tries[shared])
+                for sequence, (_, tenant, shared, _) in zip(sequences, asked, strict=True)
+            ]
+        self._settle(sequences, inserted)
+        return trees
+
     def _settle(self, sequences: Sequence[DraftSequence], grown: Grown) -> None:
-        """Note what the own tries use, and teach. Only now, since the learner's thread would take the interpreter from
-        a tree that is being made."""
+        """Note the rows that the own tries use, and teach. Only after the trees are made, since the learning thread
+        would compete for the interpreter."""
         for sequence, (_, used) in zip(sequences, grown.sizes.tolist(), strict=True):
             followed: _OpenSequence = sequence.state
             followed.own.used = used
@@ -209,7 +207,7 @@ class NgramDrafter(Drafter):
         return tries, asked, fresh
 
     def _drawn(self, sequence: DraftSequence, tenant: NgramTrie, shared: NgramTrie) -> TokenTree:
-        """A tree whose nodes are drawn; what waited for the own trie is in it."""
+        """A tree whose nodes are drawn, with the fresh tokens inserted already."""
         followed: _OpenSequence = sequence.state
         tries = followed.own.arrays(), tenant.arrays(), shared.arrays()
         return draw_tree(tries, sequence, self._evidence, self._drawn_shape(sequence, followed.limits))
@@ -227,7 +225,7 @@ class NgramDrafter(Drafter):
         return rules
 
     def _teach(self, sequence: DraftSequence, followed: _OpenSequence) -> None:
-        """Hand what is new to the tenant's trie, prompt and output each with its weight."""
+        """Queue new tokens for the tenant's trie, prompt and output each with its weight."""
         config, prompt, end = self._config, sequence.prompt_length, len(sequence.token_ids)
         if followed.taught < prompt:
             self._lesson(sequence, followed, prompt, UNIT)
@@ -242,7 +240,7 @@ class NgramDrafter(Drafter):
         followed.taught = end
 
     def _settings(self) -> dict[str, int]:
-        """What a snapshot must agree with to be of use."""
+        """Settings that a snapshot must have been written with."""
         return {"depth": self._config.depth, "unit": UNIT, "half_life_log2": self._config.half_life_log2}
 
     def _save(self) -> None:
@@ -282,7 +280,7 @@ class NgramDrafter(Drafter):
             self._keep_refused(path)
 
     def _keep_refused(self, path: Path) -> None:
-        """For whoever looks for what happened: the next snapshot replaces this one."""
+        """Keep a copy for diagnosis: the next snapshot replaces this one."""
         try:
             log.error("the snapshot as it was is kept at %s", snapshot.keep_refused(path))
         except OSError as error:
@@ -302,7 +300,7 @@ class NgramDrafter(Drafter):
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked(Pending):
+class _Requested(Pending):
     """Trees that are grown when they are fetched."""
 
     drafter: NgramDrafter
@@ -313,7 +311,7 @@ class _Asked(Pending):
 
 
 class _Held:
-    """Holds the locks of tries: learning goes on while trees grow. Only one thread ever holds more than one."""
+    """Holds the locks of tries, against the learning thread. Only one thread ever holds more than one."""
 
     __slots__ = ("_tries",)
 

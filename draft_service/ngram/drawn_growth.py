@@ -1,9 +1,8 @@
 """Sampled trees for REJECTION verification: children drawn without replacement from distributions of integer weights.
 
-Every decision to draw once more looks only at what was drawn before: at the distribution of the row, at how often it
-was drawn from, and at the path above it. So whether a child exists never depends on its own token, which is what the
-target's recursive rejection sampling needs; for the same reason scores say what the i-th draw is worth, whatever it
-shows.
+Every decision to draw once more depends only on earlier draws: on the row's distribution, its number of draws, and the
+path above it. So whether a child exists never depends on its own token, as the target's recursive rejection sampling
+requires; for the same reason the score of the i-th draw does not depend on its token.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from outrider.tree import MAX_DISTRIBUTION_WEIGHT, DraftDistribution, TokenTree
 
 # No distribution is trusted beyond this: the target's own is never the drafter's exactly.
 _MOST_CONFIDENT = 0.95
-# Keeps the draft's coins apart from everything else that is made from the request's seed.
+# Makes the draft's coins independent of other uses of the request's seed.
 _COIN_SALT = 0xD1B54A32D192ED03
 
 
@@ -78,7 +77,7 @@ def heap_pop(path_probs: Reals, heap: Numbers, size: int) -> int:
 
 @compiled
 def _make_distribution(probs: Reals, known: int, power: float, weights: Numbers) -> float:
-    """Integer weights of the candidates, into `weights`. Returns how much of the probability they hold."""
+    """Write integer weights of the candidates into `weights`. Returns their total probability."""
     largest, mass = 0.0, 0.0
     for i in range(known):
         largest = max(largest, probs[i, 0])
@@ -90,7 +89,7 @@ def _make_distribution(probs: Reals, known: int, power: float, weights: Numbers)
 
 
 class _Rows(NamedTuple):
-    """What is known of the rows drawn so far: [1 + nodes] each, `left` and `states` with a second axis."""
+    """State of the rows drawn so far: [1 + nodes] each, `left` and `states` with a second axis."""
 
     states: Numbers  # [.., 2 * SOURCES]
     left: Numbers  # [.., MAX_CANDIDATES] weights not drawn yet
@@ -113,7 +112,7 @@ def _open_row(
     rows: _Rows,
     scratch: Scratch,
 ) -> bool:
-    """Make the distribution of a new row. False when nothing is known to follow it."""
+    """Make the distribution of a new row. Returns False if no continuation is known."""
     distributions.sizes[row] = 0
     if rows.depths[row] >= shape.depth:
         return False

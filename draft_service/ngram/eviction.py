@@ -1,4 +1,4 @@
-"""Building a trie's arrays anew, larger, smaller or restored, so that readers of the old ones are never in the way."""
+"""New arrays for a trie that grows, is cut or is restored, while readers still use the old ones."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _usefulness(rows: Rows, node: int, half_life_log2: int) -> float:
 
 @compiled
 def _threshold(rows: Rows, used: int, target: int, half_life_log2: int) -> float:
-    """The usefulness below which nodes go, so that about `target` rows stay."""
+    """The usefulness below which nodes are evicted, so that about `target` rows stay."""
     low, high = np.inf, -np.inf
     for node in range(1, used):
         value = _usefulness(rows, node, half_life_log2)
@@ -67,10 +67,10 @@ def _threshold(rows: Rows, used: int, target: int, half_life_log2: int) -> float
 
 @compiled
 def survivors(rows: Rows, used: int, target: int, half_life_log2: int) -> tuple[npt.NDArray[np.int32], int]:
-    """New numbers of the rows that stay, 0 for those that go, and how many stay, at most `target`.
+    """New numbers of the rows that stay, 0 for evicted rows, and how many stay, at most `target`.
 
-    A row stays with its parent and its link, which stand before it; so the most useful rows stay, and no row that
-    stays points at one that went.
+    A row stays together with its parent and its link, which stand before it; so the most useful rows stay, and no
+    remaining row points at an evicted one.
     """
     numbers = np.zeros(used, dtype=np.int32)
     threshold = _threshold(rows, used, target, half_life_log2)
@@ -81,7 +81,7 @@ def survivors(rows: Rows, used: int, target: int, half_life_log2: int) -> tuple[
             numbers[rows[node, LINK]] = 1
     kept = 1
     for node in range(1, used):
-        # Rows past the target go too: no row that stays stands after them, so nothing points at them.
+        # Rows past the target are evicted too: no later row stays, so nothing points at them.
         if numbers[node] != 0 and kept < target:
             numbers[node] = kept
             kept += 1
@@ -126,7 +126,7 @@ def _link_children(rows: Rows, numbers: npt.NDArray[np.int32], fresh: Rows, node
 
 @compiled
 def sound(rows: Rows) -> bool:
-    """Whether rows from outside can be walked safely: pointers in range, sibling lists whole, every node in one."""
+    """Whether rows from outside can be used safely: pointers in range, sibling lists complete, every node in one."""
     used, children = len(rows), 0
     if rows[ROOT, NEXT] != 0 or rows[ROOT, PREVIOUS] != 0 or rows[ROOT, PARENT] != 0 or rows[ROOT, LINK] != 0:
         return False
@@ -137,7 +137,7 @@ def sound(rows: Rows) -> bool:
             return False
         before, child = 0, rows[node, FIRST_CHILD]
         while child != 0:
-            # A child stands after its parent, and is met once: by the list it names, behind the sibling it names.
+            # A child stands after its parent, and occurs once: in that parent's list, after its PREVIOUS.
             if not node < child < used or rows[child, PARENT] != node or rows[child, PREVIOUS] != before:
                 return False
             children += 1

@@ -1,8 +1,7 @@
 """Deterministic trees for GREEDY and COUPLED verification: the node of the likeliest path first.
 
-In COUPLED mode the candidates of a row run the very race that the target will run, with the target's noise, over the
-distribution that the tries predict; so a drafted token is the one the target is about to sample, not merely a likely
-one.
+In COUPLED mode the candidates of a row run the same race as the target, with the target's noise, over the distribution
+that the tries predict; so a drafted token tends to be the one that the target will sample, not merely a likely one.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from draft_service.ngram.prediction import (
 )
 from draft_service.noise import exponential
 
-# Open probability that no longer changes which candidates win a race or a draw.
+# Open probability below which further windows no longer change the result of a race or a draw.
 OPEN_FLOOR = 0.1
 
 
 class Shape(NamedTuple):
-    """What the tree may be, and how its candidates race.
+    """Bounds of the tree, and how its candidates race.
 
     Nodes, depth and breadth bound it; `floor` is the least path probability of a node; `coupled` turns on the race, in
     which `power` (1 / temperature) is the exponent on probabilities and `sharpness` how far the race is trusted.
@@ -49,7 +48,7 @@ class Shape(NamedTuple):
 def _race(known: int, shape: Shape, seed: np.uint64, position: np.uint64, candidates: Numbers, weights: Reals) -> None:
     """Turn probabilities into chances of winning the shared race, given its noise.
 
-    Token x has the weight (p(x)**power / E(x))**sharpness; what is not a candidate races with its expected noise.
+    Token x has the weight (p(x)**power / E(x))**sharpness; all other tokens race with their expected noise.
     """
     rest = 1.0
     for i in range(known):
@@ -153,7 +152,7 @@ def grow(
     longest = evidence.rules[MAX_MATCH]
     rows, scratch = (tries[0][0], tries[1][0], tries[2][0]), make_scratch()
     candidates, weights = scratch.candidates, scratch.weights
-    # Nodes that were thought of: parent row and candidate; path probability and score. `order` ranks the best of them.
+    # Possible nodes: parent row and candidate; path probability and score. `order` ranks the best of them.
     room = (shape.nodes + 1) * shape.breadth
     items, path_probs = np.empty((room, 2 + 2 * SOURCES), np.int32), np.empty((room, 2), np.float64)
     order, depths = np.empty(shape.nodes + 1, np.int32), np.zeros(shape.nodes + 1, np.int32)

@@ -1,4 +1,4 @@
-"""Inserting into tries off the request path: one thread, and a bound on what waits for it."""
+"""Insertion into tries off the request path: one thread with a bounded queue."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ log = logging.getLogger(__name__)
 
 
 class Learner:
-    """Runs lessons in order on its own thread, so that every trie has a single writer."""
+    """Runs insertions (lessons) in order on its own thread, so that every trie has a single writer."""
 
     def __init__(self, max_backlog: int, chore: Callable[[], None] | None = None, chore_seconds: float = 0.0) -> None:
-        """`max_backlog`: tokens that may wait. `chore` runs after a lesson every so often, and once at the end."""
+        """`max_backlog`: tokens that may wait. `chore` runs after lessons, every `chore_seconds`, and once at the
+        end."""
         self._max_backlog = max_backlog
         self._chore = chore
         self._chore_seconds = chore_seconds
         self._chore_due = time.monotonic() + chore_seconds
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trie-learner")
         self._count = threading.Lock()
-        # A chore that was asked for and has not run.
+        # A requested chore that has not run yet.
         self._asked: threading.Timer | None = None
         self._stopped = False
         self.backlog = 0
@@ -32,7 +33,7 @@ class Learner:
         self.dropped_tokens = 0
 
     def stop(self) -> None:
-        """Work off what waits, run the chore, end."""
+        """Finish all queued lessons, run the chore, and end the thread."""
         with self._count:
             self._stopped = True
             if self._asked is not None:
@@ -42,7 +43,7 @@ class Learner:
         self._thread.shutdown()
 
     def teach(self, tokens: int, lesson: Callable[[], None]) -> bool:
-        """Queue a lesson of so many tokens. False when it was dropped because too much waits."""
+        """Queue a lesson of this many tokens. Returns False if it was dropped because too many wait."""
         with self._count:
             if self.backlog + tokens > self._max_backlog:
                 self.dropped_tokens += tokens
@@ -52,11 +53,11 @@ class Learner:
         return True
 
     def run(self, work: Callable[[], Result]) -> Result:
-        """Do `work` on the thread, after all that was queued before, and hand back its result or raise its error."""
+        """Run `work` on the thread, after everything queued before; returns its result or raises its error."""
         return self._thread.submit(work).result()
 
     def ask_for_chore(self, seconds: float) -> None:
-        """Have the chore run within so many seconds, once for all who ask, also when nothing is learnt meanwhile."""
+        """Run the chore within `seconds`, once for all requests, also if nothing is learnt meanwhile."""
         with self._count:
             if self._chore is None or self._asked is not None or self._stopped:
                 return
@@ -84,7 +85,7 @@ class Learner:
                 self._thread.submit(self._do_chore).add_done_callback(_report)
 
     def _do_chore(self) -> None:
-        # What is asked for from here on may come too late for this one.
+        # Later requests may come too late for this run.
         with self._count:
             if self._asked is not None:
                 self._asked.cancel()
@@ -95,6 +96,6 @@ class Learner:
 
 
 def _report(lesson: Future[None]) -> None:
-    """A lesson that fails costs drafts, not the service, but must not go unseen."""
+    """Log a failed lesson, which costs drafts but not the service."""
     if (error := lesson.exception()) is not None:
         log.error("the trie failed to learn", exc_info=error)

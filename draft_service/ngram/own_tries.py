@@ -1,4 +1,4 @@
-"""Tries of what open sequences said themselves: made, counted over all sequences, and bounded together."""
+"""Tries of open sequences' own tokens, bounded together over all sequences."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from draft_service.ngram.batch import ROOM
 from draft_service.ngram.config import NEVER_LOG2, TrieConfig
 from draft_service.ngram.trie import NgramTrie
 
-# Pieces of fresh tokens that any trie has room for, however little is left: 100 KB at the default depth.
+# Pieces of fresh tokens that any trie has room for, even past the bound: 100 KB at the default depth.
 _LEAST_PIECES = 4
 
 
 class OwnRows:
-    """Rows that own tries take. One that would take more than is left forgets what is least useful instead."""
+    """Counts the rows of own tries. A trie that would exceed the bound evicts its least useful rows instead."""
 
     def __init__(self, config: TrieConfig) -> None:
         self._depth = config.depth
@@ -21,7 +21,7 @@ class OwnRows:
         self.taken = 0
 
     def made(self, tokens: int) -> NgramTrie:
-        """A trie with room for so many tokens, if there is any. `entered` counts it, once it was filled."""
+        """A trie with room for `tokens`, as far as the bound allows. `entered` counts it once it is filled."""
         return NgramTrie(self._depth, self._allowed(0), NEVER_LOG2, first_rows=tokens * self._depth)
 
     def entered(self, trie: NgramTrie) -> None:
@@ -29,15 +29,15 @@ class OwnRows:
         self.taken += len(trie.rows)
 
     def left(self, trie: NgramTrie) -> None:
-        """It is not in use any more."""
+        """The trie is not used any more."""
         self.taken -= len(trie.rows)
 
     def bound(self, trie: NgramTrie) -> None:
-        """Before it takes more: no more than is left."""
+        """Set the capacity of a trie that is about to grow."""
         trie.capacity = max(len(trie.rows), self._allowed(len(trie.rows)))
 
     def grew(self, trie: NgramTrie, rows_before: int) -> None:
-        """After it has."""
+        """Count the rows of a trie that has grown."""
         self.taken += len(trie.rows) - rows_before
 
     def _allowed(self, rows: int) -> int:

@@ -1,9 +1,9 @@
-"""What tries say of the next token: the distribution blended from every context that matches.
+"""The distribution of the next token, blended from every context in the tries that matches.
 
-A row's next token is guessed from every known window that ends at it, longest first, over up to three tries (the
-sequence's own, the tenant's, a shared corpus). A window that brings C occurrences which no longer window counted, with
-escape weight e, speaks for C / (C + e) of the probability that is still open, and shares it out by relative
-frequency; the rest passes on to shorter windows. This is interpolated prediction by partial matching (Cleary and
+A row's next token is predicted from every known window that ends at it, longest first, over up to three tries (the
+sequence's own, the tenant's, a shared corpus). A window with C occurrences that no longer window counted, and escape
+weight e, takes C / (C + e) of the probability that is still open and distributes it by relative frequency; shorter
+windows get the rest. This is interpolated prediction by partial matching (Cleary and
 Witten 1984; Witten and Bell 1991) with several sources as in SuffixDecoding (arXiv 2411.04975), and it makes scores
 comparable across depths.
 """
@@ -34,11 +34,11 @@ from draft_service.ngram.arrays import (
 SOURCES = 3
 OWN, TENANT, SHARED = range(SOURCES)
 MAX_CANDIDATES = 64
-# Siblings looked at per window, most recent first, so that a wide node cannot cost more than this.
+# Siblings read per window, most recent first, which bounds the cost of a wide node.
 MAX_SIBLINGS = 8
 # Occurrences are counted in this many units, so that halving does not lose rare ones at once.
 UNIT = 16
-# Where a candidate's or row's window in one source was not met on the way.
+# The window of a candidate or row in one source was not computed.
 UNKNOWN = -1
 # Columns of `Evidence.trust` before the escape weights.
 RECENCY, PRECEDENCE, HALF_LIFE, ESCAPE = range(4)
@@ -68,8 +68,8 @@ class Evidence(NamedTuple):
 class Scratch(NamedTuple):
     """Room for one prediction, made once per tree.
 
-    Taken apart before it is used: numba counts a reference for every array that is read out of a tuple, which in an
-    inner loop costs more than the loop.
+    Unpacked before it is used: numba counts a reference for every array that is read from a tuple, which in an inner
+    loop costs more than the loop.
     """
 
     # [4 * SOURCES]: window nodes, their lengths, the counts of the windows met last, and the node of a window that was
@@ -79,7 +79,7 @@ class Scratch(NamedTuple):
     fresh: Reals  # [MAX_SIBLINGS] occurrences of siblings that no longer window counted
     # [MAX_CANDIDATES, 1 + 2 * SOURCES], the result: token, then nodes and lengths of the windows that end at it.
     candidates: Numbers
-    # [MAX_CANDIDATES, 1 + SOURCES], the result: probability, then occurrences that spoke already.
+    # [MAX_CANDIDATES, 1 + SOURCES], the result: probability, then occurrences that were counted already.
     weights: Reals
 
 
@@ -127,7 +127,7 @@ def _gather(
 ) -> tuple[int, int, float, float]:
     """Take in the children of a window, most recent first, each with what it adds to what longer windows counted.
 
-    What a sequence itself said is in its tenant's trie too, so the tenant's word is taken less the sequence's own.
+    The sequence's own tokens are in its tenant's trie too, so its own occurrences are subtracted from the tenant's.
     Returns siblings found, candidates known then, fresh occurrences found, and those of all children.
     """
     found, total, seen = 0, 0.0, 0.0
@@ -151,7 +151,7 @@ def _gather(
         seen += weight
         found += 1
         child = rows[child, NEXT]
-    # Of siblings not looked at, only the sum is known.
+    # Of siblings that were not read, only the sum is known.
     unseen = 0.0 if child == 0 else max(0.0, decayed(rows, node, half_life_log2) / UNIT - seen)
     return found, known, total, total + unseen
 
@@ -203,7 +203,7 @@ def predict(
     Args:
         rows_of: the three tries.
         states: [rows, 2 * SOURCES], per source the longest known window that ends at a row, and its length.
-        floor: shorter windows are not asked once less probability than this is open.
+        floor: shorter windows are not read once less probability than this is open.
 
     Returns:
         How many candidates there are. Their probabilities sum to less than 1.
@@ -264,7 +264,7 @@ def start_states(tries: Tries, context: Tokens, states: Numbers, state: Numbers,
 
 @compiled
 def resolve_states(tries: Tries, states: Numbers, row: int, parent: int, token: int, longest: int) -> None:
-    """Find the windows that end at `row` where its prediction did not meet them, from those of its parent."""
+    """Find the windows that end at `row`, if they are unknown, from those of its parent."""
     for i in range(SOURCES):
         if states[row, i] == UNKNOWN:
             states[row, i], states[row, SOURCES + i] = step_down(

@@ -1,8 +1,8 @@
 """Tries on disk: one safetensors file, each trie with its checksum, replaced whole or not at all.
 
-The file holds what tenants said, so it is readable by its owner alone. A file that cannot be read, or that was written
-with other settings, is refused; a trie in it that is damaged costs its tenant and nobody else. Processes that share a
-folder have a file each: `tries.safetensors`, `tries-2.safetensors` and so on.
+The file holds tenants' tokens, so only its owner can read it. A file that cannot be read, or was written with other
+settings, is refused; a damaged trie in it is skipped and affects no other tenant. Processes that share a folder have a
+file each: `tries.safetensors`, `tries-2.safetensors` and so on.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ _NUMBERED = "tries-{}.safetensors"
 
 
 class SnapshotRefused(ValueError):
-    """A snapshot that must not be used; the message says why."""
+    """A snapshot that must not be used; the message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a snapshot holds, and the tenant and corpus of each trie in it that is damaged."""
+    """The tries of a snapshot, and tenant and corpus of each damaged one."""
 
     tries: list[StoredTrie] = field(default_factory=list)
     damaged: list[tuple[str, str]] = field(default_factory=list)
 
 
 class Claim:
-    """The snapshot file that is this process's own, `path`, until `release` or the process's end, however it ends."""
+    """This process's own snapshot file, `path`, until `release` or the end of the process."""
 
     def __init__(self, folder: Path) -> None:
-        """Claim the first file of the folder that no other process has, and make the folder if need be."""
+        """Claim the first file of the folder that no other process has. Makes the folder if needed."""
         self._lock: int | None = None
         for number in itertools.count(1):
             self.path = folder / (FILE_NAME if number == 1 else _NUMBERED.format(number))
@@ -66,7 +66,7 @@ class Claim:
             self._lock = None
 
     def source(self) -> Path:
-        """What to start with: the own file, or where there is none yet the newest of the folder's others."""
+        """The file to load: the own one, or the newest of the folder's others if there is none yet."""
         if self.path.exists():
             return self.path
         names = (FILE_NAME, _NUMBERED.format("*"))
@@ -75,12 +75,12 @@ class Claim:
 
 
 def save(path: Path, tries: Sequence[StoredTrie], settings: dict[str, int]) -> None:
-    """Write a snapshot. Raises `OSError` when the disk does not take it; the one before is then still whole, and
-    nothing of the new one is left."""
+    """Write a snapshot. Raises `OSError` if the disk refuses; the previous one is then unchanged, and nothing of the
+    new one is left."""
     folder, partial_prefix = path.parent, path.name + ".partial-"
     folder.mkdir(parents=True, exist_ok=True)
     for left in folder.glob(partial_prefix + "*"):
-        # Of a process that was killed at it.
+        # Left by a process that was killed while writing.
         left.unlink(missing_ok=True)
     tensors = {str(i): np.ascontiguousarray(stored.rows) for i, stored in enumerate(tries)}
     metadata = {
@@ -90,7 +90,7 @@ def save(path: Path, tries: Sequence[StoredTrie], settings: dict[str, int]) -> N
         "documents": json.dumps([stored.documents for stored in tries]),
         "sha256": json.dumps([_checksum(stored.tenant, stored.corpus, stored.rows) for stored in tries]),
     }
-    # Made before it is filled, under a random name, so that it is never readable by others and never a link.
+    # Created before it is filled, under a random name, so that it is never readable by others and never a link.
     descriptor, name = tempfile.mkstemp(prefix=partial_prefix, dir=folder)
     os.close(descriptor)
     partial = Path(name)
@@ -107,7 +107,7 @@ def save(path: Path, tries: Sequence[StoredTrie], settings: dict[str, int]) -> N
 
 
 def load(path: Path, settings: dict[str, int]) -> Loaded:
-    """Read a snapshot; none is an empty one. Raises `SnapshotRefused`."""
+    """Read a snapshot; empty if there is no file. Raises `SnapshotRefused`."""
     if not path.exists():
         return Loaded()
     try:
@@ -137,7 +137,7 @@ def load(path: Path, settings: dict[str, int]) -> Loaded:
 
 
 def keep_refused(path: Path) -> Path:
-    """Give a snapshot that was refused, in whole or in part, a second name that the next one leaves alone."""
+    """Link a snapshot that was refused, wholly or in part, to a second name, which is returned."""
     refused = path.with_name(path.name + ".refused")
     refused.unlink(missing_ok=True)
     os.link(path, refused)
@@ -145,9 +145,9 @@ def keep_refused(path: Path) -> Path:
 
 
 def _locked(path: Path) -> int:
-    """The descriptor that holds the lock of a file. Raises `BlockingIOError` where another has it, `OSError`."""
+    """The descriptor that holds a file's lock. Raises `BlockingIOError` if another process holds it, `OSError`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A file of its own, since a snapshot is replaced by the next. It stays: to remove it would let two lock it.
+    # A separate file, since snapshots replace each other. It is never removed, or two processes might lock it.
     lock = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

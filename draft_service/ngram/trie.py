@@ -1,4 +1,4 @@
-"""The n-gram trie: flat arrays that grow, and forget what is least useful once they are full."""
+"""The n-gram trie: flat arrays that grow, and evict the least useful rows once they are full."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from draft_service.ngram.arrays import (
 from draft_service.ngram.eviction import copy_survivors, enter_all, slots_for, sound, survivors
 
 _FIRST_ROWS = 256
-# A full trie is cut back to this share, so that a cut is paid for by many insertions.
+# A full trie is cut to this share, so that cuts are rare.
 _KEEP_SHARE = 0.75
 # Tokens inserted per hold of the lock: readers wait for at most about a quarter of a millisecond.
 _CHUNK = 128
@@ -30,9 +30,9 @@ _EMPTY = np.zeros(0, dtype=np.int32)
 class NgramTrie:
     """Every window of at most `depth` tokens of what was inserted, with counts that halve every half-life.
 
-    `address` says where `rows` and `slots` are, and their lengths, for loops over many tries; it holds as `arrays()`.
-    One thread inserts; any thread reads `arrays()` while it holds `lock`. Growing and cutting happen on fresh arrays
-    outside the lock, so a reader waits for one chunk of insertion at most.
+    `address` has the addresses and lengths of `rows` and `slots`, for loops over many tries; valid as long as
+    `arrays()`. One thread inserts; any thread reads `arrays()` while it holds `lock`. Growing and cutting happen on
+    fresh arrays outside the lock, so a reader waits for one chunk of insertion at most.
     """
 
     def __init__(self, depth: int, capacity: int, half_life_log2: int = 20, first_rows: int = _FIRST_ROWS) -> None:
@@ -72,7 +72,7 @@ class NgramTrie:
         return self.rows.nbytes + self.slots.nbytes
 
     def arrays(self) -> tuple[Rows, Slots]:
-        """What the kernels read. Valid while `lock` is held, or for good when nothing is inserted any more."""
+        """The arrays. Valid while `lock` is held, or for good once nothing is inserted any more."""
         return self.rows, self.slots
 
     def insert(self, token_ids: Tokens, context: Tokens = _EMPTY, weight: int = 1) -> None:
@@ -115,7 +115,7 @@ class NgramTrie:
         return made
 
     def make_room(self, wanted: int) -> None:
-        """Have so many rows free, by growing or by forgetting. Only for the thread that inserts."""
+        """Make `wanted` rows free, by growing or evicting. Only for the thread that inserts."""
         if self.used + wanted <= len(self.rows):
             return
         if self.used + wanted > self.capacity:

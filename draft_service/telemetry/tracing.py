@@ -1,6 +1,7 @@
-"""What the draft records: a span per `Propose` stream, and a span per sequence in the trace of its request.
+"""Spans of the draft service: one per `Propose` stream, and one per sequence in the trace of its request.
 
-A stream lives for hours and carries thousands of requests, so sequences are linked to its span and not its children.
+A stream lives for hours and carries thousands of requests, so the spans of sequences link to its span and are not its
+children.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from outrider.wire.frames import OpenSequence
 
 @dataclass(slots=True)
 class _OpenSequence:
-    """A traced sequence and its sums."""
+    """A traced sequence and its totals."""
 
     span: Span
     committed_tokens: int = 0
@@ -35,7 +36,7 @@ class _OpenSequence:
 
 
 class StreamTrace:
-    """The spans of one `Propose` stream. Only sequences that are traced cost more than a dictionary lookup."""
+    """The spans of one `Propose` stream. A sequence that is not traced costs a dictionary lookup."""
 
     def __init__(self, tracing: Tracing, metadata: Metadata | None, drafter: str) -> None:
         self._tracer = tracing.tracer
@@ -52,7 +53,7 @@ class StreamTrace:
         self._followed: dict[int, _OpenSequence] = {}
 
     def opened(self, sequence: OpenSequence) -> None:
-        """A sequence was opened: begin its span, when its request is traced."""
+        """A sequence was opened: begin its span, if its request is traced."""
         if not sequence.traceparent:
             return
         attributes: dict[str, AttributeValue] = {
@@ -84,7 +85,7 @@ class StreamTrace:
             followed.committed_tokens += tokens
 
     def grown(self, sequence_id: int, nodes: int, compute_ns: int) -> None:
-        """One growth was sent; `compute_ns` is what its whole batch took."""
+        """One growth was sent; `compute_ns` is the time of its whole batch."""
         followed = self._followed.get(sequence_id)
         if followed is not None:
             followed.growths += 1

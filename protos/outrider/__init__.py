@@ -1,3 +1,3 @@
-"""The contract between draft, target and clients: nouns, errors, noise, names of telemetry. No torch, no servers."""
+"""The contract between draft, target and clients: messages, errors, noise, telemetry, and what all services share."""
 
 __version__ = "0.1.0"

@@ -1,18 +1,18 @@
-"""Whether a text is the address of a service, asked before anything is connected or loaded. Needs no gRPC."""
+"""Whether a text is the address of a service, checked before anything is connected or loaded. Needs no gRPC."""
 
 from __future__ import annotations
 
-# Schemes of gRPC's own names; whoever writes one knows what follows it.
+# Schemes of gRPC's name syntax; what follows them is not checked.
 _SCHEMES = ("unix", "unix-abstract", "dns", "ipv4", "ipv6", "passthrough")
-# What belongs to the address of a page, and whether it asks for TLS.
-_OF_PAGES = {"http": False, "https": True, "grpc": False, "grpcs": True}
+# Schemes of URLs, and whether they imply TLS.
+_URL_SCHEMES = {"http": False, "https": True, "grpc": False, "grpcs": True}
 # The default of `--listen` of a target.
 _EXAMPLE_PORT = 50051
 
 
 def address_problem(address: str) -> str | None:
-    """Why nobody can be reached there, in one line; None for HOST:PORT, unix:PATH and the names that gRPC knows
-    (`dns:///`, `ipv4:`, `ipv6:`, `unix:`, `passthrough:///`)."""
+    """Why this is no address, in one line; None for HOST:PORT, unix:PATH and gRPC's names (`dns:///`, `ipv4:`, `ipv6:`,
+    `unix:`, `passthrough:///`)."""
     reason = _reason(address)
     return None if reason is None else f"{address!r} is not HOST:PORT or unix:PATH: {reason}"
 
@@ -20,9 +20,9 @@ def address_problem(address: str) -> str | None:
 def _reason(address: str) -> str | None:
     scheme, colon, rest = address.partition(":")
     if rest.startswith("//") and scheme not in _SCHEMES:
-        if scheme not in _OF_PAGES:
+        if scheme not in _URL_SCHEMES:
             return f"gRPC knows no {scheme}://"
-        secure = " with TLS" if _OF_PAGES[scheme] else ""
+        secure = " with TLS" if _URL_SCHEMES[scheme] else ""
         return f"leave out {scheme}:// and write {_written_for(rest)}{secure}"
     if colon and scheme in _SCHEMES:
         return None if rest.strip("/") else f"nothing follows {scheme}:"

@@ -1,9 +1,8 @@
 """Busy polling: an event loop that polls for a while after each frame instead of sleeping until the next.
 
-A core that has slept takes tens of microseconds to go on, a thread on it as long again to be scheduled, and what either
-does then takes twice as long as on a core that never slept: a draft that works between two passes meets all of that
-with each commit (`benchmarks/results/2026-11-25-cpu-link-hops.md`). Polling keeps a core busy while requests run, and
-ends with them.
+A core that has slept takes tens of microseconds to wake up, its thread as long again to be scheduled, and both then run
+at half speed for a while: a draft that works between two passes pays all of that with each commit
+(`benchmarks/results/2026-11-25-cpu-link-hops.md`). Polling keeps a core busy while requests run, and ends with them.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from pathlib import Path
 # (two H100, `benchmarks/results/2026-11-25-h100-widened-eleventh.md`).
 BUSY_POLL_SECONDS = 0.01
 MOST_BUSY_POLL_SECONDS = 0.1
-# On fewer no loop polls. They are needed for work: of an engine, the front of its service, two loops that poll, gRPC's
-# thread behind each, and two that are spare.
+# With fewer cores no loop polls. One each for an engine, its service's front, two polling loops and gRPC's threads
+# behind them, and two spare.
 LEAST_CORES = 8
 
 
 class BusyPolling:
     """Keeps the running event loop polling for some seconds after each `start`.
 
-    Each poll lets go of the interpreter. For a process whose other threads compute little: they would have to acquire
-    the interpreter again after each.
+    Each poll releases the interpreter. For a process whose other threads compute little: they must acquire the
+    interpreter again after each poll.
     """
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -38,7 +37,7 @@ class BusyPolling:
         self._polling = False
 
     def start(self) -> None:
-        """Poll for `seconds` from now on; a loop that polls already does so for longer. On the loop's thread."""
+        """Poll for `seconds` from now, or longer if the loop polls already. On the loop's thread."""
         if not self.seconds:
             return
         self._until = self._clock() + self.seconds
@@ -56,20 +55,20 @@ class BusyPolling:
 
 
 def allowed_seconds(wanted: float) -> float:
-    """For how long a loop of this process may poll after a frame: not at all where cores are few."""
+    """Seconds that a loop of this process may poll after a frame: 0 with few cores."""
     return wanted if usable_cores() >= LEAST_CORES else 0.0
 
 
 def usable_cores(groups: Path = Path("/sys/fs/cgroup")) -> float:
-    """Cores that this process may keep busy: those it may run on, or a container's share where that is less."""
+    """Cores that this process may keep busy: those it may run on, or its container's share if that is less."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(float(cores), _share(groups))
 
 
 def _share(groups: Path) -> float:
-    """A container's share of the machine's time, in cores; without end where none is set."""
+    """A container's share of the machine's time, in cores; infinite if none is set."""
     try:
-        # Microseconds of work, and in how many they may be had: of control groups of version 2, or of version 1.
+        # Microseconds of work per period, from control groups of version 2 or 1.
         if (groups / "cpu.max").exists():
             work, period = (groups / "cpu.max").read_text().split()
         else:

@@ -1,4 +1,4 @@
-"""Whether PyTorch can compute where it is asked to, which is asked before a model is loaded; and a process's device."""
+"""Checks of a device before a model is loaded, and the choice of a thread's device."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ CUDA_BUILD = "pip install torch --index-url https://download.pytorch.org/whl/cu1
 
 
 def check_device_name(device: str) -> None:
-    """Raise `SettingsError` for what is no device that anything runs on. Asks neither PyTorch nor the machine."""
+    """Raise `SettingsError` for a name that is no supported device. Uses neither PyTorch nor the machine."""
     if not re.fullmatch(r"cpu(:0)?|cuda(:\d+)?", device):
         raise SettingsError(f"device {device!r} is none that Outrider runs on: cpu, cuda, or cuda:1 and so on")
 
 
 def check_device(device: str) -> None:
-    """Raise `SettingsError`, with what is there instead, for a device that this machine or this PyTorch has not."""
+    """Raise `SettingsError`, with the reason, for a device that this machine or this PyTorch does not have."""
     check_device_name(device)
-    # Only here: clients read this package without PyTorch.
+    # Imported here: clients use this package without PyTorch.
     import torch
 
     wanted = torch.device(device)
@@ -37,10 +37,7 @@ def check_device(device: str) -> None:
 
 
 def choose_device(device: str) -> None:
-    """Make `device` the one that this thread computes on where nothing else is named, as when Triton launches a kernel.
-
-    Nothing changes for a device without a number.
-    """
+    """Make `device` this thread's current device, which Triton launches kernels on. Does nothing without a number."""
     import torch
 
     wanted = torch.device(device)

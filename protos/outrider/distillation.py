@@ -1,9 +1,8 @@
-"""What a drafter learns from its target, as plain values: text in the target's own words, states and distributions.
+"""What a drafter learns from its target, as plain values: text that the target wrote, hidden states and distributions.
 
-The trainer belongs to the draft service and the model to the target's, and neither imports the other: a trainer finds
-its teacher among the entry points of `TEACHER_GROUP`, as a target finds an in-process draft. The protocol stands here,
-and not beside the kernels, because it is about prompts, token ids and end tokens, of which kernels have none.
-PyTorch is named for types only: nothing here imports it.
+The trainer is in the draft service and the model in the target service, and neither imports the other: a trainer finds
+its teacher through the entry points of `TEACHER_GROUP`, as a target finds an in-process draft. PyTorch is used for
+types only and not imported.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ TEACHER_GROUP = "outrider.teachers"
 
 @dataclass(frozen=True, slots=True)
 class TeacherSettings:
-    """The target to learn from, named as for the target service, and where it runs."""
+    """The target to learn from, by the target service's names, and its device and dtype."""
 
     model: str
     device: str
@@ -36,9 +35,9 @@ class TeacherFacts:
     """The target's shape.
 
     Attributes:
-        model: as it was named.
+        model: the name it was loaded by.
         rope: transformers' `rope_parameters`.
-        max_context: tokens of prompt and output that it is served for.
+        max_context: tokens of prompt and output together.
     """
 
     model: str
@@ -57,20 +56,20 @@ class TeacherFacts:
 
 @dataclass(frozen=True, slots=True)
 class WritingOrder:
-    """What text the teacher is to write.
+    """The text that the teacher shall write.
 
-    Texts are numbered; number n has a seed of its own and the n-th temperature in turn.
+    Texts are numbered; each number has its own seed, and temperatures are taken in turn.
 
     Attributes:
         conversations: user turns to answer, before any sampled prompt; each is answered once per temperature.
-        sampled_prompts: whether the target goes on with prompts of its own, without end.
+        sampled_prompts: whether the target then continues with prompts that it samples itself, without end.
         temperatures: of answers; prompts are sampled at 1.
         max_length: tokens of prompt and answer together.
         max_prompt: tokens of a sampled user turn; longer ones are dropped.
-        max_answer: tokens of an answer, which ends there.
-        turns: user turns of a sampled conversation at most; they have 1, 2 .. of them by their numbers.
-        sequences: how many are written at once.
-        seed: of everything that is sampled.
+        max_answer: most tokens of an answer.
+        turns: most user turns of a sampled conversation; numbers take 1, 2 .. of them in turn.
+        sequences: texts written at once.
+        seed: of all sampling.
         first, stride: the numbers to write are first, first + stride ..
     """
 
@@ -90,7 +89,7 @@ class WritingOrder:
 class WrittenText(NamedTuple):
     """One prompt with its answer.
 
-    `token_ids` are both, the end token included where there was one; the answer begins at `prompt_length`.
+    `token_ids` are both, with the end token if there was one; the answer begins at `prompt_length`.
     """
 
     number: int
@@ -100,11 +99,11 @@ class WrittenText(NamedTuple):
 
 
 class Lesson(NamedTuple):
-    """What the target makes of texts.
+    """The target's outputs for texts.
 
-    `states` [B, L, F * W] are the hidden states of the wanted layers, side by side. `probs` [R, V'] are the
-    probabilities, at temperature 1, of the wanted tokens to follow each wanted row; they sum to less than one where
-    the target says other tokens too.
+    `states` [B, L, F * W] are the hidden states of the wanted layers, concatenated. `probs` [R, V'] are the
+    probabilities, at temperature 1, of the wanted tokens to follow each wanted row; over part of the vocabulary they
+    sum to less than 1.
     """
 
     states: Tensor
@@ -119,17 +118,17 @@ class TeacherWeights(NamedTuple):
 
 
 class Reader(Protocol):
-    """The target reading texts: batches in, hidden states and distributions out, without gradients."""
+    """Runs the target over texts: batches in, hidden states and distributions out, without gradients."""
 
     def weights(self) -> TeacherWeights:
-        """What a head may begin with. Not to be changed."""
+        """Weights that a head may start from. Must not be changed."""
 
     def read(self, token_ids: Tensor, rows: Tensor, wanted: Tensor | None) -> Lesson:
         """Read whole texts.
 
         Args:
             token_ids: [B, L] int64, padded at the end with any token.
-            rows: [R] int64, places in the flattened [B * L] texts whose distributions are wanted.
+            rows: [R] int64, indices into the flattened [B * L] texts whose distributions are wanted.
             wanted: [V'] int64 token ids of the distributions; None for the whole vocabulary.
         """
 
@@ -140,21 +139,22 @@ class Teacher(Protocol):
     facts: TeacherFacts
 
     def write(self, order: WritingOrder) -> Iterator[WrittenText]:
-        """Texts in the order in which they end, without end if `sampled_prompts`. Closing the iterator frees all.
+        """Texts in the order in which they are completed, without end if `sampled_prompts`. Closing the iterator frees
+        its memory.
 
         Raises:
-            SettingsError: nothing can be written so, such as a model without a chat template asked for its prompts.
+            SettingsError: the order cannot be fulfilled, such as sampled prompts of a model without a chat template.
         """
 
     def reader(self, layers: tuple[int, ...]) -> Reader:
-        """For the outputs of these layers, counted as in `outrider.wire.frames.FeatureRequest`."""
+        """A reader of the outputs of these layers, counted as in `outrider.wire.frames.FeatureRequest`."""
 
 
 def load_teacher(name: str, settings: TeacherSettings) -> Teacher:
-    """The teacher that an entry point of `TEACHER_GROUP` makes, or a function named as MODULE:FUNCTION.
+    """The teacher that an entry point of `TEACHER_GROUP`, or a function MODULE:FUNCTION, makes.
 
     Raises:
-        SettingsError: there is none of this name, or the model cannot be one.
+        SettingsError: there is none of this name, or the model cannot be a teacher.
     """
     load: Callable[[TeacherSettings], Teacher] | None
     if ":" in name:

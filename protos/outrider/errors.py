@@ -11,20 +11,20 @@ DOMAIN = "outrider"
 
 
 class OutriderError(Exception):
-    """An error with a stable reason, a gRPC status and facts a program can read.
+    """An error with a stable reason, a gRPC status and metadata for programs.
 
-    Messages never hold prompt text or token ids: they travel into logs.
+    Messages never hold prompt text or token ids: they are logged.
     """
 
     code: ClassVar[StatusCode] = StatusCode.INTERNAL
     reason: ClassVar[str] = "INTERNAL"
-    # Seconds after which trying again makes sense; None when it does not.
+    # Seconds after which a retry makes sense; None if it does not.
     retry_after: float | None = None
 
     def __init_subclass__(
         cls, *, code: StatusCode | None = None, reason: str = "", retry_after: float | None = None
     ) -> None:
-        """Each kind has its own code and reason; what inherits a kind and names none is of the same kind."""
+        """Each class has its own code and reason; a subclass without `code` inherits both."""
         super().__init_subclass__()
         if code is not None:
             cls.code, cls.reason, cls.retry_after = code, reason, retry_after
@@ -49,7 +49,7 @@ class PositionOutOfRange(OutriderError, code=StatusCode.OUT_OF_RANGE, reason="PO
 
 
 class UnknownModel(OutriderError, code=StatusCode.NOT_FOUND, reason="UNKNOWN_MODEL"):
-    """No model of that name is served, or known."""
+    """No model of that name is served or known."""
 
 
 class UnknownSequence(OutriderError, code=StatusCode.NOT_FOUND, reason="UNKNOWN_SEQUENCE"):
@@ -61,44 +61,44 @@ class UnknownCorpus(OutriderError, code=StatusCode.NOT_FOUND, reason="UNKNOWN_CO
 
 
 class SequenceExists(OutriderError, code=StatusCode.ALREADY_EXISTS, reason="SEQUENCE_EXISTS"):
-    """A sequence that is open is opened once more."""
+    """The sequence is open already."""
 
 
 class StepReplayed(OutriderError, code=StatusCode.ABORTED, reason="STEP_REPLAYED"):
-    """A step that lies behind, or a replay with another payload."""
+    """The step is an earlier one, or a replay with another payload."""
 
 
 class StepSkipped(OutriderError, code=StatusCode.FAILED_PRECONDITION, reason="STEP_SKIPPED"):
-    """A step that lies ahead."""
+    """The step is not the next one."""
 
 
 class WrongRoot(OutriderError, code=StatusCode.FAILED_PRECONDITION, reason="WRONG_ROOT"):
-    """A tree whose root is not the last committed token."""
+    """The tree's root is not the last committed token."""
 
 
 class WrongVocabulary(OutriderError, code=StatusCode.FAILED_PRECONDITION, reason="WRONG_VOCABULARY"):
-    """Draft and target do not speak the same token ids."""
+    """Draft and target have different vocabularies."""
 
 
 class NotSupported(OutriderError, code=StatusCode.FAILED_PRECONDITION, reason="NOT_SUPPORTED"):
-    """This drafter or model cannot do what was asked."""
+    """This drafter or model does not support the request."""
 
 
 class QuotaExceeded(OutriderError, code=StatusCode.RESOURCE_EXHAUSTED, reason="QUOTA_EXCEEDED", retry_after=1.0):
     """A queue, a tenant's limit or a corpus quota is full."""
 
     def after(self, seconds: float | None) -> QuotaExceeded:
-        """The error, with when to try again; None is never."""
+        """This error, to be retried after `seconds`; None is never."""
         self.retry_after = seconds
         return self
 
 
 class CreditExceeded(OutriderError, code=StatusCode.RESOURCE_EXHAUSTED, reason="CREDIT_EXCEEDED"):
-    """A peer that sends past its credit."""
+    """The peer sends more than its credit."""
 
 
 class Unauthenticated(OutriderError, code=StatusCode.UNAUTHENTICATED, reason="UNAUTHENTICATED"):
-    """No token, or none that is known."""
+    """No token, or an unknown one."""
 
 
 class PermissionDenied(OutriderError, code=StatusCode.PERMISSION_DENIED, reason="PERMISSION_DENIED"):
@@ -114,11 +114,11 @@ class Draining(OutriderError, code=StatusCode.UNAVAILABLE, reason="DRAINING", re
 
 
 class WeightsChanged(OutriderError, code=StatusCode.UNAVAILABLE, reason="WEIGHTS_CHANGED", retry_after=0.1):
-    """The model's weights were exchanged under the request; ask again."""
+    """The model's weights were replaced during the request; retry."""
 
 
 class DraftUnavailable(OutriderError, code=StatusCode.UNAVAILABLE, reason="DRAFT_UNAVAILABLE", retry_after=1.0):
-    """Never reaches a client: the target goes on without drafts."""
+    """Never sent to a client: the target continues without drafts."""
 
 
 class EngineDead(OutriderError, code=StatusCode.UNAVAILABLE, reason="ENGINE_DEAD", retry_after=1.0):
@@ -126,9 +126,9 @@ class EngineDead(OutriderError, code=StatusCode.UNAVAILABLE, reason="ENGINE_DEAD
 
 
 class Loading(OutriderError, code=StatusCode.UNAVAILABLE, reason="LOADING", retry_after=1.0):
-    """What serves is being loaded; ask again, or ask another."""
+    """The model or drafter is being loaded; retry, or call another service."""
 
 
 def all_errors() -> tuple[type[OutriderError], ...]:
-    """Every concrete error class, for the table in the docs and the tests that hold it to the code."""
+    """Every concrete error class."""
     return tuple(OutriderError.__subclasses__())

@@ -1,4 +1,4 @@
-"""What one package offers to another by name, so that neither imports the other: entry points."""
+"""Entry points: what one package offers to another by name, so that neither imports the other."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 
 import outrider
 
-# Of a checkout, from which Outrider may run without being installed; a wheel has no such file two folders above.
+# In a checkout, from which Outrider may run without being installed; a wheel has no such file.
 _DECLARED = Path(outrider.__file__).parents[2] / "pyproject.toml"
 
 
 def find_extension(group: str, name: str) -> Any | None:
-    """What the entry point of this group and name stands for, loaded; None where there is none.
+    """The loaded object of the entry point with this group and name; None if there is none.
 
-    Installed packages come first. A checkout on the path alone has no metadata, and its own declarations count.
+    Installed packages come first. A checkout that is only on the path has no metadata; its pyproject.toml is read.
     """
     found = list(entry_points(group=group, name=name)) or _declared(_DECLARED, group, name)
     return found[0].load() if found else None
 
 
 def _declared(path: Path, group: str, name: str) -> list[EntryPoint]:
-    """The entry point as this pyproject.toml, if it is Outrider's, declares it."""
+    """The entry point that this pyproject.toml declares, if it is Outrider's."""
     if not path.is_file():
         return []
     project = tomllib.loads(path.read_text()).get("project", {})

@@ -1,6 +1,6 @@
-"""EAGLE heads that come with Outrider: a name means the same folder to the draft that runs it and to its target.
+"""EAGLE heads that come with Outrider: a name is the same folder for the draft that runs it and for its target.
 
-They lie in the draft service's package, which is looked up here and not imported.
+They are in the draft service's package, which is located here but not imported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CONFIG, _RECORD = "config.json", "training.json"
 
 @dataclass(frozen=True, slots=True)
 class ShippedHead:
-    """A head by its name. `target` is the model that it was made for, as the model store names it."""
+    """A head that comes with Outrider. `target` is its model's name in the model store."""
 
     name: str
     folder: Path
@@ -31,19 +31,19 @@ class ShippedHead:
 
     @property
     def megabytes(self) -> float:
-        """Of all its files."""
+        """Size of its files."""
         return sum(file.stat().st_size for file in self.folder.iterdir()) / 1e6
 
     @property
     def accepted_length(self) -> float | None:
-        """Tokens a step with chains on its target's own greedy text, by its training record; None without one."""
+        """Tokens per step with chains on its target's own greedy text, from its training record; None without one."""
         record = self.folder / _RECORD
         measured = json.loads(record.read_text()).get("acceptance") if record.is_file() else None
         return float(measured["mean_length"]) if measured else None
 
 
 def shipped_heads() -> tuple[ShippedHead, ...]:
-    """Every head that is there, by rising name. Empty where the draft service is not installed."""
+    """Every installed head, by name. Empty if the draft service is not installed."""
     spec = importlib.util.find_spec(_HOLDER)
     found = []
     for package in (spec.submodule_search_locations or ()) if spec is not None else ():
@@ -54,20 +54,20 @@ def shipped_heads() -> tuple[ShippedHead, ...]:
 
 
 def head_made_for(model: str) -> ShippedHead | None:
-    """The head that comes with Outrider for a model of the model store."""
+    """The head for a model of the model store, if there is one."""
     return next((head for head in shipped_heads() if model and head.target == model), None)
 
 
 def weight_fingerprint(weight: Tensor) -> str:
-    """SHA-256, in hex, of a weight's elements as bfloat16: by that of its projection both services know a head."""
-    # Only here: clients look for heads too, and do without torch.
+    """SHA-256, in hex, of a weight's elements as bfloat16. Both services identify a head by that of its projection."""
+    # Imported here: clients list heads without torch.
     import torch
 
     return hashlib.sha256(weight.to(torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """SHA-256, in hex, over the vocabulary of transformers' tokenizer: each token's id and text, by rising id."""
+    """SHA-256, in hex, over the vocabulary of a transformers tokenizer: each token's id and text, by id."""
     digest = hashlib.sha256()
     for text, token_id in sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0])):
         digest.update(f"{token_id}\t{text}\n".encode())
@@ -75,17 +75,17 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 
 def head_source(head: str) -> str:
-    """Where to read a head from: the folder of a name, and folders and hub ids as they are.
+    """Where to load a head from: the folder of a known name; folders and hub ids are returned unchanged.
 
     Raises:
-        NotSupported: it is none of them; the message says which names there are.
+        NotSupported: it is none of them; the message lists the known names.
     """
     if Path(head).is_dir():
         return head
     heads = {shipped.name: shipped for shipped in shipped_heads()}
     if head in heads:
         return str(heads[head].folder)
-    # A path that leads nowhere would otherwise be looked for on the hub.
+    # A path that does not exist would otherwise be looked up on the hub.
     if "/" in head and not head.startswith((".", "/", "~")):
         return head
     names = ", ".join(heads) or "none in this installation"

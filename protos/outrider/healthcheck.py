@@ -1,5 +1,5 @@
-"""`python -m outrider.healthcheck ADDRESS`: exit 0 when the service there is ready for calls, or, with --service
-liveness, when its process lives. For containers' health checks."""
+"""`python -m outrider.healthcheck ADDRESS`: exit 0 when the service is ready for calls, or, with --service liveness,
+when its process is live. For containers' health checks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outrider.limits import TENANT_WORD
 from outrider.pem import check_authority
 from outrider.settings import SettingsError, read_text
 
-# What probes ask by. A service's own name and "", by which clients and load balancers ask, mean readiness.
+# Service names for probes. A service's own name and "", which clients and load balancers use, mean readiness.
 LIVENESS, READINESS = "liveness", "readiness"
 
 
@@ -33,12 +33,12 @@ def check(address: str, service: str = "", *, timeout: float = 3.0, ca: str = ""
     with channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
-            answer = stub.Check(
+            response = stub.Check(
                 health_pb2.HealthCheckRequest(service=service), timeout=timeout, metadata=metadata, wait_for_ready=True
             )
         except grpc.RpcError as error:
             return str(error.code().name)
-    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))
 
 
 def _first_token(path: str) -> str:
@@ -58,18 +58,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, default=3.0, help="seconds to wait (default: 3)")
     parser.add_argument("--ca", default="", help="PEM roots of the server's certificate (default: plain text)")
     parser.add_argument("--tokens", default="", help="file of `TOKEN TENANT` lines, for services that ask for one")
-    asked = parser.parse_args(arguments)
-    problem = address_problem(asked.address)
+    flags = parser.parse_args(arguments)
+    problem = address_problem(flags.address)
     if problem is not None:
         parser.error(problem)
-    for flag, path, check_file in (("--ca", asked.ca, check_authority), ("--tokens", asked.tokens, _first_token)):
+    for flag, path, check_file in (("--ca", flags.ca, check_authority), ("--tokens", flags.tokens, _first_token)):
         try:
             if path:
                 check_file(path)
         except SettingsError as error:
             parser.error(f"{flag}: {error}")
-    status = check(asked.address, asked.service, timeout=asked.timeout, ca=asked.ca, tokens=asked.tokens)
-    sys.stdout.write(f"{asked.address}: {status}\n")
+    status = check(flags.address, flags.service, timeout=flags.timeout, ca=flags.ca, tokens=flags.tokens)
+    sys.stdout.write(f"{flags.address}: {status}\n")
     return 0 if status == "SERVING" else 1
 
 

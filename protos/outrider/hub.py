@@ -1,22 +1,22 @@
-"""Whether the hub of models and heads answers, asked before its library does, which tries for half a minute."""
+"""A quick check that the hub of models and heads answers; its library would try for half a minute."""
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 
-# For the hub's first answer. Chosen, not measured: many round trips around the world.
+# For the hub's first response. Chosen, not measured: many round trips around the world.
 _HUB_SECONDS = 5.0
 
 
 class HubUnreachable(OSError):
-    """A hub id cannot be looked up; the message says why."""
+    """A hub id cannot be looked up; the message has the reason."""
 
 
 def check_fetchable(name: str, revision: str | None = None) -> None:
-    """Raise `HubUnreachable` soon where this id, ORG/NAME, was never fetched and the hub does not answer."""
-    # Only here, and in the functions below: what is at hand needs no hub.
+    """Raise `HubUnreachable` soon if this id, ORG/NAME, was never fetched and the hub does not answer."""
+    # Imported here and below: local models need no hub.
     from huggingface_hub import constants, try_to_load_from_cache
 
     if constants.HF_HUB_OFFLINE or isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
@@ -39,23 +39,23 @@ def reach_hub() -> None:
 
 
 def _within(seconds: float, call: Callable[[], object]) -> None:
-    """Raise what `call` raises, or `TimeoutError`. Timeouts of its own are not enough: a name's look-up has none, and
-    each address of a host has one."""
-    ended: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+    """Raise what `call` raises, or `TimeoutError`. The call's own timeout is not enough: name resolution has none, and
+    each address of a host has its own."""
+    future: Future[None] = Future()
 
     def run() -> None:
         try:
             call()
-        # Raised again by the one who waits.
+        # Raised by `future.result`.
         except Exception as error:
-            ended.put(error)
+            future.set_exception(error)
         else:
-            ended.put(None)
+            future.set_result(None)
 
     threading.Thread(target=run, name="hub", daemon=True).start()
     try:
-        failure = ended.get(timeout=seconds)
-    except queue.Empty:
+        future.result(seconds)
+    except TimeoutError:
+        if future.done():
+            raise
         raise TimeoutError(f"nothing came within {seconds:.0f} s") from None
-    if failure is not None:
-        raise failure

@@ -1,8 +1,8 @@
-"""What each tenant may take of a service: one set of limits for all, and others by name in the tokens' file.
+"""Limits of each tenant of a service: defaults for all, and changes by name in the tokens' file.
 
     tenant acme weight=4 running=32 requests_per_second=50
 
-A line like this, in the file that `--auth-tokens` names, changes what it mentions for one tenant.
+A line like this in the file of `--auth-tokens` changes these limits for one tenant.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from outrider.settings import SettingsError, read_text
 
-# The first word of a line about a tenant; no token is that short.
+# The first word of a tenant's line; no token is that short.
 TENANT_WORD = "tenant"
 TENANT_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _MOST_WEIGHT = 1000.0
@@ -23,17 +23,17 @@ _MOST_WEIGHT = 1000.0
 
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
-    """Bounds of one tenant; 0 is none of its own, and the service's own bounds hold for all tenants together.
+    """Bounds of one tenant; 0 is no bound. The service's bounds hold for all tenants together.
 
     Attributes:
-        weight: against other tenants' weights, while there is not enough for all; 0.001 .. 1000.
+        weight: share relative to other tenants' weights while resources are short; 0.001 .. 1000.
         running: sequences in one step of the engine.
-        waiting: requests that have not said a token yet.
-        sequences: open sequences: those that run, wait, or stand between two trees of a client.
-        streams: calls at once.
-        kv_tokens: tokens of running sequences whose keys and values are held.
-        requests_per_second, burst: requests on average, and how many may come at once after a pause.
-        texts: texts that wait for the tokeniser.
+        waiting: requests without a first token.
+        sequences: open sequences: running, waiting, or between two trees of a client.
+        streams: concurrent calls.
+        kv_tokens: tokens of running sequences in the KV cache.
+        requests_per_second, burst: average rate of requests, and how many may arrive at once after a pause.
+        texts: texts that wait for the tokenizer.
     """
 
     weight: float = 1.0
@@ -64,7 +64,7 @@ class TenantTable:
     """Limits by tenant."""
 
     def __init__(self, default: TenantLimits | None = None, named: Mapping[str, TenantLimits] | None = None) -> None:
-        """`default` holds for every tenant that is not `named`."""
+        """`default` is for every tenant that is not in `named`."""
         self.default = default or TenantLimits()
         self._named = dict(named or {})
 
@@ -74,9 +74,9 @@ class TenantTable:
 
     @classmethod
     def from_file(cls, path: str, default: TenantLimits) -> TenantTable:
-        """Read `tenant NAME limit=number ...` lines, and pass over all others. An empty path names nobody.
+        """Read `tenant NAME limit=number ...` lines, and skip all others. An empty path has none.
 
-        Raises `SettingsError` for an unreadable file and for lines that cannot be meant.
+        Raises `SettingsError` for an unreadable file and malformed lines.
         """
         if not path:
             return cls(default)

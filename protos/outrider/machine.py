@@ -1,4 +1,4 @@
-"""What a figure must stand beside: machine, versions, commit."""
+"""The context of a measurement: machine, versions, commit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PACKAGES = ("outrider", "torch", "transformers", "numba", "numpy", "grpcio", "p
 
 
 def describe_machine() -> dict[str, object]:
-    """Processor, cores, memory and load of this machine. Not known is an empty text."""
+    """Processor, cores, memory and load of this machine; unknown texts are empty."""
     return {
         "platform": "-".join((platform.system(), _release(), platform.machine(), *platform.libc_ver())),
         "processor": _first_match("/proc/cpuinfo", r"model name\s*:\s*(.+)") or platform.processor(),
@@ -25,13 +25,13 @@ def describe_machine() -> dict[str, object]:
 
 
 def _release() -> str:
-    """The kernel's number, without the name that whoever built it gave it."""
+    """The kernel's version number, without its build name."""
     found = re.match(r"[\d.]+", platform.release())
     return found[0].rstrip(".") if found else ""
 
 
 def describe_versions(more: Sequence[str] = ()) -> dict[str, str]:
-    """Versions of Python and of the packages that matter, `more` among them, where they are installed."""
+    """Versions of Python and of the installed packages that matter, `more` among them."""
     versions = {"python": platform.python_version()}
     for name in (*_PACKAGES, *more):
         try:
@@ -42,7 +42,7 @@ def describe_versions(more: Sequence[str] = ()) -> dict[str, str]:
 
 
 def describe_commit() -> str:
-    """The commit of the checkout this runs from, with "+changes" if it is not clean; empty outside one."""
+    """The commit of this checkout, with "+changes" if it is not clean; empty outside a checkout."""
     folder = Path(__file__).parent
     commit = _git(folder, "rev-parse", "HEAD")
     changed = _git(folder, "status", "--porcelain", "--untracked-files=no")

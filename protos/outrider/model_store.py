@@ -1,4 +1,4 @@
-"""Models by name, for those who may not import the target service's store: it is asked in a process of its own."""
+"""Models by name, for packages that may not import the target service's model store: it runs in its own process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LOOKUP_SECONDS = 60.0
 
 
 def stored_folder(name: str) -> Path:
-    """The folder of a model that was pulled. Raises `UnknownModel` with the store's reason."""
+    """The folder of a pulled model. Raises `UnknownModel` with the store's reason."""
     command = [sys.executable, "-m", MODEL_STORE, "path", name]
     found = subprocess.run(command, capture_output=True, text=True, timeout=_LOOKUP_SECONDS)
     lines = found.stdout.strip().splitlines()
@@ -24,13 +24,13 @@ def stored_folder(name: str) -> Path:
 
 
 def model_source(model: str) -> str:
-    """What to load a model from: the folder of a known name or of a hub id's revision, and folders and
-    other hub ids as they are.
+    """Where to load a model from: the folder of a known name or of a hub id's revision; folders and other hub ids are
+    returned unchanged.
 
     Raises:
-        UnknownModel: it is none of them, or is known and was not pulled; the message says which names there are.
+        UnknownModel: it is none of them, or is known but was not pulled; the message lists the known names.
     """
-    # Known names have no slash, hub ids have one, and one at a revision only the store finds.
+    # Known names have no slash, hub ids have one; only the store finds one at a revision.
     if ("/" in model and "@" not in model) or Path(model).is_dir():
         return model
     return str(stored_folder(model))

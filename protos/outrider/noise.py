@@ -6,8 +6,8 @@ Token y at absolute position t of a request with 64-bit seed s wins the exponent
 
 where x is word y % 4 of Philox4x32-10 with key (s mod 2**32, s >> 32) and counter
 (y // 4, t mod 2**32, t >> 32, 0). Position t is the index of the token being chosen: the first token after a prompt
-of n tokens has t = n. All siblings of a tree share the noise of their position, so a drafter that ranks
-candidates by the same race over its own distribution draws toward the very token that the target will choose.
+of n tokens has t = n. All siblings of a tree share the noise of their position, so a drafter that ranks candidates by
+the same race over its own distribution tends to draft the token that the target will choose.
 
 Sources: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011); Daliri, Musco, Suresh,
 "Coupling without communication and drafter-invariant speculative decoding" (arXiv 2408.07978).

@@ -1,5 +1,5 @@
-"""PEM files of TLS, looked at before they are used: gRPC says of one that holds something else that a handshake could
-not be made, or that a port could not be bound, and says it late."""
+"""Checks of PEM files before they are used: for a wrong file, gRPC only reports late that a handshake failed or a port
+could not be bound."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from outrider.settings import SettingsError
 
 
 def check_authority(path: str | PathLike[str]) -> None:
-    """Raise `SettingsError` unless the file can be read and holds certificates to check others with."""
+    """Raise `SettingsError` unless the file can be read and holds certificates."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
     except ssl.SSLError:
@@ -20,7 +20,7 @@ def check_authority(path: str | PathLike[str]) -> None:
 
 
 def check_pair(certificate: str | PathLike[str], key: str | PathLike[str]) -> None:
-    """Raise `SettingsError` unless the files can be read and hold a certificate and its own key, with no password."""
+    """Raise `SettingsError` unless the files can be read and hold a certificate and its key, without a password."""
     for path in (certificate, key):
         try:
             open(path, "rb").close()

@@ -1,5 +1,4 @@
-"""Whether somebody could listen on a port, asked before what takes long to load, and ports that are free. Needs no
-gRPC."""
+"""Whether a server could listen on a port, checked before anything slow is loaded, and free ports. Needs no gRPC."""
 
 from __future__ import annotations
 
@@ -9,35 +8,35 @@ from typing import Any
 
 
 def port_refusal(host: str, port: int) -> OSError | None:
-    """Why nobody could listen there now; None where one could. An empty host is all of the machine's addresses."""
+    """Why a server could not listen there now; None if it could. An empty host is all of the machine's addresses."""
     try:
-        found = socket.getaddrinfo(host.strip("[]") or None, port, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host.strip("[]") or None, port, type=socket.SOCK_STREAM)
     except OSError as error:
         return error
-    failures = [refused for one in found if (refused := _refusal(one[0], one[4])) is not None]
-    # Of a name's addresses one is enough, as long as nobody else has another.
-    taken = [refused for refused in failures if refused.errno in (errno.EADDRINUSE, errno.EACCES)]
-    if taken or len(failures) == len(found):
+    failures = [failure for family, *_, address in addresses if (failure := _refusal(family, address)) is not None]
+    # One address of a name is enough, unless another is taken or forbidden.
+    taken = [failure for failure in failures if failure.errno in (errno.EADDRINUSE, errno.EACCES)]
+    if taken or len(failures) == len(addresses):
         return (taken or failures)[0]
     return None
 
 
 def free_port() -> int:
-    """A port of the loopback that nobody listened on a moment ago."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port: int = held.getsockname()[1]
+    """A loopback port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
     return port
 
 
-def _refusal(family: int, where: tuple[Any, ...]) -> OSError | None:
+def _refusal(family: int, address: tuple[Any, ...]) -> OSError | None:
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        # As gRPC does: a connection that has ended lately keeps nobody out.
+        # As in gRPC: a connection that ended recently does not block the port.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         try:
-            probe.bind(where)
+            probe.bind(address)
             probe.listen()
         except OSError as error:
             return error

@@ -1,4 +1,4 @@
-"""What a service process sets up before gRPC is imported, and how it runs. It imports no gRPC."""
+"""Process-wide set-up of a service before gRPC is imported, and how it runs. Imports no gRPC."""
 
 from __future__ import annotations
 
@@ -16,54 +16,54 @@ from typing import Any, NoReturn, TypeVar
 
 Result = TypeVar("Result")
 
-# grpcio 1.80 and later poll through EventEngine, which costs some 90 us per round trip in Python.
-# Switching it off takes both.
+# grpcio 1.80 and later poll through EventEngine, which costs some 90 us per round trip in Python. Only both switch it
+# off.
 GRPC_EXPERIMENTS = "-event_engine_client,-event_engine_listener"
-# Seconds after which a thread that computes in Python lets another one go on. With CPython's 5 ms a commit waits in the
-# draft link for as long as the engine computes, and the draft starts after that.
+# Python's thread switch interval. With CPython's 5 ms a commit waits in the draft link for as long as the engine
+# computes, and the draft starts after that.
 SWITCH_SECONDS = 0.0002
-# Control characters and what some readers take for line breaks, as they are written in Python.
+# Control characters and what some readers take for line breaks, with their escapes in Python.
 _CONTROLS = (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029)
 _VISIBLE = {number: repr(chr(number))[1:-1] for number in _CONTROLS if number != ord("\t")}
-# How much is made between two rounds of the garbage collector; while a process starts up, what makes the collector look
-# ten times at what libraries leave, and not hundreds of times.
-_USUAL_ROUNDS = gc.get_threshold()
-_SELDOM_ROUNDS = (100_000, 50, 1000)
+# Thresholds of the garbage collector: usual, and while a process starts up, for some ten collections instead of
+# hundreds.
+_USUAL_THRESHOLDS = gc.get_threshold()
+_START_THRESHOLDS = (100_000, 50, 1000)
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def prepare_grpc(environment: MutableMapping[str, str] | None = None) -> None:
-    """Choose gRPC's poller. Only works before the first `import grpc`; a value set by the operator wins."""
+    """Choose gRPC's poller. Must run before the first `import grpc`; a value set by the operator wins."""
     (os.environ if environment is None else environment).setdefault("GRPC_EXPERIMENTS", GRPC_EXPERIMENTS)
 
 
 def switch_threads_often() -> None:
-    """Let a thread that was woken go on soon while others compute. For a process that answers within a step."""
+    """Let a woken thread run soon while others compute. For a process that answers within a step."""
     sys.setswitchinterval(SWITCH_SECONDS)
 
 
 class OneLineFormatter(logging.Formatter):
-    """Writes each message on one line: what a peer said cannot begin another one, nor move a terminal's cursor."""
+    """Writes each message on one line: text from a peer cannot start a new line or move a terminal's cursor."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return super().formatMessage(record).translate(_VISIBLE)
 
 
 def collect_seldom() -> None:
-    """Let the garbage collector look seldom while a process starts up: what libraries make as they are imported lives
-    as long as the process, and a fifth of the time to import PyTorch and transformers went into looking for garbage
-    among it (1.1 of 5.1 s on a slow core). `settled` ends it."""
-    gc.set_threshold(*_SELDOM_ROUNDS)
+    """Run the garbage collector rarely until `settled`, while a process starts up. Objects of imported libraries live
+    as long as the process, and a fifth of the import time of PyTorch and transformers was spent collecting (1.1 of 5.1
+    s on a slow core)."""
+    gc.set_threshold(*_START_THRESHOLDS)
 
 
 @contextmanager
 def settled() -> Iterator[None]:
-    """Spares the garbage collector all objects that there are, while a process serves that has started up: libraries
-    and a model leave hundreds of thousands, which live as long as it does, and to look at them all takes more than a
-    tenth of a second, in which nothing else happens. What comes from now on is looked at as usual."""
+    """Exclude all existing objects from garbage collection while a started process serves. Libraries and a model leave
+    hundreds of thousands that live as long as the process, and a full collection would stop it for over 0.1 s. New
+    objects are collected as usual."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*_USUAL_ROUNDS)
+    gc.set_threshold(*_USUAL_THRESHOLDS)
     try:
         yield
     finally:
@@ -71,7 +71,7 @@ def settled() -> Iterator[None]:
 
 
 def configure_logging(level: str) -> None:
-    """Log to stderr at `level`. Libraries that chat at info level are held at warning."""
+    """Log to stderr at `level`; libraries that log much at info level only from warning on."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(OneLineFormatter(LOG_FORMAT))
     logging.basicConfig(level=level.upper(), handlers=[handler])
@@ -89,25 +89,25 @@ def run(main: Coroutine[Any, Any, Result]) -> Result:
     return result
 
 
-# What a thread is named that may be in the middle of its work when the process ends; see `leave`.
+# Name of threads that may still be working when the process ends; see `leave`.
 LEFT_BEHIND = "left behind"
 
 
 async def in_thread_to_leave(work: Callable[[], Result]) -> Result:
-    """Run `work` in a thread that nobody waits for once this is cancelled, unlike one of `asyncio.to_thread`: a model
-    that is being loaded cannot be stopped. Returns or raises what `work` does; see `leave`."""
+    """Run `work` in a thread that is abandoned when this is cancelled, unlike that of `asyncio.to_thread`: the loading
+    of a model cannot be stopped. Returns or raises what `work` does; see `leave`."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[Result] = loop.create_future()
 
-    def settle(said: Callable[[], None]) -> None:
-        # A closed loop means that it has been left.
+    def settle(set_outcome: Callable[[], None]) -> None:
+        # The loop is closed once the process is about to end.
         with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(lambda: None if ended.done() else said())
+            loop.call_soon_threadsafe(lambda: None if ended.done() else set_outcome())
 
     def run_it() -> None:
         try:
             result = work()
-        # Raised again where it is awaited.
+        # Raised again by the `await`.
         except BaseException as error:
             raised = error
             settle(lambda: ended.set_exception(raised))
@@ -132,8 +132,8 @@ async def until_first_ends(*awaitables: Awaitable[object], timeout: float | None
 
 
 def leave(status: int) -> NoReturn:
-    """End the process. Where a thread was left behind in the middle of its work, at once: the interpreter's own end
-    would pull its objects from under it, and PyTorch's code aborts then."""
+    """End the process: at once if a thread was abandoned while working, since PyTorch aborts when the interpreter frees
+    that thread's objects."""
     if any(thread.name == LEFT_BEHIND for thread in threading.enumerate()):
         logging.shutdown()
         sys.stdout.flush()
@@ -145,9 +145,8 @@ def in_passing_thread(work: Callable[[], Result]) -> Result:
     """Run `work` in a thread that ends with it; returns or raises what it does.
 
     OpenMP keeps a team of workers for every thread that ever computed. Once the teams together have more workers than
-    there are cores, none spins between operations any more, and each operation pays for waking them: on two cores a
-    one-row step of SmolLM2-135M takes 50 ms instead of 28. A thread that ends takes its team along, so that the
-    engine's stays the only one.
+    cores, they no longer spin between operations, and each operation pays for waking them: on two cores a one-row step
+    of SmolLM2-135M takes 50 ms instead of 28. A team ends with its thread, so the engine's team stays the only one.
     """
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="passing") as pool:
         return pool.submit(work).result()

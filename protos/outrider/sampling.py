@@ -1,4 +1,4 @@
-"""Sampling parameters: one frozen value, checked once, used by clients, target and draft alike."""
+"""Sampling parameters: one frozen value, used by clients, target and draft alike."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _Need = Callable[[bool, str, str], None]
 
 
 class VerificationMode(Enum):
-    """How the target decides which drafted tokens it keeps (design: verification)."""
+    """How the target decides which drafted tokens it accepts."""
 
     GREEDY = "greedy"
     COUPLED = "coupled"
@@ -29,7 +29,7 @@ class VerificationMode(Enum):
     TYPICAL = "typical"
 
 
-# What a draft drafts for; TYPICAL takes drafts of GREEDY.
+# The modes that drafts are made for; TYPICAL uses drafts for GREEDY.
 LOSSLESS_MODES = (VerificationMode.GREEDY, VerificationMode.COUPLED, VerificationMode.REJECTION)
 
 
@@ -47,11 +47,11 @@ class TypicalAcceptance:
     delta: float = 0.3
 
     def threshold(self, entropy: float) -> float:
-        """The probability that a token must exceed where the distribution has this entropy, in nats."""
+        """The probability that a token must exceed, given the distribution's entropy in nats."""
         return min(self.epsilon, self.delta * math.exp(-entropy))
 
     def check(self, field_path: str = "typical") -> None:
-        """Raise `InvalidField` unless both are in (0, 1). NaN is not."""
+        """Raise `InvalidField` unless both are in (0, 1). NaN fails."""
         for name, value in (("epsilon", self.epsilon), ("delta", self.delta)):
             if not 0 < value < 1:
                 raise InvalidField(f"{field_path}.{name}", "must be in (0, 1)")
@@ -61,7 +61,7 @@ class TypicalAcceptance:
 class SamplingParams:
     """How the next token is drawn. Limits and meaning: `SamplingParameters` in tree.proto.
 
-    `max_tokens` of None means what the model's context leaves, at most 1024; `logprobs` of None means none.
+    `max_tokens` of None means the rest of the model's context, at most 1024; `logprobs` of None means none.
     """
 
     temperature: float = 0.0
@@ -94,7 +94,8 @@ class SamplingParams:
         return self.has_penalties or bool(self.logit_bias) or self.min_tokens > 0
 
     def mode(self, asked: VerificationMode | None = None) -> VerificationMode:
-        """The mode in force. Raises `InvalidField` when `asked` does not fit the temperature."""
+        """The mode to use: `asked`, or the temperature's default. Raises `InvalidField` if it does not fit the
+        temperature."""
         if asked is None:
             return VerificationMode.GREEDY if self.greedy else VerificationMode.COUPLED
         if asked is not VerificationMode.TYPICAL and (asked is VerificationMode.GREEDY) != self.greedy:

@@ -29,24 +29,24 @@ from typing import Any, TypeVar
 
 Config = TypeVar("Config")
 logger = logging.getLogger(__name__)
-# Names the settings file where no flag does.
+# The environment variable with the settings file's path, for processes without --config.
 CONFIG_VARIABLE = "OUTRIDER_CONFIG"
-# Bytes of the largest message that a service takes unless it is configured otherwise.
+# Default bytes of the largest message that a service accepts.
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
-# What gRPC can be told: its numbers have 32 bits.
+# The most that gRPC can be configured for: its numbers have 32 bits.
 MOST_MESSAGE_BYTES = 2**31 - 1
 # Chosen, not measured: clients send their first message with the headers, and a slow network takes a second or two.
 FIRST_MESSAGE_SECONDS = 10.0
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
-# Drafters that come with Outrider, in the order of the draft service's own list, which this package may not import.
+# Drafters that come with Outrider: the draft service's own list, which this package may not import.
 DRAFTERS = ("trie", "prompt_lookup", "random", "eagle", "medusa", "mtp", "model", "merged")
-# Tables that a file may have: services and the command line share one, and each reads its own. A table of another name
-# is a mistake whose settings nobody would miss.
+# Tables that a file may have: services and the command line share one file, and each reads its own tables. A table of
+# another name is an error, since its settings would silently do nothing.
 SECTIONS = frozenset(
     (
         *("target", "draft", "training", *DRAFTERS),
-        # Of a drafter that is named MODULE:CLASS.
+        # For a drafter MODULE:CLASS.
         "drafter",
         *("client", "generate", "bench", "tune", "up", "demo", "gateway"),
     )
@@ -54,7 +54,7 @@ SECTIONS = frozenset(
 
 
 class SettingsError(ValueError):
-    """A setting that does not exist, does not parse or is out of bounds; the message names where it came from."""
+    """A setting that does not exist, does not parse or is out of bounds; the message names its source."""
 
 
 def setting(
@@ -71,12 +71,12 @@ def setting(
     """A dataclass field with a help text.
 
     Args:
-        choices: the only values it may have; none for any.
-        ge: the least value of a number.
-        gt: a value that a number must be above.
-        le: the greatest value of a number.
-        deprecated: why nobody needs it any more. It is accepted, with a warning.
-        secret: it has no flag, since every user of a machine may read the flags of its processes.
+        choices: the allowed values; empty for any.
+        ge: a number must be at least this.
+        gt: a number must be above this.
+        le: a number must be at most this.
+        deprecated: why it is not needed any more; it is accepted with a warning.
+        secret: it gets no flag, since every user of a machine can read the flags of its processes.
     """
     bounds = {"ge": ge, "gt": gt, "le": le}
     metadata = {"help": help, "choices": choices, "bounds": bounds, "deprecated": deprecated, "secret": secret}
@@ -85,10 +85,10 @@ def setting(
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Holds numbers to their bounds also where no `load` does: those that a program gives."""
+    """Checks the bounds of numbers also where a program makes the settings without `load`."""
 
     def __post_init__(self) -> None:
-        """Raises `SettingsError` for the first number outside of its bounds."""
+        """Raise `SettingsError` for the first number out of bounds."""
         for field in dataclasses.fields(self):
             _check_bounds(getattr(self, field.name), field.metadata["bounds"], "--" + field.name.replace("_", "-"))
 
@@ -145,7 +145,7 @@ def _convert(kind: type[Any], value: object) -> Any:
             number = kind(value)
         except (TypeError, ValueError, OverflowError):
             number = math.nan
-        # 1e400 is infinite in a file, and 2.5 would lose its half.
+        # 1e400 in a file is infinite, and `int(2.5)` is 2.
         if not math.isfinite(number) or (isinstance(value, float) and number != value):
             raise ValueError(f"{value!r} is not {'a whole number' if kind is int else 'a number'}")
         return number
@@ -155,8 +155,8 @@ def _convert(kind: type[Any], value: object) -> Any:
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type[Any], but: Collection[str] = ()) -> None:
-    """Add `--field-name` for every field, with its help and default, `but` for secrets and those named so. A flag not
-    given leaves no trace."""
+    """Add `--field-name` for every field, with its help and default, except secrets and names in `but`. A flag that is
+    not given sets no attribute."""
     for field in dataclasses.fields(config):
         if field.name in but or field.metadata["secret"]:
             continue
@@ -172,7 +172,7 @@ def add_flags(parser: argparse.ArgumentParser, config: type[Any], but: Collectio
 
 
 def _help_of(field: dataclasses.Field[Any]) -> str:
-    """What a setting is, why nobody needs it any more, its bounds and its default."""
+    """The help text of a field: its meaning, deprecation, bounds and default."""
     note = f"; deprecated: {field.metadata['deprecated']}" if field.metadata["deprecated"] else ""
     bounds = _bounds_in_words(field.metadata["bounds"])
     default = "none" if field.default in (None, "") else field.default
@@ -231,7 +231,7 @@ def read_text(path: str | Path) -> str:
 
 
 def _file_section(path: Path | None, section: str, fields: Collection[str]) -> Mapping[str, object]:
-    """The section's table. Raises `SettingsError` also for what is wrong beside it, which nobody else may read."""
+    """The section's table. Raises `SettingsError` also for errors elsewhere in the file, which might go unnoticed."""
     if path is None:
         return {}
     try:

@@ -1,4 +1,4 @@
-"""The token tree: candidate continuations in topological order, and the rules it must keep."""
+"""The token tree: candidate continuations in topological order, and its checks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 
 from outrider.errors import InvalidField
 
-# One 64-bit word of ancestor mask covers 64 rows; four words are the most a kernel takes.
+# A 64-bit word of ancestor mask covers 64 rows; kernels take at most four words.
 MAX_ROWS = 256
 MAX_DISTRIBUTION_SUPPORT = 64
 MAX_DISTRIBUTION_WEIGHT = 65535
@@ -16,7 +16,7 @@ MAX_DISTRIBUTION_WEIGHT = 65535
 
 @dataclass(frozen=True, slots=True)
 class DraftDistribution:
-    """The distribution the children of one node were drawn from: integer weights on a truncated support.
+    """The distribution that the children of a node were drawn from: integer weights on a truncated support.
 
     `token_ids[i]` has probability `weights[i] / sum(weights)`, exactly, on both sides of the wire.
     """
@@ -48,13 +48,13 @@ class TokenTree:
     `scores[i]` is the drafter's probability that row i is accepted given that its parent is.
     Rows are in draw order: of two siblings, the lower row was drawn first.
 
-    The constructor does not check: `TokenTree.checked` does, and every tree from outside goes through it.
+    The constructor does not check; every tree from outside is made by `TokenTree.checked`.
     """
 
     token_ids: tuple[int, ...]
     parents: tuple[int, ...]
     scores: tuple[float, ...]
-    # By row of the parent; only VerificationMode.REJECTION looks at it.
+    # By row of the parent; used only by VerificationMode.REJECTION.
     distributions: dict[int, DraftDistribution] = field(default_factory=dict)
 
     @classmethod
@@ -74,7 +74,7 @@ class TokenTree:
         max_rows: int = MAX_ROWS,
         field_path: str = "tree",
     ) -> TokenTree:
-        """Build a tree from untrusted parts, or raise `InvalidField` naming the part at fault. O(rows)."""
+        """Build a tree from untrusted parts. Raises `InvalidField` with the path of the first wrong part. O(rows)."""
         rows = len(token_ids)
         if not 1 <= rows <= max_rows:
             raise InvalidField(f"{field_path}.token_ids", f"needs 1 to {max_rows} rows, has {rows}")
@@ -91,21 +91,22 @@ class TokenTree:
             if (parent, token) in siblings:
                 raise InvalidField(f"{field_path}.token_ids[{i}]", f"repeats a child of row {parent}")
             if i:
-                # Row 0 is no child, so a child of the root may carry the root's own token.
+                # Row 0 is no child, so a child of the root may have the root's own token.
                 siblings.add((parent, token))
         for i, score in enumerate(scores):
             # Written so that NaN fails.
             if not 0.0 <= score <= 1.0:
                 raise InvalidField(f"{field_path}.scores[{i}]", "is not in [0, 1]")
-        for row, distribution in (distributions or {}).items():
+        distributions = dict(distributions or {})
+        for row, distribution in distributions.items():
             if not 0 <= row < rows:
                 raise InvalidField(f"{field_path}.distributions", f"names row {row} of {rows}")
             distribution.check(vocabulary_size, f"{field_path}.distributions[{row}]")
         for i in range(1, rows):
-            distribution_of_parent = (distributions or {}).get(parents[i])
-            if distribution_of_parent is not None and token_ids[i] not in distribution_of_parent.token_ids:
+            parent_distribution = distributions.get(parents[i])
+            if parent_distribution is not None and token_ids[i] not in parent_distribution.token_ids:
                 raise InvalidField(f"{field_path}.token_ids[{i}]", "is outside its parent's distribution")
-        return cls(tuple(token_ids), tuple(parents), tuple(scores) or (1.0,) * rows, dict(distributions or {}))
+        return cls(tuple(token_ids), tuple(parents), tuple(scores) or (1.0,) * rows, distributions)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -133,5 +134,5 @@ class TokenTree:
 
     @cached_property
     def is_chain(self) -> bool:
-        """Whether every row's parent is the row before it, so that causal attention is the tree's own."""
+        """Whether every row's parent is the row before it, so that causal attention fits the tree."""
         return all(self.parents[i] == i - 1 for i in range(1, len(self)))

@@ -1,24 +1,24 @@
-"""Why no connection to a service came about, in few words: what gRPC says of it, read for people."""
+"""Why no connection to a service was made, in few words: gRPC's error messages made readable."""
 
 from __future__ import annotations
 
 from enum import Enum
 
-# How gRPC begins when no connection came about; what breaks later comes without it.
+# gRPC's prefix when no connection was made; connections that break later have none.
 _NOT_CONNECTED = "failed to connect to all addresses"
 _NOT_RESOLVED = "errors resolving"
-# A server that expects TLS hangs up on the first bytes of HTTP/2, and one that expects a client's certificate after the
-# handshake. A proxy with nobody behind it does so too, so that this is likely and not certain.
+# A server that expects TLS closes the connection on the first bytes of HTTP/2, and one that expects a client
+# certificate after the handshake. A proxy without a backend does so too, so the cause is likely and not certain.
 _HUNG_UP = ("Socket closed", "Connection reset by peer", "Connection reset by peer (104)")
-# What newer releases of gRPC put before it, where the handshake went well on our side.
+# Prefix in newer releases of gRPC if the handshake succeeded on our side.
 _SECURE = "Secure read failed"
-# What gRPC says of an answer in HTTP/1, which a gateway gives.
+# In gRPC's message about a response in HTTP/1, such as a gateway's.
 _HTTP1 = "http1.x server"
 SPEAKS_HTTP = "it speaks HTTP/1 and no gRPC, as a gateway does"
 
 
 class TlsProblem(Enum):
-    """What is likely wrong where somebody listens and no connection comes about."""
+    """The likely TLS problem where a server listens but no connection is made."""
 
     EXPECTED = "the server seems to expect TLS, or a client's certificate"
     NOT_SPOKEN = "we speak TLS, and the server does not"
@@ -26,8 +26,9 @@ class TlsProblem(Enum):
 
 
 def cause_of(detail: str) -> tuple[str, TlsProblem | None]:
-    """What gRPC means by `detail`, the message of an UNAVAILABLE of its own, in few words; and what is likely wrong."""
-    # gRPC repeats itself; what the system said stands last, but for the OK of the step before a failed handshake.
+    """The cause in `detail`, the message of gRPC's own UNAVAILABLE, in few words, and the likely TLS problem, if
+    any."""
+    # The system's error stands last, but for the OK of the step before a failed handshake.
     cause = detail.removesuffix(": OK").rpartition(": ")[2]
     if detail.startswith(_NOT_RESOLVED):
         return f"the name is not resolved: {cause.rstrip(']')}", None

@@ -39,7 +39,7 @@ from benchmarks.widened.runs import (
     with_ratios,
 )
 from benchmarks.widened.services import Subject, draft_settings, subjects_of, target_settings
-from outrider.telemetry.names import METRICS
+from outrider.telemetry.table import METRICS
 from target_service.config import TargetConfig
 
 PAGE = """\

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from draft_harness import build_server
 from scripted_service import byte_tokenizer
 
 from draft_service.config import DraftConfig
 from draft_service.drafters.base import create
-from draft_service.service import build_server
 from outrider.errors import all_errors
 from outrider.sampling import MAX_LOGPROBS
 from outrider.serving.server import MAX_METADATA_BYTES

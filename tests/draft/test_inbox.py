@@ -11,6 +11,20 @@ import pytest
 from draft_service.frame_reader import Inbox
 
 
+class Frame:
+    """A message, by its name and size in bytes."""
+
+    def __init__(self, name: object, size: int = 1) -> None:
+        self.name, self.size = name, size
+
+    def ByteSize(self) -> int:
+        return self.size
+
+
+def names(frames: list[Frame]) -> list[object]:
+    return [frame.name for frame in frames]
+
+
 def source(frames: asyncio.Queue[object]) -> Callable[[], Awaitable[object]]:
     async def read() -> object:
         frame = await frames.get()
@@ -28,33 +42,33 @@ async def settle() -> None:
 
 async def test_all_that_came_is_taken_at_once() -> None:
     frames: asyncio.Queue[object] = asyncio.Queue()
-    async with Inbox(source(frames), lambda _: 1) as inbox:
+    async with Inbox(source(frames)) as inbox:
         for number in range(3):
-            frames.put_nowait(number)
+            frames.put_nowait(Frame(number))
         await settle()
         assert inbox.waiting
-        assert await inbox.take() == [0, 1, 2]
+        assert names(await inbox.take()) == [0, 1, 2]
         assert not inbox.waiting
         later = asyncio.create_task(inbox.take())
         await settle()
         assert not later.done()
-        frames.put_nowait(3)
-        assert await later == [3]
+        frames.put_nowait(Frame(3))
+        assert names(await later) == [3]
 
 
 async def test_the_end_comes_behind_the_last_frame() -> None:
     frames: asyncio.Queue[object] = asyncio.Queue()
-    async with Inbox(source(frames), lambda _: 1) as inbox:
-        frames.put_nowait("last")
+    async with Inbox(source(frames)) as inbox:
+        frames.put_nowait(Frame("last"))
         frames.put_nowait(grpc.aio.EOF)
         await settle()
-        assert await inbox.take() == ["last"]
+        assert names(await inbox.take()) == ["last"]
         assert await inbox.take() == []
 
 
 async def test_what_reading_raises_is_raised() -> None:
     frames: asyncio.Queue[object] = asyncio.Queue()
-    async with Inbox(source(frames), lambda _: 1) as inbox:
+    async with Inbox(source(frames)) as inbox:
         frames.put_nowait(ConnectionError("gone"))
         with pytest.raises(ConnectionError, match="gone"):
             await inbox.take()
@@ -63,25 +77,25 @@ async def test_what_reading_raises_is_raised() -> None:
 async def test_no_more_than_a_bounded_number_of_frames_is_read_ahead() -> None:
     frames: asyncio.Queue[object] = asyncio.Queue()
     for number in range(1000):
-        frames.put_nowait(number)
-    async with Inbox(source(frames), lambda _: 1) as inbox:
+        frames.put_nowait(Frame(number))
+    async with Inbox(source(frames)) as inbox:
         await settle()
         for _ in range(400):
             await asyncio.sleep(0)
         assert frames.qsize() > 900
         taken: list[object] = []
         while len(taken) < 1000:
-            taken += await inbox.take()
+            taken += names(await inbox.take())
         assert taken == list(range(1000))
 
 
 async def test_what_waits_is_bounded_by_its_bytes() -> None:
     """Whoever sends large frames waits until those that came are handled."""
     frames: asyncio.Queue[object] = asyncio.Queue()
-    async with Inbox(source(frames), lambda _: 3 << 20) as inbox:
+    async with Inbox(source(frames)) as inbox:
         for number in range(10):
-            frames.put_nowait(number)
+            frames.put_nowait(Frame(number, 3 << 20))
         await settle()
-        assert await inbox.take() == [0, 1, 2]
+        assert names(await inbox.take()) == [0, 1, 2]
         await settle()
-        assert await inbox.take() == [3, 4, 5]
+        assert names(await inbox.take()) == [3, 4, 5]

@@ -11,14 +11,13 @@ from typing import Any
 
 import grpc
 import pytest
-from draft_harness import PROPOSE, Draft, becomes, draft_over
+from draft_harness import PROPOSE, Draft, becomes, build_server, draft_over
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from scripted_drafter import VOCABULARY, ScriptedDrafter, opening
 
 from draft_service.config import DraftConfig
 from draft_service.drafters.base import DraftSequence, info_of
 from draft_service.server import SERVICE_NAME, DraftServicer
-from draft_service.service import build_server
 from draft_service.session import Admission
 from outrider import __version__, busy_polling
 from outrider.busy_polling import BusyPolling
@@ -400,7 +399,7 @@ async def test_draining_refuses_new_sequences_and_waits_for_open_ones(draft: Dra
 
 def figure(draft: Draft, name: str) -> float:
     """Sum of a metric's samples, counters and gauges alike."""
-    families = {family.name: family for family in draft.observer.metrics.collect()}
+    families = {family.name: family for family in draft.metrics.families.collect()}
     return sum(sample.value for sample in families[name].samples)
 
 
@@ -452,7 +451,7 @@ async def test_a_stream_that_ends_while_its_drafter_works_is_counted_out(monkeyp
         await draft.empty()
         assert figure(draft, "outrider_draft_sequences") == 0
         assert figure(draft, "outrider_draft_sequences_opened") == figure(draft, "outrider_draft_sequences_closed") == 1
-        draft.worker.close()
+        draft.worker.servicer.close()
 
 
 async def test_the_drafter_is_stopped_behind_its_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -472,7 +471,7 @@ async def test_the_drafter_is_stopped_behind_its_last_call(monkeypatch: pytest.M
         await stream.opened()
         await stream.send(close=draft_pb2.CloseSequences(sequence_ids=[1]))
         assert await asyncio.to_thread(working.wait, 10)
-        draft.worker.close()
+        draft.worker.servicer.close()
         assert calls == ["closed"]
 
 

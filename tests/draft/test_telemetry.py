@@ -10,7 +10,7 @@ from opentelemetry.trace import StatusCode
 from scripted_drafter import ScriptedDrafter
 from spans import PARENT, UNSAMPLED, Recorder, check
 
-from draft_service.telemetry.metrics import PrometheusDraftObserver
+from draft_service.telemetry.metrics import DraftMetrics
 from draft_service.telemetry.tracing import StreamTrace
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.telemetry.names import DRAFT_SEQUENCE, PROPOSE
@@ -89,11 +89,11 @@ def test_failures_and_lost_streams_show(recorder: Recorder, stream: StreamTrace)
         check(span)
 
 
-def values(observer: PrometheusDraftObserver) -> dict[str, float]:
+def values(metrics: DraftMetrics) -> dict[str, float]:
     """Samples by name, label values appended."""
     return {
         "_".join((sample.name.removeprefix("outrider_draft_"), *sample.labels.values())): sample.value
-        for family in observer.metrics.collect()
+        for family in metrics.families.collect()
         for sample in family.samples
         if not sample.name.endswith("_bucket")
     }
@@ -107,17 +107,17 @@ async def test_a_stream_is_counted_as_it_was() -> None:
                 await stream.open(sequence(sequence_id))
                 await stream.opened()
                 nodes += len((await stream.growth()).sequences[0].token_ids)
-            assert values(draft.observer)["streams"] == 1
-            await becomes(lambda: values(draft.observer)["sequences"], 2)
+            assert values(draft.metrics)["streams"] == 1
+            await becomes(lambda: values(draft.metrics)["sequences"], 2)
             await stream.advance((1, 1, [904, 905]))
             nodes += len((await stream.growth()).sequences[0].token_ids)
             await stream.advance((2, 9, [904]))
             await stream.failure()
         await draft.empty()
         async with asyncio.timeout(5):
-            while values(draft.observer)["streams"]:
+            while values(draft.metrics)["streams"]:
                 await asyncio.sleep(0.01)
-        found = values(draft.observer)
+        found = values(draft.metrics)
     assert found["sequences"] == 0
     assert found["sequences_opened_total"] == 2
     assert found["sequences_failed_total_STEP_SKIPPED"] == 1
@@ -130,8 +130,8 @@ async def test_a_stream_is_counted_as_it_was() -> None:
 
 def test_a_drafters_own_figures_are_read_when_scraped() -> None:
     figures = {"trie_nodes": 5.0}
-    observer = PrometheusDraftObserver("trie", "1.0", lambda: figures)
-    assert values(observer)["figure_trie_nodes"] == 5
+    metrics = DraftMetrics("trie", "1.0", lambda: figures)
+    assert values(metrics)["figure_trie_nodes"] == 5
     figures["trie_nodes"] = 6
-    assert values(observer)["figure_trie_nodes"] == 6
-    assert values(observer)["info_trie_1.0"] == 1
+    assert values(metrics)["figure_trie_nodes"] == 6
+    assert values(metrics)["info_trie_1.0"] == 1

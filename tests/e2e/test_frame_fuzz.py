@@ -13,7 +13,7 @@ from draft_service.ngram.config import TrieConfig
 from draft_service.ngram.drafter import NgramDrafter
 from draft_service.server import _ProposeStream
 from draft_service.session import Admission, ProposeSession
-from draft_service.telemetry.observer import DraftObserver
+from draft_service.telemetry.metrics import DraftMetrics
 from draft_service.telemetry.tracing import StreamTrace
 from outrider.drafting.draft_tree import GrowingTree
 from outrider.drafting.stream import DraftConversation
@@ -116,7 +116,9 @@ def trie() -> NgramDrafter:
 def test_a_draft_bears_any_frame(trie: NgramDrafter, frames: list[draft_pb2.ProposeRequest]) -> None:
     admission = Admission(4)
     stream = _ProposeStream(
-        ProposeSession(trie, admission, "default"), DraftObserver(), StreamTrace(Tracing(), (), "trie")
+        ProposeSession(trie, admission, "default"),
+        DraftMetrics("trie", "0", dict),
+        StreamTrace(Tracing(), (), "trie"),
     )
     bugs: list[logging.LogRecord] = []
     handler = logging.Handler()

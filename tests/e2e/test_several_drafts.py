@@ -17,8 +17,7 @@ from scripted_drafter import Listener, opening
 from transformers import PreTrainedModel
 
 from outrider.drafting.link import LinkOptions, connect_draft
-from outrider.drafting.stoppable import StoppableLink
-from outrider.wire.frames import DraftEvents, DraftLink
+from outrider.wire.frames import DraftEvents, DraftLink, StoppableLink
 
 VOCABULARY = 211
 OPTIONS = LinkOptions(min_backoff=0.01, max_backoff=0.1, connect_timeout=0.5, answer_timeout=0.5)

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from draft_harness import build_server
 
 from draft_service.config import DraftConfig
 from draft_service.drafters.base import create
-from draft_service.service import build_server
 from outrider.sampling import SamplingParams
 from outrider.telemetry import names as telemetry
 from outrider.telemetry.tracing import set_up_tracing

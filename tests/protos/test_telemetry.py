@@ -13,8 +13,8 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes, rpc_
 from opentelemetry.semconv.attributes import error_attributes, server_attributes
 
 from outrider.telemetry.docs import render
-from outrider.telemetry.names import ATTRIBUTES, METRICS, SPANS
-from outrider.telemetry.table import DRAFT, FINE_SECONDS, GATEWAY, RPC, TARGET, MetricSpec
+from outrider.telemetry.names import ATTRIBUTES, SPANS
+from outrider.telemetry.table import DRAFT, FINE_SECONDS, GATEWAY, METRICS, RPC, TARGET, MetricSpec
 
 ROOT = Path(__file__).parent.parent.parent
 DOCUMENT = ROOT / "docs" / "observability.md"

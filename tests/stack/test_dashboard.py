@@ -11,7 +11,7 @@ import pytest
 import yaml
 from dashboard import DASHBOARDS, METRIC, STACK, panels, queries
 
-from outrider.telemetry.names import METRICS
+from outrider.telemetry.table import METRICS
 
 PROVISIONING = STACK / "grafana" / "provisioning"
 PANELS = {panel["title"]: panel for panel in panels()}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from dashboard import METRIC, STACK, alerts, answerable, rules
 
-from outrider.telemetry.names import METRICS
+from outrider.telemetry.table import METRICS
 
 needs_promtool = pytest.mark.skipif(
     shutil.which("promtool") is None, reason="promtool is not installed (Debian: apt-get install prometheus)"

@@ -99,7 +99,7 @@ async def stay_silent(_frame: draft_pb2.ProposeRequest, _context: Any) -> None:
     ("behave", "reason"),
     [
         pytest.param(flood, "more than it has credit for", id="floods"),
-        pytest.param(acknowledge_for_ever, "never asked", id="acknowledges for ever"),
+        pytest.param(acknowledge_for_ever, "never sent", id="acknowledges for ever"),
         pytest.param(refuse, "UNAUTHENTICATED", id="refuses"),
         pytest.param(stay_silent, "no answer", id="is silent"),
     ],

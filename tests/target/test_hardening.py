@@ -156,7 +156,7 @@ async def test_tokens_are_read_anew_on_sighup(echo: Any, tmp_path: Path, caplog:
         path.write_text("no token\n")
         signal.raise_signal(signal.SIGHUP)
         async with asyncio.timeout(10):
-            while "stay what they were" not in caplog.text:
+            while "the tokens are unchanged" not in caplog.text:
                 await asyncio.sleep(0.01)
         assert await answers(NEW)
     stopping.set()

@@ -14,7 +14,7 @@ from fake_draft import FAST, FakeDraft, linked, serving, until
 from scripted_drafter import VOCABULARY, Listener, opening, step
 
 from outrider.drafting.draft_tree import MEMORY_IDS, GrowingTree
-from outrider.drafting.listening import LISTEN_SECONDS
+from outrider.drafting.inbox import LISTEN_SECONDS
 from outrider.drafting.stream import MAX_ANSWERS_KEPT, WORK_PER_ANSWER, DraftConversation
 from outrider.errors import CreditExceeded, InvalidField
 from outrider.v1 import draft_pb2
@@ -57,7 +57,7 @@ def test_nodes_are_bounded_by_what_was_asked() -> None:
     allowed = WORK_PER_ANSWER // (1 + NODES)
     for number in range(allowed):
         conversation.receive(frame_of(one_child(1, 1 + NODES * number)))
-    with pytest.raises(CreditExceeded, match="more nodes than it was asked for"):
+    with pytest.raises(CreditExceeded, match="more nodes than was requested"):
         conversation.receive(frame_of(one_child(1, 1 + NODES * allowed)))
     assert len(heard.growths) == allowed
 
@@ -77,7 +77,7 @@ def test_what_a_draft_does_not_send_it_cannot_save_up() -> None:
 
 def test_a_tree_does_not_remember_names_without_end() -> None:
     tree = GrowingTree([9], step=0)
-    with pytest.raises(InvalidField, match="named at one step"):
+    with pytest.raises(InvalidField, match="used at one step"):
         for number in range(1000):
             first = 1 + NODES * number
             tree.graft(SequenceGrowth(1, 0, first, (0,) * NODES, (7,) * NODES, (0.5,) * NODES))
@@ -145,7 +145,7 @@ def test_a_draft_that_says_more_than_can_be_taken_in_is_cut_off(caplog: pytest.L
         drafting.listen()
         assert time.monotonic() - begun < 30.0
     assert time.monotonic() - begun >= 1.0
-    assert "takes more time" in link.reasons[0] and "cut off" in caplog.text
+    assert "more than there is time to read" in link.reasons[0] and "cut off" in caplog.text
     # What it had said is forgotten; that it is gone is still heard of.
     drafting.on_disconnected("cut off")
     drafting.listen()
@@ -194,7 +194,7 @@ async def test_a_hostile_draft_is_cut_off_and_met_less_and_less_often() -> None:
         while time.monotonic() < ending:
             link.open(opening(1))
             await asyncio.sleep(0.01)
-        assert any("more nodes than it was asked for" in loss for loss in heard.losses)
+        assert any("more nodes than was requested" in loss for loss in heard.losses)
         # At least 0.1, 0.2 and 0.4 s apart, where it used to be met again within 10 ms.
         assert len(fake.streams) <= 5
 

@@ -153,7 +153,7 @@ def test_malformed_growth_is_named(sent: SequenceGrowth, field_path: str) -> Non
 def test_ids_are_never_given_twice() -> None:
     tree = GrowingTree([9], step=0)
     tree.graft(growth(0, 1, [0], [5]))
-    with pytest.raises(InvalidField, match="given before"):
+    with pytest.raises(InvalidField, match="used before"):
         tree.graft(growth(0, 1, [0], [6]))
 
 

@@ -1,1 +1,1 @@
-"""The verifier's side of a `Propose` stream: link, ids and credit, growing trees, and how long answers take."""
+"""The verifier's side of a `Propose` stream: link, ids and credit, growing trees, latency of answers."""

@@ -1,7 +1,7 @@
-"""The target's copy of each sequence's growing tree: graft what the draft sends, cut what can be afforded, re-root.
+"""The target's copy of each sequence's growing tree: graft what the draft sends, cut the best rows, re-root.
 
-Growth may cross an advance on the wire. Each growth names the step it was made for, and ids never change their
-meaning, so a late growth is walked down the tokens committed since: what agrees with them lands under the new root,
+Growth may cross an advance on the wire. Each growth carries the step it was made for, and node ids are never reused, so
+a late growth is walked down the tokens committed since: the part that agrees with them is put under the new root, and
 the rest is dropped.
 """
 
@@ -16,23 +16,23 @@ from outrider.errors import InvalidField
 from outrider.tree import MAX_ROWS, DraftDistribution, TokenTree
 from outrider.wire.frames import ROOT_ID, SequenceGrowth, is_self_contained
 
-# Steps a late growth may lie behind, and committed tokens whose node ids are remembered for it.
+# Steps that a late growth may lie behind, and committed tokens whose node ids are kept for it.
 MEMORY_STEPS = 64
 MEMORY_TOKENS = 256
-# Node ids that are remembered between two commits. A draft sends a tree or two then; one that names the same node again
-# and again would have every commit look through all its names.
+# Node ids that are kept between two commits, in which a draft sends a tree or two. One that sends the same node under
+# ever new ids would make every commit search them all.
 MEMORY_IDS = 8 * MAX_ROWS
-# Trees that were replaced before they were used, whose committed ids a later growth may name. Chosen, not measured: a
-# draft sends one or two between two commits.
+# Trees replaced before they were used, whose committed ids a later growth may refer to. Chosen, not measured: a draft
+# sends one or two between two commits.
 MEMORY_UNUSED = 8
 _ROOT = 0
 
 
 class GrowingTree:
-    """What the draft has sent of one sequence.
+    """The tree that the draft has sent for one sequence.
 
-    Nodes are numbered in order of arrival, 0 being the root, so parents come before children. A node id stands
-    either for a live node (its number) or for a committed token (minus the sequence's length up to it).
+    Nodes are numbered in order of arrival, 0 being the root, so parents come before children. A node id refers to a
+    *place*: a live node (its number) or a committed token (minus the sequence's length up to it).
     """
 
     def __init__(self, token_ids: list[int], step: int) -> None:
@@ -43,7 +43,7 @@ class GrowingTree:
         self._lengths = {step: self._length}
         self._next_id = 1
         self._where: dict[int, int] = {}
-        # The step that the draft has answered, and the one that it was asked about last.
+        # The last step that the draft has answered, and the last that was sent to it.
         self.answered_step, self._asked_step = -1, step
         self._held: SequenceGrowth | None = None
         # Self-contained growths that were replaced before they were used.
@@ -66,7 +66,7 @@ class GrowingTree:
 
     @property
     def answered(self) -> bool:
-        """Whether the draft has spoken since it was last asked."""
+        """Whether the draft has answered the last commit that was sent to it."""
         return self.answered_step >= self._asked_step
 
     def ask(self) -> None:
@@ -80,8 +80,8 @@ class GrowingTree:
 
     @property
     def scores(self) -> SequenceOf[float]:
-        """Per live node, the root first: the probability of acceptance given that the parent is accepted. The root's is
-        1."""
+        """Per live node, the root first: probability of acceptance given that the parent is accepted; 1 for the
+        root."""
         return self._scores
 
     @property
@@ -95,28 +95,28 @@ class GrowingTree:
         return self._parents
 
     def length_at(self, step: int) -> int | None:
-        """Tokens that the sequence had at a step, if that is remembered."""
+        """The sequence's tokens at a step; None for one that is too old."""
         return self._lengths.get(step)
 
     def lag(self, growth: SequenceGrowth) -> int:
-        """How many commits `growth` lies behind. Negative for a step that has not happened."""
+        """How many commits `growth` lies behind; negative for a step that lies ahead."""
         return self._step - growth.base_step
 
     def graft(self, growth: SequenceGrowth) -> None:
-        """Add the growth's nodes. Raises `InvalidField` for ids that were never given or steps that never were."""
+        """Add the growth's nodes. Raises `InvalidField` for ids that were used before or steps that lie ahead."""
         self.hold(growth)
         self.settle()
 
     def hold(self, growth: SequenceGrowth) -> None:
-        """Keep the growth, and leave it to `settle` to add its nodes, which must come before the tree is read.
+        """Keep the growth; `settle` adds its nodes, and must be called before the tree is read.
 
-        What replaces the tree may be replaced itself before it is read, as when drafts are followed and not used.
-        Raises `InvalidField` as `graft`, or leaves that to `settle`.
+        A growth that replaces the tree may itself be replaced before it is read, as when drafts are followed but not
+        used. Raises `InvalidField` as `graft`, or leaves that to `settle`.
         """
         if growth.base_step > self._step:
             raise InvalidField("growth.base_step", "lies ahead of the sequence")
         if growth.first_node_id < self._next_id:
-            raise InvalidField("growth.first_node_id", "was given before")
+            raise InvalidField("growth.first_node_id", "was used before")
         self.answered_step = max(self.answered_step, growth.base_step)
         self._next_id = growth.first_node_id + len(growth.token_ids)
         self_contained = growth.self_contained
@@ -127,18 +127,18 @@ class GrowingTree:
         if not growth.replaces:
             self._add(growth)
         elif not self_contained:
-            # `settle` has added the nodes that it hangs below.
+            # `settle` has added its parents.
             self._clear()
             self._add(growth)
         else:
             if self._held is not None:
-                # Its scores and distributions are of no more use.
+                # Its scores and distributions are not needed any more.
                 self._unused.append(replace(self._held, scores=(), distributions={}))
             self._clear()
             self._held = growth
 
     def settle(self) -> None:
-        """Add the nodes of a growth that is held. Raises `InvalidField` when it is malformed."""
+        """Add the nodes of a held growth. Raises `InvalidField` when it is malformed."""
         while self._unused:
             self._keep_committed(self._unused.popleft())
         held, self._held = self._held, None
@@ -146,18 +146,18 @@ class GrowingTree:
             self._add(held)
 
     def _keep_committed(self, growth: SequenceGrowth) -> None:
-        """Remember the ids of committed tokens in a growth that was replaced unused."""
+        """Keep the ids of committed tokens in a growth that was replaced unused."""
         # The path from its root with those tokens.
-        length, parent_id, place = self._lengths.get(growth.base_step, self._length), ROOT_ID, -1
+        length, parent_id, index = self._lengths.get(growth.base_step, self._length), ROOT_ID, -1
         while length < self._length:
-            place = _child(growth, parent_id, self._committed[length], place + 1)
-            if place < 0:
+            index = _child(growth, parent_id, self._committed[length], index + 1)
+            if index < 0:
                 return
-            length, parent_id = length + 1, growth.first_node_id + place
+            length, parent_id = length + 1, growth.first_node_id + index
             self._where[parent_id] = self._place_of(length)
 
     def _place_of(self, length: int) -> int:
-        """Where the committed token that ends the sequence at this length stands."""
+        """The place of the committed token that ends the sequence at this length."""
         return _ROOT if length == self._length else -length
 
     def _add(self, growth: SequenceGrowth) -> None:
@@ -176,7 +176,7 @@ class GrowingTree:
             if place is not None:
                 self._where[node_id] = place
         if len(self._where) > MEMORY_IDS:
-            raise InvalidField("growth.first_node_id", f"more than {MEMORY_IDS} nodes were named at one step")
+            raise InvalidField("growth.first_node_id", f"more than {MEMORY_IDS} node ids were used at one step")
         for parent_id, distribution in growth.distributions.items():
             parent = base_place if parent_id == ROOT_ID else self._where.get(parent_id)
             if parent is not None and parent >= _ROOT:
@@ -188,7 +188,7 @@ class GrowingTree:
         self._distributions[parent] = distribution
 
     def _place(self, parent: int, token: int, score: float) -> int | None:
-        """Where a child of `parent` stands: a live node, a committed token, or None when another was committed."""
+        """The place of a child of `parent`, added if new; None if it cannot be one, or another token was committed."""
         if parent < _ROOT:
             length = -parent
             if self._committed[length] != token:
@@ -210,8 +210,8 @@ class GrowingTree:
         return node
 
     def advance(self, committed: int, *, asked: bool = True) -> None:
-        """Re-root after `committed` tokens were appended to the sequence: keep the subtree they lead to. Unless the
-        draft is `asked` about them now, the answer to what it was asked before will do until `ask`."""
+        """Re-root after `committed` tokens were appended to the sequence: keep the subtree they lead to. With `asked`
+        the draft is sent them now; otherwise `answered` refers to the commit before until `ask`."""
         path: dict[int, int] = {}
         node: int | None = _ROOT
         for length in range(self._length, self._length + committed):
@@ -228,7 +228,7 @@ class GrowingTree:
         self._reroot(node, path)
 
     def _reroot(self, root: int | None, path: dict[int, int]) -> None:
-        """Keep what hangs below `root`; ids of committed nodes turn into the lengths in `path`."""
+        """Keep the subtree of `root`; ids of committed nodes turn into the places in `path`."""
         renumbered: dict[int, int] = {}
         tokens, parents, scores, distributions = self._tokens, self._parents, self._scores, self._distributions
         where, oldest = self._where, self._length - MEMORY_TOKENS
@@ -239,7 +239,9 @@ class GrowingTree:
             for node in range(root + 1, len(tokens)):
                 parent = renumbered.get(parents[node])
                 if parent is not None:
-                    renumbered[node] = self._append(tokens[node], parent, scores[node])
+                    placed = self._place(parent, tokens[node], scores[node])
+                    assert placed is not None
+                    renumbered[node] = placed
             self._distributions = {
                 renumbered[node]: distribution for node, distribution in distributions.items() if node in renumbered
             }
@@ -248,13 +250,8 @@ class GrowingTree:
             if moved is not None and (moved >= _ROOT or -moved >= oldest):
                 self._where[node_id] = moved
 
-    def _append(self, token: int, parent: int, score: float) -> int:
-        placed = self._place(parent, token, score)
-        assert placed is not None
-        return placed
-
     def cut(self, nodes: Set[int]) -> TokenTree:
-        """The tree of the root and `nodes`, which must hold every node's ancestors. Rows keep order of arrival."""
+        """The tree of the root and `nodes`, which must hold every node's ancestors. Rows keep the order of arrival."""
         rows = {_ROOT: 0}
         for node in sorted(nodes):
             rows[node] = len(rows)
@@ -269,14 +266,13 @@ class GrowingTree:
 
 
 def _child(growth: SequenceGrowth, parent_id: int, token: int, begin: int) -> int:
-    """The place in a growth, from `begin` on, of the child of a node with a token; -1 where there is none."""
-    tokens, parents = growth.token_ids, growth.parent_ids
+    """The index in a growth, from `begin` on, of the child of a node with a token; -1 if there is none."""
     while True:
-        # In C: a loop over 239 nodes took half of what a growth takes of the engine's thread.
+        # `index` runs in C: a loop over 239 nodes took half of a growth's time on the engine's thread.
         try:
-            place = tokens.index(token, begin)
+            index = growth.token_ids.index(token, begin)
         except ValueError:
             return -1
-        if parents[place] == parent_id:
-            return place
-        begin = place + 1
+        if growth.parent_ids[index] == parent_id:
+            return index
+        begin = index + 1

@@ -1,4 +1,4 @@
-"""What a draft says, from any thread to the engine's."""
+"""Events of a draft, from any thread to the engine's."""
 
 from __future__ import annotations
 
@@ -10,42 +10,49 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-from outrider.drafting.listening import ListeningTime
 from outrider.wire.frames import DraftInfo, SequenceFailure, SequenceGrowth
 
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """A draft is there."""
+    """A draft is connected."""
 
     info: DraftInfo
 
 
 @dataclass(frozen=True, slots=True)
 class Disconnected:
-    """It is gone, or could not be reached."""
+    """The draft is disconnected, or could not be reached."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The draft that followed these sequences is gone, and another is there."""
+    """The draft that followed these sequences is disconnected, and another is connected."""
 
     sequence_ids: tuple[int, ...]
 
 
 DraftEvent = SequenceGrowth | SequenceFailure | Connected | Disconnected | Lost
 
+# Seconds that one `listen` may take; later events wait for the next, one step later at most. 64 growths of 64 nodes
+# take a tenth of it.
+LISTEN_SECONDS = 0.02
+# A draft is cut off after so many calls of `listen` in a row, over so many seconds, that left events: it sends faster
+# than the engine can read. One long step between two calls is not counted against it.
+_CALLS_BEHIND, _SECONDS_BEHIND = 32, 1.0
+
 
 class DraftInbox(ABC):
-    """`DraftEvents` that queue and wake whoever waits. The `on_...` methods may be called from any thread."""
+    """A queue of `DraftEvents` that wakes a waiting thread. The `on_...` methods may be called from any thread."""
 
     def __init__(self) -> None:
         self._events: deque[DraftEvent] = deque()
         self._wake = threading.Condition()
-        self._listening = ListeningTime()
-        # When a growth came last, on the monotonic clock.
+        # Calls of `listen` in a row that left events, and when the first of them began.
+        self._calls_behind, self._behind_since = 0, 0.0
+        # When the last growth arrived, on the monotonic clock.
         self.received_at = 0.0
 
     def on_growth(self, growths: SequenceOf[SequenceGrowth]) -> None:
@@ -70,31 +77,36 @@ class DraftInbox(ABC):
             self._wake.notify_all()
 
     def listen(self) -> None:
-        """Take in what has arrived, in order and without waiting: all of it, unless that takes too long."""
-        listening = self._listening
-        listening.begin()
-        while self._events:
+        """Handle the events that have arrived, in order and without waiting: all of them, unless that takes too
+        long."""
+        begun = time.monotonic()
+        while self._events and time.monotonic() - begun <= LISTEN_SECONDS:
             self._handle(self._events.popleft())
-            if listening.over:
-                break
-        if listening.end(emptied=not self._events):
-            with self._wake:
-                # What was said of the draft itself is kept.
-                kept = [event for event in self._events if isinstance(event, Connected | Disconnected | Lost)]
-                self._events.clear()
-                self._events.extend(kept)
-            listening.forget()
-            self._cut_off("what it says takes more time than there is for it")
+        if not self._events:
+            self._calls_behind = 0
+            return
+        if not self._calls_behind:
+            self._behind_since = begun
+        self._calls_behind += 1
+        if self._calls_behind < _CALLS_BEHIND or time.monotonic() - self._behind_since < _SECONDS_BEHIND:
+            return
+        self._calls_behind = 0
+        with self._wake:
+            # Events about the connection itself are kept.
+            kept = [event for event in self._events if isinstance(event, Connected | Disconnected | Lost)]
+            self._events.clear()
+            self._events.extend(kept)
+        self._cut_off("it sends more than there is time to read")
 
     @abstractmethod
     def _handle(self, event: DraftEvent) -> None:
-        """Take in one event."""
+        """Handle one event."""
 
     @abstractmethod
     def _cut_off(self, reason: str) -> None:
-        """Part from a draft that says more than can be taken in; what it had said of sequences is dropped."""
+        """Disconnect a draft that sends more than can be read; its queued events about sequences were dropped."""
 
     def _wait_until(self, deadline: float) -> bool:
-        """Wait for something to be said, to a time of the monotonic clock. Whether there is something."""
+        """Wait for an event until a time of the monotonic clock; returns whether there is one."""
         with self._wake:
             return self._wake.wait_for(lambda: bool(self._events), timeout=deadline - time.monotonic())

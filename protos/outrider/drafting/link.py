@@ -1,7 +1,7 @@
-"""The target's way to a draft service over gRPC: one stream, one frame per engine step, for ever reconnecting.
+"""The target's connection to a draft service over gRPC: one stream, one frame per engine step, always reconnecting.
 
-The link has a thread and an event loop of its own, so that neither a long engine step nor a burst of clients delays
-a draft. The engine's calls queue and wake the loop; what the draft says is delivered from the loop's thread.
+The link has its own thread and event loop, so that neither a long engine step nor a burst of clients delays a draft.
+The engine's calls queue and wake the loop; frames of the draft are delivered from the loop's thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import grpc
 
 from outrider.busy_polling import BUSY_POLL_SECONDS, BusyPolling
 from outrider.drafting.several import SeveralDrafts
-from outrider.drafting.stoppable import StoppableLink
 from outrider.drafting.stream import DraftConversation
 from outrider.errors import CreditExceeded, DraftUnavailable, InvalidField, OutriderError, WrongVocabulary
 from outrider.extensions import find_extension
@@ -31,23 +30,23 @@ from outrider.settings import MAX_MESSAGE_BYTES, SettingsError, unreadable
 from outrider.unreachable import cause_of
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 from outrider.wire.drafts import info_from_pb
-from outrider.wire.frames import DraftEvents, DraftInfo, OpenSequence, SequenceAdvance, SequenceFeatures
+from outrider.wire.frames import DraftEvents, DraftInfo, OpenSequence, SequenceAdvance, SequenceFeatures, StoppableLink
 
 INPROCESS_SCHEME = "inprocess:"
 LINK_GROUP = "outrider.draft_links"
-# What gRPC's poller is given to hand out a cancelled call's last events, once at the end. Chosen, not measured.
+# For gRPC's poller to deliver the last events of a cancelled call, when the link stops. Chosen, not measured.
 _LAST_EVENTS_SECONDS = 0.05
 
 
 def bearer_metadata(token_file: str) -> tuple[tuple[str, str], ...]:
-    """What shows the token in a file with every call; nothing where no file is named.
+    """The metadata of every call that carries the token in a file; empty without a file.
 
-    Raises `SettingsError` for a file that cannot be read, and for one that holds anything but a token.
+    Raises `SettingsError` for a file that cannot be read or holds anything but one token.
     """
     if not token_file:
         return ()
     token = _read(token_file).strip()
-    # gRPC carries printable ASCII alone, and would refuse each call with words of its own.
+    # gRPC carries only printable ASCII, and would refuse each call with a less clear error.
     if not token or any(not 0x21 <= byte < 0x7F for byte in token):
         raise SettingsError(f"{token_file}: is not one token of printable ASCII")
     return (("authorization", f"Bearer {token.decode()}"),)
@@ -62,7 +61,7 @@ def _read(path: str) -> bytes:
 
 @dataclass(frozen=True)
 class ChannelTls:
-    """PEM: who signed the draft's certificate, and our own key and certificate, where it asks for one."""
+    """PEM: the authority of the draft's certificate, and our own key and certificate where the draft requires one."""
 
     authority: bytes
     key: bytes = b""
@@ -70,8 +69,7 @@ class ChannelTls:
 
     @classmethod
     def of_files(cls, authority: str, key: str = "", certificate: str = "") -> ChannelTls:
-        """From PEM files; key and certificate go together. Raises `SettingsError` for files that cannot be read or
-        hold something else."""
+        """Read PEM files; key and certificate go together. Raises `SettingsError` for unreadable or wrong files."""
         check_authority(authority)
         if not key:
             return cls(_read(authority))
@@ -84,7 +82,7 @@ class ChannelTls:
 
 @dataclass(frozen=True)
 class LinkOptions:
-    """How a link connects, and when it gives a connection up. Times in seconds."""
+    """How a link connects, and when it closes a connection. Times in seconds."""
 
     # Sent with every call, for example ("authorization", "Bearer ...").
     metadata: tuple[tuple[str, str], ...] = ()
@@ -92,18 +90,18 @@ class LinkOptions:
     tls: ChannelTls | None = None
     min_backoff: float = 0.05
     max_backoff: float = 2.0
-    # Between meetings with a draft that sends what it may not; doubled each time, until one does well.
+    # Before connecting again to a draft that broke the protocol; doubled each time, until a stream goes well.
     fault_backoff: float = 1.0
     max_fault_backoff: float = 60.0
     connect_timeout: float = 2.0
-    # A draft that owes an answer for so long is stuck, even if its transport still answers pings.
+    # A draft that owes an answer for longer is stuck, even if its transport still answers pings.
     answer_timeout: float = 5.0
     keepalive: float = 10.0
     ping_timeout: float = 2.0
     max_message_bytes: int = MAX_MESSAGE_BYTES
-    # Features that may wait for a draft that reads slowly; more are dropped.
+    # Of features that wait for a slow draft; more are dropped.
     max_waiting_feature_bytes: int = 32 * 1024 * 1024
-    # After each frame, of a link that has a process, and so an interpreter, of its own.
+    # After each frame, for a link in its own process.
     busy_poll_seconds: float = BUSY_POLL_SECONDS
     channel_options: tuple[tuple[str, Any], ...] = field(default=())
 
@@ -111,11 +109,11 @@ class LinkOptions:
         options = [
             ("grpc.keepalive_time_ms", round(self.keepalive * 1000)),
             ("grpc.keepalive_timeout_ms", round(self.ping_timeout * 1000)),
-            # Without it a frozen peer is not noticed: its kernel goes on acknowledging.
+            # Without it a frozen peer is not noticed: its kernel still acknowledges.
             ("grpc.http2.ping_timeout_ms", round(self.ping_timeout * 1000)),
             ("grpc.max_receive_message_length", self.max_message_bytes),
             ("grpc.max_send_message_length", -1),
-            # Back-off is ours; a subchannel shared with an earlier attempt would bring its own.
+            # We do the backoff; a subchannel shared with an earlier attempt would add gRPC's.
             ("grpc.use_local_subchannel_pool", 1),
             *self.channel_options,
         ]
@@ -124,7 +122,7 @@ class LinkOptions:
         return grpc.aio.insecure_channel(address, options=options)
 
 
-# Connects a target: where events go, its vocabulary's size, and the fingerprint of its tokenizer.
+# Connects a target, given the receiver of events, its vocabulary size and its tokenizer's fingerprint.
 Connect = Callable[[DraftEvents, int, str], StoppableLink]
 
 
@@ -138,17 +136,18 @@ def connect_draft(
     """The link for an address: `HOST:PORT`, `unix:PATH`, several of these with commas between them, or
     `inprocess:DRAFTER`.
 
-    Raises `SettingsError` when there can be none, or when that drafter cannot draft for this target.
+    Raises `SettingsError` for a wrong address, or a drafter that cannot draft for this target.
     """
     return prepare_draft(address, options)(events, vocabulary_size, tokenizer_fingerprint)
 
 
 def prepare_draft(address: str, options: LinkOptions | None = None) -> Connect:
-    """What connects to an address of `connect_draft`: for a target that has a model to load first, which takes long.
+    """A function that connects to an address of `connect_draft`, for a target that has a model to load first.
 
-    `inprocess:DRAFTER` is looked up among the entry points of `LINK_GROUP`, so that this package imports no drafters;
-    the drafter is made now, and loads what it needs when it is connected.
-    Raises `SettingsError` for what can be refused without the target. What it returns raises it for the rest.
+    `inprocess:DRAFTER` is found through the entry points of `LINK_GROUP`, so that this package imports no drafters; the
+    drafter is made now and loads its weights when it is connected.
+
+    Raises `SettingsError` for what can be refused without the target; the function raises it for the rest.
     """
     if address.startswith(INPROCESS_SCHEME):
         return _prepare_in_process(address)
@@ -156,15 +155,15 @@ def prepare_draft(address: str, options: LinkOptions | None = None) -> Connect:
         return lambda events, vocabulary_size, fingerprint: GrpcDraftLink(
             address, events, vocabulary_size, fingerprint, options
         )
-    every = [one.strip() for one in address.split(",") if one.strip()]
-    if len(set(every)) < len(every) or any(one.startswith(INPROCESS_SCHEME) for one in every):
+    addresses = [part.strip() for part in address.split(",") if part.strip()]
+    if len(set(addresses)) < len(addresses) or any(part.startswith(INPROCESS_SCHEME) for part in addresses):
         raise SettingsError(f"{address}: several drafts are services of their own, each named once")
 
     def connect(events: DraftEvents, vocabulary_size: int, fingerprint: str) -> StoppableLink:
         def connect_one(one: str, member: DraftEvents) -> StoppableLink:
             return GrpcDraftLink(one, member, vocabulary_size, fingerprint, options)
 
-        return SeveralDrafts(every, connect_one, events)
+        return SeveralDrafts(addresses, connect_one, events)
 
     return connect
 
@@ -190,7 +189,7 @@ def _prepare_in_process(address: str) -> Connect:
 class GrpcDraftLink:
     """A `DraftLink` to a draft service. Calls are thread-safe, return at once, and never raise.
 
-    What is sent while there is no draft is dropped: `on_connected` asks for every live sequence again.
+    Calls while no draft is connected are dropped: at `on_connected` the receiver opens every live sequence again.
     """
 
     def __init__(
@@ -201,16 +200,16 @@ class GrpcDraftLink:
         tokenizer_fingerprint: str,
         options: LinkOptions | None = None,
     ) -> None:
-        """Start connecting. `events` gets the outcome, and every change of it."""
+        """Start connecting. `events` receives the outcome and every later change."""
         self._address = address
         self._events = events
         self._vocabulary_size = vocabulary_size
         self._fingerprint = tokenizer_fingerprint
         self._options = options or LinkOptions()
-        # What is to be said, and the bytes of features in it.
+        # Calls to send, and the bytes of features in each.
         self._outbox: deque[tuple[Callable[[DraftConversation], None], int]] = deque()
-        # Of features, in all: the first counted by whoever posts, the second by the link's own thread.
-        self._bytes_posted = self._bytes_gone = 0
+        # Of features, in total: posted is counted by the caller, sent by the link's thread.
+        self._bytes_posted = self._bytes_sent = 0
         self._connected = False
         self._last_reason = ""
         self._busy_polling = BusyPolling(0.0)
@@ -219,7 +218,7 @@ class GrpcDraftLink:
         self._wake: asyncio.Event
         self._stopping: asyncio.Event
         self._cut_off: asyncio.Event
-        self._cut_off_for = ""
+        self._cut_off_reason = ""
         ready = threading.Event()
         self._thread = threading.Thread(target=lambda: run(self._main(ready)), name="draft-link", daemon=True)
         self._thread.start()
@@ -244,33 +243,34 @@ class GrpcDraftLink:
         self._post(lambda conversation: conversation.close(sequence_ids))
 
     def cut_off(self, reason: str) -> None:
-        """End the conversation, also with a draft that reads nothing, and meet the draft again after a while."""
+        """End the stream, also of a draft that reads nothing, and connect again after the backoff of a fault."""
 
         def cut() -> None:
-            self._cut_off_for = reason
+            self._cut_off_reason = reason
             self._cut_off.set()
 
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(cut)
 
     def stop(self) -> None:
-        """Leave the draft and end the thread. Nothing is delivered afterwards. Idempotent."""
+        """Disconnect and end the thread. Nothing is delivered afterwards. Idempotent."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join()
 
     def call_when_readable(self, connection: socket.socket, call: Callable[[], None]) -> None:
-        """Have the link's own thread `call` whenever something can be read from a connection: what is read is on its
-        way to the draft without waking another thread."""
+        """Call `call` on the link's thread whenever the connection is readable, so that what it reads is sent to the
+        draft without waking another thread."""
         self._loop.call_soon_threadsafe(self._loop.add_reader, connection, call)
 
     def busy_poll(self, seconds: float) -> None:
-        """Have the link's thread poll for so long after each frame before it sleeps."""
+        """Make the link's thread poll for `seconds` after each frame before it sleeps."""
         self._busy_polling.seconds = seconds
 
     def _has_room(self, size: int) -> bool:
-        """Whether features of so many bytes may wait too. Without them a slow draft accepts less, and keeps up."""
-        return self._bytes_posted - self._bytes_gone + size <= self._options.max_waiting_feature_bytes
+        """Whether features of `size` more bytes may wait. Without them a slow draft has lower acceptance, but keeps
+        up."""
+        return self._bytes_posted - self._bytes_sent + size <= self._options.max_waiting_feature_bytes
 
     def _post(self, command: Callable[[DraftConversation], None], size: int = 0) -> None:
         if not self._connected:
@@ -278,30 +278,29 @@ class GrpcDraftLink:
         self._bytes_posted += size
         self._outbox.append((command, size))
         if threading.get_ident() == self._thread.ident:
-            # From `call_when_readable`: the loop is running.
+            # Called from `call_when_readable`: the loop is running.
             self._wake.set()
             return
-        # A closed loop means that the link was stopped meanwhile.
+        # The loop is closed once the link was stopped.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._wake.set)
 
-    # The link's own thread from here on.
+    # Everything below runs on the link's thread.
 
     async def _main(self, ready: threading.Event) -> None:
         self._loop, self._wake, self._stopping = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
         self._cut_off = asyncio.Event()
         ready.set()
-        connecting = asyncio.create_task(self._connect_for_ever())
+        connecting = asyncio.create_task(self._keep_connected())
         await self._stopping.wait()
         connecting.cancel()
         await asyncio.gather(connecting, return_exceptions=True)
-        # gRPC hands the last events of a cancelled call to whichever loop of the process polls first; one that finds
-        # this loop closed already would log an error.
+        # gRPC delivers the last events of a cancelled call through whichever loop of the process polls first, and logs
+        # an error if this loop is closed by then.
         await asyncio.sleep(_LAST_EVENTS_SECONDS)
 
-    async def _connect_for_ever(self) -> None:
-        options, backoff = self._options, self._options.min_backoff
-        fault_backoff = 0.0
+    async def _keep_connected(self) -> None:
+        options, backoff, fault_backoff = self._options, self._options.min_backoff, 0.0
         while True:
             at_fault = False
             conversation = DraftConversation(self._events, self._vocabulary_size)
@@ -314,17 +313,18 @@ class GrpcDraftLink:
                 at_fault = isinstance(error, CreditExceeded | InvalidField)
             except grpc.aio.AioRpcError as error:
                 detail = error.details() or ""
-                # Services explain themselves; this is gRPC's own.
-                own = error.code() is grpc.StatusCode.UNAVAILABLE
-                reason = f"{error.code().name}: {cause_of(detail)[0] if own else detail}"
+                # Errors of a service are clear already; UNAVAILABLE is gRPC's own.
+                if error.code() is grpc.StatusCode.UNAVAILABLE:
+                    detail = cause_of(detail)[0]
+                reason = f"{error.code().name}: {detail}"
                 if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                     reason = f"what answers at {self._address} is no draft service ({reason})"
             except Exception as error:
-                # Such as gRPC's own about what it was given. A link that ended here would never say so.
+                # Such as gRPC's for wrong arguments. A link that ended here would be silent for ever.
                 reason = repr(error)
             self._lost(reason)
-            # A draft that had answered is connected to again at once; one that never answers is not hammered.
-            # Spread, so that the many targets of a draft that restarts do not come back together.
+            # Connect again at once to a draft that had answered, and ever more slowly to one that never does. Spread,
+            # so that the many targets of a draft that restarts do not reconnect together.
             backoff = options.min_backoff if conversation.received else min(2 * backoff, options.max_backoff)
             if at_fault:
                 fault_backoff = min(max(2 * fault_backoff, options.fault_backoff), options.max_fault_backoff)
@@ -333,13 +333,13 @@ class GrpcDraftLink:
             await asyncio.sleep(max(backoff, fault_backoff) * random.uniform(0.5, 1.0))
 
     def _lost(self, reason: str) -> None:
-        """Say why there is no draft: when it is lost, and when the reason has changed since."""
+        """Report why there is no draft: once when it is lost, and again whenever the reason changes."""
         if self._connected or reason != self._last_reason:
             self._connected, self._last_reason = False, reason
             self._events.on_disconnected(reason)
 
     async def _converse(self, stub: Any, conversation: DraftConversation) -> None:
-        """Check who is there, then talk until the stream ends or breaks."""
+        """Check the draft's description, then exchange frames until the stream ends or breaks."""
         options = self._options
         response = await stub.GetDraftInfo(
             draft_pb2.GetDraftInfoRequest(), timeout=options.connect_timeout, metadata=options.metadata
@@ -349,7 +349,7 @@ class GrpcDraftLink:
         conversation.max_context = info.max_context
         call = stub.Propose(metadata=options.metadata)
         while self._outbox:
-            self._bytes_gone += self._outbox.popleft()[1]
+            self._bytes_sent += self._outbox.popleft()[1]
         self._cut_off.clear()
         self._connected, self._last_reason = True, ""
         self._events.on_connected(info)
@@ -390,13 +390,13 @@ class GrpcDraftLink:
                     while conversation.outgoing:
                         await call.write(conversation.outgoing.popleft())
                 finally:
-                    self._bytes_gone += size
+                    self._bytes_sent += size
                 if not self._outbox:
                     await self._wake.wait()
                     self._wake.clear()
                     self._busy_polling.start()
         except asyncio.InvalidStateError:
-            # The call is over; its reader has the reason.
+            # The call is over; `_read` raises the reason.
             await asyncio.sleep(self._options.answer_timeout)
 
     async def _watch(self, conversation: DraftConversation) -> None:
@@ -406,11 +406,11 @@ class GrpcDraftLink:
 
     async def _until_cut_off(self) -> None:
         await self._cut_off.wait()
-        raise CreditExceeded(self._cut_off_for)
+        raise CreditExceeded(self._cut_off_reason)
 
 
 def _readable(message: Any) -> Any:
-    """The message, where gRPC gives None for bytes that are none. Raises `DraftUnavailable` then."""
+    """The message. Raises `DraftUnavailable` for None, which gRPC returns for malformed bytes."""
     if message is None:
         raise DraftUnavailable("the draft sent bytes that are no message")
     return message

@@ -1,5 +1,5 @@
-"""What passes between whoever uses a draft and the process that holds its link: a struct in msgpack each, in frames of
-`outrider.processes.framing`. Nothing that is read there can run code."""
+"""Messages between the user of a draft and the process that holds its link: one msgpack struct each, in frames of
+`outrider.processes.framing`. Decoding them cannot run code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Connect(_Message, frozen=True):
-    """The first message: what `outrider.drafting.link.connect_draft` is to be called with."""
+    """The first message: the arguments of `outrider.drafting.link.connect_draft`."""
 
     address: str
     vocabulary_size: int
@@ -66,23 +66,23 @@ class CutOff(_Message, frozen=True):
     reason: str
 
 
-# From the link: what `DraftEvents` is called with.
+# From the link: calls of `DraftEvents`.
 
 
 class Connected(_Message, frozen=True):
-    """The draft is there."""
+    """See `DraftEvents.on_connected`."""
 
     info: DraftInfo
 
 
 class Disconnected(_Message, frozen=True):
-    """The draft is gone, or could not be reached."""
+    """See `DraftEvents.on_disconnected`."""
 
     reason: str
 
 
 class GrowthArrays(msgspec.Struct, frozen=True, array_like=True):
-    """A `SequenceGrowth` whose numbers are raw C arrays; numpy reads them without a copy.
+    """A `SequenceGrowth` with its numbers as raw C arrays, which numpy reads without a copy.
 
     Attributes:
         parent_ids: int64.
@@ -102,7 +102,7 @@ class GrowthArrays(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, growth: SequenceGrowth) -> GrowthArrays:
-        """The growth, its numbers as raw arrays."""
+        """The growth with its numbers as raw arrays."""
         return cls(
             growth.sequence_id,
             growth.base_step,
@@ -116,7 +116,7 @@ class GrowthArrays(msgspec.Struct, frozen=True, array_like=True):
         )
 
     def growth(self) -> SequenceGrowth:
-        """The growth, its numbers in `array.array`s."""
+        """The growth with its numbers in `array.array`s."""
         return SequenceGrowth(
             self.sequence_id,
             self.base_step,
@@ -131,25 +131,25 @@ class GrowthArrays(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Grown(_Message, frozen=True):
-    """Nodes arrived."""
+    """See `DraftEvents.on_growth`."""
 
     growths: list[GrowthArrays]
 
 
 class Failed(_Message, frozen=True):
-    """The draft gave up on a sequence."""
+    """See `DraftEvents.on_failure`."""
 
     failure: SequenceFailure
 
 
 class Lost(_Message, frozen=True):
-    """Of several drafts the one that followed these sequences is gone."""
+    """See `DraftEvents.on_lost`."""
 
     sequence_ids: list[int]
 
 
 class Alive(_Message, frozen=True):
-    """Nothing happened. A process that says nothing at all is stuck."""
+    """A heartbeat. A process that sends nothing at all is stuck."""
 
 
 ToLink = Connect | Open | Advance | SendFeatures | Close | CutOff
@@ -168,7 +168,7 @@ def unpack_to_link(body: bytes | bytearray) -> ToLink:
 
 
 def unpack_from_link(body: bytes | bytearray) -> FromLink:
-    """As `unpack_to_link`, the other way."""
+    """The message of a frame without its length. Raises `msgspec.DecodeError` for anything else."""
     message: FromLink = _from_link.decode(body)
     return message
 

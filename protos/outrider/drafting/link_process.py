@@ -1,10 +1,9 @@
-"""A draft link in a process of its own, for an engine whose thread computes all the time.
+"""A draft link in its own process, for an engine whose thread computes all the time.
 
-Where link and engine share an interpreter, whichever thread holds the lock, the other waits, at every system call of
-either. On a GPU the engine computes for 3 to 5 ms of a pass of 6, just when commits leave and growth comes: in a pass
-of 8 sequences at 8B size a commit took 1.4 ms to the draft and its growth 1.2 ms back. With 32 sequences a target made
-3,821 tokens a second so, and 6,587 with a process for its link (two H100,
-`benchmarks/results/2026-11-24-h100-widened-tenth.md`).
+In one interpreter, link and engine wait for each other's lock at every system call. On a GPU the engine computes for 3
+to 5 ms of a pass of 6, just when commits are sent and growth arrives: in a pass of 8 sequences at 8B size a commit took
+1.4 ms to the draft and its growth 1.2 ms back. With 32 sequences a target made 3,821 tokens a second that way, and
+6,587 with a process for its link (two H100, `benchmarks/results/2026-11-24-h100-widened-tenth.md`).
 """
 
 from __future__ import annotations
@@ -31,20 +30,20 @@ from outrider.wire.frames import DraftEvents, OpenSequence, SequenceAdvance, Seq
 log = logging.getLogger(__name__)
 
 LINK_COMMAND = (sys.executable, "-m", "outrider.drafting.link_worker")
-# A process that shows no sign of life for so long is stuck, and another takes its place: five of its signs.
+# A process without a heartbeat for this long is stuck, and is replaced: five heartbeats.
 SILENT_SECONDS = 5.0
-# Until its first one, for it imports gRPC before that: half a second, and many times as long on a busy machine.
+# Until its first heartbeat. It imports gRPC before: half a second, and many times as long on a busy machine.
 START_SECONDS = 60.0
-# Between two processes, doubled while they end before they have a draft. Chosen, not measured.
+# Between two processes, doubled while they end before a draft is connected. Chosen, not measured.
 _PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 0.5, 10.0
-# How long a process may take to end once its socket is closed.
+# For a process to end once its socket is closed.
 _EXIT_SECONDS = 2.0
 # A frame of growth for many sequences comes in one read. Chosen, not measured.
 _RECEIVE_BYTES = 1 << 17
 
 
 def connect_apart(address: str, options: LinkOptions) -> Connect:
-    """What connects to an address that `prepare_draft` takes, by a process of its own."""
+    """A function that connects to an address of `prepare_draft` through a process of its own."""
 
     def connect(events: DraftEvents, vocabulary_size: int, tokenizer_fingerprint: str) -> LinkProcess:
         return LinkProcess(address, events, vocabulary_size, tokenizer_fingerprint, options)
@@ -56,21 +55,21 @@ class _Worker:
     """One process that holds a link, and the socket to it."""
 
     def __init__(self, command: Sequence[str], connect: messages.Connect) -> None:
-        # A terminal's Ctrl-C is for the service, which then hangs up.
+        # A terminal's Ctrl-C is for the service, which then closes the socket.
         self.process, self.connection = start_child(command, own_group=True)
         _wait_at_most(self.connection, START_SECONDS)
         self.outbox = Outbox(self.connection)
         self.outbox.send(messages.pack(connect))
-        # Whether it has had a draft.
+        # Whether it has ever connected to a draft.
         self.had_draft = False
 
     def hang_up(self) -> None:
-        """Have the process end, and whoever reads from it. Any thread."""
+        """Make the process end, and a receive from it return. Any thread."""
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
 
     def end(self) -> int:
-        """Free what the process holds. Returns its exit status."""
+        """End the process and close the socket. Returns the exit status."""
         self.hang_up()
         self.outbox.close()
         try:
@@ -84,9 +83,10 @@ class _Worker:
 
 class LinkProcess:
     """A `StoppableLink` whose stream is held by another process. Calls are thread-safe, return at once, and never
-    raise. What is sent while there is no draft is dropped: `on_connected` asks for every live sequence again.
+    raise. Calls while no draft is connected are dropped: at `on_connected` the receiver opens every live sequence
+    again.
 
-    A process that ends or is stuck is replaced by another, and to the receiver of events the draft is gone meanwhile.
+    A process that ends or is stuck is replaced; until then the draft is reported as disconnected.
     """
 
     def __init__(
@@ -98,13 +98,13 @@ class LinkProcess:
         options: LinkOptions | None = None,
         command: Sequence[str] = LINK_COMMAND,
     ) -> None:
-        """Start connecting. `events` gets the outcome, and every change of it, from a thread of the link's."""
+        """Start connecting. `events` receives the outcome and every later change, on the link's thread."""
         self._events = events
         self._options = options or LinkOptions()
         self._command = command
         self._connect = messages.Connect(address, vocabulary_size, tokenizer_fingerprint, self._options)
         self._stopping = threading.Event()
-        # Whether there is a draft, as far as was told.
+        # Whether the process has reported a connected draft.
         self._connected = False
         self._worker = self._start()
         self._thread = threading.Thread(target=self._follow, name="draft-link", daemon=True)
@@ -112,7 +112,7 @@ class LinkProcess:
 
     @property
     def pid(self) -> int:
-        """The process that holds the link just now."""
+        """The process that currently holds the link."""
         return self._worker.process.pid
 
     def open(self, sequence: OpenSequence) -> None:
@@ -139,7 +139,7 @@ class LinkProcess:
         self._send(messages.CutOff(reason))
 
     def stop(self) -> None:
-        """Leave the draft and end process and thread. Nothing is delivered afterwards. Idempotent."""
+        """Disconnect and end process and thread. Nothing is delivered afterwards. Idempotent."""
         self._stopping.set()
         self._worker.hang_up()
         self._thread.join()
@@ -154,7 +154,7 @@ class LinkProcess:
         if self._connected:
             self._worker.outbox.send(messages.pack(message))
 
-    # The link's own thread from here on.
+    # Everything below runs on the link's thread.
 
     def _follow(self) -> None:
         pause = _PAUSE_SECONDS
@@ -182,7 +182,7 @@ class LinkProcess:
                 return
 
     def _read(self, worker: _Worker) -> None:
-        """Deliver what the process sends until it ends. Raises `TimeoutError` where it sends nothing for too long."""
+        """Deliver what the process sends until it ends. Raises `TimeoutError` if it sends nothing for too long."""
         cutter, started = FrameCutter(), False
         while data := self._receive(worker):
             if not started:
@@ -196,7 +196,7 @@ class LinkProcess:
                 self._deliver(message)
 
     def _receive(self, worker: _Worker) -> bytes:
-        """What was received; empty once the connection is over. Raises `TimeoutError` where nothing comes in time."""
+        """The received bytes; empty once the connection is closed. Raises `TimeoutError` if none come in time."""
         try:
             return worker.connection.recv(_RECEIVE_BYTES)
         except BlockingIOError:
@@ -223,10 +223,10 @@ class LinkProcess:
 
 
 def _wait_at_most(connection: socket.socket, seconds: float) -> None:
-    """Let a receive on the connection wait for so long at most. Python's own time-out of a socket would hold for sends
-    too, and a call that waits before each receive costs a fifth of a millisecond: behind every system call this thread
-    needs the interpreter again, which an engine that computes keeps for so long."""
+    """Set the receive timeout of the connection. `settimeout` would apply to sends too, and a call that waits before
+    each receive costs 0.2 ms: after every system call this thread must acquire the interpreter from a computing
+    engine."""
     whole, rest = divmod(round(seconds * 1e6), 1_000_000)
-    # Some systems refuse it of a socket that is shut down, where the next receive says so.
+    # Some systems refuse it for a socket that is shut down; the next receive reports that.
     with contextlib.suppress(OSError):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", whole, rest))

@@ -1,7 +1,7 @@
 """The process of a draft link: `python -m outrider.drafting.link_worker FD`, started by `link_process.LinkProcess`.
 
-It holds the gRPC stream and all that is translated for it; what is to be sent comes in over one socket, and what the
-draft says goes out there. It ends when the socket closes, which means that whoever used the draft is gone.
+It holds the gRPC stream and does its encoding. Calls of the draft's user arrive over one socket, and events of the
+draft are sent there. The process ends when the socket closes, which means that the user is gone.
 """
 
 from __future__ import annotations
@@ -21,19 +21,18 @@ prepare_grpc()
 from outrider.busy_polling import allowed_seconds  # noqa: E402
 from outrider.drafting import link_messages as messages  # noqa: E402
 from outrider.drafting.link import GrpcDraftLink, connect_draft  # noqa: E402
-from outrider.drafting.stoppable import StoppableLink  # noqa: E402
 from outrider.processes.framing import FrameCutter  # noqa: E402
 from outrider.processes.outbox import Outbox  # noqa: E402
-from outrider.wire.frames import DraftInfo, SequenceFailure, SequenceGrowth  # noqa: E402
+from outrider.wire.frames import DraftInfo, SequenceFailure, SequenceGrowth, StoppableLink  # noqa: E402
 
-# Signs of life, in seconds; `link_process.SILENT_SECONDS` are several of them.
+# Seconds between heartbeats; `link_process.SILENT_SECONDS` is several of them.
 ALIVE_SECONDS = 1.0
 # A frame with the features of a long piece of a prompt comes in a few reads. Chosen, not measured.
 _RECEIVE_BYTES = 1 << 18
 
 
 class _Events:
-    """`DraftEvents` that are sent on."""
+    """Sends `DraftEvents` over the socket."""
 
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
@@ -57,8 +56,8 @@ class _Events:
         self._outbox.send(messages.pack(message))
 
 
-class _Orders:
-    """What is to be sent, as it comes over the socket."""
+class _Calls:
+    """Receives calls of the link over the socket and makes them."""
 
     def __init__(self, connection: socket.socket, events: _Events) -> None:
         self._connection, self._events = connection, events
@@ -66,8 +65,8 @@ class _Orders:
         self._link: StoppableLink | None = None
 
     def receive(self, flags: int = 0) -> None:
-        """Take what can be read, waiting for it unless `flags` say otherwise. Ends the process once nothing will
-        come."""
+        """Receive and make calls; with `MSG_DONTWAIT` in `flags`, without waiting. Ends the process when the socket is
+        closed."""
         try:
             data = self._connection.recv(_RECEIVE_BYTES, flags)
         except BlockingIOError:
@@ -75,13 +74,13 @@ class _Orders:
         except ConnectionError:
             data = b""
         if not data:
-            # Nobody is left to be told anything, and the stream ends with the process.
+            # The user is gone, and the stream ends with the process.
             os._exit(0)
         for body in self._cutter.feed(data):
-            self._do(messages.unpack_to_link(body))
+            self._call(messages.unpack_to_link(body))
 
     def follow(self) -> None:
-        """Receive for ever: on the thread of the one link that there is, or on this one where there are several."""
+        """Receive for ever: on the thread of a single link, or on this thread for several."""
         while self._link is None:
             self.receive()
         if isinstance(self._link, GrpcDraftLink):
@@ -90,7 +89,7 @@ class _Orders:
         while True:
             self.receive()
 
-    def _do(self, message: messages.ToLink) -> None:
+    def _call(self, message: messages.ToLink) -> None:
         if isinstance(message, messages.Connect):
             fingerprint, options = message.tokenizer_fingerprint, message.options
             self._link = connect_draft(message.address, self._events, message.vocabulary_size, fingerprint, options)
@@ -112,19 +111,19 @@ class _Orders:
 
 
 def serve_link(descriptor: int) -> None:
-    """Hold a link for the process at the other end of a socket, for as long as that is there."""
+    """Hold a link for the process at the other end of a socket, until that closes it."""
     configure_logging("info")
     switch_threads_often()
-    # Those are for the service, which ends this process by closing the socket.
+    # These signals are for the service, which ends this process by closing the socket.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     connection = socket.socket(fileno=descriptor)
     events = _Events(Outbox(connection))
-    threading.Thread(target=_show_life, args=(events,), name="alive", daemon=True).start()
-    _Orders(connection, events).follow()
+    threading.Thread(target=_send_heartbeats, args=(events,), name="alive", daemon=True).start()
+    _Calls(connection, events).follow()
 
 
-def _show_life(events: _Events) -> None:
+def _send_heartbeats(events: _Events) -> None:
     pause = threading.Event()
     while not pause.wait(ALIVE_SECONDS):
         events.send(messages.Alive())

@@ -1,8 +1,7 @@
-"""Several drafts for one target: each sequence is followed by one of them, and by another when that one is gone.
+"""Several drafts for one target: each sequence is followed by one of them, and by another if that is disconnected.
 
-A tenant's sequences go to the draft that knows the tenant's texts, for as long as it is there; where it is not, each of
-the others takes over its share (rendezvous hashing: Thaler and Ravishankar, 1998). Drafts that remember nothing share
-all sequences.
+A tenant's sequences go to the draft that has learnt the tenant's texts while it is connected; otherwise the other
+drafts share them (rendezvous hashing: Thaler and Ravishankar, 1998). Drafts that learn nothing share all sequences.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from outrider.drafting.stoppable import StoppableLink
 from outrider.wire.frames import (
     DraftEvents,
     DraftInfo,
@@ -22,21 +20,22 @@ from outrider.wire.frames import (
     SequenceFailure,
     SequenceFeatures,
     SequenceGrowth,
+    StoppableLink,
 )
 
 log = logging.getLogger(__name__)
-# Drafters that learn nothing from what they follow: any of several is as good as another.
+# Drafters that learn nothing from the sequences they follow, so any of several will do.
 _WITHOUT_MEMORY = frozenset({"eagle", "medusa", "model", "mtp", "random"})
 
 
 @dataclass(eq=False)
 class _Member:
-    """One of the drafts, and what it says, on its link's thread."""
+    """One of the drafts, and the receiver of its events, on its link's thread."""
 
     address: str
     shared: SeveralDrafts
     info: DraftInfo | None = None
-    # Nodes that it sent since any draft was cut off.
+    # Nodes received from it since a draft was last cut off.
     nodes: int = 0
     link: StoppableLink = field(init=False)
 
@@ -57,21 +56,21 @@ class _Member:
 
 
 class SeveralDrafts:
-    """A `StoppableLink` to all of them. Its receiver sees one draft, which is there while any is."""
+    """A `StoppableLink` to all of them. Its receiver sees one draft, connected while any of them is."""
 
     def __init__(
         self, addresses: Sequence[str], connect: Callable[[str, DraftEvents], StoppableLink], events: DraftEvents
     ) -> None:
-        """Start connecting to each address by `connect`. `events` gets the first that is there, and the last that
-        is gone; of others in between, which sequences they leave behind (`DraftEvents.on_lost`)."""
+        """Start connecting to each address by `connect`. `events` receives `on_connected` for the first draft that
+        connects, `on_disconnected` for the last that disconnects, and `on_lost` for those in between."""
         self._events = events
         self._lock = threading.RLock()
-        # What the receiver believes the draft to be; None while none is there.
+        # The description that the receiver was given; None while no draft is connected.
         self._info: DraftInfo | None = None
         self._members = [_Member(address, self) for address in addresses]
         # Who follows each open sequence.
         self._homes: dict[int, _Member] = {}
-        # Members send as soon as they have a link.
+        # Members send events as soon as they have a link.
         with self._lock:
             for member in self._members:
                 member.link = connect(member.address, member)
@@ -105,25 +104,25 @@ class SeveralDrafts:
                 self._homes.pop(sequence_id, None)
 
     def cut_off(self, reason: str) -> None:
-        """See `DraftLink.cut_off`: of several, the one that said most. The receiver has given up all sequences, and
-        none is opened again: a draft's late growth would be taken for that of the new one."""
+        """See `DraftLink.cut_off`: of several drafts, the one that sent most. The receiver has given up all sequences,
+        and none is opened again: late growth of the old draft would be taken for growth of the new one."""
         with self._lock:
-            loudest = max(self._members, key=lambda member: member.nodes)
+            busiest = max(self._members, key=lambda member: member.nodes)
             for member in self._members:
                 member.nodes = 0
             self.close(list(self._homes))
-            log.error("draft at %s is cut off", loudest.address)
-            loudest.link.cut_off(reason)
+            log.error("draft at %s is cut off", busiest.address)
+            busiest.link.cut_off(reason)
 
     def stop(self) -> None:
         """See `StoppableLink.stop`."""
         for member in self._members:
             member.link.stop()
 
-    # On the links' threads.
+    # Everything below runs on the links' threads.
 
     def grown(self, member: _Member, growths: Sequence[SequenceGrowth]) -> None:
-        """A draft sent growth. That of sequences which another follows by now is too late."""
+        """A draft sent growth. It is dropped for sequences that another draft follows by now."""
         with self._lock:
             own = [one for one in growths if self._homes.get(one.sequence_id) is member]
             member.nodes += sum(len(one.token_ids) for one in growths)
@@ -140,7 +139,7 @@ class SeveralDrafts:
             self._events.on_failure(failure)
 
     def joined(self, member: _Member, info: DraftInfo) -> None:
-        """A draft is there. One that asks for other features than the first is left alone: a target takes one kind."""
+        """A draft is connected. It is not used if it differs from the first: a target supports one kind."""
         with self._lock:
             if self._info is not None and replace(info, version=self._info.version) != self._info:
                 log.warning(
@@ -149,16 +148,16 @@ class SeveralDrafts:
                 return
             member.info, first = info, self._info is None
             self._info = self._info or info
-            log.info("draft %s at %s is there", info.drafter, member.address)
+            log.info("draft %s at %s is connected", info.drafter, member.address)
             if first:
                 self._homes.clear()
         if first:
             self._events.on_connected(info)
 
     def left(self, member: _Member, reason: str) -> None:
-        """A draft is gone, or could not be reached."""
+        """A draft is disconnected, or could not be reached."""
         with self._lock:
-            was_there, member.info = member.info is not None, None
+            was_connected, member.info = member.info is not None, None
             others = any(one.info is not None for one in self._members)
             lost = [each for each, home in self._homes.items() if home is member]
             for sequence_id in lost:
@@ -168,21 +167,21 @@ class SeveralDrafts:
             log.warning("no draft at %s: %s", member.address, reason)
         if not others:
             self._events.on_disconnected(reason)
-        elif was_there and lost:
+        elif was_connected and lost:
             self._events.on_lost(lost)
 
     def _home_of(self, sequence: OpenSequence) -> _Member | None:
-        """Who is to follow a sequence, of those that are there."""
-        there = [member for member in self._members if member.info is not None]
-        if not there or self._info is None:
+        """The connected draft that shall follow a sequence, if any."""
+        connected = [member for member in self._members if member.info is not None]
+        if not connected or self._info is None:
             return None
         key = f"{sequence.tenant}\n{sequence.corpus}"
         if self._info.drafter in _WITHOUT_MEMORY:
             key = str(sequence.sequence_id)
-        return max(there, key=lambda member: weight(member.address, key))
+        return max(connected, key=lambda member: weight(member.address, key))
 
     def _by_home(self, sequence_ids: Sequence[int]) -> list[tuple[_Member, set[int]]]:
-        """Who follows which of these."""
+        """The drafts that follow these sequences, each with the ids that it follows."""
         found: dict[_Member, set[int]] = {}
         for sequence_id in sequence_ids:
             home = self._homes.get(sequence_id)
@@ -192,5 +191,5 @@ class SeveralDrafts:
 
 
 def weight(address: str, key: str) -> bytes:
-    """The same on every target, so that all of them take a tenant to the same draft."""
+    """The rendezvous hash of a draft and a key. Equal on all targets, so that all take a tenant to the same draft."""
     return hashlib.blake2b(f"{address}\n{key}".encode(), digest_size=8).digest()

@@ -1,7 +1,6 @@
-"""The target's side of one `Propose` stream, without its transport: ids, credit, and what a draft may say.
+"""The target's side of one `Propose` stream, without its transport: ids, credit, and checks of what a draft sends.
 
-Sequences get a fresh id on the wire each time they are opened, so what a draft still sends for an earlier life of a
-sequence is recognised and dropped.
+A sequence gets a fresh id on the wire each time it is opened, so late frames for an earlier opening are dropped.
 """
 
 from __future__ import annotations
@@ -28,28 +27,27 @@ from outrider.wire.frames import (
 )
 from outrider.wire.hidden_states import features_to_pb
 
-# Growth frames that may be under way at once.
+# Growth frames that may be in flight.
 CREDIT_WINDOW = 32
-# Growth frames that one frame of ours earns the draft. It bounds what can pile up while the engine is in a long
-# step, however fast the draft sends.
+# Growth frames of credit that one frame of ours adds. It bounds what a fast draft can queue during a long engine step.
 GROWTHS_PER_FRAME = 4
-# Unused earnings that are kept: a draft that rarely sends may not save up for a flood.
+# Most credit that is saved: a draft that rarely sends must not save up for a flood.
 MAX_ALLOWANCE = 256
-# Growths, nodes and distributions that an open, an advance or a piece of features earns: those of four whole trees,
-# where a draft owes one and may send another once it has more. Frames alone would be credit for any number of them.
+# Growths, nodes and distributions that one open, advance or piece of features allows: those of four whole trees, where
+# a draft owes one and may send another once it has more. Credit in frames does not bound them.
 WORK_PER_ANSWER = 4 * (1 + 2 * MAX_NODES)
-# Earnings that are kept are those of so many answers, or of one for each open sequence.
+# Most of that is saved for this many answers, or for one per open sequence.
 MAX_ANSWERS_KEPT = 64
-# Features in one frame. With one more piece a frame is still well below a draft's limit of 4 MiB for a message.
+# Bytes of features in one frame. With one more piece a frame is still well below a draft's message limit of 4 MiB.
 MAX_FRAME_FEATURE_BYTES = 2 * MAX_FEATURE_BYTES
 
 _Part = TypeVar("_Part", draft_pb2.SequenceAdvance, draft_pb2.SequenceFeatures)
 
 
 class DraftConversation:
-    """What was said on one stream, and what is to be said next (`outgoing`).
+    """The state of one stream, and the frames to send next (`outgoing`).
 
-    A bad growth ends drafting for its sequence only. `CreditExceeded` and `InvalidField` from `hear` mean that the
+    A bad growth ends drafting for its sequence only. `CreditExceeded` and `InvalidField` from `receive` mean that the
     whole stream cannot be trusted.
     """
 
@@ -63,12 +61,12 @@ class DraftConversation:
         self._allowance = CREDIT_WINDOW
         # Growths, nodes and distributions that the draft may still send.
         self._work = 0
-        # Acknowledgements and failures that the draft may still send: at most one per open, advance and piece of
-        # features.
+        # Acknowledgements and failures that the draft may still send: one per open, advance and piece of features.
         self._answers = 0
-        self._asked_at: float | None = None
-        # Longest sequence the draft follows; 0 when that is not known. A longer one is not even sent: as a message
-        # past the draft's size limit it would cost every sequence its stream.
+        # Since when the draft owes an answer, on the monotonic clock.
+        self._owing_since: float | None = None
+        # Longest sequence that the draft follows; 0 if unknown. A longer one is not sent: a message past the draft's
+        # size limit would end the stream of all sequences.
         self.max_context = 0
         self.received = False
         self.outgoing: deque[draft_pb2.ProposeRequest] = deque()
@@ -77,10 +75,10 @@ class DraftConversation:
     @property
     def silence(self) -> float:
         """Seconds for which the draft has owed an answer and sent nothing."""
-        return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
+        return 0.0 if self._owing_since is None else time.monotonic() - self._owing_since
 
     def open(self, sequence: OpenSequence) -> None:
-        """Send that a sequence starts, under a fresh id. An earlier life of it that is still open is closed."""
+        """Send a sequence under a fresh id, and close it first if it is open."""
         self.close([sequence.sequence_id])
         if self.max_context and len(sequence.token_ids) > self.max_context:
             error = PositionOutOfRange("the sequence is longer than the draft follows")
@@ -91,25 +89,25 @@ class DraftConversation:
         self._wire_ids[sequence.sequence_id] = wire_id
         self._sequence_ids[wire_id] = sequence.sequence_id
         opened = open_to_pb(replace(sequence, sequence_id=wire_id))
-        self._ask(draft_pb2.ProposeRequest(open=opened), answers=1)
+        self._request(draft_pb2.ProposeRequest(open=opened), answers=1)
 
     def advance(self, advances: Iterable[SequenceAdvance]) -> None:
-        """Send what one step committed. Sequences that the draft has given up on are left out."""
-        parts, wire_ids, with_features = [], self._wire_ids, False
+        """Send what one step committed. Sequences that the draft has closed are left out."""
+        parts, with_features = [], False
         for advance in advances:
-            wire_id = wire_ids.get(advance.sequence_id)
+            wire_id = self._wire_ids.get(advance.sequence_id)
             if wire_id is not None:
                 part = advance_to_pb(advance)
                 part.sequence_id = wire_id
                 parts.append(part)
                 with_features = with_features or advance.features is not None
-        alone = parts and not with_features and len(parts) <= MAX_SEQUENCES_PER_FRAME
-        for some in [parts] if alone else _in_frames(parts):
-            frame = draft_pb2.ProposeRequest(advance=draft_pb2.AdvanceSequences(sequences=some))
-            self._ask(frame, answers=len(some))
+        one_frame = parts and not with_features and len(parts) <= MAX_SEQUENCES_PER_FRAME
+        for chunk in [parts] if one_frame else _in_frames(parts):
+            frame = draft_pb2.ProposeRequest(advance=draft_pb2.AdvanceSequences(sequences=chunk))
+            self._request(frame, answers=len(chunk))
 
     def send_features(self, features: Iterable[SequenceFeatures]) -> None:
-        """Bring features of known tokens. Sequences that the draft has given up on are left out."""
+        """Send features of tokens sent before. Sequences that the draft has closed are left out."""
         parts = []
         for one in features:
             wire_id = self._wire_ids.get(one.sequence_id)
@@ -117,13 +115,13 @@ class DraftConversation:
                 part = features_to_pb(one)
                 part.sequence_id = wire_id
                 parts.append(part)
-        for some in _in_frames(parts):
-            # No answer is owed, but a failure may come, and growth once there is enough of them.
-            self._earn(len(some))
-            self.outgoing.append(draft_pb2.ProposeRequest(features=draft_pb2.SendFeatures(sequences=some)))
+        for chunk in _in_frames(parts):
+            # No answer is owed, but a failure may come, and growth once there are enough features.
+            self._allow(len(chunk))
+            self.outgoing.append(draft_pb2.ProposeRequest(features=draft_pb2.SendFeatures(sequences=chunk)))
 
     def close(self, sequence_ids: Iterable[int]) -> None:
-        """Send that sequences end. Ids that are not open are ignored."""
+        """End sequences. Ids that are not open are ignored."""
         wire_ids = [self._wire_ids.pop(each) for each in sequence_ids if each in self._wire_ids]
         for wire_id in wire_ids:
             del self._sequence_ids[wire_id]
@@ -131,22 +129,22 @@ class DraftConversation:
             close = draft_pb2.CloseSequences(sequence_ids=wire_ids[begin : begin + MAX_CLOSED_PER_FRAME])
             self.outgoing.append(draft_pb2.ProposeRequest(close=close))
         if not self._wire_ids:
-            self._asked_at = None
+            self._owing_since = None
 
     def receive(self, frame: draft_pb2.ProposeResponse) -> None:
-        """Check one frame of the draft and deliver what it holds.
+        """Check one frame of the draft and deliver its events.
 
-        Raises `CreditExceeded` for more frames, or more in them, than was allowed, `InvalidField` for an unreadable
+        Raises `CreditExceeded` for more frames, or more in them, than was allowed, and `InvalidField` for an unreadable
         failure.
         """
-        self._asked_at = None
+        self._owing_since = None
         kind = frame.WhichOneof("frame")
         if kind in ("opened", "status"):
             self._charge_answer()
             if kind == "status":
                 self._fail(failure_from_pb(frame.status))
         else:
-            # A frame of a kind unknown here, from a newer draft, is ignored but has its price.
+            # A frame of an unknown kind, from a newer draft, is ignored, but takes credit.
             self._charge_credit()
             self._charge_work(frame.growth.sequences)
             self._grow(frame.growth.sequences)
@@ -158,7 +156,7 @@ class DraftConversation:
         for i, part in enumerate(parts):
             sequence_id = sequence_ids.get(part.sequence_id)
             if sequence_id is None:
-                # Closed while the growth was on its way.
+                # Closed while the growth was in flight.
                 continue
             part.sequence_id = sequence_id
             try:
@@ -175,13 +173,15 @@ class DraftConversation:
             del self._wire_ids[sequence_id]
             self._events.on_failure(replace(failure, sequence_id=sequence_id))
 
-    def _ask(self, frame: draft_pb2.ProposeRequest, answers: int) -> None:
-        self._earn(answers)
+    def _request(self, frame: draft_pb2.ProposeRequest, answers: int) -> None:
+        """Send a frame that the draft owes answers to."""
+        self._allow(answers)
         self.outgoing.append(frame)
-        if self._asked_at is None:
-            self._asked_at = time.monotonic()
+        if self._owing_since is None:
+            self._owing_since = time.monotonic()
 
-    def _earn(self, answers: int) -> None:
+    def _allow(self, answers: int) -> None:
+        """Add what the draft may send for these answers."""
         self._answers += answers
         most = WORK_PER_ANSWER * max(MAX_ANSWERS_KEPT, len(self._wire_ids))
         self._work = min(self._work + WORK_PER_ANSWER * answers, most)
@@ -190,7 +190,7 @@ class DraftConversation:
 
     def _charge_answer(self) -> None:
         if not self._answers:
-            raise CreditExceeded("the draft acknowledges what was never asked")
+            raise CreditExceeded("the draft acknowledges what was never sent")
         self._answers -= 1
 
     def _charge_credit(self) -> None:
@@ -200,15 +200,15 @@ class DraftConversation:
         self._grant()
 
     def _charge_work(self, parts: Sequence[draft_pb2.SequenceGrowth]) -> None:
-        """Before any of it is looked at."""
+        """Charge for the parts of a frame, before any of them is read."""
         if len(parts) > MAX_SEQUENCES_PER_FRAME:
             raise CreditExceeded(f"the draft sends more than {MAX_SEQUENCES_PER_FRAME} growths in a frame")
         self._work -= sum(1 + len(part.token_ids) + len(part.distributions) for part in parts)
         if self._work < 0:
-            raise CreditExceeded("the draft sends more nodes than it was asked for")
+            raise CreditExceeded("the draft sends more nodes than was requested")
 
     def _grant(self) -> None:
-        """Fill the window again once half of it is used, as far as the allowance goes."""
+        """Refill the window once half of it is used, as far as the allowance goes."""
         if self._credit > CREDIT_WINDOW // 2 or not self._allowance:
             return
         frames = min(CREDIT_WINDOW - self._credit, self._allowance)
@@ -218,15 +218,15 @@ class DraftConversation:
 
 
 def _in_frames(parts: list[_Part]) -> Iterator[list[_Part]]:
-    """The parts of one frame, or of several where they, or their features, are too many for one."""
-    some: list[_Part] = []
+    """The parts in chunks whose number and bytes of features fit one frame."""
+    chunk: list[_Part] = []
     size = 0
     for part in parts:
         more = len(part.features.data)
-        if some and (size + more > MAX_FRAME_FEATURE_BYTES or len(some) == MAX_SEQUENCES_PER_FRAME):
-            yield some
-            some, size = [], 0
-        some.append(part)
+        if chunk and (size + more > MAX_FRAME_FEATURE_BYTES or len(chunk) == MAX_SEQUENCES_PER_FRAME):
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(part)
         size += more
-    if some:
-        yield some
+    if chunk:
+        yield chunk

@@ -1,1 +1,1 @@
-"""How the processes of one service speak: length-prefixed frames on a socket that they share, and an outbox for it."""
+"""Communication of one service's processes: length-prefixed frames on a socket pair, and an outbox for it."""

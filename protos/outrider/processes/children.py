@@ -1,4 +1,4 @@
-"""A process that works for this one, and the socket between the two."""
+"""Starts a child process with a socket to it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import socket
 import subprocess
 from collections.abc import Sequence
 
-# What a socket holds of frames while their reader is busy: some of hidden states, or of reports. Chosen, not measured;
-# the kernel may grant less.
+# The socket's buffer for frames while their reader is busy. Chosen, not measured; the kernel may grant less.
 _BUFFER_BYTES = 1 << 22
 
 
 def start_child(command: Sequence[str], *, own_group: bool = False) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start a command with the number of its socket as last argument. Returns the process and our end, which is not
-    inherited: the child sees it closed when this process ends, in whatever way.
+    """Start a command with the file descriptor of its socket as last argument; returns the process and our end. The
+    child does not inherit our end, so it sees the socket closed when this process ends in any way.
 
-    In a group of its own a terminal's Ctrl-C does not reach it.
+    With `own_group` a terminal's Ctrl-C does not reach the child.
     """
     ours, theirs = socket.socketpair()
     with theirs:

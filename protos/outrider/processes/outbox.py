@@ -1,4 +1,4 @@
-"""Frames on their way to another process, which the sender never waits for."""
+"""A non-blocking sender of frames to another process."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections import deque
 class Outbox:
     """Writes at once what the socket takes; a thread writes the rest. Any thread may send.
 
-    The usual frame leaves in the sender's own thread, which costs a system call: handing it to another thread of the
-    interpreter would cost both of them the lock.
+    A usual frame is written by the sender's own thread, which costs one system call: passing it to another thread would
+    make both wait for the interpreter's lock.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -20,12 +20,12 @@ class Outbox:
         self._waiting: deque[bytes] = deque()
         self._closed = False
         self._changed = threading.Condition()
-        # Of frames that the socket did not take yet.
+        # Of frames that are not written yet.
         self.waiting_bytes = 0
         threading.Thread(target=self._write, name="outbox", daemon=True).start()
 
     def send(self, frame: bytes) -> None:
-        """Send after everything sent before. Frames to a process that is gone are dropped."""
+        """Send a frame after all earlier ones. Frames to a process that has ended are dropped."""
         with self._changed:
             sent = 0 if self._waiting else self._send_now(frame)
             if sent < len(frame) and not self._closed:
@@ -34,12 +34,12 @@ class Outbox:
                 self._changed.notify_all()
 
     def flush(self, seconds: float) -> bool:
-        """Wait for the last frame to be written. Whether it was, in so many seconds."""
+        """Wait at most `seconds` until all frames are written; returns whether they are."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._waiting, seconds)
 
     def close(self) -> None:
-        """Send no more, and end the thread: for whoever ends the connection and goes on."""
+        """Send no more frames and end the thread. For a process that closes the connection and continues."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

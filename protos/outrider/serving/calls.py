@@ -1,4 +1,4 @@
-"""How many calls there may be at once, and whose: the tenants' together, one tenant's, and health apart from them."""
+"""Bounds on concurrent calls: of all tenants, of one tenant, and of health calls, which are counted apart."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TENANT_SHARE = 0.75
 
 @dataclass(frozen=True)
 class CallLimits:
-    """Calls at once, health not among them; `health` is its own. `refused` are those that wait to be told so."""
+    """Concurrent calls: `total` without health, `health` alone, and `refused` that wait for their refusal."""
 
     total: int = 1024
     health: int = 64
@@ -23,25 +23,25 @@ class CallLimits:
 
     @property
     def per_tenant(self) -> int:
-        """Of one tenant, where there are several."""
+        """Of one tenant, where tenants are known by their tokens."""
         return max(1, int(self.total * _TENANT_SHARE))
 
     @property
     def per_connection(self) -> int:
-        """Of one connection; a client waits with what is more. Half of all, unless that is few."""
+        """Of one connection; a client holds back further calls. Half of all, but at least 64."""
         return min(self.total, max(64, self.total // 2))
 
     @property
     def backstop(self) -> int:
-        """Of the server, with room for those that are about to be refused."""
+        """Of the whole server, with room for calls that are about to be refused."""
         return self.total + 2 * self.health + self.refused
 
 
 class Calls:
-    """The calls under way. Belongs to the server's event loop."""
+    """The calls in flight. Belongs to the server's event loop."""
 
     def __init__(self, limits: CallLimits, *, by_tenant: bool) -> None:
-        """`by_tenant`: callers are who they say, so that a limit on each of them means something."""
+        """`by_tenant`: tenants are authenticated, so each has its own limit."""
         self.limits = limits
         self._by_tenant = by_tenant
         self._tenants: Counter[str] = Counter()
@@ -49,7 +49,7 @@ class Calls:
 
     @contextmanager
     def health(self) -> Iterator[None]:
-        """A health call. Raises `QuotaExceeded` instead."""
+        """Count a health call, or raise `QuotaExceeded`."""
         if self._health >= self.limits.health:
             raise QuotaExceeded("too many health calls", limit=self.limits.health)
         self._health += 1
@@ -60,7 +60,7 @@ class Calls:
 
     @contextmanager
     def of(self, tenant: str) -> Iterator[None]:
-        """Any other call of a tenant. Raises `QuotaExceeded` instead."""
+        """Count any other call of a tenant, or raise `QuotaExceeded`."""
         if self._by_tenant and self._tenants[tenant] >= self.limits.per_tenant:
             raise QuotaExceeded("too many calls of this tenant at once", limit=self.limits.per_tenant)
         if self._tenants.total() >= self.limits.total:

@@ -47,8 +47,8 @@ class TlsFiles:
 
 
 def _check_dates(certificate: str, key: str) -> None:
-    """Raise `SettingsError` unless the certificate holds today: clients would refuse what gRPC serves without a word.
-    Found out as a client would, in a handshake that trusts the certificate itself."""
+    """Raise `SettingsError` unless the certificate is valid today: gRPC would serve it, and clients would refuse it.
+    Checked as by a client, in a handshake that trusts the certificate itself."""
     server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     client.verify_flags |= ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN
@@ -64,12 +64,12 @@ def _check_dates(certificate: str, key: str) -> None:
         except ssl.SSLCertVerificationError as error:
             if error.verify_code in _NOT_VALID_NOW:
                 raise SettingsError(f"{certificate}: {error.verify_message}") from None
-            # Whether clients trust it for what it is used for, they know.
+            # Whether clients trust it otherwise depends on them.
             return
 
 
 class _CertificateReader:
-    """Reads the files once per change. gRPC asks before each handshake, from a thread of its own."""
+    """Reads the files once per change. gRPC calls it before each handshake, from its own thread."""
 
     def __init__(self, files: TlsFiles) -> None:
         self._files = files
@@ -86,7 +86,7 @@ class _CertificateReader:
                 self._configuration = grpc.ssl_server_certificate_configuration([(key, chain)], roots)
                 self._stamp = stamp
         except OSError:
-            # Half-way through a renewal: what was read before still holds.
+            # In the middle of a renewal: keep the files that were read before.
             if self._configuration is None:
                 raise
         return self._configuration

@@ -1,4 +1,4 @@
-"""grpc.health.v1, tied to whether the work behind the socket goes on. Readiness and liveness are two services."""
+"""grpc.health.v1 with readiness and liveness, which are two services of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SERVICE_NAME = "grpc.health.v1.Health"
 
 
 class _Flag:
-    """A status, and those who wait for it to change."""
+    """A status, and an event for its next change."""
 
     def __init__(self, on: bool) -> None:
         self.on = on
@@ -36,12 +36,12 @@ class _Flag:
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     """Health of the services of one process, which live and die together.
 
-    Readiness, whether calls are taken, under their names, "readiness" and "": NOT_SERVING until it is set, and
-    again while the process drains. Liveness, whether the process is worth keeping, under "liveness": SERVING from the
-    start to the end, unless its work no longer comes round.
+    Readiness, whether calls are taken, under the services' names, "readiness" and "": NOT_SERVING until it is set, and
+    again while the process drains. Liveness, whether the process should be kept, under "liveness": SERVING from start
+    to end, unless its work makes no progress.
 
-    The stock servicer writes to watchers while it holds the lock that a change of status needs: one watcher
-    that does not read would keep all others from hearing of a death. This one has no lock.
+    The stock servicer writes to watchers while it holds the lock that a change of status needs: one watcher that does
+    not read would keep a failure from all others. This one has no lock.
     """
 
     def __init__(self, services: Iterable[str]) -> None:
@@ -63,7 +63,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._live.turn(live)
 
     def close(self) -> None:
-        """Not ready from now on, whatever is set later. Liveness stays as it is."""
+        """Not ready from now on, whatever is set later. Liveness does not change."""
         self.set_serving(False)
         self._closed = True
 
@@ -74,7 +74,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
     async def Watch(self, request: Any, context: Any) -> None:
         if request.service not in self._flags:
-            # The protocol asks for an answer here, not an error, and a stream that stays open.
+            # The protocol requires a status here, not an error, and a stream that stays open.
             await context.write(_Status(status=_Status.SERVICE_UNKNOWN))
             await asyncio.Event().wait()
         flag = self._flags[request.service]

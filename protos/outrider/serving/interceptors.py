@@ -1,4 +1,4 @@
-"""Server interceptors: errors become statuses with details, and nobody unknown, or one too many, gets in."""
+"""Server interceptors: errors become statuses with details, unknown callers and calls over the limits are refused."""
 
 from __future__ import annotations
 
@@ -36,11 +36,10 @@ Guard = Callable[[Context], AbstractAsyncContextManager[None]]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]"
 
+# Stands for the tenant of callers without a valid token, where their refusals are paced. No tenant has this name.
+_UNKNOWN_CALLER = ""
 
-# Whose calls those are that show no token, to whoever counts them. No tenant is called so.
-_NOBODY_KNOWN = ""
-
-# By (request_streaming, response_streaming): where a handler keeps its behaviour, and what makes one.
+# By (request_streaming, response_streaming): a handler's attribute with its behaviour, and its constructor.
 _KINDS: Mapping[tuple[bool, bool], tuple[str, Any]] = {
     (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
     (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
@@ -50,45 +49,38 @@ _KINDS: Mapping[tuple[bool, bool], tuple[str, Any]] = {
 
 
 def guarded(handler: Handler, guard: Guard) -> Handler:
-    """`handler` with every call run inside `guard(context)`, all that it writes included: one that is a generator
-    becomes one that calls `context.write`, since gRPC writes for a generator, and leaves it to the garbage collector
-    when the call is cancelled meanwhile."""
+    """`handler` with every call run inside `guard(context)`, its writes included. A generator is turned into a
+    coroutine that calls `context.write`: gRPC would leave the generator of a cancelled call to the garbage
+    collector."""
     kind, make = _KINDS[bool(handler.request_streaming), bool(handler.response_streaming)]
     behaviour = getattr(handler, kind)
-    wrap = _guarded_generator if inspect.isasyncgenfunction(behaviour) else _guarded_coroutine
-    wrapped: Handler = make(wrap(behaviour, guard), handler.request_deserializer, handler.response_serializer)
-    return wrapped
 
-
-def _guarded_coroutine(behaviour: Any, guard: Guard) -> Any:
-    async def handle(request: Any, context: Context) -> Any:
+    async def call(request: Any, context: Context) -> Any:
         async with guard(context):
             return await behaviour(request, context)
 
-    return handle
-
-
-def _guarded_generator(behaviour: Any, guard: Guard) -> Any:
-    async def handle(request: Any, context: Context) -> None:
-        # Closed here, so that a cancelled call frees what it holds at once.
+    async def iterate(request: Any, context: Context) -> None:
+        # `aclosing` frees what a cancelled call holds at once.
         async with guard(context), aclosing(behaviour(request, context)) as responses:
             async for response in responses:
                 await context.write(response)
 
-    return handle
+    handle: Any = iterate if inspect.isasyncgenfunction(behaviour) else call
+    wrapped: Handler = make(handle, handler.request_deserializer, handler.response_serializer)
+    return wrapped
 
 
-# Of the message that the call being handled has read last.
+# Bytes of the last message that the current call has read.
 _request_bytes: ContextVar[int] = ContextVar("outrider_request_bytes", default=0)
-# What a call ends with that its caller has no part in, and is to hear of at once: it asks elsewhere.
-_NOT_THE_CALLERS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.INTERNAL)
+# Statuses that are not the caller's fault: refusals with them are not delayed, so that it can call elsewhere.
+_NOT_THE_CALLERS_FAULT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.INTERNAL)
 
-# The deadline of the streaming call being handled, until its first message has come.
+# The deadline of the current streaming call for its first message.
 _first_message: ContextVar[asyncio.Timeout] = ContextVar("outrider_first_message")
 
 
 def _reading(behaviour: Any, entered: Callable[[Any, Context], AbstractAsyncContextManager[Any]]) -> Any:
-    """`behaviour` run inside `entered(requests, context)`, on what that gives for the call's requests."""
+    """`behaviour` run inside `entered(requests, context)`, on what that yields in place of the requests."""
 
     async def answer(requests: Any, context: Context) -> Any:
         async with entered(requests, context) as given:
@@ -102,18 +94,18 @@ def _reading(behaviour: Any, entered: Callable[[Any, Context], AbstractAsyncCont
     return answers if inspect.isasyncgenfunction(behaviour) else answer
 
 
-def _begun_inside(handler: Handler, seconds: float) -> Handler:
-    """`handler` of a stream of requests, ended with `DeadlineExceeded` when no message comes within `seconds`.
+def _first_message_within(handler: Handler, seconds: float) -> Handler:
+    """`handler` of a stream of requests, ended with `DeadlineExceeded` when no message arrives within `seconds`.
 
-    Messages are parsed by whoever reads them, which is the handler or a task of its own: either knows the call's
-    deadline, and ends it with the first message.
+    Messages are parsed where they are read, in the handler's task or one that it started. Both inherit the call's
+    context variables, and so its deadline, which the first message removes.
     """
     kind, make = _KINDS[True, bool(handler.response_streaming)]
     parse, inner = _checked(handler.request_deserializer), getattr(handler, kind)
 
-    def noted(payload: bytes) -> Any:
+    def parse_in_time(payload: bytes) -> Any:
         deadline = _first_message.get()
-        # One that is past ends the call, whatever comes now.
+        # A deadline that has passed ends the call, whatever arrives now.
         if deadline.when() is not None and not deadline.expired():
             deadline.reschedule(None)
         return parse(payload)
@@ -130,16 +122,16 @@ def _begun_inside(handler: Handler, seconds: float) -> Handler:
                 raise
             raise DeadlineExceeded(f"no message has come on the stream in {seconds:g} s") from None
 
-    made: Handler = make(_reading(inner, begun), noted, handler.response_serializer)
-    return made
+    wrapped: Handler = make(_reading(inner, begun), parse_in_time, handler.response_serializer)
+    return wrapped
 
 
-def _read_inside(handler: Handler, seconds: float) -> Handler:
-    """`handler` of a lone request as one that begins at the headers and reads its request itself.
+def _request_within(handler: Handler, seconds: float) -> Handler:
+    """`handler` of a single request as one that starts at the headers and reads the request itself.
 
-    gRPC reads a lone request before any handler runs: a caller that sends headers alone would take a place before it
-    is asked who it is, for as long as it likes, and bytes that are no message would be a bug in gRPC's eyes. Raises
-    `DeadlineExceeded` when the request takes longer than `seconds`, `InvalidField` for malformed bytes.
+    gRPC reads a single request before any handler runs: a caller that sends only headers would hold a place without
+    authentication for as long as it likes, and gRPC would treat malformed bytes as a bug. Raises `DeadlineExceeded`
+    when the request takes longer than `seconds`, `InvalidField` for malformed bytes.
     """
     kind, _ = _KINDS[False, bool(handler.response_streaming)]
     _, make = _KINDS[True, bool(handler.response_streaming)]
@@ -156,13 +148,13 @@ def _read_inside(handler: Handler, seconds: float) -> Handler:
             raise InvalidField("request", "is missing")
         yield request
 
-    made: Handler = make(_reading(inner, read), parse, handler.response_serializer)
-    return made
+    wrapped: Handler = make(_reading(inner, read), parse, handler.response_serializer)
+    return wrapped
 
 
 def _checked(parse: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
-    """`parse`, None for bytes as they are, that raises `InvalidField` for malformed bytes, where the handler reads, and
-    notes how many there are."""
+    """A parser that records the message's size and raises `InvalidField` for malformed bytes. A `parse` of None keeps
+    the bytes."""
 
     def checked(payload: bytes) -> Any:
         _request_bytes.set(len(payload))
@@ -175,8 +167,8 @@ def _checked(parse: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
 
 
 async def _abort(context: Context, error: OutriderError) -> None:
-    """End the call with the error's status. What its handler set to be sent with the end stays, as gRPC's
-    `abort_with_status` would not have it."""
+    """End the call with the error's status and the trailing metadata that its handler set, which gRPC's
+    `abort_with_status` would drop."""
     status = rpc_status.to_status(status_of(error))
     await context.abort(status.code, status.details, (*status.trailing_metadata, *(context.trailing_metadata() or ())))
 
@@ -190,8 +182,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         self._ending: OutriderError | None = None
 
     def end_calls(self, reason: OutriderError) -> None:
-        """Cancel the handlers of all calls; their callers get `reason`. When gRPC itself cancels what is left of a
-        server that stops, they get CANCELLED, as if they had wished it, and do not try again."""
+        """Cancel the handlers of all calls; their callers get `reason`. If gRPC cancelled them when the server stops,
+        they would get CANCELLED, which clients do not retry."""
         self._ending = reason
         for task in self._running:
             task.cancel()
@@ -231,18 +223,18 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
-    """Finds the tenant of every call by its headers: strangers are turned away before a message of theirs is read, and
-    callers of too many calls too. Health is for everybody: probes have no token, and it says nothing but whether the
-    service serves.
+    """Finds the tenant of every call by its headers: unknown callers and calls over the limits are refused before a
+    message is read. Health needs no token: probes have none, and it reveals only whether the service serves.
 
-    Must stand last in the list, after `ErrorInterceptor`, which makes a status of what this one raises.
+    Must be last in the list, after `ErrorInterceptor`, which turns what this one raises into a status.
     """
 
     def __init__(
         self, authenticator: Authenticator, calls: Calls, request_seconds: float, first_message_seconds: float
     ) -> None:
-        """`request_seconds`: what a lone request may take to come; `first_message_seconds`: the first of a stream."""
-        # May be exchanged for another while calls come.
+        """`request_seconds`: time for a single request to arrive; `first_message_seconds`: for the first of a
+        stream."""
+        # May be replaced while the server runs.
         self.authenticator = authenticator
         self._calls = calls
         self._pace = RefusalPace(calls.limits.refused)
@@ -257,7 +249,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
 
         @asynccontextmanager
         async def guard(context: Context) -> AsyncIterator[None]:
-            whose = _NOBODY_KNOWN
+            tenant = _UNKNOWN_CALLER
             try:
                 if for_health:
                     with self._calls.health():
@@ -265,23 +257,23 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                     return
                 caller = self.authenticator.caller(context.invocation_metadata() or ())
                 set_current_caller(caller)
-                whose = caller.tenant
-                with self._calls.of(caller.tenant):
+                tenant = caller.tenant
+                with self._calls.of(tenant):
                     yield
             except OutriderError as error:
                 size = _request_bytes.get()
-                refused_large = is_large(size) and error.code not in _NOT_THE_CALLERS
+                refused_large = is_large(size) and error.code not in _NOT_THE_CALLERS_FAULT
                 if isinstance(error, QuotaExceeded | Unauthenticated) or refused_large:
-                    await self._pace.wait(whose, size)
+                    await self._pace.wait(tenant, size)
                 raise
 
         if handler is None:
             return None
         if handler.request_streaming:
-            return guarded(_begun_inside(handler, self._first_message_seconds), guard)
-        return guarded(_read_inside(handler, self._request_seconds), guard)
+            return guarded(_first_message_within(handler, self._first_message_seconds), guard)
+        return guarded(_request_within(handler, self._request_seconds), guard)
 
 
 def _is_malformed(error: OutriderError) -> bool:
-    """Whether a call's bytes were no message, which no client of ours sends."""
+    """Whether a call's bytes were no message, which none of our clients sends."""
     return isinstance(error, InvalidField) and error.field == "request"

@@ -1,43 +1,42 @@
-"""When callers are told that they are refused: at once, unless they come back faster than callers who heed it."""
+"""When refusals are sent: at once, unless a tenant calls again faster than its refusals allow."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 
-# Refusals of one tenant that are told at once after a pause, and how many a second are told from then on. Chosen: short
-# storms go unnoticed, and a tenant that is refused all day takes little of the thread that serves everybody.
+# Refusals of one tenant that are sent at once after a pause, and per second from then on. Chosen: short bursts are not
+# delayed, and a tenant that is refused all day takes little of the event loop.
 _BURST, _PER_SECOND = 64, 20.0
-# Bytes of a request that count as a refusal more. Chosen: another tenant's 99th percentile was nine times its quiet
+# Bytes of a request that count as one more refusal. Chosen: another tenant's 99th percentile was nine times its quiet
 # value while texts of 4 MB were refused at once, six times while those of 16 KB were tokenised first; now below twice.
 _BYTES = 8 * 1024
-# The longest that anybody waits to hear it. Chosen: connections through proxies that close idle ones outlast it.
+# The longest delay. Chosen: shorter than the idle time-out of proxies.
 _MOST_SECONDS = 10.0
 
 
 def is_large(size: int) -> bool:
-    """Whether a request of so many bytes costs more than a refusal, whatever it is refused for."""
+    """Whether a request of this many bytes costs more than its refusal."""
     return size > _BYTES
 
 
 class RefusalPace:
-    """Makes those wait who are refused often. Belongs to the server's event loop; remembers nobody who is not refused.
+    """Delays the refusals of tenants that are refused often. Belongs to the server's event loop.
 
-    330 callers of one tenant that came back at once made another's steps four times as long on two cores: to refuse
-    is cheap, but not free.
+    330 callers of one tenant that called again at once made another tenant's steps four times as long on two cores: a
+    refusal is cheap, but not free.
     """
 
     def __init__(self, room: int) -> None:
-        """`room`: calls that may wait; the others are told at once."""
+        """`room`: calls that may wait; further ones are refused at once."""
         self._room = room
         self._waiting = 0
-        # By tenant: when all that were refused will have been told, at the pace.
-        self._told_by: dict[str, float] = {}
+        # By tenant: when all its refusals will have been sent, at `_PER_SECOND`.
+        self._sent_by: dict[str, float] = {}
 
-    async def wait(self, whose: str, size: int = 0) -> None:
-        """Return when a call of a tenant, or of nobody known, whose request has `size` bytes, is to be told that it is
-        refused."""
-        delay = self._delay(whose, max(1.0, size / _BYTES), time.monotonic())
+    async def wait(self, tenant: str, size: int = 0) -> None:
+        """Return when the refusal of a tenant's call, whose request has `size` bytes, shall be sent."""
+        delay = self._delay(tenant, max(1.0, size / _BYTES), time.monotonic())
         if delay <= 0 or self._waiting >= self._room:
             return
         self._waiting += 1
@@ -46,12 +45,12 @@ class RefusalPace:
         finally:
             self._waiting -= 1
 
-    def _delay(self, whose: str, count: float, now: float) -> float:
-        """Count a refusal, as so many; seconds until it is told."""
-        if whose not in self._told_by:
-            self._told_by = {name: at for name, at in self._told_by.items() if at > now}
-        at = max(self._told_by.get(whose, now), now)
+    def _delay(self, tenant: str, count: float, now: float) -> float:
+        """Count a refusal as `count` of them; returns seconds until it is sent."""
+        if tenant not in self._sent_by:
+            self._sent_by = {name: at for name, at in self._sent_by.items() if at > now}
+        at = max(self._sent_by.get(tenant, now), now)
         delay = min(at - now - (_BURST - 1) / _PER_SECOND, _MOST_SECONDS)
         if delay < _MOST_SECONDS:
-            self._told_by[whose] = at + count / _PER_SECOND
+            self._sent_by[tenant] = at + count / _PER_SECOND
         return delay

@@ -1,4 +1,4 @@
-"""A service whose servicer comes later: its calls are answered from the start, and refused until then."""
+"""A service whose servicer is added later: its calls are refused until then."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 class PendingService(grpc.GenericRpcHandler):
-    """Refuses calls of the service `name` with `Loading`, until `fill` brings its servicer.
+    """Refuses calls of the service `name` with `Loading`, until its handlers are added.
 
-    gRPC takes no handlers once a server has started, but asks those it has at every call. So this one is registered
-    before, stands in for a server towards the generated `add_...Servicer_to_server`, and asks what it was given.
+    gRPC takes no handlers once a server has started, but calls those it has for every request. So this one is
+    registered before; it has a server's methods for the generated `add_...Servicer_to_server`, and forwards to what was
+    added.
     """
 
     def __init__(self, name: str, loading: str) -> None:
@@ -26,14 +27,14 @@ class PendingService(grpc.GenericRpcHandler):
         self._handlers: tuple[grpc.GenericRpcHandler, ...] = ()
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
-        """Have these answer from now on. What a servicer's `add_...` calls."""
+        """Use these handlers from now on. Called by generated code."""
         self._handlers = (*self._handlers, *handlers)
 
     def add_registered_method_handlers(self, _service: str, _handlers: Mapping[str, Handler]) -> None:
-        """Nothing: generated code registers the same handlers by either way."""
+        """Do nothing: generated code registers the same handlers both ways."""
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
-        """The handler of a call; None for one of another service, or of a method that is not there."""
+        """The handler of a call; None for another service or an unknown method."""
         if not str(handler_call_details.method).startswith(self._path):
             return None
         if not self._handlers:
@@ -45,6 +46,6 @@ class PendingService(grpc.GenericRpcHandler):
         async def refuse(_requests: object, _context: object) -> NoReturn:
             raise Loading(self._loading)
 
-        # Answered at the headers, so that one kind does for methods of all kinds.
-        made: Handler = grpc.stream_stream_rpc_method_handler(refuse)
-        return made
+        # Refused at the headers, so this kind does for methods of all kinds.
+        handler: Handler = grpc.stream_stream_rpc_method_handler(refuse)
+        return handler

@@ -1,4 +1,4 @@
-"""One gRPC server as both services run it: limits, security, health, and the optional admin port."""
+"""The gRPC server that both services run: limits, security, health, and the optional admin port."""
 
 from __future__ import annotations
 
@@ -32,16 +32,15 @@ from outrider.settings import FIRST_MESSAGE_SECONDS, MAX_MESSAGE_BYTES, Settings
 logger = logging.getLogger(__name__)
 
 MAX_METADATA_BYTES = 16 * 1024
-# What statuses of calls that a stop ends are given to leave; a caller that reads nothing is left without. Chosen, not
-# measured.
+# Seconds to send the statuses of calls that a stop ends; a caller that reads nothing gets none. Chosen, not measured.
 LAST_WORDS_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class Service:
-    """One service to serve: its full name, and what adds its servicer to a server.
+    """One service to serve: its full name, and the function that adds its servicer to a server.
 
-    Without `add` the servicer comes with `GrpcServer.provide`; callers get the message `loading` until then.
+    Without `add` the servicer is added by `GrpcServer.provide`; callers get the message `loading` until then.
     """
 
     name: str
@@ -51,32 +50,32 @@ class Service:
 
 @dataclass(frozen=True)
 class ServingOptions:
-    """How a server is reached and what it bears. Fields mean what the settings of the same name say."""
+    """Addresses, limits and security of a server. See the settings of the same names."""
 
     listen: str = "127.0.0.1:0"
     max_message_bytes: int = MAX_MESSAGE_BYTES
-    # Calls at once, health checks not among them; more are refused with RESOURCE_EXHAUSTED.
+    # Concurrent calls, without health checks; more are refused with RESOURCE_EXHAUSTED.
     max_concurrent_calls: int = 1024
-    # A caller that sends headers has so many seconds to send a lone request.
+    # From the headers of a call to its single request.
     request_seconds: float = 10.0
-    # And so many to send the first message of a stream.
+    # From the headers of a stream to its first message.
     first_message_seconds: float = FIRST_MESSAGE_SECONDS
     authenticator: Authenticator = field(default_factory=Authenticator)
-    # Reads the tokens anew, for `GrpcServer.reload`.
+    # Reads the tokens again, for `GrpcServer.reload`.
     read_tokens: Callable[[], Authenticator] | None = None
     tls: TlsFiles = field(default_factory=TlsFiles)
     reflection: bool = False
     admin_listen: str = ""
-    # Pings that come too soon after each other before a client is sent away; 0 bears any number.
+    # Pings in too quick succession before a client is disconnected; 0 allows any number.
     ping_strikes: int = 2
 
     @property
     def call_limits(self) -> CallLimits:
-        """Of calls at once."""
+        """Limits on concurrent calls."""
         return CallLimits(self.max_concurrent_calls)
 
     def channel_options(self) -> list[tuple[str, Any]]:
-        """C-core arguments. Keepalive alone does not notice a frozen peer; the ping timeout does."""
+        """gRPC's channel arguments. Keepalive alone does not notice a frozen peer; the ping timeout does."""
         return [
             ("grpc.max_receive_message_length", self.max_message_bytes),
             ("grpc.max_send_message_length", -1),
@@ -95,7 +94,7 @@ class ServingOptions:
 
 
 class GrpcServer:
-    """A server with its services, health, reflection and admin port. NOT_SERVING until that is set."""
+    """A server with its services, health, reflection and admin port. NOT_SERVING until health is set."""
 
     def __init__(
         self,
@@ -112,11 +111,11 @@ class GrpcServer:
         self.address = ""
         self.admin_address = ""
         calls = Calls(options.call_limits, by_tenant=options.authenticator.required)
-        self._known = AuthInterceptor(
+        self._auth = AuthInterceptor(
             options.authenticator, calls, options.request_seconds, options.first_message_seconds
         )
         self._errors = ErrorInterceptor()
-        self._guards = [*interceptors, self._errors, self._known]
+        self._interceptors = [*interceptors, self._errors, self._auth]
         self._server = self._make(options.call_limits.backstop)
         self._pending: dict[str, PendingService] = {}
         for service in services:
@@ -137,13 +136,13 @@ class GrpcServer:
 
     def _make(self, max_calls: int) -> grpc.aio.Server:
         return grpc.aio.server(
-            interceptors=self._guards,
+            interceptors=self._interceptors,
             options=self.options.channel_options(),
             maximum_concurrent_rpcs=max_calls,
         )
 
     async def start(self) -> None:
-        """Bind and answer; `address` then holds the port given for port 0. Raises `SettingsError`."""
+        """Bind and serve; `address` then has the port chosen for port 0. Raises `SettingsError`."""
         credentials = self.options.tls.server_credentials()
         self.address = _bind(self._server, self.options.listen, credentials)
         if self._admin is not None:
@@ -154,30 +153,29 @@ class GrpcServer:
             logger.warning("%s is reachable from elsewhere without TLS and without tokens", self.address)
 
     def provide(self, name: str, add: Callable[[Any], None]) -> None:
-        """Bring the servicer of a service that was named without one: its calls are taken from now on."""
+        """Add the servicer of a service that was made without one; its calls are served from now on."""
         add(self._pending.pop(name))
 
     def reload(self) -> None:
-        """Read the tokens anew: calls that begin from now on are held against them. What cannot be read changes
-        nothing. Certificates are read again by themselves."""
+        """Read the tokens again, for calls that begin from now on. A file that cannot be read changes nothing.
+        Renewed certificates are read without this."""
         if self.options.read_tokens is None:
             return
         try:
-            self._known.authenticator = self.options.read_tokens()
+            self._auth.authenticator = self.options.read_tokens()
         except SettingsError as error:
-            logger.error("the tokens stay what they were: %s", error)
+            logger.error("the tokens are unchanged: %s", error)
         else:
-            logger.info("the tokens were read anew")
+            logger.info("the tokens were read again")
 
     async def stop(self, grace: float, reason: OutriderError | None = None) -> None:
-        """Refuse new calls, give running ones `grace` seconds, then end them with `reason`, which is `Draining` when
-        None."""
+        """Refuse new calls, give running ones `grace` seconds, then end them with `reason`; None is `Draining`."""
         self.health.close()
         stopped = asyncio.ensure_future(self._server.stop(grace + LAST_WORDS_SECONDS))
         try:
             await asyncio.wait({stopped}, timeout=grace)
         finally:
-            # Also when nobody has the patience to wait for `grace`.
+            # Also when the wait is cancelled.
             if not stopped.done():
                 self._errors.end_calls(reason or Draining("the service has stopped"))
             await asyncio.shield(stopped)
@@ -186,15 +184,15 @@ class GrpcServer:
 
 
 def check_free(address: str) -> None:
-    """Raise `SettingsError`, with the system's reason, where nobody could listen on this address now: HOST:PORT or
-    unix:PATH. For a service that has much to load before it listens."""
+    """Raise `SettingsError`, with the system's reason, unless a server could listen on this address now: HOST:PORT or
+    unix:PATH. For a service with a model to load before it listens."""
     if address.startswith("unix:"):
         _refuse_taken(Path(address.removeprefix("unix:")))
         return
     host, _, port = address.rpartition(":")
-    # The system chooses a port for 0, and no host is all of the machine's addresses.
-    meant = f"{host or 'localhost'}:{1 if port == '0' else port}" if ":" in address else address
-    if address_problem(meant) is not None:
+    # Unlike for clients, port 0 is valid (the system chooses one), and so is no host (all addresses).
+    checked = f"{host or 'localhost'}:{1 if port == '0' else port}" if ":" in address else address
+    if address_problem(checked) is not None:
         raise SettingsError(f"cannot listen: {address_problem(address)}")
     refusal = port_refusal(host, int(port))
     if refusal is not None:
@@ -210,7 +208,7 @@ def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredent
         else:
             port = server.add_secure_port(address, credentials)
     except RuntimeError as error:
-        # gRPC does not say why.
+        # gRPC's error has no reason.
         check_free(address)
         raise SettingsError(f"cannot listen on {address}: {error}") from None
     if port == 0 and not address.startswith("unix:"):
@@ -219,8 +217,8 @@ def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredent
 
 
 def _refuse_taken(path: Path) -> None:
-    """Raise `SettingsError` where another process listens: gRPC would take its socket away without a word. One that was
-    left behind is gRPC's to replace."""
+    """Raise `SettingsError` if another process listens: gRPC would silently take over its socket. gRPC may replace a
+    socket that was left behind."""
     if not path.parent.is_dir():
         raise SettingsError(f"cannot listen on unix:{path}: there is no folder {path.parent}")
     try:
@@ -230,7 +228,7 @@ def _refuse_taken(path: Path) -> None:
     if not stat.S_ISSOCK(mode):
         raise SettingsError(f"cannot listen on unix:{path}: there is something that is no socket")
     with socket.socket(socket.AF_UNIX) as probe:
-        # Where it listens, it is there at once, or has a queue that is full.
+        # A listening process accepts at once, or has a full queue.
         probe.settimeout(1.0)
         try:
             probe.connect(str(path))

@@ -1,4 +1,4 @@
-"""Who calls: a tenant, by token when a token file is given, else by the caller's own word."""
+"""The caller of each call: a tenant, by its token when there is a token file, else by the name that it sends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outrider.wire.frames import DEFAULT_TENANT
 
 TENANT_KEY = "outrider-tenant"
 TOKEN_KEY = "authorization"
-# The third word of a token's line: its holder may do what changes the service for everybody.
+# The third word of a token's line: its holder may change the service for all tenants.
 OPERATOR_WORD = "operator"
 _MIN_TOKEN_BYTES = 16
 
@@ -22,14 +22,14 @@ Metadata = Iterable[tuple[str, str | bytes]]
 
 
 class Caller(NamedTuple):
-    """Who calls. An `operator` may do what changes the service for every tenant."""
+    """The caller of a call. An `operator` may change the service for all tenants."""
 
     tenant: str = DEFAULT_TENANT
     operator: bool = False
 
 
-_NOBODY_KNOWN = Caller()
-_current: ContextVar[Caller] = ContextVar("outrider_caller", default=_NOBODY_KNOWN)
+_UNAUTHENTICATED = Caller()
+_current: ContextVar[Caller] = ContextVar("outrider_caller", default=_UNAUTHENTICATED)
 
 
 def current_tenant() -> str:
@@ -43,19 +43,19 @@ def current_caller() -> Caller:
 
 
 def set_current_caller(caller: Caller) -> None:
-    """For interceptors: what `current_caller` and `current_tenant` say for the rest of this call."""
+    """Set what `current_caller` and `current_tenant` return for the rest of this call. For interceptors."""
     _current.set(caller)
 
 
 class Authenticator:
     """Turns the metadata of a call into a tenant.
 
-    With tokens: `authorization: Bearer TOKEN` is required of every caller and decides the tenant; a caller
-    that also names a tenant must name that one. Without: `outrider-tenant`, or "default", and nobody is an operator.
+    With tokens: `authorization: Bearer TOKEN` is required and decides the tenant; a caller that also sends
+    `outrider-tenant` must send that one. Without: `outrider-tenant`, or "default", and no caller is an operator.
     """
 
     def __init__(self, tenants: Mapping[str, str | Caller] | None = None) -> None:
-        """`tenants` maps a token to its tenant, or to its `Caller`; None takes callers at their word."""
+        """`tenants` maps a token to its tenant, or to its `Caller`; None requires no tokens."""
         self._callers: dict[bytes, Caller] | None = None
         if tenants is not None:
             self._callers = {
@@ -66,9 +66,9 @@ class Authenticator:
     @classmethod
     def from_file(cls, path: str) -> Authenticator:
         """Read `TOKEN TENANT` and `TOKEN TENANT operator` lines; `#` begins a comment, and `tenant` a line that
-        `TenantTable` reads. An empty path asks for no tokens.
+        `TenantTable` reads. An empty path requires no tokens.
 
-        Raises `SettingsError` for an unreadable file and for lines that cannot be meant.
+        Raises `SettingsError` for an unreadable file and malformed lines.
         """
         if not path:
             return cls()
@@ -96,7 +96,7 @@ class Authenticator:
         return self._callers is not None
 
     def caller(self, metadata: Metadata) -> Caller:
-        """Who calls. Raises `Unauthenticated`, `PermissionDenied`, or `InvalidField`."""
+        """The caller. Raises `Unauthenticated`, `PermissionDenied`, or `InvalidField`."""
         pairs = list(metadata)
         named = [value for key, value in pairs if key == TENANT_KEY]
         for value in named:
@@ -116,7 +116,7 @@ class Authenticator:
         token = given[0] if len(given) == 1 and isinstance(given[0], str) else ""
         scheme, _, secret = token.partition(" ")
         owner: Caller | None = None
-        # Every token is compared, in constant time each, so that neither length of match nor rank shows.
+        # Every token is compared, in constant time each, so that timing reveals neither match length nor position.
         for known, caller in (self._callers or {}).items():
             if hmac.compare_digest(known, secret.encode()):
                 owner = caller

@@ -1,1 +1,1 @@
-"""Every span, attribute and metric by name, and what records them."""
+"""Every span, attribute and metric by name, and the code that records them."""

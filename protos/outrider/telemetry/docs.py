@@ -61,7 +61,7 @@ _TABLES: Mapping[str, Callable[[], str]] = MappingProxyType(
 
 
 def render(page: str) -> str:
-    """The page with every marked table as the code has it. Raises `KeyError` for a mark that names no table."""
+    """The page with every marked table replaced. Raises `KeyError` for a mark with an unknown table."""
     return _MARKED.sub(lambda mark: mark[1] + _TABLES[mark[2]]() + mark[3], page)
 
 

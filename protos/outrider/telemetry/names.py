@@ -1,17 +1,13 @@
-"""Every span, attribute and metric of Outrider, by name: the one table that code, docs, dashboard and tests read.
+"""Every span and attribute of Outrider, by name: the one table that code, docs and tests read.
 
-Spans and attributes follow OpenTelemetry's conventions where there are any: `rpc.*` (release candidate) and `gen_ai.*`
-(development). Nothing is agreed on for speculative decoding, so the rest is `outrider.*`. Metrics are
-Prometheus's and stand in `outrider.telemetry.table`. No value anywhere holds prompt text or token ids.
+They follow OpenTelemetry's conventions where there are any: `rpc.*` (release candidate) and `gen_ai.*` (development).
+There are none for speculative decoding, so the rest is `outrider.*`. Metrics are in `outrider.telemetry.table`. No
+value anywhere holds prompt text or token ids.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from outrider.telemetry.table import METRICS, MetricSpec
-
-__all__ = ["ATTRIBUTES", "METRICS", "SPANS", "Attribute", "MetricSpec", "SpanSpec"]
 
 TARGET_SERVICE = "outrider-target"
 DRAFT_SERVICE = "outrider-draft"
@@ -32,7 +28,7 @@ class Attribute:
 
 @dataclass(frozen=True, slots=True)
 class SpanSpec:
-    """One kind of span: its name, OpenTelemetry kind, who records it, and the names of what it may carry."""
+    """One kind of span: its name, OpenTelemetry kind, the service that records it, and its possible attributes."""
 
     name: str
     kind: str
@@ -49,7 +45,7 @@ _ATTRIBUTES = (
     Attribute("server.address", "string", "where the client called"),
     Attribute("gen_ai.operation.name", "string", "chat or text_completion"),
     Attribute("gen_ai.provider.name", "string", "always outrider"),
-    Attribute("gen_ai.request.model", "string", "model the caller asked for"),
+    Attribute("gen_ai.request.model", "string", "requested model"),
     Attribute("gen_ai.request.max_tokens", "int", "output tokens at most"),
     Attribute("gen_ai.request.temperature", "double", "sampling temperature"),
     Attribute("gen_ai.request.top_k", "int", "top-k in force; absent when off"),
@@ -75,7 +71,7 @@ _ATTRIBUTES = (
     Attribute("outrider.accepted_by_depth", "int[]", "[d]: steps that kept a node at depth d + 1"),
     Attribute("outrider.mean_accepted_length", "double", "tokens per step, the target's own included"),
     Attribute("outrider.draft_wait", "double", "time spent waiting for the draft", "s"),
-    Attribute("outrider.fallback_steps", "int", "steps that wanted a draft and went on without"),
+    Attribute("outrider.fallback_steps", "int", "steps without the draft that they should have had"),
     Attribute("outrider.preemptions", "int", "times the sequence lost its KV pages and began again"),
     Attribute("outrider.model_version", "int", "version of the target's weights; of a request, those it ended with"),
     Attribute("outrider.step", "int", "number of the step within its sequence"),

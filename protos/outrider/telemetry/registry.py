@@ -1,9 +1,9 @@
-"""Metrics that cost well under a microsecond to write: plain numbers, made into Prometheus families when scraped.
+"""Metrics that cost well under a microsecond to write: plain numbers, turned into Prometheus families when scraped.
 
-prometheus_client's own counters take a lock per write, and its histograms walk their buckets. A step writes some
-twenty values, so here a writer adds to plain numbers, and `MetricSet.collect` reads them, a few times a minute, in
-the scraping thread. One thread at a time may write one series; a scrape may see a step half counted, never a
-counter that falls. prometheus_client does the rest: registry, both text formats, HTTP.
+prometheus_client's own counters take a lock per write, and its histograms walk their buckets. A step writes some twenty
+values, so here a writer adds to plain numbers, and `MetricSet.collect` reads them, a few times a minute, in the
+scraping thread. One thread at a time may write one series; a scrape may see a step half counted, but never a counter
+that falls. prometheus_client does the rest: registry, both text formats, HTTP.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Labels = tuple[str, ...]
 Reading = tuple[str, Labels, float]
 Series = TypeVar("Series")
 
-# How vLLM calls what our labels say, and counts it: its positions start at 0.
+# vLLM's names for our labels, and its values for them; its positions start at 0.
 _VLLM_LABEL_NAMES: Mapping[str, str] = MappingProxyType({"depth": "position", "outcome": "finished_reason"})
 _VLLM_REASONS: Mapping[str, str] = MappingProxyType(
     {"end_of_sequence": "stop", "stop": "stop", "length": "length", "cancelled": "abort"}
@@ -97,7 +97,7 @@ class MetricSet(Collector):
                 self.histogram(spec.name)
 
     def counter(self, name: str, *labels: str) -> Counter:
-        """The counter of these label values, made on first use. Keep it: finding it costs more than adding to it."""
+        """The counter of these label values, made on first use. Keep it: the look-up costs more than `add`."""
         self._check(name, "counter", labels)
         return _find(self._counters.setdefault(name, {}), labels, Counter)
 
@@ -107,21 +107,21 @@ class MetricSet(Collector):
         return _find(self._histograms.setdefault(name, {}), labels, lambda: Histogram(spec.buckets))
 
     def gauges(self, source: Callable[[], Iterable[Reading]]) -> None:
-        """Ask `source`, in the scraping thread, for the values of gauges at every scrape."""
+        """Call `source` for the values of gauges at every scrape, in the scraping thread."""
         self._sources.append(source)
 
     def _check(self, name: str, kind: str, labels: Labels) -> MetricSpec:
         spec = self._specs[name]
         if spec.type != kind or len(labels) != len(spec.labels):
-            raise ValueError(f"{name} is a {spec.type} with labels {spec.labels}, asked for a {kind} with {labels}")
+            raise ValueError(f"{name} is a {spec.type} with labels {spec.labels}, used as a {kind} with {labels}")
         return spec
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: registration must not scrape an engine that has not started."""
+        """Return nothing: registration must not scrape an engine that has not started."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """Every family, as of now."""
+        """Every family with its current values."""
         readings: dict[str, dict[Labels, float]] = {}
         for source in self._sources:
             for name, labels, value in source():
@@ -148,7 +148,7 @@ class MetricSet(Collector):
 
 
 class VllmNames(Collector):
-    """The metrics that have a counterpart in vLLM, under its names and labels, for dashboards made for it."""
+    """The metrics that have a counterpart in vLLM, under its names and labels, for its dashboards."""
 
     def __init__(self, metrics: MetricSet, model: str) -> None:
         self._metrics = metrics
@@ -164,7 +164,7 @@ class VllmNames(Collector):
                 yield self._renamed(family, name)
 
     def _renamed(self, family: Metric, name: str) -> Metric:
-        """The same samples; those that fall together, as all errors do, are added up."""
+        """The same samples under other names; those with equal labels, such as all errors, are added up."""
         renamed = Metric(name, family.documentation, family.type)
         sums: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
         for sample in family.samples:
@@ -190,7 +190,7 @@ def _find(series: dict[Labels, Series], labels: Labels, make: Callable[[], Serie
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float] | tuple[str, float, Exemplar]]:
-    """Cumulative buckets with their exemplars, in the form of the exposition."""
+    """Cumulative buckets with their exemplars, as in the exposition format."""
     buckets: list[tuple[str, float] | tuple[str, float, Exemplar]] = []
     total = 0
     for place, (bound, count) in enumerate(zip((*histogram.bounds, float("inf")), list(histogram.counts), strict=True)):
@@ -201,7 +201,7 @@ def _buckets(histogram: Histogram) -> list[tuple[str, float] | tuple[str, float,
     return buckets
 
 
-# Requests at once, and what each may take to come: more, or slower ones, are hung up on. A scraper sends one of a few
+# Concurrent requests, and seconds for one to arrive; connections past these limits are closed. A scraper sends a few
 # hundred bytes every few seconds.
 _MOST_REQUESTS = 16
 _REQUEST_SECONDS = 5.0
@@ -211,14 +211,14 @@ class _QuietHandler(WSGIRequestHandler):
     timeout = _REQUEST_SECONDS
 
     def handle(self) -> None:
-        """One request; one that stops half-way, or comes byte by byte, is given up."""
+        """Handle one request; one that does not arrive in time is dropped."""
         hang_up = threading.Timer(_REQUEST_SECONDS, self._hang_up)
         hang_up.daemon = True
         hang_up.start()
         try:
             super().handle()
         except OSError:
-            # A timeout, or a caller that has gone.
+            # A timeout, or a caller that disconnected.
             self.close_connection = True
         finally:
             hang_up.cancel()
@@ -228,21 +228,21 @@ class _QuietHandler(WSGIRequestHandler):
             self.connection.shutdown(socket.SHUT_RDWR)
 
     def log_message(self, format: str, *args: object) -> None:
-        """A scrape every few seconds is no news."""
+        """Do not log scrapes."""
 
 
 class MetricsServer:
-    """`/metrics` over HTTP, in threads of its own. OpenMetrics, with exemplars, for scrapers that accept it.
+    """`/metrics` over HTTP, in its own threads. OpenMetrics, with exemplars, for scrapers that accept it.
 
-    `/metrics/vllm` has the vLLM names, in the plain text format only: prometheus_client writes colons in names as
-    underscores in the other.
+    `/metrics/vllm` has vLLM's names, in the plain text format only: prometheus_client replaces colons in names by
+    underscores in OpenMetrics.
 
-    A port of loopback answers to addresses and this machine's names alone, so that no page of the web reads it by a
-    name of its own (`outrider.host_names`). Others answer to any name: a scraper may know the machine by any.
+    A loopback port accepts only addresses and this machine's names as `Host`, so that no web page can read it
+    (`outrider.host_names`). Other ports accept any name, since a scraper may use any name of the machine.
     """
 
     def __init__(self, address: str, collectors: Iterable[Collector], vllm: Collector | None = None) -> None:
-        """Serve on HOST:PORT; port 0 takes a free one. Raises `SettingsError` when that cannot be."""
+        """Serve on HOST:PORT; port 0 takes a free one. Raises `SettingsError` if the port cannot be bound."""
         host, _, port = address.rpartition(":")
         host = host.strip("[]") or "127.0.0.1"
         self._names = HostNames.of_listener(host) if is_loopback(host) else None
@@ -261,7 +261,7 @@ class MetricsServer:
         self._thread.start()
 
     def add(self, collectors: Iterable[Collector], vllm: Collector | None = None) -> None:
-        """Tell of these too from now on: a process that loads a model has nothing to tell of it before."""
+        """Also export these from now on: a service has most metrics only once its model is loaded."""
         for collector in collectors:
             self._registry.register(collector)
         if vllm is not None:
@@ -274,9 +274,9 @@ class MetricsServer:
         self._thread.join()
 
     def _answer(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        # Scrapers of HTTP/1.0 may leave it out; every browser names the host.
-        called = environ.get("HTTP_HOST")
-        if called and self._names is not None and not self._names.answers(called):
+        # HTTP/1.0 scrapers may omit it; browsers always send it.
+        host = environ.get("HTTP_HOST")
+        if host and self._names is not None and not self._names.answers(host):
             start_response("403 Forbidden", [("Content-Type", "text/plain")])
             return [b"a metrics port of loopback answers to addresses and its machine's own names alone\n"]
         path = environ["PATH_INFO"]
@@ -291,7 +291,7 @@ class MetricsServer:
 
 
 class _BoundedServer(ThreadingWSGIServer):
-    """Hangs up on those that are too many, where `ThreadingWSGIServer` starts a thread for each."""
+    """Closes connections past a limit; `ThreadingWSGIServer` would start a thread for each."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)

@@ -1,4 +1,4 @@
-"""A server interceptor that counts calls by method and status. Outermost, so that it sees what the caller sees."""
+"""A server interceptor that counts calls by method and status. Outermost, so that it sees the final status."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from outrider.serving.interceptors import Context, Continuation, Handler, guarde
 from outrider.telemetry.registry import MetricSet, Reading
 from outrider.telemetry.table import RPC
 
-# A caller's clock starts before ours, by the way of its request, so at its deadline it hangs up while we have a little
-# left. Chosen, not measured: longer than a request is under way between hosts of one place, and than a busy loop holds
-# up the header; a caller that gives up of itself this close to its deadline is counted as one that ran out of time.
+# A caller's deadline starts before ours, by the request's travel time, so it disconnects while we have a little time
+# left. Chosen, not measured: longer than the travel time within a data centre and the delay of a busy loop. A caller
+# that cancels this close to its deadline is counted as one whose deadline passed.
 DEADLINE_SLACK_S = 0.05
 
 
 def ended_with(context: Context, error: BaseException | None) -> str:
-    """The gRPC status by name that a call ends with, found out inside its handler.
+    """The name of the gRPC status that a call ends with, as seen inside its handler.
 
-    A call whose caller went away has no status of its own: it is CANCELLED, or DEADLINE_EXCEEDED once its time is up.
+    A call whose caller disconnected has no status yet: CANCELLED, or DEADLINE_EXCEEDED once its time is over.
     """
     if isinstance(error, asyncio.CancelledError):
         remaining = context.time_remaining()
         return "DEADLINE_EXCEEDED" if remaining is not None and remaining <= DEADLINE_SLACK_S else "CANCELLED"
-    # None until something sets it, whatever the stubs say.
+    # None until it is set; the stubs omit that.
     code: grpc.StatusCode | int | None = context.code()
     if isinstance(code, grpc.StatusCode):
         return code.name
@@ -34,7 +34,7 @@ def ended_with(context: Context, error: BaseException | None) -> str:
 
 
 class RpcMetricsInterceptor(grpc.aio.ServerInterceptor):
-    """Counts ended calls, and those under way. Only methods that exist are counted, so that labels stay few."""
+    """Counts ended calls and calls in flight. Only existing methods are counted, so that labels stay few."""
 
     def __init__(self) -> None:
         self.metrics = MetricSet(RPC)

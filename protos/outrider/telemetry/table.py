@@ -1,4 +1,4 @@
-"""Every Prometheus metric of Outrider: `outrider.telemetry.names` is where it is read from."""
+"""Every Prometheus metric of Outrider: the one table that code, docs, dashboard and tests read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class MetricSpec:
     vllm: str = ""
 
 
-# Seconds. Speculative decoding lives between 0.1 and 100 ms, where the advised bounds have next to nothing.
+# Seconds. Speculative decoding takes 0.1 to 100 ms, where Prometheus' default bounds are too coarse.
 FINE_SECONDS = (
     *(0.0001, 0.00015, 0.0002, 0.0003, 0.0004, 0.0005, 0.00075, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005),
     *(0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0),
@@ -82,7 +82,7 @@ _SPECULATION = (
     MetricSpec(
         "outrider_draft_round_trip_seconds",
         "histogram",
-        "From telling a draft of a commit to its answer.",
+        "From sending a commit to a draft until its answer.",
         unit="seconds",
         buckets=MICRO_SECONDS,
     ),
@@ -103,9 +103,9 @@ _SPECULATION = (
         "counter",
         "Accepted drafts of such requests that the model would not have drawn. Added when they end.",
     ),
-    MetricSpec("outrider_fallback_steps", "counter", "Sequence steps that wanted a draft and went on without one."),
+    MetricSpec("outrider_fallback_steps", "counter", "Sequence steps without the draft that they should have had."),
     MetricSpec("outrider_speculation_switches", "counter", "Times that load switched drafting on or off.", ("to",)),
-    MetricSpec("outrider_speculation_active", "gauge", "1 while drafts are asked for and a draft service is there."),
+    MetricSpec("outrider_speculation_active", "gauge", "1 while drafting is on and a draft service is connected."),
     MetricSpec("outrider_feature_vectors", "counter", "Hidden states of tokens sent to a draft that reads them."),
     MetricSpec("outrider_feature_bytes", "counter", "Bytes of hidden states sent to the draft."),
     MetricSpec("outrider_feature_bytes_kept", "gauge", "Memory of hidden states kept for a draft that connects late."),
@@ -277,7 +277,9 @@ GATEWAY = (
     ),
     MetricSpec("outrider_gateway_tokens", "counter", "Tokens of answers that were completed."),
     MetricSpec(
-        "outrider_gateway_retries", "counter", "Answers begun anew on another target, before their first token."
+        "outrider_gateway_retries",
+        "counter",
+        "Answers that were started again on another target, before their first token.",
     ),
     MetricSpec("outrider_gateway_running", "gauge", "Answers being written, by target.", ("target",)),
     MetricSpec("outrider_gateway_target_healthy", "gauge", "1 while requests may go to the target.", ("target",)),
@@ -296,7 +298,7 @@ DRAFT = (
     MetricSpec("outrider_draft_sequences_failed", "counter", "Sequences that failed, by reason.", ("reason",)),
     MetricSpec("outrider_draft_context_tokens", "counter", "Tokens that sequences were opened with."),
     MetricSpec("outrider_draft_committed_tokens", "counter", "Tokens that targets committed."),
-    MetricSpec("outrider_draft_advances", "counter", "Sequence advances taken in."),
+    MetricSpec("outrider_draft_advances", "counter", "Sequence advances handled."),
     MetricSpec("outrider_draft_growths", "counter", "Sequence growths sent."),
     MetricSpec("outrider_draft_nodes", "counter", "Nodes sent."),
     MetricSpec(
@@ -317,7 +319,7 @@ DRAFT = (
     MetricSpec(
         "outrider_draft_figure",
         "gauge",
-        "What the drafter says of itself, by name with unit.",
+        "Figures of the drafter, by name with unit.",
         ("figure",),
     ),
     MetricSpec("outrider_draft_info", "gauge", "Always 1; what drafts.", ("drafter", "version")),

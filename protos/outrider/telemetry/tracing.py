@@ -1,8 +1,8 @@
-"""Tracing of one process: set-up, and W3C trace context through gRPC metadata and through frames.
+"""Tracing of one process: set-up, and W3C trace context in gRPC metadata and frames.
 
-Spans are written when a request ends, with totals as attributes: a span per step would cost as much as the step's
-own bookkeeping. `target_service.telemetry.tracing` and `draft_service.telemetry.tracing` hold what each side records.
-Nothing here touches OpenTelemetry's global provider, so that two services in one process keep their own.
+Spans are written when a request ends, with totals as attributes: a span per step would cost as much as the step's own
+bookkeeping. The spans are in `target_service.telemetry.tracing` and `draft_service.telemetry.tracing`. OpenTelemetry's
+global provider is not used, so that two services in one process have their own.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ AttributeValue = str | bool | int | float | tuple[str, ...] | tuple[int, ...]
 _PROPAGATOR = TraceContextTextMapPropagator()
 _FIELDS = ("traceparent", "tracestate")
 EXPORT_TIMEOUT_SECONDS = 5.0
-# Statuses for which a server is at fault, by the RPC conventions; on a client every status but OK is an error.
+# Statuses that are a server's fault, by the RPC conventions; for a client every status but OK is an error.
 _SERVER_ERRORS = frozenset(("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"))
 _NO_CONTEXT: Mapping[str, str] = MappingProxyType({})
 
 
 class Tracing:
-    """The tracer of one process. Without a provider it records nothing and still passes trace context on."""
+    """The tracer of one process. Without a provider it records nothing but still propagates trace context."""
 
     def __init__(self, provider: TracerProvider | None = None, *, steps: bool = False) -> None:
-        """`steps` asks for a child span per step in requests that are traced."""
+        """`steps` adds a child span per step to traced requests."""
         self._provider = provider or NoOpTracerProvider()
         self.tracer: Tracer = self._provider.get_tracer("outrider")
         self.steps = steps
 
     def shutdown(self) -> None:
-        """Send what is buffered, for a few seconds at most. Call once, when the service has stopped."""
+        """Export buffered spans, for a few seconds at most. Call once, when the service has stopped."""
         stop = getattr(self._provider, "shutdown", None)
         if stop is not None:
             stop()
@@ -54,7 +54,7 @@ def set_up_tracing(
     """
     if not endpoint:
         return Tracing(steps=steps)
-    # Imported here: a service that does not export needs neither the SDK nor the exporter.
+    # Imported here: a service without an endpoint needs neither SDK nor exporter.
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider as SdkTracerProvider
@@ -76,13 +76,13 @@ def set_up_tracing(
 
 
 def context_from_metadata(metadata: Metadata | None) -> Context:
-    """The caller's trace context. Whatever is malformed counts as absent."""
+    """The caller's trace context; empty if it is malformed."""
     carrier = {key: value for key, value in metadata or () if key in _FIELDS and isinstance(value, str)}
     return _PROPAGATOR.extract(carrier, Context())
 
 
 def context_from_traceparent(traceparent: str) -> Context:
-    """The trace context of a `traceparent` field; an empty context when it is empty or malformed."""
+    """The trace context of a `traceparent` field; empty if that is empty or malformed."""
     return _PROPAGATOR.extract({"traceparent": traceparent} if traceparent else _NO_CONTEXT, Context())
 
 
@@ -96,12 +96,12 @@ def metadata_of(span: Span) -> tuple[tuple[str, str], ...]:
 
 
 def traceparent_of(span: Span) -> str:
-    """The W3C `traceparent` that makes others children of `span`; empty for a span without a trace."""
+    """The W3C `traceparent` for children of `span`; empty for a span without a trace."""
     return dict(metadata_of(span)).get("traceparent", "")
 
 
 def sampled_trace_id(traceparent: str) -> str:
-    """The trace id to put on an exemplar, 32 hex digits; empty when the trace is not recorded."""
+    """The trace id of an exemplar, 32 hex digits; empty if the trace is not recorded."""
     span = trace.get_current_span(context_from_traceparent(traceparent)).get_span_context()
     return trace.format_trace_id(span.trace_id) if span.is_valid and span.trace_flags.sampled else ""
 
@@ -109,8 +109,8 @@ def sampled_trace_id(traceparent: str) -> str:
 def end_rpc(span: Span, code: str, reason: str = "", *, server: bool = True) -> None:
     """End the span of a call with its gRPC status by name, such as "OK" or "CANCELLED".
 
-    By the conventions a server's span is an error only where the server is at fault, so a caller that cancels, or
-    that asks for what cannot be, leaves it unset; `error.type` says why in every case.
+    By the conventions a server's span is an error only if the server is at fault, and not when a caller cancels or
+    sends an invalid request; `error.type` has the reason in every case.
     """
     span.set_attribute("rpc.response.status_code", code)
     if code != "OK":
@@ -121,7 +121,7 @@ def end_rpc(span: Span, code: str, reason: str = "", *, server: bool = True) -> 
 
 
 class Clock:
-    """Turns monotonic nanoseconds into epoch nanoseconds, by one reading of both clocks."""
+    """Converts monotonic nanoseconds to epoch nanoseconds, by one reading of both clocks."""
 
     __slots__ = ("_offset",)
 

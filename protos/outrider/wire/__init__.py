@@ -1,1 +1,1 @@
-"""Between the messages of the contract and plain values."""
+"""Messages of the contract to plain values and back."""

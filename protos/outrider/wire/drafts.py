@@ -1,7 +1,6 @@
-"""Between the frames of draft.proto and plain values; the rules are those of `outrider.wire.trees`.
+"""Frames of draft.proto to plain values and back; the rules are those of `outrider.wire.trees`.
 
-The frames of many sequences travel in one message, so each sequence's part is converted by itself: a bad part
-harms its own sequence only.
+One frame holds parts of many sequences. Each part is converted by itself, so a bad part fails only its own sequence.
 """
 
 from __future__ import annotations
@@ -47,21 +46,21 @@ _MAX_DRAFTER_NAME = 64
 
 
 def limits_from_pb(pb: draft_pb2.TreeLimits, field_path: str = "limits") -> TreeLimits:
-    """Checked limits; zero stands for the draft's own."""
+    """Checked limits; 0 means the draft's own."""
     if pb.max_nodes > MAX_NODES:
         raise InvalidField(f"{field_path}.max_nodes", f"is more than {MAX_NODES}")
     return TreeLimits(pb.max_nodes, pb.max_depth)
 
 
 def limits_to_pb(limits: TreeLimits) -> draft_pb2.TreeLimits:
-    """The limits as they are."""
+    """The limits as a message."""
     return draft_pb2.TreeLimits(max_nodes=limits.max_nodes, max_depth=limits.max_depth)
 
 
 def open_from_pb(pb: draft_pb2.OpenSequence, max_context: int) -> OpenSequence:
-    """A checked open. Token ids are held against the vocabulary size that the open itself declares.
+    """A checked open. Token ids must be below the vocabulary size that the open itself declares.
 
-    Raises `PositionOutOfRange` for more of them than `max_context`, before any is looked at.
+    Raises `PositionOutOfRange` for more token ids than `max_context`, before any is read.
     """
     if len(pb.token_ids) > max_context:
         raise PositionOutOfRange("the sequence is longer than the drafter follows", limit=max_context)
@@ -99,7 +98,7 @@ def open_from_pb(pb: draft_pb2.OpenSequence, max_context: int) -> OpenSequence:
 
 
 def open_to_pb(sequence: OpenSequence) -> draft_pb2.OpenSequence:
-    """The open as it is."""
+    """The open as a message."""
     return draft_pb2.OpenSequence(
         sequence_id=sequence.sequence_id,
         tenant=sequence.tenant,
@@ -120,11 +119,11 @@ def open_to_pb(sequence: OpenSequence) -> draft_pb2.OpenSequence:
 def advance_from_pb(
     pb: draft_pb2.SequenceAdvance, vocabulary_size: int, field_path: str = "advance"
 ) -> SequenceAdvance:
-    """A checked advance of one sequence, whose vocabulary the caller knows."""
+    """A checked advance of one sequence with this vocabulary."""
     token_ids = tuple(pb.token_ids)
     if not 1 <= len(token_ids) <= MAX_ROWS:
         raise InvalidField(f"{field_path}.token_ids", f"needs 1 to {MAX_ROWS} entries, has {len(token_ids)}")
-    # Field paths are made once something is wrong: most frames are sound, and every step has one.
+    # Field paths are built only for errors: every step has such a frame, and most are valid.
     if max(token_ids) >= vocabulary_size:
         check_token_ids(token_ids, vocabulary_size, f"{field_path}.token_ids")
     features = vectors_from_pb(pb.features, f"{field_path}.features") if pb.HasField("features") else None
@@ -144,8 +143,8 @@ def advance_to_pb(advance: SequenceAdvance) -> draft_pb2.SequenceAdvance:
 def growth_from_pb(
     pb: draft_pb2.SequenceGrowth, vocabulary_size: int, max_nodes: int = MAX_NODES, field_path: str = "growth"
 ) -> SequenceGrowth:
-    """A growth whose shape, ids and numbers are sound. Whether its ids fit the tree is not known here."""
-    # A slice copies a field at once, where iterating over it makes a call for each entry.
+    """A growth with valid shape, ids and numbers. Whether its ids fit the tree is checked by `GrowingTree`."""
+    # A slice copies a whole field in C; iteration makes a call for each entry.
     token_ids, parent_ids, scores = tuple(pb.token_ids[:]), tuple(pb.parent_ids[:]), tuple(pb.scores[:])
     nodes, first = len(token_ids), pb.first_node_id
     if nodes > max_nodes:
@@ -158,8 +157,22 @@ def growth_from_pb(
         raise InvalidField(f"{field_path}.scores", f"needs {nodes} entries, has {len(scores)}")
     if not 1 <= first <= MAX_NODE_ID - nodes:
         raise InvalidField(f"{field_path}.first_node_id", f"is not in 1..{MAX_NODE_ID - nodes}")
-    if nodes and not _sound(token_ids, parent_ids, scores, first, vocabulary_size):
-        _name_fault(token_ids, parent_ids, scores, first, vocabulary_size, field_path)
+    # Passes that run in C, for every growth; a sum that holds a NaN is NaN.
+    valid = not nodes or (
+        max(token_ids) < vocabulary_size
+        and all(map(gt, range(first, first + nodes), parent_ids))
+        and min(scores) >= 0.0
+        and max(scores) <= 1.0
+        and isfinite(sum(scores))
+    )
+    if not valid:
+        check_token_ids(token_ids, vocabulary_size, f"{field_path}.token_ids")
+        for i, (parent, score) in enumerate(zip(parent_ids, scores, strict=True)):
+            if parent >= first + i:
+                raise InvalidField(f"{field_path}.parent_ids[{i}]", "is not an earlier node")
+            # Written so that NaN fails.
+            if not 0.0 <= score <= 1.0:
+                raise InvalidField(f"{field_path}.scores[{i}]", "is not in [0, 1]")
     distributions: dict[int, DraftDistribution] = {}
     if pb.distributions:
         distributions = distributions_from_pb(pb.distributions, vocabulary_size, f"{field_path}.distributions")
@@ -178,41 +191,6 @@ def growth_from_pb(
     )
 
 
-def _sound(
-    token_ids: tuple[int, ...],
-    parent_ids: tuple[int, ...],
-    scores: tuple[float, ...],
-    first: int,
-    vocabulary_size: int,
-) -> bool:
-    """Whether `_name_fault` would find nothing, in passes that run in C; a sum that holds a NaN is NaN."""
-    return (
-        max(token_ids) < vocabulary_size
-        and all(map(gt, range(first, first + len(parent_ids)), parent_ids))
-        and min(scores) >= 0.0
-        and max(scores) <= 1.0
-        and isfinite(sum(scores))
-    )
-
-
-def _name_fault(
-    token_ids: tuple[int, ...],
-    parent_ids: tuple[int, ...],
-    scores: tuple[float, ...],
-    first: int,
-    vocabulary_size: int,
-    field_path: str,
-) -> None:
-    """Raise `InvalidField` for the first entry that may not be."""
-    check_token_ids(token_ids, vocabulary_size, f"{field_path}.token_ids")
-    for i, (parent, score) in enumerate(zip(parent_ids, scores, strict=True)):
-        if parent >= first + i:
-            raise InvalidField(f"{field_path}.parent_ids[{i}]", "is not an earlier node")
-        # Written so that NaN fails.
-        if not 0.0 <= score <= 1.0:
-            raise InvalidField(f"{field_path}.scores[{i}]", "is not in [0, 1]")
-
-
 def growth_to_pb(growth: SequenceGrowth) -> draft_pb2.SequenceGrowth:
     """The growth of one sequence."""
     return draft_pb2.SequenceGrowth(
@@ -228,18 +206,18 @@ def growth_to_pb(growth: SequenceGrowth) -> draft_pb2.SequenceGrowth:
 
 
 def failure_from_pb(pb: draft_pb2.SequenceStatus) -> SequenceFailure:
-    """What went wrong with one sequence, by reason and message."""
+    """The failure of one sequence, with the reason and message of its status."""
     error = error_of(pb.status)
     return SequenceFailure(pb.sequence_id, error.reason, error.message)
 
 
 def failure_to_pb(sequence_id: int, error: OutriderError) -> draft_pb2.SequenceStatus:
-    """The failure of one sequence, with the details of `error`."""
+    """The failure of one sequence, with the status of `error`."""
     return draft_pb2.SequenceStatus(sequence_id=sequence_id, status=status_of(error))
 
 
 def info_from_pb(pb: draft_pb2.GetDraftInfoResponse) -> DraftInfo:
-    """What a draft says of itself, within bounds."""
+    """A draft's description of itself, within bounds."""
     if len(pb.drafter) > _MAX_DRAFTER_NAME:
         raise InvalidField("drafter", f"is longer than {_MAX_DRAFTER_NAME} characters")
     check_vocabulary_size(pb.vocabulary_size, "vocabulary_size")
@@ -255,7 +233,7 @@ def info_from_pb(pb: draft_pb2.GetDraftInfoResponse) -> DraftInfo:
 
 
 def info_to_pb(info: DraftInfo) -> draft_pb2.GetDraftInfoResponse:
-    """What a draft says of itself."""
+    """A draft's description of itself as a message."""
     return draft_pb2.GetDraftInfoResponse(
         drafter=info.drafter,
         vocabulary_size=info.vocabulary_size,
@@ -268,7 +246,7 @@ def info_to_pb(info: DraftInfo) -> draft_pb2.GetDraftInfoResponse:
 
 
 def corpus_to_pb(corpus: CorpusInfo) -> draft_pb2.Corpus:
-    """A corpus as it is listed."""
+    """One entry of a list of corpora."""
     return draft_pb2.Corpus(
         corpus=corpus.name,
         tenant=corpus.owner,
@@ -281,5 +259,5 @@ def corpus_to_pb(corpus: CorpusInfo) -> draft_pb2.Corpus:
 
 
 def corpus_from_pb(pb: draft_pb2.Corpus) -> CorpusInfo:
-    """What `corpus_to_pb` made a message of."""
+    """The entry that `corpus_to_pb` encoded."""
     return CorpusInfo(pb.corpus, pb.tenant, pb.tokens, pb.documents, pb.nodes, pb.bytes)

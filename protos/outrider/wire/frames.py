@@ -1,4 +1,4 @@
-"""What travels between target and draft, as plain values. `outrider.wire.trees` turns them into protobuf and back."""
+"""The frames between target and draft as plain values. `outrider.wire.drafts` converts them from and to protobuf."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import DraftDistribution
 
 DEFAULT_TENANT = "default"
-# Of one element, by the name of its type.
+# Bytes of one element, by type name.
 ELEMENT_BYTES = MappingProxyType({"float32": 4, "bfloat16": 2, "float8_e4m3": 1})
-# Of the vectors of one sequence in one frame.
+# Bytes of the vectors of one sequence in one frame.
 MAX_FEATURE_BYTES = 1 << 20
-# A growth names a sequence's root, whatever it is at base_step, by this id.
+# The node id of a sequence's root at a growth's base_step.
 ROOT_ID = 0
 MAX_OUTSTANDING_CREDIT = 1024
-# Token ids stand in arrays of int32 wherever they are kept, and so does their number.
+# Token ids and vocabulary sizes are kept in int32 arrays.
 MAX_VOCABULARY = 2**31 - 1
-# Parts of one frame, each about one sequence: with trees of 255 nodes such a frame has 0.6 MB, and with as many tokens
-# as a step can commit it has 65,536 of them.
+# Parts of one frame, each for one sequence: 0.6 MB with trees of 255 nodes, or 65,536 tokens with as many as a step
+# can commit.
 MAX_SEQUENCES_PER_FRAME = 256
 # Sequences that one frame closes.
 MAX_CLOSED_PER_FRAME = 4096
@@ -30,7 +30,7 @@ MAX_CLOSED_PER_FRAME = 4096
 
 @dataclass(frozen=True, slots=True)
 class TreeLimits:
-    """Bounds of the live tree of one sequence, the root not counted. Zero means the draft's own default."""
+    """Bounds of one sequence's tree, the root not counted. 0 means the draft's own default."""
 
     max_nodes: int = 0
     max_depth: int = 0
@@ -38,17 +38,16 @@ class TreeLimits:
 
 @dataclass(frozen=True, slots=True)
 class FeatureRequest:
-    """The hidden states that a drafter reads of the target: one vector for each token.
+    """The hidden states of the target that a drafter reads: one vector per token.
 
     Attributes:
-        layers: decoder layers whose outputs are wanted, counted from 0. The number of layers stands for the state
-            after the last norm, which is what the target's lm_head reads. Vectors of several layers are joined in
-            this order.
-        width: of the vector that travels.
+        layers: decoder layers whose outputs are read, counted from 0; their number means the state after the last
+            norm, which the target's lm_head reads. Vectors of several layers are concatenated in this order.
+        width: elements of the vector on the wire.
         dtype: on the wire: "float32", "bfloat16" or "float8_e4m3".
-        projected: the target applies the head's projection to the joined vectors, and sends what comes out.
-        required: the drafter drafts nothing without them; one that merely drafts better is asked for drafts anyway.
-        window: tokens before the root that the drafter looks back at; 0 is all.
+        projected: the target applies the head's projection to the concatenated vectors and sends the result.
+        required: the drafter cannot draft without them; one that only drafts better with them is used without.
+        window: tokens before the root that the drafter reads; 0 is all.
         projection_fingerprint: SHA-256, in hex, of the projection's weight as bfloat16; empty when unknown.
     """
 
@@ -63,9 +62,9 @@ class FeatureRequest:
 
 @dataclass(frozen=True, slots=True)
 class Vectors:
-    """Vectors of consecutive tokens as they travel: `data` holds `count` rows of `width` little-endian elements.
+    """Vectors of consecutive tokens on the wire: `data` holds `count` rows of `width` little-endian elements.
 
-    `scales` has one factor for each row, or is empty, which is a factor of 1.
+    `scales` has one factor per row; empty means factors of 1.
     """
 
     dtype: str
@@ -80,7 +79,7 @@ class Vectors:
 
 @dataclass(frozen=True, slots=True)
 class OpenSequence:
-    """A sequence as it is sent to the draft first, or again after a reconnect."""
+    """A sequence as it is first sent to the draft, or sent again after a reconnect."""
 
     sequence_id: int
     token_ids: tuple[int, ...]
@@ -94,7 +93,7 @@ class OpenSequence:
     tenant: str = DEFAULT_TENANT
     corpus: str = ""
     traceparent: str = ""
-    # Of the weights that will say what comes next; 0 from a target that does not say.
+    # Version of the target's weights; 0 where the target reports none.
     model_version: int = 0
 
 
@@ -102,7 +101,7 @@ class OpenSequence:
 class SequenceAdvance:
     """What one step committed for one sequence. `step` counts the commits, this one included.
 
-    `features` belong to the last tokens that can have one, of which the last is the one before the new root.
+    `features` are those of the last tokens before the new root, which has none yet.
     """
 
     sequence_id: int
@@ -113,7 +112,7 @@ class SequenceAdvance:
 
 @dataclass(frozen=True, slots=True)
 class SequenceFeatures:
-    """Features of tokens that the draft has: `vectors` row i belongs to token `position` + i of the sequence."""
+    """Features of tokens that the draft already has: row i of `vectors` is that of token `position` + i."""
 
     sequence_id: int
     position: int
@@ -124,8 +123,8 @@ class SequenceFeatures:
 class SequenceGrowth:
     """Nodes added to one sequence's tree; meaning as in draft.proto.
 
-    Node i has id `first_node_id + i`; `parent_ids[i]` is an earlier id, or ROOT_ID for the root at `base_step`. They
-    are tuples, or `array.array`s where an engine receives many: numpy reads those without a copy.
+    Node i has id `first_node_id + i`; `parent_ids[i]` is an earlier id, or ROOT_ID for the root at `base_step`. Numbers
+    are in tuples, or in `array.array`s where an engine receives many: numpy reads those without a copy.
     """
 
     sequence_id: int
@@ -136,18 +135,18 @@ class SequenceGrowth:
     scores: tuple[float, ...] | array[float]
     distributions: dict[int, DraftDistribution] = field(default_factory=dict)
     replaces: bool = False
-    # Whether no node hangs below one of an earlier growth; None where it was not computed yet.
+    # See `is_self_contained`; None where it was not computed.
     self_contained: bool | None = field(default=None, compare=False)
 
 
 def is_self_contained(parent_ids: Iterable[int], first_node_id: int) -> bool:
-    """Whether a growth hangs below no earlier one: all parents are the root or nodes from `first_node_id` on."""
+    """Whether a growth needs no earlier one: all parents are the root or nodes from `first_node_id` on."""
     return min(filter(None, parent_ids), default=first_node_id) >= first_node_id
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceFailure:
-    """The draft gave up on one sequence; the target goes on without drafts for it."""
+    """The draft closed one sequence; the target continues it without drafts."""
 
     sequence_id: int
     reason: str
@@ -156,7 +155,7 @@ class SequenceFailure:
 
 @dataclass(frozen=True, slots=True)
 class DraftInfo:
-    """What a draft service says of itself. A vocabulary size of 0 means any."""
+    """A draft service's description of itself. A vocabulary size of 0 means any."""
 
     drafter: str
     vocabulary_size: int
@@ -169,13 +168,13 @@ class DraftInfo:
 
 @dataclass(frozen=True, slots=True)
 class CorpusInfo:
-    """A trie of a draft service as it is listed: a shared corpus, or a tenant's own trie, whose name is empty.
+    """An entry of a list of tries: a shared corpus, or a tenant's own trie, whose name is empty.
 
     Attributes:
         owner: the tenant that made it.
-        tokens: tokens learnt; in a tenant's own trie those of prompts and outputs too.
-        documents: documents learnt, where each piece of a long one counts.
-        nodes, bytes: its size, and the memory it takes.
+        tokens: tokens learnt; a tenant's own trie also counts those of prompts and outputs.
+        documents: documents learnt; each piece of a long one counts.
+        nodes, bytes: size and memory.
     """
 
     name: str
@@ -187,7 +186,7 @@ class CorpusInfo:
 
     @property
     def shared(self) -> bool:
-        """Whether every tenant may name it."""
+        """Whether every tenant may draft from it."""
         return bool(self.name)
 
 
@@ -201,30 +200,38 @@ class DraftEvents(Protocol):
         """The draft closed one sequence."""
 
     def on_connected(self, info: DraftInfo) -> None:
-        """The draft is there and has our vocabulary. The receiver opens its live sequences (again)."""
+        """A draft with the target's vocabulary is connected. The receiver opens its live sequences (again)."""
 
     def on_disconnected(self, reason: str) -> None:
-        """The draft is gone, and so is its state of every sequence."""
+        """The draft is disconnected, or could not be reached. It has lost its state of every sequence."""
 
     def on_lost(self, sequence_ids: Sequence[int]) -> None:
-        """Of several drafts the one that followed these sequences is gone. The receiver opens them again, and others
-        take them over."""
+        """The one of several drafts that followed these sequences is disconnected. The receiver opens them again, at
+        the others."""
 
 
 class DraftLink(Protocol):
-    """A target's way to its draft, remote or in process. Calls return at once and never raise for a lost draft."""
+    """A target's connection to its draft, remote or in process. Calls return at once and raise nothing for a lost
+    one."""
 
     def open(self, sequence: OpenSequence) -> None:
         """Start or resume a sequence."""
 
     def advance(self, advances: Sequence[SequenceAdvance]) -> None:
-        """Tell what a step committed: one call per engine step, and one frame unless features make it too large."""
+        """Send what a step committed: one call per engine step, and one frame unless features make it too large."""
 
     def send_features(self, features: Sequence[SequenceFeatures]) -> None:
-        """Bring features of known tokens, for a drafter that asked. Dropped where the draft does not keep up."""
+        """Send features of tokens sent before, for a drafter that requests them. Dropped if the draft is too slow."""
 
     def close(self, sequence_ids: Sequence[int]) -> None:
         """End sequences."""
 
     def cut_off(self, reason: str) -> None:
-        """Part from a draft that cannot be borne: it is gone then, for this reason, and for a while."""
+        """Disconnect a draft that sends too much, for this reason; it is connected to again after a pause."""
+
+
+class StoppableLink(DraftLink, Protocol):
+    """A `DraftLink` that holds a thread, a connection or a drafter."""
+
+    def stop(self) -> None:
+        """Free everything. Nothing is delivered afterwards. Idempotent."""

@@ -1,6 +1,6 @@
-"""Between the messages that features travel in and plain values; the rules are those of `outrider.wire.trees`.
+"""Hidden states on the wire to plain values and back; the rules are those of `outrider.wire.trees`.
 
-Whether elements are finite is for whoever turns them into numbers: here a tensor is its type, its shape and bytes.
+A tensor here is its type, its shape and bytes: its reader checks that the elements are finite.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ _DTYPES = {
 _DTYPES_TO_PB = {name: number for number, name in _DTYPES.items()}
 
 
-def _dtype_from_pb(number: int, field_path: str) -> str:
-    for known, name in _DTYPES.items():
-        if known == number:
-            return name
-    raise InvalidField(field_path, f"knows no element type {number}")
+def _dtype_from_pb(number: tree_pb2.Tensor.DType.ValueType, field_path: str) -> str:
+    if number not in _DTYPES:
+        raise InvalidField(field_path, f"{number} is no known element type")
+    return _DTYPES[number]
 
 
 def vectors_from_pb(pb: tree_pb2.Tensor, field_path: str) -> Vectors:
@@ -60,7 +59,7 @@ def vectors_to_pb(vectors: Vectors) -> tree_pb2.Tensor:
 
 
 def features_from_pb(pb: draft_pb2.SequenceFeatures, field_path: str) -> SequenceFeatures:
-    """Checked features of one sequence. Which tokens can have them is not known here."""
+    """Checked features of one sequence. Whether their positions fit the sequence is checked by its owner."""
     return SequenceFeatures(pb.sequence_id, pb.position, vectors_from_pb(pb.features, f"{field_path}.features"))
 
 
@@ -72,7 +71,7 @@ def features_to_pb(features: SequenceFeatures) -> draft_pb2.SequenceFeatures:
 
 
 def request_from_pb(pb: draft_pb2.FeatureRequest) -> FeatureRequest:
-    """The hidden states that a drafter asks for, within bounds. Whether the target has such layers is checked later."""
+    """The hidden states that a drafter requests, within bounds. Whether the target has such layers is checked later."""
     if not 1 <= len(pb.layers) <= MAX_LAYERS:
         raise InvalidField("features.layers", f"needs 1 to {MAX_LAYERS} entries, has {len(pb.layers)}")
     if not 1 <= pb.width <= MAX_WIDTH:
@@ -91,7 +90,7 @@ def request_from_pb(pb: draft_pb2.FeatureRequest) -> FeatureRequest:
 
 
 def request_to_pb(request: FeatureRequest) -> draft_pb2.FeatureRequest:
-    """The hidden states that a drafter asks for."""
+    """The hidden states that a drafter requests."""
     return draft_pb2.FeatureRequest(
         layers=request.layers,
         width=request.width,

@@ -7,7 +7,6 @@ of draft.proto are in `outrider.wire.drafts`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 
 import grpc
@@ -17,14 +16,14 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from outrider.errors import DOMAIN, InvalidField, OutriderError, all_errors
+from outrider.limits import TENANT_NAME
 from outrider.sampling import SamplingParams, TypicalAcceptance, VerificationMode
 from outrider.tree import MAX_ROWS, DraftDistribution, TokenTree
 from outrider.v1 import tree_pb2
 from outrider.wire.frames import DEFAULT_TENANT, MAX_VOCABULARY
 
-# Metadata that ends a Generate call whose draft gave its sequence up: the reason of the draft's error.
+# Trailing metadata of a Generate call whose draft refused its sequence: the reason of the draft's error.
 DRAFT_REFUSED_KEY = "outrider-draft-refused"
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _MODES = {
     tree_pb2.VERIFICATION_MODE_GREEDY: VerificationMode.GREEDY,
     tree_pb2.VERIFICATION_MODE_COUPLED: VerificationMode.COUPLED,
@@ -34,14 +33,13 @@ _MODES = {
 _MODES_TO_PB = {mode: number for number, mode in _MODES.items()}
 
 
-def mode_from_pb(number: int, field_path: str = "mode") -> VerificationMode | None:
-    """The mode asked for; None when the choice is left to the target."""
+def mode_from_pb(number: tree_pb2.VerificationMode.ValueType, field_path: str = "mode") -> VerificationMode | None:
+    """The requested mode; None when the choice is left to the target."""
     if number == tree_pb2.VERIFICATION_MODE_UNSPECIFIED:
         return None
-    for known, mode in _MODES.items():
-        if known == number:
-            return mode
-    raise InvalidField(field_path, f"knows no mode {number}")
+    if number not in _MODES:
+        raise InvalidField(field_path, f"{number} is no known mode")
+    return _MODES[number]
 
 
 def mode_to_pb(mode: VerificationMode | None) -> tree_pb2.VerificationMode.ValueType:
@@ -50,7 +48,7 @@ def mode_to_pb(mode: VerificationMode | None) -> tree_pb2.VerificationMode.Value
 
 
 def typical_from_pb(pb: tree_pb2.TypicalAcceptance, field_path: str = "typical") -> TypicalAcceptance:
-    """The checked rule; what is not set takes its default."""
+    """The checked rule, with defaults for what is not set."""
     default = TypicalAcceptance()
     rule = TypicalAcceptance(
         pb.epsilon if pb.HasField("epsilon") else default.epsilon, pb.delta if pb.HasField("delta") else default.delta
@@ -71,7 +69,7 @@ def tenant_from_pb(tenant: str, field_path: str = "tenant") -> str:
 
 def name_from_pb(text: str, field_path: str) -> str:
     """The name of a tenant or corpus, or the empty string. Names reach files and logs, hence the alphabet."""
-    if text and not _NAME.fullmatch(text):
+    if text and not TENANT_NAME.fullmatch(text):
         raise InvalidField(field_path, "needs at most 64 characters of [A-Za-z0-9._-]")
     return text
 
@@ -92,7 +90,7 @@ def check_token_ids(token_ids: Sequence[int], vocabulary_size: int, field_path: 
 def sampling_from_pb(
     pb: tree_pb2.SamplingParameters, vocabulary_size: int, field_path: str = "sampling"
 ) -> SamplingParams:
-    """Checked sampling parameters; what is not set takes its default."""
+    """Checked sampling parameters, with defaults for what is not set."""
     params = SamplingParams(
         temperature=pb.temperature,
         top_k=pb.top_k,
@@ -115,7 +113,7 @@ def sampling_from_pb(
 
 
 def sampling_to_pb(params: SamplingParams) -> tree_pb2.SamplingParameters:
-    """Every parameter, set or default; None stays absent."""
+    """Every parameter, also defaults; None stays absent."""
     return tree_pb2.SamplingParameters(
         temperature=params.temperature,
         top_k=params.top_k,
@@ -138,7 +136,7 @@ def sampling_to_pb(params: SamplingParams) -> tree_pb2.SamplingParameters:
 def distributions_from_pb(
     pbs: Iterable[tree_pb2.DraftDistribution], vocabulary_size: int, field_path: str
 ) -> dict[int, DraftDistribution]:
-    """Checked distributions by their parent, which the caller holds against its own rows or node ids."""
+    """Checked distributions by parent; the caller checks that the parents exist."""
     distributions: dict[int, DraftDistribution] = {}
     for i, pb in enumerate(pbs):
         if pb.parent in distributions:
@@ -190,32 +188,25 @@ def status_of(error: OutriderError) -> status_pb2.Status:
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.problem)
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     if error.retry_after is not None:
-        details.append(error_details_pb2.RetryInfo(retry_delay=_duration(error.retry_after)))
+        delay = Duration()
+        delay.FromNanoseconds(round(error.retry_after * 1e9))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
     status = status_pb2.Status(code=error.code.value[0], message=error.message)
     for detail in details:
         status.details.add().Pack(detail)
     return status
 
 
-def _duration(seconds: float) -> Duration:
-    duration = Duration()
-    duration.FromNanoseconds(round(seconds * 1e9))
-    return duration
-
-
 def error_of(status: status_pb2.Status) -> OutriderError:
     """The typed error behind a status; a plain `OutriderError` for one that is not ours."""
-    info, violation, retry = (
-        error_details_pb2.ErrorInfo(),
-        error_details_pb2.BadRequest(),
-        error_details_pb2.RetryInfo(),
-    )
-    again = False
+    info, violation, retry = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest(), None
     for detail in status.details:
-        # Unpack leaves its argument alone, and answers False, when the detail is of another type.
+        # Unpack returns False and leaves its argument unchanged when the detail is of another type.
         detail.Unpack(info)
         detail.Unpack(violation)
-        again = detail.Unpack(retry) or again
+        delay = error_details_pb2.RetryInfo()
+        if detail.Unpack(delay):
+            retry = delay
     kinds = {kind.reason: kind for kind in all_errors()}
     kind = kinds.get(info.reason, OutriderError) if info.domain == DOMAIN else OutriderError
     if kind is InvalidField:
@@ -225,15 +216,14 @@ def error_of(status: status_pb2.Status) -> OutriderError:
         return InvalidField(info.metadata.get("field", ""), status.message)
     error = kind(status.message)
     error.metadata = dict(info.metadata)
-    error.retry_after = retry.retry_delay.ToNanoseconds() / 1e9 if again else None
+    error.retry_after = None if retry is None else retry.retry_delay.ToNanoseconds() / 1e9
     return error
 
 
 def error_of_rpc(error: grpc.RpcError) -> OutriderError:
     """The typed error behind a failed call, from its status details.
 
-    A failure of the transport, which carries none, gives a plain `OutriderError` with the code's name in its
-    metadata.
+    A transport failure, which has no details, becomes a plain `OutriderError` with the code's name in its metadata.
     """
     try:
         status = rpc_status.from_call(error)
