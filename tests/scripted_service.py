@@ -64,8 +64,8 @@ class Target:
         return target_pb2_grpc.TargetServiceStub(self.channel)
 
     async def idle(self) -> None:
-        """Wait until nobody listens and the engine holds nothing, or fail after two seconds."""
-        async with asyncio.timeout(2):
+        """Wait until nobody listens and the engine holds nothing, or fail after ten seconds."""
+        async with asyncio.timeout(10):
             while len(self.sequences) or self.engine.open_sequences:
                 await asyncio.sleep(0.002)
 

@@ -68,8 +68,8 @@ class Service:
         return watch
 
     async def empty(self) -> None:
-        """Wait until the engine holds nothing, or fail after two seconds."""
-        async with asyncio.timeout(2):
+        """Wait until the engine holds nothing, or fail after ten seconds."""
+        async with asyncio.timeout(10):
             while (held := self.link.snapshot()).sequences or held.pages_used:
                 await asyncio.sleep(0.01)
 

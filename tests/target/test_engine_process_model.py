@@ -61,8 +61,8 @@ class Service:
         return await asyncio.to_thread(read)
 
     async def gave_everything_back(self) -> None:
-        """Wait until no page of the KV cache is used, or fail after two seconds."""
-        async with asyncio.timeout(2):
+        """Wait until no page of the KV cache is used, or fail after ten seconds."""
+        async with asyncio.timeout(10):
             while 'outrider_kv_pages{state="used"} 0.0' not in await self.page():
                 await asyncio.sleep(0.02)
 

@@ -70,8 +70,8 @@ class Service:
         return [token async for response in self.stub.Generate(request) for token in response.chunk.token_ids]
 
     async def pages_free(self) -> None:
-        """Wait until every page is given back, or fail after two seconds."""
-        async with asyncio.timeout(2):
+        """Wait until every page is given back, or fail after ten seconds."""
+        async with asyncio.timeout(10):
             while self.runner.cache.used_pages:
                 await asyncio.sleep(0.005)
 
@@ -87,7 +87,7 @@ def running(tiny_model: Any, byte_tokenizer: Any, tmp_path: Any) -> Any:
         async with grpc.aio.insecure_channel(config.listen) as channel:
             try:
                 is_ready = asyncio.create_task(ready(channel))
-                await asyncio.wait((is_ready, task), timeout=30, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((is_ready, task), timeout=60, return_when=asyncio.FIRST_COMPLETED)
                 is_ready.cancel()
                 if task.done():
                     task.result()
