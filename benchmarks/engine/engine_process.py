@@ -21,7 +21,7 @@ import time
 import timeit
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from outrider.runtime import prepare_grpc, run
 
@@ -38,12 +38,13 @@ from outrider.processes.framing import LENGTH_BYTES  # noqa: E402
 from outrider.sampling import SamplingParams, VerificationMode  # noqa: E402
 from outrider.v1 import target_pb2, target_pb2_grpc, tree_pb2  # noqa: E402
 from target_service.api.admission import ServedModel  # noqa: E402
+from target_service.assembly import Assembled  # noqa: E402
 from target_service.config import TargetConfig  # noqa: E402
 from target_service.core.events import EngineSnapshot, Sequences  # noqa: E402
 from target_service.core.sequence import SequenceEvent, SequenceRequest, Verdict  # noqa: E402
 from target_service.engine_process.client import EngineLink  # noqa: E402
 from target_service.engine_process.messages import Report, pack, unpack  # noqa: E402
-from target_service.engine_process.server import serve_engine  # noqa: E402
+from target_service.engine_process.server import Reporter, serve_engine  # noqa: E402
 
 STREAMS = (1, 8, 32, 64)
 STEP_MS = (1, 2)
@@ -88,6 +89,11 @@ def with_text(served: ServedModel) -> ServedModel:
 def step_seconds(config: TargetConfig) -> float:
     """The step time, which is passed to the engine's process as the model's name."""
     return float(config.served_model_name) / 1e3
+
+
+def assembled(config: TargetConfig, observer: Reporter) -> Assembled:
+    """A `SteppingEngine`, which has all that the engine's process uses."""
+    return cast(Assembled, SteppingEngine(step_seconds(config), observer))
 
 
 def serve(arrangement: str, step_ms: float, port: int) -> int:
@@ -193,7 +199,7 @@ def main() -> int:
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     if options.engine is not None:
-        return serve_engine(options.engine, lambda config, observer: SteppingEngine(step_seconds(config), observer))
+        return serve_engine(options.engine, assembled)
     if options.serve:
         return serve(options.serve[0], float(options.serve[1]), int(options.serve[2]))
     if options.read:

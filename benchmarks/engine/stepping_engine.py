@@ -12,6 +12,7 @@ from outrider.wire.frames import DraftInfo
 from target_service.api.admission import ServedModel
 from target_service.core.events import EngineSnapshot
 from target_service.core.sequence import SequenceEvent, SequenceRequest, SequenceTotals, StepStats, Verdict
+from target_service.core.weights import UpdateDone, WeightUpdate
 from target_service.engine_process.server import Reporter
 
 # Of the interpreter, for a step's host work.
@@ -60,6 +61,12 @@ class SteppingEngine:
 
     def cancel(self, sequence_id: int) -> None:
         self._commands.append(lambda: self._end(sequence_id))
+
+    def update_weights(self, update: WeightUpdate, done: UpdateDone) -> int:
+        raise NotImplementedError("no client updates weights")
+
+    def cancel_update(self, update_id: int) -> None:
+        raise NotImplementedError("no client updates weights")
 
     def _end(self, sequence_id: int) -> None:
         request = self._requests.pop(sequence_id, None)

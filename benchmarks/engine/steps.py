@@ -237,7 +237,7 @@ def share_read(name: str, config: PretrainedConfig, rows: int) -> float:
     if ".experts." not in name:
         return 1.0
     any_config: Any = config
-    return 1.0 - (1.0 - any_config.num_experts_per_tok / any_config.n_routed_experts) ** rows
+    return float(1.0 - (1.0 - any_config.num_experts_per_tok / any_config.n_routed_experts) ** rows)
 
 
 def run_shape(shape: str, modes: list[str], seconds: float, profiled: bool) -> Iterator[dict[str, Any]]:

@@ -58,7 +58,7 @@ class Inputs:
 
     @property
     def scale(self) -> float:
-        return self.case.width**-0.5
+        return float(self.case.width**-0.5)
 
 
 def tree_batch(sequences: int, context: int, rows: int, page_size: int, seed: int) -> AttentionBatch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import flashinfer
 import torch
@@ -33,7 +34,12 @@ def flashinfer_runs(inputs: Inputs) -> Iterator[tuple[str, dict[str, float]]]:
             )  # fmt: skip
             torch.cuda.synchronize()
             plan_us = (time.perf_counter() - started) * 1e6
-        result = measure(inputs, lambda k, v, w=wrapper: w.run(inputs.query, (k, v)), causal=name == "fa2_causal")
+
+        def run(keys: Tensor, values: Tensor, wrapper: Any = wrapper) -> Tensor:
+            output: Tensor = wrapper.run(inputs.query, (keys, values))
+            return output
+
+        result = measure(inputs, run, causal=name == "fa2_causal")
         yield name, {**result, "plan_host_us": plan_us}
 
 

@@ -60,7 +60,7 @@ class LatentInputs:
 
     @property
     def scale(self) -> float:
-        return (PLAIN + self.case.rotary) ** -0.5
+        return float((PLAIN + self.case.rotary) ** -0.5)
 
     @property
     def slots(self) -> Tensor:

@@ -95,8 +95,12 @@ def tuned(inputs: Inputs) -> dict[str, Any]:
     for tiling in tilings(inputs.case):
         backend = TritonAttention(DEVICE, TritonSettings(tiling=tiling))
         plan = backend.plan(inputs.batch)
+
+        def run(keys: Tensor, values: Tensor, backend: TritonAttention = backend, plan: Any = plan) -> Tensor:
+            return backend.run(plan, inputs.query, keys, values, inputs.scale)
+
         try:
-            us, _ = time_us(inputs, lambda k, v, b=backend, p=plan: b.run(p, inputs.query, k, v, inputs.scale), 5)
+            us, _ = time_us(inputs, run, 5)
         except triton.runtime.errors.OutOfResources:
             continue
         found.append((us, tiling))

@@ -105,7 +105,7 @@ class _TreeAttend:
         own = torch.einsum("rhgd,rlhd->hrgl", grouped, own_keys)
         own = own.masked_fill((paths < 0)[None, :, None], float("-inf"))
         shares = torch.cat([before, own], dim=-1).softmax(-1)
-        seen, kept = shares.split([self._longest, paths.shape[1]], dim=-1)
+        seen, kept = shares[..., : self._longest], shares[..., self._longest :]
         read = torch.bmm(seen.flatten(1, 2), text_values).view(key.shape[1], count, -1, width)
         read = read + torch.einsum("hrgl,rlhd->hrgd", kept, own_values)
         return read.transpose(0, 1).reshape(count, -1, width)

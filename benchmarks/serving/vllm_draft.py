@@ -70,7 +70,7 @@ def engine_options(options: argparse.Namespace) -> dict[str, Any]:
         settings["additional_config"] = {
             "outrider": {"draft": options.draft, "wait_ms": options.wait_ms, "log_seconds": 10}
         }
-    return settings | options.engine
+    return {**settings, **options.engine}
 
 
 def counted(llm: Any) -> dict[str, float]:
