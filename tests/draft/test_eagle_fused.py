@@ -136,7 +136,7 @@ def test_weights_of_an_odd_width_stay_as_they_are() -> None:
         assert 0 < (other - expected).norm() <= 0.03 * expected.norm()
     odd = make_head(head_dim=16, hidden_size=HIDDEN - 1, target_hidden_size=HIDDEN - 1)
     rows = torch.randn(ROWS, HIDDEN - 1, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(FusedHead(odd, RowLinears(), int8=True).logits(rows), odd.logits(rows))
+    assert torch.equal(FusedHead(odd, RowLinears(), WholeNorms(), int8=True).logits(rows), odd.logits(rows))
 
 
 def test_joined_weights_stay_the_heads_own() -> None:
