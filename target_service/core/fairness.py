@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +23,12 @@ class Share:
 # Steps for which a tenant keeps its part of the time after its last one. Chosen: callers who send one short request
 # after the other return within a step or two, and would have to wait for a long step that began without them.
 _KEPT_STEPS = 4
+# Of a tenant's own step: what steps without it are shorter by, since its next request may arrive during one, and the
+# least that a step with it may take. Chosen: where sequences are cheap, as on a GPU, all others still fit into both.
+_ARRIVING, _LEAST = 0.5, 1.25
 # Shortened steps after which one tenant gets a step alone, to measure its time while contexts grow; the others lose a
 # sixteenth of the little that they have in such steps. Chosen.
 _ALONE_EVERY = 16
-# Share of a step that a request waits for on average when it arrives during one. Steps without a recent tenant are
-# shorter by this share of the tenant's own step, and its first step back by this share of the last one. Cheap steps,
-# as on a GPU, are within the bound anyway.
-_WAITED = 0.5
 
 
 class FairShare:
@@ -81,18 +80,23 @@ class FairShare:
 
 @dataclass(slots=True)
 class _Present:
-    """A tenant's part of the time: seconds of its own step, its weight, and for how many more steps they count."""
+    """A tenant's part of the time."""
 
+    # Seconds of a step of its own.
     alone: float
     weight: float
+    # Steps for which this still counts.
     steps: int
+    # Seconds that it waited for steps of others, and that its own steps have yet to make up for.
+    owed: float
 
 
 class TimeShares:
     """Bounds the time of steps: none is longer than a tenant's own step, divided by its part of the weights.
 
-    A request that arrives during a step waits for its end. So steps between two requests of a tenant are shorter, and
-    its first step back is shorter by the mean of that wait: whole requests keep to the bound.
+    A request that arrives during a step waits for its end. So steps without a recent tenant are shorter, and its next
+    steps are shorter by the last one: a request of several steps takes no longer than its steps may, whenever it
+    arrives.
     """
 
     def __init__(self) -> None:
@@ -109,27 +113,32 @@ class TimeShares:
 
     def longest_step(self, alone: Mapping[str, float], shares: Mapping[str, Share]) -> float:
         """Seconds that the next step may take, given those of each tenant's own step; infinite for one tenant."""
-        for present in self._present.values():
-            present.steps -= 1
-        # Tenants without a part in the last step.
-        back = {tenant for tenant in alone if not self._has_steps(tenant, _KEPT_STEPS - 1)}
-        for tenant, seconds in alone.items():
-            self._present[tenant] = _Present(seconds, shares[tenant].weight, _KEPT_STEPS)
-        self._present = {tenant: present for tenant, present in self._present.items() if self._has_steps(tenant, 1)}
+        kept = {
+            tenant: replace(present, steps=present.steps - 1)
+            for tenant, present in self._present.items()
+            if tenant not in alone and present.steps > 1
+        }
+        here = {tenant: self._with_step(tenant, seconds, shares[tenant].weight) for tenant, seconds in alone.items()}
+        self._present = kept | here
         if not self.shared:
             return math.inf
         weights = sum(present.weight for present in self._present.values())
-        longest = {tenant: present.alone * weights / present.weight for tenant, present in self._present.items()}
-        for tenant, present in self._present.items():
-            if tenant not in alone:
-                longest[tenant] -= _WAITED * present.alone
-            elif tenant in back:
-                longest[tenant] = max(present.alone, longest[tenant] - _WAITED * self._last_step)
+        longest = {tenant: present.alone * (weights / present.weight - _ARRIVING) for tenant, present in kept.items()}
+        for tenant, present in here.items():
+            whole = present.alone * weights / present.weight
+            present.owed = min(present.owed, whole)
+            paid = min(present.owed, max(0.0, whole - _LEAST * present.alone))
+            present.owed -= paid
+            longest[tenant] = whole - paid
         self._strictest = min(longest, key=longest.__getitem__)
         return longest[self._strictest]
 
-    def _has_steps(self, tenant: str, at_least: int) -> bool:
-        return tenant in self._present and self._present[tenant].steps >= at_least
+    def _with_step(self, tenant: str, seconds: float, weight: float) -> _Present:
+        """A tenant with a part in the next step. Without one in the last step, it waited for that."""
+        before = self._present.get(tenant)
+        if before is None or before.steps < _KEPT_STEPS:
+            return _Present(seconds, weight, _KEPT_STEPS, self._last_step)
+        return _Present(seconds, weight, _KEPT_STEPS, before.owed)
 
     def begin(self, seconds: float) -> None:
         """Note the expected time of the step that begins."""
