@@ -96,8 +96,8 @@ def request_times(steps: int, weight: float, requests: int = 400) -> list[float]
 def test_a_request_takes_at_most_as_much_longer_as_its_tenants_share_says(steps: int, weight: float) -> None:
     longest = max(request_times(steps, weight))
     bound = steps * (1.0 + weight) / weight
-    # Less is not owed: the others have their part.
-    assert 0.95 * bound <= longest <= 1.001 * bound
+    # Less is not owed: the others have most of their part in steps.
+    assert 0.75 * bound <= longest <= bound
 
 
 @pytest.mark.parametrize("weight", [1.0, 0.25])
@@ -114,4 +114,4 @@ def test_an_owed_wait_is_made_up_for_once() -> None:
     times.begin(20.0)
     steps = [times.longest_step({"crowd": 20.0, "few": 1.0}, shares) for _ in range(8)]
     # It arrived during a step of 20 seconds, and is owed no more than one step of its share.
-    assert steps == [1.25, 1.25, 1.5, *[2.0] * 5]
+    assert steps == [1.25, 1.25, 1.25, 1.5, *[1.75] * 4]
