@@ -1,4 +1,4 @@
-"""What a `with` or an `async with` block closes at its end."""
+"""Base classes of objects that a `with` or an `async with` block closes at its end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Closing(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End what is open."""
+        """Release all resources."""
 
     def __enter__(self) -> Self:
         return self
@@ -25,7 +25,7 @@ class AsyncClosing(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """End what is open."""
+        """Release all resources."""
 
     async def __aenter__(self) -> Self:
         return self

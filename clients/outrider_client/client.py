@@ -59,23 +59,23 @@ class Client(AsyncClosing):
     ) -> Client:
         """A client of the target at `address` (HOST:PORT or unix:PATH).
 
-        The connection is made with the first call. `token` and `tenant` travel with every call. With
-        `tracing`, such as `Tracing(my_provider)`, every generation is a span, whose context travels along. `policy`
-        sets deadlines and retries; see `Policy` for what holds without one. Raises `ValueError` for what is no address.
+        The connection is made with the first call. `token` and `tenant` are sent with every call. With `tracing`, such
+        as `Tracing(my_provider)`, every generation is a span, whose context is sent too. `policy` sets deadlines and
+        retries; `Policy()` by default. Raises `ValueError` for an invalid address.
         """
         return cls(Connection(address, tls=tls, token=token, tenant=tenant), tracing, policy or Policy())
 
     @property
     def address(self) -> str:
-        """Where the target is reached, as given to `connect`."""
+        """The target's address, as given to `connect`."""
         return self._connection.address
 
     def acting_for(self, *, token: str = "", tenant: str = "") -> Client:
         """A client on this one's connection for another caller, whose credentials take the place of this one's.
 
-        For servers that pass on what their own callers said. Closing either closes the connection of both.
+        For servers that forward their own callers' credentials. Closing either closes the connection of both.
         """
-        # A server does this with every request, and `copy.copy` takes ten times as long.
+        # A server does this for every request, and `copy.copy` takes ten times as long.
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__, _connection=self._connection.acting_for(token, tenant))
         return other
@@ -101,21 +101,21 @@ class Client(AsyncClosing):
         Args:
             messages: dicts with role and content, or (role, content) pairs, put through the model's chat template.
                 Roles: system, user, assistant.
-            text: tokenised as it stands.
-            token_ids: taken as they are.
+            text: tokenised without a chat template.
+            token_ids: used unchanged.
             sampling: how tokens are drawn; greedy by default.
             speculation: how drafts are used.
-            prediction: the answer that is expected, as text or token ids; it makes the answer faster where it is right,
-                and changes nothing else.
+            prediction: the expected answer, as text or token ids; it makes the answer faster where it is right, and
+                changes nothing else.
             model: the served model's name; whatever is served by default.
-            timeout: seconds until the request is given up with `DeadlineExceeded`; the policy's by default.
+            timeout: seconds until the request fails with `DeadlineExceeded`; the policy's by default.
 
         Returns:
-            The running request, which begins with the first read.
+            The request, which is sent with the first read.
 
         Raises:
             InvalidField: no input, or more than one.
-            TypeError: messages of another shape, and options of another type.
+            TypeError: messages of another shape, or options of another type.
         """
         _check_options(sampling, speculation)
         if (bool(messages) + bool(text) + bool(len(token_ids))) != 1:
@@ -158,18 +158,17 @@ class Client(AsyncClosing):
         running: RunningRequests = RunningRequests.DRAIN,
         timeout: float | None = None,
     ) -> WeightsUpdated:
-        """Exchange the target's weights for others of the same names and shapes, as an operator. Not tried again: an
-        answer that was lost may have done it, which `info().model_version` tells.
+        """Exchange the target's weights for others of the same names and shapes, as an operator. Never retried: a call
+        whose answer was lost may have succeeded; `info().model_version` shows it.
 
         Args:
             folder: on the target's machine, below its `--weights-folder`.
             files: safetensors files to send instead, as paths here or as their bytes.
-            running: what becomes of requests that have begun.
-            timeout: seconds until it is given up, draining included, with the old weights left in force; none by
-                default.
+            running: what happens to running requests.
+            timeout: seconds, draining included, after which the update fails and the old weights stay; none by default.
 
         Raises:
-            InvalidField: neither folder nor files, or both; weights that do not fit the model, which is left as it was.
+            InvalidField: neither folder nor files, or both; weights that do not fit the model.
             PermissionDenied: no operator, or a folder that is not allowed.
             QuotaExceeded: another update is under way, or files that are too large.
             OSError: a file that cannot be read.
@@ -180,7 +179,7 @@ class Client(AsyncClosing):
         return WeightsUpdated.from_pb(response)
 
     async def info(self, timeout: float | None = None) -> TargetInfo:
-        """What the target serves, and within which limits. Without a timeout the policy's deadline holds."""
+        """What the target serves, and its limits. Without a timeout the policy's deadline holds."""
         return TargetInfo.from_pb(await self._policy.call(timeout, self._info))
 
     async def _info(self, left: float | None) -> target_pb2.GetTargetInfoResponse:
@@ -195,7 +194,7 @@ class Client(AsyncClosing):
 
 
 def _check_options(sampling: object, speculation: object) -> None:
-    """Raise `TypeError` for a dict, say, where an options class is meant."""
+    """Raise `TypeError` for anything but an options class, such as a dict."""
     for name, value, kind in (("sampling", sampling, SamplingParams), ("speculation", speculation, Speculation)):
         if value is not None and not isinstance(value, kind):
             raise TypeError(f"{name}: expected {kind.__name__}, got {type(value).__name__}")

@@ -24,7 +24,7 @@ _LOCAL = ("unix:", "127.", "localhost:", "[::1]:")
 _OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_receive_message_length", 16 * 1024 * 1024),
     ("grpc.max_send_message_length", -1),
-    # The service bears a ping every five seconds; a frozen one is noticed by the ping's timeout.
+    # The services allow a ping every five seconds; its timeout detects a frozen service.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.ping_timeout_ms", 5_000),
@@ -36,14 +36,14 @@ _OPTIONS: tuple[tuple[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class Tls:
-    """How to check the service, and who we are. Paths of PEM files; `ca` of None trusts gRPC's own roots."""
+    """PEM files: roots to verify the service with (None: gRPC's own), and the client's certificate and key."""
 
     ca: Path | None = None
     certificate: Path | None = None
     key: Path | None = None
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Raises `OSError` for a file that cannot be read, `ValueError` for one that holds something else."""
+        """Raises `OSError` for a file that cannot be read, `ValueError` for one with other content."""
         roots, key, chain = (path.read_bytes() if path else None for path in (self.ca, self.key, self.certificate))
         if self.ca:
             check_authority(self.ca)
@@ -60,8 +60,8 @@ class Connection:
     def __init__(self, address: str, *, tls: Tls | None = None, token: str = "", tenant: str = "") -> None:
         """`address` is HOST:PORT or unix:PATH. Must be called from a running event loop.
 
-        Raises `ValueError` for what is no address, and for files of `tls` that hold something else; `OSError` for
-        those that cannot be read; `TypeError` for an address that is no string.
+        Raises `ValueError` for an invalid address and for files of `tls` with other content; `OSError` for those that
+        cannot be read; `TypeError` for an address that is no string.
         """
         if not isinstance(address, str):
             raise TypeError(f"address: expected a string, got {type(address).__name__}")
@@ -88,7 +88,7 @@ class Connection:
         return (*self.metadata, *extra)
 
     async def serving(self, service: str = "", timeout: float = 5.0) -> bool:
-        """Whether `service` ("" for the process) answers SERVING. Raises as every call does."""
+        """Whether `service` ("" for the process) reports SERVING. Raises as every call does."""
         stub = health_pb2_grpc.HealthStub(self.channel)
         with typed_errors(self.address):
             response = await stub.Check(
@@ -97,11 +97,11 @@ class Connection:
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def close(self) -> None:
-        """Cancel what runs and close the channel."""
+        """Cancel running calls and close the channel."""
         await self.channel.close()
 
 
 def _metadata(token: str, tenant: str) -> tuple[tuple[str, str], ...]:
-    """What tells a service who calls."""
+    """The metadata that identifies the caller."""
     pairs = ((TOKEN_KEY, f"Bearer {token}" if token else ""), (TENANT_KEY, tenant))
     return tuple((key, value) for key, value in pairs if value)

@@ -1,4 +1,4 @@
-"""The client of a draft service: what it drafts with, and teaching it documents."""
+"""The client of a draft service: its drafter, its health, and the documents that it drafts from."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_PIECE = 65536
 
 @dataclass(frozen=True, slots=True)
 class CorpusAdded:
-    """What a draft learnt: tokens added now, and nodes in the trie in all."""
+    """What was added: `tokens` of this call; `nodes` is the size of the whole trie."""
 
     tokens: int
     nodes: int
@@ -77,7 +77,7 @@ class DraftClient(AsyncClosing):
         corpus: str = "",
         timeout: float | None = None,
     ) -> CorpusAdded:
-        """Teach documents (token ids) to a tenant's trie, or to the shared corpus named.
+        """Add documents (token ids) to a tenant's trie, or to the shared corpus `corpus`.
 
         Raises `NotSupported` where the drafter has no trie, and `QuotaExceeded` past the tenant's quota.
         """
@@ -102,9 +102,9 @@ class DraftClient(AsyncClosing):
         return [corpus_from_pb(pb) for pb in (await self._policy.call(timeout, listed)).corpora]
 
     async def delete_corpus(self, corpus: str, *, tenant: str = "", timeout: float | None = None) -> CorpusInfo:
-        """Forget a shared corpus; returns what it was. Not tried again: an answer that was lost may have done it.
+        """Delete a shared corpus; returns its description. Never retried: after a lost answer it may be done.
 
-        Raises `UnknownCorpus` for one that is not there or belongs to another tenant, and `NotSupported` where the
+        Raises `UnknownCorpus` for one that does not exist or belongs to another tenant, and `NotSupported` where the
         drafter has no trie.
         """
         request = draft_pb2.DeleteCorpusRequest(tenant=tenant, corpus=corpus)

@@ -17,16 +17,15 @@ from outrider.unreachable import TlsProblem as TlsProblem
 from outrider.unreachable import cause_of
 from outrider.wire.trees import error_of_rpc
 
-# What gRPC sets as a stream's status when a write finds the connection gone before its reader does.
+# The status that gRPC gives a stream when a write finds the connection lost before a read does.
 _BROKEN_WRITE = "Internal error from Core"
-# What a server's gRPC answers to a call that reaches it just as it stops, whatever its service would say. A call that
-# we cancel ourselves ends with other words.
+# The status message of a call that reaches a gRPC server just as it stops. Calls that we cancel have another message.
 _CAME_TOO_LATE = "CANCELLED"
 
 
 class ServiceUnreachable(ConnectionError):
-    """Nobody answers at this address, or the connection broke. Trying again later makes sense, unless there is a
-    `tls_problem`. `cause` is the reason in few words, `detail` all that gRPC said."""
+    """The address does not answer, or the connection broke. Trying again later makes sense, unless there is a
+    `tls_problem`. `cause` is a short reason, `detail` gRPC's whole message."""
 
     def __init__(self, address: str, detail: str) -> None:
         self.cause, self.tls_problem = cause_of(detail)
@@ -40,7 +39,7 @@ def typed_error(error: grpc.RpcError, address: str) -> OutriderError | ServiceUn
     typed = error_of_rpc(error)
     if type(typed) is not OutriderError:
         return typed
-    # Codes without our details come from gRPC itself: the client's own deadline, or the transport.
+    # Codes without details come from gRPC itself: the client's own deadline, or the transport.
     code = typed.metadata.get("code")
     if code == grpc.StatusCode.DEADLINE_EXCEEDED.name:
         return DeadlineExceeded("the deadline passed before the answer was complete")
@@ -53,7 +52,7 @@ def typed_error(error: grpc.RpcError, address: str) -> OutriderError | ServiceUn
 
 @contextmanager
 def typed_errors(address: str) -> Iterator[None]:
-    """Raise what `typed_error` gives for any gRPC error inside the block."""
+    """Raise gRPC errors of the block as `typed_error` returns them."""
     try:
         yield
     except grpc.RpcError as error:

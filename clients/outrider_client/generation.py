@@ -1,4 +1,4 @@
-"""One generation under way: its events as they arrive, then its result."""
+"""One running generation: its events as they arrive, then its result."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _Call = Any  # grpc.aio.UnaryStreamCall, whose type parameters differ between st
 class Speculation:
     """How drafts are used for one request. None leaves the choice to the target.
 
-    It never changes what is said, but for `VerificationMode.TYPICAL`, which a target's operator has to allow; `typical`
-    is its rule, with the target's defaults when None. `trees` asks for `Chunk.tree`.
+    It never changes the output, except with `VerificationMode.TYPICAL`, which the target's operator has to allow;
+    `typical` is its rule, with the target's defaults when None. `trees` requests `Chunk.tree`.
     """
 
     enabled: bool | None = None
@@ -51,7 +51,7 @@ class Speculation:
 
 @dataclass(slots=True)
 class _Received:
-    """What has arrived so far."""
+    """Output received so far."""
 
     token_ids: list[int] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
@@ -80,9 +80,8 @@ class Generation:
         policy: Policy,
         timeout: float | None,
     ) -> None:
-        """`begin`, given the seconds left, makes the call. It runs with the first read: times start with the request.
-
-        The call is made again as `policy` says, within `timeout` seconds in all.
+        """`begin` makes the call, with a timeout in seconds. It runs with the first read, so that times start with the
+        request, and again as `policy` allows, within `timeout` seconds in all.
         """
         self._policy = policy
         self._timeout = timeout
@@ -99,7 +98,7 @@ class Generation:
 
     @property
     def started(self) -> Started | None:
-        """What the target accepted; None until the first event has arrived."""
+        """The request as the target accepted it; None until the first event has arrived."""
         return self._started
 
     @property
@@ -122,7 +121,7 @@ class Generation:
             self._span.end("CANCELLED")
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
-        """Chunks as they arrive. A second iteration goes on where the first stopped."""
+        """Chunks as they arrive. A second iteration continues where the first stopped."""
         while self._result is None:
             event = await self._read()
             kind = event.WhichOneof("event")
@@ -136,7 +135,7 @@ class Generation:
                 await self._read_end()
 
     async def result(self) -> Result:
-        """The totals and the whole output, after reading what has not been read yet."""
+        """The totals and the whole output, after reading all remaining chunks."""
         async for _ in self:
             pass
         assert self._result is not None
@@ -157,7 +156,7 @@ class Generation:
         return event
 
     async def _first_event(self) -> object:
-        """Make the call, again where the target asks for it: as long as nothing was answered, nothing is lost."""
+        """Make the call, and retry as the policy allows: before the first event, nothing is lost."""
         self._begun_at = time.perf_counter()
         attempt = self._policy.attempt(self._timeout)
         while not self._cancelled:
@@ -171,7 +170,7 @@ class Generation:
         raise asyncio.CancelledError
 
     async def _read_end(self) -> None:
-        """Read the call's status, so that the target does not take our going for a cancellation."""
+        """Read the call's status, so that the target does not count the call as cancelled."""
         assert self._call is not None
         with contextlib.suppress(grpc.RpcError):
             await self._call.read()
@@ -180,7 +179,7 @@ class Generation:
             self._result = replace(self._result, draft_refused=self._draft_refused)
 
     async def _read_trailers(self, call: _Call) -> None:
-        # A target that goes on after its last event has not sent them, and is not waited for.
+        # A target that keeps the call open after its last event is not waited for.
         if call.done():
             metadata = await call.trailing_metadata()
             self._draft_refused = str((metadata or {}).get(DRAFT_REFUSED_KEY, ""))

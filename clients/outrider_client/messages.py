@@ -1,4 +1,4 @@
-"""Conversations as callers write them: OpenAI's message dicts, or pairs."""
+"""Conversations as callers give them: OpenAI's message dicts, or pairs."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from outrider.v1 import target_pb2
 
 # (role, content).
 Message = tuple[str, str]
-# As OpenAI's: a content is a string, or parts of type text.
+# Dicts as OpenAI's: the content is a string, or parts of type text.
 MessageLike = Message | Mapping[str, Any]
-# What OpenAI's clients send along, and no chat template of a target reads.
-_PASSED_OVER = ("name", "annotations", "refusal")
+# Fields that OpenAI's clients send, and no chat template of a target reads.
+_IGNORED = ("name", "annotations", "refusal")
 _SHAPE = '(role, content) or {"role": ..., "content": ...}'
 
 
 def messages_to_pb(messages: Sequence[MessageLike]) -> list[target_pb2.ChatMessage]:
-    """Messages of the contract. Raises `TypeError` that names what is not as it should be."""
+    """Messages as protobuf. Raises `TypeError`, which names the wrong message or field."""
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
         raise TypeError(f"messages: expected a list of messages, got {_kind(messages)}")
     return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
@@ -25,7 +25,7 @@ def messages_to_pb(messages: Sequence[MessageLike]) -> list[target_pb2.ChatMessa
 
 def _message(message: object, path: str) -> target_pb2.ChatMessage:
     if isinstance(message, Mapping):
-        if unknown := [key for key in message if key not in ("role", "content", *_PASSED_OVER)]:
+        if unknown := [key for key in message if key not in ("role", "content", *_IGNORED)]:
             raise TypeError(f"{path}: has no field {unknown[0]!r}; role and content are known")
         if missing := [key for key in ("role", "content") if key not in message]:
             raise TypeError(f"{path}: lacks {missing[0]!r}")
@@ -40,7 +40,7 @@ def _message(message: object, path: str) -> target_pb2.ChatMessage:
 
 
 def _content(content: object, path: str) -> str:
-    """A string as it is; parts of type text on lines of their own, as the gateway reads them."""
+    """A string unchanged; parts of type text joined by line breaks, as the gateway does."""
     if isinstance(content, str):
         return content
     if not isinstance(content, tuple | list):

@@ -1,4 +1,4 @@
-"""How long calls may take, and when one is made again: in one place, for every client of this package."""
+"""Deadlines and retries, for every client of this package."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from typing import TypeVar
 from outrider.errors import OutriderError
 
 Answer = TypeVar("Answer")
-# Callers that were refused together spread out: each waits up to this much longer than it was asked to.
+# Jitter, so that callers refused together spread out: each waits up to this share longer than requested.
 _SPREAD = 0.25
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Deadlines in seconds (None: none), and how often to make a call, the first time included.
+    """Deadlines in seconds (None: none), and how many attempts to make at a call.
 
-    A call is made again only when the service says when (`RetryInfo`: its queue is full, or it is about to stop) and
-    nothing was answered yet. The waits double, and never pass the deadline. A refused connection fails at once.
+    A call is retried only when the service sends a time to wait (`RetryInfo`: its queue is full, or it is about to
+    stop) and nothing was received yet. The waits double, and never pass the deadline. A refused connection fails at
+    once.
     """
 
     call_timeout: float | None = 10.0
@@ -41,7 +42,7 @@ class Policy:
         return Attempt(self, end)
 
     async def call(self, timeout: float | None, begin: Callable[[float | None], Awaitable[Answer]]) -> Answer:
-        """What `begin`, given the seconds left, answers in the end. It raises errors of `outrider.errors`."""
+        """The result of `begin`, which gets a timeout in seconds and raises errors of `outrider.errors`."""
         attempt = self.attempt(self.call_timeout if timeout is None else timeout)
         while True:
             try:
@@ -51,15 +52,15 @@ class Policy:
                     raise
 
 
-# For programs that decide themselves how long a generation may take and what to do about a refusal.
+# For programs that set their own deadlines for generations and handle refusals themselves.
 PLAIN = Policy(generate_timeout=None, attempts=1)
 
 
 class Attempt:
-    """Where one call stands: how often it was made, and when it must have ended."""
+    """The attempts made at one call, and its deadline."""
 
     def __init__(self, policy: Policy, end: float | None) -> None:
-        """`end` is the event loop's time."""
+        """`end` is the deadline in the event loop's time."""
         self._policy = policy
         self._end = end
         self._made = 1
@@ -69,7 +70,7 @@ class Attempt:
         return None if self._end is None else max(0.0, self._end - asyncio.get_running_loop().time())
 
     async def again(self, error: Exception) -> bool:
-        """Whether to make the call again, after waiting as long as the error asks."""
+        """Whether to retry the call, after the wait that the error requests."""
         after = error.retry_after if isinstance(error, OutriderError) else None
         if after is None or self._made >= self._policy.attempts:
             return False

@@ -1,4 +1,4 @@
-"""What a target answers, as plain values."""
+"""A target's responses as plain values."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _REASONS = {
 
 
 def reason_from_pb(number: target_pb2.FinishReason.ValueType) -> FinishReason | None:
-    """None while the sequence goes on."""
+    """The reason in a message; None while the sequence goes on."""
     return _REASONS.get(number)
 
 
 def _same_named(kind: type[Any], pb: Message) -> dict[str, Any]:
-    """The fields of a dataclass that a message has by the same name, repeated ones as tuples. For what comes once a
-    request at most: it takes microseconds."""
+    """Values for the fields of a dataclass that a message has by the same name, repeated ones as tuples. Takes
+    microseconds: too slow for every chunk."""
     found = {field.name: getattr(pb, field.name) for field in fields(kind) if hasattr(pb, field.name)}
     return {name: tuple(value) if isinstance(value, MutableSequence) else value for name, value in found.items()}
 
@@ -55,7 +55,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """What the target accepted."""
+    """The request as the target accepted it."""
 
     sequence_id: int
     prompt_tokens: int
@@ -73,8 +73,7 @@ class Started:
 class VerifiedTree:
     """What one step verified: row 0 is the root, the last token before it, and `parents[i]` the row of row i's parent.
 
-    `accepted_rows` are the rows that became output, from the root's child down. Of a plain step there is the root
-    alone.
+    `accepted_rows` are the rows that became output, from the root's child down. A plain step has the root alone.
     """
 
     token_ids: tuple[int, ...]
@@ -88,13 +87,13 @@ class VerifiedTree:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The tokens of one step, or of several in a row.
+    """The tokens of one step, or of several consecutive ones.
 
-    `drafted_tokens` of `token_ids` were drafted, as `drafted` tells, the rest are the model's own. `step` is the last
-    one's. `drafts_by_step` has the drafted tokens of each step, where later ones than the first have some.
-    `text` is what became complete with them; it may lag behind the tokens by part of a character or of a
-    stop string. `queue_ns` and `compute_ns` are the target's own times. `tree` is what the last step verified, where
-    `Speculation.trees` asks for it and the target knows it.
+    `drafted_tokens` of `token_ids` were drafted (`drafted` has which); the rest are the model's own. `step` is the
+    last step. `drafts_by_step` has the drafted tokens of each step, where steps after the first have some. `text` is
+    the text completed by these tokens; it may lag behind them by part of a character or of a stop string. `queue_ns`
+    and `compute_ns` are measured by the target. `tree` is what the last step verified, where `Speculation.trees` is
+    set and the target has it.
     """
 
     token_ids: tuple[int, ...]
@@ -105,13 +104,13 @@ class Chunk:
     queue_ns: int = 0
     compute_ns: int = 0
     drafts_by_step: tuple[int, ...] = ()
-    # Of the target's weights that said the tokens; 0 from a target that does not say.
+    # Version of the weights that generated the tokens; 0 from a target that does not report it.
     model_version: int = 0
     tree: VerifiedTree | None = None
 
     @property
     def drafted(self) -> tuple[bool, ...]:
-        """Of each token, whether it was drafted."""
+        """Whether each token was drafted."""
         marks: list[bool] = []
         for count in self.drafts_by_step or (self.drafted_tokens,):
             marks += [True] * count + [False]
@@ -153,7 +152,7 @@ class SpeculationTotals:
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
-    """The phases of one request as the target saw them, in seconds."""
+    """The phases of one request, measured by the target in seconds."""
 
     queue: float
     prefill: float
@@ -180,10 +179,10 @@ class Result:
     time_to_first_token: float
     duration: float
     trace_id: str = ""
-    # Of the request's prediction: tokens that were verified and kept, and verified in vain.
+    # Tokens of the request's prediction that were verified and accepted, and verified and rejected.
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
-    # Whether the output need not be the model's own, and accepted drafts that the model would not have drawn.
+    # Whether the output may differ from the model's own, and accepted drafts that the model would not have sampled.
     lossy: bool = False
     lossy_tokens: int = 0
     # Why the draft service did not draft for the request, or not to its end: a reason such as "UNKNOWN_CORPUS".
@@ -218,7 +217,7 @@ class Verdict:
     next_step: int
     finish_reason: FinishReason | None
     logprobs: tuple[TokenLogprobs, ...] = ()
-    # Of the target's weights that said the tokens; 0 from a target that does not say.
+    # Version of the weights that generated the tokens; 0 from a target that does not report it.
     model_version: int = 0
 
     @classmethod
@@ -237,7 +236,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class TargetInfo:
-    """What a target serves, and within which limits; field meanings as in target.proto."""
+    """What a target serves, and its limits; field meanings as in target.proto."""
 
     model: str
     vocabulary_size: int
@@ -260,11 +259,11 @@ class TargetInfo:
     draft: str = ""
     draft_connected: bool = False
     speculating: bool = False
-    # Empty from targets that do not say.
+    # Empty from targets that do not report it.
     speculation_reason: str = ""
-    # Of the weights in force; 0 from a target that does not say.
+    # Version of the current weights; 0 from a target that does not report it.
     model_version: int = 0
-    # Of one token in the KV cache, all layers; 0 from a target that does not say.
+    # Bytes of one token in the KV cache, all layers; 0 from a target that does not report it.
     kv_token_bytes: int = 0
 
     @classmethod

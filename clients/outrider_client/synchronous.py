@@ -1,4 +1,4 @@
-"""The client for programs without an event loop: the async client, run on one of its own in a thread."""
+"""The client for programs without an event loop: the async client, on an event loop in a thread."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Answer = TypeVar("Answer")
 
 
 class _LoopThread:
-    """An event loop in a thread, which ends with the program."""
+    """An event loop in a daemon thread."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -34,7 +34,7 @@ class _LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, Answer]) -> Answer:
-        """What the coroutine returns. An interrupt, such as Ctrl-C, cancels it."""
+        """Run a coroutine and return its result. An interrupt, such as Ctrl-C, cancels it."""
         if self._loop.is_closed():
             work.close()
             raise RuntimeError("the client is closed")
@@ -82,7 +82,7 @@ class SyncGeneration(Closing):
 
     @property
     def started(self) -> Started | None:
-        """What the target accepted; None until the first event has arrived."""
+        """The request as the target accepted it; None until the first event has arrived."""
         return self._generation.started
 
     @property
@@ -92,7 +92,7 @@ class SyncGeneration(Closing):
         return self._generation.draft_refused
 
     def result(self) -> Result:
-        """The totals and the whole output, after reading what has not been read yet."""
+        """The totals and the whole output, after reading all remaining chunks."""
         return self._run(self._generation.result())
 
     def close(self) -> None:
@@ -100,7 +100,7 @@ class SyncGeneration(Closing):
         self._soon(self._generation.cancel)
 
     def __del__(self) -> None:
-        # A loop over the chunks that is left early drops its iterator.
+        # Leaving a loop over the chunks early drops its iterator.
         self.close()
 
     async def _next(self) -> Chunk | None:
@@ -121,7 +121,7 @@ class SyncVerifiedSequence:
 
     @property
     def max_rows(self) -> int:
-        """How many nodes a tree may have, the root among them."""
+        """How many nodes a tree may have, including the root."""
         return self._sequence.max_rows
 
     @property
@@ -130,7 +130,7 @@ class SyncVerifiedSequence:
         return self._sequence.finish_reason
 
     def verify(self, tree: TokenTree) -> Verdict:
-        """One step: what the target keeps of `tree`, and its own next token."""
+        """One step: the rows of `tree` that the target accepts, and its own next token."""
         return self._run(self._sequence.verify(tree))
 
     def close(self) -> None:
@@ -153,8 +153,8 @@ class SyncVerifySession(Closing):
         mode: VerificationMode | None = None,
         typical: TypicalAcceptance | None = None,
     ) -> SyncVerifiedSequence:
-        """Start a sequence from a prompt of at least one token, whose last is the first root. `typical` is the rule of
-        that mode."""
+        """Start a sequence from a prompt of at least one token, whose last is the first root. `typical` is the rule for
+        mode TYPICAL."""
         sequence = self._loop.run(self._session.open(token_ids, sampling=sampling, mode=mode, typical=typical))
         return SyncVerifiedSequence(self._loop, sequence)
 
@@ -254,7 +254,7 @@ class SyncClient(Closing):
         return self._loop.run(self._client.update_weights(folder=folder, files=files, running=running, timeout=timeout))
 
     def info(self, timeout: float | None = None) -> TargetInfo:
-        """What the target serves, and within which limits. Without a timeout the policy's deadline holds."""
+        """What the target serves, and its limits. Without a timeout the policy's deadline holds."""
         return self._loop.run(self._client.info(timeout))
 
     def serving(self, timeout: float = 5.0) -> bool:

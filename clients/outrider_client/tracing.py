@@ -13,7 +13,7 @@ from outrider_client.results import Result, Started
 class RequestSpan:
     """The span of one generation; a child of the caller's current span, if there is one.
 
-    Without tracing it costs next to nothing, and still passes on the context that the caller is in.
+    Without tracing it costs next to nothing, and still propagates the caller's context.
     """
 
     def __init__(self, tracing: Tracing, address: str, *, chat: bool, model: str) -> None:
@@ -44,20 +44,17 @@ class RequestSpan:
         self._span.set_attribute("gen_ai.usage.input_tokens", started.prompt_tokens)
 
     def finished(self, result: Result) -> None:
-        """Totals as attributes, then the end."""
+        """Set the totals as attributes, and end the span."""
         if self._span.is_recording():
-            self._describe(result)
+            self._span.set_attributes(
+                {
+                    "gen_ai.usage.output_tokens": result.completion_tokens,
+                    "gen_ai.response.time_to_first_chunk": result.time_to_first_token,
+                    "outrider.steps": result.speculation.steps,
+                    "outrider.accepted_tokens": result.speculation.accepted_tokens,
+                }
+            )
         self.end("OK")
-
-    def _describe(self, result: Result) -> None:
-        self._span.set_attributes(
-            {
-                "gen_ai.usage.output_tokens": result.completion_tokens,
-                "gen_ai.response.time_to_first_chunk": result.time_to_first_token,
-                "outrider.steps": result.speculation.steps,
-                "outrider.accepted_tokens": result.speculation.accepted_tokens,
-            }
-        )
 
     def end(self, code: str, reason: str = "") -> None:
         """End the span with a gRPC status by name. Only the first call counts."""

@@ -1,4 +1,4 @@
-"""Sessions for clients that draft for themselves: they send trees, the target answers with verdicts."""
+"""Sessions for clients that draft themselves: they send trees, the target returns verdicts."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class VerifiedSequence:
         return self.token_ids[-1]
 
     async def verify(self, tree: TokenTree) -> Verdict:
-        """One step: what the target keeps of `tree` (at most `max_rows` rows), and its own next token.
+        """One step: the rows of `tree` (at most `max_rows`) that the target accepts, and its own next token.
 
-        After an error that names the tree (`InvalidField`, `WrongRoot`) the sequence is as it was.
+        After an error about the tree (`InvalidField`, `WrongRoot`) the sequence is unchanged.
         """
         verdict = await self._session._verify(self.sequence_id, self.step, tree)
         self.token_ids.extend(verdict.token_ids)
@@ -75,7 +75,7 @@ class VerifySession(AsyncClosing):
         self._tags = itertools.count(1)
         self._waiting: dict[_Key, asyncio.Future[Any]] = {}
         self._open: set[int] = set()
-        # One stream takes one write at a time.
+        # A stream allows one write at a time.
         self._writing = asyncio.Lock()
         self._reader = asyncio.create_task(self._read_all())
         self._failure: OutriderError | ServiceUnreachable | None = None
@@ -88,8 +88,8 @@ class VerifySession(AsyncClosing):
         mode: VerificationMode | None = None,
         typical: TypicalAcceptance | None = None,
     ) -> VerifiedSequence:
-        """Start a sequence from a prompt of at least one token, whose last is the first root. `typical` is the rule of
-        that mode."""
+        """Start a sequence from a prompt of at least one token, whose last is the first root. `typical` is the rule for
+        mode TYPICAL."""
         tag = next(self._tags)
         frame = target_pb2.VerifyRequest(
             open=target_pb2.OpenVerification(
@@ -100,7 +100,7 @@ class VerifySession(AsyncClosing):
                 typical=typical_to_pb(typical),
             )
         )
-        opened: target_pb2.VerificationOpened = await self._ask(("opened", tag), frame)
+        opened: target_pb2.VerificationOpened = await self._request(("opened", tag), frame)
         self._open.add(opened.sequence_id)
         return VerifiedSequence(self, opened, list(token_ids))
 
@@ -114,7 +114,7 @@ class VerifySession(AsyncClosing):
                     await self._call.done_writing()
         else:
             self._call.cancel()
-        # The target ends the stream when it has read our end of it; one that does not is cut off.
+        # The target ends the stream when it has read the end of our side; else it is cancelled.
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(asyncio.shield(self._reader), 2.0)
         self._call.cancel()
@@ -126,7 +126,7 @@ class VerifySession(AsyncClosing):
         frame = target_pb2.VerifyRequest(
             tree=target_pb2.VerifyTree(sequence_id=sequence_id, step=step, tree=tree_to_pb(tree))
         )
-        verdict: Verdict = await self._ask(("verdict", sequence_id), frame)
+        verdict: Verdict = await self._request(("verdict", sequence_id), frame)
         if verdict.finish_reason is not None:
             self._open.discard(sequence_id)
         return verdict
@@ -135,7 +135,7 @@ class VerifySession(AsyncClosing):
         self._open.discard(sequence_id)
         await self._write(target_pb2.VerifyRequest(close=target_pb2.CloseVerification(sequence_id=sequence_id)))
 
-    async def _ask(self, key: _Key, frame: target_pb2.VerifyRequest) -> Any:
+    async def _request(self, key: _Key, frame: target_pb2.VerifyRequest) -> Any:
         if self._failure is not None:
             raise self._failure
         if key in self._waiting:
@@ -146,7 +146,7 @@ class VerifySession(AsyncClosing):
             return await answer
         finally:
             del self._waiting[key]
-            # The reader may have failed it while the write failed too; asyncio logs exceptions that are not looked at.
+            # The reader may have set an exception while the write failed too; asyncio logs those not retrieved.
             if answer.done() and not answer.cancelled():
                 answer.exception()
 
@@ -155,7 +155,7 @@ class VerifySession(AsyncClosing):
             async with self._writing:
                 await self._call.write(frame)
         except (grpc.RpcError, asyncio.InvalidStateError):
-            # The reader has the reason why the call ended; a write to an ended call has not.
+            # The reader gets the reason why the call ended; a write to an ended call does not.
             await asyncio.wait({self._reader})
             raise self._failure or ServiceUnreachable(self._address, "the stream has ended") from None
 
@@ -175,17 +175,19 @@ class VerifySession(AsyncClosing):
     def _deliver(self, response: target_pb2.VerifyResponse) -> None:
         kind = response.WhichOneof("frame")
         if kind == "opened":
-            self._answer(("opened", response.opened.client_tag), response.opened)
+            self._resolve(("opened", response.opened.client_tag), response.opened)
         elif kind == "verdict":
-            self._answer(("verdict", response.verdict.sequence_id), Verdict.from_pb(response.verdict))
+            self._resolve(("verdict", response.verdict.sequence_id), Verdict.from_pb(response.verdict))
         elif kind == "status":
             status = response.status
             key = ("verdict", status.sequence_id) if status.sequence_id else ("opened", status.client_tag)
-            answer = self._waiting.get(key)
-            if answer is not None and not answer.done():
-                answer.set_exception(error_of(status.status))
+            self._resolve(key, error_of(status.status))
 
-    def _answer(self, key: _Key, value: object) -> None:
+    def _resolve(self, key: _Key, outcome: object) -> None:
         answer = self._waiting.get(key)
-        if answer is not None and not answer.done():
-            answer.set_result(value)
+        if answer is None or answer.done():
+            return
+        if isinstance(outcome, OutriderError):
+            answer.set_exception(outcome)
+        else:
+            answer.set_result(outcome)

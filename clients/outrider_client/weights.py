@@ -1,4 +1,4 @@
-"""Updates of a target's weights: where they come from, what becomes of running requests, and what came of it."""
+"""Updates of a target's weights: their source, what happens to running requests, and the outcome."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from pathlib import Path
 from outrider.errors import InvalidField
 from outrider.v1 import target_pb2
 
-# Well below what a message may be.
+# Well below the limit of a message.
 _PIECE_BYTES = 1 << 20
 
 
 class RunningRequests(Enum):
-    """What becomes of requests that have begun. Those that wait run with the new weights, whatever it is."""
+    """What happens to running requests. Queued ones always run with the new weights."""
 
-    # They end with the old weights first; the others wait until then.
+    # They finish with the old weights first; the others wait until then.
     DRAIN = "drain"
-    # They end with `WeightsChanged`, to be asked again.
+    # They fail with `WeightsChanged`, to be sent again.
     ABORT = "abort"
-    # They are read again with the new weights, and go on.
+    # They are prefilled again with the new weights, and go on.
     CONTINUE = "continue"
 
 
@@ -35,11 +35,11 @@ _NUMBERS = {
 
 @dataclass(frozen=True, slots=True)
 class WeightsUpdated:
-    """An update that was done; times in seconds.
+    """A finished update; times in seconds.
 
-    `model_version` is that of the weights in force; `tensors` and `bytes` are what was exchanged. `prepare` took
-    reading and checking, while requests ran, and `pause` the exchange, in which no step ran. `aborted` requests ended
-    with `WeightsChanged`; `continued` ones are read again.
+    `model_version` is that of the new weights; `tensors` and `bytes` are the exchanged ones. `prepare` is the time of
+    reading and checking, while requests ran, `pause` that of the exchange, in which no step ran. `aborted` requests
+    failed with `WeightsChanged`; `continued` ones are prefilled again.
     """
 
     model_version: int

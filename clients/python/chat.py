@@ -1,4 +1,4 @@
-"""Chat without an event loop: each question goes along with what was said before. Run a target first: `outrider up`."""
+"""Chat without an event loop: each question is sent with the conversation so far. Run a target first: `outrider up`."""
 
 import sys
 

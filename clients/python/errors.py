@@ -1,11 +1,11 @@
-"""What can go wrong, and how a program tells. Run a target first: `outrider up`."""
+"""What can go wrong, and how a program handles it. Run a target first: `outrider up`."""
 
 import sys
 
 from outrider.errors import DeadlineExceeded, InvalidField, OutriderError
 from outrider_client import Policy, ServiceUnreachable, SyncClient
 
-# Nobody answers at the second address, and no model has the name that is asked for last.
+# Nothing listens at the second address, and no model has the name in the last request.
 REQUESTS = (
     ("127.0.0.1:50051", {"text": "Once upon a time", "timeout": 60.0}),
     ("127.0.0.1:1", {"text": "Once upon a time"}),
@@ -15,7 +15,7 @@ REQUESTS = (
 )
 
 for address, request in REQUESTS:
-    # A full queue asks to try again later; this gives up after the second refusal.
+    # A full queue returns a time to retry after; this gives up after the second refusal.
     with SyncClient.connect(address, policy=Policy(attempts=2)) as client:
         try:
             result = client.generate(**request).result()

@@ -12,18 +12,18 @@ METADATA = (("outrider-tenant", "default"),)  # With tokens: ("authorization", "
 
 def explain(error: grpc.RpcError) -> str:
     """Status, reason, field and the time to wait, from the details that come with an error."""
-    said = [error.code().name]
+    words = [error.code().name]
     trailers = {item.key: item.value for item in error.trailing_metadata() or ()}
     status = status_pb2.Status.FromString(trailers.get("grpc-status-details-bin", b""))
     for detail in status.details:
         info, bad, retry = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
         if detail.Unpack(info):
-            said.append(info.reason)
+            words.append(info.reason)
         elif detail.Unpack(bad):
-            said += [violation.field for violation in bad.field_violations]
+            words += [violation.field for violation in bad.field_violations]
         elif detail.Unpack(retry):
-            said.append(f"again in {retry.retry_delay.ToTimedelta().total_seconds():g} s")
-    return " ".join(said)
+            words.append(f"again in {retry.retry_delay.ToTimedelta().total_seconds():g} s")
+    return " ".join(words)
 
 
 with grpc.insecure_channel("127.0.0.1:50051") as channel:

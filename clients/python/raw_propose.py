@@ -1,4 +1,4 @@
-"""One exchange on a Propose stream, led as a target does. First: `outrider draft --drafter prompt_lookup`."""
+"""One exchange on a Propose stream, in the role of a target. First: `outrider draft --drafter prompt_lookup`."""
 
 import queue
 import sys
@@ -43,7 +43,7 @@ with grpc.insecure_channel("127.0.0.1:50052") as channel:
     frames.put(draft_pb2.ProposeRequest(advance=draft_pb2.AdvanceSequences(sequences=[advance])))
     show(next(answers).growth.sequences[0])
 
-    # A step that is missing costs its sequence, and not the stream.
+    # A missing step ends its sequence, but not the stream.
     advance.step = 3
     frames.put(draft_pb2.ProposeRequest(advance=draft_pb2.AdvanceSequences(sequences=[advance])))
     status = next(answers).status

@@ -13,7 +13,7 @@ SAMPLING = tree_pb2.SamplingParameters(max_tokens=8, ignore_eos=True)
 with grpc.insecure_channel("127.0.0.1:50051") as channel:
     stub = target_pb2_grpc.TargetServiceStub(channel)
 
-    # A draft that knows two tokens of the answer, so that there is something to accept.
+    # Take two tokens of the answer for the draft, so that there is something to accept.
     request = target_pb2.GenerateRequest(tokens=target_pb2.TokenInput(token_ids=PROMPT), sampling=SAMPLING)
     answer = [token for response in stub.Generate(request, timeout=60) for token in response.chunk.token_ids]
     first, second = answer[:2]
@@ -29,16 +29,16 @@ with grpc.insecure_channel("127.0.0.1:50051") as channel:
 
     # Row 0 is the root, the last token of the prompt. Rows 1 and 2 are two guesses at what follows it, row 3 follows 2.
     tree = tree_pb2.TokenTree(token_ids=[PROMPT[-1], wrong, first, second], parents=[0, 0, 0, 2])
-    said: list[int] = []
+    received: list[int] = []
     step = opened.step
     while True:
-        asked = target_pb2.VerifyTree(sequence_id=opened.sequence_id, step=step, tree=tree)
-        frames.put(target_pb2.VerifyRequest(tree=asked))
+        verify = target_pb2.VerifyTree(sequence_id=opened.sequence_id, step=step, tree=tree)
+        frames.put(target_pb2.VerifyRequest(tree=verify))
         response = next(answers)
         if response.WhichOneof("frame") == "status":
             raise SystemExit(response.status.status.message)
         verdict = response.verdict
-        said += verdict.token_ids
+        received += verdict.token_ids
         sys.stdout.write(f"step {step}: accepted rows {list(verdict.accepted_rows)}, {len(verdict.token_ids)} tokens\n")
         if verdict.finish_reason:
             break
@@ -50,4 +50,4 @@ with grpc.insecure_channel("127.0.0.1:50051") as channel:
     frames.put(None)
     for _ in answers:
         pass
-    sys.stdout.write(f"the same as Generate: {said == answer}\n")
+    sys.stdout.write(f"the same as Generate: {received == answer}\n")

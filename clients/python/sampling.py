@@ -1,4 +1,4 @@
-"""Draw an answer with a seed, with drafts and without: the tokens are the same. Run a target first: `outrider up`."""
+"""Sample an answer with a seed, with drafts and without: the tokens are the same. Run a target first: `outrider up`."""
 
 import sys
 

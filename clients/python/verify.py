@@ -1,4 +1,4 @@
-"""Draft in the client: guess that the text repeats itself, and let the target keep what it agrees with."""
+"""Draft in the client: guess that the text repeats itself, and have the target verify the guess."""
 
 import asyncio
 import sys

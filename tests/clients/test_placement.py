@@ -31,7 +31,7 @@ def test_nothing_is_placed_without_a_gpu_or_where_the_user_did() -> None:
 def test_a_head_runs_on_the_second_gpu_if_there_is_one(gpus: int, device: str) -> None:
     placed = place(gpus, "merged", "", [], [])
     assert placed.target[:2] == ("--device", "cuda:0") and placed.draft[:3] == ("--device", device, "--cuda-graphs")
-    assert device in placed.said
+    assert device in placed.summary
     (head,) = {head.name for head in shipped_heads()}
     assert placed.target[2:] == ("--draft-head", head) and placed.draft[3:] == ("--head", head)
 
@@ -40,7 +40,7 @@ def test_a_head_runs_on_the_second_gpu_if_there_is_one(gpus: int, device: str) -
 def test_one_gpu_is_shared_by_a_draft_that_runs_a_network(drafter: str) -> None:
     placed = place(1, drafter, "", [], [])
     assert placed.shared == (drafter in ("merged", "eagle", "model", "medusa", "mtp"))
-    assert ("which it shares with the target" in placed.said) == placed.shared
+    assert ("which it shares with the target" in placed.summary) == placed.shared
     assert not place(2, drafter, "", [], []).shared and not place(0, drafter, "", [], []).shared
 
 

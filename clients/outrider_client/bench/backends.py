@@ -1,4 +1,4 @@
-"""Where answers come from: targets, started for the purpose or running already, and transformers' own loop."""
+"""Backends of the benchmark: targets, started for it or already running, and transformers' own loop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Backend(Protocol):
     """Answers conversations under one mode."""
 
     async def answer(self, messages: Sequence[Message], max_tokens: int, tenant: str) -> Sample:
-        """One greedy answer. Raises `OutriderError` for a conversation that is refused."""
+        """One greedy answer for a tenant. Raises `OutriderError` for a conversation that is refused."""
 
 
 class TargetBackend:
@@ -33,8 +33,8 @@ class TargetBackend:
     def __init__(
         self, reach: ClientOptions, address: str, speculate: bool, max_nodes: int | None = None, memory: str = ""
     ) -> None:
-        """`max_nodes` bounds the drafted rows of a step; None leaves them to the target. `memory` begins the name of
-        every tenant, whose drafts learn apart from others'."""
+        """`max_nodes` limits the drafted rows of a step; None leaves that to the target. `memory` is a prefix of every
+        tenant's name, so that drafts learn separately."""
         self._reach = reach
         self._memory = memory
         self._address = address
@@ -42,7 +42,7 @@ class TargetBackend:
         self._clients: dict[str, Client] = {}
 
     def client(self, tenant: str = "") -> Client:
-        """The client that acts for a tenant. With a token, the token decides the tenant."""
+        """The client for a tenant. With a token, the token determines the tenant."""
         name = self._reach.tenant if self._reach.secret() else tenant or self._reach.tenant
         if name not in self._clients:
             self._clients[name] = Client.connect(
@@ -65,7 +65,7 @@ class TargetBackend:
 
 
 class TransformersBackend:
-    """transformers' `generate` on the same model, in a process of its own."""
+    """transformers' `generate` on the same model, in a separate process."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process

@@ -1,4 +1,4 @@
-"""The figures of a benchmark as a picture: throughput and acceptance by task and concurrency."""
+"""The figures of a benchmark as a plot: throughput and acceptance by task and concurrency."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from outrider.settings import SettingsError
 from outrider_client.bench.report import ALL_TASKS
+from outrider_client.bench.samples import Mode
 
 _WIDTH_PER_TASK = 1.25
 _BAR_SPACE = 0.8
@@ -15,12 +16,12 @@ _LEGEND_COLUMNS = 3
 
 
 def require_matplotlib() -> None:
-    """Raise `SettingsError` when there is nothing to plot with, before hours of measuring."""
+    """Raise `SettingsError` when matplotlib is missing, before hours of measuring."""
     try:
         import matplotlib
     except ImportError:
         raise SettingsError("--plot needs matplotlib: pip install 'outrider[plot]'") from None
-    # No display is needed, or looked for.
+    # Without a display.
     matplotlib.use("Agg")
 
 
@@ -82,13 +83,12 @@ def _bars(
 
 def _error(cell: Mapping[str, Any]) -> tuple[float, float]:
     rate, spread = cell["tokens_per_second"], cell["tokens_per_second_spread"]
-    # Rounding may put the median a hair outside.
+    # Rounding may put the median slightly outside.
     return max(0.0, rate - spread["min"]), max(0.0, spread["max"] - rate)
 
 
 def _label(cell: Mapping[str, Any]) -> str:
-    placement = f" ({cell['draft_placement']})" if cell["draft_placement"] else ""
-    return f"{cell['mode']}{placement}"
+    return Mode(cell["mode"], cell["draft_placement"] or "").label
 
 
 def _caption(document: Mapping[str, Any]) -> str:

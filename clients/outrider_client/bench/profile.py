@@ -1,5 +1,5 @@
-"""Where a target's time goes in each step, by mode, and whether drafts are there in time: from its own
-metrics, which are read around every block."""
+"""The time of a target's steps by phase and mode, and the share of drafts that arrive in time, from its metrics, which
+are read before and after every block."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from rich.table import Table
 
 from outrider_client.bench.samples import Mode
 
-# In the order of the step; forward is the model, of which launch is the host's part, and the rest is work of the host
-# around it.
+# In the order of the step: forward is the model, of which launch is the host's part; the others are host work.
 PHASES = ("wait", "plan", "launch", "forward", "verify", "commit")
 _PHASE_SUM = "outrider_step_phase_seconds_sum"
 _STEPS = "outrider_steps_total"
-# Counters with one label each, by what they are called here.
+# Counters with one label each, and their names here.
 _COUNTED = {
     ("outrider_draft_passes_total", "hit"): "hits",
     ("outrider_draft_passes_total", "miss"): "misses",
@@ -26,13 +25,13 @@ _COUNTED = {
 }
 _READ_SECONDS = 10.0
 STEPS = "steps"
-# What `parse_phases` reads.
+# Counters by name, as `parse_phases` returns them.
 Spent = Mapping[str, float]
 
 
 def parse_phases(text: str) -> Spent:
-    """Seconds by phase, "steps", and what `_COUNTED` names, from a target's metrics page."""
-    # Not part of a client's installation, and read only where a profile is asked for.
+    """Seconds by phase, the number of "steps", and the counters of `_COUNTED`, from a target's metrics page."""
+    # Imported here: not part of a client's installation, and needed only for profiles.
     from prometheus_client.parser import text_string_to_metric_families
 
     found: dict[str, float] = {}
@@ -48,10 +47,10 @@ def parse_phases(text: str) -> Spent:
 
 
 class StepProfile:
-    """Adds up, by mode, what targets spent in each phase."""
+    """Adds up the time that targets spend in each phase, by mode."""
 
     def __init__(self, pages: Mapping[Mode, str]) -> None:
-        """`pages` has the URL of the metrics of each mode's target; other modes are not profiled."""
+        """`pages` has the metrics URL of each mode's target; modes without one are not profiled."""
         self._pages = pages
         self.totals: dict[Mode, dict[str, float]] = {}
 
@@ -61,13 +60,13 @@ class StepProfile:
         return parse_phases(await asyncio.to_thread(_fetch, url)) if url else {}
 
     async def add(self, mode: Mode, before: Spent) -> None:
-        """Count what was spent since `before` as this mode's."""
+        """Add the difference to the counters `before` to this mode's totals."""
         totals = self.totals.setdefault(mode, {})
         for name, value in (await self.read(mode)).items():
             totals[name] = totals.get(name, 0.0) + value - before.get(name, 0.0)
 
     def per_step(self) -> list[dict[str, object]]:
-        """Milliseconds per step by phase, for the document; `host` is all but waiting and the device."""
+        """Milliseconds per step by phase; `host` is the sum without waiting and the device."""
         rows: list[dict[str, object]] = []
         for mode, totals in self.totals.items():
             steps = totals.get(STEPS, 0.0)

@@ -23,8 +23,8 @@ class Prompt:
 def load_prompts(path: Path, *, limit: int = 0, tasks: Iterable[str] = ()) -> list[Prompt]:
     """The prompts of a file, grouped by task.
 
-    `tasks` keeps only these. A `limit` takes that many in all, evenly from the tasks, in the file's order. Raises
-    `SettingsError` that names the line.
+    `tasks` selects tasks. A `limit` takes that many in all, evenly from the tasks, in the file's order. Raises
+    `SettingsError`, which names the line.
     """
     by_task: dict[str, list[Prompt]] = {}
     for prompt in _read(path):

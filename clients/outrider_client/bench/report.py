@@ -70,7 +70,7 @@ def _cell(mode: Mode, task: str, concurrency: int, blocks: Sequence[Block], plai
 
 
 def differing(found: Iterable[Cell]) -> int:
-    """Outputs of our own modes that differ from plain ones; transformers' arithmetic is its own."""
+    """The number of outputs that differ from plain ones; without transformers, whose arithmetic differs."""
     return sum(
         cell["differing_outputs"] or 0 for cell in found if cell["task"] == ALL_TASKS and cell["mode"] != TRANSFORMERS
     )
@@ -86,7 +86,7 @@ def _answers(blocks: Iterable[Block]) -> dict[_Place, Sample]:
 
 
 def _identity(mode: Mode, blocks: Sequence[Block], plain: dict[_Place, Sample]) -> Cell:
-    """Outputs held against plain ones of the same repeat and concurrency; plain ones against the first of all."""
+    """Outputs compared with plain ones of the same repeat and concurrency; plain ones with the first plain one."""
     first: dict[tuple[str, int], Sample] = {}
     for (_, _, prompt_id, turn), sample in plain.items():
         first.setdefault((prompt_id, turn), sample)

@@ -1,4 +1,4 @@
-"""The measurement itself: which request runs when, so that noise of the machine hits every mode alike."""
+"""Runs the measurement, in an order that exposes every mode to the same noise of the machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outrider_client.bench.prompts import Prompt
 from outrider_client.bench.samples import TRANSFORMERS, Block, Measured, Mode
 from outrider_client.client import Message
 
-# Requests of one block per place: enough to keep every place busy, few enough to interleave modes often.
+# Requests of a block per concurrent one: enough to keep all running, few enough to alternate modes often.
 _ROUNDS_PER_BLOCK = 4
 _WARM_UP: tuple[Message, ...] = (("user", "Count from one to ten, then count from one to ten once more."),)
 _WARM_UP_TOKENS = 32
@@ -32,7 +32,7 @@ class Plan:
     max_tokens: int
     second_turns: bool
     isolate: bool
-    # Tells this run's tenants from another's, so that no draft has seen the prompts.
+    # Part of this run's tenant names, so that no draft has learnt the prompts in another run.
     run_id: str
 
     def turns(self, prompt: Prompt) -> int:
@@ -59,22 +59,22 @@ class Runner:
         on_answer: Callable[[str], None],
         profile: StepProfile | None = None,
     ) -> None:
-        """`on_answer` gets what is being measured after each answer; `profile` reads the targets' own timers."""
+        """`on_answer` is called after each answer with what is measured; `profile` reads the targets' metrics."""
         self._plan = plan
         self._backends = backends
         self._on_answer = on_answer
         self._profile = profile or StepProfile({})
-        # The first answer given to a prompt, by whichever mode comes first: every mode's second turn builds on it.
+        # First answers by prompt, of the mode that ran first: every mode's second turn builds on them.
         self._answers: dict[str, str] = {}
 
     async def warm_up(self) -> None:
-        """Let every backend compile and allocate before anything is measured."""
+        """Have every backend compile and allocate before anything is measured."""
         for mode in self._plan.modes:
             for _ in range(2):
                 await self._backends[mode].answer(_WARM_UP, _WARM_UP_TOKENS, f"bench-{self._plan.run_id}-warm")
 
     async def run(self) -> list[Block]:
-        """Every block of every repeat. Raises `ServiceUnreachable` when a target is gone."""
+        """Run every block of every repeat. Raises `ServiceUnreachable` when a target is gone."""
         blocks: list[Block] = []
         for repeat in range(self._plan.repeats):
             for concurrency in self._plan.concurrency:
@@ -94,14 +94,14 @@ class Runner:
         shift = (number + repeat) % len(modes)
         blocks = []
         for turn in range(max(map(self._plan.turns, prompts))):
-            asked = [
+            ready = [
                 prompt
                 for prompt in prompts
                 if turn < self._plan.turns(prompt) and (turn == 0 or prompt.prompt_id in self._answers)
             ]
-            if not asked:
+            if not ready:
                 continue
-            done = [await self._block(mode, asked, turn, concurrency, repeat) for mode in modes[shift:] + modes[:shift]]
+            done = [await self._block(mode, ready, turn, concurrency, repeat) for mode in modes[shift:] + modes[:shift]]
             self._remember(modes[0], done)
             blocks.extend(done)
         return blocks
@@ -138,6 +138,6 @@ class Runner:
         try:
             sample = await self._backends[mode].answer(messages, self._plan.max_tokens, tenant)
         except OutriderError as error:
-            # A prompt past the model's context, for example: counted and shown, and the rest goes on.
+            # For example a prompt longer than the model's context: it is counted, and the rest goes on.
             return Measured(prompt.prompt_id, prompt.task, turn, None, error.reason)
         return Measured(prompt.prompt_id, prompt.task, turn, sample)

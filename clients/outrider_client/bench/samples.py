@@ -12,7 +12,7 @@ TRANSFORMERS = "transformers"
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """How answers are made: plainly, by transformers' own loop, or with a drafter in or out of the process."""
+    """How answers are generated: plainly, by transformers' loop, or with a drafter inside or outside the target."""
 
     name: str
     placement: str = ""
@@ -66,7 +66,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One request's place in the plan, and what came of it: a sample, or the reason of its refusal."""
+    """One request of the plan and its outcome: a sample, or the reason of its refusal."""
 
     prompt_id: str
     task: str

@@ -23,9 +23,9 @@ from outrider_client.bench.report import SCHEMA, cells
 from outrider_client.bench.runner import Plan, Runner
 from outrider_client.bench.samples import PLAIN, TRANSFORMERS, Mode
 from outrider_client.client import Client
-from outrider_client.local.stack import Stack, private_directory, wait_for_drafter
+from outrider_client.local.stack import Stack, private_stack, wait_for_drafter
 from outrider_client.results import TargetInfo
-from outrider_client.terminal.options import BenchOptions, ClientOptions, flag_words
+from outrider_client.terminal.options import BenchOptions, ClientOptions, comma_words, flag_words, request_counts
 
 PLACEMENTS = ("remote", "inprocess")
 Note = Callable[[str], None]
@@ -42,11 +42,11 @@ def make_plan(options: BenchOptions) -> Plan:
         raise SettingsError(f"--target: {problem}")
     if options.repeats < 1 or options.limit < 0 or options.max_tokens < 1:
         raise SettingsError("--repeats and --max-tokens must be at least 1, --limit at least 0")
-    prompts = load_prompts(Path(options.prompts), limit=options.limit, tasks=_words(options.tasks))
+    prompts = load_prompts(Path(options.prompts), limit=options.limit, tasks=comma_words(options.tasks))
     return Plan(
         prompts=prompts,
         modes=_modes(options),
-        concurrency=_levels(options.concurrency),
+        concurrency=request_counts(options.concurrency),
         repeats=options.repeats,
         max_tokens=options.max_tokens,
         second_turns=options.second_turns,
@@ -56,49 +56,35 @@ def make_plan(options: BenchOptions) -> Plan:
 
 
 def _is_drafter_of(mode: Mode, drafter: str) -> bool:
-    """Whether a target's drafter is the mode's. One that is named MODULE:CLASS goes by a name of its own."""
+    """Whether a target's drafter is the mode's. One given as MODULE:CLASS chooses its own name."""
     return drafter == mode.name or (bool(drafter) and ":" in mode.name)
 
 
 def _modes(options: BenchOptions) -> list[Mode]:
-    names = _words(options.modes)
-    placements = _words(options.draft_placement)
+    names = comma_words(options.modes)
+    placements = comma_words(options.draft_placement)
     if not names:
         raise SettingsError("--modes names no mode")
     for placement in placements:
         if placement not in PLACEMENTS:
             raise SettingsError(f"--draft-placement: {placement!r} is not one of {', '.join(PLACEMENTS)}")
-    if options.target and len([name for name in names if name not in (PLAIN, TRANSFORMERS)]) > 1:
+    if options.target and sum(Mode(name).drafts for name in names) > 1:
         raise SettingsError("--target has one drafter; leave --target out to have a target started for every drafter")
     if set(names) == {TRANSFORMERS}:
         raise SettingsError("--modes: transformers is for comparison, with plain or a drafter beside it")
     modes: list[Mode] = []
-    # Plain first: it is what the others are held against, and second turns build on its answers.
+    # Plain first: the others are compared with it, and second turns build on its answers.
     for name in sorted(dict.fromkeys(names), key=lambda name: name != PLAIN):
-        own = name in (PLAIN, TRANSFORMERS)
-        modes.extend(Mode(name, placement) for placement in ([""] if own or options.target else placements))
+        placed = Mode(name).drafts and not options.target
+        modes.extend(Mode(name, placement) for placement in (placements if placed else [""]))
     return modes
-
-
-def _levels(text: str) -> list[int]:
-    try:
-        levels = [int(word) for word in _words(text)]
-    except ValueError:
-        levels = []
-    if not levels or min(levels) < 1:
-        raise SettingsError(f"--concurrency: {text!r} is not a list of whole numbers above 0")
-    return levels
-
-
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
 
 
 class Session:
     """The backends of a plan. Leaving the `async with` block ends what was started for it."""
 
     def __init__(self, options: BenchOptions, reach: ClientOptions, note: Note) -> None:
-        """`note` gets what is being waited for."""
+        """`note` is called with what is being waited for."""
         self._options = options
         self._reach = reach
         self._note = note
@@ -108,14 +94,14 @@ class Session:
         self._stack: Stack | None = None
         self.backends: dict[Mode, Backend] = {}
         self.info: TargetInfo | None = None
-        # Where the metrics of a mode's target are, when profiling.
+        # URLs of the metrics of the modes' targets, when profiling.
         self.pages: dict[Mode, str] = {}
 
     async def __aenter__(self) -> Session:
         return self
 
     async def __aexit__(self, *error: Any) -> None:
-        # With the error, of which the stack may know the cause.
+        # With the error, so that the stack can raise its cause.
         await self._exit.__aexit__(*error)
 
     async def start(self, modes: Sequence[Mode]) -> None:
@@ -161,8 +147,9 @@ class Session:
             raise SettingsError(f"the target's drafter is {info.drafter or 'none'}, not {mode.name}")
 
     async def _start_target(self, mode: Mode) -> str:
-        stack = await self._own_stack()
-        options = self._options
+        if self._stack is None:
+            self._stack = await self._exit.enter_async_context(private_stack())
+        stack, options = self._stack, self._options
         flags = ["--model", options.model, "--dtype", options.dtype, "--device", options.device]
         if mode.placement == "inprocess":
             flags += ["--draft", f"inprocess:{mode.name}"]
@@ -185,13 +172,6 @@ class Session:
                 if not _is_drafter_of(mode, await wait_for_drafter(client)):
                     raise SettingsError(f"the target did not reach its draft service with {mode.name}")
         return address
-
-    async def _own_stack(self) -> Stack:
-        if self._stack is None:
-            directory = self._exit.enter_context(private_directory())
-            self._stack = await self._exit.enter_async_context(Stack(directory))
-            await self._exit.enter_async_context(self._stack.explaining())
-        return self._stack
 
 
 @contextlib.asynccontextmanager

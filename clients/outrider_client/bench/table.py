@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 Cell = Mapping[str, Any]
-# Terminals narrower than this get the columns that matter most.
+# Narrower terminals get the most important columns only.
 _WIDE = 112
 
 

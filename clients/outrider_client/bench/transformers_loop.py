@@ -20,7 +20,7 @@ from outrider_client.local.models import model_path
 
 
 class _FirstToken(BaseStreamer):  # type: ignore[misc]
-    """Notes when the first token came; the first call holds the prompt."""
+    """Records the time of the first token; the first call has the prompt."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -62,7 +62,7 @@ class _Loop:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--model", required=True, help="folder, or name that the model store knows")
+    parser.add_argument("--model", required=True, help="folder, or name in the model store")
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()

@@ -14,7 +14,7 @@ from outrider_client.local.roles import missing_for
 
 _DESCRIPTION = """\
 Lossless speculative decoding over gRPC: a draft service guesses ahead, a target service checks whole trees of
-guesses in one pass and says exactly what it would have said alone, only sooner."""
+guesses in one pass and generates exactly what it would have generated alone, only sooner."""
 
 _EPILOG = """\
 start here:
@@ -32,9 +32,9 @@ The flag wins over the environment, and the environment over the file."""
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Returns its exit status: 2 for wrong usage, 130 after Ctrl-C."""
-    # gRPC reads its switches when it is imported, which the commands do.
+    # Before the commands import gRPC, which reads its settings then.
     prepare_grpc()
-    # Its own log lines would break into progress bars and answers; failures reach us as exceptions.
+    # gRPC's log lines would break progress bars and answers; failures are raised as exceptions anyway.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         from outrider_client.cli.base import run_command
@@ -67,17 +67,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         parsers[command.name] = own
         command.set_up(own)
-    # Before parsing: flags of the services are theirs to read, and to explain.
-    handed_on = next((command for command in COMMANDS if command.module and words[:1] == [command.name]), None)
-    if handed_on is not None:
-        message = missing_for(handed_on.needs) if handed_on.needs else None
+    # Before parsing: a service parses its own flags, --help among them.
+    service = next((command for command in COMMANDS if command.module and words[:1] == [command.name]), None)
+    if service is not None:
+        message = missing_for(service.needs) if service.needs else None
         if message:
             sys.stderr.write(f"error: {message}\n")
             return 1
-        os.execv(sys.executable, [sys.executable, "-m", str(handed_on.module), *words[1:]])
+        os.execv(sys.executable, [sys.executable, "-m", str(service.module), *words[1:]])
     arguments, unknown = parser.parse_known_args(words)
     if unknown:
-        # Said by the command's own parser, whose usage is the one that helps.
+        # By the command's own parser, which prints the usage of the command.
         parsers[arguments.command].error(f"no such flag or argument: {' '.join(unknown)}")
     command = next(command for command in COMMANDS if command.name == arguments.command)
     return run_command(command, parsers[command.name], arguments)

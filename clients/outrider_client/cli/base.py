@@ -1,4 +1,4 @@
-"""What every command is made of, and how its failures end."""
+"""The description of a command, and how its failures become messages and exit statuses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from outrider_client.local.stack import ServiceFailed
 
 Options = TypeVar("Options")
 INTERRUPTED = 130
-# What gRPC says to a call that the service does not know.
+# gRPC's status of a call that the service does not implement.
 _NO_METHOD = "UNIMPLEMENTED"
 _PORTS = {"target": 50051, "draft": 50052}
 _PIPE_COLUMNS = 140
@@ -37,32 +37,28 @@ class CommandFailed(Exception):
     """The command cannot go on; the message is for its user."""
 
 
-def _no_flags(_: argparse.ArgumentParser) -> None:
-    return None
-
-
 def _not_run(_: argparse.Namespace) -> int:
-    raise AssertionError("a command with a module is handed on before it is run")
+    raise AssertionError("a command with a module is run as that module")
 
 
 @dataclass(frozen=True)
 class Command:
-    """One command. With a `module`, everything after its name is handed to `python -m module`. `needs` is the extra of
-    the package that it cannot run without. `settings` are classes for `options`, each setting a flag; `add_flags` adds
-    what else there is. `asks` is the service that it calls, if any: target or draft."""
+    """One command. With a `module`, everything after its name is passed to `python -m module`. `needs` is the extra of
+    the package that it requires. `settings` are classes for `options`, each setting a flag; `add_flags` adds other
+    flags. `service` is the one that it calls, if any: target or draft."""
 
     name: str
     summary: str
     description: str = ""
     run: Callable[[argparse.Namespace], int] = _not_run
     settings: tuple[type[Any], ...] = ()
-    add_flags: Callable[[argparse.ArgumentParser], None] = _no_flags
+    add_flags: Callable[[argparse.ArgumentParser], None] = lambda _: None
     module: str | None = None
     needs: str | None = None
-    asks: str = "target"
+    service: str = "target"
 
     def set_up(self, parser: argparse.ArgumentParser) -> None:
-        """Give its parser all flags."""
+        """Add all flags to its parser."""
         if self.settings:
             add_config_flag(parser)
         self.add_flags(parser)
@@ -71,12 +67,12 @@ class Command:
 
 
 def add_config_flag(parser: argparse.ArgumentParser) -> None:
-    """Let a command take --config; `config_file` reads it."""
+    """Add --config, which `config_file` reads."""
     parser.add_argument("--config", metavar="FILE", help="TOML file with settings (default: OUTRIDER_CONFIG)")
 
 
 def config_file(arguments: argparse.Namespace) -> Path | None:
-    """The TOML file asked for, by flag or by environment."""
+    """The TOML file named by flag or environment."""
     name = arguments.config or os.environ.get("OUTRIDER_CONFIG")
     return Path(name) if name else None
 
@@ -94,9 +90,9 @@ def check_installed(command: Command) -> None:
 
 
 def make_folders_of(*paths: str) -> None:
-    """Make the folders that files are to be written in, now and not after hours of measuring; an empty path is none.
+    """Create the parent folders of output files, before hours of measuring; empty paths are skipped.
 
-    Raises `SettingsError` where that cannot be.
+    Raises `SettingsError` where that fails.
     """
     for path in filter(None, paths):
         try:
@@ -106,33 +102,33 @@ def make_folders_of(*paths: str) -> None:
 
 
 def table_console() -> Console:
-    """Where tables go. A file or a pipe is as wide as need be."""
+    """The console for tables; a file or a pipe counts as wide."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
 
 
 def error_console() -> Console:
-    """Where messages go: what a command is asked for goes to the standard output instead."""
+    """The console for messages; results go to the standard output."""
     return Console(stderr=True, highlight=False)
 
 
 def advice(error: ServiceUnreachable) -> str:
-    """What the user of a command can do about it."""
+    """What the user of a command can do about an unreachable service."""
     if error.cause == SPEAKS_HTTP:
-        return "A target has a port of its own, 50051 unless it was told otherwise."
+        return "A target listens on a port of its own, 50051 by default."
     if error.tls_problem is None:
         return "Is it running? `outrider up` starts both services on this machine."
     return _TLS_ADVICE[error.tls_problem]
 
 
-def failure_line(error: OutriderError, asks: str = "target") -> str:
-    """What a service refused, with the facts that it sent along; or that what answers is not the service that `asks`
-    names, target or draft."""
+def failure_line(error: OutriderError, service: str = "target") -> str:
+    """The message for an error of a service, with the facts that it sent; or for a server that is not the expected
+    `service`, target or draft."""
     if error.metadata.get("code") == _NO_METHOD:
         return (
-            f"what answers at --{asks} is no {asks} service, or an older one: it does not know what it is asked "
-            f"({_NO_METHOD}); a {asks} service listens on port {_PORTS[asks]} unless it was told otherwise"
+            f"what answers at --{service} is no {service} service, or an older one: it does not have this call "
+            f"({_NO_METHOD}); a {service} service listens on port {_PORTS[service]} by default"
         )
-    # A field's name begins the message already.
+    # The message begins with the field's name already.
     facts = ", ".join(f"{name} {value}" for name, value in sorted(error.metadata.items()) if name != "field")
     return f"{error.message} ({error.reason}{f': {facts}' if facts else ''})"
 
@@ -145,7 +141,7 @@ def run_command(command: Command, parser: argparse.ArgumentParser, arguments: ar
     except SettingsError as error:
         parser.error(str(error))
     except OutriderError as error:
-        return _fail(failure_line(error, command.asks))
+        return _fail(failure_line(error, command.service))
     except ServiceUnreachable as error:
         return _fail(f"{error}\n{advice(error)}")
     except ServiceFailed as error:
@@ -155,7 +151,7 @@ def run_command(command: Command, parser: argparse.ArgumentParser, arguments: ar
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output has gone, as `head` does; Python would complain once more at its exit.
+        # The reader of the output, such as `head`, has ended; Python would fail again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 

@@ -17,18 +17,12 @@ from outrider_client.bench.profile import profile_table
 from outrider_client.bench.report import differing
 from outrider_client.bench.session import make_plan, measure, open_session
 from outrider_client.bench.table import figures_table
-from outrider_client.cli.base import (
-    Command,
-    error_console,
-    make_folders_of,
-    options,
-    table_console,
-)
+from outrider_client.cli.base import Command, error_console, make_folders_of, options, table_console
 from outrider_client.terminal.options import AccessOptions, BenchOptions, ClientOptions, flag_words
 from outrider_client.terminal.waiting import ProgressBar
 
 EXIT_DIFFERENT = 3
-_SAY_SECONDS = 30.0
+_LINE_SECONDS = 30.0
 _DESCRIPTION = """\
 Measures modes against each other on the prompts of a file. Modes take turns within every block of prompts, so that
 noise of the machine hits all of them. Outputs are held against plain decoding, token by token; the exit status is
@@ -69,31 +63,31 @@ async def _bench(bench: BenchOptions, reach: ClientOptions) -> dict[str, Any]:
 
 
 class _Watcher(ProgressBar):
-    """What is measured, after each answer; where there is no terminal, now and then."""
+    """Shows what is measured: after each answer in a terminal, else a line every `_LINE_SECONDS`."""
 
     def __init__(self, console: Console, total: int) -> None:
         super().__init__(console, total, MofNCompleteColumn(), TimeRemainingColumn())
         self._total = total
         self._answers = 0
-        self._said_at = time.monotonic()
+        self._line_at = time.monotonic()
 
     def waits_for(self, what: str) -> None:
         self.show(what)
-        self._say(f"{what} ...")
+        self._log(f"{what} ...")
 
     def answered(self, where: str) -> None:
         self._answers += 1
         self.show(where, completed=self._answers)
-        if time.monotonic() - self._said_at > _SAY_SECONDS:
-            self._say(f"{self._answers} of {self._total} answers: {where}")
+        if time.monotonic() - self._line_at > _LINE_SECONDS:
+            self._log(f"{self._answers} of {self._total} answers: {where}")
 
-    def _say(self, line: str) -> None:
-        self._said_at = time.monotonic()
+    def _log(self, line: str) -> None:
+        self._line_at = time.monotonic()
         self.line(line)
 
 
 def _verdict(document: dict[str, Any]) -> int:
-    """Say whether outputs were the same, and what that means for this dtype."""
+    """Report whether outputs were the same. Returns the exit status."""
     different = differing(document["results"])
     console = error_console()
     if different and document["target"]["dtype"] == "float32":

@@ -31,17 +31,17 @@ from outrider_client.terminal.wrapping import Part, WordWrap
 _COMMANDS = (
     ("/help", "show this list"),
     ("/retry", "ask the last question again; the new answer takes the place of the last one"),
-    ("/speculation [on|off]", "say whether drafts are on, or switch them"),
+    ("/speculation [on|off]", "show whether drafts are on, or switch them"),
     ("/plain", "switch drafts off, or on again"),
     ("/reset", "forget the conversation"),
     ("/quit", "leave, as Ctrl-D does"),
 )
 _HELP = "\n".join(f"{command:22} {meaning}" for command, meaning in _COMMANDS) + "\nCtrl-C ends an answer."
 _HINT = "/help lists the commands; Ctrl-C ends an answer."
-# Long enough for a service that is started again and loads a small model, and no longer than one watches a clock.
+# Long enough for a restarted service to load a small model; longer waits are the user's decision.
 _WAIT_SECONDS = 30.0
-_LOOK_SECONDS = 0.25
-# Failures of a server that has gone or is about to; another may take its place.
+_POLL_SECONDS = 0.25
+# Failures of a server that has stopped, is stopping or is starting; another may take its place.
 _AWAY = (ServiceUnreachable, Draining, EngineDead, Loading)
 
 
@@ -71,7 +71,7 @@ async def _chat(reach: ClientOptions, wanted: GenerateOptions, system: str) -> i
 
 
 class _Writer:
-    """Shows one answer as it comes: coloured, and on a terminal broken between words."""
+    """Shows one answer as it arrives: coloured, and on a terminal broken between words."""
 
     def __init__(self, console: Console, tokenizer: Tokenizer | None) -> None:
         self.begun = False
@@ -89,8 +89,8 @@ class _Writer:
         if self._wrap is not None:
             self._print(self._wrap.rest())
 
-    def broken(self) -> None:
-        """What follows is no part of the answer."""
+    def interrupt(self) -> None:
+        """End the line of an incomplete answer, so that other output starts a new one."""
         self.end()
         if self.begun:
             self._console.print()
@@ -112,7 +112,7 @@ class Conversation:
     system: str
     speculating: bool = True
     messages: list[Message] = field(default_factory=list)
-    # The last question, and the messages that stood before it.
+    # The last question, and the messages before it.
     question: str = ""
     before: list[Message] = field(default_factory=list)
 
@@ -135,7 +135,7 @@ class Conversation:
     def _read_line(self) -> str | None:
         """A line from the user; None at the end of input or after Ctrl-C.
 
-        It blocks the event loop, which has nothing else to do; a thread could not be woken by Ctrl-C.
+        It blocks the event loop, which is idle then; a thread could not be interrupted by Ctrl-C.
         """
         self.console.print()
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -153,36 +153,30 @@ class Conversation:
 
     async def _command(self, line: str) -> None:
         name, _, argument = line.partition(" ")
-        argument = argument.strip()
-        if name == "/speculation":
-            self._speculation(argument)
-        elif argument:
-            self._note(f"unknown command: {line}\n{_HELP}")
-        elif name == "/plain":
-            self._speculation("off" if self.speculating else "on")
-        elif name == "/reset":
-            self._reset()
-            self._note("forgotten")
-        elif name == "/retry":
-            await self._retry()
-        elif name == "/help":
-            self._note(_HELP)
-        else:
-            self._note(f"unknown command: {line}\n{_HELP}")
+        match name, argument.strip():
+            case "/speculation", state:
+                self._speculation(state)
+            case "/plain", "":
+                self._speculation("off" if self.speculating else "on")
+            case "/reset", "":
+                self._reset()
+                self._note("forgotten")
+            case "/retry", "" if self.question:
+                await self._turn()
+            case "/retry", "":
+                self._note("there is no question to ask again")
+            case "/help", "":
+                self._note(_HELP)
+            case _:
+                self._note(f"unknown command: {line}\n{_HELP}")
 
-    def _speculation(self, wanted: str) -> None:
-        if wanted not in ("", "on", "off"):
-            self._note(f"/speculation takes on or off, and not {wanted}")
+    def _speculation(self, state: str) -> None:
+        if state not in ("", "on", "off"):
+            self._note(f"/speculation takes on or off, and not {state}")
             return
-        if wanted:
-            self.speculating = wanted == "on"
+        if state:
+            self.speculating = state == "on"
         self._note(f"drafts are {'on' if self.speculating else 'off'}")
-
-    async def _retry(self) -> None:
-        if self.question:
-            await self._turn()
-        else:
-            self._note("there is no question to ask again")
 
     def _note(self, text: str) -> None:
         self.console.print(text, style="dim", markup=False, soft_wrap=True)
@@ -214,12 +208,12 @@ class Conversation:
         self.console.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True)
 
     async def _answer(self, asked: list[Message]) -> Result:
-        """The answer, shown as it comes. A server that is away before its first word is waited for."""
+        """The answer, shown as it arrives. A server that is away before the first word is waited for."""
         writer = _Writer(self.console, self.tokenizer)
         try:
             return await self._stream(asked, writer)
         except _AWAY as error:
-            # A half-shown answer is not begun again under the reader's eyes.
+            # A partly shown answer is not started again.
             hopeless = isinstance(error, ServiceUnreachable) and error.tls_problem is not None
             if writer.begun or hopeless or not await self._comes_back():
                 raise
@@ -230,8 +224,8 @@ class Conversation:
         end = time.monotonic() + _WAIT_SECONDS
         with waiting(self.console, f"waiting for {self.client.address}, Ctrl-C ends it"):
             while (left := end - time.monotonic()) > 0:
-                await asyncio.sleep(_LOOK_SECONDS)
-                # The channel connects again by itself; a call that comes too early fails at once.
+                await asyncio.sleep(_POLL_SECONDS)
+                # The channel reconnects by itself; a call before that fails at once.
                 with contextlib.suppress(*_AWAY, DeadlineExceeded):
                     await self.client.info(left)
                     return True
@@ -249,7 +243,7 @@ class Conversation:
                     writer.write(chunk)
                 return await generation.result()
             except (OutriderError, ServiceUnreachable):
-                writer.broken()
+                writer.interrupt()
                 raise
             finally:
                 writer.end()

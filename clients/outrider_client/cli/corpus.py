@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -15,12 +15,13 @@ from outrider.settings import SettingsError, add_flags
 from outrider.wire.frames import CorpusInfo
 from outrider_client.cli.base import Command, CommandFailed, add_config_flag, error_console, options
 from outrider_client.cli.generate import read_text
-from outrider_client.draft import CorpusAdded, DraftClient
+from outrider_client.draft import DraftClient
 from outrider_client.failures import ServiceUnreachable
 from outrider_client.local.models import DEFAULT_MODEL, ModelMissing, Tokenizer, load_tokenizer
 from outrider_client.terminal.options import AccessOptions, ClientOptions
 
 _DEFAULT_DRAFT = "127.0.0.1:50052"
+_Action = Callable[[argparse.Namespace, ClientOptions, DraftClient], Awaitable[None]]
 _COLUMNS = ("NAME", "OWNER", "TOKENS", "DOCUMENTS", "NODES", "MEMORY", "KIND")
 
 
@@ -57,7 +58,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     _add_access(delete, _run_delete)
 
 
-def _add_access(parser: argparse.ArgumentParser, run_action: Callable[[argparse.Namespace], int]) -> None:
+def _add_access(parser: argparse.ArgumentParser, run_action: _Action) -> None:
     parser.add_argument(
         "--draft", default=_DEFAULT_DRAFT, metavar="ADDRESS", help=f"draft service (default: {_DEFAULT_DRAFT})"
     )
@@ -67,32 +68,36 @@ def _add_access(parser: argparse.ArgumentParser, run_action: Callable[[argparse.
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    run_action: Callable[[argparse.Namespace], int] = arguments.run_action
     try:
-        return run_action(arguments)
+        run(_run_action(arguments, options(ClientOptions, "client", arguments)))
     except ServiceUnreachable as error:
         if error.tls_problem is not None:
             raise
-        # Where `outrider up` runs, its draft has a socket that nobody else knows.
+        # The draft of `outrider up` listens on a private socket by default.
         raise CommandFailed(
             f"{error}\n`outrider up --draft-listen {arguments.draft}` has its draft listen there, "
             "and `outrider draft` runs one alone."
         ) from error
+    return 0
 
 
-def _run_list(arguments: argparse.Namespace) -> int:
-    reach = options(ClientOptions, "client", arguments)
-    corpora = run(_list(reach, arguments.draft))
+async def _run_action(arguments: argparse.Namespace, reach: ClientOptions) -> None:
+    run_action: _Action = arguments.run_action
+    async with DraftClient(reach.connection(arguments.draft)) as draft:
+        await run_action(arguments, reach, draft)
+
+
+async def _run_list(_: argparse.Namespace, reach: ClientOptions, draft: DraftClient) -> None:
+    corpora = await draft.list_corpora(tenant=reach.tenant, timeout=reach.deadline)
     if not corpora:
         error_console().print("there are no corpora")
-        return 0
+        return
     rows = [_COLUMNS, *map(_row, corpora)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     out = Console(highlight=False, soft_wrap=True)
     for row in rows:
         padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         out.print("  ".join(padded).rstrip(), markup=False)
-    return 0
 
 
 def _row(corpus: CorpusInfo) -> Sequence[str]:
@@ -101,36 +106,17 @@ def _row(corpus: CorpusInfo) -> Sequence[str]:
     return name, corpus.owner, *figures, f"{corpus.bytes / 2**20:.1f} MB", kind
 
 
-async def _list(reach: ClientOptions, address: str) -> list[CorpusInfo]:
-    async with DraftClient(reach.connection(address)) as draft:
-        return await draft.list_corpora(tenant=reach.tenant, timeout=reach.deadline)
-
-
-def _run_delete(arguments: argparse.Namespace) -> int:
-    reach = options(ClientOptions, "client", arguments)
-    deleted = run(_delete(reach, arguments.draft, arguments.name))
+async def _run_delete(arguments: argparse.Namespace, reach: ClientOptions, draft: DraftClient) -> None:
+    deleted = await draft.delete_corpus(arguments.name, tenant=reach.tenant, timeout=reach.deadline)
     Console(highlight=False).print(f"deleted {deleted.name}: {deleted.tokens} tokens, {deleted.nodes} nodes")
-    return 0
 
 
-async def _delete(reach: ClientOptions, address: str, corpus: str) -> CorpusInfo:
-    async with DraftClient(reach.connection(address)) as draft:
-        return await draft.delete_corpus(corpus, tenant=reach.tenant, timeout=reach.deadline)
-
-
-def _run_add(arguments: argparse.Namespace) -> int:
-    reach = options(ClientOptions, "client", arguments)
+async def _run_add(arguments: argparse.Namespace, reach: ClientOptions, draft: DraftClient) -> None:
     documents = list(_documents(arguments.files, arguments.model))
-    added = run(_add(reach, arguments.draft, arguments.corpus, documents))
-    Console(highlight=False).print(f"added {added.tokens} tokens; the trie has {added.nodes} nodes")
-    return 0
-
-
-async def _add(reach: ClientOptions, address: str, corpus: str, documents: Sequence[Sequence[int]]) -> CorpusAdded:
     console = error_console()
-    async with DraftClient(reach.connection(address)) as draft:
-        shown = track(documents, "sending", console=console, disable=not console.is_terminal)
-        return await draft.add_corpus(shown, tenant=reach.tenant, corpus=corpus, timeout=reach.deadline)
+    shown = track(documents, "sending", console=console, disable=not console.is_terminal)
+    added = await draft.add_corpus(shown, tenant=reach.tenant, corpus=arguments.corpus, timeout=reach.deadline)
+    Console(highlight=False).print(f"added {added.tokens} tokens; the trie has {added.nodes} nodes")
 
 
 def _documents(files: Sequence[Path], model: str) -> Iterator[Sequence[int]]:
@@ -169,5 +155,5 @@ CORPUS = Command(
     "it was taught.",
     _run,
     add_flags=_add_flags,
-    asks="draft",
+    service="draft",
 )

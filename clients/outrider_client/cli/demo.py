@@ -18,7 +18,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 async def _demo(demo: DemoOptions) -> int:
-    # Services and the trace's receiver are not part of a client's installation.
+    # Imported here: services and trace receiver are not part of a client's installation.
     from outrider_client.demo.run import DraftNotFound, pull_model, run_demo
 
     status = await pull_model(demo.model)

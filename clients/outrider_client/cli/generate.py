@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import json
 import sys
-from enum import Enum
 from pathlib import Path
 
 from rich.console import Console
@@ -109,17 +108,17 @@ def summary(result: Result) -> str:
 
 
 def warn_of_refusal(result: Result, wanted: GenerateOptions) -> None:
-    """Say on the standard error that the draft service gave the request up, if it did."""
+    """Print on the standard error that the draft service refused the request, if it did."""
     if result.draft_refused:
         corpus = f" (--corpus {wanted.corpus})" if result.draft_refused == UnknownCorpus.reason else ""
-        said = f"the draft service refused to draft: {result.draft_refused}{corpus}"
-        error_console().print(f"[yellow]{escape(said)}[/]", soft_wrap=True)
+        line = f"the draft service refused to draft: {result.draft_refused}{corpus}"
+        error_console().print(f"[yellow]{escape(line)}[/]", soft_wrap=True)
 
 
 def result_as_json(result: Result) -> dict[str, object]:
     """A result as JSON types, derived figures included."""
     document = dataclasses.asdict(result)
-    document["finish_reason"] = result.finish_reason.value if isinstance(result.finish_reason, Enum) else None
+    document["finish_reason"] = result.finish_reason.value if result.finish_reason else None
     document["tokens_per_second"] = result.tokens_per_second
     document["mean_accepted_length"] = result.mean_accepted_length
     return document

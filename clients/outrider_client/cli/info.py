@@ -16,7 +16,7 @@ from outrider_client.client import Client
 from outrider_client.results import TargetInfo
 from outrider_client.terminal.options import ClientOptions
 
-# Wider than any line: a terminal folds reasons, which are long, and what reads a pipe gets them whole.
+# Wider than any line: a terminal folds long reasons, and a pipe gets each on one line.
 _PIPED_COLUMNS = 1000
 
 
@@ -30,14 +30,14 @@ async def _info(client: ClientOptions) -> int:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, said in _lines(client.target, info):
-        table.add_row(name, Text(said))
+    for name, value in _lines(client.target, info):
+        table.add_row(name, Text(value))
     Console(highlight=False, width=None if sys.stdout.isatty() else _PIPED_COLUMNS).print(table)
     return 0
 
 
 def _lines(address: str, info: TargetInfo) -> Iterator[tuple[str, str]]:
-    """What there is to say, in order. Older targets say less: what they do not say is left out."""
+    """(name, value) of each line. What an older target does not report is left out."""
     versions = (("outrider", info.version), ("torch", info.torch_version), ("triton", info.triton_version))
     yield "target", address
     yield "versions", ", ".join(f"{name} {version}" for name, version in versions if version)

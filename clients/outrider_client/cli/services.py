@@ -1,4 +1,4 @@
-"""`outrider up`, and the commands that hand on to a service's own."""
+"""`outrider up`, and the commands that run a service's own command line."""
 
 from __future__ import annotations
 
@@ -12,13 +12,7 @@ from rich.text import Text
 from outrider.ports import port_refusal
 from outrider.runtime import run
 from outrider.settings import SettingsError
-from outrider_client.cli.base import (
-    Command,
-    CommandFailed,
-    config_file,
-    error_console,
-    options,
-)
+from outrider_client.cli.base import Command, CommandFailed, config_file, error_console, options
 from outrider_client.local.mps import Mps
 from outrider_client.local.placement import Placement, named_settings, place, visible_gpus
 from outrider_client.local.roles import missing_for
@@ -31,7 +25,7 @@ _COLOURS = {"target": "cyan", "draft": "magenta", "gateway": "green", "outrider"
 
 def _up(arguments: argparse.Namespace) -> int:
     up = options(UpOptions, "up", arguments)
-    # For health checks of a target that asks for a token or uses TLS.
+    # For health checks of a target that requires a token or uses TLS.
     reach = options(ClientOptions, "client", arguments)
     target_words, draft_words = flag_words(up.target_flags), flag_words(up.draft_flags)
     _check_free(up.host, up.port, "--port")
@@ -66,7 +60,7 @@ def _up(arguments: argparse.Namespace) -> int:
 
 
 def _http_address(http: str) -> str:
-    """Where the gateway is to listen: a port alone is one of this machine's own. Empty for no gateway."""
+    """HOST:PORT for the gateway to listen on; a port alone is on the loopback address. Empty for no gateway."""
     if not http:
         return ""
     host, _, port = f"127.0.0.1:{http}".rpartition(":") if http.isdecimal() else http.rpartition(":")
@@ -80,7 +74,7 @@ def _http_address(http: str) -> str:
 
 
 def _gateway(http: str, target: str, flags: tuple[str, ...]) -> ServiceCommand | None:
-    """The gateway before the target; it reaches it as `[client]` says, like every client."""
+    """The gateway in front of the target, which it reaches by the settings of `[client]`, like every client."""
     if not http:
         return None
     return ServiceCommand(
@@ -89,7 +83,7 @@ def _gateway(http: str, target: str, flags: tuple[str, ...]) -> ServiceCommand |
 
 
 def _check_free(host: str, port: int, flag: str) -> None:
-    """Say so now when the port is taken; the target would load its model first."""
+    """Fail now when the port is taken: the target would load its model first."""
     refusal = port_refusal(host, port)
     if refusal is not None:
         raise CommandFailed(f"cannot listen on {host}:{port}: {refusal.strerror}; {flag} takes another")
@@ -111,16 +105,14 @@ def _supervise(
         emit("outrider", f"ready on {target.address}{beside}")
         flag = "" if target.address == "127.0.0.1:50051" else f" --target {target.address}"
         if gateway:
-            emit(
-                "outrider",
-                f"OpenAI-compatible API at http://{gateway.address}/v1, chat page at http://{gateway.address}",
-            )
+            http = f"http://{gateway.address}"
+            emit("outrider", f"OpenAI-compatible API at {http}/v1, chat page at {http}")
         emit("outrider", f"try `outrider chat{flag}` in another terminal; Ctrl-C here stops all")
 
-    # It says how the GPU is shared, once that is settled.
-    sharing = Mps(placed.said, lambda line: emit("outrider", line)) if mps and placed.shared else None
-    if placed.said and sharing is None:
-        emit("outrider", placed.said)
+    # MPS reports the placement together with how the GPU is shared.
+    sharing = Mps(placed.summary, lambda line: emit("outrider", line)) if mps and placed.shared else None
+    if placed.summary and sharing is None:
+        emit("outrider", placed.summary)
 
     async def supervise() -> int:
         return await Supervisor(target, draft, emit, gateway=gateway, mps=sharing).run(ready)
@@ -132,7 +124,7 @@ def _supervise(
 
 
 def _given(**flags: str) -> tuple[str, ...]:
-    """Flags with a value; those left empty are the service's own business."""
+    """Flags with a value; empty ones are left to the service's own settings."""
     return tuple(word for name, value in flags.items() if value for word in (f"--{name}", value))
 
 

@@ -15,15 +15,8 @@ from rich.progress import TimeElapsedColumn
 from outrider.runtime import run
 from outrider.settings import SettingsError
 from outrider_client.bench.plot import require_matplotlib
-from outrider_client.cli.base import (
-    Command,
-    config_file,
-    error_console,
-    make_folders_of,
-    options,
-    table_console,
-)
-from outrider_client.terminal.options import TuneOptions
+from outrider_client.cli.base import Command, config_file, error_console, make_folders_of, options, table_console
+from outrider_client.terminal.options import TuneOptions, request_counts
 from outrider_client.terminal.waiting import ProgressBar
 from outrider_client.tuning.report import file_comment, save_tuning_plot, sentences, tuning_table
 from outrider_client.tuning.services import Setup, read_setup
@@ -46,10 +39,10 @@ examples:
 def _run(arguments: argparse.Namespace) -> int:
     wanted = options(TuneOptions, "tune", arguments)
     setup = read_setup(wanted, config_file(arguments))
-    loads, prompts = _loads(wanted.concurrency), read_prompts(wanted.prompts)
+    loads, prompts = list(dict.fromkeys(request_counts(wanted.concurrency))), read_prompts(wanted.prompts)
     make_folders_of(wanted.out, wanted.plot)
     if wanted.out and Path(wanted.out).exists():
-        # It may hold what nobody has a copy of, comments among it.
+        # Settings and comments in it may exist nowhere else.
         raise SettingsError(f"--out: {wanted.out} is there already; name another file")
     if wanted.plot:
         require_matplotlib()
@@ -77,24 +70,17 @@ def tuned_file(setup: Setup, tuning: Tuning) -> str:
 
 
 class _Watcher(ProgressBar):
-    """What is being done, and how much of the time is over."""
+    """Shows what is being measured, and how much of the time has passed."""
 
     def __init__(self, console: Console, seconds: float) -> None:
         super().__init__(console, seconds, TimeElapsedColumn())
         self._begun = time.monotonic()
 
     def note(self, what: str) -> None:
-        """Show what comes now."""
+        """Show what is being done now."""
         elapsed = time.monotonic() - self._begun
         self.show(what, completed=elapsed)
         self.line(f"{elapsed:4.0f} s  {what} ...")
-
-
-def _loads(text: str) -> list[int]:
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words or not all(word.isdecimal() and int(word) for word in words):
-        raise SettingsError(f"--concurrency: {text!r} is not a list of whole numbers above 0")
-    return list(dict.fromkeys(map(int, words)))
 
 
 TUNE = Command(

@@ -1,4 +1,4 @@
-"""`outrider weights`: exchange the weights of a target that goes on serving."""
+"""`outrider weights`: exchange the weights of a running target."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _run(arguments: argparse.Namespace) -> int:
     try:
         done = run(_update(reach, arguments.folder, arguments.files, RunningRequests(arguments.running)))
     except ServiceUnreachable:
-        # An `OSError` too, and no file's.
+        # Also an `OSError`, but not of a file.
         raise
     except OSError as error:
         raise CommandFailed(unreadable(error.filename, error) if error.filename else str(error)) from None

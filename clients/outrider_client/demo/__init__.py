@@ -1,1 +1,1 @@
-"""The demo: one prompt with and without drafts, what it took, and the request's trace."""
+"""The demo: one prompt with and without drafts, their figures, and the request's trace."""

@@ -1,4 +1,4 @@
-"""The demo's course: two processes, one prompt, two runs."""
+"""The demo: two services, one prompt, with and without drafts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from outrider_client.demo.show import totals_table, trace_table
 from outrider_client.demo.trace_sink import TraceSink
 from outrider_client.generation import Speculation
 from outrider_client.local.models import find_tokenizer
-from outrider_client.local.stack import Stack, private_directory, wait_for_drafter
+from outrider_client.local.stack import Stack, private_stack, wait_for_drafter
 from outrider_client.results import Result
 from outrider_client.terminal.options import DemoOptions
 from outrider_client.terminal.painting import Painter, legend
@@ -34,7 +34,7 @@ _SERVICES = (telemetry.CLIENT, telemetry.TARGET_SERVICE, telemetry.DRAFT_SERVICE
 _WARM_UP: tuple[Message, ...] = (("user", "Count from one to ten, then count from one to ten once more."),)
 _TRIE = ("--drafter", "trie")
 _WITH_HEAD = ("--drafter", "merged", "--merged-drafters", "eagle,trie")
-# Editing repeats much of the prompt, which is which is all that an n-gram drafter can draft from.
+# Editing repeats much of the prompt, which is what an n-gram drafter drafts from.
 _QUESTION = """\
 Review this class: print it again with a comment in every method, then list two improvements.
 
@@ -66,9 +66,9 @@ class DraftNotFound(Exception):
 
 
 async def pull_model(model: str) -> int:
-    """Fetch a model of the model store, with the store's own progress. Returns its exit status.
+    """Fetch a model with the model store, which shows its progress. Returns its exit status.
 
-    Folders are taken as they are, and hub ids, which have a slash, are fetched by the target.
+    Folders need no fetching; hub ids, which have a slash, are fetched by the target.
     """
     if "/" in model or Path(model).is_dir():
         return 0
@@ -77,10 +77,10 @@ async def pull_model(model: str) -> int:
 
 
 async def run_demo(options: DemoOptions, console: Console) -> bool:
-    """Show it. Returns whether all outputs were identical. Raises `ServiceFailed`, or what a call raises.
+    """Run the demo. Returns whether all outputs were identical. Raises `ServiceFailed`, or what a call raises.
 
-    The trie answers first, since on a CPU it costs nearly nothing; a head that comes with Outrider for the model then
-    shows what it adds and what it takes, in a line of its own.
+    The trie drafts first, since on a CPU it costs nearly nothing; if Outrider has a head for the model, a second run
+    adds it, and shows its gain and cost in another column.
     """
     head = head_made_for(options.model)
     async with _services(options, console) as running:
@@ -93,7 +93,7 @@ async def run_demo(options: DemoOptions, console: Console) -> bool:
         console.print(Rule("prompt", align="left"))
         console.print(_QUESTION, markup=False)
         console.print(legend())
-        drafted = {"trie": await answer("answer, drafted by a trie of what was said so far")}
+        drafted = {"trie": await answer("answer, drafted by a trie of the text so far")}
         plain = await answer("the same prompt, without drafts", speculate=False)
         if head is not None:
             await running.change_draft(console, head.name)
@@ -109,7 +109,7 @@ async def run_demo(options: DemoOptions, console: Console) -> bool:
 
 @dataclass(frozen=True)
 class _Running:
-    """The services, the client, who receives its spans, and what sends the last of them."""
+    """The services, the client, the receiver of its spans, and the function that flushes them."""
 
     stack: Stack
     target: str
@@ -118,7 +118,7 @@ class _Running:
     finish_tracing: Callable[[], Awaitable[None]]
 
     async def change_draft(self, console: Console, head: str) -> None:
-        """Start another draft in the place of the one that runs. The target stays, and finds it."""
+        """Replace the running draft by another. The target keeps running, and reconnects."""
         with waiting(console, f"starting another draft service, with the EAGLE head {head} beside a fresh trie"):
             await self.stack.stop("draft")
             await self.stack.start("draft", "draft_service", *_WITH_HEAD, "--head", head)
@@ -127,13 +127,12 @@ class _Running:
 
 @contextlib.asynccontextmanager
 async def _services(options: DemoOptions, console: Console) -> AsyncIterator[_Running]:
-    """Both services as processes of their own, warm, and a client that traces to our own receiver."""
+    """Both services as processes, warmed up, and a client that sends its spans to a local receiver."""
     async with contextlib.AsyncExitStack() as leave:
         sink = TraceSink()
         await sink.start()
         leave.push_async_callback(sink.stop)
-        stack = await leave.enter_async_context(Stack(leave.enter_context(private_directory())))
-        await leave.enter_async_context(stack.explaining())
+        stack = await leave.enter_async_context(private_stack())
         traced = ("--otlp-endpoint", sink.endpoint)
         # One after the other: the target times its own steps, which a compiling draft would disturb.
         with waiting(console, "starting the draft service"):
@@ -142,13 +141,13 @@ async def _services(options: DemoOptions, console: Console) -> AsyncIterator[_Ru
         with waiting(console, f"starting the target service: loading {options.model} and timing its steps"):
             target = await stack.start("target", "target_service", *flags)
         console.print(f"draft service  [dim]{draft}[/]\ntarget service [dim]{target}[/]", soft_wrap=True)
-        # No request of this run may know the prompt from an earlier one.
+        # A new tenant, so that no draft has learnt the prompt from an earlier run.
         tenant = f"demo-{secrets.token_hex(4)}"
         with waiting(console, "warming up"):
             await _warm_up(target, "trie")
         tracing = set_up_tracing(telemetry.CLIENT, sink.endpoint)
         client = await leave.enter_async_context(Client.connect(target, tenant=tenant, tracing=tracing))
-        # In a thread: it waits for the sink, which runs in this one.
+        # In a thread: it waits for the sink, which runs on this event loop.
         yield _Running(stack, target, client, sink, lambda: asyncio.to_thread(tracing.shutdown))
 
 

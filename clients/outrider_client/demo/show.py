@@ -1,4 +1,4 @@
-"""What the demo shows at its end: the two runs beside each other, and the trace as a tree."""
+"""What the demo shows at its end: the runs side by side, and the trace as a tree."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outrider_client.results import Result
 
 _SHOWN_DEPTHS = 5
 # Attributes worth a line in a terminal, by the end of their names.
-_TOLD = (
+_SHOWN_ATTRIBUTES = (
     ("input_tokens", "prompt"),
     ("output_tokens", "tokens"),
     ("outrider.steps", "steps"),
@@ -22,7 +22,7 @@ _TOLD = (
 
 
 def totals_table(drafted: Mapping[str, Result], plain: Result) -> Table:
-    """Runs of the same prompt, by what drafted in them, and whether their outputs are those of the one without."""
+    """Runs of the same prompt, by their drafters, and whether their outputs equal those of the plain run."""
     table = Table(title="The same prompt with and without drafts", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("")
     for name in (*drafted, "without"):
@@ -41,10 +41,6 @@ def totals_table(drafted: Mapping[str, Result], plain: Result) -> Table:
 def _verdict(run: Result, plain: Result) -> str:
     same = run.token_ids == plain.token_ids
     return f"[green]yes, all {len(plain.token_ids)} tokens[/]" if same else "[bold red]NO[/]"
-
-
-def _tokens_per_second(result: Result) -> str:
-    return f"{result.tokens_per_second:.1f}"
 
 
 def _decode_rate(result: Result) -> str:
@@ -71,7 +67,7 @@ _ROWS = (
     ("drafted tokens accepted", _acceptance),
     ("acceptance by depth 1, 2, ...", _by_depth),
     ("time to first token, ms", lambda r: f"{r.time_to_first_token * 1e3:.0f}"),
-    ("tokens/s, whole request", _tokens_per_second),
+    ("tokens/s, whole request", lambda r: f"{r.tokens_per_second:.1f}"),
     ("tokens/s after the first token", _decode_rate),
 )
 
@@ -92,7 +88,7 @@ def trace_table(spans: Sequence[ReceivedSpan]) -> Table:
             span.service.removeprefix("outrider-"),
             f"{(span.start_ns - begin) / 1e6:.1f}",
             f"{(span.end_ns - span.start_ns) / 1e6:.1f}",
-            ", ".join(_told(span)),
+            ", ".join(_attributes(span)),
         )
     return table
 
@@ -107,14 +103,14 @@ def _tree(spans: Sequence[ReceivedSpan]) -> Iterator[tuple[int, ReceivedSpan]]:
                 yield from below(span.span_id, depth + 1)
 
     for span in spans:
-        # A span whose parent was not sent is shown as a root of its own.
+        # A span whose parent is missing is shown as a root.
         if span.parent_id not in known:
             yield 0, span
             yield from below(span.span_id, 1)
 
 
-def _told(span: ReceivedSpan) -> Iterator[str]:
-    for ending, words in _TOLD:
+def _attributes(span: ReceivedSpan) -> Iterator[str]:
+    for ending, words in _SHOWN_ATTRIBUTES:
         for name, value in span.attributes.items():
             if name.endswith(ending):
                 yield f"{value} {words}"

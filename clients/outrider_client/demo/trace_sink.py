@@ -13,7 +13,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 
 @dataclass(frozen=True, slots=True)
 class ReceivedSpan:
-    """A span as it came in. Ids are hex, times are epoch nanoseconds."""
+    """A received span. Ids are hex, times are epoch nanoseconds."""
 
     trace_id: str
     span_id: str
@@ -26,7 +26,7 @@ class ReceivedSpan:
 
 
 class TraceSink(trace_service_pb2_grpc.TraceServiceServicer):
-    """Keeps every span it is sent. `endpoint` is what exporters take, once `start` has run."""
+    """Keeps every span it receives. `endpoint` is the URL for exporters, once `start` has run."""
 
     def __init__(self) -> None:
         self.endpoint = ""
@@ -54,7 +54,7 @@ class TraceSink(trace_service_pb2_grpc.TraceServiceServicer):
         return sorted((s for s in self._spans if s.trace_id == trace_id), key=lambda s: (s.start_ns, -s.end_ns))
 
     async def wait(self, trace_id: str, services: Collection[str], timeout: float) -> list[ReceivedSpan]:
-        """The spans of a trace once each service has sent one, or those that came until `timeout` seconds."""
+        """The spans of a trace once each service has sent one, or those received within `timeout` seconds."""
         deadline = asyncio.get_running_loop().time() + timeout
         while asyncio.get_running_loop().time() < deadline:
             if {span.service for span in self.spans(trace_id)} >= set(services):

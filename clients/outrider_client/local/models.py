@@ -12,7 +12,7 @@ from outrider.model_store import stored_folder
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# As the target's own setting, which cannot be imported from here.
+# The default of the target's own setting, which cannot be imported here.
 DEFAULT_MODEL = "smollm2-135m-instruct"
 _TOKENIZER = "tokenizer.json"
 
@@ -22,7 +22,7 @@ class ModelMissing(Exception):
 
 
 class Tokenizer(Protocol):
-    """What we need of a tokenizer."""
+    """The interface used here."""
 
     def encode(self, text: str) -> Sequence[int]:
         """Token ids of a text, without special tokens."""
@@ -33,7 +33,7 @@ class Tokenizer(Protocol):
 
 class _FastTokenizer:
     def __init__(self, path: Path) -> None:
-        # Here, so that commands without a tokenizer do not pay for it.
+        # Imported here, since it is slow and most commands need no tokenizer.
         from tokenizers import Tokenizer as Fast
 
         self._fast = Fast.from_file(str(path))
@@ -48,7 +48,7 @@ class _FastTokenizer:
 
 
 def model_path(model: str) -> Path:
-    """The folder of a model, as the target's store knows it. Raises `ModelMissing`."""
+    """The folder of a model: a folder itself, or from the model store or the hub's cache. Raises `ModelMissing`."""
     folder = Path(model)
     if folder.is_dir():
         return folder
@@ -78,7 +78,7 @@ def load_tokenizer(model: str) -> Tokenizer:
 
 
 def find_tokenizer(model: str) -> Tokenizer | None:
-    """As `load_tokenizer`; None where there is none, for uses that can do without."""
+    """The tokenizer of a model or model folder; None where it cannot be loaded."""
     try:
         return load_tokenizer(model)
     except (ModelMissing, OSError, subprocess.SubprocessError):

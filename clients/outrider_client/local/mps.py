@@ -1,7 +1,7 @@
-"""A GPU that target and draft share by NVIDIA's Multi-Process Service (MPS), of which `outrider up` starts a daemon.
+"""NVIDIA's Multi-Process Service (MPS) for a GPU that target and draft share: `outrider up` starts its daemon.
 
-Without it two processes take turns on a GPU: while one has its slice of time, the other's kernels wait, and a draft
-answers after the pass that wanted its tree. Under MPS kernels of both run at once.
+Without MPS, two processes share a GPU by time slices: while the kernels of one run, those of the other wait, and drafts
+arrive too late for their step. Under MPS, kernels of both run at once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SHORT = Path("/tmp")
 _POLL_SECONDS = 0.05
 _WATCH_SECONDS = 1.0
 _KILL_SECONDS = 2.0
-# A CUDA program of the least: it fails as the services would, where a daemon runs and its servers cannot.
+# A minimal CUDA program: it fails as the services would where a daemon runs but cannot start its servers.
 _PROBE = """
 import ctypes, sys
 cuda = ctypes.CDLL("libcuda.so.1")
@@ -44,9 +44,9 @@ sys.exit(f"CUDA error {error}" if error else 0)
 
 @dataclass(frozen=True)
 class MpsTimes:
-    """Seconds at most: until a daemon has its socket, of a first CUDA program, of `quit`, and of the daemon's end after
-    it, after SIGTERM and after SIGKILL. Chosen, not measured: where the driver lets GPUs sleep, a first program takes
-    seconds."""
+    """Time limits in seconds: until a daemon has its socket, for a first CUDA program, for `quit`, and for the daemon's
+    end after it, after SIGTERM and after SIGKILL. Chosen, not measured: without the driver's persistence mode, a first
+    program takes seconds."""
 
     start: float = 5.0
     probe: float = 30.0
@@ -55,27 +55,27 @@ class MpsTimes:
 
 
 class _Unusable(Exception):
-    """Why there is no MPS, and what to do about it."""
+    """MPS cannot be used; the message has the reason and a remedy."""
 
     def __init__(self, reason: str, remedy: str) -> None:
         super().__init__(f"no MPS: {reason}. The two take turns on the GPU, and drafts come late: {remedy}")
 
 
 class Mps:
-    """A daemon for one target and its draft, from `start` to `stop`, or the user's own, or none and a line of why."""
+    """A daemon for one target and its draft, from `start` to `stop`; or the user's own, or none, with the reason."""
 
     def __init__(
         self,
         placed: str,
-        say: Callable[[str], None],
+        report: Callable[[str], None],
         times: MpsTimes | None = None,
         default_pipes: Path | None = None,
         probe: Sequence[str] | None = None,
     ) -> None:
-        """`placed` is what the placement says; `say` gets it from `start`, with how the GPU is shared. `probe` is a
-        program that fails where CUDA does; one that opens the first GPU by default."""
+        """`placed` is the placement's summary; `start` calls `report` with it and how the GPU is shared. `probe` is a
+        program that fails where CUDA does; by default it opens the first GPU."""
         self._placed = placed
-        self._say = say
+        self._report = report
         self._times = times or MpsTimes()
         self._default_pipes = default_pipes or DEFAULT_PIPES
         self._probe = tuple(probe or (sys.executable, "-c", _PROBE))
@@ -85,28 +85,28 @@ class Mps:
         self._watch: asyncio.Task[None] | None = None
 
     def environment(self, service: str) -> Mapping[str, str | None]:
-        """What the service "target" or "draft" is to be started with; None for a variable that it must not inherit."""
+        """Variables for the service "target" or "draft"; None for one that it must not inherit."""
         if self._folder is None or service not in ("target", "draft"):
             return {}
-        # A share of the GPU that the user sets is the draft's: the target's passes are what everybody waits for.
+        # A share of the GPU that the user sets is for the draft alone: every request waits for the target's passes.
         return self._directories(self._folder) | ({SHARE: None} if service == "target" else {})
 
     async def start(self) -> None:
-        """Start a daemon, unless the user has one, and say which. What fails costs speed alone, and raises nothing."""
+        """Start a daemon, unless the user has one, and report which. A failure costs only speed, and raises nothing."""
         try:
-            theirs = self._running()
-            if theirs is None:
+            running = self._running()
+            if running is None:
                 await self._start_daemon()
         except _Unusable as error:
             await self.stop()
-            self._say(self._placed)
-            self._say(str(error))
+            self._report(self._placed)
+            self._report(str(error))
             return
-        self._say(f"{self._placed} by MPS" + ("" if theirs is None else f", of the daemon that runs in {theirs}"))
+        self._report(f"{self._placed} by MPS" + ("" if running is None else f", of the daemon that runs in {running}"))
 
     async def stop(self) -> None:
-        """End the daemon that `start` started, and its servers: nothing stays behind. To be called when the services
-        have ended, since it waits for no client for long."""
+        """End the daemon that `start` started, and its servers. Call it when the services have ended: it kills servers
+        that still have clients."""
         if self._watch is not None:
             self._watch.cancel()
         if self._child is not None and self._folder is not None:
@@ -119,7 +119,7 @@ class Mps:
         self._folder = self._child = self._watch = None
 
     def _running(self) -> Path | None:
-        """Where a daemon of the user's runs, if one does. A socket alone is of one that has ended."""
+        """The directory of the user's running daemon, if any. A socket without a pid file is left from an ended one."""
         named = os.environ.get(PIPES, "")
         pipes = Path(named) if named else self._default_pipes
         if all((pipes / name).exists() for name in ("control", f"{CONTROL}.pid")):
@@ -145,38 +145,38 @@ class Mps:
             child = Child(CONTROL, (program, "-f"), self._tail.append, {**directories, **_withheld()})
             await child.start()
             self._child = child
-            await self._answering(child, Path(directories[PIPES]) / "control", remedy)
-            await self._try_it(directories, remedy)
+            await self._wait_listening(child, Path(directories[PIPES]) / "control", remedy)
+            await self._run_probe(directories, remedy)
         except OSError as error:
             raise _Unusable(f"{CONTROL} cannot be started: {error.strerror or error}", remedy) from error
-        self._watch = asyncio.create_task(self._when_it_ends(child))
+        self._watch = asyncio.create_task(self._report_end(child))
 
-    async def _answering(self, child: Child, socket: Path, remedy: str) -> None:
+    async def _wait_listening(self, child: Child, socket: Path, remedy: str) -> None:
         """Return once the daemon has its socket. Raises `_Unusable` when it ends, or takes too long."""
         deadline = asyncio.get_running_loop().time() + self._times.start
         while not socket.exists():
             if child.status is not None:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(child.wait(), self._times.stop)
-                words = f": {self._tail[-1]}" if self._tail else ""
-                raise _Unusable(f"{CONTROL} ended with status {child.status}{words}", remedy)
+                line = f": {self._tail[-1]}" if self._tail else ""
+                raise _Unusable(f"{CONTROL} ended with status {child.status}{line}", remedy)
             if asyncio.get_running_loop().time() > deadline:
                 raise _Unusable(f"{CONTROL} did not listen within {self._times.start:g} s", remedy)
             await asyncio.sleep(_POLL_SECONDS)
 
-    async def _try_it(self, directories: Mapping[str, str], remedy: str) -> None:
+    async def _run_probe(self, directories: Mapping[str, str], remedy: str) -> None:
         """Run a CUDA program under the daemon, which starts its server for it. Raises `_Unusable` when it fails."""
         status, output = await _outcome(self._probe, "", os.environ | directories, self._times.probe)
         if status != 0:
-            words = "it did not end" if status is None else output.strip().rpartition("\n")[2] or f"status {status}"
-            raise _Unusable(f"a CUDA program cannot run under it ({words})", remedy)
+            reason = "it did not end" if status is None else output.strip().rpartition("\n")[2] or f"status {status}"
+            raise _Unusable(f"a CUDA program cannot run under it ({reason})", remedy)
 
-    async def _when_it_ends(self, child: Child) -> None:
+    async def _report_end(self, child: Child) -> None:
         await _ended(child, math.inf, every=_WATCH_SECONDS)
-        self._say(f"{CONTROL} ended with status {child.status}: what starts from now on shares the GPU without MPS")
+        self._report(f"{CONTROL} ended with status {child.status}: what starts from now on shares the GPU without MPS")
 
     async def _quit(self, child: Child, folder: Path) -> None:
-        """As its manual says, and by SIGTERM where that does not help."""
+        """Send `quit`, as the manual describes, then SIGTERM if the daemon still runs."""
         program = shutil.which(CONTROL)
         if program is not None and child.status is None:
             with contextlib.suppress(OSError):
@@ -186,7 +186,7 @@ class Mps:
             await _ended(child, self._times.stop)
 
     async def _kill_left(self, folder: Path) -> None:
-        """What did not end by itself: the daemon, or servers that it has left."""
+        """Kill what still runs: the daemon, or servers that it left."""
         deadline = asyncio.get_running_loop().time() + self._times.stop
         while left := _processes_of(self._directories(folder)[PIPES]):
             for pid in left:
@@ -202,15 +202,15 @@ class Mps:
 
 
 def _withheld() -> dict[str, None]:
-    """What a daemon must not inherit. A share of the GPU would hold for all of its clients. Where it has a list of GPUs
-    it numbers them anew, and the same numbers would mean others to its clients; names of GPUs stay what they are."""
+    """Variables that a daemon must not inherit. A share of the GPU would apply to all of its clients. Under a list of
+    GPU numbers a daemon renumbers them, and its clients would use others; UUIDs do not change."""
     listed = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     by_number = any(name.strip().isdecimal() for name in listed)
     return dict.fromkeys((SHARE, "CUDA_VISIBLE_DEVICES") if by_number else (SHARE,))
 
 
 async def _ended(child: Child, seconds: float, every: float = _POLL_SECONDS) -> bool:
-    """Whether its own process ends in time. A server may hold its output open, and `Child.wait` would wait for that."""
+    """Whether the process ends in time. `Child.wait` would also wait for servers that hold its output open."""
     deadline = asyncio.get_running_loop().time() + seconds
     while child.status is None and asyncio.get_running_loop().time() < deadline:
         await asyncio.sleep(every)
@@ -218,14 +218,14 @@ async def _ended(child: Child, seconds: float, every: float = _POLL_SECONDS) -> 
 
 
 async def _outcome(
-    argv: Sequence[str], words: str, environment: Mapping[str, str], seconds: float
+    argv: Sequence[str], text: str, environment: Mapping[str, str], seconds: float
 ) -> tuple[int | None, str]:
-    """The exit status and output of a program that reads `words`; no status where it had to be killed."""
-    # Written before it starts, for uvloop raises where a program ends before it is fed. A pipe holds some words.
+    """The exit status and output of a program with `text` as its input; None for one that was killed."""
+    # Written before the start, since uvloop raises if a program ends before its input is written; it fits the pipe.
     read_end, write_end = os.pipe()
     try:
-        with open(write_end, "w") as fed:
-            fed.write(words)
+        with open(write_end, "w") as pipe:
+            pipe.write(text)
         process = await asyncio.create_subprocess_exec(
             *argv,
             stdin=read_end,
@@ -241,21 +241,21 @@ async def _outcome(
     except TimeoutError:
         return None, ""
     finally:
-        # It was late, or nobody waits for it any more.
+        # It timed out, or this task was cancelled.
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-            # Not for ever: one that waits in the driver may outlast its kill.
+            # With a limit: a process that waits in the driver may outlive SIGKILL.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), _KILL_SECONDS)
     return process.returncode, output.decode(errors="replace")
 
 
 def _processes_of(pipes: str) -> list[int]:
-    """Daemons and servers of MPS that were started for this directory of pipes."""
+    """Ids of MPS daemons and servers that were started for this directory of pipes."""
     mark, found = f"{PIPES}={pipes}".encode(), []
     for entry in Path("/proc").iterdir():
-        # Other users' cannot be read, and some end meanwhile.
+        # Processes of other users cannot be read, and some end meanwhile.
         with contextlib.suppress(OSError):
             if (
                 entry.name.isdecimal()

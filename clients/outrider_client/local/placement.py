@@ -1,4 +1,4 @@
-"""On which GPUs `outrider up` puts a target and its draft, where its user leaves that open."""
+"""On which GPUs `outrider up` puts a target and its draft, where the user names no device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from outrider.heads import head_made_for
 from outrider_client.local.models import DEFAULT_MODEL
 
-# Drafters that run a network, and the settings sections of those that they are or may be made of.
+# Drafters that run a network, and the settings sections of the drafters that they may consist of.
 _NEURAL: Mapping[str, tuple[str, ...]] = {
     "eagle": ("eagle",),
     "medusa": ("medusa",),
@@ -28,17 +28,17 @@ _NOTHING: Mapping[tuple[str, str], str] = MappingProxyType({})
 
 
 class Placement(NamedTuple):
-    """Flags for target and draft, one line that says what they do, and whether both run on one GPU; empty where nothing
-    is placed."""
+    """Flags for target and draft, a line that describes them, and whether both run on one GPU; empty where nothing is
+    placed."""
 
     target: tuple[str, ...] = ()
     draft: tuple[str, ...] = ()
-    said: str = ""
+    summary: str = ""
     shared: bool = False
 
 
 def visible_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> int:
-    """NVIDIA GPUs that a process started here would see: those that `CUDA_VISIBLE_DEVICES` lists, else all."""
+    """The number of NVIDIA GPUs that CUDA would use here: those that `CUDA_VISIBLE_DEVICES` lists, else all."""
     listed = environment.get("CUDA_VISIBLE_DEVICES")
     found = len([path for path in devices.glob("nvidia[0-9]*") if path.name.removeprefix("nvidia").isdigit()])
     if listed is None:
@@ -48,7 +48,7 @@ def visible_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Pa
 
 def named_settings(environment: Mapping[str, str], path: Path | None) -> dict[tuple[str, str], str]:
     """Values by (section, setting) that environment and configuration file give to target and draft. A file that cannot
-    be read gives none: the services say what is wrong with it."""
+    be read gives none: the services report what is wrong with it."""
     document: dict[str, object] = {}
     if path is not None:
         with contextlib.suppress(OSError, tomllib.TOMLDecodeError):
@@ -74,38 +74,38 @@ def place(
     """The target on the first GPU, a neural draft on the second, or on the same where there is no other.
 
     Args:
-        gpus: that are there.
-        drafter: its name, empty for the draft's own setting.
-        model: that is served; empty for the target's own setting.
+        gpus: number of visible GPUs.
+        drafter: its name; empty for the draft's own setting.
+        model: the served model; empty for the target's own setting.
         target_words, draft_words: flags that the user gave.
         named: see `named_settings`. Flags of a placement would override these, so they count as the user's flags do:
             where a device is named, nothing is placed, and where a head is, that one is used.
     """
     drafter = drafter or named.get(("draft", "drafter"), "")
     sections = ("target", *_NEURAL.get(drafter, ()))
-    if not gpus or _has(target_words, "--device") or _has(draft_words, "--device"):
+    if not gpus or has_flag(target_words, "--device") or has_flag(draft_words, "--device"):
         return Placement()
     if any((section, "device") in named for section in sections):
         return Placement()
     merged = _value(draft_words, "--merged-drafters") or named.get(("merged", "merged_drafters"), "")
     names = {drafter, *(merged.split(",") if drafter == "merged" else ())}
     target, draft = ["--device", "cuda:0"], list[str]()
-    said = "the target runs on cuda:0"
+    summary = "the target runs on cuda:0"
     shared = drafter in _NEURAL and gpus == 1
     if drafter in _NEURAL:
         device = "cuda:0" if shared else "cuda:1"
         # Medusa heads have no passes to capture, and no such flag; an MTP module with experts cannot be captured.
         draft = ["--device", device] if names & {"medusa", "mtp"} else ["--device", device, "--cuda-graphs"]
-        said += f", the draft on {device}" + (", which it shares with the target" if shared else "")
+        summary += f", the draft on {device}" + (", which it shares with the target" if shared else "")
     if drafter in _WITH_HEAD:
         flag, chosen = _head(names, draft_words, named)
         if not chosen:
             chosen = _own_head(names, model or named.get(("target", "model"), "") or DEFAULT_MODEL)
             draft += [flag, chosen] if chosen else []
         # A captured step keeps the states that a head reads only if it is named.
-        if chosen and not _has(target_words, "--draft-head") and ("target", "draft_head") not in named:
+        if chosen and not has_flag(target_words, "--draft-head") and ("target", "draft_head") not in named:
             target += ["--draft-head", chosen]
-    return Placement(tuple(target), tuple(draft), said, shared)
+    return Placement(tuple(target), tuple(draft), summary, shared)
 
 
 def _head(names: Set[str], words: Sequence[str], named: Mapping[tuple[str, str], str]) -> tuple[str, str]:
@@ -117,14 +117,15 @@ def _head(names: Set[str], words: Sequence[str], named: Mapping[tuple[str, str],
 
 
 def _own_head(names: Set[str], model: str) -> str:
-    """The head of a model for which none was named: an MTP module is in its checkpoint. Empty for none."""
+    """The default head of a model; for MTP the model itself, whose checkpoint has the module. Empty for none."""
     if "mtp" in names:
         return model
     shipped = head_made_for(model)
     return "" if shipped is None or "medusa" in names else shipped.name
 
 
-def _has(words: Sequence[str], flag: str) -> bool:
+def has_flag(words: Sequence[str], flag: str) -> bool:
+    """Whether a command line has a flag such as "--device", as `--device X` or `--device=X`."""
     return any(word == flag or word.startswith(f"{flag}=") for word in words)
 
 

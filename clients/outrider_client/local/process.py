@@ -35,7 +35,7 @@ class ServiceSlow(Exception):
 
 
 class Child:
-    """A child process in a session of its own, so that a Ctrl-C reaches it through us only."""
+    """A child process in its own session, so that Ctrl-C does not reach it directly."""
 
     def __init__(
         self,
@@ -44,8 +44,8 @@ class Child:
         on_line: Callable[[str], None],
         environment: Mapping[str, str | None] | None = None,
     ) -> None:
-        """`on_line` gets every line of its output, without the line end. `environment` is beside our own; None takes a
-        variable out of it."""
+        """`on_line` is called with every line of its output, without the line end. `environment` is added to this
+        process's; None removes a variable."""
         self.name = name
         self._argv = tuple(argv)
         self._on_line = on_line
@@ -55,7 +55,7 @@ class Child:
         self._pump: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start the process. Raises `OSError` when it cannot be."""
+        """Start the process. Raises `OSError` when that fails."""
         self._process = await asyncio.create_subprocess_exec(
             *self._argv,
             stdin=asyncio.subprocess.DEVNULL,
@@ -86,7 +86,7 @@ class Child:
         return status
 
     async def stop(self, grace: float) -> int:
-        """SIGTERM, `grace` seconds, SIGKILL. Returns the exit status."""
+        """Send SIGTERM, and SIGKILL after `grace` seconds. Returns the exit status."""
         assert self._process is not None
         self._signal(signal.SIGTERM)
         try:
@@ -118,12 +118,12 @@ class Child:
 
 
 def _end_with_parent() -> None:
-    """Runs in the child: the kernel ends it when its parent dies without a word, such as by SIGKILL."""
+    """Runs in the child: the kernel sends it SIGTERM when its parent dies, even by SIGKILL."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 async def wait_serving(child: Child, address: str, timeout: float, token: str = "", tls: Tls | None = None) -> None:
-    """Return once `address` answers SERVING. Raises `ServiceDied` or `ServiceSlow`."""
+    """Return once `address` reports SERVING. Raises `ServiceDied` or `ServiceSlow`."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout
     connection = Connection(address, token=token, tls=tls)
@@ -131,7 +131,7 @@ async def wait_serving(child: Child, address: str, timeout: float, token: str = 
         while loop.time() < deadline:
             if child.status is not None:
                 raise ServiceDied(child.name, await child.wait())
-            # Any other answer means that it listens but is not ready, or that it does not know us yet.
+            # Any other error means that it listens but is not ready, or does not accept the token yet.
             with contextlib.suppress(ServiceUnreachable, OutriderError):
                 if await connection.serving(timeout=2.0):
                     return

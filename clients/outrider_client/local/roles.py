@@ -1,4 +1,4 @@
-"""What each role of Outrider needs beside the client, and what to install where it is missing."""
+"""The modules that each part of Outrider needs beside the client, and the extra that installs them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from types import MappingProxyType
 
-# One module of each requirement of an extra that its role cannot begin without; pyproject.toml has the requirements.
+# One module of each requirement of an extra without which it cannot start; pyproject.toml has the requirements.
 _MODULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "target": ("torch", "transformers", "numba", "prometheus_client"),
@@ -19,16 +19,16 @@ _MODULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def missing_for(extra: str) -> str | None:
-    """What to tell a user who lacks part of an extra; None where all of it is there."""
-    absent = [name for name in _MODULES[extra] if not _is_there(name)]
+    """An error message that names the missing modules of an extra; None where all are installed."""
+    absent = [name for name in _MODULES[extra] if not _is_installed(name)]
     if not absent:
         return None
     return f"{', '.join(absent)} not installed; pip install 'outrider[{extra}]' brings what this command needs"
 
 
-def _is_there(name: str) -> bool:
+def _is_installed(name: str) -> bool:
     try:
         return find_spec(name) is not None
     except ModuleNotFoundError:
-        # A package around it is not there.
+        # Its parent package is missing.
         return False

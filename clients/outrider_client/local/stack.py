@@ -1,4 +1,4 @@
-"""Services of one's own, on private sockets, for as long as a demo or a benchmark needs them."""
+"""Services on private sockets, for as long as a demo or a benchmark needs them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Stack:
 
     def __init__(self, directory: Path) -> None:
         """`directory` holds the sockets; see `private_directory`."""
-        self._directory = directory
+        self.directory = directory
         # Each with the end of its log.
         self._children: list[tuple[Child, deque[str]]] = []
 
@@ -73,7 +73,7 @@ class Stack:
 
     @contextlib.asynccontextmanager
     async def explaining(self) -> AsyncIterator[None]:
-        """Make `ServiceFailed`, with its log, of a connection that was lost because a service died."""
+        """Raise `ServiceFailed`, with the log, for a connection that was lost because a service died."""
         try:
             yield
         except ServiceUnreachable as error:
@@ -86,7 +86,7 @@ class Stack:
 
     def address(self, name: str) -> str:
         """Where a service of this name listens, once it is started."""
-        return f"unix:{self._directory / name}.sock"
+        return f"unix:{self.directory / name}.sock"
 
     async def stop(self, name: str) -> None:
         """Stop the service of this name; another may then be started under it."""
@@ -106,6 +106,14 @@ class Stack:
         except (ServiceDied, ServiceSlow) as error:
             raise ServiceFailed(error, tail) from error
         return address
+
+
+@contextlib.asynccontextmanager
+async def private_stack() -> AsyncIterator[Stack]:
+    """A stack in a private directory, which raises `ServiceFailed` for a connection that a dead service lost."""
+    with private_directory() as directory:
+        async with Stack(directory) as stack, stack.explaining():
+            yield stack
 
 
 async def wait_for_drafter(client: Client, wanted: str = "") -> str:

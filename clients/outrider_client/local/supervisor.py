@@ -1,4 +1,4 @@
-"""Services on one machine: a dead draft or gateway is started again, a dead target ends the whole."""
+"""Services on one machine: a draft or gateway that dies is restarted; when the target dies, all stop."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ import contextlib
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from outrider_client.connection import Tls
 from outrider_client.local.mps import Mps
 from outrider_client.local.process import Child, ServiceDied, ServiceSlow, wait_serving
 
 Emit = Callable[[str, str], None]
-# The exit status of a service whose settings cannot work. Another start would change nothing.
+# The exit status of a service with invalid settings. A restart would not help.
 SETTINGS_REFUSED = 2
 
 
 @dataclass(frozen=True)
 class ServiceCommand:
-    """How to start a service, and where it will answer. `token` and `tls` are for asking for its health."""
+    """How to start a service, and its address. `token` and `tls` are for its health checks."""
 
     name: str
     argv: Sequence[str]
@@ -31,8 +32,8 @@ class ServiceCommand:
 
 @dataclass(frozen=True)
 class RestartTimes:
-    """Times in seconds. Back-off doubles from `first_backoff` to `longest_backoff`, and starts over after a
-    life of `healthy_after`."""
+    """Times in seconds. Back-off doubles from `first_backoff` to `longest_backoff`, and is reset once a service has run
+    for `healthy_after`."""
 
     start: float = 600.0
     stop: float = 35.0
@@ -42,7 +43,7 @@ class RestartTimes:
 
 
 class Supervisor:
-    """Runs a target and what stands beside it: a draft, whose death costs speed and nothing else, and a gateway."""
+    """Runs a target, and beside it a draft, whose death costs only speed, and a gateway."""
 
     def __init__(
         self,
@@ -53,8 +54,8 @@ class Supervisor:
         gateway: ServiceCommand | None = None,
         mps: Mps | None = None,
     ) -> None:
-        """`emit(name, line)` gets every line of a service, and our own under the name "outrider". `mps` runs from
-        before the first service until after the last."""
+        """`emit(name, line)` receives every line of a service, and the supervisor's under the name "outrider". `mps`
+        starts before the first service and stops after the last."""
         self._target = target
         self._beside = [command for command in (draft, gateway) if command is not None]
         self._mps = mps
@@ -62,12 +63,12 @@ class Supervisor:
         self._times = times or RestartTimes()
         self._stopping = asyncio.Event()
         self._children: dict[str, Child] = {}
-        # What the whole ends with when it is asked to stop.
+        # The exit status after a stop.
         self._status = 0
 
     async def run(self, on_ready: Callable[[], None] = lambda: None) -> int:
-        """Run until a signal, the target's end, or settings that something beside it refuses. Returns the exit status:
-        0 after a signal, else non-zero."""
+        """Run until a signal, the target's end, or invalid settings of draft or gateway. Returns the exit status: 0
+        after a signal, else non-zero."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
@@ -82,7 +83,7 @@ class Supervisor:
         finally:
             self._stopping.set()
             for name, task in kept.items():
-                # It may be between two lives, with nothing to wait for but its back-off.
+                # It may be waiting for its back-off.
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
@@ -102,17 +103,15 @@ class Supervisor:
         self._stopping.set()
 
     async def _start_mps(self, mps: Mps) -> None:
-        """Return once it has started or cannot, or somebody asks to stop meanwhile."""
+        """Return once MPS has started or failed, or a stop is requested."""
         starting = asyncio.create_task(mps.start())
-        asked = asyncio.create_task(self._stopping.wait())
+        stopping = asyncio.create_task(self._stopping.wait())
         try:
-            await asyncio.wait({starting, asked}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if starting.done():
                 starting.result()
         finally:
-            for task in (starting, asked):
-                task.cancel()
-            await asyncio.gather(starting, asked, return_exceptions=True)
+            await _cancel(starting, stopping)
 
     async def _start(self, command: ServiceCommand) -> Child:
         environment = {**command.environment, **(self._mps.environment(command.name) if self._mps else {})}
@@ -129,12 +128,12 @@ class Supervisor:
     async def _run_target(self, on_ready: Callable[[], None]) -> int:
         child = await self._start(self._target)
         died = asyncio.create_task(child.wait())
-        asked = asyncio.create_task(self._stopping.wait())
+        stopping = asyncio.create_task(self._stopping.wait())
         ready = asyncio.create_task(self._when_ready(child, on_ready))
         try:
-            await asyncio.wait({died, asked}, return_when=asyncio.FIRST_COMPLETED)
-            if asked.done():
-                # The gateway first, whose answers come from the target; then the target, which its draft still helps.
+            await asyncio.wait({died, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if stopping.done():
+                # The gateway before the target that it forwards to, and the target before its draft.
                 await self._stop("gateway")
                 await self._stop("target")
                 return self._status
@@ -142,26 +141,26 @@ class Supervisor:
             self._emit("outrider", str(ServiceDied("target", status)))
             return status if status > 0 else 1
         finally:
-            for task in (died, asked, ready):
-                task.cancel()
-            await asyncio.gather(died, asked, ready, return_exceptions=True)
+            await _cancel(died, stopping, ready)
 
     async def _when_ready(self, target: Child, on_ready: Callable[[], None]) -> None:
         try:
             await wait_serving(target, self._target.address, self._times.start, self._target.token, self._target.tls)
         except ServiceDied:
+            # `_run_target` reports it.
             return
         except ServiceSlow as error:
             self._emit("outrider", str(error))
-            return
-        on_ready()
+        else:
+            on_ready()
 
     async def _keep(self, command: ServiceCommand) -> None:
+        """Run a service, and restart it whenever it ends."""
         backoff = self._times.first_backoff
         loop = asyncio.get_running_loop()
         first = True
         while not self._stopping.is_set():
-            born = loop.time()
+            started = loop.time()
             status = await (await self._start(command)).wait()
             if self._stopping.is_set():
                 return
@@ -171,8 +170,15 @@ class Supervisor:
                 self._stopping.set()
                 return
             first = False
-            if loop.time() - born >= self._times.healthy_after:
+            if loop.time() - started >= self._times.healthy_after:
                 backoff = self._times.first_backoff
             self._emit("outrider", f"{ServiceDied(command.name, status)}; starting it again in {backoff:g} s")
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, self._times.longest_backoff)
+
+
+async def _cancel(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel tasks, and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

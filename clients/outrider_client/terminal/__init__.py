@@ -1,1 +1,1 @@
-"""What the programs of the command line share: settings, colours, and what is shown while one waits."""
+"""Shared by the commands: settings, colours, line input, and progress display."""

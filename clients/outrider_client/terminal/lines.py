@@ -1,4 +1,4 @@
-"""Lines that a user types: with editing and a history in a terminal, plainly elsewhere."""
+"""Reads lines from the user: with editing and a history in a terminal, plainly elsewhere."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-# Of the history that is kept between sessions.
+# Lines of the history that are kept between sessions.
 MAX_LINES = 1000
 _BOLD, _NORMAL = "\x1b[1m", "\x1b[0m"
 
 
 def history_path() -> Path | None:
-    """Where the questions of `outrider chat` are kept: in the user's folder for state; None without a home."""
+    """The file with the history of `outrider chat`, in the user's state folder; None without a home."""
     state = os.environ.get("XDG_STATE_HOME", "")
-    # The standard has relative paths ignored.
+    # The XDG standard ignores relative paths.
     if Path(state).is_absolute():
         return Path(state) / "outrider" / "chat_history"
     try:
@@ -28,7 +28,7 @@ def history_path() -> Path | None:
 
 
 class History:
-    """A file of lines, the newest last, readable by its owner alone. Without it everything works but the history."""
+    """A file of lines, the newest last, readable by its owner alone. Errors of the file only disable the history."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -36,21 +36,21 @@ class History:
     def lines(self) -> list[str]:
         """The newest `MAX_LINES`; none where the file cannot be read."""
         try:
-            # A damaged file is no reason to fail: readline takes all characters but this one.
+            # A damaged file must not fail: readline accepts all characters but NUL.
             text = self._path.read_text(encoding="utf-8", errors="replace").replace("\0", "")
             return text.splitlines()[-MAX_LINES:]
         except OSError:
             return []
 
     def add(self, line: str) -> None:
-        """Append a line, and drop the oldest where there are too many. Read anew for it: other sessions add too."""
+        """Append a line, and drop the oldest where there are too many. Rereads the file: other sessions append too."""
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             # A paste may have several lines.
             self._replace([*self.lines(), " ".join(line.splitlines())][-MAX_LINES:])
 
     def _replace(self, lines: Sequence[str]) -> None:
-        # Made with mode 0600; a rename leaves either the old file or the new one, whole.
+        # Created with mode 0600; the rename leaves either the whole old file or the whole new one.
         descriptor, name = tempfile.mkstemp(dir=self._path.parent, prefix=self._path.name)
         try:
             with open(descriptor, "w", encoding="utf-8", errors="replace") as file:
@@ -62,7 +62,7 @@ class History:
 
 
 class LineReader:
-    """Reads lines after a prompt. In a terminal with `readline` they can be edited, and earlier ones fetched back."""
+    """Reads lines after a prompt. In a terminal with `readline`, lines can be edited and recalled."""
 
     def __init__(self, history: History | None) -> None:
         self._history = history
@@ -81,12 +81,12 @@ class LineReader:
     def _shown(self, prompt: str) -> str:
         if self._readline is None:
             return f"{_BOLD}{prompt}{_NORMAL}"
-        # What stands between \001 and \002 takes no room on the line.
+        # readline counts no columns for text between \001 and \002.
         return f"\001{_BOLD}\002{prompt}\001{_NORMAL}\002"
 
 
 def _readline() -> ModuleType | None:
-    # Not there on every system, and importing it changes how `input` reads.
+    # Missing on some systems; importing it changes how `input` reads.
     try:
         import readline
     except ImportError:

@@ -1,9 +1,9 @@
-"""A target that loads its model is waited for, and whoever waits is told."""
+"""Waits, visibly, for a target that loads its model."""
 
 from __future__ import annotations
 
 import asyncio
-import time
+import contextlib
 
 from rich.console import Console
 
@@ -12,28 +12,28 @@ from outrider_client.client import Client
 from outrider_client.results import TargetInfo
 from outrider_client.terminal.waiting import waiting
 
-# As often as the target itself says; whoever looks at a spinner does not see more.
-_LOOK_SECONDS = 1.0
+# The interval that the target itself suggests.
+_POLL_SECONDS = 1.0
 
 
 async def until_loaded(client: Client, console: Console, timeout: float | None = None) -> TargetInfo:
-    """What the target serves, as soon as it has loaded it.
+    """What the target serves, once it has loaded its model.
 
-    `console` shows that it is waited for, where it has to be. `timeout` is in seconds; None waits for as long as it
-    loads. Raises `Loading` where it still does then, and what `Client.info` raises.
+    `console` shows the wait, if any. `timeout` is in seconds; None has no limit. Raises `Loading` if the target still
+    loads after it, and what `Client.info` raises.
     """
-    end = None if timeout is None else time.monotonic() + timeout
+    end = None if timeout is None else asyncio.get_running_loop().time() + timeout
     try:
         return await client.info(timeout)
     except Loading as error:
         loading = error
-    with waiting(console, "the target is loading its model; Ctrl-C ends the wait"):
-        while end is None or time.monotonic() < end:
-            await asyncio.sleep(_LOOK_SECONDS if end is None else min(_LOOK_SECONDS, max(0.0, end - time.monotonic())))
-            try:
-                return await client.info(None if end is None else max(0.001, end - time.monotonic()))
-            except Loading as error:
-                loading = error
-            except DeadlineExceeded:
-                break
+    message = "the target is loading its model; Ctrl-C ends the wait"
+    with waiting(console, message), contextlib.suppress(TimeoutError, DeadlineExceeded):
+        async with asyncio.timeout_at(end):
+            while True:
+                await asyncio.sleep(_POLL_SECONDS)
+                try:
+                    return await client.info(timeout)
+                except Loading as error:
+                    loading = error
     raise loading

@@ -1,4 +1,4 @@
-"""Settings of the command line's client side. Each default lives here and nowhere else."""
+"""Settings of the command line's client side, each with its only default."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DRAFTERS = f"{', '.join(DRAFTERS)}, or MODULE:CLASS of your own"
 
 @dataclass(frozen=True)
 class AccessOptions:
-    """Who we are to a service, by flag, environment (`OUTRIDER_CLIENT_*`) or `[client]` table."""
+    """Credentials and deadline for a service, by flag, environment (`OUTRIDER_CLIENT_*`) or `[client]` table."""
 
     token: str = setting("", "bearer token sent with every call", secret=True)
     token_file: str = setting("", "file with the token; or OUTRIDER_CLIENT_TOKEN holds it")
@@ -43,7 +43,7 @@ class AccessOptions:
             raise SettingsError(unreadable(self.token_file, error)) from None
 
     def tls_options(self) -> Tls | None:
-        """What `Client.connect` takes. Raises `SettingsError` for files that are not there."""
+        """`tls` of `Client.connect`. Raises `SettingsError` for missing files."""
         if not (self.tls or self.tls_ca or self.tls_certificate):
             return None
         if bool(self.tls_certificate) != bool(self.tls_key):
@@ -54,7 +54,7 @@ class AccessOptions:
         return Tls(*(Path(path) if path else None for path in (self.tls_ca, self.tls_certificate, self.tls_key)))
 
     def connection(self, address: str) -> Connection:
-        """To a service. Raises `SettingsError` for what is no address of one."""
+        """A connection to a service. Raises `SettingsError` for an invalid address."""
         tls, token = self.tls_options(), self.secret()
         try:
             return Connection(address, tls=tls, token=token, tenant=self.tenant)
@@ -126,7 +126,7 @@ class GenerateOptions:
         mode = None if self.mode == "auto" else VerificationMode(self.mode)
         typical = mode is VerificationMode.TYPICAL
         return Speculation(
-            # Not set where drafts are wanted: a target without a draft then simply has none.
+            # Left to the target rather than True: a target without a draft then decodes plainly.
             enabled=None if wanted else False,
             mode=mode,
             max_nodes=self.max_nodes,
@@ -211,6 +211,19 @@ class TuneOptions(Settings):
     draft_flags: str = setting("", "more flags for the drafts, quoted as one word")
     out: str = setting("", "TOML file to write, for --config of the services and of `outrider up`")
     plot: str = setting("", "PNG file for the plot")
+
+
+def comma_words(text: str) -> list[str]:
+    """The words of a list with commas between them."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def request_counts(text: str) -> list[int]:
+    """The numbers of concurrent requests that --concurrency lists. Raises `SettingsError`."""
+    words = comma_words(text)
+    if not words or not all(word.isdecimal() and int(word) for word in words):
+        raise SettingsError(f"--concurrency: {text!r} is not a list of whole numbers above 0")
+    return list(map(int, words))
 
 
 def flag_words(flags: str) -> list[str]:

@@ -22,7 +22,7 @@ def legend() -> Text:
 
 
 def coloured(parts: Iterable[tuple[str, bool]]) -> Text:
-    """Text of which each part is in the colour of whether it was drafted."""
+    """Text in which drafted and own parts have different colours."""
     text = Text()
     for part, drafted in parts:
         text.append(part, DRAFTED_STYLE if drafted else OWN_STYLE)
@@ -32,8 +32,7 @@ def coloured(parts: Iterable[tuple[str, bool]]) -> Text:
 class Painter:
     """Splits the text of one generation's chunks into drafted and own parts.
 
-    Exact with the model's tokenizer. Without one, the model's own last token of a step is taken to be the last
-    word of its text.
+    Exact with the model's tokenizer. Without one, the last word of a step's text counts as the model's own token.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
@@ -55,7 +54,7 @@ class Painter:
         return [(part, drafted) for part, drafted in _by_words(chunk) if part]
 
     def _follow(self, chunk: Chunk, tokenizer: Tokenizer) -> bool:
-        """Take note of the chunk's tokens. False, for good, when the tokenizer is not the model's."""
+        """Record the chunk's tokens. False, from then on, when the tokenizer is not the model's."""
         text = ""
         for token_id, drafted in zip(chunk.token_ids, chunk.drafted, strict=True):
             self._token_ids.append(token_id)

@@ -1,4 +1,4 @@
-"""What is being waited for, said to whoever watches: a spinner with a clock, or a line where there is no terminal."""
+"""Progress display: a spinner with a clock or a bar in a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def waiting(console: Console, what: str) -> Iterator[None]:
 
 
 class ProgressBar:
-    """How far something is, while a block runs: a bar in a terminal, lines elsewhere."""
+    """Progress while a block runs: a bar in a terminal, lines elsewhere."""
 
     def __init__(self, console: Console, total: float, *columns: ProgressColumn) -> None:
-        """`columns` stand behind the bar."""
+        """`columns` are shown after the bar."""
         shown = (TextColumn("{task.description}"), BarColumn(), *columns)
         self._progress = Progress(*shown, console=console, transient=True, disable=not console.is_terminal)
         self._task = self._progress.add_task("starting", total=total)
@@ -41,10 +41,10 @@ class ProgressBar:
         self._progress.stop()
 
     def show(self, what: str, *, completed: float | None = None) -> None:
-        """What is being done, and how much of the total is."""
+        """Show what is being done, and how much of the total is done."""
         self._progress.update(self._task, description=what, completed=completed)
 
     def line(self, text: str) -> None:
-        """A line where there is no bar."""
+        """Print a line if there is no bar."""
         if self._progress.disable:
             self._progress.console.print(text, markup=False)

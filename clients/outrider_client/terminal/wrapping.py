@@ -1,4 +1,4 @@
-"""Breaks text between words while it arrives, so that a terminal does not break it inside of them."""
+"""Breaks streamed text between words, so that a terminal does not break it inside them."""
 
 from __future__ import annotations
 
@@ -7,36 +7,35 @@ from collections.abc import Callable, Iterable, Iterator
 from rich.cells import get_character_cell_size
 
 Part = tuple[str, bool]
-# Terminals go to the next multiple of eight; as no tab is wider, no line becomes too long.
+# The widest a tab can be: terminals move to the next multiple of eight.
 _TAB_CELLS = 8
 
 
 class WordWrap:
-    """Adds line breaks to a text that comes in parts, each with a mark that stays with its characters.
+    """Adds line breaks to a text that arrives in parts, each with a mark that stays with its characters.
 
-    Nothing is taken away: what comes out, less the breaks that were added, is what went in. Lines have at most `width`
-    cells, unless a single word has more. A word is held back until it is known on which line
-    it belongs. Characters of two cells, such as those of Chinese, are words of their own.
+    The output without the added breaks is the input. Lines have at most `width` cells, unless a single word has more.
+    A word is held back until its line is known. Characters of two cells, such as those of Chinese, are separate words.
     """
 
     def __init__(self, width: Callable[[], int]) -> None:
-        """`width` is asked for every part: terminals change."""
-        self._ask_width = width
+        """`width` is called for every part, since terminals are resized."""
+        self._current_width = width
         self._width = 1
         self._column = 0
         self._word: list[Part] = []
         self._word_cells = 0
-        # Whether the word under way began a line, and whether its last character is wide.
+        # Whether the current word began a line, and whether its last character is wide.
         self._at_start = True
         self._wide = False
 
     def feed(self, parts: Iterable[Part]) -> list[Part]:
-        """What can be shown now."""
-        self._width = max(1, self._ask_width())
+        """The text that can be shown now."""
+        self._width = max(1, self._current_width())
         return list(self._joined(out for text, mark in parts for one in text for out in self._take(one, mark)))
 
     def rest(self) -> list[Part]:
-        """What is still held back, at the end of the text."""
+        """The text still held back, at the end of the input."""
         return list(self._joined(self._end_word(0)))
 
     def _take(self, character: str, mark: bool) -> Iterator[Part]:
@@ -66,13 +65,13 @@ class WordWrap:
         self._word.append((character, mark))
         self._word_cells += cells
         if self._column + self._word_cells > self._width:
-            # It goes to a new line, however it ends.
+            # It is too long for this line, however it ends.
             wide = self._wide
             yield from self._end_word(0)
             self._at_start, self._wide = True, wide
 
     def _end_word(self, after: int) -> Iterator[Part]:
-        """The word that was held back, on a line where `after` more cells fit behind it."""
+        """The word that was held back, on a line with room for `after` more cells."""
         if self._word:
             yield from self._break_before(self._word_cells + after, self._word[0][1])
             self._column += self._word_cells
@@ -86,7 +85,7 @@ class WordWrap:
             yield "\n", mark
 
     def _joined(self, parts: Iterable[Part]) -> Iterator[Part]:
-        """As few parts as there can be: each is written to the terminal with its colour around it."""
+        """Joins parts of equal marks, since each is written with its own colour codes."""
         text, marked = "", False
         for part, mark in parts:
             if text and mark != marked:

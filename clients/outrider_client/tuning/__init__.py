@@ -1,1 +1,1 @@
-"""Finds settings of drafts that a model, a drafter and a machine gain by, within a given time."""
+"""Finds settings of drafts that are fastest for a model, a drafter and a machine, within a given time."""

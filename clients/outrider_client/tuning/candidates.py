@@ -1,4 +1,4 @@
-"""Settings that are worth trying: shapes of drafted trees, and how many rows of them the target verifies."""
+"""Settings to try: shapes of drafted trees, and how many of their rows the target verifies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from outrider.settings import SECTIONS, SettingsError
 
-# Verified rows are bounded by each request, so that a running target takes another bound.
+# Each request can bound its verified rows, so that a running target can be measured with another bound.
 TARGET, MAX_DRAFT_NODES = "target", "max_draft_nodes"
 MERGED = "merged"
 DEFAULT_LABEL = "default"
@@ -19,24 +19,23 @@ _ONE = re.compile(r"(?P<section>[a-z_]+)\.(?P<name>[a-z0-9_-]+)=(?P<value>\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Settings that differ from those in force: (section, name, value) of each. None at all are the settings in
-    force."""
+    """Settings that differ from those in force, each as (section, name, value); without any, the settings in force."""
 
     settings: tuple[tuple[str, str, int], ...] = ()
 
     @property
     def label(self) -> str:
-        """As `parse_candidates` reads it."""
+        """In the form that `parse_candidates` reads."""
         return " ".join(f"{section}.{name}={value}" for section, name, value in self.settings) or DEFAULT_LABEL
 
     @property
     def draft(self) -> tuple[tuple[str, str, int], ...]:
-        """What of it the draft service reads."""
+        """The settings that the draft service reads."""
         return tuple(one for one in self.settings if one[0] != TARGET)
 
     @property
     def max_nodes(self) -> int | None:
-        """Drafted rows of a sequence that are verified at most; None leaves that to the target."""
+        """The most drafted rows of a sequence to verify; None leaves that to the target."""
         return next((value for section, _, value in self.settings if section == TARGET), None)
 
 
@@ -46,8 +45,8 @@ def _shapes(section: str, names: Sequence[str], rows: Iterable[Sequence[int]]) -
     )
 
 
-# Around the defaults, the likeliest first, since the time may not be enough for all: smaller and larger trees, deeper
-# and wider ones, and a chain. Chosen, not measured: what pays is what tuning finds out.
+# Around the defaults, the likeliest first, since there may be no time for all: smaller and larger trees, deeper and
+# wider ones, and a chain. Chosen, not measured: measuring is what tuning is for.
 _LEVELS = ("num_steps", "topk", "frontier", "num_draft_tokens")
 # Beside 3, 4, 4, 12.
 _EAGER_SHAPES = ((2, 4, 4, 8), (4, 4, 4, 16), (3, 8, 8, 24), (3, 1, 1, 3), (2, 2, 2, 4), (5, 4, 8, 32), (5, 1, 1, 5))
@@ -74,7 +73,7 @@ _VERIFIED = (15, 31, 7)
 def known_candidates(drafter: str, parts: Sequence[str] = (), captured: bool = False) -> list[Candidate]:
     """Candidates for a drafter, the likeliest first; for `merged`, those of its `parts` in turn.
 
-    `captured` says that trees are drafted in CUDA graphs, whose defaults are larger.
+    `captured`: trees are drafted in CUDA graphs, whose defaults are larger.
     """
     verified = _shapes(TARGET, (MAX_DRAFT_NODES,), [(rows,) for rows in _VERIFIED])
     columns = [_shapes_of(name, captured) for name in (parts if drafter == MERGED else (drafter,))]
@@ -90,7 +89,7 @@ def _shapes_of(drafter: str, captured: bool) -> tuple[Candidate, ...]:
 def parse_candidates(text: str) -> list[Candidate]:
     """Candidates as a user writes them: `trie.breadth=1 trie.num_draft_tokens=16; target.max_draft_nodes=15`.
 
-    Raises `SettingsError` for anything else. Whether a service has such a setting, only it knows.
+    Raises `SettingsError` for anything else. Only the service checks whether it has such a setting.
     """
     found = [_candidate(words.split()) for words in text.split(";") if words.strip()]
     return list(dict.fromkeys(found))

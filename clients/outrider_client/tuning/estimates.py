@@ -1,4 +1,4 @@
-"""How much faster one way is than another, and how sure that is; the choice that follows from it."""
+"""How much faster one configuration is than another, with what uncertainty, and the choice that follows."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Quantiles of Student's t for two-sided 95 %, by degrees of freedom from 1 on; then about the normal law's.
+# Quantiles of Student's t for two-sided 95 %, by degrees of freedom from 1; then one for all larger ones.
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10)
 _T95_MANY = 2.09
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A ratio of speeds. `mean` and `error` are of its logarithm, `freedom` the degrees of freedom of the error; with
-    none, nothing is known of it."""
+    """A ratio of speeds. `mean` and `error` are of its logarithm, `freedom` the degrees of freedom of the error; with 0
+    the error is unknown."""
 
     mean: float
     error: float
@@ -27,7 +27,7 @@ class Estimate:
 
     @property
     def low(self) -> float:
-        """The low end of the interval that holds the ratio with 95 %."""
+        """The low end of the 95 % interval."""
         return math.exp(self.mean - self._half)
 
     @property
@@ -44,8 +44,8 @@ class Estimate:
 def estimate(pairs: Sequence[tuple[float, float]]) -> Estimate:
     """The ratio of first to second of `pairs` of speeds, each pair of the same work at nearly the same time.
 
-    The mean is the geometric one, which calls twice as fast and half as fast equal. Speeds are above 0; no pairs are an
-    estimate of 1 that knows nothing.
+    The mean is the geometric one, which calls twice as fast and half as fast equal. Speeds are above 0; no pairs give a
+    ratio of 1 without an interval.
     """
     logs = [math.log(first / second) for first, second in pairs]
     if len(logs) < 2:
@@ -54,7 +54,7 @@ def estimate(pairs: Sequence[tuple[float, float]]) -> Estimate:
 
 
 def over_loads(estimates: Sequence[Estimate]) -> Estimate:
-    """The geometric mean of one ratio at several loads, each of which counts the same. As sure as the least sure."""
+    """The geometric mean of one ratio at several loads, equally weighted, with the fewest degrees of freedom of any."""
     count = len(estimates)
     return Estimate(
         sum(one.mean for one in estimates) / count,
@@ -64,11 +64,10 @@ def over_loads(estimates: Sequence[Estimate]) -> Estimate:
 
 
 def most_promising(estimates: Sequence[Estimate]) -> int | None:
-    """The place of the candidate that is worth measuring once more: the fastest, the first of equals; None where none
+    """The index of the candidate that is worth measuring once more: the fastest, the first of equals; None where none
     was faster than the settings in force.
 
-    The best of many is too good by the luck that made it the best, so this decides nothing: `better` does, from figures
-    taken afterwards.
+    The best of many is partly the luckiest, so this decides nothing: `better` does, from a later measurement.
     """
     best = max(range(len(estimates)), key=lambda place: estimates[place].mean, default=None)
     return None if best is None or estimates[best].mean <= 0.0 else best

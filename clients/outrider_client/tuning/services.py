@@ -1,4 +1,4 @@
-"""Two targets with a draft each, on this machine: the settings in force, and a challenger whose draft is changed."""
+"""Two targets with a draft each, on this machine: one with the settings in force, one for candidates."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from typing import Any
 
 from outrider.settings import SettingsError
 from outrider_client.bench.backends import TargetBackend
-from outrider_client.local.placement import Placement, named_settings, place, visible_gpus
+from outrider_client.local.placement import Placement, has_flag, named_settings, place, visible_gpus
 from outrider_client.local.stack import ServiceFailed, Stack, wait_for_drafter
 from outrider_client.results import TargetInfo
 from outrider_client.terminal.options import ClientOptions, TuneOptions, flag_words
 from outrider_client.tuning.candidates import MERGED, Candidate, known_candidates, parse_candidates
 from outrider_client.tuning.settings_file import Document, read_document, to_toml, with_settings
 
-# What is for clients and operators of a service, and not for one that only we call.
+# Flags for other clients and operators of a service, which are left empty here.
 _PRIVATE = (
     *("metrics-listen", "admin-listen", "otlp-endpoint"),
     *("auth-tokens", "tls-certificate", "tls-key", "tls-client-ca"),
 )
 _PRIVATE_TARGET = ("draft-token", "draft-tls-ca", "draft-tls-certificate", "draft-tls-key")
-# A learned trie would know the prompts, and ours would take its place.
+# A stored trie may contain the prompts, and would be overwritten by what is learnt here.
 _SNAPSHOT = ("trie", "snapshot")
-# Of a GPU's free memory, for two targets' caches at once.
+# Share of a GPU's free memory for one target's cache, with room for a second.
 _MEMORY_SHARE = "0.4"
 _DEFAULT_PARTS = "eagle,trie"
 
@@ -43,12 +43,12 @@ class Setup:
     target_words: tuple[str, ...]
     draft_words: tuple[str, ...]
     candidates: tuple[Candidate, ...]
-    # Whether the targets run on one.
+    # Whether the targets run on a GPU.
     gpu: bool = False
 
     @property
     def identity(self) -> list[tuple[str, str, Any]]:
-        """Settings that say what is tuned, for the file."""
+        """Model, dtype and drafter that were given, for the file."""
         options = self.options
         own = (("target", "model", options.model), ("target", "dtype", options.dtype))
         return [one for one in (*own, ("draft", "drafter", options.drafter)) if one[2]]
@@ -69,14 +69,14 @@ def read_setup(options: TuneOptions, path: Path | None, environment: Mapping[str
     _check_effective(candidates, draft_words, environment)
     gpu = any("cuda" in word for word in (*placed.target, *target_words, *device, named.get(("target", "device"), "")))
     if gpu:
-        # First, so that a flag of the user's wins.
+        # First, so that a flag of the user overrides it.
         share = () if ("target", "memory_share") in named else ("--memory-share", _MEMORY_SHARE)
         target_words = (*share, *target_words)
     return Setup(options, path, document, placed, (*target_words, *device), draft_words, tuple(candidates), gpu)
 
 
 def _check_effective(candidates: Sequence[Candidate], words: Sequence[str], environment: Mapping[str, str]) -> None:
-    """What flags or environment say would win over the file that a candidate is given in."""
+    """Refuse flags and environment variables that would override the file with a candidate's settings."""
     tried = [(section, name) for candidate in candidates for section, name, _ in candidate.draft]
     for section, name in (*tried, _SNAPSHOT):
         variable = f"OUTRIDER_{section.upper()}_{name.upper()}"
@@ -84,23 +84,21 @@ def _check_effective(candidates: Sequence[Candidate], words: Sequence[str], envi
             raise SettingsError(f"{variable} is set, and would be for all that is tried: unset it for tuning")
     for _, name in tried:
         flag = "--" + name.replace("_", "-")
-        if any(word == flag or word.startswith(f"{flag}=") for word in words):
+        if has_flag(words, flag):
             raise SettingsError(f"--draft-flags: {flag} is what is tuned; leave it out")
 
 
 class Side:
-    """A target and its draft, of which the draft can be changed for one with other settings."""
+    """A target and its draft, which can be restarted with other settings."""
 
-    def __init__(self, name: str, setup: Setup, stack: Stack, folder: Path) -> None:
-        """`folder` takes the draft's settings."""
+    def __init__(self, name: str, setup: Setup, stack: Stack) -> None:
         self._name = name
         self._setup = setup
         self._stack = stack
-        self._folder = folder
         self._address = ""
         self._draft: tuple[tuple[str, str, int], ...] | None = None
         self._backends: list[TargetBackend] = []
-        # That the draft last took to start.
+        # How long the draft last took to start.
         self.draft_seconds = 0.0
 
     async def start(self) -> None:
@@ -112,7 +110,7 @@ class Side:
             words += ["--config", str(setup.path)]
         words += [*setup.placed.target, *setup.target_words, *_emptied(_PRIVATE + _PRIVATE_TARGET), "--draft", draft]
         if setup.placed.shared:
-            # One after the other: the target takes a share of the memory that the draft has left.
+            # One after the other: the target takes a share of the memory that the draft leaves free.
             await self._start_draft(Candidate())
         starting = asyncio.create_task(self._stack.start(f"target-{self._name}", "target_service", *words))
         try:
@@ -126,19 +124,19 @@ class Side:
         await self._connected()
 
     async def take(self, candidate: Candidate) -> None:
-        """Have the draft that the candidate says. Raises `ServiceFailed` for settings that the draft refuses."""
+        """Restart the draft with the candidate's settings if they differ. Raises `ServiceFailed` if it refuses."""
         if candidate.draft != self._draft:
             await self._stack.stop(f"draft-{self._name}")
-            # Not known until it has started.
+            # None until the new one has started.
             self._draft = None
             await self._start_draft(candidate)
             await self._connected()
 
     def backend(self, candidate: Candidate, speculate: bool = True) -> TargetBackend:
-        """Where answers under the candidate's settings come from, once it is taken; plain ones with `speculate` off.
+        """The backend for a candidate that was taken; it decodes plainly with `speculate` off.
 
-        A candidate's prompts are another tenant's than those of the settings in force, so that where one target
-        answers both, no draft has learnt the one's from the other.
+        A candidate's prompts are sent for another tenant than those of the settings in force, so that where one target
+        serves both, no draft learns from the other's answers.
         """
         memory = "tried-" if candidate.settings else ""
         backend = TargetBackend(ClientOptions(), self._address, speculate, candidate.max_nodes, memory)
@@ -146,11 +144,11 @@ class Side:
         return backend
 
     async def info(self) -> TargetInfo:
-        """What the target says of itself now."""
+        """The target's current description."""
         return await self.backend(Candidate()).client().info()
 
     async def close(self) -> None:
-        """Close what `backend` gave; the services are the stack's to stop."""
+        """Close the backends; the stack stops the services."""
         for backend in self._backends:
             await backend.close()
 
@@ -158,7 +156,7 @@ class Side:
         setup = self._setup
         document = with_settings(setup.document, candidate.draft)
         document.get(_SNAPSHOT[0], {}).pop(_SNAPSHOT[1], None)
-        path = self._folder / f"{self._name}.toml"
+        path = self._stack.directory / f"{self._name}.toml"
         path.write_text(to_toml(document), encoding="utf-8")
         words = ["--config", str(path), "--drafter", setup.options.drafter, *setup.placed.draft, *setup.draft_words]
         begun = asyncio.get_running_loop().time()

@@ -1,4 +1,4 @@
-"""One tuning from options to a choice: candidates against the settings in force, as long as the time allows."""
+"""A tuning run: measures candidates against the settings in force, as long as the time allows, and chooses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from outrider_client.bench.prompts import Prompt, load_prompts
 from outrider_client.bench.report import ALL_TASKS, cells
 from outrider_client.bench.runner import Plan, Runner
 from outrider_client.bench.samples import PLAIN, Block, Mode
-from outrider_client.local.stack import ServiceFailed, Stack, private_directory
+from outrider_client.local.stack import ServiceFailed, private_stack
 from outrider_client.results import TargetInfo
 from outrider_client.tuning.budget import (
     SPECULATION_SHARE,
@@ -39,8 +39,8 @@ NO_TIME = "for lack of time"
 
 @dataclass(frozen=True, slots=True)
 class LoadFigures:
-    """One way at one load, against another that took turns with it. `tokens_per_step` is None where nothing was
-    said."""
+    """One configuration at one load, against a base that took turns with it. `tokens_per_step` is None without
+    output."""
 
     ratio: Estimate
     tokens_per_second: float
@@ -63,33 +63,33 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """What was found out. `speculation` is the settings in force against plain decoding; `final` the best candidate,
-    if one was faster at all: measured once more where there were several; `left_out` has the reason of each."""
+    """Results. `speculation` is the settings in force against plain decoding; `final` is the best candidate, if one
+    was faster at all, measured once more where there were several; `left_out` has the others with reasons."""
 
     info: TargetInfo
     speculation: Measured
     measured: tuple[tuple[Candidate, Measured], ...]
     final: tuple[Candidate, Measured] | None
     left_out: tuple[tuple[Candidate, str], ...]
-    # About what it would take to measure every candidate.
+    # An estimate of the time that measuring every candidate takes.
     minutes_for_all: float
 
     @property
     def chosen(self) -> Candidate | None:
-        """What is faster beyond the noise; None where that is nothing."""
+        """The candidate that is faster beyond the noise, if any."""
         return self.final[0] if self.final is not None and better(self.final[1].ratio) else None
 
 
 def read_prompts(path: str) -> list[Prompt]:
-    """Prompts of a file, or those that come along, the tasks in turn. Raises `SettingsError`."""
+    """Prompts of a file, or the packaged ones, alternating between tasks. Raises `SettingsError`."""
     source = Path(path) if path else Path(str(files("outrider_client.tuning") / "prompts.jsonl"))
     tasks = [list(group) for _, group in groupby(load_prompts(source), key=lambda prompt: prompt.task)]
-    # As of one task, since a block holds prompts of one.
+    # All under one task, since a block holds prompts of one task.
     return [replace(prompt, task=ALL_TASKS) for row in zip_longest(*tasks) for prompt in row if prompt is not None]
 
 
 class Comparison:
-    """Runs two ways in turn on the same prompts, block by block, at each load."""
+    """Runs two configurations in turn on the same prompts, block by block, at each load."""
 
     def __init__(self, prompts: Sequence[Prompt], loads: Sequence[int], max_tokens: int) -> None:
         self._prompts = prompts
@@ -99,15 +99,15 @@ class Comparison:
     async def run(
         self, first: tuple[Mode, Backend], second: tuple[Mode, Backend], until: float, start: int = 0
     ) -> tuple[Measured, float]:
-        """First against second, until the event loop's time `until`, in one round over the loads at least.
+        """Measure first against second until the event loop's time `until`, for at least one round over the loads.
 
-        `start` is the place of the first prompt. Returns the figures and the
-        seconds of a round. Raises `SettingsError` where a block gets no answers.
+        `start` is the index of the first prompt. Returns the figures and the seconds of a round. Raises
+        `SettingsError` where a block gets no answers.
         """
         loop = asyncio.get_running_loop()
         begun, rounds = loop.time(), 0
         pairs: dict[int, list[tuple[Block, Block]]] = {load: [] for load in self._loads}
-        # No draft has seen these prompts for this tenant.
+        # A new tenant, so that no draft has learnt these prompts.
         run_id = secrets.token_hex(4)
         while True:
             for load in self._loads:
@@ -136,7 +136,7 @@ class Comparison:
             max_tokens=self._max_tokens,
             second_turns=False,
             isolate=False,
-            # Once the prompts begin again, nobody has learnt them either.
+            # A new tenant each time the prompts repeat, for the same reason.
             run_id=f"{run_id}-{(number * count) // len(self._prompts)}",
         )
         found = {block.mode: block for block in await Runner(plan, dict((first, second)), lambda _: None).run()}
@@ -172,8 +172,8 @@ class _Tuner:
         loop = asyncio.get_running_loop()
         begun, seconds = loop.time(), 60.0 * self._setup.options.minutes
         until = begun + seconds
-        # On a GPU one after the other, since each takes a share of the memory that is free. On a CPU together, so that
-        # whatever else runs there hits both alike while they time their own steps.
+        # On a GPU one after the other, since each takes a share of the free memory. On a CPU together, so that other
+        # load affects both alike while they time their own steps.
         sides = (self._base,) if self._setup.gpu else (self._base, self._challenger)
         self._note("starting targets and drafts")
         await asyncio.gather(*(side.start() for side in sides))
@@ -181,7 +181,7 @@ class _Tuner:
         self._note("measuring the settings in force against plain decoding")
         speculation, pair = await self._speculation(loop.time() + SPECULATION_SHARE * seconds)
         info = await self._base.info()
-        # Until a change has been seen.
+        # Estimates, until a draft has been changed.
         spent, costs = loop.time() - begun, Costs(change=self._base.draft_seconds, pair=pair)
         ahead = started if self._setup.gpu else 0.0
         waiting = self._possible(info)
@@ -194,9 +194,9 @@ class _Tuner:
     async def _with_a_challenger(
         self, waiting: list[Candidate], until: float, ahead: float, costs: Costs
     ) -> tuple[list[Candidate], Costs]:
-        """Those of `waiting` that there is a target for, and what measuring them takes: a second target, which takes
-        `ahead` seconds to start, or the first, which takes another bound of rows from each request and keeps its draft.
-        Whichever measures more."""
+        """Choose between a second target, which takes `ahead` seconds to start, and the first alone, which can only
+        measure other `max_nodes`, without changing its draft: whichever measures more. Returns the candidates it can
+        measure and their costs."""
         left = until - asyncio.get_running_loop().time()
         bounds, unchanged = [one for one in waiting if not one.draft], replace(costs, change=0.0)
         alone = measurable(left, len(bounds), unchanged)
@@ -245,7 +245,7 @@ class _Tuner:
         return best, (await self._against(best, until, self._offset))[0]
 
     async def _measure(self, candidate: Candidate, until: float, costs: Costs) -> Costs:
-        """Measure a candidate, or say why not; returns what things take, as seen now."""
+        """Measure a candidate, or note why not. Returns the costs as measured now."""
         loop = asyncio.get_running_loop()
         begun = loop.time()
         try:
@@ -260,7 +260,7 @@ class _Tuner:
 
     async def _against(self, candidate: Candidate, until: float, start: int) -> tuple[Measured, float]:
         own, in_force = self._challenger.backend(candidate), self._base.backend(Candidate())
-        # Both, so that neither is the colder one.
+        # Both, so that neither has colder caches.
         await _warm(in_force)
         await _warm(own)
         return await self._comparison.run((Mode(candidate.label), own), (_IN_FORCE, in_force), until, start)
@@ -271,15 +271,13 @@ async def _warm(backend: Backend) -> None:
 
 
 async def tune(setup: Setup, loads: Sequence[int], prompts: Sequence[Prompt], note: Note) -> Tuning:
-    """Measure candidates for as long as the options say. Raises `SettingsError`, `ServiceFailed`, or what a call
+    """Measure candidates for the time that the options give. Raises `SettingsError`, `ServiceFailed`, or what a call
     raises."""
     comparison = Comparison(prompts, loads, setup.options.max_tokens)
     async with AsyncExitStack() as exit_stack:
-        folder = exit_stack.enter_context(private_directory())
-        stack = await exit_stack.enter_async_context(Stack(folder))
-        await exit_stack.enter_async_context(stack.explaining())
-        sides = Side("base", setup, stack, folder), Side("other", setup, stack, folder)
+        stack = await exit_stack.enter_async_context(private_stack())
+        sides = Side("base", setup, stack), Side("other", setup, stack)
         for side in sides:
             exit_stack.push_async_callback(side.close)
-        # The second measurement begins with prompts that the first may not have come to.
+        # The second measurement starts at prompts that the first may not have reached.
         return await _Tuner(setup, comparison, sides, len(prompts) // 2, note).run()

@@ -1,4 +1,4 @@
-"""The TOML file that services read, with a candidate's settings in it."""
+"""Settings files of the services (TOML), with a candidate's settings in them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Document = dict[str, dict[str, Any]]
 
 
 def read_document(path: Path | None) -> Document:
-    """The tables of a settings file; none without a file. Raises `SettingsError` for what is no such file."""
+    """The tables of a settings file; none without a file. Raises `SettingsError` for an invalid file."""
     if path is None:
         return {}
     try:
@@ -24,7 +24,7 @@ def read_document(path: Path | None) -> Document:
     for section, table in document.items():
         if not isinstance(table, dict):
             raise SettingsError(f"{path}: {section} is not a table")
-    # As the services read them, so that a setting written in either way is replaced.
+    # Normalized as the services do, so that a setting written in either way is replaced.
     return {
         section: {name.replace("-", "_"): value for name, value in table.items()} for section, table in document.items()
     }
@@ -39,7 +39,7 @@ def with_settings(document: Mapping[str, Mapping[str, Any]], settings: Iterable[
 
 
 def to_toml(document: Mapping[str, Mapping[str, Any]], comment: str = "") -> str:
-    """A settings file: tables of texts, numbers, and true or false. Every line of `comment` comes first, behind a #."""
+    """A settings file: tables of texts, numbers, and true or false. `comment` comes first, a # before each line."""
     lines = [f"# {line}".rstrip() for line in comment.splitlines()]
     for section, table in document.items():
         lines += [*([""] if lines else []), f"[{section}]", *(f"{name} = {_value(table[name])}" for name in table)]
