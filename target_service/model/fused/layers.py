@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from target_service.model.fused.joined_linears import JointLinear
 from target_service.model.runner import Step
-from tree_kernels.attention import TreeAttention
 from tree_kernels.linear import HeadRows, Norm, RowLinears, ScaledRows
 
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -151,7 +150,7 @@ class FusedLayer(nn.Module):
         heads = HeadRows(cosines[0], sines[0], step.slots, keys, values)
         # Attention leaves the memory idle: the weight that is multiplied after it is fetched meanwhile.
         query = linears.rotary_linear(scaled, parts.qkv.weight, parts.qkv.bias, heads, parts.out.weight)
-        attention = cast(TreeAttention, step.attention)
+        attention: Any = step.attention
         attended = attention.run(step.plan, query, keys, values, parts.scaling).flatten(1)
         hidden, scaled = linears.add_linear(attended, parts.out.weight, parts.out.bias, hidden, parts.inner_norm, None)
         assert scaled is not None
