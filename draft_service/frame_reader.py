@@ -47,6 +47,13 @@ class Inbox:
         """Whether a frame has arrived that was not taken."""
         return not self._queue.empty()
 
+    def end(self, error: Exception) -> None:
+        """Read no more: waiting frames are dropped, and the next `take` raises `error`."""
+        self._reading.cancel()
+        while not self._queue.empty():
+            self._queue.get_nowait()
+        self._queue.put_nowait(error)
+
     async def take(self) -> list[Any]:
         """Every frame that has arrived, at least one; none once the stream has ended.
 

@@ -20,7 +20,7 @@ from draft_service.session import Admission, PackedGrowth, ProposeSession
 from draft_service.telemetry.metrics import DraftMetrics
 from draft_service.telemetry.tracing import StreamTrace
 from outrider.busy_polling import BusyPolling
-from outrider.errors import InvalidField, NotSupported, OutriderError, UnknownSequence
+from outrider.errors import Draining, InvalidField, NotSupported, OutriderError, UnknownSequence
 from outrider.serving import current_tenant
 from outrider.telemetry.tracing import Tracing
 from outrider.v1 import draft_pb2, draft_pb2_grpc
@@ -74,7 +74,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="drafter") if on_gpu else None
         # Calls on the thread that may not be done yet.
         self._submitted: list[Future[Any]] = []
-        self._streams = 0
+        self._streams: set[Inbox] = set()
         self._busy_polling = BusyPolling(busy_poll_seconds)
 
     def close(self) -> None:
@@ -83,17 +83,23 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         if thread is not None:
             thread.shutdown()
 
+    def end_streams(self) -> None:
+        """End every `Propose` stream with `Draining`: targets keep theirs open also without sequences."""
+        for inbox in self._streams:
+            inbox.end(Draining("the draft service has stopped"))
+
     async def Propose(  # type: ignore[override]
         self, _requests: AsyncIterator[draft_pb2.ProposeRequest], context: ProposeContext
     ) -> None:
         session = ProposeSession(self._drafter, self._admission, current_tenant())
         trace = StreamTrace(self._tracing, context.invocation_metadata(), self._info.drafter)
         stream = _ProposeStream(session, self.metrics, trace)
+        inbox = Inbox(context.read)
         self.metrics.on_stream(1)
-        self._streams += 1
         code, reason = "CANCELLED", ""
         try:
-            async with Inbox(context.read) as inbox:
+            async with inbox:
+                self._streams.add(inbox)
                 # Frames that waited mean that the target is ahead: then more are read while these are handled.
                 while True:
                     behind = inbox.waiting
@@ -108,7 +114,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                         await asyncio.sleep(0)
                     # The loop reads nothing while it drafts, so it drafts only for one step's commits of the only
                     # stream.
-                    at_once = not (behind or firsts) and self._streams == 1 and all(map(_is_of_a_step, last))
+                    at_once = not (behind or firsts) and len(self._streams) == 1 and all(map(_is_of_a_step, last))
                     draft = self._at_once if at_once else self._on_drafter
                     responses = await draft(stream.take_and_grow, last)
                     while responses:
@@ -125,6 +131,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             code, reason = error.code.name, error.reason
             raise
         finally:
+            self._streams.discard(inbox)
             # A second cancellation must not leave sequences open.
             await asyncio.shield(self._end(stream, trace, code, reason))
 
@@ -134,7 +141,6 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             await self._on_drafter(stream.end)
         finally:
             stream.record()
-            self._streams -= 1
             self.metrics.on_stream(-1)
             trace.end(code, reason)
 

@@ -60,10 +60,11 @@ class DraftWorker:
         return None
 
     async def drain(self) -> None:
-        """Refuse new sequences and wait for the open ones to end."""
+        """Refuse new sequences, wait for the open ones to end, and then end all streams."""
         self.admission.draining = True
         while self.admission.sequences:
             await asyncio.sleep(_DRAIN_POLL)
+        self.servicer.end_streams()
 
 
 def provide_drafter(

@@ -397,6 +397,21 @@ async def test_draining_refuses_new_sequences_and_waits_for_open_ones(draft: Dra
             await draining
 
 
+async def test_streams_end_once_all_has_drained(draft: Draft) -> None:
+    """A target keeps its stream open without sequences: the service would wait for it until its grace is over."""
+    async with draft.stream() as stream, draft.stream() as other:
+        await stream.open(opening(1))
+        await stream.opened()
+        await stream.send(close=draft_pb2.CloseSequences(sequence_ids=[1]))
+        async with asyncio.timeout(5):
+            await draft.worker.drain()
+        for one in (stream, other):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                while await one.hear() is not grpc.aio.EOF:
+                    pass
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
 def figure(draft: Draft, name: str) -> float:
     """Sum of a metric's samples, counters and gauges alike."""
     families = {family.name: family for family in draft.metrics.families.collect()}
