@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from draft_service.compiling import Numbers, Reals, compiled
+from draft_service.compiling import Numbers, Reals, compiled, inlined
 from draft_service.drafters.grown import Grown
 from draft_service.drafters.packing import RowHeads
 from outrider.tree import TokenTree
@@ -41,7 +42,8 @@ def merge_trees(trees: Sequence[TokenTree], nodes: int) -> TokenTree:
         below = children[kept[row]].values()
         total = max(1.0, sum(scores[node] for node in below))
         for node in below:
-            heapq.heappush(waiting, (-path_prob * scores[node] / total, node, row, scores[node] / total))
+            score = scores[node] / total
+            heapq.heappush(waiting, (-path_prob * score, node, row, score))
         if not waiting or len(kept) > nodes:
             break
         negative, node, parent, score = heapq.heappop(waiting)
@@ -67,6 +69,50 @@ def merge_grown(parts: Sequence[Grown], nodes: Sequence[int]) -> Grown:
     return merged
 
 
+class _Nodes(NamedTuple):
+    """The nodes of one sequence's trees, each once, in the order in which they were proposed; node 0 is the root."""
+
+    tokens: Numbers
+    parents: Numbers
+    scores: Reals
+    # The children of a node are a linked list; 0 is none.
+    first: Numbers
+    last: Numbers
+    following: Numbers
+
+
+@inlined
+def _child(nodes: _Nodes, count: int, parent: int, token: int) -> int:
+    """The child of `parent` with this token; without one, node `count` is made it."""
+    node = nodes.first[parent]
+    while node != 0 and nodes.tokens[node] != token:
+        node = nodes.following[node]
+    if node != 0:
+        return int(node)
+    nodes.tokens[count], nodes.parents[count], nodes.scores[count] = token, parent, 0.0
+    nodes.first[count], nodes.last[count], nodes.following[count] = 0, 0, 0
+    if nodes.first[parent] == 0:
+        nodes.first[parent] = count
+    else:
+        nodes.following[nodes.last[parent]] = count
+    nodes.last[parent] = count
+    return count
+
+
+@inlined
+def _scale(nodes: _Nodes, count: int) -> None:
+    """Scale the scores of siblings that sum to more than 1, since only one of them can be accepted."""
+    for parent in range(count):
+        total, node = 0.0, nodes.first[parent]
+        while node != 0:
+            total += nodes.scores[node]
+            node = nodes.following[node]
+        total, node = max(1.0, total), nodes.first[parent]
+        while node != 0:
+            nodes.scores[node] /= total
+            node = nodes.following[node]
+
+
 @compiled
 def _merge(
     trees: Numbers,
@@ -85,53 +131,32 @@ def _merge(
         merged: [n, 2, 1 + most nodes], filled; merged_scores: [n, ..], filled likewise.
         rows: [n, 1], filled: rows of the merged trees.
     """
-    parts, count, _, most = trees.shape
+    parts, sequences, _, most = trees.shape
     room = parts * most
-    tokens, parents = np.empty(room, np.int32), np.empty(room, np.int32)
-    # Children of a node stand in a chain, in the order in which they were proposed; 0 is none.
-    first, last, following = np.empty(room, np.int32), np.empty(room, np.int32), np.empty(room, np.int32)
-    own, totals, path_probs = np.empty(room), np.empty(room), np.empty(room)
-    node_of, row_of = np.empty(most, np.int32), np.empty(room, np.int32)
-    for b in range(count):
-        known = 1
-        tokens[0], parents[0], own[0], first[0], last[0], following[0] = trees[0, b, 0, 0], 0, 1.0, 0, 0, 0
-        node_of[0] = 0
+    integers = np.empty((5, room), np.int32)
+    found = _Nodes(integers[0], integers[1], np.empty(room), integers[2], integers[3], integers[4])
+    path_probs, node_of, row_of = np.empty(room), np.empty(most, np.int32), np.empty(room, np.int32)
+    node_of[0] = row_of[0] = 0
+    for b in range(sequences):
+        count = 1
+        found.tokens[0], found.scores[0], found.first[0] = trees[0, b, 0, 0], 1.0, 0
         for part in range(parts):
             for row in range(1, sizes[part, b]):
-                token, above = trees[part, b, 0, row], node_of[trees[part, b, 1, row]]
-                node = first[above]
-                while node != 0 and tokens[node] != token:
-                    node = following[node]
-                if node == 0:
-                    node = known
-                    known += 1
-                    tokens[node], parents[node], own[node] = token, above, 0.0
-                    first[node], last[node], following[node] = 0, 0, 0
-                    if first[above] == 0:
-                        first[above] = node
-                    else:
-                        following[last[above]] = node
-                    last[above] = node
-                own[node] = max(own[node], scores[part, b, row])
+                node = _child(found, count, node_of[trees[part, b, 1, row]], trees[part, b, 0, row])
+                count = max(count, node + 1)
+                found.scores[node] = max(found.scores[node], scores[part, b, row])
                 node_of[row] = node
-        for above in range(known):
-            total, node = 0.0, first[above]
-            while node != 0:
-                total += own[node]
-                node = following[node]
-            totals[above] = max(1.0, total)
-        # Parents stand before their children and are worth as much at least, so the best nodes hold their ancestors.
+        _scale(found, count)
+        # Parents come before their children and are at least as likely, so the best nodes hold their ancestors.
         path_probs[0] = -1.0
-        for node in range(1, known):
-            above = parents[node]
-            path_probs[node] = path_probs[above] * own[node] / totals[above]
-        order = np.argsort(path_probs[1:known], kind="mergesort")
-        kept = min(nodes[b], known - 1)
-        merged[b, 0, 0], merged[b, 1, 0], merged_scores[b, 0], row_of[0] = tokens[0], 0, 1.0, 0
+        for node in range(1, count):
+            path_probs[node] = path_probs[found.parents[node]] * found.scores[node]
+        order = np.argsort(path_probs[1:count], kind="mergesort")
+        kept = min(nodes[b], count - 1)
+        merged[b, 0, 0], merged[b, 1, 0], merged_scores[b, 0] = found.tokens[0], 0, 1.0
         for row in range(1, kept + 1):
             node = order[row - 1] + 1
-            above = parents[node]
             row_of[node] = row
-            merged[b, 0, row], merged[b, 1, row] = tokens[node], row_of[above]
-            merged_scores[b, row] = own[node] / totals[above]
+            merged[b, 0, row], merged[b, 1, row] = found.tokens[node], row_of[found.parents[node]]
+            merged_scores[b, row] = found.scores[node]
         rows[b, 0] = kept + 1

@@ -46,14 +46,17 @@ class Distributions(NamedTuple):
 
 
 @compiled
-def heap_push(path_probs: Reals, heap: Numbers, place: int) -> None:
-    """Restore the heap (largest path probability first) after an item was put at its end, `place`."""
+def heap_push(path_probs: Reals, heap: Numbers, size: int, item: int) -> int:
+    """Add an item to a heap of `size`, the likeliest path first. Returns its new size."""
+    place = size
+    heap[place] = item
     while place > 0:
         above = (place - 1) >> 1
         if path_probs[heap[above]] >= path_probs[heap[place]]:
-            return
+            break
         heap[above], heap[place] = heap[place], heap[above]
         place = above
+    return size + 1
 
 
 @compiled
@@ -169,9 +172,7 @@ def grow_drawn(
     row, size = 0, 0
     while row < limit:
         if _open_row(tries, evidence, shape, row, tree, distributions, rows, scratch):
-            rows.heap[size] = row
-            heap_push(rows.path_probs, rows.heap, size)
-            size += 1
+            size = heap_push(rows.path_probs, rows.heap, size, row)
         row += 1
         if size == 0 or row == limit:
             return row
@@ -190,9 +191,7 @@ def grow_drawn(
             rows.draws[parent] < min(shape.breadth, distributions.sizes[parent])
             and rows.path_probs[parent] >= shape.floor
         ):
-            rows.heap[size] = parent
-            heap_push(rows.path_probs, rows.heap, size)
-            size += 1
+            size = heap_push(rows.path_probs, rows.heap, size, parent)
     return row
 
 
