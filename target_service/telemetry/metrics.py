@@ -12,6 +12,7 @@ from outrider.telemetry.tracing import sampled_trace_id
 from target_service.core.events import EngineSnapshot
 from target_service.core.sequence import SequenceRequest, SequenceTotals, StepStats
 
+# Seconds of a nanosecond: steps are timed in nanoseconds, metrics are in seconds as Prometheus has them.
 _NS = 1e-9
 _DRAFTED, _ACCEPTED = "outrider_spec_decode_num_drafts_per_depth", "outrider_spec_decode_num_accepted_tokens_per_depth"
 # Series that exist from the start, so that their first increase counts in a rate. Deeper paths are rare (a pass of a

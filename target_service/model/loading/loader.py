@@ -22,10 +22,12 @@ from target_service.model.support import ModelRefused, check_supported, has_late
 from tree_kernels.attention import Backend
 
 log = logging.getLogger(__name__)
-# Defaults: chosen, not measured, so that a laptop stays usable with models of a million tokens of context.
-# `--max-context` and `--kv-tokens` set more; where steps are captured, the cache gets the memory that is left.
+# Default context, chosen so that a laptop stays usable with models of a million tokens; `--max-context` sets more.
 _CONTEXT_LIMIT = 8192
+# Default tokens of the KV cache at most: eight such contexts. Chosen; `--kv-tokens` sets more.
 _KV_TOKENS_LIMIT = 65536
+# Share of the free memory that the default cache may take, since the draft and other programs share a laptop's. Chosen;
+# where steps are captured, the cache gets the memory that is left instead.
 _KV_MEMORY_SHARE = 0.3
 # PyTorch's threads beside a GPU. A step leaves little work to the CPU, and a team of threads on all cores takes
 # milliseconds to wake, and then spins for milliseconds on cores that the draft needs: with 32 threads, steps at 8B size

@@ -21,8 +21,9 @@ _TOKENS = 13
 _FIRST = 8
 # Relative difference of logits, by the median row of each part. SmolLM2-135M: 0.04 by rounding in bf16, and 0.1 in the
 # worst row; 1 and more by a wrong mask or wrong positions. The median, since rounding may send one row through another
-# expert. In fp32, at most 2e-6 for tiny models of 40 families.
+# expert.
 _TOLERANCE = 0.4
+# The same in fp32, where rounding makes at most 2e-6 for tiny models of 40 families.
 _TOLERANCE_FP32 = 0.01
 
 

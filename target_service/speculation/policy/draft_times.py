@@ -18,9 +18,10 @@ ENOUGH, ENOUGH_OF_MANY, ENOUGH_AHEAD = 8, 4, 40
 _INHERITED = 2
 # Steps of a kind in a row whose longest bounds its time: what slowed earlier steps may be over.
 _IN_A_ROW = 4
-# The weight of one step in the time of its kind (a mean of some ten), and the bound of its factor from it: a step moves
-# that of plain ones by at most a tenth. Chosen, not measured.
+# The weight of one step in the time of its kind, a mean of some ten. Chosen, as for the other policies.
 _SHARE = 0.1
+# A step counts for at most this many times its kind's mean and a plain step together, so that a pause of the machine
+# does not decide. Chosen.
 _BOUND = 2.0
 
 

@@ -22,33 +22,39 @@ from target_service.core.running_means import RunningMean
 from target_service.speculation.merged_tree import MergedTree, PredictedTree
 from target_service.speculation.policy.step_cost import StepCost
 
-# All of these are chosen, not measured.
-# Buckets of scores between 0 and 1.
+# Chosen, not measured, each for the reason beside it.
+# Buckets of scores between 0 and 1: a sixteenth is about twice the error of a rate from three hundred observations.
 _BUCKETS = 16
-# A drafter's own score counts as this many observations of its bucket.
+# Observations of its bucket that a drafter's own score counts as: a bucket follows what it observes after some ten.
 _PRIOR = 8.0
-# Later observations of a bucket over which the weight of an earlier one halves.
+# Later observations of a bucket over which the weight of an earlier one halves: many, so that another kind of text
+# changes the rates and one odd answer does not.
 _HALF_LIFE = 4000.0
+# The same as a factor for each observation.
 _KEEP = 0.5 ** (1.0 / _HALF_LIFE)
-# Expected acceptances that a sequence's own record starts with, and its decay in a step: it halves over some 23 steps.
+# Expected acceptances that a sequence's own record starts with: those of its first two or three steps, on which alone
+# its factor must not hang.
 _SEQUENCE_PRIOR = 4.0
+# Decay of that record in a step: it halves over some 23 steps, a paragraph of text.
 _SEQUENCE_KEEP = 0.97
-# Assumed gain of a sequence from drafts, and the weight of this assumption in steps.
+# Assumed gain of a sequence from drafts before its first: low, since too many rows cost all sequences of a step.
 _GAIN_PRIOR = 1.3
+# Weight of this assumption, in steps of the sequence.
 _GAIN_STEPS = 6.0
-# Decay of a sequence's short and long mean gain of drafted steps (of five and of twenty), and the weight of a step in
-# the mean over all sequences (of fifty).
+# Decays of a sequence's short and long mean gain of drafted steps, of five and of twenty: see `expected_tokens`.
 _NEAR_KEEP = 0.8
 _FAR_KEEP = 0.95
+# Weight of a step in the mean over all sequences, of fifty: longer than one sequence's, which starts from it.
 _USUAL_SHARE = 0.02
-# The start of that mean, and its weight in steps.
+# The start of that mean, high enough that drafts are tried, and its weight in steps: few, so that these correct it.
 _USUAL_PRIOR, _USUAL_STEPS = 2.0, 4
-# Nodes of a sequence whose drafts are used in order of arrival: a number independent of what was sampled.
+# Nodes of a sequence whose drafts are used in order of arrival: a number independent of what was sampled, of which
+# REJECTION keeps its distribution. A tree of 16 rows costs little more than one row where rows are cheap.
 IN_ORDER_NODES = 15
 # More than any probability, so that nodes used in order go first.
 _CERTAIN = 2.0
-# Upper bound of a calibrated probability.
-_SUREST = 0.995
+# Upper bound of a calibrated probability: no drafted token is certain, and deep paths would otherwise cost nothing.
+_MAX_PROBABILITY = 0.995
 
 
 class Calibration:
@@ -173,7 +179,7 @@ class RowBudget:
             return [(_CERTAIN, index, node) for node in range(1, nodes + 1)]
         scores, parents, factor = tree.scores, tree.parents, offer.record.factor
         likelihoods = self.calibration.probabilities(scores)
-        chances = [min(_SUREST, likelihood * factor) for likelihood in likelihoods]
+        chances = [min(_MAX_PROBABILITY, likelihood * factor) for likelihood in likelihoods]
         if isinstance(tree, MergedTree) and offer.predicted_record is not None:
             chances = self._merged_chances(tree, chances, offer.predicted_record.factor)
         path_prob = [1.0]
@@ -191,7 +197,7 @@ class RowBudget:
         """By node, the higher of its probabilities by draft and by prediction."""
         predicted = self.of_predictions.probabilities(tree.predicted)
         return [
-            max(chance if score else 0.0, min(_SUREST, likelihood * factor) if predicted_score else 0.0)
+            max(chance if score else 0.0, min(_MAX_PROBABILITY, likelihood * factor) if predicted_score else 0.0)
             for chance, score, likelihood, predicted_score in zip(
                 drafted, tree.scores, predicted, tree.predicted, strict=True
             )

@@ -8,9 +8,10 @@ from itertools import accumulate
 
 from target_service.core.running_means import bounded
 
-# The weight of one live step in the cost of its size, and the bound of its factor from the estimate: one step moves it
-# by a twentieth at most, ten that take half as long again move it two thirds of the way. Chosen, not measured.
+# The weight of one live step in the cost of its size: ten that take half as long again move it two thirds of the way.
+# Chosen.
 _LIVE_SHARE = 0.1
+# The bound of a live step's factor from the estimate, so that one step moves it by a twentieth at most. Chosen.
 _LIVE_BOUND = 1.5
 # Steps of other sizes after which a size follows those. Chosen: where a simulated machine becomes forty times as fast,
 # a size that no longer runs ends 1.3 times too expensive; sizes that alternate are measured by themselves.
