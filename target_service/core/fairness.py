@@ -23,12 +23,16 @@ class Share:
 # Steps for which a tenant keeps its part of the time after its last one. Chosen: callers who send one short request
 # after the other return within a step or two, and would have to wait for a long step that began without them.
 _KEPT_STEPS = 4
-# Of the time that is others', what their sequences may take in steps. The rest goes to their calls and replies, which
-# take processors from a tenant between its steps. Chosen by `python -m chaos.attacks --only "5 long"`.
+# Share of the others' time that their sequences may take in steps. The rest goes to their calls and replies, which take
+# processors from a tenant between its steps: with all of it, waits beside 330 long requests were 1.8 to 2.3 times as
+# long, with this 1.6 to 1.7 (p99, `benchmarks/results/2026-11-25-cpu-attack-long-requests.md`).
 _IN_STEPS = 0.75
-# Of a tenant's own step: what steps without it are shorter by, since its next request may arrive during one, and the
-# least that any step may take. Chosen: where sequences are cheap, as on a GPU, all others still fit into both.
-_ARRIVING, _LEAST = 0.5, 1.25
+# What steps without a tenant are shorter by, in steps of its own: half a step is the mean wait of a request that
+# arrives during one.
+_ARRIVING = 0.5
+# The least that a step may take, in steps of a tenant's own. A pass of 64 rows takes 1.20 of one of a single row on a
+# GPU (docs/performance.md), so there all sequences fit into every step.
+_LEAST = 1.25
 # Shortened steps after which one tenant gets a step alone, to measure its time while contexts grow; the others lose a
 # sixteenth of the little that they have in such steps. Chosen.
 _ALONE_EVERY = 16
