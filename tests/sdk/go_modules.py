@@ -6,11 +6,12 @@ ones, so `go.sum` takes no part here.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shutil
 import subprocess
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +29,7 @@ class Module:
     version: str
     folder: Path
 
-    def publish(self, proxy: Path, manifest: str, files: Iterator[Path]) -> None:
+    def publish(self, proxy: Path, manifest: str, files: Iterable[Path]) -> None:
         """Lay the module where a proxy serves it."""
         versions = proxy / self.path / "@v"
         versions.mkdir(parents=True)
@@ -39,6 +40,25 @@ class Module:
             archive.writestr(f"{self.path}@{self.version}/go.mod", manifest)
             for file in files:
                 archive.write(file, f"{self.path}@{self.version}/{file.relative_to(self.folder)}")
+
+
+def publish_sources(path: str, version: str, folder: Path, proxy: Path) -> str:
+    """A folder with a go.mod as a module. Returns its version: the given one, marked with a digest of the files.
+
+    Go takes a module's version for its content: it keeps the imports of each package under the version's folder, in the
+    cache of compiled packages. Other sources under a version that it knows would be compiled with the old imports, and
+    fail with "could not import ... (open : no such file or directory)".
+    """
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.relative_to(folder)} {file.stat().st_size}\n".encode())
+        digest.update(file.read_bytes())
+    # A part of digits alone must not begin with a zero.
+    module = Module(path, f"{version}-d{digest.hexdigest()[:12]}", folder)
+    manifest = folder / "go.mod"
+    module.publish(proxy, manifest.read_text(), (file for file in files if file != manifest))
+    return module.version
 
 
 def publish_libraries(requirements: str, sources: Path, proxy: Path) -> None:

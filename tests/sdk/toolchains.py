@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from sdk.go_modules import Module, copy_tracked, publish_libraries
+from sdk.go_modules import copy_tracked, publish_libraries, publish_sources
 
 ROOT = Path(__file__).parents[2]
 CLIENTS = ROOT / "clients"
@@ -85,6 +85,8 @@ def go() -> Toolchain:
         "GOROOT": str(tools / "go"),
         "GOPROXY": (GO / "proxy").as_uri(),
         "GOMODCACHE": str(GO / "modules"),
+        # It goes when Debian's libraries are fetched anew: their versions are go.mod's, whatever their content.
+        "GOCACHE": str(GO / "cache"),
         "GOFLAGS": "-mod=mod -modcacherw",
         "GOSUMDB": "off",
         "GOTOOLCHAIN": "local",
@@ -110,15 +112,13 @@ def build_go(toolchain: Toolchain) -> None:
         shutil.rmtree(folder, ignore_errors=True)
     copy_tracked(toolchain.folder, source)
     toolchain.run("./set_module.sh", GO_MODULE, folder=source)
-    manifest = (source / "go.mod").read_text()
-    files = (file for file in sorted(source.rglob("*")) if file.is_file() and file.name != "go.mod")
-    Module(GO_MODULE, GO_VERSION, source).publish(proxy, manifest, files)
-    publish_libraries(manifest, GO / "debian" / "usr" / "share" / "gocode" / "src", proxy)
+    version = publish_sources(GO_MODULE, GO_VERSION, source, proxy)
+    publish_libraries((source / "go.mod").read_text(), GO / "debian" / "usr" / "share" / "gocode" / "src", proxy)
     (source / "go.sum").unlink()
     toolchain.run("go", "vet", "./...", folder=source)
     toolchain.consumer.mkdir()
     toolchain.run("go", "mod", "init", "example.com/consumer", folder=toolchain.consumer)
-    toolchain.run("go", "get", f"{GO_MODULE}@{GO_VERSION}", folder=toolchain.consumer)
+    toolchain.run("go", "get", f"{GO_MODULE}@{version}", folder=toolchain.consumer)
     programs = [f"{GO_MODULE}/conformance", *(f"{GO_MODULE}/examples/{name}" for name in EXAMPLES)]
     toolchain.run("go", "build", "-o", f"{GO / 'bin'}/", *programs, folder=toolchain.consumer)
 
