@@ -1,4 +1,4 @@
-"""`python -m outrider_gateway`: serve HTTP in front of target services until told to stop."""
+"""`python -m outrider_gateway`: serve HTTP in front of target services until a signal ends it."""
 
 from __future__ import annotations
 

@@ -15,12 +15,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from outrider_gateway.caller import caller_from
 from outrider_gateway.config import GatewayConfig
 from outrider_gateway.cross_origin import cross_origin
-from outrider_gateway.endpoints import Generating
+from outrider_gateway.endpoints import GenerationEndpoint
 from outrider_gateway.failures import Refused
 from outrider_gateway.hosts import host_check
 from outrider_gateway.metrics import GatewayMetrics
-from outrider_gateway.names import Names
 from outrider_gateway.page import page_routes
+from outrider_gateway.served_models import ServedModels
 from outrider_gateway.targets import Targets
 from outrider_gateway.translation import chat_request, completion_request
 
@@ -28,14 +28,14 @@ from outrider_gateway.translation import chat_request, completion_request
 class Application:
     """What the routes share. `draining` is set when the gateway is about to stop."""
 
-    def __init__(self, config: GatewayConfig, targets: Targets, names: Names, metrics: GatewayMetrics) -> None:
+    def __init__(self, config: GatewayConfig, targets: Targets, models: ServedModels, metrics: GatewayMetrics) -> None:
         self.draining = False
         self._targets = targets
-        self._names = names
+        self._served = models
         self._metrics = metrics
         metrics.gauges(targets.readings)
-        chat = Generating("chat", chat_request, config, targets, names, metrics)
-        completions = Generating("completions", completion_request, config, targets, names, metrics)
+        chat = GenerationEndpoint("chat", chat_request, config, targets, models, metrics)
+        completions = GenerationEndpoint("completions", completion_request, config, targets, models, metrics)
         generating = {"/v1/chat/completions": chat, "/v1/completions": completions}
         routes: list[BaseRoute] = [
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in generating.items()),
@@ -49,9 +49,7 @@ class Application:
             routes += page_routes()
         others = Starlette(routes=routes, exception_handlers={HTTPException: _not_found, Refused: _refused})
         self.paths = tuple(route.path for route in routes if isinstance(route, Route))
-        self.asgi: ASGIApp = _Shortcut(generating, others)
-        for check in (*cross_origin(config.origins), *host_check(config)):
-            self.asgi = check.cls(self.asgi, *check.args, **check.kwargs)
+        self.asgi = host_check(cross_origin(_Shortcut(generating, others), config.origins), config)
 
     @property
     def running(self) -> int:
@@ -59,12 +57,12 @@ class Application:
         return self._targets.running
 
     async def _models(self, request: Request) -> Response:
-        models = await self._names.models(caller_from(request.scope["headers"]))
+        models = await self._served.models(caller_from(request.scope["headers"]))
         return JSONResponse({"object": "list", "data": models})
 
     async def _model(self, request: Request) -> Response:
         caller = caller_from(request.scope["headers"])
-        return JSONResponse(await self._names.model(request.path_params["model"], caller))
+        return JSONResponse(await self._served.model(request.path_params["model"], caller))
 
     async def _alive(self, _request: Request) -> Response:
         return JSONResponse({"status": "ok"})

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 from outrider_gateway.config import ANY_ORIGIN
 
@@ -15,16 +15,16 @@ _REMEMBERED = 7200
 _READABLE = ("x-request-id", "retry-after")
 
 
-def cross_origin(origins: Sequence[str]) -> list[Middleware]:
-    """What answers preflights and marks answers, for pages of these origins; nothing at all for none.
+def cross_origin(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """`app` for pages of these origins too: preflights are answered, and answers marked. `app` itself for none.
 
     No cookies: a caller is known by its bearer token alone, which a page has to have. Any header may be sent, since
     clients add their own (`x-stainless-*`), and none but those of `caller` are looked at.
     """
     if not origins:
-        return []
-    middleware = Middleware(
-        CORSMiddleware,
+        return app
+    return CORSMiddleware(
+        app,
         allow_origins=origins,
         allow_methods=("GET", "POST"),
         allow_headers=("*",),
@@ -33,4 +33,3 @@ def cross_origin(origins: Sequence[str]) -> list[Middleware]:
         # Chromium asks this for a gateway on the reader's own machine or network. Not for just any page.
         allow_private_network=ANY_ORIGIN not in origins,
     )
-    return [middleware]

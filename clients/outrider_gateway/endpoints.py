@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from time import perf_counter
 from typing import Any
 
@@ -13,14 +14,15 @@ from starlette.types import Receive, Scope, Send
 from outrider.errors import OutriderError
 from outrider_client.failures import ServiceUnreachable
 from outrider_client.results import Chunk, Result
-from outrider_gateway.answering import Answering
-from outrider_gateway.asked import Asked
 from outrider_gateway.caller import caller_from
 from outrider_gateway.config import GatewayConfig
-from outrider_gateway.failures import Refused, refusal
+from outrider_gateway.dispatch import Dispatcher
+from outrider_gateway.failures import GatewayFailed, Refused, refusal
+from outrider_gateway.generation_request import GenerationRequest
 from outrider_gateway.http import ClientGone, EventWriter, event_bytes, read_json, send_json, while_connected
 from outrider_gateway.metrics import GatewayMetrics
-from outrider_gateway.names import Names
+from outrider_gateway.response_json import ResponseBuilder
+from outrider_gateway.served_models import ServedModels
 from outrider_gateway.targets import Targets
 
 logger = logging.getLogger(__name__)
@@ -29,101 +31,110 @@ logger = logging.getLogger(__name__)
 _CLIENT_GONE = 499
 
 
-class Generating:
-    """An endpoint that generates. `translate` makes what is asked from a body, for at most so many answers."""
+class GenerationEndpoint:
+    """An endpoint that generates. `translate` makes a request from a body, for at most so many answers."""
 
     def __init__(
         self,
         name: str,
-        translate: Callable[[Mapping[str, Any], int], Asked],
+        translate: Callable[[Mapping[str, Any], int], GenerationRequest],
         config: GatewayConfig,
         targets: Targets,
-        names: Names,
+        models: ServedModels,
         metrics: GatewayMetrics,
     ) -> None:
         self._name = name
         self._translate = translate
         self._config = config
         self._targets = targets
-        self._names = names
+        self._models = models
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = perf_counter()
-        request = _Request(send, uuid.uuid4().hex)
+        response = _Response(send, uuid.uuid4().hex)
         # What is counted for a request that the server's end cuts off.
         status = _CLIENT_GONE
         try:
-            status = await self._serve(request, scope, receive, arrived)
+            status = await self._serve(response, scope, receive, arrived)
         except ClientGone:
             pass
         except Refused as refused:
-            status = await request.refuse(refused)
+            status = await response.refuse(refused)
         except Exception:
-            # The last resort: what is said of it must not quote the request.
+            # The last resort: the answer must not quote the request.
             logger.exception("a request failed")
-            status = await request.refuse(Refused(500, "the gateway failed", kind="server_error"))
+            status = await response.refuse(GatewayFailed())
         finally:
             self._metrics.ended(self._name, status, perf_counter() - arrived)
 
-    async def _serve(self, request: _Request, scope: Scope, receive: Receive, arrived: float) -> int:
+    async def _serve(self, response: _Response, scope: Scope, receive: Receive, arrived: float) -> int:
         caller = caller_from(scope["headers"])
         config = self._config
         body = await read_json(scope, receive, config.max_body_bytes, config.body_seconds)
-        asked = self._translate(body, config.max_choices)
-        answering = Answering(self._targets, self._metrics, asked, caller, config.request_seconds or None, arrived)
-        write = self._stream if asked.stream else self._whole
+        request = self._translate(body, config.max_choices)
+        dispatcher = Dispatcher(self._targets, self._metrics, request, caller, config.request_seconds or None, arrived)
+        write = self._stream if request.stream else self._whole
         try:
-            await write(request, receive, asked, answering)
+            await write(response, receive, request, dispatcher)
         except (OutriderError, ServiceUnreachable) as error:
-            raise refusal(error, asked.fields) from error
+            raise refusal(error, request.fields) from error
         return 200
 
-    async def _stream(self, request: _Request, receive: Receive, asked: Asked, answering: Answering) -> None:
-        writer = request.writer = EventWriter(request.send, request.id)
+    async def _stream(
+        self, response: _Response, receive: Receive, request: GenerationRequest, dispatcher: Dispatcher
+    ) -> None:
+        writer = response.writer = EventWriter(response.send, response.id)
         results: dict[int, Result] = {}
         last = b""
+        async with self._admitted(receive, request) as builder:
 
-        async def on_chunk(index: int, chunk: Chunk) -> None:
-            events = answers.chunk(index, chunk)
-            if events:
-                await writer.write(events)
+            async def on_chunk(index: int, chunk: Chunk) -> None:
+                events = builder.chunk(index, chunk)
+                if events:
+                    await writer.write(events)
 
-        async def on_result(index: int, result: Result) -> None:
-            nonlocal last
-            results[index] = result
-            last = answers.last(index, result)
-            # What ends the last answer goes with the end of the stream.
-            if len(results) < asked.answers:
-                await writer.write(last)
+            async def on_result(index: int, result: Result) -> None:
+                nonlocal last
+                results[index] = result
+                last = builder.last(index, result)
+                # What ends the last answer goes with the end of the stream.
+                if len(results) < request.answers:
+                    await writer.write(last)
 
-        with self._targets.admitting(asked.answers, self._config.max_running):
-            answers = await self._names.answers(asked)
-            async with while_connected(receive):
-                await answering.run(on_chunk, on_result)
-        if asked.include_usage:
-            last += answers.usage_event([results[index] for index in range(asked.answers)])
+            await dispatcher.run(on_chunk, on_result)
+        if request.include_usage:
+            last += builder.usage_event([results[index] for index in range(request.answers)])
         await writer.end(last, done=True)
 
-    async def _whole(self, request: _Request, receive: Receive, asked: Asked, answering: Answering) -> None:
+    async def _whole(
+        self, response: _Response, receive: Receive, request: GenerationRequest, dispatcher: Dispatcher
+    ) -> None:
         results: dict[int, Result] = {}
+        async with self._admitted(receive, request) as builder:
 
-        async def on_chunk(index: int, chunk: Chunk) -> None:
-            answers.keep(index, chunk)
+            async def on_chunk(index: int, chunk: Chunk) -> None:
+                builder.keep(index, chunk)
 
-        async def on_result(index: int, result: Result) -> None:
-            results[index] = result
+            async def on_result(index: int, result: Result) -> None:
+                results[index] = result
 
-        with self._targets.admitting(asked.answers, self._config.max_running):
-            answers = await self._names.answers(asked)
+            await dispatcher.run(on_chunk, on_result)
+        body = builder.whole([results[index] for index in range(request.answers)])
+        await send_json(response.send, 200, body, response.id)
+
+    @contextlib.asynccontextmanager
+    async def _admitted(self, receive: Receive, request: GenerationRequest) -> AsyncIterator[ResponseBuilder]:
+        """The place of a request's answers among those that may run, for as long as the block runs and its client is
+        there. Raises `TooMany`, or `ClientGone`."""
+        with self._targets.admitting(request.answers, self._config.max_running):
+            builder = await self._models.response_builder(request)
             async with while_connected(receive):
-                await answering.run(on_chunk, on_result)
-        body = answers.whole([results[index] for index in range(asked.answers)])
-        await send_json(request.send, 200, body, request.id)
+                yield builder
 
 
-class _Request:
-    """One request's way back to its client."""
+class _Response:
+    """The way back to the client that sent a request."""
 
     def __init__(self, send: Send, request_id: str) -> None:
         self.send = send

@@ -4,6 +4,7 @@ Refused
 ├── BadField      400   a field of the request breaks its limits, or is not supported
 ├── TooLarge      413
 ├── TooMany       429   the gateway runs as many answers as it may
+├── GatewayFailed 500   an error of the gateway's own
 └── NoTarget      503   no target is healthy
 
 Errors of the contract become one of the rows of `_STATUS`.
@@ -17,13 +18,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from outrider.errors import (
-    InvalidField,
-    OutriderError,
-    PositionOutOfRange,
-    UnknownCorpus,
-    UnknownModel,
-)
+from outrider.errors import InvalidField, OutriderError, PositionOutOfRange, UnknownCorpus, UnknownModel
 from outrider_client.failures import ServiceUnreachable
 
 # By the name of the gRPC status: HTTP status and OpenAI's type of error.
@@ -79,16 +74,22 @@ class Refused(Exception):
 
 
 class BadField(Refused):
+    """A field of the request breaks its limits, or is not supported."""
+
     def __init__(self, param: str, problem: str, code: str | None = None) -> None:
         super().__init__(400, f"{param}: {problem}", param=param, code=code)
 
 
 class TooLarge(Refused):
+    """The body has more than `limit` bytes."""
+
     def __init__(self, limit: int) -> None:
         super().__init__(413, f"the body has more than {limit} bytes", code="request_too_large")
 
 
 class TooMany(Refused):
+    """The gateway runs `limit` answers, which is as many as it may."""
+
     def __init__(self, limit: int) -> None:
         super().__init__(
             429,
@@ -99,7 +100,16 @@ class TooMany(Refused):
         )
 
 
+class GatewayFailed(Refused):
+    """An error of the gateway's own. What it was is in the log alone: it may quote the request."""
+
+    def __init__(self) -> None:
+        super().__init__(500, "the gateway failed", kind="server_error")
+
+
 class NoTarget(Refused):
+    """No target is healthy."""
+
     def __init__(self) -> None:
         super().__init__(
             503, "no target is healthy", kind="server_error", code="target_unavailable", retry_after=_RETRY_SECONDS

@@ -19,7 +19,7 @@ class BoundedHeads(HttpToolsProtocol):
     """A connection that is closed where a head or trailers grow past `HEAD_BYTES`, where a head takes longer than
     `HEAD_SECONDS`, and where a body goes on for longer than these when its answer is complete.
 
-    Without the bound on bytes a caller fills the memory, without those on time it keeps a connection's place by saying
+    Without the bound on bytes a caller fills the memory, without those on time it keeps a connection's place by sending
     nothing, or nothing that anybody reads. Trailers are read over, never taken for headers.
     """
 
@@ -28,7 +28,7 @@ class BoundedHeads(HttpToolsProtocol):
         self._in_head = True
         # Since the connection began, the last body's byte, or the last request's end.
         self._head_bytes = 0
-        self._giving_up: asyncio.TimerHandle | None = None
+        self._head_timeout: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -77,9 +77,9 @@ class BoundedHeads(HttpToolsProtocol):
 
     def _wait_for_head(self) -> None:
         self._stop_waiting()
-        self._giving_up = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+        self._head_timeout = self.loop.call_later(HEAD_SECONDS, self.transport.close)
 
     def _stop_waiting(self) -> None:
-        if self._giving_up is not None:
-            self._giving_up.cancel()
-            self._giving_up = None
+        if self._head_timeout is not None:
+            self._head_timeout.cancel()
+            self._head_timeout = None

@@ -1,13 +1,11 @@
-"""Which names the gateway answers to, and what it says to others (`outrider.host_names` says what for)."""
+"""Which host names the gateway answers to (`outrider.host_names` has the reason), and the refusal of others."""
 
 from __future__ import annotations
 
 import logging
 import time
 import uuid
-from collections.abc import Iterator
 
-from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from outrider.host_names import HostNames, is_loopback
@@ -29,34 +27,37 @@ class HostCheck:
 
     def __init__(self, app: ASGIApp, names: HostNames) -> None:
         self._app = app
-        self._names = names
-        self._said_at = -_SECONDS_BETWEEN
+        self.names = names
+        self._logged_at = -_SECONDS_BETWEEN
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         for name, value in scope["headers"]:
-            if name == b"host" and value and not self._names.answers(host := value.decode("latin-1")):
+            if name == b"host" and value and not self.names.answers(host := value.decode("latin-1")):
                 refused = _refusal(host)
-                self._tell(scope)
+                self._log_refusal(scope)
                 await send_json(send, refused.status, refused.body(), uuid.uuid4().hex)
                 return
         await self._app(scope, receive, send)
 
-    def _tell(self, scope: Scope) -> None:
+    def _log_refusal(self, scope: Scope) -> None:
         """A line in the log, without what the caller wrote."""
         now = time.monotonic()
-        if now - self._said_at >= _SECONDS_BETWEEN:
-            self._said_at = now
+        if now - self._logged_at >= _SECONDS_BETWEEN:
+            self._logged_at = now
             peer = (scope.get("client") or ("a socket",))[0]
             logger.warning("refused a request from %s for a host that is not served: --allow-host lists more", peer)
 
 
-def host_check(config: GatewayConfig) -> Iterator[Middleware]:
-    """The check, where it is wanted. A page cannot show a certificate for its own name, so TLS needs none; and who lets
-    others reach the gateway by its address, and lists no names, may have given it any."""
+def host_check(app: ASGIApp, config: GatewayConfig) -> ASGIApp:
+    """`app` behind the check, where one is wanted.
+
+    A page cannot show a certificate for its own name, so TLS needs none. A gateway that others reach by its address,
+    and that lists no names, may have any.
+    """
     listen, _ = host_and_port(config.listen)
     if ANY_HOST in config.hosts or config.tls_certificate or not (config.hosts or is_loopback(listen)):
-        return
-    yield Middleware(HostCheck, names=HostNames.of_listener(listen, *config.hosts))
+        return app
+    return HostCheck(app, HostNames.of_listener(listen, *config.hosts))
 
 
 def _refusal(host: str) -> Refused:

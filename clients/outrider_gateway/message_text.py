@@ -30,13 +30,13 @@ def _message(turn: Any, path: str) -> Message:
     role = fields.text("role")
     if role not in _ROLES:
         raise BadField(fields.path("role"), f"must be one of {', '.join(_ROLES)}", "invalid_value")
-    said = content_text(fields.take("content"), fields.path("content"))
+    content = content_text(fields.take("content"), fields.path("content"))
     # What clients send back with an answer that they got, and what no chat template of a target reads.
     fields.ignore(("name", "annotations", "refusal"))
     if fields.take("tool_calls"):
         raise BadField(fields.path("tool_calls"), "is not supported by this server", "unsupported_parameter")
     fields.end()
-    return _ROLES[role], said
+    return _ROLES[role], content
 
 
 def content_text(content: Any, path: str) -> str:

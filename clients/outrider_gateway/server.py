@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import uvicorn
 
 import outrider
+from outrider.host_names import is_loopback
 from outrider.runtime import settled
 from outrider.settings import SettingsError
 from outrider.telemetry import names as telemetry
@@ -24,14 +25,13 @@ from outrider_gateway.app import Application
 from outrider_gateway.config import GatewayConfig, host_and_port
 from outrider_gateway.heads import BoundedHeads
 from outrider_gateway.metrics import GatewayMetrics
-from outrider_gateway.names import Names
+from outrider_gateway.served_models import ServedModels
 from outrider_gateway.targets import Targets
 
 logger = logging.getLogger(__name__)
 
 _KEEP_ALIVE_SECONDS = 65
 _BACKLOG = 1024
-_LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
 class GatewayServer:
@@ -52,9 +52,9 @@ class GatewayServer:
             self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
             tracing = leave.enter_context(_tracing(config))
             clients = [Client(access.connection(address), tracing) for address in config.targets]
-            targets = Targets(clients, look_seconds=config.health_seconds, load_bound=config.load_bound)
-            names = Names(targets, config.tokenizer, int(time.time()))
-            self.application = Application(config, targets, names, GatewayMetrics())
+            targets = Targets(clients, health_seconds=config.health_seconds, load_bound=config.load_bound)
+            models = ServedModels(targets, config.tokenizer, int(time.time()))
+            self.application = Application(config, targets, models, GatewayMetrics())
             self._server = _Uvicorn(_uvicorn_config(config, self.application))
             # From here on it may be told to drain.
             await leave.enter_async_context(targets)
@@ -86,12 +86,12 @@ class GatewayServer:
         self.drain()
         await self.ended()
 
-    def say_where(self) -> None:
-        """One line for the log, and one more where tokens are not safe."""
+    def log_address(self) -> None:
+        """Log where it serves, and a warning where tokens are not safe."""
         scheme = "https" if self._config.tls_certificate else "http"
         host, _ = host_and_port(self._config.listen)
         logger.info("serving %s://%s for %s", scheme, self.address, ", ".join(self._config.targets))
-        if scheme == "http" and host not in _LOCAL:
+        if scheme == "http" and not is_loopback(host):
             logger.warning("%s is reachable from elsewhere without TLS: tokens travel in plain text", self.address)
 
 
@@ -111,7 +111,7 @@ async def serve(config: GatewayConfig, access: AccessOptions) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
     async with server:
-        server.say_where()
+        server.log_address()
         with settled():
             await server.ended()
     logger.info("stopped")

@@ -17,29 +17,28 @@ from outrider_gateway.failures import NoTarget, TooMany
 
 logger = logging.getLogger(__name__)
 
-_LOOK_SECONDS = 5.0
-# Answers that say who may call, not how the target fares.
+_HEALTH_TIMEOUT_SECONDS = 5.0
+# Errors about the caller: the target itself serves.
 _ABOUT_THE_CALLER = ("UNAUTHENTICATED", "PERMISSION_DENIED")
 
 
 class Target:
-    """One target service. `info` is what it last said of itself, `running` the answers that it is writing for us."""
+    """One target service. `info` is its last answer to `GetInfo`, `running` counts its answers to this gateway."""
 
     def __init__(self, client: Client) -> None:
         self.client = client
         self.healthy = False
-        # What was logged of it last.
-        self._said = ""
+        self._logged = ""
         self.info: TargetInfo | None = None
         self.running = 0
-        self.doubted = asyncio.Event()
+        self.recheck = asyncio.Event()
 
     @property
     def address(self) -> str:
         return self.client.address
 
     @contextlib.contextmanager
-    def writing(self) -> Iterator[None]:
+    def counting(self) -> Iterator[None]:
         """Count an answer for as long as the block runs."""
         self.running += 1
         try:
@@ -47,17 +46,17 @@ class Target:
         finally:
             self.running -= 1
 
-    def lost(self) -> None:
-        """A call found it gone or about to stop: no more requests until it was looked at."""
+    def leave_out(self) -> None:
+        """A call found it gone or about to stop: no more requests until its health is checked."""
         self._becomes(False, "a call failed")
-        self.doubted.set()
+        self.recheck.set()
 
-    async def look(self) -> None:
-        """Ask it for its health, and what it serves."""
+    async def check_health(self) -> None:
+        """Ask it for its health, and for what it serves."""
         try:
-            serving = await self.client.serving(_LOOK_SECONDS)
+            serving = await self.client.serving(_HEALTH_TIMEOUT_SECONDS)
             if serving:
-                self.info = await self.client.info(_LOOK_SECONDS)
+                self.info = await self.client.info(_HEALTH_TIMEOUT_SECONDS)
             self._becomes(serving, "not serving")
         except ServiceUnreachable as error:
             self._becomes(False, str(error))
@@ -68,26 +67,26 @@ class Target:
             self._becomes(False, repr(error))
 
     def _becomes(self, healthy: bool, reason: str) -> None:
-        said = "healthy" if healthy else f"left out: {reason}"
+        state = "healthy" if healthy else f"left out: {reason}"
         # Also why one is left out that never was healthy, and once more where that is for another reason.
-        if said != self._said:
-            logger.log(logging.INFO if healthy else logging.WARNING, "target %s is %s", self.address, said)
-        self.healthy, self._said = healthy, said
+        if state != self._logged:
+            logger.log(logging.INFO if healthy else logging.WARNING, "target %s is %s", self.address, state)
+        self.healthy, self._logged = healthy, state
 
 
 class Targets:
-    """All targets. Use it with `async with`: inside, each is looked at again and again."""
+    """All targets. Use it with `async with`: inside, the health of each is checked again and again."""
 
-    def __init__(self, clients: Sequence[Client], *, look_seconds: float, load_bound: float) -> None:
+    def __init__(self, clients: Sequence[Client], *, health_seconds: float, load_bound: float) -> None:
         self.all = tuple(Target(client) for client in clients)
-        self._look_seconds = look_seconds
+        self._health_seconds = health_seconds
         self._load_bound = load_bound
         self._watches: list[asyncio.Task[None]] = []
         # Answers of requests that were let in.
         self._admitted = 0
 
     async def __aenter__(self) -> Targets:
-        await asyncio.gather(*(target.look() for target in self.all))
+        await asyncio.gather(*(target.check_health() for target in self.all))
         self._watches = [asyncio.create_task(self._watch(target)) for target in self.all]
         return self
 
@@ -142,8 +141,8 @@ class Targets:
     async def _watch(self, target: Target) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(target.doubted.wait(), self._look_seconds)
-                target.doubted.clear()
+                await asyncio.wait_for(target.recheck.wait(), self._health_seconds)
+                target.recheck.clear()
                 # One that drains still answers for a moment.
-                await asyncio.sleep(min(0.2, self._look_seconds))
-            await target.look()
+                await asyncio.sleep(min(0.2, self._health_seconds))
+            await target.check_health()

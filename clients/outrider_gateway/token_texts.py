@@ -10,7 +10,7 @@ from outrider_client.results import Chunk, TokenLogprobs, VerifiedTree
 from outrider_client.terminal.painting import Painter
 
 _REPLACEMENT = "\ufffd"
-# The painter decodes the whole output with every chunk. Beyond this it is told to judge by words.
+# The painter decodes the whole output with every chunk. Beyond this it judges by words.
 _EXACT_TOKENS = 2048
 
 
@@ -25,17 +25,17 @@ class TokenTexts:
             return f"token_id:{token_id}"
         return self._tokenizer.decode((token_id,))
 
-    def chat(self, chunk: Chunk, silent: Iterable[int]) -> list[dict[str, Any]]:
-        """The chunk's tokens as /v1/chat/completions lists them, but for those in `silent`, which have no text."""
+    def chat(self, chunk: Chunk, hidden: Iterable[int]) -> list[dict[str, Any]]:
+        """The chunk's tokens as /v1/chat/completions lists them, but for those in `hidden`, which have no text."""
         return [
             {**self._entry(token_id, entry.logprob), "top_logprobs": [self._entry(*top) for top in entry.top]}
-            for token_id, entry in _spoken(chunk, silent)
+            for token_id, entry in _visible(chunk, hidden)
         ]
 
-    def completion(self, chunk: Chunk, silent: Iterable[int], offset: int) -> dict[str, list[Any]]:
+    def completion(self, chunk: Chunk, hidden: Iterable[int], offset: int) -> dict[str, list[Any]]:
         """The same as /v1/completions lists them; `offset` is how much text stood before the first."""
         lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for token_id, entry in _spoken(chunk, silent):
+        for token_id, entry in _visible(chunk, hidden):
             name = self.name(token_id)
             lists["tokens"].append(name)
             lists["token_logprobs"].append(entry.logprob)
@@ -61,7 +61,7 @@ class TokenTexts:
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         name = self.name(token_id)
-        # Part of a character has bytes, but not any that its text tells.
+        # Part of a character has bytes, but none that its text shows.
         exact = self._tokenizer is not None and _REPLACEMENT not in name
         return {"token": name, "logprob": logprob, "bytes": list(name.encode()) if exact else None}
 
@@ -91,9 +91,9 @@ def merged(parts: Iterable[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
     return whole
 
 
-def _spoken(chunk: Chunk, silent: Iterable[int]) -> list[tuple[int, TokenLogprobs]]:
+def _visible(chunk: Chunk, hidden: Iterable[int]) -> list[tuple[int, TokenLogprobs]]:
     return [
         (token_id, entry)
         for token_id, entry in zip(chunk.token_ids, chunk.logprobs, strict=False)
-        if token_id not in silent
+        if token_id not in hidden
     ]

@@ -1,19 +1,18 @@
-"""From OpenAI's request bodies to what is asked of a target. Every field is taken, refused by name, or has no effect
+"""From OpenAI's request bodies to the contract's values. Every field is taken, refused by name, or has no effect
 at OpenAI's own default."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from outrider.errors import InvalidField
 from outrider.sampling import MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams, VerificationMode
 from outrider_client.generation import Speculation
 from outrider_gateway import message_text
-from outrider_gateway.asked import CHAT_FIELDS, COMPLETION_FIELDS, Asked, Prompt
 from outrider_gateway.failures import BadField, refusal
 from outrider_gateway.fields import Fields, items, number, text, whole
+from outrider_gateway.generation_request import CHAT_FIELDS, COMPLETION_FIELDS, GenerationRequest, Prompt
 from outrider_gateway.prediction import read_prediction
 
 # As OpenAI: the answers of /v1/completions are short unless asked to be long.
@@ -24,37 +23,27 @@ _MAX_TOKEN = 2**31 - 1
 _WITHOUT_EFFECT = ("user", "safety_identifier", "prompt_cache_retention")
 
 
-@dataclass(frozen=True, slots=True)
-class _Defaults:
-    """Values with which a field that is not supported asks for nothing."""
-
-    values: tuple[Any, ...]
-
-
-# Fields that change an answer and cannot be had. They are refused, unless they say what happens anyhow.
-_CHAT_UNSUPPORTED: Mapping[str, _Defaults] = {
-    "tools": _Defaults(([],)),
-    "tool_choice": _Defaults(("none", "auto")),
-    "parallel_tool_calls": _Defaults((True, False)),
-    "functions": _Defaults(([],)),
-    "function_call": _Defaults(("none", "auto")),
-    "response_format": _Defaults(({"type": "text"},)),
-    "modalities": _Defaults((["text"],)),
-    "audio": _Defaults(()),
-    "web_search_options": _Defaults(()),
-    "reasoning_effort": _Defaults(()),
-    "verbosity": _Defaults(()),
-    "store": _Defaults((False,)),
-    "metadata": _Defaults(({},)),
-    "service_tier": _Defaults(("auto", "default")),
+# Fields that change an answer and are not supported: they are refused with any value but these, which ask for nothing.
+_CHAT_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "store": (False,),
+    "metadata": ({},),
+    "service_tier": ("auto", "default"),
 }
-_COMPLETION_UNSUPPORTED: Mapping[str, _Defaults] = {
-    "echo": _Defaults((False,)),
-    "suffix": _Defaults(("",)),
-}
+_COMPLETION_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {"echo": (False,), "suffix": ("",)}
 
 
-def chat_request(body: Mapping[str, Any], max_choices: int) -> Asked:
+def chat_request(body: Mapping[str, Any], max_choices: int) -> GenerationRequest:
     """The body of /v1/chat/completions. Raises `BadField`."""
     fields = Fields(body)
     prompt = Prompt(messages=message_text.messages(fields.take("messages")))
@@ -69,12 +58,12 @@ def chat_request(body: Mapping[str, Any], max_choices: int) -> Asked:
     sampling = _sampling(fields, older if max_tokens is None else max_tokens, (top or 0) if logprobs else None)
     prediction = read_prediction(fields)
     _refuse(fields, _CHAT_UNSUPPORTED)
-    asked = _asked(fields, True, (prompt,), sampling, logprobs, prediction, max_choices)
+    request = _request(fields, True, (prompt,), sampling, logprobs, prediction, max_choices)
     _check(sampling, {**CHAT_FIELDS, "max_tokens": longest})
-    return asked
+    return request
 
 
-def completion_request(body: Mapping[str, Any], max_choices: int) -> Asked:
+def completion_request(body: Mapping[str, Any], max_choices: int) -> GenerationRequest:
     """The body of /v1/completions. Raises `BadField`."""
     fields = Fields(body)
     prompts = _prompts(fields.take("prompt"))
@@ -85,12 +74,12 @@ def completion_request(body: Mapping[str, Any], max_choices: int) -> Asked:
     if best_of is not None and best_of != (body.get("n") or 1):
         raise BadField("best_of", "must equal n: this server ranks no answers", "unsupported_parameter")
     _refuse(fields, _COMPLETION_UNSUPPORTED)
-    asked = _asked(fields, False, prompts, sampling, logprobs is not None, None, max_choices)
+    request = _request(fields, False, prompts, sampling, logprobs is not None, None, max_choices)
     _check(sampling, COMPLETION_FIELDS)
-    return asked
+    return request
 
 
-def _asked(
+def _request(
     fields: Fields,
     chat: bool,
     prompts: tuple[Prompt, ...],
@@ -98,7 +87,7 @@ def _asked(
     logprobs: bool,
     prediction: str | None,
     max_choices: int,
-) -> Asked:
+) -> GenerationRequest:
     """What both endpoints have in common; nothing of the body is left afterwards."""
     choices = fields.whole("n", 1, max_choices) or 1
     if len(prompts) * choices > max_choices:
@@ -110,7 +99,7 @@ def _asked(
     cache_key = fields.text("prompt_cache_key")
     fields.ignore(_WITHOUT_EFFECT)
     fields.end()
-    return Asked(
+    return GenerationRequest(
         chat, prompts, sampling, speculation, model, choices, stream, include_usage, logprobs, drafts, prediction,
         cache_key,
     )  # fmt: skip
@@ -211,7 +200,7 @@ def _stream_options(fields: Fields, stream: bool) -> bool:
 
 
 def _extension(fields: Fields) -> tuple[Speculation, bool]:
-    """Our own object `outrider`: how drafts are used, and whether the answer says what was drafted."""
+    """Our own object `outrider`: how drafts are used, and whether the answer shows what was drafted."""
     inner = fields.inner("outrider")
     if inner is None:
         return Speculation(), False
@@ -234,15 +223,15 @@ def _extension(fields: Fields) -> tuple[Speculation, bool]:
     return speculation, drafts
 
 
-def _refuse(fields: Fields, unsupported: Mapping[str, _Defaults]) -> None:
+def _refuse(fields: Fields, unsupported: Mapping[str, tuple[Any, ...]]) -> None:
     for name in fields.left():
         harmless = unsupported.get(name)
-        if harmless is not None and fields.take(name) not in harmless.values:
+        if harmless is not None and fields.take(name) not in harmless:
             raise BadField(name, "is not supported by this server", "unsupported_parameter")
 
 
 def _check(sampling: SamplingParams, names: Mapping[str, str]) -> None:
-    """Every limit that does not depend on the model: the rest is the target's to say."""
+    """Every limit that does not depend on the model: the target checks the rest."""
     try:
         sampling.check(_MAX_TOKEN + 1)
     except InvalidField as error:

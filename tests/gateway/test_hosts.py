@@ -13,19 +13,24 @@ import pytest
 from outrider.host_names import HostNames
 from outrider.serving import Authenticator
 from outrider.settings import SettingsError
+from outrider_client.terminal.options import AccessOptions
 from outrider_gateway.config import GatewayConfig
-from outrider_gateway.hosts import host_check
+from outrider_gateway.hosts import HostCheck, host_check
+from outrider_gateway.server import GatewayServer
 
 TEXT = {"model": "counter", "prompt": "a", "max_tokens": 3, "temperature": 0}
 EVIL = {"host": "evil.example:8000"}
 
 
+async def application(_scope: Any, _receive: Any, _send: Any) -> None:
+    """Stands for what the check protects."""
+
+
 def names(**settings: Any) -> HostNames:
     """What a gateway with these settings answers to."""
-    (check,) = host_check(GatewayConfig(**settings))
-    found = check.kwargs["names"]
-    assert isinstance(found, HostNames)
-    return found
+    check = host_check(application, GatewayConfig(**settings))
+    assert isinstance(check, HostCheck)
+    return check.names
 
 
 @pytest.mark.parametrize(
@@ -89,7 +94,7 @@ def test_where_names_are_not_checked(tmp_path: Path) -> None:
     """Where the operator says so, with TLS (a page has no certificate that its own name could be served with), and
     where others reach the gateway by names that nobody listed."""
     for listen in ("0.0.0.0:8000", "[::]:8000", "10.1.2.3:8000", "box.lan:8000"):
-        assert list(host_check(GatewayConfig(listen=listen))) == []
+        assert host_check(application, GatewayConfig(listen=listen)) is application
         assert not names(listen=listen, allow_host="llm.example").answers("evil.example")
     for listen in ("127.0.0.1:8000", "[::1]:8000", "localhost:8000", "127.1.2.3:8000"):
         assert not names(listen=listen).answers("evil.example")
@@ -98,8 +103,19 @@ def test_where_names_are_not_checked(tmp_path: Path) -> None:
     subprocess.run(
         ["openssl", "req", "-x509", *words, "-keyout", key, "-out", certificate], check=True, capture_output=True
     )
-    assert list(host_check(GatewayConfig(allow_host="*"))) == []
-    assert list(host_check(GatewayConfig(tls_certificate=str(certificate), tls_key=str(key)))) == []
+    assert host_check(application, GatewayConfig(allow_host="*")) is application
+    tls = GatewayConfig(tls_certificate=str(certificate), tls_key=str(key))
+    assert host_check(application, tls) is application
+
+
+@pytest.mark.parametrize(("listen", "warns"), [("127.0.0.1:0", False), ("127.0.0.2:0", False), ("0.0.0.0:0", True)])
+async def test_warning_of_tokens_without_tls(listen: str, warns: bool, caplog: pytest.LogCaptureFixture) -> None:
+    async with GatewayServer(GatewayConfig(listen=listen), AccessOptions()) as server:
+        caplog.clear()
+        caplog.set_level("INFO", "outrider_gateway.server")
+        server.log_address()
+    records = [record for record in caplog.records if record.name == "outrider_gateway.server"]
+    assert [record.levelname for record in records] == ["INFO", "WARNING"][: 1 + warns]
 
 
 async def test_a_page_of_another_name_gets_nothing(gateways: Any) -> None:

@@ -298,7 +298,7 @@ async def test_requests_that_wait_for_a_tokenizer_keep_the_limit(
         loop.call_soon_threadsafe(looking.set)
         found.wait(20)
 
-    monkeypatch.setattr("outrider_gateway.names.find_tokenizer", find)
+    monkeypatch.setattr("outrider_gateway.served_models.find_tokenizer", find)
     async with gateways(max_running=1) as gateway:
         waiting = asyncio.create_task(gateway.http.post("/v1/completions", json={**TEXT, "logprobs": 1}))
         await asyncio.wait_for(looking.wait(), 10)
@@ -312,7 +312,7 @@ async def test_no_tokenizer_is_looked_for_by_a_callers_word(
 ) -> None:
     """Where the gateway may not ask what is served: a model's name may be any folder of its machine."""
     looked: list[str] = []
-    monkeypatch.setattr("outrider_gateway.names.find_tokenizer", looked.append)
+    monkeypatch.setattr("outrider_gateway.served_models.find_tokenizer", looked.append)
     serving = {"authenticator": Authenticator({TOKEN: "acme"})}
     async with gateways(serving=serving) as gateway:
         asked = {**TEXT, "model": str(tmp_path), "logprobs": 1}
@@ -321,6 +321,21 @@ async def test_no_tokenizer_is_looked_for_by_a_callers_word(
         answer = await gateway.http.post("/v1/completions", json=known, headers={"authorization": f"Bearer {TOKEN}"})
         assert answer.json()["choices"][0]["logprobs"]["tokens"][0] == "token_id:101"
         assert looked == []
+
+
+async def test_models_where_no_target_can_be_asked(
+    gateways: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error that the contract does not have is no empty list of models."""
+
+    async def fail(*_: Any) -> None:
+        raise AttributeError("bytes that are no message")
+
+    async with gateways() as gateway:
+        monkeypatch.setattr(Client, "info", fail)
+        answer = await gateway.http.get("/v1/models")
+    assert (answer.status_code, answer.json()["error"]["message"]) == (500, "the gateway failed")
+    assert "bytes that are no message" in caplog.text
 
 
 async def test_a_target_whose_answer_is_none_is_looked_at_again() -> None:
@@ -341,7 +356,7 @@ async def test_a_target_whose_answer_is_none_is_looked_at_again() -> None:
 
     odd = Odd()
     clients: Any = [odd]
-    async with Targets(clients, look_seconds=0.01, load_bound=1.25) as targets, asyncio.timeout(5):
+    async with Targets(clients, health_seconds=0.01, load_bound=1.25) as targets, asyncio.timeout(5):
         assert not targets.all[0].healthy
         while odd.looks < 4:
             await asyncio.sleep(0.01)
@@ -435,7 +450,7 @@ async def test_a_target_that_was_never_there_is_logged_once(
     async with Client.connect(f"127.0.0.1:{unused_tcp_port}") as client:
         target = GatewayTarget(client)
         for _ in range(3):
-            await target.look()
+            await target.check_health()
     [line] = [record.getMessage() for record in caplog.records if record.name == "outrider_gateway.targets"]
     assert line.startswith(
         f"target 127.0.0.1:{unused_tcp_port} is left out: cannot reach 127.0.0.1:{unused_tcp_port}: "

@@ -9,18 +9,18 @@ import pytest
 from outrider.errors import QuotaExceeded
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider_client.generation import Speculation
-from outrider_gateway.asked import CHAT_FIELDS, Asked, Prompt
 from outrider_gateway.failures import Refused, refusal
+from outrider_gateway.generation_request import CHAT_FIELDS, GenerationRequest, Prompt
 from outrider_gateway.translation import chat_request, completion_request
 
 HELLO: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 
 
-def chat(**more: Any) -> Asked:
+def chat(**more: Any) -> GenerationRequest:
     return chat_request({**HELLO, **more}, 8)
 
 
-def completion(**more: Any) -> Asked:
+def completion(**more: Any) -> GenerationRequest:
     return completion_request({"model": "m", "prompt": "once", **more}, 8)
 
 

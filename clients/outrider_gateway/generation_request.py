@@ -1,4 +1,4 @@
-"""What a request asks for, in the contract's own values, whichever endpoint it came to."""
+"""A request for answers in the contract's own values, whichever endpoint it came to."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class GenerationRequest:
     """One request. It has `choices` answers to each of its prompts.
 
     `prediction` is the text that the caller expects, `logprobs` whether tokens are listed with their probabilities,
-    `drafts` whether answers say what was drafted, and `cache_key` what else than the tenant keeps requests together.
+    `drafts` whether answers show what was drafted, and `cache_key` what else than the tenant keeps requests together.
     """
 
     chat: bool

@@ -11,7 +11,7 @@ import orjson
 
 import outrider
 from outrider_client.results import Chunk, FinishReason, Result
-from outrider_gateway.asked import Asked
+from outrider_gateway.generation_request import GenerationRequest
 from outrider_gateway.http import event_bytes
 from outrider_gateway.prediction import prediction_details
 from outrider_gateway.token_texts import Pieces, TokenTexts, merged
@@ -22,36 +22,36 @@ _TEXT = "text"
 _FINGERPRINT = f"outrider-{outrider.__version__}"
 
 
-class Answers:
+class ResponseBuilder:
     """Makes the JSON of one request's answers, from chunks and results in the order in which they come."""
 
-    def __init__(self, asked: Asked, model: str, texts: TokenTexts, end_token_ids: Sequence[int]) -> None:
+    def __init__(self, request: GenerationRequest, model: str, texts: TokenTexts, end_token_ids: Sequence[int]) -> None:
         """`model` is the served model's name. `end_token_ids` end answers, and are no part of their text."""
-        self._asked = asked
+        self._request = request
         self._texts = texts
-        ends = () if asked.sampling.ignore_eos else end_token_ids
-        self._silent = frozenset((*ends, *asked.sampling.stop_token_ids))
+        ends = () if request.sampling.ignore_eos else end_token_ids
+        self._hidden = frozenset((*ends, *request.sampling.stop_token_ids))
         self._head = {
-            "id": ("chatcmpl-" if asked.chat else "cmpl-") + uuid.uuid4().hex,
-            "object": _object(asked),
+            "id": ("chatcmpl-" if request.chat else "cmpl-") + uuid.uuid4().hex,
+            "object": _object(request),
             "created": int(time.time()),
             "model": model,
             "system_fingerprint": _FINGERPRINT,
         }
-        self._pieces = [texts.pieces() if asked.drafts else None for _ in range(asked.answers)]
-        self._offsets = [0] * asked.answers
-        self._begun = [False] * asked.answers
-        self._frames: list[tuple[bytes, bytes] | None] = [None] * asked.answers
-        self._listed: list[list[Any]] = [[] for _ in range(asked.answers)]
+        self._pieces = [texts.pieces() if request.drafts else None for _ in range(request.answers)]
+        self._offsets = [0] * request.answers
+        self._begun = [False] * request.answers
+        self._frames: list[tuple[bytes, bytes] | None] = [None] * request.answers
+        self._listed: list[list[Any]] = [[] for _ in range(request.answers)]
 
     @property
     def id(self) -> str:
         return str(self._head["id"])
 
     def chunk(self, index: int, chunk: Chunk) -> bytes:
-        """The events of a chunk; empty for one that tells a client nothing."""
+        """The events of a chunk; empty for one without text or anything else that was asked for."""
         pieces = self._pieces[index]
-        if pieces is None and not self._asked.logprobs:
+        if pieces is None and not self._request.logprobs:
             # The common case, of which nothing but the text changes from event to event.
             if not chunk.text:
                 return b""
@@ -60,18 +60,16 @@ class Answers:
         listed = self._list(index, chunk)
         if not chunk.text and not listed and pieces is None:
             return b""
-        event = self._said(index, chunk.text, listed)
+        event = self._text_event(index, chunk.text, listed)
         if pieces is not None:
             event["outrider"] = self._drafting(chunk, pieces)
         return self._opening(index) + event_bytes(event)
 
     def last(self, index: int, result: Result) -> bytes:
         """The events that end an answer."""
-        choice: dict[str, Any] = {"index": index, "delta": {}, "logprobs": None, "finish_reason": _finish(result)}
-        if not self._asked.chat:
-            choice = {"index": index, "text": "", "logprobs": None, "finish_reason": _finish(result)}
-        event = self._event([choice])
-        if self._asked.drafts:
+        text: dict[str, Any] = {"delta": {}} if self._request.chat else {"text": ""}
+        event = self._event([{"index": index, **text, "logprobs": None, "finish_reason": _finish(result)}])
+        if self._request.drafts:
             event["outrider"] = {"index": index, "totals": totals(result)}
         return self._opening(index) + event_bytes(event)
 
@@ -82,23 +80,23 @@ class Answers:
     def _opening(self, index: int) -> bytes:
         """Before all else of a chat answer its role and no text, as OpenAI does: its npm package counts tokens of the
         first event twice."""
-        if self._begun[index] or not self._asked.chat:
+        if self._begun[index] or not self._request.chat:
             return b""
         self._begun[index] = True
         delta = {"role": "assistant", "content": ""}
         return event_bytes(self._event([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]))
 
     def _frame(self, index: int) -> tuple[bytes, bytes]:
-        """What stands before and behind the text in an event that says nothing else."""
+        """What stands before and behind the text in an event of text alone."""
         # The last of them: what follows the text is of our own making, and holds none.
-        before, _, after = event_bytes(self._said(index, _TEXT, None)).rpartition(orjson.dumps(_TEXT))
+        before, _, after = event_bytes(self._text_event(index, _TEXT, None)).rpartition(orjson.dumps(_TEXT))
         self._frames[index] = frame = before, after
         return frame
 
-    def _said(self, index: int, text: str, listed: Any) -> dict[str, Any]:
+    def _text_event(self, index: int, text: str, listed: Any) -> dict[str, Any]:
         """An event with text, and with its tokens where they are listed."""
-        said = {"delta": {"content": text}} if self._asked.chat else {"text": text}
-        return self._event([{"index": index, **said, "logprobs": listed, "finish_reason": None}])
+        choice = {"delta": {"content": text}} if self._request.chat else {"text": text}
+        return self._event([{"index": index, **choice, "logprobs": listed, "finish_reason": None}])
 
     def keep(self, index: int, chunk: Chunk) -> None:
         """Note a chunk of an answer that is sent whole."""
@@ -110,57 +108,57 @@ class Answers:
         """The answer that is not streamed."""
         choices = [self._choice(index, result) for index, result in enumerate(results)]
         answer: dict[str, Any] = {**self._head, "choices": choices, "usage": self._usage(results)}
-        if self._asked.drafts:
+        if self._request.drafts:
             answer["outrider"] = {"totals": [totals(result) for result in results]}
         return answer
 
     def _choice(self, index: int, result: Result) -> dict[str, Any]:
         parts = self._listed[index]
-        if not self._asked.chat:
-            listed: Any = merged(parts) if self._asked.logprobs else None
+        if not self._request.chat:
+            listed: Any = merged(parts) if self._request.logprobs else None
             return {"index": index, "text": result.text, "logprobs": listed, "finish_reason": _finish(result)}
         listed = None
-        if self._asked.logprobs:
+        if self._request.logprobs:
             listed = {"content": [entry for part in parts for entry in part["content"]], "refusal": None}
         message = {"role": "assistant", "content": result.text, "refusal": None}
         return {"index": index, "message": message, "logprobs": listed, "finish_reason": _finish(result)}
 
     def _list(self, index: int, chunk: Chunk) -> Any:
         """The chunk's tokens with their probabilities; None where they were not asked for."""
-        if not self._asked.logprobs:
+        if not self._request.logprobs:
             return None
-        if self._asked.chat:
-            return {"content": self._texts.chat(chunk, self._silent), "refusal": None}
+        if self._request.chat:
+            return {"content": self._texts.chat(chunk, self._hidden), "refusal": None}
         offset = self._offsets[index]
         self._offsets[index] += len(chunk.text)
-        return self._texts.completion(chunk, self._silent, offset)
+        return self._texts.completion(chunk, self._hidden, offset)
 
     def _drafting(self, chunk: Chunk, pieces: Pieces) -> dict[str, Any]:
-        told: dict[str, Any] = {
+        drafting: dict[str, Any] = {
             "step": chunk.step,
             "tokens": len(chunk.token_ids),
             "accepted_by_step": list(chunk.drafts_by_step or (chunk.drafted_tokens,)),
             "pieces": [{"text": text, "drafted": drafted} for text, drafted in pieces.of(chunk)],
         }
         if chunk.tree is not None:
-            told["tree"] = self._texts.tree(chunk, chunk.tree)
-        return told
+            drafting["tree"] = self._texts.tree(chunk, chunk.tree)
+        return drafting
 
     def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         event = {**self._head, "choices": choices}
-        if self._asked.include_usage:
+        if self._request.include_usage:
             event["usage"] = None
         return event
 
     def _usage(self, results: Sequence[Result]) -> dict[str, Any]:
         """Tokens of all answers; those of a prompt count once, however many answers it has."""
-        read = sum(result.prompt_tokens for result in results[:: self._asked.choices])
-        said = sum(result.completion_tokens for result in results)
+        prompt = sum(result.prompt_tokens for result in results[:: self._request.choices])
+        completion = sum(result.completion_tokens for result in results)
         return {
-            "prompt_tokens": read,
-            "completion_tokens": said,
-            "total_tokens": read + said,
-            **prediction_details(self._asked.prediction is not None, results),
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            **prediction_details(self._request.prediction is not None, results),
             **_lossy_details(results),
         }
 
@@ -192,10 +190,10 @@ def totals(result: Result) -> dict[str, Any]:
     }
 
 
-def _object(asked: Asked) -> str:
-    if not asked.chat:
+def _object(request: GenerationRequest) -> str:
+    if not request.chat:
         return "text_completion"
-    return "chat.completion.chunk" if asked.stream else "chat.completion"
+    return "chat.completion.chunk" if request.stream else "chat.completion"
 
 
 def _finish(result: Result) -> str | None:

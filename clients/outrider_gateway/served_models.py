@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Sequence
 from typing import Any
 
 from outrider.errors import OutriderError
 from outrider_client.failures import ServiceUnreachable
 from outrider_client.local.models import find_tokenizer
 from outrider_client.results import TargetInfo
-from outrider_gateway.answers import Answers
-from outrider_gateway.asked import Asked
 from outrider_gateway.caller import Caller
-from outrider_gateway.failures import NoTarget, Refused, refusal
+from outrider_gateway.failures import GatewayFailed, NoTarget, Refused, refusal
+from outrider_gateway.generation_request import GenerationRequest
+from outrider_gateway.response_json import ResponseBuilder
 from outrider_gateway.targets import Targets
 from outrider_gateway.token_texts import TokenTexts
 
+logger = logging.getLogger(__name__)
 
-class Names:
-    """What is known of the served models. Tokenizers are looked for on this machine, once each."""
+
+class ServedModels:
+    """What the targets report of their models. Tokenizers are looked for on this machine, once each."""
 
     def __init__(self, targets: Targets, tokenizer: str, started: int) -> None:
         """`tokenizer` names one for all models; empty takes each model's own. `started` is when the gateway did."""
@@ -28,14 +32,16 @@ class Names:
         self._texts: dict[str, TokenTexts] = {}
         self._finding = asyncio.Lock()
 
-    async def answers(self, asked: Asked) -> Answers:
-        """What makes the JSON of a request's answers. Where no target has said what it serves, tokens have no names but
-        those of a tokenizer that the operator named: nothing is looked for by a caller's word."""
-        info = self._info(asked.model)
-        named = self._tokenizer or (info.model if info else "")
-        wanted = asked.logprobs or asked.drafts
-        texts = await self._texts_of(named) if wanted and named else TokenTexts(None)
-        return Answers(asked, info.model if info else asked.model, texts, info.end_token_ids if info else ())
+    async def response_builder(self, request: GenerationRequest) -> ResponseBuilder:
+        """The builder of a request's JSON. While no target has reported its model, tokens have no names but those of a
+        tokenizer that the operator named: the model that a caller names is never looked for."""
+        info = self._info(request.model)
+        tokenizer = self._tokenizer or (info.model if info else "")
+        wanted = request.logprobs or request.drafts
+        texts = await self._texts_of(tokenizer) if wanted and tokenizer else TokenTexts(None)
+        if info is None:
+            return ResponseBuilder(request, request.model, texts, ())
+        return ResponseBuilder(request, info.model, texts, info.end_token_ids)
 
     async def models(self, caller: Caller) -> list[dict[str, Any]]:
         """Every model that healthy targets serve, asked in the caller's name. Raises `Refused`."""
@@ -47,9 +53,8 @@ class Names:
             return_exceptions=True,
         )
         infos = [answer for answer in answers if isinstance(answer, TargetInfo)]
-        for answer in answers:
-            if not infos and isinstance(answer, OutriderError | ServiceUnreachable):
-                raise refusal(answer, {"input": ""})
+        if not infos:
+            raise _refusal([answer for answer in answers if isinstance(answer, BaseException)])
         return [self._entry(info) for info in {info.model: info for info in infos}.values()]
 
     async def model(self, name: str, caller: Caller) -> dict[str, Any]:
@@ -86,3 +91,12 @@ class Names:
                 "prediction": True,
             },
         }
+
+
+def _refusal(failures: Sequence[BaseException]) -> Refused:
+    """Of calls that all failed, at least one: by the first that failed as the contract has it."""
+    for failure in failures:
+        if isinstance(failure, OutriderError | ServiceUnreachable):
+            return refusal(failure, {"input": ""})
+    logger.error("no target could be asked for its model", exc_info=failures[0])
+    return GatewayFailed()

@@ -1,4 +1,4 @@
-"""Getting a request's answers from targets: all choices at once, and again elsewhere while nothing was said."""
+"""Getting a request's answers from targets: all at once, each from another target where one fails before it began."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from outrider.errors import DeadlineExceeded, Draining, EngineDead, Loading
 from outrider_client.failures import ServiceUnreachable
 from outrider_client.generation import Generation
 from outrider_client.results import Chunk, Result
-from outrider_gateway.asked import Asked
 from outrider_gateway.caller import Caller
+from outrider_gateway.generation_request import GenerationRequest
 from outrider_gateway.metrics import GatewayMetrics
 from outrider_gateway.targets import Target, Targets
 
@@ -24,14 +24,14 @@ OnChunk = Callable[[int, Chunk], Awaitable[None]]
 OnResult = Callable[[int, Result], Awaitable[None]]
 
 
-class Answering:
+class Dispatcher:
     """The answers to one request. `on_chunk` and `on_result` are awaited as they come, in order for each index."""
 
     def __init__(
         self,
         targets: Targets,
         metrics: GatewayMetrics,
-        asked: Asked,
+        request: GenerationRequest,
         caller: Caller,
         timeout: float | None,
         arrived: float,
@@ -40,19 +40,21 @@ class Answering:
         take, however many targets are tried."""
         self._targets = targets
         self._metrics = metrics
-        self._asked = asked
+        self._request = request
         self._caller = caller
-        self._key = caller.key(asked.cache_key)
+        self._key = caller.key(request.cache_key)
         self._timeout = timeout
         self._arrived = arrived
-        self._said_something = False
+        self._first_token_seen = False
 
     async def run(self, on_chunk: OnChunk, on_result: OnResult) -> None:
         """Write all answers. The first failure ends them all, as does cancelling; raises what calls raise."""
-        if self._asked.answers == 1:
+        if self._request.answers == 1:
             await self._answer(0, on_chunk, on_result)
             return
-        tasks = [asyncio.create_task(self._answer(index, on_chunk, on_result)) for index in range(self._asked.answers)]
+        tasks = [
+            asyncio.create_task(self._answer(index, on_chunk, on_result)) for index in range(self._request.answers)
+        ]
         try:
             await asyncio.gather(*tasks)
         finally:
@@ -63,23 +65,23 @@ class Answering:
     async def _answer(self, index: int, on_chunk: OnChunk, on_result: OnResult) -> None:
         tried: list[Target] = []
         while True:
-            target = self._targets.pick(self._key, self._asked.model, tried)
-            silent = True
-            with target.writing():
+            target = self._targets.pick(self._key, self._request.model, tried)
+            begun = False
+            with target.counting():
                 generation = self._begin(target, index)
                 try:
                     async for chunk in generation:
-                        silent = False
-                        self._spoken()
+                        begun = True
+                        self._observe_first_token()
                         await on_chunk(index, chunk)
                     result = await generation.result()
                     self._metrics.tokens.add(result.completion_tokens)
                     await on_result(index, result)
                     return
                 except _ELSEWHERE:
-                    target.lost()
+                    target.leave_out()
                     tried.append(target)
-                    if not silent or len(tried) == len(self._targets.all):
+                    if begun or len(tried) == len(self._targets.all):
                         raise
                 finally:
                     generation.cancel()
@@ -87,7 +89,7 @@ class Answering:
 
     def _begin(self, target: Target, index: int) -> Generation:
         """The call, in the caller's name and in its trace."""
-        asked, prompt = self._asked, self._asked.prompt(index)
+        request, prompt = self._request, self._request.prompt(index)
         client = target.client.acting_for(token=self._caller.token, tenant=self._caller.tenant)
         previous = attach(self._caller.context)
         try:
@@ -95,10 +97,10 @@ class Answering:
                 messages=prompt.messages,
                 text=prompt.text,
                 token_ids=prompt.token_ids,
-                sampling=asked.seeded(index),
-                speculation=asked.speculation,
-                prediction=asked.prediction,
-                model=asked.model,
+                sampling=request.seeded(index),
+                speculation=request.speculation,
+                prediction=request.prediction,
+                model=request.model,
                 timeout=self._left(),
             )
         finally:
@@ -113,7 +115,7 @@ class Answering:
             raise DeadlineExceeded(f"the request took longer than {self._timeout:g} s")
         return left
 
-    def _spoken(self) -> None:
-        if not self._said_something:
-            self._said_something = True
+    def _observe_first_token(self) -> None:
+        if not self._first_token_seen:
+            self._first_token_seen = True
             self._metrics.first_token.observe(perf_counter() - self._arrived)
