@@ -1,4 +1,4 @@
-"""The draft's trees of the requests that vLLM runs, over one stream: opened, advanced, waited for, closed."""
+"""The draft's trees of the requests that vLLM runs, over one stream of `Propose`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ log = logging.getLogger("vllm.outrider")
 
 
 @dataclass(eq=False)
-class _Followed:
+class _OpenRequest:
     """A request at the draft. `token_ids` begin with the last token that the open had: a tree looks no further back."""
 
     token_ids: list[int]
@@ -42,7 +42,7 @@ class _Followed:
 
 
 class Drafting(DraftInbox):
-    """What the draft says of each request. A late, dead or lying draft costs speed and nothing else.
+    """The draft's tree of each request. A late, dead or lying draft costs speed and nothing else.
 
     All but the inbox belongs to the thread that proposes.
     """
@@ -53,7 +53,7 @@ class Drafting(DraftInbox):
         self._vocabulary_size = vocabulary_size
         self._link: DraftLink | None = None
         self._connected = False
-        self._followed: dict[int, _Followed] = {}
+        self._open_requests: dict[int, _OpenRequest] = {}
         # Requests that the draft does not take.
         self._refused: set[int] = set()
         self._latency = DraftLatency(config.failures_to_open)
@@ -70,15 +70,17 @@ class Drafting(DraftInbox):
         return self._connected
 
     def follow(self, seen: Iterable[tuple[Seen, Tokens, int]]) -> None:
-        """Tell the draft of every request of a step: what was seen, its whole text [length], and how many tokens of it
-        were generated just now."""
+        """Open or advance every request of a step at the draft.
+
+        `seen` has, for each, what the tracker saw, its whole text [length], and how many of its tokens are the step's.
+        """
         self.listen()
         if self._link is None or not self._connected:
             return
         advances: list[SequenceAdvance] = []
         for one, text, sampled in seen:
             number = one.request.number
-            followed = self._followed.get(number)
+            followed = self._open_requests.get(number)
             if number in self._refused:
                 continue
             if followed is None or len(one.fresh) > MAX_ROWS:
@@ -97,7 +99,7 @@ class Drafting(DraftInbox):
         if not self._are_tokens(number, text):
             return
         token_ids = text.tolist()
-        self._followed[number] = _Followed(token_ids[-1:])
+        self._open_requests[number] = _OpenRequest(token_ids[-1:])
         self._link.open(
             OpenSequence(
                 sequence_id=number,
@@ -105,7 +107,7 @@ class Drafting(DraftInbox):
                 prompt_length=prompt_length,
                 step=0,
                 seed=0,
-                # vLLM says nothing of how it samples. A chain that was not drawn is accepted by the target's own
+                # A proposer cannot see how vLLM samples. A chain that was not drawn is accepted by the target's own
                 # probabilities, so the most probable tokens are the best at any temperature.
                 mode=VerificationMode.GREEDY,
                 sampling=SamplingParams(),
@@ -130,7 +132,7 @@ class Drafting(DraftInbox):
         if not self._latency.waiting_pays or self._answered(requests):
             return
         while not self._answered(requests):
-            # A draft that says something else all the time is no less late.
+            # A draft that sends something else all the time is no less late.
             if time.monotonic() >= deadline or not self._wait_until(deadline):
                 # A prompt may take long to read.
                 if any(tree.step for tree in self._owed(requests)):
@@ -144,12 +146,12 @@ class Drafting(DraftInbox):
 
     def _owed(self, requests: Sequence[Request]) -> Iterator[GrowingTree]:
         """The trees of requests that the draft has not answered yet."""
-        followed = (self._followed.get(request.number) for request in requests)
+        followed = (self._open_requests.get(request.number) for request in requests)
         return (one.tree for one in followed if one is not None and not one.tree.answered)
 
     def chain(self, request: Request, max_tokens: int) -> list[int]:
         """The best chain that is known below the request's last token, of at most `max_tokens`; empty for none."""
-        followed = self._followed.get(request.number)
+        followed = self._open_requests.get(request.number)
         if followed is None or max_tokens < 1:
             return []
         tree = followed.tree
@@ -164,14 +166,14 @@ class Drafting(DraftInbox):
         """Forget requests, here and at the draft."""
         numbers = [request.number for request in requests]
         self._refused.difference_update(numbers)
-        closed = [number for number in numbers if self._followed.pop(number, None) is not None]
+        closed = [number for number in numbers if self._open_requests.pop(number, None) is not None]
         if closed and self._link is not None and self._connected:
             self._link.close(closed)
 
     def _refuse(self, number: int) -> None:
         """Draft no more for a request, until it is closed."""
         self._refused.add(number)
-        if self._followed.pop(number, None) is not None and self._link is not None and self._connected:
+        if self._open_requests.pop(number, None) is not None and self._link is not None and self._connected:
             self._link.close([number])
 
     def _fault(self, number: int, error: InvalidField) -> None:
@@ -180,7 +182,7 @@ class Drafting(DraftInbox):
 
     def _cut_off(self, reason: str) -> None:
         log.error("the draft is cut off: %s", reason)
-        self._followed.clear()
+        self._open_requests.clear()
         if self._link is not None:
             self._link.cut_off(reason)
 
@@ -190,24 +192,24 @@ class Drafting(DraftInbox):
                 self._graft(event)
             case SequenceFailure():
                 log.info("the draft does not follow a request: %s", event.message)
-                if self._followed.pop(event.sequence_id, None) is not None:
+                if self._open_requests.pop(event.sequence_id, None) is not None:
                     self._refused.add(event.sequence_id)
             case Connected():
                 # Every request is opened again when its text is seen next.
-                self._followed.clear()
+                self._open_requests.clear()
                 self._refused.clear()
                 self._connected = _can_draft(event.info)
                 self._latency.begin()
             case Lost():
                 for number in event.sequence_ids:
-                    self._followed.pop(number, None)
+                    self._open_requests.pop(number, None)
             case Disconnected():
                 log.warning("no draft: %s", event.reason)
                 self._connected = False
-                self._followed.clear()
+                self._open_requests.clear()
 
     def _graft(self, growth: SequenceGrowth) -> None:
-        followed = self._followed.get(growth.sequence_id)
+        followed = self._open_requests.get(growth.sequence_id)
         if followed is None:
             # Closed while the growth was on its way.
             return

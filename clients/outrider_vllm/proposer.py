@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import weakref
@@ -55,12 +56,12 @@ class Proposer:
         # Tokens proposed for each request in the step before, by the request's number.
         self._proposed: dict[int, int] = {}
         self._logged_at, self._logged_error_at = time.monotonic(), -_ERROR_SECONDS
-        self._speaks = _speaks(vllm_config.parallel_config)
+        self._drafts = _is_draft_rank(vllm_config.parallel_config)
         self._leave: Callable[[], object] = lambda: None
-        if self._speaks:
+        if self._drafts:
             link = connect_draft(self._config.draft, self._drafting, vocabulary_size, "", self._config.link_options())
             self._drafting.attach(link)
-            # vLLM ends its workers without a word to the proposer.
+            # vLLM ends its workers without closing the proposer.
             self._leave = weakref.finalize(self, link.stop)
 
     def propose(
@@ -84,12 +85,14 @@ class Proposer:
             As many lists as rows, each of at most `num_speculative_tokens` ids of the vocabulary; empty where a row has
             generated nothing or nothing is drafted for it.
         """
-        if not self._speaks:
+        if not self._drafts:
             return [[] for _ in sampled_token_ids]
         try:
             return self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
         except Exception:  # vLLM ends its engine where a proposer raises.
-            self._start_over()
+            # The link itself may be what failed.
+            with contextlib.suppress(Exception):
+                self._start_over()
             return [[] for _ in sampled_token_ids]
 
     def close(self) -> None:
@@ -106,7 +109,7 @@ class Proposer:
         ]
         seen = self._tracker.see(texts)
         self._count(seen, sampled_token_ids)
-        self._drafting.close(self._tracker.give_up())
+        self._drafting.close(self._tracker.evict_absent())
         rows = list(zip(seen, texts, sampled_token_ids, strict=True))
         self._drafting.follow((one, text, len(sampled)) for one, text, sampled in rows if one is not None)
         self._drafting.wait_for([one.request for one, _, sampled in rows if one is not None and sampled], deadline)
@@ -147,7 +150,7 @@ class Proposer:
         )
 
     def _start_over(self) -> None:
-        """Say what went wrong, and forget every request: what is known of them may be half of a step."""
+        """Log what went wrong, and forget every request: what is known of them may be half of a step."""
         now = time.monotonic()
         if now - self._logged_error_at >= _ERROR_SECONDS:
             self._logged_error_at = now
@@ -156,12 +159,12 @@ class Proposer:
         self._drafting.close(self._tracker.clear())
 
 
-def _speaks(parallel_config: Any) -> bool:
+def _is_draft_rank(parallel_config: Any) -> bool:
     """Whether this worker's drafts are the ones that vLLM reads.
 
     Of the workers of a stage those are the first one's (`MultiprocExecutor._get_output_rank`). Engines that are
-    launched side by side have to schedule alike without a word between them, which drafts that come when they come
-    would not let them.
+    launched side by side have to schedule alike without exchanging anything, and drafts do not reach all of them in the
+    same step.
     """
     if parallel_config.distributed_executor_backend == _EXTERNAL_LAUNCHER:
         log.warning("no drafts: engines of an external launcher cannot be given the same ones")

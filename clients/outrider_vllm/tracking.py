@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 Tokens = NDArray[np.int32]
 # Tokens at its end by which a request is known again in its own row, without looking at the rest of its text.
 TAIL = 64
-# Steps, and seconds, after which a request that is in no row is given up: it has ended, or was preempted for long. A
+# Steps, and seconds, after which a request that is in no row is forgotten: it has ended, or was preempted for long. A
 # request that merely found no place in a step is back in the next ones. Chosen, not measured.
 ABSENT_STEPS = 8
 ABSENT_SECONDS = 1.0
@@ -66,7 +66,6 @@ class Seen:
 
     request: Request
     fresh: Tokens
-    new: bool
 
 
 class RequestTracker:
@@ -100,7 +99,6 @@ class RequestTracker:
         ]
 
     def _seen(self, row: int, text: Tokens, request: Request | None) -> Seen:
-        new = request is None
         if request is None:
             self._last_number += 1
             request = Request(self._last_number, row)
@@ -108,18 +106,16 @@ class RequestTracker:
         fresh = text[request.length :]
         request.extend(text)
         request.row, request.seen_step, request.seen_at = row, self._step, time.monotonic()
-        return Seen(request, fresh, new)
+        return Seen(request, fresh)
 
-    def give_up(self) -> list[Request]:
-        """Forget the requests that have been in no row for long, or that are too many, and name them."""
+    def evict_absent(self) -> list[Request]:
+        """Forget the requests that have been in no row for long, or that are too many. Returns them."""
         absent = [request for request in self._requests if request.seen_step < self._step]
         absent.sort(key=lambda request: request.seen_step)
         too_many = len(absent) - self._max_absent
-        given_up = [
-            request for place, request in enumerate(absent) if place < too_many or self._is_long_absent(request)
-        ]
-        self._requests.difference_update(given_up)
-        return given_up
+        evicted = [request for place, request in enumerate(absent) if place < too_many or self._is_long_absent(request)]
+        self._requests.difference_update(evicted)
+        return evicted
 
     def _is_long_absent(self, request: Request) -> bool:
         return self._step - request.seen_step > ABSENT_STEPS or time.monotonic() - request.seen_at > ABSENT_SECONDS

@@ -108,7 +108,7 @@ def test_reordering_preemption_pieces_and_rows_used_again(service: Service) -> N
         assert per_step(requests) > 2
         # Nothing is remembered of requests that are long gone.
         until(lambda: proposer.propose([], *arrays()) == [] and len(proposer._tracker) == 0)
-        assert not proposer._drafting._followed and not proposer._drafting._refused
+        assert not proposer._drafting._open_requests and not proposer._drafting._refused
 
 
 def test_two_ranks_one_speaks_and_the_other_is_silent(service: Service) -> None:
@@ -223,7 +223,11 @@ def test_nothing_that_goes_wrong_here_reaches_vllm(service: Service, monkeypatch
             patched.setattr(proposer._drafting, "chain", lambda *_: 1 / 0)
             runner.step()
             assert running.drafts == []
-            assert len(proposer._tracker) == 0 and not proposer._drafting._followed
+            assert len(proposer._tracker) == 0 and not proposer._drafting._open_requests
+        with monkeypatch.context() as patched:
+            patched.setattr(proposer._drafting, "close", lambda *_: 1 / 0)
+            runner.step()
+            assert running.drafts == []
         # Shapes that no version of vLLM has.
         assert proposer.propose([[1], [2]], None, None) == [[], []]  # type: ignore[arg-type]
         accepted = running.accepted

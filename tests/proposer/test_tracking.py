@@ -25,9 +25,9 @@ def test_a_text_that_grows_in_its_row_is_one_request() -> None:
     (second,) = tracker.see([text(1, 2, 3, 4, 5)])
     (third,) = tracker.see([text(1, 2, 3, 4, 5)])
     assert first is not None and second is not None and third is not None
-    assert first.new and first.fresh.tolist() == [1, 2, 3]
-    assert not second.new and second.fresh.tolist() == [4, 5]
-    assert not third.new and third.fresh.tolist() == []
+    assert first.fresh.tolist() == [1, 2, 3]
+    assert second.fresh.tolist() == [4, 5]
+    assert third.fresh.tolist() == []
     assert first.request is second.request is third.request
 
 
@@ -52,7 +52,7 @@ def test_a_request_that_was_preempted_is_known_in_another_row() -> None:
     assert numbers(tracker, text(1, 2, 3), text(4, 5, 6)) == [1, 2]
     for step in range(ABSENT_STEPS):
         assert numbers(tracker, text(4, 5, 6, *[7] * step)) == [2]
-        assert tracker.give_up() == []
+        assert tracker.evict_absent() == []
     end = [7] * (ABSENT_STEPS - 1)
     assert numbers(tracker, text(4, 5, 6, *end), text(8, 8), text(1, 2, 3, 9)) == [2, 3, 1]
 
@@ -80,14 +80,14 @@ def test_what_is_in_no_row_is_given_up_by_steps_by_time_and_by_number(monkeypatc
     numbers(tracker, *(text(one) for one in range(1, 6)))
     tracker.see([text(1)])
     # Four are absent, and two may be.
-    assert len(tracker.give_up()) == 2 and len(tracker) == 3
+    assert len(tracker.evict_absent()) == 2 and len(tracker) == 3
     for _ in range(ABSENT_STEPS):
         tracker.see([text(1)])
-    assert len(tracker.give_up()) == 2 and len(tracker) == 1
+    assert len(tracker.evict_absent()) == 2 and len(tracker) == 1
     now = tracking.time.monotonic()
     monkeypatch.setattr(tracking.time, "monotonic", lambda: now + 2 * tracking.ABSENT_SECONDS)
     tracker.see([text(9)])
-    assert [request.number for request in tracker.give_up()] == [1]
+    assert [request.number for request in tracker.evict_absent()] == [1]
     assert [request.number for request in tracker.clear()] == [6] and len(tracker) == 0
 
 
@@ -107,7 +107,7 @@ def test_random_batches(seed: int) -> None:
         for name, one in zip(batch, seen, strict=True):
             assert one is not None
             assert known.setdefault(one.request.number, name) == name
-        tracker.give_up()
+        tracker.evict_absent()
         assert len(tracker) <= 64 + 8
     # Those that came back soon enough were known again.
     assert len(known) < 200
