@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import NoReturn
 
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.wire.frames import DraftInfo, OpenSequence, SequenceFailure, StoppableLink, TreeLimits
@@ -12,19 +13,23 @@ VOCABULARY_SIZE = 49_152
 
 
 class LinkEvents:
-    """Receives a link's events, except growth. Ends the script when the draft fails."""
+    """Receives a link's events, except growth, on its thread. Waiting for them ends the script if the draft fails."""
 
     def __init__(self) -> None:
         self._connected = threading.Event()
-        self._reason = ""
+        self._reason = "it does not answer"
 
     def wait_for_draft(self) -> None:
         """Wait for the connection. Raises `SystemExit` after a minute."""
         if not self._connected.wait(60.0):
-            raise SystemExit(f"no draft service: {self._reason}")
+            self.give_up()
+
+    def give_up(self) -> NoReturn:
+        """Raise `SystemExit` with what the link reported last of the draft."""
+        raise SystemExit(f"no draft: {self._reason}")
 
     def on_failure(self, failure: SequenceFailure) -> None:
-        raise SystemExit(f"the draft failed: {failure.message}")
+        self._reason = failure.message
 
     def on_connected(self, _info: DraftInfo) -> None:
         self._connected.set()
@@ -34,7 +39,7 @@ class LinkEvents:
         self._connected.clear()
 
     def on_lost(self, _sequence_ids: Sequence[int]) -> None:
-        raise SystemExit("the draft is lost")
+        self._reason = "it lost its sequences"
 
 
 def open_sequence(link: StoppableLink, sequence_id: int, prompt_tokens: int) -> None:

@@ -5,7 +5,8 @@
 The draft service runs in a separate process; the link runs in a thread of this one, as in a target. Between two
 steps the caller sleeps for `--step-ms`, as long as an engine would be busy, so that caches and cores are not hot.
 With `--busy-ms` it computes in Python for that time after sending a step, as an engine does that delivers tokens while
-the draft works: link and engine share an interpreter. CPU time is that of all threads of a process.
+the draft works: link and engine share an interpreter. CPU time is that of all threads of a process; of the
+draft's, those that have not ended.
 `GRPC_EXPERIMENTS= python -m benchmarks.drafters.propose_rtt` measures gRPC with the poller that our entry points turn
 off.
 """
@@ -72,7 +73,7 @@ class Waiter(LinkEvents):
     def wait(self, answers: int) -> None:
         for _ in range(answers):
             if not self._answered.acquire(timeout=10):
-                raise SystemExit("the draft does not answer")
+                self.give_up()
 
 
 def draft_seconds(pid: int | None) -> float:

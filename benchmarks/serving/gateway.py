@@ -46,6 +46,8 @@ from outrider.sampling import SamplingParams  # noqa: E402
 from outrider_client.client import Client  # noqa: E402
 
 MODEL = "counter"
+# Has the scripted engine.
+_SCRIPTED = Path(__file__).parents[2] / "tests"
 # Of the bootstrap.
 DRAWS = 4000
 BARS = {"added_first_token_ms": 1.0, "throughput_ratio": 0.95}
@@ -88,10 +90,13 @@ async def serve(step_ms: float) -> None:
 @contextlib.asynccontextmanager
 async def services(step_ms: float) -> AsyncIterator[tuple[str, dict[str, int], str]]:
     """A target and a gateway: the target's address, process ids by name with this one's, and the gateway's address."""
-    me = [sys.executable, __file__, "--serve", "--step-ms", str(step_ms)]
+    me = [sys.executable, "-m", "benchmarks.serving.gateway", "--serve", "--step-ms", str(step_ms)]
+    path = os.pathsep.join([str(_SCRIPTED), *filter(None, [os.environ.get("PYTHONPATH")])])
     gateway = [sys.executable, "-m", "outrider_gateway", "--listen", "127.0.0.1:0"]
     with contextlib.ExitStack() as leave:
-        target = leave.enter_context(subprocess.Popen(me, stdout=subprocess.PIPE, text=True))
+        target = leave.enter_context(
+            subprocess.Popen(me, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path})
+        )
         leave.callback(target.kill)
         assert target.stdout is not None
         address = target.stdout.readline().strip()

@@ -55,10 +55,16 @@ def show(text: str) -> None:
 
 def write_json(path: Path | None, document: Any) -> None:
     """Replace the file in one move, so that it is whole at any moment; without a path do nothing."""
-    if path is not None:
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(json.dumps(document, indent=1, default=str) + "\n", encoding="utf-8")
-        partial.replace(path)
+    if path is None:
+        return
+    text = json.dumps(document, indent=1, default=str) + "\n"
+    if path.exists() and not path.is_file():
+        # Such as /dev/stdout.
+        path.write_text(text, encoding="utf-8")
+        return
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -80,7 +86,7 @@ def median_and_spread(values: Sequence[float]) -> tuple[float, float]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value that this share of them does not exceed: the nearest rank."""
+    """The lowest value with this share of them before it; the highest, where there is none."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 

@@ -90,7 +90,7 @@ def test_layers_that_are_added_change_nothing_at_first(model: Path, first: Path,
     assert all(bool(weights.abs().sum() > 0) for weights in trained.layers[2].parameters())
 
 
-def test_a_initial_head_must_be_there(model: Path, tmp_path: Path) -> None:
+def test_the_initial_head_must_be_there(model: Path, tmp_path: Path) -> None:
     teacher = load_teacher("local", TeacherSettings(str(model), "cpu", "float32"))
     config = TrainingConfig(model=str(model), out=str(tmp_path / "head"), init="./nowhere")
     with pytest.raises(SettingsError, match="nowhere"):

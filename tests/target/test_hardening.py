@@ -134,7 +134,8 @@ async def test_tokens_are_read_anew_on_sighup(echo: Any, tmp_path: Path, caplog:
         return IdleWorker()
 
     serving = asyncio.create_task(load_and_serve(server, load, 1.0, stopping))
-    await loaded.wait()
+    await asyncio.wait({serving, asyncio.create_task(loaded.wait())}, return_when=asyncio.FIRST_COMPLETED)
+    assert loaded.is_set(), await serving
 
     async def answers(token: str) -> bool:
         try:

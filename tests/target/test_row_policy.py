@@ -312,7 +312,8 @@ def test_what_is_chosen_makes_nearly_what_the_best_size_makes(
 ) -> None:
     engine = Engine(runner, DEVICES[device], Drafts(**DISTRIBUTIONS[distribution]), sequences)  # type: ignore[arg-type]
     engine.drafted = bool(engine.drafts.sureness)
-    engine.run(1200)
+    # What is not worth it is tried after pauses that double up to 1,024 launches: the last of them ends near 2,000.
+    engine.run(2200 if device == "large" else 1200)
     assert engine.lost(engine.launches[:400]) < 0.1
     assert engine.lost(engine.launches[200:]) < 0.03
 

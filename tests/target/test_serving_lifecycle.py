@@ -150,7 +150,9 @@ async def lifecycle(echo: Any, drain_seconds: float = 10.0) -> AsyncIterator[tup
         return worker
 
     task = asyncio.create_task(load_and_serve(server, load, drain_seconds, stopping))
-    await loaded.wait()
+    # Where it fails before it loads, its error is the test's.
+    await asyncio.wait({task, asyncio.create_task(loaded.wait())}, return_when=asyncio.FIRST_COMPLETED)
+    assert loaded.is_set(), await task
     async with grpc.aio.insecure_channel(server.address) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=echo.name))
         while (await watch.read()).status != SERVING:
