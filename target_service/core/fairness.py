@@ -27,8 +27,8 @@ _KEPT_STEPS = 4
 # processors from a tenant between its steps: with all of it, waits beside 330 long requests were 1.8 to 2.3 times as
 # long, with this 1.6 to 1.7 (p99, `benchmarks/results/2026-11-25-cpu-attack-long-requests.md`).
 _IN_STEPS = 0.75
-# What steps without a tenant are shorter by, in steps of its own: half a step is the mean wait of a request that
-# arrives during one.
+# What steps without a tenant are shorter by, in steps of its own, for a request that arrives in the middle of one.
+# Chosen: beside one other tenant of the same weight such a step is then the least one.
 _ARRIVING = 0.5
 # The least that a step may take, in steps of a tenant's own. A pass of 64 rows takes 1.20 of one of a single row on a
 # GPU (docs/performance.md), so there all sequences fit into every step.
@@ -95,7 +95,9 @@ class _Present:
     # Steps for which this still counts.
     steps: int
     # Seconds that it waited for steps of others, and that its own steps have yet to make up for.
-    owed: float
+    owed: float = 0.0
+    # The part of these by which its next step is shorter.
+    paid: float = 0.0
 
 
 class TimeShares:
@@ -108,7 +110,10 @@ class TimeShares:
 
     def __init__(self) -> None:
         self._present: dict[str, _Present] = {}
-        # Expected seconds of the last step.
+        # The same once the next step begins. It may not: its schedule can be dropped.
+        self._next: dict[str, _Present] = {}
+        # The tenants of the last step, and its expected seconds.
+        self._last_tenants: Container[str] = ()
         self._last_step = 0.0
         # The tenant that bounded the last step, and shortened steps since a tenant last had one alone.
         self._strictest, self._held = "", 0
@@ -119,41 +124,53 @@ class TimeShares:
         return len(self._present) > 1
 
     def longest_step(self, alone: Mapping[str, float], shares: Mapping[str, Share]) -> float:
-        """Seconds that the next step may take, given those of each tenant's own step; infinite for one tenant."""
+        """Seconds that the next step may take, given those of each tenant's own step; infinite for one tenant.
+
+        What that step makes up for is owed until it begins.
+        """
         kept = {
             tenant: replace(present, steps=present.steps - 1)
             for tenant, present in self._present.items()
             if tenant not in alone and present.steps > 1
         }
         here = {tenant: self._with_step(tenant, seconds, shares[tenant].weight) for tenant, seconds in alone.items()}
-        self._present = kept | here
-        if not self.shared:
+        self._next = kept | here
+        if len(self._next) <= 1:
             return math.inf
-        weights = sum(present.weight for present in self._present.values())
+        weights = sum(present.weight for present in self._next.values())
         longest = {}
-        for tenant, present in self._present.items():
+        for tenant, present in self._next.items():
             others = _IN_STEPS * (weights / present.weight - 1.0)
             whole, least = present.alone * (1.0 + others), present.alone * min(_LEAST, 1.0 + others)
             if tenant in kept:
                 longest[tenant] = max(least, whole - _ARRIVING * present.alone)
                 continue
             present.owed = min(present.owed, whole)
-            paid = min(present.owed, whole - least)
-            present.owed -= paid
-            longest[tenant] = whole - paid
+            present.paid = min(present.owed, whole - least)
+            longest[tenant] = whole - present.paid
         self._strictest = min(longest, key=longest.__getitem__)
         return longest[self._strictest]
 
-    def _with_step(self, tenant: str, seconds: float, weight: float) -> _Present:
-        """A tenant with a part in the next step. Without one in the last step, it waited for that."""
-        before = self._present.get(tenant)
-        if before is None or before.steps < _KEPT_STEPS:
-            return _Present(seconds, weight, _KEPT_STEPS, self._last_step)
-        return _Present(seconds, weight, _KEPT_STEPS, before.owed)
+    def unbounded(self) -> None:
+        """The next step is not bounded: one tenant is there, and had the recent steps."""
+        self._next = self._present
 
-    def begin(self, seconds: float) -> None:
-        """Note the expected time of the step that begins."""
-        self._last_step = seconds
+    def _with_step(self, tenant: str, seconds: float, weight: float) -> _Present:
+        """A tenant that wants a part in the next step. Without one in the last step, it waited for that."""
+        before = self._present.get(tenant)
+        # A request that has just arrived is owed nothing of what those before it were.
+        owed = before.owed if before is not None and before.steps == _KEPT_STEPS else 0.0
+        if tenant not in self._last_tenants:
+            owed += self._last_step
+        return _Present(seconds, weight, _KEPT_STEPS, owed)
+
+    def begin(self, tenants: Container[str], seconds: float) -> None:
+        """The next step begins, with sequences of these tenants; `seconds` is its expected time."""
+        for tenant, present in self._next.items():
+            if tenant in tenants:
+                present.owed -= present.paid
+            present.paid = 0.0
+        self._present, self._last_tenants, self._last_step = self._next, tenants, seconds
 
     def hold(self) -> None:
         """Count a step that was shortened to the bound."""

@@ -157,7 +157,7 @@ class Scheduler:
         self._release(sequence)
 
     def schedule(self) -> Schedule:
-        """The next step. Empty when nothing can run."""
+        """The next step, for `begin` once it is launched. Empty when nothing can run."""
         rows = self.max_step_rows
         chunks: list[Chunk] = []
         decoding, reading, free_places, seconds = self._share_places()
@@ -176,9 +176,13 @@ class Scheduler:
                 chunks.append(Chunk(sequence, count))
         # A sequence scheduled early may have been preempted for a later one.
         run = [chunk for chunk in chunks if chunk.sequence.state in _RUNS]
-        reading_rows = sum(chunk.count for chunk in run if not chunk.takes_tree)
-        self._time.begin(self.times.seconds(sum(chunk.takes_tree for chunk in run), reading_rows))
         return Schedule(tuple(sorted(run, key=lambda chunk: chunk.takes_tree)), own)
+
+    def begin(self, schedule: Schedule) -> None:
+        """Count a scheduled step as its tenants' share: it is launched."""
+        reading_rows = sum(chunk.count for chunk in schedule.chunks if not chunk.takes_tree)
+        seconds = self.times.seconds(sum(chunk.takes_tree for chunk in schedule.chunks), reading_rows)
+        self._time.begin({chunk.sequence.request.tenant for chunk in schedule.chunks}, seconds)
 
     def _places_within(self, seconds: float, allowed: Mapping[str, int], places: int) -> int:
         """Places, of at most `places`, whose sequences decode in `seconds`; one for each tenant at least."""
@@ -242,6 +246,8 @@ class Scheduler:
             if chosen is not None:
                 decoding = [one for one, decodes in ready if decodes and one.request.tenant == chosen]
                 return decoding, [], {}, math.inf
+        else:
+            self._time.unbounded()
         if sum(allowed.values()) > places:
             items = {tenant: [1] * min(count, places) for tenant, count in allowed.items()}
             allowed = Counter(tenant for tenant, _ in self._places.divide(items, shares, places))

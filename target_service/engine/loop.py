@@ -327,6 +327,7 @@ class EngineLoop:
             held_ns = self._before_launch(behind, batch, clock)
 
         launched = self._steps.launch(batch, verifiers, stride, ready)
+        self.scheduler.begin(schedule)
         gathered = replace(gathered, wait_ns=gathered.wait_ns + held_ns)
         if behind is not None:
             # Without the hold: the host's time alone.

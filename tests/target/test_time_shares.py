@@ -54,6 +54,8 @@ class Played:
         for _ in range(steps):
             schedule = self.scheduler.schedule()
             chunks = schedule.chunks
+            if chunks:
+                self.scheduler.begin(schedule)
             decoding = sum(chunk.takes_tree for chunk in chunks)
             rows = sum(chunk.count for chunk in chunks if not chunk.takes_tree)
             seconds = self._machine(decoding, rows)
