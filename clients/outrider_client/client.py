@@ -168,7 +168,7 @@ class Client(AsyncClosing):
             timeout: seconds, draining included, after which the update fails and the old weights stay; none by default.
 
         Raises:
-            InvalidField: neither folder nor files, or both; weights that do not fit the model.
+            InvalidField: neither folder nor files, or both; weights that do not fit the model, which is left as it was.
             PermissionDenied: no operator, or a folder that is not allowed.
             QuotaExceeded: another update is under way, or files that are too large.
             OSError: a file that cannot be read.

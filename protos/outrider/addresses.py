@@ -6,8 +6,6 @@ from __future__ import annotations
 _SCHEMES = ("unix", "unix-abstract", "dns", "ipv4", "ipv6", "passthrough")
 # Schemes of URLs, and whether they imply TLS.
 _URL_SCHEMES = {"http": False, "https": True, "grpc": False, "grpcs": True}
-# The default of `--listen` of a target.
-_EXAMPLE_PORT = 50051
 
 
 def address_problem(address: str) -> str | None:
@@ -30,14 +28,11 @@ def _reason(address: str) -> str | None:
 
 
 def _written_for(rest: str) -> str:
-    """What to write for a page's address, of which `rest` follows the scheme: its host and port, or an example."""
+    """What to write for a page's address, of which `rest` follows the scheme: host and port, as far as it has them."""
     host = rest.strip("/").partition("/")[0]
     if _reason_of_host(host) is None:
         return host
-    with_port = f"{host}:{_EXAMPLE_PORT}"
-    if _reason_of_host(with_port) is None:
-        return f"HOST:PORT, such as {with_port}"
-    return f"HOST:PORT, such as localhost:{_EXAMPLE_PORT}"
+    return f"{host}:PORT" if _reason_of_host(f"{host}:1") is None else "HOST:PORT"
 
 
 def _reason_of_host(address: str) -> str | None:

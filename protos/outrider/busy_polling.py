@@ -37,7 +37,7 @@ class BusyPolling:
         self._polling = False
 
     def start(self) -> None:
-        """Poll for `seconds` from now, or longer if the loop polls already. On the loop's thread."""
+        """Poll until `seconds` from now, also where the loop polls already. On the loop's thread."""
         if not self.seconds:
             return
         self._until = self._clock() + self.seconds

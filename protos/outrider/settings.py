@@ -225,7 +225,7 @@ def unreadable(path: object, error: Exception) -> str:
 def read_text(path: str | Path) -> str:
     """The text of a file that a setting names. Raises `SettingsError` for one that cannot be read."""
     try:
-        return Path(path).read_text()
+        return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(unreadable(path, error)) from None
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from outrider.errors import Loading
 from outrider.settings import DRAFTERS
 from outrider.v1 import target_pb2
 from outrider_client.cli import main
+from outrider_client.terminal.loading import until_loaded
 
 
 @pytest.mark.parametrize("words", [["--help"], ["up", "--help"], ["bench", "--help"], ["corpus", "add", "--help"]])
@@ -86,6 +93,22 @@ async def test_generate_waits_for_a_target_that_loads(running: Any, outrider: An
     status, out, err = await outrider("generate", "hello", "--target", running.address, "--max-tokens", "3")
     assert (status, out, running.target.loads) == (0, "one two three\n", 0), err
     assert err.startswith("the target is loading its model; Ctrl-C ends the wait ...\n")
+
+
+async def test_a_wait_for_loading_tells_calls_what_is_left_of_it() -> None:
+    """A call that thinks it has all of the time pauses past the end before it tries again."""
+    given: list[float] = []
+
+    class Loads:
+        async def info(self, timeout: float) -> None:
+            given.append(timeout)
+            raise Loading("loads")
+
+    client: Any = Loads()
+    with pytest.raises(Loading):
+        await until_loaded(client, Console(quiet=True), 1.5)
+    assert len(given) == 2
+    assert given[0] == 1.5 and given[1] <= 0.5
 
 
 async def test_generate_waits_no_longer_than_it_is_told(running: Any, outrider: Any) -> None:
@@ -311,6 +334,23 @@ async def test_a_draft_that_is_not_there_is_told_how_to_have(outrider: Any, unus
     address = f"127.0.0.1:{unused_tcp_port}"
     status, _, err = await outrider("corpus", "list", "--draft", address)
     assert status == 1 and "Connection refused" in err and f"outrider up --draft-listen {address}" in err
+
+
+async def test_ctrl_c_ends_the_reading_of_documents_at_once(running: Any, tmp_path: Path) -> None:
+    """Of a file that never ends, say."""
+    path = tmp_path / "documents.jsonl"
+    os.mkfifo(path)
+    command = [sys.executable, "-m", "outrider_client.cli", "corpus", "add", str(path), "--draft", running.address]
+    # Where the tests run behind a shell, Ctrl-C may be ignored, and so by what they start.
+    heeded = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.DEVNULL)
+    finally:
+        signal.signal(signal.SIGINT, heeded)
+    # Opened once the command reads.
+    with await asyncio.to_thread(path.open, "w"):
+        process.send_signal(signal.SIGINT)
+        assert await asyncio.wait_for(process.wait(), 10) == 130
 
 
 async def test_corpus_of_token_ids(running: Any, outrider: Any, tmp_path: Path) -> None:

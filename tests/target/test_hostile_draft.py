@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,8 +14,9 @@ import torch
 from fake_draft import FAST, FakeDraft, linked, serving, until
 from scripted_drafter import VOCABULARY, Listener, opening, step
 
+from outrider.drafting import inbox as inbox_module
 from outrider.drafting.draft_tree import MEMORY_IDS, GrowingTree
-from outrider.drafting.inbox import LISTEN_SECONDS
+from outrider.drafting.inbox import LISTEN_SECONDS, DraftEvent, DraftInbox
 from outrider.drafting.stream import MAX_ANSWERS_KEPT, WORK_PER_ANSWER, DraftConversation
 from outrider.errors import CreditExceeded, InvalidField
 from outrider.v1 import draft_pb2
@@ -23,6 +25,31 @@ from target_service.speculation.config import DraftingConfig
 from target_service.speculation.drafts import Drafting
 
 NODES = 255
+
+
+class Noting(DraftInbox):
+    """Notes the events that it handles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.handled: list[DraftEvent] = []
+
+    def _handle(self, event: DraftEvent) -> None:
+        self.handled.append(event)
+
+    def _cut_off(self, reason: str) -> None:
+        raise AssertionError(reason)
+
+
+def test_every_look_at_what_came_handles_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the machine takes the processor away for longer than a look may take."""
+    inbox, clock = Noting(), itertools.count()
+    for reason in "abc":
+        inbox.on_disconnected(reason)
+    monkeypatch.setattr(inbox_module, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    for looks in (1, 2, 3):
+        inbox.listen()
+        assert len(inbox.handled) == looks
 
 
 def one_child(wire_id: int, first: int) -> draft_pb2.SequenceGrowth:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
-from outrider.settings import SettingsError, unreadable
+from outrider.settings import SettingsError, read_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,7 @@ def load_prompts(path: Path, *, limit: int = 0, tasks: Iterable[str] = ()) -> li
 
 
 def _read(path: Path) -> Sequence[Prompt]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(unreadable(path, error)) from None
+    lines = read_text(path).splitlines()
     return [_parse(f"{path}:{number}", line) for number, line in enumerate(lines, start=1) if line.strip()]
 
 

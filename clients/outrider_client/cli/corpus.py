@@ -14,7 +14,7 @@ from outrider.runtime import run
 from outrider.settings import SettingsError, add_flags
 from outrider.wire.frames import CorpusInfo
 from outrider_client.cli.base import Command, CommandFailed, add_config_flag, error_console, options
-from outrider_client.cli.generate import read_text
+from outrider_client.cli.generate import text_of
 from outrider_client.draft import DraftClient
 from outrider_client.failures import ServiceUnreachable
 from outrider_client.local.models import DEFAULT_MODEL, ModelMissing, Tokenizer, load_tokenizer
@@ -68,8 +68,12 @@ def _add_access(parser: argparse.ArgumentParser, run_action: _Action) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    reach = options(ClientOptions, "client", arguments)
+    if arguments.run_action is _run_add:
+        # Outside of the loop, where Ctrl-C ends it at once.
+        arguments.documents = list(_documents(arguments.files, arguments.model))
     try:
-        run(_run_action(arguments, options(ClientOptions, "client", arguments)))
+        run(_run_action(arguments, reach))
     except ServiceUnreachable as error:
         if error.tls_problem is not None:
             raise
@@ -112,7 +116,7 @@ async def _run_delete(arguments: argparse.Namespace, reach: ClientOptions, draft
 
 
 async def _run_add(arguments: argparse.Namespace, reach: ClientOptions, draft: DraftClient) -> None:
-    documents = list(_documents(arguments.files, arguments.model))
+    documents: Sequence[Sequence[int]] = arguments.documents
     console = error_console()
     shown = track(documents, "sending", console=console, disable=not console.is_terminal)
     added = await draft.add_corpus(shown, tenant=reach.tenant, corpus=arguments.corpus, timeout=reach.deadline)
@@ -122,7 +126,7 @@ async def _run_add(arguments: argparse.Namespace, reach: ClientOptions, draft: D
 def _documents(files: Sequence[Path], model: str) -> Iterator[Sequence[int]]:
     tokenizer: Tokenizer | None = None
     for path in files:
-        text = read_text(path)
+        text = text_of(path)
         if path.suffix == ".jsonl":
             yield from _token_lines(path, text)
             continue

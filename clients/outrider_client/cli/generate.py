@@ -68,7 +68,7 @@ async def _generate(arguments: argparse.Namespace, reach: ClientOptions, wanted:
             text=prompt if arguments.raw else "",
             sampling=wanted.sampling(tuple(arguments.stop)),
             speculation=wanted.speculating(),
-            prediction=read_text(arguments.prediction) if arguments.prediction else None,
+            prediction=text_of(arguments.prediction) if arguments.prediction else None,
             timeout=reach.deadline,
         )
         if not arguments.json:
@@ -124,7 +124,7 @@ def result_as_json(result: Result) -> dict[str, object]:
     return document
 
 
-def read_text(path: Path) -> str:
+def text_of(path: Path) -> str:
     """A UTF-8 file, or `CommandFailed`."""
     try:
         return path.read_text(encoding="utf-8")

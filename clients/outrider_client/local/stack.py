@@ -38,7 +38,7 @@ def service_argv(service: str, *flags: str) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def private_directory() -> Iterator[Path]:
-    """A directory that only this user can enter, for sockets; gone afterwards."""
+    """A directory that only this user can enter, for sockets and settings; gone afterwards."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     with tempfile.TemporaryDirectory(
         prefix="outrider-", dir=base if base and os.path.isdir(base) else None, ignore_cleanup_errors=True
@@ -57,7 +57,7 @@ class Stack:
     """
 
     def __init__(self, directory: Path) -> None:
-        """`directory` holds the sockets; see `private_directory`."""
+        """`directory` holds sockets, and settings that services are started with; see `private_directory`."""
         self.directory = directory
         # Each with the end of its log.
         self._children: list[tuple[Child, deque[str]]] = []

@@ -22,7 +22,8 @@ async def until_loaded(client: Client, console: Console, timeout: float | None =
     `console` shows the wait, if any. `timeout` is in seconds; None has no limit. Raises `Loading` if the target still
     loads after it, and what `Client.info` raises.
     """
-    end = None if timeout is None else asyncio.get_running_loop().time() + timeout
+    loop = asyncio.get_running_loop()
+    end = None if timeout is None else loop.time() + timeout
     try:
         return await client.info(timeout)
     except Loading as error:
@@ -33,7 +34,8 @@ async def until_loaded(client: Client, console: Console, timeout: float | None =
             while True:
                 await asyncio.sleep(_POLL_SECONDS)
                 try:
-                    return await client.info(timeout)
+                    # With the time that is left, the call's own pauses before it tries again do not pass the end.
+                    return await client.info(None if end is None else max(0.001, end - loop.time()))
                 except Loading as error:
                     loading = error
     raise loading

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.sampling import SamplingParams, TypicalAcceptance, VerificationMode
-from outrider.settings import DRAFTERS, Settings, SettingsError, setting, unreadable
+from outrider.settings import DRAFTERS, Settings, SettingsError, read_text, setting
 from outrider_client.connection import Connection, Tls
 from outrider_client.generation import Speculation
 from outrider_client.local.models import DEFAULT_MODEL
@@ -37,10 +37,7 @@ class AccessOptions:
         """The token, if there is one. Raises `SettingsError` for a file that cannot be read."""
         if self.token or not self.token_file:
             return self.token
-        try:
-            return Path(self.token_file).read_text().strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise SettingsError(unreadable(self.token_file, error)) from None
+        return read_text(self.token_file).strip()
 
     def tls_options(self) -> Tls | None:
         """`tls` of `Client.connect`. Raises `SettingsError` for missing files."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from outrider.settings import SettingsError, unreadable
+from outrider.settings import SettingsError, read_text
 
 Document = dict[str, dict[str, Any]]
 
@@ -18,9 +18,9 @@ def read_document(path: Path | None) -> Document:
     if path is None:
         return {}
     try:
-        document = tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise SettingsError(unreadable(path, error)) from None
+        document = tomllib.loads(read_text(path))
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"{path}: {error}") from None
     for section, table in document.items():
         if not isinstance(table, dict):
             raise SettingsError(f"{path}: {section} is not a table")

@@ -95,7 +95,7 @@ class GrowingTree:
         return self._parents
 
     def length_at(self, step: int) -> int | None:
-        """The sequence's tokens at a step; None for one that is too old."""
+        """How many tokens the sequence had at a step; None for one that is too old."""
         return self._lengths.get(step)
 
     def lag(self, growth: SequenceGrowth) -> int:
@@ -103,7 +103,10 @@ class GrowingTree:
         return self._step - growth.base_step
 
     def graft(self, growth: SequenceGrowth) -> None:
-        """Add the growth's nodes. Raises `InvalidField` for ids that were used before or steps that lie ahead."""
+        """Add the growth's nodes.
+
+        Raises `InvalidField` for a growth that is malformed, that uses ids again, or whose step lies ahead.
+        """
         self.hold(growth)
         self.settle()
 

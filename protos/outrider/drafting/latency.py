@@ -6,7 +6,8 @@ import time
 
 # Weight of the newest answer in the moving average (EWMA).
 _SHARE = 0.1
-# Seconds that a draft may take to read its first prompt, and to compile for it, before it counts as late.
+# Seconds that a draft without sequences may take to read the next prompt, and to compile for it, before it counts as
+# late.
 _BEGINNING = 5.0
 
 
@@ -31,7 +32,7 @@ class DraftLatency:
 
     @property
     def beginning(self) -> bool:
-        """Whether the draft has drafted nothing since its first sequence, and may still be preparing for it."""
+        """Whether the draft has drafted nothing since it last had no sequence, and may still be preparing."""
         return time.monotonic() < self._begun_at + _BEGINNING
 
     def begin(self) -> None:

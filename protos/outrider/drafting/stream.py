@@ -36,7 +36,7 @@ MAX_ALLOWANCE = 256
 # Growths, nodes and distributions that one open, advance or piece of features allows: those of four whole trees, where
 # a draft owes one and may send another once it has more. Credit in frames does not bound them.
 WORK_PER_ANSWER = 4 * (1 + 2 * MAX_NODES)
-# Most of that is saved for this many answers, or for one per open sequence.
+# Work that is saved is at most that of this many answers, or of one per open sequence.
 MAX_ANSWERS_KEPT = 64
 # Bytes of features in one frame. With one more piece a frame is still well below a draft's message limit of 4 MiB.
 MAX_FRAME_FEATURE_BYTES = 2 * MAX_FEATURE_BYTES

@@ -3,9 +3,9 @@
     server = GrpcServer(ServingOptions(listen=...), [Service(full_name)])
     status = await load_and_serve(server, load, drain_seconds=30)
 
-`load` makes the servicer and passes it to `server.provide`. Servicers raise `OutriderError`, and get the caller from
-`current_tenant()`. Handlers may be coroutines that call `context.write` (preferred: what they hold is freed at once on
-cancellation) or async generators.
+`load` calls `server.provide(full_name, add)`, of which `add` adds the servicer, and returns the `Worker`. Servicers
+raise `OutriderError`, and get the caller from `current_tenant()`. Handlers may be coroutines that call `context.write`
+(preferred: what they hold is freed at once on cancellation) or async generators.
 """
 
 from outrider.serving.credentials import TlsFiles

@@ -28,7 +28,7 @@ class CallLimits:
 
     @property
     def per_connection(self) -> int:
-        """Of one connection; a client holds back further calls. Half of all, but at least 64."""
+        """Of one connection; a client holds back further calls. Half of all, at least 64, at most all."""
         return min(self.total, max(64, self.total // 2))
 
     @property
