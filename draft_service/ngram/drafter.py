@@ -125,7 +125,9 @@ class NgramDrafter(Drafter):
             sequence.state = None
 
     def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
-        return in_order(sequences, (one.mode for one in sequences), self.grow, self._draw)
+        trees = in_order(sequences, (one.mode for one in sequences), self._grow, self._draw)
+        self._teach_due(sequences)
+        return trees
 
     def begin(self, sequences: Sequence[DraftSequence]) -> Pending:
         """See `ArrayDrafter.begin`; everything is computed when the trees are fetched."""
@@ -133,10 +135,15 @@ class NgramDrafter(Drafter):
 
     def grow(self, sequences: Sequence[DraftSequence]) -> Grown:
         """The trees of sequences without a REJECTION request. The next call overwrites them."""
+        grown = self._grow(sequences)
+        self._teach_due(sequences)
+        return grown
+
+    def _grow(self, sequences: Sequence[DraftSequence]) -> Grown:
         tries, asked, fresh = self._asked(sequences)
         with _Held(tries):
             grown = self._batch.grow(tries, asked, fresh)
-        self._settle(sequences, grown)
+        self._inserted(sequences, grown)
         return grown
 
     def _draw(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
@@ -148,16 +155,21 @@ class NgramDrafter(Drafter):
                 self._drawn(sequence, tries[tenant], tries[shared])
                 for sequence, (_, tenant, shared, _) in zip(sequences, asked, strict=True)
             ]
-        self._settle(sequences, inserted)
+        self._inserted(sequences, inserted)
         return trees
 
-    def _settle(self, sequences: Sequence[DraftSequence], grown: Grown) -> None:
-        """Note the rows that the own tries use, and teach. Only after the trees are made, since the learning thread
-        would compete for the interpreter."""
+    def _inserted(self, sequences: Sequence[DraftSequence], grown: Grown) -> None:
+        """Note the rows that the own tries use with their fresh tokens."""
         for sequence, (_, used) in zip(sequences, grown.sizes.tolist(), strict=True):
             followed: _OpenSequence = sequence.state
             followed.own.used = used
             followed.fresh.clear()
+
+    def _teach_due(self, sequences: Sequence[DraftSequence]) -> None:
+        """Teach what is long enough. Only after all trees are made, since the learning thread would compete for the
+        interpreter."""
+        for sequence in sequences:
+            followed: _OpenSequence = sequence.state
             if len(sequence.token_ids) - followed.taught >= _PIECE:
                 self._teach(sequence, followed)
 

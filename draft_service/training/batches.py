@@ -52,7 +52,7 @@ class Batch(NamedTuple):
 class BatchPlan:
     """The texts of every batch, as pairs of their padded length and their indices [b].
 
-    Two plans of the same texts and seed are equal.
+    The same texts, settings, seed and pass give the same batches.
     """
 
     texts: Texts
@@ -65,7 +65,7 @@ class BatchPlan:
         longest = -(-self.max_length // _GRAIN) * _GRAIN
         edge = _GRAIN
         while edge < length:
-            # 128, 256, 512, 768, 1024 ..: doubled at first, then in steps that waste at most a fifth.
+            # 128, 256, 512, 768, 1024 ..: doubled at first, then in steps that waste at most a third.
             edge = 2 * edge if edge < 4 * _GRAIN else edge + 2 * _GRAIN
         return min(edge, longest)
 

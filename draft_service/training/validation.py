@@ -21,7 +21,7 @@ from outrider.distillation import Reader
 
 # Guesses of a chain.
 DEPTH = 7
-# At most one in this many greedy texts is held back.
+# At most one in this many greedy texts is held back, but one at least.
 _SHARE = 4
 
 
@@ -46,7 +46,7 @@ class Acceptance:
 
 
 def hold_out(texts: Texts, wanted: int, temperatures: int) -> tuple[Texts, Texts]:
-    """Texts to train on, and the first `wanted` greedy ones to validate with, at most a quarter of those.
+    """Texts to train on, and the first `wanted` greedy ones to validate with: a quarter of these at most, one at least.
 
     Answers to a held-out prompt at its other `temperatures` are not trained on either.
     """

@@ -38,6 +38,8 @@ class RunningTime(RunningMean):
     """The time of passes of a kind: the median of the first few, in which kernels are compiled and graphs captured,
     then a running mean in which no pass counts for more than `most` times the sum of mean and `unit`."""
 
+    # More than compile, so that the median is of one that does not; and what held one pass up must not count as many.
+    # Both chosen.
     first_few: int = 9
     most: float = 3.0
     unit: float = 0.0

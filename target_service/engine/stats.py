@@ -26,11 +26,12 @@ class StepClock:
 
     Attributes:
         planned: the step is laid out.
-        launched: the host is free again. If it computed the step itself, the forward pass is over too.
+        launched: the host is free again. If it computed the step itself, the forward pass has ended too: `forwarded`
+            is set with it.
+        waits_since: the host began to wait for the device.
         forwarded: the device's results have arrived.
         verified: every tree's outcome is known.
         committed: tokens are committed, and sent to the draft.
-        waits_since: when the host began to wait for the device.
     """
 
     def __init__(self) -> None:

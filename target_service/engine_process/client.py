@@ -254,11 +254,10 @@ class EngineLink(EngineFront, asyncio.Protocol):
 
     def _end_all(self) -> None:
         """Dispatch the last event of every open sequence, and fail updates that are under way."""
-        error = EngineDead("the engine has failed")
         updates, self._updates = self._updates, {}
         for done in updates.values():
-            done(error)
-        failed = self._failed(error)
+            done(EngineDead("the engine has failed"))
+        failed = self._failed(EngineDead("the engine has failed"))
         self._observe(failed)
         self._dispatch(failed)
 

@@ -45,7 +45,7 @@ class ForwardInput:
 
     def moved_on(self, accepted_counts: Sequence[int]) -> ForwardInput:
         """The pass, laid out as if the one before had accepted no drafted row, moved on by what that one accepted; see
-        `feeding.move_on`. The pages must hold the keys."""
+        `tree_kernels.node_table.move_on`. The pages must hold the keys."""
         attention, size = self.attention, self.attention.page_size
         positions, slots, prefixes = list(self.positions), list(self.slots), list(attention.prefix_lengths)
         for b, moves in self.moves(accepted_counts):

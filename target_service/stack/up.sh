@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Brings the compose stack up and waits until every container is healthy: up.sh [FLAG..], flags such as --profile NAME.
 #
-# Works with `docker compose`, and with docker-compose 1.29 of Debian 12, which has no --wait. A container that fails ends
-# the wait at once, with the end of its log.
+# Works with `docker compose`, and with docker-compose 1.29 of Debian 12, which has no --wait. A container that fails
+# ends the wait at once, with the end of its log.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 # The longest start_period of compose.yaml, and time to load a model after it. Chosen.

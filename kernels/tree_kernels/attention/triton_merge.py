@@ -110,9 +110,9 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     BY_GROUP: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Merge the partials of group `program_id(0)`, if it was cut: the fewest dependent loads.
+    """With BY_GROUP, merge the partials of group `program_id(0)`, if it was cut: the fewest dependent loads.
 
-    Without BY_GROUP, those of the group whose first cut lies at the start of chunk `program_id(0)`: fewer programs if
+    Without it, those of the group whose first cut lies at the start of chunk `program_id(0)`: fewer programs if
     there are many groups. Values wider than BLOCK_DV, a multiple of it, have a program for each BLOCK_DV columns.
     """
     if EARLY:

@@ -7,7 +7,7 @@ out, is copied into `integers` of the plan that the graph was captured with.
 from __future__ import annotations
 
 from array import array
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -79,7 +79,6 @@ class TritonPlan(AttentionPlan):
     page_starts: Tensor
     parents: Tensor
     page_table: Tensor
-    _: KW_ONLY
     # [R, 1 or 4] int64.
     words: Tensor
     # First and end of the rows of every tail that `run` computes; its output for the others is undefined. None is all.
@@ -119,8 +118,18 @@ class TritonPlanner:
             integers = torch.frombuffer(_pack(batch), dtype=torch.int32).to(self._device, non_blocking=True)
         count, rows = batch.sequences, batch.rows
         sizes = [count + 1, count, count, count, rows, sum(map(len, batch.pages))]
-        words = torch.empty(rows, mask_words(batch), dtype=torch.int64, device=self._device)
-        return TritonPlan(batch, integers, *torch.split(integers, sizes), words=words)
+        query_starts, prefix_lengths, causal, page_starts, parents, page_table = torch.split(integers, sizes)
+        return TritonPlan(
+            batch=batch,
+            integers=integers,
+            query_starts=query_starts,
+            prefix_lengths=prefix_lengths,
+            causal=causal,
+            page_starts=page_starts,
+            parents=parents,
+            page_table=page_table,
+            words=torch.empty(rows, mask_words(batch), dtype=torch.int64, device=self._device),
+        )
 
     def pack(self, plan: TritonPlan, batch: AttentionBatch) -> array[int]:
         """Another step for a plan: [n] int32, for the first n of the plan's `integers`.

@@ -29,6 +29,10 @@ class CublasLinears(TritonLinears):
     No weight is prefetched: a product of many rows leaves the memory no time for it.
     """
 
+    def __init__(self, device: torch.device) -> None:
+        # Neither invariant nor of a given tiling: how a product treats its rows is the library's own matter.
+        super().__init__(device)
+
     def scale_rows(self, hidden: Tensor, norm: Norm) -> ScaledRows:
         return ScaledRows(self.norm_rows(hidden, norm), None, norm.epsilon)
 

@@ -17,7 +17,7 @@ from tree_kernels.node_table import StepIntegers, advance, move_on
 from tree_kernels.verification import RECORD, parameter_count
 
 # Pinned buffers: one is filled for the next step while the other is copied.
-_HOSTS = 2
+_PINNED_BUFFERS = 2
 
 
 class _Pinned:
@@ -65,7 +65,7 @@ class StepBuffer:
         self._attention = attention
         on_gpu = device.type == "cuda"
         # Used in turns, so that none is written while it is read.
-        self._hosts = [_Pinned(size, on_gpu=on_gpu) for _ in range(_HOSTS)]
+        self._hosts = [_Pinned(size, on_gpu=on_gpu) for _ in range(_PINNED_BUFFERS)]
         self._turn = 0
         self.integers = torch.zeros(size, dtype=torch.int32, device=device)
         self.token_ids, self.positions, self.slots = self.integers[: 3 * rows].view(3, rows)
@@ -108,7 +108,7 @@ class StepBuffer:
         head.extend(batch.slots + (-1,) * len(free))
         packed = self._attention.pack(self.plan, padded(batch.attention, self.bucket))
         end = self._plan_at + len(packed)
-        self._turn = (self._turn + 1) % _HOSTS
+        self._turn = (self._turn + 1) % _PINNED_BUFFERS
         host = self._hosts[self._turn]
         host.wait()
         # Small writes take a fifth of the time in numpy.
@@ -123,9 +123,9 @@ class StepBuffer:
         self._hosts[self._turn].launched()
 
     def advance(self, last_position: int) -> None:
-        """Move the loaded step of one row a sequence on to the next; see `feeding.advance`."""
+        """Move the loaded step of one row a sequence on to the next; see `tree_kernels.node_table.advance`."""
         advance(self.step, self._page_size, last_position)
 
     def move_on(self, accepted_counts: Tensor, last_position: int) -> None:
-        """Move the loaded step on by what the one before accepted; see `feeding.move_on`."""
+        """Move the loaded step on by what the one before accepted; see `tree_kernels.node_table.move_on`."""
         move_on(self.step, accepted_counts, self._page_size, last_position)

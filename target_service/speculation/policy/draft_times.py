@@ -21,7 +21,7 @@ _IN_A_ROW = 4
 # The weight of one step in the time of its kind, a mean of some ten. Chosen, as for the other policies.
 _SHARE = 0.1
 # A step counts for at most this many times its kind's mean and a plain step together, so that a pause of the machine
-# does not decide. Chosen.
+# does not decide. A plain step is taken within this factor of their mean, which it moves by a tenth at most. Chosen.
 _BOUND = 2.0
 
 

@@ -37,7 +37,8 @@ _KEEP = 0.5 ** (1.0 / _HALF_LIFE)
 _SEQUENCE_PRIOR = 4.0
 # Decay of that record in a step: it halves over some 23 steps, a paragraph of text.
 _SEQUENCE_KEEP = 0.97
-# Assumed gain of a sequence from drafts before its first: low, since too many rows cost all sequences of a step.
+# Assumed gain of a sequence from drafts before its first: rows count by what they cost of it, so a low one lets the
+# first steps verify more rows, which show sooner what drafts bring. Chosen.
 _GAIN_PRIOR = 1.3
 # Weight of this assumption, in steps of the sequence.
 _GAIN_STEPS = 6.0
@@ -49,11 +50,12 @@ _USUAL_SHARE = 0.02
 # The start of that mean, high enough that drafts are tried, and its weight in steps: few, so that these correct it.
 _USUAL_PRIOR, _USUAL_STEPS = 2.0, 4
 # Nodes of a sequence whose drafts are used in order of arrival: a number independent of what was sampled, of which
-# REJECTION keeps its distribution. A tree of 16 rows costs little more than one row where rows are cheap.
+# REJECTION keeps its distribution. With the root they are the 16 rows of a captured size.
 IN_ORDER_NODES = 15
 # More than any probability, so that nodes used in order go first.
 _CERTAIN = 2.0
-# Upper bound of a calibrated probability: no drafted token is certain, and deep paths would otherwise cost nothing.
+# Upper bound of a calibrated probability. No drafted token is certain, and without it the value of a row would not fall
+# with its depth.
 _MAX_PROBABILITY = 0.995
 
 
