@@ -25,7 +25,7 @@ class Share:
 _KEPT_STEPS = 4
 # Share of the others' time that their sequences may take in steps. The rest goes to their calls and replies, which take
 # processors from a tenant between its steps: with all of it, waits beside 330 long requests were 1.8 to 2.3 times as
-# long, with this 1.6 to 1.7 (p99, `benchmarks/results/2026-11-25-cpu-attack-long-requests.md`).
+# long, with this 1.6 to 2.0 (p99, `benchmarks/results/2026-11-25-cpu-attack-long-requests.md`).
 _IN_STEPS = 0.75
 # What steps without a tenant are shorter by, in steps of its own, for a request that arrives in the middle of one.
 # Chosen: beside one other tenant of the same weight such a step is then the least one.
