@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import gc
 import logging
@@ -132,13 +133,21 @@ async def until_first_ends(*awaitables: Awaitable[object], timeout: float | None
 
 
 def leave(status: int) -> NoReturn:
-    """End the process: at once if a thread was abandoned while working, since PyTorch aborts when the interpreter frees
-    that thread's objects."""
-    if any(thread.name == LEFT_BEHIND for thread in threading.enumerate()):
-        logging.shutdown()
-        sys.stdout.flush()
-        os._exit(status)
-    sys.exit(status)
+    """End the process without having the interpreter free each object: of a target these take it a second.
+
+    Threads end and exit handlers run first, but for a thread that was abandoned while working: PyTorch aborts when that
+    thread's objects are freed, and it may never end.
+    """
+    if all(thread.name != LEFT_BEHIND for thread in threading.enumerate()):
+        # As `multiprocessing` ends its children.
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        # Whoever read it may have gone.
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
 
 
 def in_passing_thread(work: Callable[[], Result]) -> Result:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from outrider.runtime import collect_seldom, switch_threads_often
+from outrider.runtime import collect_seldom, leave, switch_threads_often
 from target_service.config import TargetConfig
 from target_service.engine_process.server import Reporter, serve_engine
 from target_service.preflight import check_head, check_model, prepared_draft
@@ -28,4 +28,4 @@ def build(config: TargetConfig, reporter: Reporter) -> Assembled:
 if __name__ == "__main__":
     collect_seldom()
     switch_threads_often()
-    sys.exit(serve_engine(int(sys.argv[1]), build))
+    leave(serve_engine(int(sys.argv[1]), build))

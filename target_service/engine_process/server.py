@@ -90,10 +90,12 @@ class Reporter:
 
     def report(self, engine: Engine, events: list[SequenceEvent]) -> None:
         """Send what was collected, with a step's events. Never waits for the other process."""
+        # First: a sequence that ends meanwhile is then reported before its pages are.
+        snapshot, beat_ns = engine.snapshot(), engine.last_beat_ns
         with self._lock:
             steps, ended, switches = self._steps, self._ended, self._switches
             self._steps, self._ended, self._switches = [], [], []
-        report = Report(events, steps, ended, switches, engine.snapshot(), engine.last_beat_ns)
+        report = Report(events, steps, ended, switches, snapshot, beat_ns)
         self._outbox.send(pack(report))
 
 
