@@ -37,7 +37,7 @@ class Client(AsyncClosing):
     """
 
     def __init__(self, connection: Connection, tracing: Tracing | None = None, policy: Policy = PLAIN) -> None:
-        """On a connection made elsewhere, deadlines and retries are the caller's, unless a policy is given."""
+        """On a connection made elsewhere. Without a policy, retries and deadlines of long calls are the caller's."""
         self._policy = policy
         self._connection = connection
         self._tracing = tracing or Tracing()
@@ -114,7 +114,7 @@ class Client(AsyncClosing):
             The request, which is sent with the first read.
 
         Raises:
-            InvalidField: no input, or more than one.
+            InvalidField: no input, or more than one; token ids that are negative or no 32 bits.
             TypeError: messages of another shape, or options of another type.
         """
         _check_options(sampling, speculation)
@@ -130,7 +130,10 @@ class Client(AsyncClosing):
         elif messages:
             request.chat.messages.extend(messages_to_pb(messages))
         else:
-            request.tokens.token_ids.extend(token_ids)
+            try:
+                request.tokens.token_ids.extend(token_ids)
+            except ValueError as error:
+                raise InvalidField("tokens.token_ids", str(error)) from None
         if isinstance(prediction, str):
             request.prediction.text = prediction
         elif prediction is not None:

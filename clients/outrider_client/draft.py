@@ -36,7 +36,7 @@ class DraftClient(AsyncClosing):
     """
 
     def __init__(self, connection: Connection, policy: Policy = PLAIN) -> None:
-        """On a connection made elsewhere, deadlines and retries are the caller's, unless a policy is given."""
+        """On a connection made elsewhere. Without a policy, retries and deadlines of long calls are the caller's."""
         self._policy = policy
         self._connection = connection
         # The generated stubs give one class two types; on an aio channel it is this one.

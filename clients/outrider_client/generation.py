@@ -20,6 +20,8 @@ from outrider_client.policy import Policy
 from outrider_client.results import Chunk, RequestTimes, Result, SpeculationTotals, Started, reason_from_pb
 from outrider_client.tracing import RequestSpan
 
+# For a call's status behind its last event, which comes with it. Chosen: long for a network, short for a reader.
+_END_SECONDS = 2.0
 _Call = Any  # grpc.aio.UnaryStreamCall, whose type parameters differ between stub versions.
 
 
@@ -172,15 +174,15 @@ class Generation:
     async def _read_end(self) -> None:
         """Read the call's status, so that the target does not count the call as cancelled."""
         assert self._call is not None
-        with contextlib.suppress(grpc.RpcError):
-            await self._call.read()
+        # A target that keeps the call open after its last event is not waited for.
+        with contextlib.suppress(grpc.RpcError, TimeoutError):
+            await asyncio.wait_for(self._call.read(), _END_SECONDS)
         await self._read_trailers(self._call)
         if self._result is not None:
             self._result = replace(self._result, draft_refused=self._draft_refused)
 
     async def _read_trailers(self, call: _Call) -> None:
-        # A target that keeps the call open after its last event is not waited for.
-        if call.done():
+        if call.done() and not call.cancelled():
             metadata = await call.trailing_metadata()
             self._draft_refused = str((metadata or {}).get(DRAFT_REFUSED_KEY, ""))
 

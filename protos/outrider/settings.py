@@ -90,7 +90,9 @@ class Settings:
     def __post_init__(self) -> None:
         """Raise `SettingsError` for the first number out of bounds."""
         for field in dataclasses.fields(self):
-            _check_bounds(getattr(self, field.name), field.metadata["bounds"], "--" + field.name.replace("_", "-"))
+            value = getattr(self, field.name)
+            if value is not None:
+                _check_bounds(value, field.metadata["bounds"], "--" + field.name.replace("_", "-"))
 
 
 def _type_of(config: type[Any], name: str) -> tuple[type[Any], bool]:

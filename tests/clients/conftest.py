@@ -52,6 +52,8 @@ class ScriptedTarget(target_pb2_grpc.TargetServiceServicer):
     refusals: int = 0
     # How many questions for what it serves come while it loads.
     loads: int = 0
+    # Seconds for which calls are kept open after their last event.
+    lingers: float = 0.0
     came: list[float] = field(default_factory=list)
     deadlines: list[float | None] = field(default_factory=list)
 
@@ -104,6 +106,7 @@ class ScriptedTarget(target_pb2_grpc.TargetServiceServicer):
         if speculating and self.draft_refused:
             context.set_trailing_metadata(((DRAFT_REFUSED_KEY, self.draft_refused),))
         await context.write(finished)
+        await asyncio.sleep(self.lingers)
 
     async def Verify(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
         sequences: dict[int, int] = {}

@@ -110,6 +110,14 @@ def test_limit_takes_evenly_from_tasks(prompts: Path) -> None:
     assert [prompt.prompt_id for prompt in load_prompts(prompts, tasks=["code"])] == ["b", "d", "e"]
 
 
+def test_a_prompt_holds_any_line_break_that_json_allows(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    row = {"id": "a", "task": "qa", "turns": ["one\u2028two\x85three"]}
+    path.write_text(json.dumps(row, ensure_ascii=False) + "\r\n\n", encoding="utf-8")
+    [prompt] = load_prompts(path)
+    assert prompt.turns == tuple(row["turns"])
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [

@@ -336,6 +336,31 @@ async def test_a_draft_that_is_not_there_is_told_how_to_have(outrider: Any, unus
     assert status == 1 and "Connection refused" in err and f"outrider up --draft-listen {address}" in err
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["generate", "hello", "--max-nodes", "-1"], "--max-nodes: must be at least 0"),
+        (
+            ["generate", "hello", "--tls-key", "key.pem"],
+            "a client certificate needs its key, and a key its certificate",
+        ),
+        (["bench", "--prompts", "none.jsonl", "--repeats", "0"], "--repeats: must be at least 1"),
+    ],
+)
+async def test_options_that_cannot_be_meant(outrider: Any, words: list[str], message: str) -> None:
+    status, _, err = await outrider(*words)
+    assert status == 2 and message in err and "Traceback" not in err
+
+
+async def test_timeout_is_the_deadline_of_every_command(running: Any, outrider: Any) -> None:
+    for words in (["info"], ["health"], ["generate", "hello"]):
+        status, _, err = await outrider(*words, "--target", running.address, "--timeout", "25")
+        assert status == 0, err
+    given = [seconds for seconds in running.target.deadlines if seconds is not None]
+    # Health's own call for the model keeps the one for short calls.
+    assert len(given) == 4 and sum(20 < seconds <= 25 for seconds in given) == 3
+
+
 async def test_ctrl_c_ends_the_reading_of_documents_at_once(running: Any, tmp_path: Path) -> None:
     """Of a file that never ends, say."""
     path = tmp_path / "documents.jsonl"

@@ -36,6 +36,23 @@ from outrider_client import (
 )
 
 
+async def test_a_target_that_keeps_the_call_open_is_not_waited_for(
+    running: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider_client.generation._END_SECONDS", 0.2)
+    running.target.lingers = 30.0
+    async with Client.connect(running.address) as client, asyncio.timeout(5):
+        result = await client.generate(text="count").result()
+    assert result.finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("token", [-1, 2**32])
+async def test_token_ids_that_the_contract_cannot_carry(running: Any, token: int) -> None:
+    async with Client.connect(running.address) as client:
+        with pytest.raises(errors.InvalidField, match=r"tokens\.token_ids"):
+            client.generate(token_ids=[1, token])
+
+
 async def test_chunks_then_result(running: Any) -> None:
     async with Client.connect(running.address) as client:
         generation = client.generate(messages=[("user", "count")], sampling=SamplingParams(max_tokens=7))

@@ -44,7 +44,8 @@ def load_prompts(path: Path, *, limit: int = 0, tasks: Iterable[str] = ()) -> li
 
 
 def _read(path: Path) -> Sequence[Prompt]:
-    lines = read_text(path).splitlines()
+    # Not by `splitlines`: JSON allows other line breaks inside a text.
+    lines = read_text(path).split("\n")
     return [_parse(f"{path}:{number}", line) for number, line in enumerate(lines, start=1) if line.strip()]
 
 

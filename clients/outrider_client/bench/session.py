@@ -40,8 +40,6 @@ def make_plan(options: BenchOptions) -> Plan:
     problem = address_problem(options.target) if options.target else None
     if problem is not None:
         raise SettingsError(f"--target: {problem}")
-    if options.repeats < 1 or options.limit < 0 or options.max_tokens < 1:
-        raise SettingsError("--repeats and --max-tokens must be at least 1, --limit at least 0")
     prompts = load_prompts(Path(options.prompts), limit=options.limit, tasks=comma_words(options.tasks))
     return Plan(
         prompts=prompts,

@@ -139,7 +139,8 @@ def _documents(files: Sequence[Path], model: str) -> Iterator[Sequence[int]]:
 
 
 def _token_lines(path: Path, text: str) -> Iterator[Sequence[int]]:
-    for number, line in enumerate(text.splitlines(), start=1):
+    # Not by `splitlines`: JSON allows other line breaks inside a text.
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:

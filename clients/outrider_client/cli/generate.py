@@ -52,7 +52,10 @@ def _prompt(given: str | None) -> str:
     elif sys.stdin.isatty():
         raise SettingsError("a prompt is needed, as an argument or on the standard input")
     else:
-        text = sys.stdin.read()
+        try:
+            text = sys.stdin.buffer.read().decode()
+        except UnicodeDecodeError as error:
+            raise SettingsError(f"the prompt is no UTF-8: {error}") from None
     if not text.strip():
         raise SettingsError("the prompt is empty")
     return text

@@ -17,6 +17,9 @@ from outrider_client.draft import DraftClient
 from outrider_client.failures import ServiceUnreachable
 from outrider_client.terminal.options import ClientOptions
 
+# Without --timeout.
+_SECONDS = 5.0
+
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft", metavar="ADDRESS", default="", help="ask this draft service instead of the target")
@@ -28,21 +31,21 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 async def _health(client: ClientOptions, draft_address: str, live: bool) -> int:
-    console = Console(highlight=False)
+    console, timeout = Console(highlight=False), client.deadline or _SECONDS
     if live:
         address = draft_address or client.target
         connection = client.connection(address)
         try:
             return await _report(
-                console, address, lambda: connection.serving(LIVENESS), lambda: _describe_process(connection)
+                console, address, lambda: connection.serving(LIVENESS, timeout), lambda: _describe_process(connection)
             )
         finally:
             await connection.close()
     if draft_address:
         async with DraftClient(client.connection(draft_address)) as draft:
-            return await _report(console, draft_address, draft.serving, lambda: _describe_draft(draft))
+            return await _report(console, draft_address, lambda: draft.serving(timeout), lambda: _describe_draft(draft))
     async with Client(client.connection(client.target)) as target:
-        return await _report(console, client.target, target.serving, lambda: _describe_target(target))
+        return await _report(console, client.target, lambda: target.serving(timeout), lambda: _describe_target(target))
 
 
 async def _report(

@@ -26,7 +26,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 async def _info(client: ClientOptions) -> int:
     async with Client(client.connection(client.target)) as target:
-        info = await target.info()
+        info = await target.info(client.deadline)
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")

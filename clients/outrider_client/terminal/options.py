@@ -17,7 +17,7 @@ _DRAFTERS = f"{', '.join(DRAFTERS)}, or MODULE:CLASS of your own"
 
 
 @dataclass(frozen=True)
-class AccessOptions:
+class AccessOptions(Settings):
     """Credentials and deadline for a service, by flag, environment (`OUTRIDER_CLIENT_*`) or `[client]` table."""
 
     token: str = setting("", "bearer token sent with every call", secret=True)
@@ -27,7 +27,9 @@ class AccessOptions:
     tls_ca: str = setting("", "PEM roots to check the service with; implies TLS")
     tls_certificate: str = setting("", "PEM client certificate; implies TLS")
     tls_key: str = setting("", "PEM key of the client certificate")
-    timeout: float = setting(0.0, "seconds until a request is given up; 0 waits for ever", ge=0)
+    timeout: float = setting(
+        0.0, "seconds until a call is given up; 0: never for an answer, 10 s for other calls", ge=0
+    )
 
     @property
     def deadline(self) -> float | None:
@@ -41,10 +43,10 @@ class AccessOptions:
 
     def tls_options(self) -> Tls | None:
         """`tls` of `Client.connect`. Raises `SettingsError` for missing files."""
-        if not (self.tls or self.tls_ca or self.tls_certificate):
-            return None
         if bool(self.tls_certificate) != bool(self.tls_key):
             raise SettingsError("a client certificate needs its key, and a key its certificate")
+        if not (self.tls or self.tls_ca or self.tls_certificate):
+            return None
         for path in filter(None, (self.tls_ca, self.tls_certificate, self.tls_key)):
             if not Path(path).is_file():
                 raise SettingsError(f"{path}: no such file")
@@ -67,7 +69,7 @@ class ClientOptions(AccessOptions):
 
 
 @dataclass(frozen=True)
-class GenerateOptions:
+class GenerateOptions(Settings):
     """How to generate, by flag, environment (`OUTRIDER_GENERATE_*`) or `[generate]` table."""
 
     max_tokens: int = setting(256, "tokens at most", ge=1)
@@ -98,7 +100,7 @@ class GenerateOptions:
         gt=0,
         le=1,
     )
-    max_nodes: int | None = setting(None, "drafted rows per step at most; the target's own limit when none")
+    max_nodes: int | None = setting(None, "drafted rows per step at most; the target's own limit when none", ge=0)
     corpus: str = setting("", "shared corpus the draft may use")
 
     def sampling(self, stop: tuple[str, ...] = ()) -> SamplingParams:
@@ -133,7 +135,7 @@ class GenerateOptions:
 
 
 @dataclass(frozen=True)
-class UpOptions:
+class UpOptions(Settings):
     """What `outrider up` runs, by flag, environment (`OUTRIDER_UP_*`) or `[up]` table."""
 
     host: str = setting("127.0.0.1", "address the target listens on")
@@ -152,7 +154,7 @@ class UpOptions:
 
 
 @dataclass(frozen=True)
-class DemoOptions:
+class DemoOptions(Settings):
     """What `outrider demo` shows, by flag, environment (`OUTRIDER_DEMO_*`) or `[demo]` table."""
 
     model: str = setting(DEFAULT_MODEL, "model: a name from `outrider model list`, a folder, or a hub id")
@@ -160,7 +162,7 @@ class DemoOptions:
 
 
 @dataclass(frozen=True)
-class BenchOptions:
+class BenchOptions(Settings):
     """What `outrider bench` measures, by flag, environment (`OUTRIDER_BENCH_*`) or `[bench]` table."""
 
     prompts: str = setting("", "JSONL file, one prompt a line: id, task, turns")
