@@ -12,7 +12,7 @@ CUDA_BUILD = "pip install torch --index-url https://download.pytorch.org/whl/cu1
 
 def check_device_name(device: str) -> None:
     """Raise `SettingsError` for a name that is no supported device. Uses neither PyTorch nor the machine."""
-    if not re.fullmatch(r"cpu(:0)?|cuda(:\d+)?", device):
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         raise SettingsError(f"device {device!r} is none that Outrider runs on: cpu, cuda, or cuda:1 and so on")
 
 

@@ -90,13 +90,13 @@ class Reporter:
 
     def report(self, engine: Engine, events: list[SequenceEvent]) -> None:
         """Send what was collected, with a step's events. Never waits for the other process."""
-        # First: a sequence that ends meanwhile is then reported before its pages are.
-        snapshot, beat_ns = engine.snapshot(), engine.last_beat_ns
+        # All under the lock, or a snapshot could be sent behind a newer one, with an older version of the weights.
         with self._lock:
+            # First: a sequence that ends meanwhile is then reported before its pages are.
+            snapshot, beat_ns = engine.snapshot(), engine.last_beat_ns
             steps, ended, switches = self._steps, self._ended, self._switches
             self._steps, self._ended, self._switches = [], [], []
-        report = Report(events, steps, ended, switches, snapshot, beat_ns)
-        self._outbox.send(pack(report))
+            self._outbox.send(pack(Report(events, steps, ended, switches, snapshot, beat_ns)))
 
 
 class EngineServer:
