@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from outrider.tree import TokenTree
@@ -210,8 +211,8 @@ class Scheduler:
                 # The step under way samples its last token.
                 return 0
             if known > 1:
-                # A pending token is fed alone, after the others.
-                known -= 1
+                # The last pending token is fed alone, after the others. Those of a stride before it are not known yet.
+                known -= sequence.pending_tokens
         return min(known, self._config.prefill_chunk)
 
     def _share_places(self) -> tuple[list[Sequence], list[Sequence], dict[str, int], float]:
@@ -221,8 +222,9 @@ class Scheduler:
         the seconds that the step may take: infinite where it is one tenant's own.
         """
         ready, demands = self._ready()
+        order = self._once_ordered()
         for tenant, queue in self._waiting.items():
-            if self._yielding(queue[0]) is not None:
+            if self._yielding(queue[0], order) is not None:
                 demand = demands.setdefault(tenant, _Demand(queue[0].request.share))
                 demand.sequences += len(queue)
                 if demand.rows < self.max_step_rows:
@@ -313,14 +315,17 @@ class Scheduler:
         admitted: list[Sequence] = []
         turns = deque(tenant for tenant in self._waiting if places.get(tenant))
         reserved = 0
+        order = self._once_ordered()
         while turns:
             tenant = turns.popleft()
             queue = self._waiting[tenant]
-            victims = self._yielding(queue[0], reserved)
+            victims = self._yielding(queue[0], order, reserved)
             if victims is None:
                 continue
             for victim in victims:
                 self._preempt(victim)
+            if victims:
+                order = self._once_ordered()
             # Preemption may have put another one first.
             queue = self._waiting.pop(tenant)
             sequence = queue.popleft()
@@ -340,10 +345,14 @@ class Scheduler:
         """Pages for the known tokens and one more, so that a newcomer does not preempt others at once."""
         return min(self._cache.pages_for(len(sequence.token_ids)) + 1, self._cache.num_pages)
 
-    def _yielding(self, newcomer: Sequence, reserved: int = 0) -> list[Sequence] | None:
+    def _yielding(
+        self, newcomer: Sequence, order: Callable[[], list[tuple[Sequence, float]]], reserved: int = 0
+    ) -> list[Sequence] | None:
         """Running sequences to preempt for a waiting one to join, beside `reserved` pages of other newcomers: idle
-        ones, then those of a tenant that would still hold as much for its weight. None where the newcomer has to
-        wait."""
+        ones, then those of a tenant that would still hold as much for its weight. None where the newcomer has to wait.
+
+        `order` is from `_once_ordered`: the order takes long enough that many waiting tenants have to share it.
+        """
         wanted, tenant, share = self._pages_wanted(newcomer), newcomer.request.tenant, newcomer.request.share
         held = self._held(tenant) if share.kv_tokens or wanted + reserved > self._cache.free_pages else 0
         if share.kv_tokens and held and held + wanted > share.kv_tokens // self._cache.page_size:
@@ -352,7 +361,7 @@ class Scheduler:
         if missing <= 0:
             return []
         victims: list[Sequence] = []
-        for victim, left in (*self._giving_way(idle=True), *self._giving_way(idle=False)):
+        for victim, left in order():
             if not self._idle(victim) and (victim.request.tenant == tenant or left * share.weight < held + wanted):
                 continue
             victims.append(victim)
@@ -360,6 +369,15 @@ class Scheduler:
             if missing <= 0:
                 return victims
         return None
+
+    def _once_ordered(self) -> Callable[[], list[tuple[Sequence, float]]]:
+        """`_order_of_preemption`, worked out when it is first asked for: as long as nothing is preempted."""
+        return functools.cache(lambda: list(self._order_of_preemption()))
+
+    def _order_of_preemption(self) -> Iterator[tuple[Sequence, float]]:
+        """Running sequences with pages, see `_giving_way`: idle ones first."""
+        yield from self._giving_way(idle=True)
+        yield from self._giving_way(idle=False)
 
     def _giving_way(self, *, idle: bool) -> Iterator[tuple[Sequence, float]]:
         """Running sequences with pages in order of preemption, idle ones or the others, and the pages that their tenant
@@ -423,7 +441,7 @@ class Scheduler:
 
     def _victim(self, sequence: Sequence, *, own: bool) -> Sequence:
         """The sequence to preempt for `sequence`: itself, if there is no other. `own`: only of the same tenant."""
-        for victim, _ in (*self._giving_way(idle=True), *self._giving_way(idle=False)):
+        for victim, _ in self._order_of_preemption():
             if not own or victim.request.tenant == sequence.request.tenant:
                 return victim
         return sequence

@@ -201,6 +201,9 @@ class Engine(EngineFront):
 
     def _fail_all(self, error: OutriderError) -> None:
         """Send the last event of every sequence that is still open."""
-        self.drain()
+        # Under the lock, so that a request is either refused or among those that fail.
+        with self._wake:
+            self.drain()
+            failed = self._failed(error)
         self._exchange.fail(error)
-        self._emit(self._failed(error))
+        self._emit(failed)

@@ -161,6 +161,9 @@ class WeightExchange:
     def _refuse(self, pending: _Pending, error: OutriderError) -> None:
         pending.room.release()
         with self._lock:
-            self._pending = None
-        if not pending.cancelled:
+            # Otherwise the engine has ended, and its error was the result.
+            mine = self._pending is pending
+            if mine:
+                self._pending = None
+        if mine and not pending.cancelled:
             pending.done(error)

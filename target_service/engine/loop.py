@@ -463,8 +463,10 @@ class EngineLoop:
             verdicts.append(verdict)
             if outcome.device_passes and self._steps.tables is not None:
                 note_passes(live, outcome.device_passes, len(verdict.token_ids), self._steps.tables)
-            # Otherwise pages past the committed tokens may belong to passes that are under way.
-            if item.tree.drafted:
+            # Otherwise pages past the committed tokens may belong to passes that are under way: also to one that was
+            # launched behind drafts since the device chooses rows again.
+            behind = self._ahead is not None and self._ahead.batch.device_rows is not None
+            if item.tree.drafted and not behind:
                 self.scheduler.trim(item.sequence)
         return verdicts
 

@@ -206,12 +206,13 @@ def verify_on_host(item: StepItem, verifier: SequenceVerifier, logits: Tensor, f
 def move_on_host(items: SequenceOf[StepItem], outcomes: SequenceOf[Verified | None], cache: KVCache) -> None:
     """Move the keys and values of every accepted path right behind its root.
 
-    Rows are accepted in rising order and only move down, so gather-then-scatter in one call is safe.
+    Rows are accepted in rising order and only move down, so gather-then-scatter in one call is safe. A sequence that
+    was cancelled since the launch has no pages any more.
     """
     sources: list[int] = []
     targets: list[int] = []
     for item, outcome in zip(items, outcomes, strict=True):
-        if outcome is None:
+        if outcome is None or not item.sequence.pages:
             continue
         root_slot = item.start + item.known - 1
         for place, row in enumerate(outcome.walk.accepted_rows, start=1):

@@ -9,6 +9,7 @@ evaluated too, at no cost.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -141,9 +142,12 @@ class PredictedAnswer:
 
     def _find(self, token: int, length: int) -> tuple[int | None, int]:
         """The place after the longest run that ends with the sequence's token `length`, and the length of that run."""
-        ends = self._pairs().get((self.committed[length - 2], token), ()) if length > 1 else ()
+        ends = self._pairs().get((self.committed[length - 2], token), []) if length > 1 else []
         best, longest = None, 0
         origin = self._left or 0
+        # Of many, as where a text repeats a pair without end, only those around the origin are sorted.
+        near = bisect_left(ends, origin)
+        ends = ends[max(0, near - _MOST_PLACES) : near + _MOST_PLACES]
         for end in sorted(ends, key=lambda each: abs(each - origin))[:_MOST_PLACES]:
             run = self._run_at(end, length)
             if run > longest:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -64,6 +65,15 @@ def test_a_prompt_is_read_in_chunks_and_its_last_chunk_yields_a_token() -> None:
     one = sequence(1, prompt=70)
     scheduled.add(one)
     assert [play(scheduled.schedule(), scheduled) for _ in range(4)] == [[(1, 32)], [(1, 32)], [(1, 6)], [(1, 1)]]
+
+
+def test_who_is_read_again_behind_a_stride_feeds_the_tokens_that_are_known() -> None:
+    """Preempted while several passes of its own are under way, whose tokens nobody knows yet."""
+    scheduled, one = scheduler(cache()), sequence(1, prompt=20)
+    one.pending, one.pending_tokens = 0, 4
+    scheduled.add(one)
+    [chunk] = scheduled.schedule().chunks
+    assert chunk.count == len(one.feed(one.kv_length, chunk.count)) == 20
 
 
 def test_decoding_goes_before_prompts() -> None:
@@ -358,3 +368,25 @@ class TestIdle:
         for one in self.fill(scheduled, 2):
             scheduled.remove(one)
         assert not list(scheduled.sequences()) and pages.used_pages == 0
+
+
+def test_waiting_tenants_do_not_each_work_out_who_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a sequence for each of many tenants that took 160 ms a step; without tokens a caller names its tenant."""
+    scheduled = scheduler(cache(pages=24), running=8)
+    for number in range(8):
+        scheduled.add(sequence(number, prompt=33, tenant=f"running {number}"))
+    for _ in range(12):
+        play(scheduled.schedule(), scheduled)
+    for number in range(100, 150):
+        scheduled.add(sequence(number, prompt=33, tenant=f"waiting {number}"))
+    worked_out = 0
+    order = Scheduler._order_of_preemption
+
+    def counted(one: Scheduler) -> Iterator[tuple[Sequence, float]]:
+        nonlocal worked_out
+        worked_out += 1
+        return order(one)
+
+    monkeypatch.setattr(Scheduler, "_order_of_preemption", counted)
+    scheduled.schedule()
+    assert 1 <= worked_out <= 4

@@ -268,10 +268,13 @@ class CapturedRunner(ModelRunner):
         if captured is None:
             captured = self._captured[bucket] = self._capture(bucket)
         captured.buffer.load(batch, self._last_position, parameters)
-        if before is not None:
-            before(captured.buffer)
-        captured.graph.replay()
-        captured.buffer.loaded()
+        try:
+            if before is not None:
+                before(captured.buffer)
+            captured.graph.replay()
+        finally:
+            # Also where the device has no memory for `before`: the copy reads the buffer's integers.
+            captured.buffer.loaded()
         return captured
 
     def _capture(self, bucket: Bucket) -> _Captured:
