@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import sys
 
-from outrider.runtime import collect_seldom, leave, prepare_grpc, switch_threads_often
+from outrider.runtime import collect_seldom, leave, prepare_grpc, prepare_openmp, switch_threads_often
 
 
 def main() -> int:
     """Serve; returns the process's exit status."""
     prepare_grpc()
+    prepare_openmp()
     collect_seldom()
     switch_threads_often()
     # Beside a target on the same cores, threads that wait for each other make a pass many times slower, and alone a

@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.command_line import CommandParser
-from outrider.runtime import collect_seldom, configure_logging, leave, prepare_grpc, run, switch_threads_often
+from outrider.runtime import (
+    collect_seldom,
+    configure_logging,
+    leave,
+    prepare_grpc,
+    prepare_openmp,
+    run,
+    switch_threads_often,
+)
 from outrider.settings import CONFIG_VARIABLE, SettingsError, add_flags, load
 from target_service.config import TargetConfig
 
@@ -45,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = parser.parse_args(arguments)
     named = flags.config or os.environ.get(CONFIG_VARIABLE)
     prepare_grpc()
+    prepare_openmp()
     collect_seldom()
     switch_threads_often()
     # Imported late: gRPC reads its environment on import, and a typing error should not wait for torch.

@@ -36,6 +36,8 @@ _STATUS: Mapping[str, tuple[int, str]] = MappingProxyType(
     }
 )
 _RETRY_SECONDS = 1.0
+# Numbers of a request that is too long.
+_LIMITS = ("tokens", "bytes", "limit")
 _SAMPLING = re.compile(r"^sampling\.")
 
 
@@ -134,13 +136,22 @@ def _named(error: OutriderError, fields: Mapping[str, str]) -> tuple[str | None,
         param = _renamed(error.field, fields)
         return param, f"{param}: {error.problem}", "invalid_value"
     if isinstance(error, UnknownModel):
-        return "model", error.message, "model_not_found"
+        served = error.metadata.get("served")
+        return "model", f"{error.message}: {served}" if served else error.message, "model_not_found"
     if isinstance(error, PositionOutOfRange):
-        return fields["input"], error.message, "context_length_exceeded"
+        return fields["input"], _with_limits(error, fields), "context_length_exceeded"
     if isinstance(error, UnknownCorpus):
         return "outrider.corpus", error.message, "corpus_not_found"
     code = "invalid_api_key" if error.reason == "UNAUTHENTICATED" else error.reason.lower()
     return None, error.message, code
+
+
+def _with_limits(error: OutriderError, fields: Mapping[str, str]) -> str:
+    """The message with the request's name of the field, and with the numbers that the contract has apart."""
+    path, colon, problem = error.message.partition(": ")
+    message = f"{_renamed(path, fields)}: {problem}" if colon else error.message
+    numbers = ", ".join(f"{name} {value}" for name, value in error.metadata.items() if name in _LIMITS)
+    return f"{message} ({numbers})" if numbers else message
 
 
 def _renamed(path: str, fields: Mapping[str, str]) -> str:

@@ -27,7 +27,7 @@ from draft_service.drafters.base import (
 )
 from draft_service.drafters.grown import ArrayDrafter, Computed, Grown, Pending, in_order
 from draft_service.drafters.merging import merge_grown
-from outrider.errors import NotSupported, OutriderError
+from outrider.errors import NotSupported
 from outrider.settings import Settings, SettingsError, setting
 from outrider.tree import MAX_ROWS, TokenTree
 from outrider.wire.frames import CorpusInfo, FeatureRequest, TreeLimits
@@ -97,7 +97,7 @@ class MergedDrafter(Drafter):
             for part, view in zip(self._parts, views, strict=True):
                 part.open(view)
                 opened += 1
-        except OutriderError:
+        except BaseException:
             for part, view in zip(self._parts[:opened], views, strict=False):
                 part.close(view)
             raise

@@ -21,7 +21,7 @@ class TrieConfig(Settings):
 
     num_draft_tokens: int = setting(32, "nodes of a tree, the root not counted", ge=1, le=MAX_ROWS - 1)
     branch_length: int = setting(32, "longest path below the root", ge=1)
-    breadth: int = setting(8, "most children of a node; 1 drafts a single branch", ge=1)
+    breadth: int = setting(8, "most children of a node; 1 drafts a single branch", ge=1, le=MAX_ROWS - 1)
     min_match: int = setting(1, "shortest context, in tokens, that predicts", ge=1)
     max_match: int = setting(8, "longest context, in tokens; memory per token grows with it", le=32, ge=1)
     selection: str = setting(
@@ -32,7 +32,9 @@ class TrieConfig(Settings):
     learn_prompts: bool = setting(True, "teach prompts to the tenant's trie")
     learn_outputs: bool = setting(True, "teach committed output to the tenant's trie")
     output_weight: int = setting(2, "occurrences that one in an output counts as, against one in a prompt", ge=1)
-    half_life_tokens: int = setting(1 << 20, "tokens learnt until an old count is halved; a power of two", ge=1)
+    half_life_tokens: int = setting(
+        1 << 20, "tokens learnt until an old count is halved; a power of two", ge=1, le=1 << 30
+    )
 
     capacity: int = setting(16_000_000, "nodes over all tenants and corpora, at about 50 bytes", ge=1, le=2**31 - 1)
     tenant_capacity: int = setting(4_000_000, "nodes of one tenant's trie; the least useful go first", ge=128)

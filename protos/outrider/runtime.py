@@ -23,6 +23,11 @@ GRPC_EXPERIMENTS = "-event_engine_client,-event_engine_listener"
 # Python's thread switch interval. With CPython's 5 ms a commit waits in the draft link for as long as the engine
 # computes, and the draft starts after that.
 SWITCH_SECONDS = 0.0002
+# Iterations for which a thread of libgomp spins for the others before it sleeps: some 10 us, instead of milliseconds.
+# Processes that compute on the same cores otherwise make each other's steps tens of times as long, since threads spin
+# while the one that they wait for has no core. Alone, a step takes as long as before
+# (`benchmarks/results/2026-11-25-cpu-openmp-spinning.md`).
+GOMP_SPINCOUNT = "10000"
 # Control characters and what some readers take for line breaks, with their escapes in Python.
 _CONTROLS = (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029)
 _VISIBLE = {number: repr(chr(number))[1:-1] for number in _CONTROLS if number != ord("\t")}
@@ -36,6 +41,13 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 def prepare_grpc(environment: MutableMapping[str, str] | None = None) -> None:
     """Choose gRPC's poller. Must run before the first `import grpc`; a value set by the operator wins."""
     (os.environ if environment is None else environment).setdefault("GRPC_EXPERIMENTS", GRPC_EXPERIMENTS)
+
+
+def prepare_openmp(environment: MutableMapping[str, str] | None = None) -> None:
+    """Bound the spinning of OpenMP's threads. Must run before the first `import torch`; the operator's settings win."""
+    variables = os.environ if environment is None else environment
+    if "OMP_WAIT_POLICY" not in variables:
+        variables.setdefault("GOMP_SPINCOUNT", GOMP_SPINCOUNT)
 
 
 def switch_threads_often() -> None:

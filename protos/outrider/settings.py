@@ -177,7 +177,7 @@ def _help_of(field: dataclasses.Field[Any]) -> str:
     """The help text of a field: its meaning, deprecation, bounds and default."""
     note = f"; deprecated: {field.metadata['deprecated']}" if field.metadata["deprecated"] else ""
     bounds = _bounds_in_words(field.metadata["bounds"])
-    default = "none" if field.default in (None, "") else field.default
+    default = "none" if field.default is None else "empty" if field.default == "" else field.default
     return f"{field.metadata['help']}{note} ({f'{bounds}; ' if bounds else ''}default: {default})"
 
 

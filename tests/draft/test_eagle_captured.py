@@ -237,6 +237,6 @@ def test_what_common_batches_replay_is_captured_at_the_start(monkeypatch: pytest
     monkeypatch.setattr(neural_drafter, "drafting_on", lambda net, own: StaticDrafting(net, own.tree, own.cache))
     drafting = make_drafter(make_head(), captured_sequences=5).drafting
     assert isinstance(drafting, StaticDrafting)
-    assert set(drafting._trees) == {(count, coupled) for count in (1, 2, 4) for coupled in (False, True)}
-    assert {size.sequences for size in drafting._passes if size.committed} == {1, 2, 4}
+    assert set(drafting._trees) == {(count, coupled) for count in (1, 2, 4, 8) for coupled in (False, True)}
+    assert {size.sequences for size in drafting._passes if size.committed} == {1, 2, 4, 8}
     assert drafting.cache.used_pages == 0

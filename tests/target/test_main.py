@@ -21,7 +21,7 @@ import torch
 from forked import Child
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from outrider.runtime import GRPC_EXPERIMENTS, prepare_grpc
+from outrider.runtime import GOMP_SPINCOUNT, GRPC_EXPERIMENTS, prepare_grpc, prepare_openmp
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import target_pb2_grpc
 from target_service.__main__ import main
@@ -142,6 +142,24 @@ class TestPoller:
         chosen = {"GRPC_EXPERIMENTS": ""}
         prepare_grpc(chosen)
         assert chosen == {"GRPC_EXPERIMENTS": ""}
+
+
+class TestOpenMp:
+    def test_services_bound_the_spinning_of_threads_before_torch_is_imported(self) -> None:
+        check = (
+            "import os, sys, draft_service.__main__ as entry, draft_service.service as service\n"
+            "service.run_service = lambda _: 'torch' in sys.modules\n"
+            "assert not entry.main(); print(os.environ['GOMP_SPINCOUNT'])"
+        )
+        clean = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+        done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True, env=clean)
+        assert done.stdout.strip() == GOMP_SPINCOUNT
+
+    @pytest.mark.parametrize("chosen", [{"GOMP_SPINCOUNT": "5"}, {"OMP_WAIT_POLICY": "active"}])
+    def test_operator_wins(self, chosen: dict[str, str]) -> None:
+        environment = dict(chosen)
+        prepare_openmp(environment)
+        assert environment == chosen
 
 
 # Read by every Python process that starts with it on its path.

@@ -264,7 +264,7 @@ def first_batches(drafting: TreeDrafting, config: NeuralConfig) -> Iterator[tupl
     if captured:
         # REJECTION requests need other graphs for each number of sequences, and are rare.
         for mode in (VerificationMode.GREEDY, VerificationMode.COUPLED):
-            yield from ((mode, 1 << power, 1) for power in range(1, config.captured_sequences.bit_length()))
+            yield from ((mode, 1 << power, 1) for power in range(1, 1 + (config.captured_sequences - 1).bit_length()))
 
 
 def _power_of_two(count: int) -> int:

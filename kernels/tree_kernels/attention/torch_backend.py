@@ -86,8 +86,8 @@ class TorchAttention:
         keys, values = keys_of(one, key_cache), keys_of(one, value_cache)
         dtype = query.dtype
         if len(query) == 1 and dtype.itemsize == 2:
-            # With this conversion PyTorch takes a quarter to a third of the time for a single row in bfloat16, from 1,000
-            # keys on (0.6 of it at 64; two EPYC cores). 8 rows take as long either way.
+            # So PyTorch takes a quarter to a third of the time for one row in bfloat16, from 1,000 keys on (0.6 of it
+            # at 64; two EPYC cores). 8 rows take as long either way.
             query, keys, values = query.float(), keys.float(), values.float()
         output = functional.scaled_dot_product_attention(
             query.transpose(0, 1)[None],

@@ -174,9 +174,17 @@ class LinkProcess:
             log.error("%s, with status %d; another is started", reason, status)
             self._events.on_disconnected(reason)
             pause = _PAUSE_SECONDS if worker.had_draft else min(2 * pause, _MOST_PAUSE_SECONDS)
-            if self._stopping.wait(pause):
+            while not self._stopping.wait(pause):
+                try:
+                    self._worker = self._start()
+                except OSError as error:
+                    # The machine may have descriptors, processes or memory again.
+                    log.error("its link's process cannot be started: %s", error)
+                    pause = min(2 * pause, _MOST_PAUSE_SECONDS)
+                else:
+                    break
+            else:
                 return
-            self._worker = self._start()
             if self._stopping.is_set():
                 self._worker.end()
                 return

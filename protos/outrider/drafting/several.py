@@ -25,7 +25,7 @@ from outrider.wire.frames import (
 
 log = logging.getLogger(__name__)
 # Drafters that learn nothing from the sequences they follow, so any of several will do.
-_WITHOUT_MEMORY = frozenset({"eagle", "medusa", "model", "mtp", "random"})
+_WITHOUT_MEMORY = frozenset({"eagle", "medusa", "model", "mtp", "prompt_lookup", "random"})
 
 
 @dataclass(eq=False)

@@ -21,10 +21,14 @@ def start_child(command: Sequence[str], *, own_group: bool = False) -> tuple[sub
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
         descriptor = theirs.fileno()
-        process = subprocess.Popen(
-            [*command, str(descriptor)],
-            pass_fds=(descriptor,),
-            stdin=subprocess.DEVNULL,
-            process_group=0 if own_group else None,
-        )
+        try:
+            process = subprocess.Popen(
+                [*command, str(descriptor)],
+                pass_fds=(descriptor,),
+                stdin=subprocess.DEVNULL,
+                process_group=0 if own_group else None,
+            )
+        except BaseException:
+            ours.close()
+            raise
     return process, ours
