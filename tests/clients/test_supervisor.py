@@ -152,11 +152,21 @@ async def test_stubborn_child_is_killed() -> None:
 
 async def test_lines_of_any_length_and_kind() -> None:
     lines: list[str] = []
-    program = r"import sys; sys.stdout.buffer.write(b'a' * 200000 + b'\r50%\r100%\nb\xff\n\nend')"
+    program = r"import sys; sys.stdout.buffer.write(b'a' * 60000 + b'\r50%\r100%\nb\xff\n\nend')"
     child = Child("writer", (sys.executable, "-c", program), lines.append)
     await child.start()
     assert await child.wait() == 0
-    assert lines == ["a" * 200_000, "50%", "100%", "b\ufffd", "end"]
+    assert lines == ["a" * 60_000, "50%", "100%", "b\ufffd", "end"]
+
+
+async def test_a_line_without_end_comes_in_parts() -> None:
+    """It is neither kept whole nor searched again with every piece."""
+    lines: list[str] = []
+    child = Child("writer", (sys.executable, "-c", "import sys; sys.stdout.write('aé漢' * 100_000)"), lines.append)
+    await child.start()
+    assert await child.wait() == 0
+    assert "".join(lines) == "aé漢" * 100_000
+    assert max(map(len, lines)) < 80_000
 
 
 @pytest.mark.parametrize(
