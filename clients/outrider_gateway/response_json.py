@@ -11,10 +11,11 @@ import orjson
 
 import outrider
 from outrider_client.results import Chunk, FinishReason, Result
+from outrider_client.terminal.painting import Painter
 from outrider_gateway.generation_request import GenerationRequest
 from outrider_gateway.http import event_bytes
 from outrider_gateway.prediction import prediction_details
-from outrider_gateway.token_texts import Pieces, TokenTexts, merged
+from outrider_gateway.token_texts import TokenTexts, merged
 
 _FINISH = {FinishReason.END_OF_SEQUENCE: "stop", FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 # Stands for an event's text while its frame is made.
@@ -133,12 +134,12 @@ class ResponseBuilder:
         self._offsets[index] += len(chunk.text)
         return self._texts.completion(chunk, self._hidden, offset)
 
-    def _drafting(self, chunk: Chunk, pieces: Pieces) -> dict[str, Any]:
+    def _drafting(self, chunk: Chunk, pieces: Painter) -> dict[str, Any]:
         drafting: dict[str, Any] = {
             "step": chunk.step,
             "tokens": len(chunk.token_ids),
             "accepted_by_step": list(chunk.drafts_by_step or (chunk.drafted_tokens,)),
-            "pieces": [{"text": text, "drafted": drafted} for text, drafted in pieces.of(chunk)],
+            "pieces": [{"text": text, "drafted": drafted} for text, drafted in pieces.parts(chunk)],
         }
         if chunk.tree is not None:
             drafting["tree"] = self._texts.tree(chunk, chunk.tree)

@@ -10,8 +10,6 @@ from outrider_client.results import Chunk, TokenLogprobs, VerifiedTree
 from outrider_client.terminal.painting import Painter
 
 _REPLACEMENT = "\ufffd"
-# The painter decodes the whole output with every chunk. Beyond this it judges by words.
-_EXACT_TOKENS = 2048
 
 
 class TokenTexts:
@@ -55,31 +53,15 @@ class TokenTexts:
             "next": self.name(chunk.token_ids[-1]) if own else None,
         }
 
-    def pieces(self) -> Pieces:
+    def pieces(self) -> Painter:
         """For telling drafted text from the model's own, in one answer."""
-        return Pieces(self._tokenizer)
+        return Painter(self._tokenizer)
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         name = self.name(token_id)
         # Part of a character has bytes, but none that its text shows.
         exact = self._tokenizer is not None and _REPLACEMENT not in name
         return {"token": name, "logprob": logprob, "bytes": list(name.encode()) if exact else None}
-
-
-class Pieces:
-    """Splits the text of one answer's chunks into drafted and own parts."""
-
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._painter = Painter(tokenizer)
-        self._tokens = 0
-
-    def of(self, chunk: Chunk) -> list[tuple[str, bool]]:
-        """The chunk's text in pieces, each with whether it was drafted."""
-        before = self._tokens
-        self._tokens += len(chunk.token_ids)
-        if before <= _EXACT_TOKENS < self._tokens:
-            self._painter = Painter(None)
-        return self._painter.parts(chunk)
 
 
 def merged(parts: Iterable[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:

@@ -16,7 +16,12 @@ class Bytes:
     def encode(self, text: str) -> Sequence[int]:
         return list(text.encode())
 
+    def __init__(self) -> None:
+        # Tokens decoded so far.
+        self.decoded = 0
+
     def decode(self, token_ids: Sequence[int]) -> str:
+        self.decoded += len(token_ids)
         return bytes(token_ids).decode(errors="replace")
 
 
@@ -28,6 +33,30 @@ def test_exact_with_a_tokenizer() -> None:
     painter = Painter(Bytes())
     assert painter.parts(chunk(b"abc", "abc", 2)) == [("a", True), ("b", True), ("c", False)]
     assert painter.parts(chunk(b"d", "d", 0)) == [("d", False)]
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        "The bridge \u6865 was built \U0001f600 of stone \U0001f469\u200d\U0001f692. ".encode(),
+        b"\x80",
+        "\ufffd".encode(),
+    ],
+    ids=["text", "no-characters", "replacements"],
+)
+def test_a_long_output_takes_no_longer_for_each_token(output: bytes) -> None:
+    token_ids = output * (6000 // len(output))
+    tokenizer = Bytes()
+    painter, text, shown, drafted = Painter(tokenizer), token_ids.decode(errors="replace"), 0, ""
+    for at in range(0, len(token_ids), 2):
+        # What a target has for certain: no end that may be a part of a character.
+        certain = token_ids[: at + 2].decode(errors="replace").rstrip("\ufffd")
+        parts = painter.parts(chunk(token_ids[at : at + 2], certain[shown:], 2))
+        drafted += "".join(part for part, by_draft in parts if by_draft)
+        shown = len(certain)
+    parts = painter.parts(chunk([], text[shown:], 0))
+    assert drafted + "".join(part for part, _ in parts) == text
+    assert tokenizer.decoded < 100 * len(token_ids)
 
 
 def test_several_steps_have_drafts() -> None:
@@ -47,6 +76,13 @@ def test_character_that_two_chunks_share() -> None:
     assert painter.parts(chunk([97, first], "a", 1)) == [("a", True)]
     # Whoever completes a character is shown as its author.
     assert painter.parts(chunk([second, 98], "éb", 1)) == [("é", True), ("b", False)]
+
+
+def test_character_that_stays_incomplete() -> None:
+    painter = Painter(Bytes())
+    assert painter.parts(chunk(["é".encode()[0]], "", 1)) == []
+    assert painter.parts(chunk([], "\ufffd", 0)) == [("\ufffd", False)]
+    assert painter.parts(chunk(b"ab", "ab", 1)) == [("a", True), ("b", False)]
 
 
 def test_held_back_text_keeps_its_colour() -> None:

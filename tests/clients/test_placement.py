@@ -95,4 +95,7 @@ def test_an_mtp_module_is_the_models_own() -> None:
     assert place(1, "mtp", "some/model", [], ["--base-model", "other"]).target[-1] == "other"
     merged = place(1, "merged", "some/model", [], ["--merged-drafters", "mtp,trie"])
     assert merged.draft == ("--device", "cuda:0", "--base-model", "some/model")
+    # Blanks are allowed, as in the draft's own reading.
+    assert place(1, "merged", "some/model", [], ["--merged-drafters", "trie, mtp"]) == merged
+    assert place(1, "merged", "some/model", [], [], {("merged", "merged_drafters"): "trie , mtp"}) == merged
     assert place(1, "mtp", "", [], [], named_settings({"OUTRIDER_MTP_BASE_MODEL": "named"}, None)).target[-1] == "named"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import sys
@@ -15,7 +16,7 @@ from child_processes import living_children
 from supervised import QUICK, SECONDS, Lines, failing, service
 
 from outrider_client.local.process import Child, ServiceDied, ServiceSlow, wait_serving
-from outrider_client.local.supervisor import Supervisor
+from outrider_client.local.supervisor import ServiceCommand, Supervisor
 
 
 async def test_ready_then_sigterm(tmp_path: Path) -> None:
@@ -43,6 +44,47 @@ async def test_dead_draft_is_started_again(tmp_path: Path) -> None:
     assert lines.count("outrider", "in 0.1 s") == 1
     os.kill(os.getpid(), signal.SIGINT)
     assert await asyncio.wait_for(running, SECONDS) == 0
+
+
+async def test_draft_that_cannot_be_started_again_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Like one that ends: another try after the back-off, and all is stopped at the end."""
+    lines, start, failures = Lines(), Child.start, 0
+
+    async def failing_start(child: Child) -> None:
+        nonlocal failures
+        if child.name == "draft" and lines.count("draft", "hello") and failures < most:
+            failures += 1
+            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+        await start(child)
+
+    monkeypatch.setattr(Child, "start", failing_start)
+    most = 2
+    gateway, draft = service("gateway", tmp_path), service("draft", tmp_path)
+    running = asyncio.create_task(Supervisor(service("target", tmp_path), draft, lines.emit, QUICK, gateway).run())
+    for name in ("target", "gateway", "draft"):
+        await lines.wait(name, "hello")
+    _kill("hello from draft")
+    await lines.wait("draft", "hello", times=2)
+    refusal = "the draft service cannot be started: Resource temporarily unavailable; starting it again in"
+    assert lines.count("outrider", refusal) == most
+    # Never again, up to the end.
+    most = 1000
+    _kill("hello from draft")
+    await lines.wait("outrider", refusal, times=3)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await asyncio.wait_for(running, SECONDS) == 0
+    assert not living_children("hello from")
+
+
+async def test_a_first_start_that_fails_ends_the_whole(tmp_path: Path) -> None:
+    lines = Lines()
+    absent = ServiceCommand("draft", (str(tmp_path / "absent"),), "unix:/nowhere")
+    supervisor = Supervisor(service("target", tmp_path), absent, lines.emit, QUICK, service("gateway", tmp_path))
+    with pytest.raises(FileNotFoundError):
+        await asyncio.wait_for(supervisor.run(), SECONDS)
+    assert not living_children("hello from")
+    # Its handlers are gone.
+    assert not asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
 
 
 async def test_gateway_is_started_again_and_stops_first(tmp_path: Path) -> None:
@@ -110,11 +152,21 @@ async def test_stubborn_child_is_killed() -> None:
 
 async def test_lines_of_any_length_and_kind() -> None:
     lines: list[str] = []
-    program = r"import sys; sys.stdout.buffer.write(b'a' * 200000 + b'\r50%\r100%\nb\xff\n\nend')"
+    program = r"import sys; sys.stdout.buffer.write(b'a' * 60000 + b'\r50%\r100%\nb\xff\n\nend')"
     child = Child("writer", (sys.executable, "-c", program), lines.append)
     await child.start()
     assert await child.wait() == 0
-    assert lines == ["a" * 200_000, "50%", "100%", "b\ufffd", "end"]
+    assert lines == ["a" * 60_000, "50%", "100%", "b\ufffd", "end"]
+
+
+async def test_a_line_without_end_comes_in_parts() -> None:
+    """It is neither kept whole nor searched again with every piece."""
+    lines: list[str] = []
+    child = Child("writer", (sys.executable, "-c", "import sys; sys.stdout.write('aé漢' * 100_000)"), lines.append)
+    await child.start()
+    assert await child.wait() == 0
+    assert "".join(lines) == "aé漢" * 100_000
+    assert max(map(len, lines)) < 80_000
 
 
 @pytest.mark.parametrize(

@@ -179,6 +179,15 @@ def test_a_file_keeps_what_was_there(tmp_path: Path) -> None:
     assert load(DraftConfig, "draft", path=path).drafter == "trie"
 
 
+def test_parts_of_merged_are_read_as_the_draft_reads_them(tmp_path: Path) -> None:
+    path = tmp_path / "outrider.toml"
+    path.write_text('[merged]\nmerged_drafters = "medusa , trie"\n')
+    flags = "--merged-drafters=model,prompt_lookup"
+    for draft_flags, file, parts in ((flags, path, {"model", "prompt_lookup"}), ("", path, {"medusa", "trie"})):
+        setup = read_setup(TuneOptions(drafter="merged", draft_flags=draft_flags), file, {})
+        assert {section for one in setup.candidates for section, _, _ in one.draft} == parts
+
+
 def test_what_would_win_over_a_candidate_is_refused() -> None:
     options = TuneOptions(candidates="trie.breadth=1", draft_flags="--breadth=2")
     with pytest.raises(SettingsError, match="--breadth is what is tuned"):

@@ -23,6 +23,8 @@ _NEURAL: Mapping[str, tuple[str, ...]] = {
 }
 # Those that need a head: an EAGLE head, Medusa's, of which none comes with Outrider, or the target's own MTP module.
 _WITH_HEAD = ("eagle", "medusa", "merged", "mtp")
+# The default of the draft's own setting, which cannot be imported here.
+_MERGED_DRAFTERS = "eagle,trie"
 _SECTIONS = ("target", "draft", "eagle", "medusa", "model", "mtp", "merged")
 _NOTHING: Mapping[tuple[str, str], str] = MappingProxyType({})
 
@@ -63,6 +65,14 @@ def named_settings(environment: Mapping[str, str], path: Path | None) -> dict[tu
     return found
 
 
+def merged_drafters(words: Sequence[str], named: Mapping[tuple[str, str], str]) -> list[str]:
+    """The parts of the drafter `merged`: those of the draft's flags, or named elsewhere (see `named_settings`), or the
+    default's."""
+    flag = _value(words, "--merged-drafters")
+    listed = flag or named.get(("merged", "merged_drafters"), "") or _MERGED_DRAFTERS
+    return [name.strip() for name in listed.split(",") if name.strip()]
+
+
 def place(
     gpus: int,
     drafter: str,
@@ -87,8 +97,7 @@ def place(
         return Placement()
     if any((section, "device") in named for section in sections):
         return Placement()
-    merged = _value(draft_words, "--merged-drafters") or named.get(("merged", "merged_drafters"), "")
-    names = {drafter, *(merged.split(",") if drafter == "merged" else ())}
+    names = {drafter, *(merged_drafters(draft_words, named) if drafter == "merged" else ())}
     target, draft = ["--device", "cuda:0"], list[str]()
     summary = "the target runs on cuda:0"
     shared = drafter in _NEURAL and gpus == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import ctypes
 import os
@@ -16,7 +17,9 @@ from outrider_client.connection import Connection, Tls
 from outrider_client.failures import ServiceUnreachable
 
 _PR_SET_PDEATHSIG = 1
-_LINE_END = re.compile(rb"[\r\n]+")
+_LINE_END = re.compile(r"[\r\n]+")
+# Characters of a line without an end that are passed on as a line.
+_LONGEST_LINE = 64 * 1024
 _POLL_SECONDS = 0.1
 
 
@@ -44,8 +47,8 @@ class Child:
         on_line: Callable[[str], None],
         environment: Mapping[str, str | None] | None = None,
     ) -> None:
-        """`on_line` is called with every line of its output, without the line end. `environment` is added to this
-        process's; None removes a variable."""
+        """`on_line` is called with every line of its output, without the line end; a very long one comes in parts.
+        `environment` is added to this process's; None removes a variable."""
         self.name = name
         self._argv = tuple(argv)
         self._on_line = on_line
@@ -108,13 +111,20 @@ class Child:
 
     async def _read_lines(self, stream: asyncio.StreamReader) -> None:
         # Not readline: a progress bar's line may be longer than the reader's limit.
-        rest = b""
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        rest = ""
         while piece := await stream.read(8192):
-            *lines, rest = _LINE_END.split(rest + piece)
+            # Only the new piece may have line ends.
+            first, *others = _LINE_END.split(decoder.decode(piece))
+            *lines, rest = rest + first, *others
             for line in filter(None, lines):
-                self._on_line(line.decode(errors="replace"))
+                self._on_line(line)
+            if len(rest) >= _LONGEST_LINE:
+                self._on_line(rest)
+                rest = ""
+        rest += decoder.decode(b"", final=True)
         if rest:
-            self._on_line(rest.decode(errors="replace"))
+            self._on_line(rest)
 
 
 def _end_with_parent() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -68,7 +67,7 @@ class Supervisor:
 
     async def run(self, on_ready: Callable[[], None] = lambda: None) -> int:
         """Run until a signal, the target's end, or invalid settings of draft or gateway. Returns the exit status: 0
-        after a signal, else non-zero."""
+        after a signal, else non-zero. Raises `OSError` where a service cannot be started for the first time."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
@@ -82,16 +81,18 @@ class Supervisor:
             return await self._run_target(on_ready)
         finally:
             self._stopping.set()
-            for name, task in kept.items():
-                # It may be waiting for its back-off.
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
+            # They may be waiting for their back-off.
+            await _cancel(*kept.values())
+            for name in kept:
                 await self._stop(name)
             if self._mps is not None:
                 await self._mps.stop()
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
+            for task in kept.values():
+                if not task.cancelled():
+                    # Raises what prevented a first start.
+                    task.result()
 
     def _on_signal(self) -> None:
         if self._stopping.is_set():
@@ -116,8 +117,8 @@ class Supervisor:
     async def _start(self, command: ServiceCommand) -> Child:
         environment = {**command.environment, **(self._mps.environment(command.name) if self._mps else {})}
         child = Child(command.name, command.argv, lambda line: self._emit(command.name, line), environment)
-        self._children[command.name] = child
         await child.start()
+        self._children[command.name] = child
         return child
 
     async def _stop(self, name: str) -> None:
@@ -161,18 +162,28 @@ class Supervisor:
         first = True
         while not self._stopping.is_set():
             started = loop.time()
-            status = await (await self._start(command)).wait()
-            if self._stopping.is_set():
-                return
-            if first and status == SETTINGS_REFUSED:
-                self._emit("outrider", f"the {command.name} service refuses its settings, see above")
-                self._status = status
-                self._stopping.set()
-                return
+            try:
+                child = await self._start(command)
+            except OSError as error:
+                if first:
+                    self._stopping.set()
+                    raise
+                # Such as too many processes, which may pass.
+                ended = f"the {command.name} service cannot be started: {error.strerror or error}"
+            else:
+                status = await child.wait()
+                if self._stopping.is_set():
+                    return
+                if first and status == SETTINGS_REFUSED:
+                    self._emit("outrider", f"the {command.name} service refuses its settings, see above")
+                    self._status = status
+                    self._stopping.set()
+                    return
+                ended = str(ServiceDied(command.name, status))
             first = False
             if loop.time() - started >= self._times.healthy_after:
                 backoff = self._times.first_backoff
-            self._emit("outrider", f"{ServiceDied(command.name, status)}; starting it again in {backoff:g} s")
+            self._emit("outrider", f"{ended}; starting it again in {backoff:g} s")
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, self._times.longest_backoff)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator
 
 from rich.text import Text
@@ -14,6 +15,8 @@ DRAFTED_STYLE = "green"
 OWN_STYLE = "yellow"
 _LAST_WORD = re.compile(r"\s*\S+\s*$")
 _REPLACEMENT = "\ufffd"
+# Most tokens that wait for a character to be complete, as in the target, whose texts are compared.
+_LONGEST_PENDING = 32
 
 
 def legend() -> Text:
@@ -37,11 +40,15 @@ class Painter:
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
-        self._token_ids: list[int] = []
-        self._drafted: list[bool] = []
-        # [i]: characters of the whole output that are complete with token i.
-        self._ends: list[int] = []
+        # The last tokens: those up to `_read` are part of the text, and stay for what the next ones are decoded to.
+        self._ids: list[int] = []
+        self._read = 0
+        # Text not shown yet, and behind it that of the tokens from `_read` on, whose last character may be incomplete.
+        self._text = self._pending = ""
         self._shown = 0
+        # Of tokens whose text is not shown yet: characters of the whole output that are complete with it, and whether
+        # it was drafted.
+        self._ends: deque[tuple[int, bool]] = deque()
 
     def paint(self, chunk: Chunk) -> Text:
         """The chunk's text, coloured."""
@@ -55,29 +62,52 @@ class Painter:
 
     def _follow(self, chunk: Chunk, tokenizer: Tokenizer) -> bool:
         """Record the chunk's tokens. False, from then on, when the tokenizer is not the model's."""
-        text = ""
         for token_id, drafted in zip(chunk.token_ids, chunk.drafted, strict=True):
-            self._token_ids.append(token_id)
-            self._drafted.append(drafted)
-            text = tokenizer.decode(self._token_ids)
-            before = self._ends[-1] if self._ends else 0
-            self._ends.append(max(before, len(text.rstrip(_REPLACEMENT))))
-        if not chunk.token_ids:
-            text = tokenizer.decode(self._token_ids)
-        if text[self._shown : self._shown + len(chunk.text)] != chunk.text:
+            self._ends.append((self._decode(token_id, tokenizer), drafted))
+        if not (self._text + self._pending).startswith(chunk.text):
             self._tokenizer = None
-        return self._tokenizer is not None
+            return False
+        if len(chunk.text) > len(self._text):
+            # The target does not wait for the rest of the character: the output ends.
+            self._take_pending()
+        self._text = self._text[len(chunk.text) :]
+        return True
+
+    def _decode(self, token_id: int, tokenizer: Tokenizer) -> int:
+        """Add a token to the text. Returns how many characters of the whole output are complete with it.
+
+        Decoded are the tokens since the character before the last, not the whole output, which would take longer with
+        every token.
+        """
+        self._ids.append(token_id)
+        known, whole = tokenizer.decode(self._ids[: self._read]), tokenizer.decode(self._ids)
+        self._pending = whole[len(known) :]
+        start = self._shown + len(self._text)
+        waiting = not self._pending or self._pending.endswith(_REPLACEMENT)
+        if waiting and len(self._ids) - self._read < _LONGEST_PENDING:
+            return max(start + len(self._pending.rstrip(_REPLACEMENT)), self._ends[-1][0] if self._ends else 0)
+        self._take_pending()
+        return self._shown + len(self._text)
+
+    def _take_pending(self) -> None:
+        self._text += self._pending
+        self._pending = ""
+        del self._ids[: self._read]
+        self._read = len(self._ids)
 
     def _exact(self, text: str) -> Iterator[tuple[str, bool]]:
-        start = self._shown
+        first = start = self._shown
         self._shown += len(text)
-        for end, drafted in zip(self._ends, self._drafted, strict=True):
-            if end > start and start < self._shown:
-                stop = min(end, self._shown)
-                yield text[start - self._shown + len(text) : stop - self._shown + len(text)], drafted
+        while self._ends and start < self._shown:
+            end, drafted = self._ends[0]
+            stop = min(end, self._shown)
+            if stop > start:
+                yield text[start - first : stop - first], drafted
                 start = stop
+            if end <= self._shown:
+                self._ends.popleft()
         if start < self._shown:
-            yield text[start - self._shown :], False
+            yield text[start - first :], False
 
 
 def _by_words(chunk: Chunk) -> Iterator[tuple[str, bool]]:

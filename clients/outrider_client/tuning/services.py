@@ -12,11 +12,11 @@ from typing import Any
 
 from outrider.settings import SettingsError
 from outrider_client.bench.backends import TargetBackend
-from outrider_client.local.placement import Placement, has_flag, named_settings, place, visible_gpus
+from outrider_client.local.placement import Placement, has_flag, merged_drafters, named_settings, place, visible_gpus
 from outrider_client.local.stack import ServiceFailed, Stack, wait_for_drafter
 from outrider_client.results import TargetInfo
 from outrider_client.terminal.options import ClientOptions, TuneOptions, flag_words
-from outrider_client.tuning.candidates import MERGED, Candidate, known_candidates, parse_candidates
+from outrider_client.tuning.candidates import Candidate, known_candidates, parse_candidates
 from outrider_client.tuning.settings_file import Document, read_document, to_toml, with_settings
 
 # Flags for other clients and operators of a service, which are left empty here.
@@ -29,7 +29,6 @@ _PRIVATE_TARGET = ("draft-token", "draft-tls-ca", "draft-tls-certificate", "draf
 _SNAPSHOT = ("trie", "snapshot")
 # Share of a GPU's free memory for one target's cache, with room for a second.
 _MEMORY_SHARE = "0.4"
-_DEFAULT_PARTS = "eagle,trie"
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def read_setup(options: TuneOptions, path: Path | None, environment: Mapping[str
     device = ("--device", options.device) if options.device else ()
     placed = place(visible_gpus(), options.drafter, options.model, (*target_words, *device), draft_words, named)
     captured = "--cuda-graphs" in (*placed.draft, *draft_words)
-    parts = named.get((MERGED, "merged_drafters"), _DEFAULT_PARTS).split(",")
+    parts = merged_drafters(draft_words, named)
     candidates = parse_candidates(options.candidates) or known_candidates(options.drafter, parts, captured)
     if not candidates:
         raise SettingsError(f"nothing is known to try for {options.drafter}: name --candidates")
