@@ -13,7 +13,7 @@ from outrider.v1 import target_pb2, target_pb2_grpc
 from outrider.wire.trees import sampling_to_pb
 from outrider_client.blocks import AsyncClosing
 from outrider_client.connection import Connection, Tls
-from outrider_client.failures import typed_errors
+from outrider_client.failures import raising_own, typed_errors
 from outrider_client.generation import Generation, Speculation
 from outrider_client.messages import Message as Message
 from outrider_client.messages import MessageLike, messages_to_pb
@@ -176,8 +176,7 @@ class Client(AsyncClosing):
             QuotaExceeded: another update is under way, or files that are too large.
             OSError: a file that cannot be read.
         """
-        requests = update_requests(folder, files, running)
-        with typed_errors(self.address):
+        with typed_errors(self.address), raising_own(update_requests(folder, files, running)) as requests:
             response = await self._stub.UpdateWeights(requests, timeout=timeout, metadata=self._connection.metadata)
         return WeightsUpdated.from_pb(response)
 

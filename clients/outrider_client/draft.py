@@ -11,7 +11,7 @@ from outrider.wire.drafts import corpus_from_pb, info_from_pb
 from outrider.wire.frames import CorpusInfo, DraftInfo
 from outrider_client.blocks import AsyncClosing
 from outrider_client.connection import Connection, Tls
-from outrider_client.failures import typed_errors
+from outrider_client.failures import raising_own, typed_errors
 from outrider_client.policy import PLAIN, Policy
 
 DRAFT_SERVICE = "outrider.v1.DraftService"
@@ -79,12 +79,11 @@ class DraftClient(AsyncClosing):
     ) -> CorpusAdded:
         """Add documents (token ids) to a tenant's trie, or to the shared corpus `corpus`.
 
-        Raises `NotSupported` where the drafter has no trie, and `QuotaExceeded` past the tenant's quota.
+        Raises `NotSupported` where the drafter has no trie, `QuotaExceeded` past the tenant's quota, `ValueError` for a
+        token id that is no unsigned 32-bit number, and whatever `documents` raises.
         """
-        with typed_errors(self._connection.address):
-            response = await self._stub.AddCorpus(
-                _pieces(documents, tenant, corpus), timeout=timeout, metadata=self._connection.metadata
-            )
+        with typed_errors(self._connection.address), raising_own(_pieces(documents, tenant, corpus)) as pieces:
+            response = await self._stub.AddCorpus(pieces, timeout=timeout, metadata=self._connection.metadata)
         return CorpusAdded(response.tokens, response.nodes)
 
     async def list_corpora(self, *, tenant: str = "", timeout: float | None = None) -> list[CorpusInfo]:

@@ -6,8 +6,10 @@ Errors that the service itself reports are the classes of `outrider.errors`. A s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import grpc
 
@@ -17,6 +19,7 @@ from outrider.unreachable import TlsProblem as TlsProblem
 from outrider.unreachable import cause_of
 from outrider.wire.trees import error_of_rpc
 
+Message = TypeVar("Message")
 # The status that gRPC gives a stream when a write finds the connection lost before a read does.
 _BROKEN_WRITE = "Internal error from Core"
 # The status message of a call that reaches a gRPC server just as it stops. Calls that we cancel have another message.
@@ -57,3 +60,34 @@ def typed_errors(address: str) -> Iterator[None]:
         yield
     except grpc.RpcError as error:
         raise typed_error(error, address) from error
+
+
+@contextmanager
+def raising_own(messages: AsyncIterator[Message]) -> Iterator[AsyncIterator[Message]]:
+    """The messages to give to a call that the block awaits; the block raises what they raised.
+
+    gRPC only cancels the call then, which would look as if the caller had cancelled it.
+    """
+    raised: list[Exception] = []
+
+    async def kept() -> AsyncIterator[Message]:
+        try:
+            async for message in messages:
+                yield message
+        except Exception as error:
+            raised.append(error)
+            raise
+
+    cancellations = _cancellations()
+    try:
+        yield kept()
+    except asyncio.CancelledError:
+        if raised and _cancellations() == cancellations:
+            raise raised[0] from None
+        raise
+
+
+def _cancellations() -> int:
+    """How often the running task was asked to end."""
+    task = asyncio.current_task()
+    return 0 if task is None else task.cancelling()

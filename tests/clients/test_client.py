@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -237,6 +239,38 @@ async def test_corpus_is_sent_in_pieces(running: Any) -> None:
     assert running.draft.taught == [("acme", "docs", 70_002)]
 
 
+@pytest.mark.parametrize(("token_id", "expected"), [(2**40, ValueError), (-1, ValueError), ("one", TypeError)])
+async def test_a_corpus_of_anything_but_token_ids_is_an_error(running: Any, token_id: Any, expected: type) -> None:
+    async with DraftClient.connect(running.address) as draft:
+        with pytest.raises(expected):
+            await draft.add_corpus([[1, token_id]])
+        assert (await draft.add_corpus([[1]])).tokens == 1
+
+
+async def test_errors_of_the_documents_are_the_callers(running: Any) -> None:
+    def documents() -> Iterator[list[int]]:
+        yield [1]
+        raise KeyError("no such document")
+
+    async with DraftClient.connect(running.address) as draft:
+        with pytest.raises(KeyError, match="no such document"):
+            await draft.add_corpus(documents())
+
+
+async def test_a_cancelled_corpus_is_cancelled(running: Any) -> None:
+    """Also when its documents fail at that moment."""
+
+    def documents() -> Iterator[list[int]]:
+        adding.cancel()
+        raise KeyError("no such document")
+        yield []
+
+    async with DraftClient.connect(running.address) as draft:
+        adding = asyncio.create_task(draft.add_corpus(documents()))
+        with pytest.raises(asyncio.CancelledError):
+            await adding
+
+
 async def test_corpora_are_listed_and_deleted(running: Any) -> None:
     docs = CorpusInfo("docs", "acme", tokens=3, documents=1, nodes=6, bytes=2**20)
     own = CorpusInfo("", "acme", tokens=2, documents=1, nodes=4, bytes=2**20)
@@ -326,6 +360,12 @@ async def test_updates_of_weights(running: Any) -> None:
                 await client.update_weights(**both_or_neither)
         with pytest.raises(errors.PermissionDenied):
             await client.update_weights(folder="refused")
+
+
+async def test_an_update_from_a_file_that_cannot_be_read(running: Any, tmp_path: Path) -> None:
+    async with Client.connect(running.address) as client:
+        with pytest.raises(OSError, match=str(tmp_path)):
+            await client.update_weights(files=[tmp_path])
 
 
 async def test_updates_without_an_event_loop(running: Any) -> None:
