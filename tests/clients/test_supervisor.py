@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -30,6 +31,31 @@ async def test_ready_then_sigterm(tmp_path: Path) -> None:
     assert await asyncio.wait_for(running, SECONDS) == 0
     assert lines.count("target", "hello") == lines.count("draft", "hello") == 1
     assert not living_children("hello from")
+
+
+@pytest.mark.parametrize("at_terminal", [False, True])
+async def test_hangup_reloads_tokens_or_is_a_terminals_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_terminal: bool
+) -> None:
+    lines, reloaded = Lines(), list[str]()
+    monkeypatch.setattr(Child, "reload", lambda child: reloaded.append(child.name))
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: at_terminal))
+    names = ("target", "draft", "gateway")
+    target, draft, gateway = (service(name, tmp_path) for name in names)
+    # Tests may run under nohup.
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        running = asyncio.create_task(Supervisor(target, draft, lines.emit, QUICK, gateway).run())
+        for name in names:
+            await lines.wait(name, "hello")
+        os.kill(os.getpid(), signal.SIGHUP)
+        if not at_terminal:
+            await asyncio.sleep(0.1)
+            assert sorted(reloaded) == ["draft", "target"] and not running.done()
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert await asyncio.wait_for(running, SECONDS) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 async def test_dead_draft_is_started_again(tmp_path: Path) -> None:

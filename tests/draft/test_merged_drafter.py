@@ -159,6 +159,26 @@ def test_trie_and_head_serve_one_sequence() -> None:
     assert trie.stats()["trie_learnt_tokens_total"] > 0
 
 
+def test_a_part_that_fails_to_open_leaves_no_other_open() -> None:
+    """By any error, such as memory that is short or a mistake in somebody's drafter."""
+
+    class Failing(PromptLookupDrafter):
+        def open(self, _: DraftSequence) -> None:
+            raise RuntimeError("no memory")
+
+    closed: list[DraftSequence] = []
+
+    class Noting(PromptLookupDrafter):
+        def close(self, sequence: DraftSequence) -> None:
+            closed.append(sequence)
+
+    merged = MergedDrafter(MergedConfig(), [Noting(PromptLookupConfig()), Failing(PromptLookupConfig())])
+    sequence = DraftSequence(1, [1, 2], 1, VOCABULARY)
+    with pytest.raises(RuntimeError, match="no memory"):
+        merged.open(sequence)
+    assert len(closed) == 1
+
+
 @pytest.mark.parametrize("mode", [VerificationMode.GREEDY, VerificationMode.COUPLED], ids=["greedy", "coupled"])
 def test_bytes_say_what_trees_say(mode: VerificationMode) -> None:
     merged, _ = trie_and_head()

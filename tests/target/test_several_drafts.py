@@ -105,8 +105,9 @@ def test_a_tenant_stays_with_the_draft_that_knows_its_texts(drafts: Drafts) -> N
     assert [others.home_of(number) for number in range(20)] == homes[:20]
 
 
-def test_drafts_without_memory_share_what_one_tenant_asks(drafts: Drafts) -> None:
-    several = drafts.several(info=EAGLE)
+@pytest.mark.parametrize("drafter", ["eagle", "prompt_lookup"])
+def test_drafts_without_memory_share_what_one_tenant_asks(drafts: Drafts, drafter: str) -> None:
+    several = drafts.several(info=replace(INFO, drafter=drafter))
     for number in range(90):
         several.open(opening(number))
     assert min(Counter(map(drafts.home_of, range(90))).values()) > 15

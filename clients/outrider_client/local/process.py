@@ -98,6 +98,10 @@ class Child:
             self._signal(signal.SIGKILL)
             return await self._process.wait()
 
+    def reload(self) -> None:
+        """Have it read its tokens again."""
+        self._signal(signal.SIGHUP)
+
     def terminate(self) -> None:
         self._signal(signal.SIGTERM)
 

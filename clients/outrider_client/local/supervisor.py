@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,8 +70,12 @@ class Supervisor:
         """Run until a signal, the target's end, or invalid settings of draft or gateway. Returns the exit status: 0
         after a signal, else non-zero. Raises `OSError` where a service cannot be started for the first time."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal)
+        handlers = {signal.SIGINT: self._on_signal, signal.SIGTERM: self._on_signal}
+        # Ignored under nohup.
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            handlers[signal.SIGHUP] = self._on_signal if sys.stdin.isatty() else self._on_hangup
+        for number, handle in handlers.items():
+            loop.add_signal_handler(number, handle)
         kept: dict[str, asyncio.Task[None]] = {}
         try:
             if self._mps is not None:
@@ -87,12 +92,19 @@ class Supervisor:
                 await self._stop(name)
             if self._mps is not None:
                 await self._mps.stop()
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in handlers:
                 loop.remove_signal_handler(number)
             for task in kept.values():
                 if not task.cancelled():
                     # Raises what prevented a first start.
                     task.result()
+
+    def _on_hangup(self) -> None:
+        """Without a terminal, whose end it would be: pass on that the tokens changed."""
+        for name, child in self._children.items():
+            # The gateway has none.
+            if name != "gateway":
+                child.reload()
 
     def _on_signal(self) -> None:
         if self._stopping.is_set():
