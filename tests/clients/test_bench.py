@@ -13,6 +13,7 @@ from tcp_server import answering
 
 from outrider.errors import PositionOutOfRange
 from outrider.settings import SettingsError
+from outrider_client.bench.backends import TargetBackend
 from outrider_client.bench.plot import save_plot
 from outrider_client.bench.profile import StepProfile, profile_table
 from outrider_client.bench.prompts import load_prompts
@@ -22,7 +23,8 @@ from outrider_client.bench.samples import Mode, Sample
 from outrider_client.bench.session import make_plan
 from outrider_client.cli.bench import EXIT_DIFFERENT
 from outrider_client.client import Message
-from outrider_client.terminal.options import BenchOptions
+from outrider_client.connection import Connection
+from outrider_client.terminal.options import BenchOptions, ClientOptions
 
 PLAIN, TRIE = Mode("plain"), Mode("trie", "remote")
 CELL_KEYS = {
@@ -210,6 +212,35 @@ async def test_differences_are_counted(prompts: Path) -> None:
 def test_percentile() -> None:
     values = [float(value) for value in range(1, 101)]
     assert (percentile(values, 0.5), percentile(values, 0.95), percentile([], 0.5)) == (50.0, 95.0, None)
+
+
+async def test_tenants_share_one_connection(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Making one would be a part of the time to a tenant's first token."""
+    connected: list[str] = []
+    connect = Connection.__init__
+
+    def counted(connection: Connection, address: str, **given: Any) -> None:
+        connected.append(address)
+        connect(connection, address, **given)
+
+    monkeypatch.setattr(Connection, "__init__", counted)
+    backend = TargetBackend(ClientOptions(tenant="own"), running.address, True, memory="tried-")
+    for tenant in ("a", "b"):
+        await backend.answer([("user", "hello")], 2, tenant)
+    await backend.client().generate(text="hello").result()
+    await backend.close()
+    assert connected == [running.address]
+    assert [tenant for _, tenant, _ in running.target.requests] == ["tried-a", "tried-b", "own"]
+
+
+async def test_a_token_file_is_read_once(guarded: Any, tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text("sixteen-letters!\n")
+    backend = TargetBackend(ClientOptions(token_file=str(path)), guarded.address, True)
+    path.unlink()
+    await backend.answer([("user", "hello")], 2, "a")
+    await backend.close()
+    assert [tenant for _, tenant, _ in guarded.target.requests] == ["acme"]
 
 
 async def test_the_command_on_a_running_target(running: Any, prompts: Path, tmp_path: Path, outrider: Any) -> None:

@@ -34,21 +34,20 @@ class TargetBackend:
         self, reach: ClientOptions, address: str, speculate: bool, max_nodes: int | None = None, memory: str = ""
     ) -> None:
         """`max_nodes` limits the drafted rows of a step; None leaves that to the target. `memory` is a prefix of every
-        tenant's name, so that drafts learn separately."""
+        tenant's name, so that drafts learn separately. Must be called from a running event loop."""
         self._reach = reach
         self._memory = memory
-        self._address = address
         self._speculation = Speculation(enabled=None if speculate else False, max_nodes=max_nodes)
-        self._clients: dict[str, Client] = {}
+        # Read once, and one connection for all tenants: neither is a part of the answers' times.
+        self._token = reach.secret()
+        self._client = Client.connect(
+            address, tls=reach.tls_options(), token=self._token, tenant=reach.tenant, policy=PLAIN
+        )
 
     def client(self, tenant: str = "") -> Client:
         """The client for a tenant. With a token, the token determines the tenant."""
-        name = self._reach.tenant if self._reach.secret() else tenant or self._reach.tenant
-        if name not in self._clients:
-            self._clients[name] = Client.connect(
-                self._address, tls=self._reach.tls_options(), token=self._reach.secret(), tenant=name, policy=PLAIN
-            )
-        return self._clients[name]
+        name = self._reach.tenant if self._token else tenant or self._reach.tenant
+        return self._client.acting_for(token=self._token, tenant=name)
 
     async def answer(self, messages: Sequence[Message], max_tokens: int, tenant: str) -> Sample:
         generation = self.client(self._memory + tenant).generate(
@@ -60,8 +59,7 @@ class TargetBackend:
         return Sample.of(await generation.result())
 
     async def close(self) -> None:
-        for client in self._clients.values():
-            await client.close()
+        await self._client.close()
 
 
 class TransformersBackend:
