@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,17 +31,28 @@ class _LoopThread:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        # Held to submit work, so that none comes after the loop's end was begun.
+        self._submitting = threading.Lock()
+        self._ending = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="outrider-client", daemon=True)
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, Answer]) -> Answer:
-        """Run a coroutine and return its result. An interrupt, such as Ctrl-C, cancels it."""
-        if self._loop.is_closed():
-            work.close()
-            raise RuntimeError("the client is closed")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        """Run a coroutine and return its result. An interrupt, such as Ctrl-C, cancels it.
+
+        Raises `RuntimeError` once the loop ends, also for work under way then.
+        """
+        with self._submitting:
+            if self._ending:
+                work.close()
+                raise RuntimeError("the client is closed")
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
+        except concurrent.futures.CancelledError:
+            if self._ending:
+                raise RuntimeError("the client is closed") from None
+            raise
         except BaseException:
             future.cancel()
             raise
@@ -50,13 +62,31 @@ class _LoopThread:
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(work)
 
-    def stop(self) -> None:
-        """End the loop and its thread. Does nothing the second time."""
-        if not self._loop.is_closed():
-            self.run(self._loop.shutdown_asyncgens())
+    def stop(self, last: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Cancel all work, run `last`, and end the loop and its thread. Does nothing the second time."""
+        with self._submitting:
+            if self._ending:
+                return
+            self._ending = True
+            ended = asyncio.run_coroutine_threadsafe(self._end(last), self._loop)
+        try:
+            ended.result()
+        finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
+
+    async def _end(self, last: Callable[[], Awaitable[None]] | None) -> None:
+        # A loop that stops with tasks leaves the threads that wait for them waiting for ever.
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        try:
+            if last is not None:
+                await last()
+        finally:
+            await self._loop.shutdown_asyncgens()
 
 
 class SyncGeneration(Closing):
@@ -175,7 +205,6 @@ class SyncClient(Closing):
     def __init__(self, loop: _LoopThread, client: Client) -> None:
         self._loop = loop
         self._client = client
-        self._closed = False
 
     @classmethod
     def connect(
@@ -201,13 +230,11 @@ class SyncClient(Closing):
             raise
 
     def close(self) -> None:
-        """Cancel what runs and close the connection. Does nothing the second time."""
-        if not self._closed:
-            self._closed = True
-            try:
-                self._loop.run(self._client.close())
-            finally:
-                self._loop.stop()
+        """Cancel what runs and close the connection. Does nothing the second time.
+
+        Calls under way in other threads fail with `RuntimeError`, as later calls do.
+        """
+        self._loop.stop(self._client.close)
 
     def generate(
         self,

@@ -10,13 +10,13 @@ from typing import Any
 
 import grpc
 
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, UnknownSequence
 from outrider.sampling import SamplingParams, TypicalAcceptance, VerificationMode
 from outrider.tree import TokenTree
 from outrider.v1 import target_pb2
 from outrider.wire.trees import error_of, mode_from_pb, mode_to_pb, sampling_to_pb, tree_to_pb, typical_to_pb
 from outrider_client.blocks import AsyncClosing
-from outrider_client.failures import ServiceUnreachable, typed_error, typed_errors
+from outrider_client.failures import ServiceUnreachable, typed_error
 from outrider_client.results import FinishReason, Verdict
 
 _Call = Any  # grpc.aio.StreamStreamCall, whose type parameters differ between stub versions.
@@ -45,18 +45,20 @@ class VerifiedSequence:
     async def verify(self, tree: TokenTree) -> Verdict:
         """One step: the rows of `tree` (at most `max_rows`) that the target accepts, and its own next token.
 
-        After an error about the tree (`InvalidField`, `WrongRoot`) the sequence is unchanged.
+        After an error about the tree (`InvalidField`, `WrongRoot`) the sequence is unchanged. A cancelled step goes on
+        at the target: the next is refused with `RuntimeError` until its verdict has come, and then begins after it.
         """
-        verdict = await self._session._verify(self.sequence_id, self.step, tree)
-        self.token_ids.extend(verdict.token_ids)
-        self.step = verdict.next_step
-        self.finish_reason = verdict.finish_reason
-        return verdict
+        return await self._session._verify(self.sequence_id, self.step, tree)
 
     async def close(self) -> None:
         """End the sequence and free its cache. Does nothing for one that has finished."""
         if self.finish_reason is None:
             await self._session._close_sequence(self.sequence_id)
+
+    def _take(self, verdict: Verdict) -> None:
+        self.token_ids.extend(verdict.token_ids)
+        self.step = verdict.next_step
+        self.finish_reason = verdict.finish_reason
 
 
 class VerifySession(AsyncClosing):
@@ -74,9 +76,11 @@ class VerifySession(AsyncClosing):
         self._address = address
         self._tags = itertools.count(1)
         self._waiting: dict[_Key, asyncio.Future[Any]] = {}
-        self._open: set[int] = set()
+        self._open: dict[int, VerifiedSequence] = {}
         # A stream allows one write at a time.
         self._writing = asyncio.Lock()
+        # Event loops hold their tasks weakly.
+        self._writes: set[asyncio.Task[None]] = set()
         self._reader = asyncio.create_task(self._read_all())
         self._failure: OutriderError | ServiceUnreachable | None = None
 
@@ -100,94 +104,148 @@ class VerifySession(AsyncClosing):
                 typical=typical_to_pb(typical),
             )
         )
-        opened: target_pb2.VerificationOpened = await self._request(("opened", tag), frame)
-        self._open.add(opened.sequence_id)
-        return VerifiedSequence(self, opened, list(token_ids))
+        answer = self._request(("opened", tag), frame)
+        try:
+            opened: target_pb2.VerificationOpened = await asyncio.shield(answer)
+        except asyncio.CancelledError:
+            # The target opens it all the same.
+            answer.add_done_callback(self._close_unwanted)
+            raise
+        sequence = self._open[opened.sequence_id] = VerifiedSequence(self, opened, list(token_ids))
+        return sequence
 
     async def close(self) -> None:
-        """End every open sequence, then the stream."""
-        if self._failure is None and not self._reader.done():
-            with contextlib.suppress(OutriderError, ServiceUnreachable):
-                for sequence_id in tuple(self._open):
-                    await self._close_sequence(sequence_id)
-                with typed_errors(self._address):
-                    await self._call.done_writing()
-        else:
+        """End every open sequence, then the stream. Steps under way fail."""
+        try:
+            if not self._reader.done():
+                with contextlib.suppress(OutriderError, ServiceUnreachable):
+                    for sequence_id in tuple(self._open):
+                        await self._write(_close_frame(sequence_id))
+                    await self._write(None)
+                # The target ends the stream when it has read the end of our side; else it is cancelled.
+                await asyncio.wait({self._reader}, timeout=2.0)
+        finally:
             self._call.cancel()
-        # The target ends the stream when it has read the end of our side; else it is cancelled.
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self._reader), 2.0)
-        self._call.cancel()
-        self._reader.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._reader
+            self._reader.cancel()
+            await asyncio.wait({self._reader})
 
     async def _verify(self, sequence_id: int, step: int, tree: TokenTree) -> Verdict:
         frame = target_pb2.VerifyRequest(
             tree=target_pb2.VerifyTree(sequence_id=sequence_id, step=step, tree=tree_to_pb(tree))
         )
-        verdict: Verdict = await self._request(("verdict", sequence_id), frame)
-        if verdict.finish_reason is not None:
-            self._open.discard(sequence_id)
+        verdict: Verdict = await asyncio.shield(self._request(("verdict", sequence_id), frame))
         return verdict
 
     async def _close_sequence(self, sequence_id: int) -> None:
-        self._open.discard(sequence_id)
-        await self._write(target_pb2.VerifyRequest(close=target_pb2.CloseVerification(sequence_id=sequence_id)))
+        self._open.pop(sequence_id, None)
+        # The target sends no verdict any more.
+        self._resolve(("verdict", sequence_id), UnknownSequence("the sequence is closed"))
+        await self._write(_close_frame(sequence_id))
 
-    async def _request(self, key: _Key, frame: target_pb2.VerifyRequest) -> Any:
+    def _close_unwanted(self, answer: asyncio.Future[Any]) -> None:
+        if answer.exception() is None:
+            self._begin_write(_close_frame(answer.result().sequence_id)).add_done_callback(_retrieve)
+
+    def _request(self, key: _Key, frame: target_pb2.VerifyRequest) -> asyncio.Future[Any]:
+        """Send a frame. Its answer stays awaited when the caller is cancelled, so that no other caller gets it."""
         if self._failure is not None:
             raise self._failure
         if key in self._waiting:
             raise RuntimeError("a sequence takes one tree at a time")
-        answer = self._waiting[key] = asyncio.get_running_loop().create_future()
-        try:
-            await self._write(frame)
-            return await answer
-        finally:
-            del self._waiting[key]
-            # The reader may have set an exception while the write failed too; asyncio logs those not retrieved.
-            if answer.done() and not answer.cancelled():
-                answer.exception()
 
-    async def _write(self, frame: target_pb2.VerifyRequest) -> None:
+        def written(write: asyncio.Task[None]) -> None:
+            if not write.cancelled() and (error := write.exception()) is not None:
+                self._resolve(key, error)
+
+        answer = self._waiting[key] = asyncio.get_running_loop().create_future()
+        answer.add_done_callback(_retrieve)
+        self._begin_write(frame).add_done_callback(written)
+        return answer
+
+    async def _write(self, frame: target_pb2.VerifyRequest | None) -> None:
+        await asyncio.shield(self._begin_write(frame))
+
+    def _begin_write(self, frame: target_pb2.VerifyRequest | None) -> asyncio.Task[None]:
+        """Write in a task of its own: gRPC cancels the whole stream when the task that writes is cancelled."""
+        write = asyncio.create_task(self._write_now(frame))
+        self._writes.add(write)
+        write.add_done_callback(self._writes.discard)
+        return write
+
+    async def _write_now(self, frame: target_pb2.VerifyRequest | None) -> None:
+        """Write a frame, or with None the end of our side."""
         try:
             async with self._writing:
-                await self._call.write(frame)
-        except (grpc.RpcError, asyncio.InvalidStateError):
+                if frame is None:
+                    await self._call.done_writing()
+                else:
+                    await self._call.write(frame)
+        except (grpc.RpcError, grpc.aio.InternalError, asyncio.InvalidStateError, asyncio.CancelledError) as error:
+            # gRPC raises the last for a call that was cancelled, too.
+            if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+                raise
             # The reader gets the reason why the call ended; a write to an ended call does not.
             await asyncio.wait({self._reader})
-            raise self._failure or ServiceUnreachable(self._address, "the stream has ended") from None
+            raise self._failure or self._ended() from None
+
+    def _ended(self) -> ServiceUnreachable:
+        return ServiceUnreachable(self._address, "the stream has ended")
 
     async def _read_all(self) -> None:
-        failure: OutriderError | ServiceUnreachable
+        failure: OutriderError | ServiceUnreachable = self._ended()
         try:
             while isinstance(response := await self._call.read(), target_pb2.VerifyResponse):
                 self._deliver(response)
-            failure = ServiceUnreachable(self._address, "the stream has ended")
         except grpc.RpcError as error:
             failure = typed_error(error, self._address)
-        self._failure = failure
-        for answer in self._waiting.values():
-            if not answer.done():
-                answer.set_exception(failure)
+        finally:
+            # Also when the call was cancelled, here or by the end of the connection.
+            self._failure = failure
+            for key in tuple(self._waiting):
+                self._resolve(key, failure)
 
     def _deliver(self, response: target_pb2.VerifyResponse) -> None:
         kind = response.WhichOneof("frame")
         if kind == "opened":
             self._resolve(("opened", response.opened.client_tag), response.opened)
         elif kind == "verdict":
-            self._resolve(("verdict", response.verdict.sequence_id), Verdict.from_pb(response.verdict))
+            self._take(Verdict.from_pb(response.verdict))
         elif kind == "status":
             status = response.status
             key = ("verdict", status.sequence_id) if status.sequence_id else ("opened", status.client_tag)
             self._resolve(key, error_of(status.status))
 
+    def _take(self, verdict: Verdict) -> None:
+        """The sequence goes on after the verdict, also where the caller waits for it no more."""
+        key = ("verdict", verdict.sequence_id)
+        sequence = self._open.get(verdict.sequence_id)
+        if sequence is not None and key in self._waiting:
+            sequence._take(verdict)
+            if verdict.finish_reason is not None:
+                del self._open[verdict.sequence_id]
+        self._resolve(key, verdict)
+
     def _resolve(self, key: _Key, outcome: object) -> None:
-        answer = self._waiting.get(key)
-        if answer is None or answer.done():
+        answer = self._waiting.pop(key, None)
+        if answer is None:
             return
-        if isinstance(outcome, OutriderError):
+        if isinstance(outcome, BaseException):
             answer.set_exception(outcome)
         else:
             answer.set_result(outcome)
+
+
+def _close_frame(sequence_id: int) -> target_pb2.VerifyRequest:
+    return target_pb2.VerifyRequest(close=target_pb2.CloseVerification(sequence_id=sequence_id))
+
+
+def _retrieve(done: asyncio.Future[Any]) -> None:
+    """asyncio logs exceptions that nobody retrieves, and cancelled callers leave theirs."""
+    if not done.cancelled():
+        done.exception()
+
+
+def _is_cancelled() -> bool:
+    """Whether the running task itself was cancelled."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

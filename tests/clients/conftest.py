@@ -56,6 +56,13 @@ class ScriptedTarget(target_pb2_grpc.TargetServiceServicer):
     lingers: float = 0.0
     came: list[float] = field(default_factory=list)
     deadlines: list[float | None] = field(default_factory=list)
+    # The answers of Verify streams wait for it.
+    answering: asyncio.Event = field(default_factory=asyncio.Event)
+    # Sequences of Verify streams that their clients have closed.
+    closed: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.answering.set()
 
     def _receive(self, context: Any) -> None:
         self.came.append(time.monotonic())
@@ -112,6 +119,7 @@ class ScriptedTarget(target_pb2_grpc.TargetServiceServicer):
         sequences: dict[int, int] = {}
         async for frame in request_iterator:
             response = self._verify(frame, sequences)
+            await self.answering.wait()
             if response is not None:
                 await context.write(response)
 
@@ -130,6 +138,7 @@ class ScriptedTarget(target_pb2_grpc.TargetServiceServicer):
             )
         if kind == "close":
             sequences.pop(frame.close.sequence_id, None)
+            self.closed.append(frame.close.sequence_id)
             return None
         asked = frame.tree
         if asked.tree.token_ids[0] != sequences.get(asked.sequence_id):

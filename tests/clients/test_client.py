@@ -321,6 +321,73 @@ async def test_verify_after_the_target_is_gone(running: Any) -> None:
             await session.open([1])
 
 
+@pytest.mark.parametrize("ending", ["client", "session", "sequence"])
+async def test_closing_ends_the_steps_under_way(running: Any, ending: str) -> None:
+    """Also at a target that answers no more."""
+    async with Client.connect(running.address) as client, client.verify() as session:
+        sequence = await session.open([1])
+        running.target.answering.clear()
+        step = asyncio.create_task(sequence.verify(TokenTree.root_only(1)))
+        await asyncio.sleep(0.1)
+        await {"client": client, "session": session, "sequence": sequence}[ending].close()
+        with pytest.raises(errors.UnknownSequence if ending == "sequence" else ServiceUnreachable):
+            await asyncio.wait_for(step, 5)
+        running.target.answering.set()
+
+
+async def test_steps_and_sequences_after_the_client_is_closed(running: Any) -> None:
+    client = Client.connect(running.address)
+    async with client.verify() as session:
+        sequence = await session.open([1])
+        await client.close()
+        for work in (sequence.verify(TokenTree.root_only(1)), session.open([1]), sequence.close()):
+            with pytest.raises(ServiceUnreachable):
+                await asyncio.wait_for(work, 5)
+
+
+async def test_the_verdict_of_a_cancelled_step_is_not_the_next_ones(running: Any) -> None:
+    async with Client.connect(running.address) as client, client.verify() as session:
+        sequence, other = await session.open([1]), await session.open([2])
+        running.target.answering.clear()
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(sequence.verify(TokenTree((1, 3), (0, 0), (1.0, 1.0))), 0.1)
+        with pytest.raises(RuntimeError, match="one tree at a time"):
+            await sequence.verify(TokenTree.root_only(1))
+        running.target.answering.set()
+        # The target answers in order.
+        await other.verify(TokenTree.root_only(2))
+        assert (sequence.token_ids, sequence.step) == ([1, 3, 5], 1)
+        verdict = await sequence.verify(TokenTree((5, 4), (0, 0), (1.0, 1.0)))
+        assert (verdict.step, verdict.token_ids, sequence.token_ids) == (1, (4, 5), [1, 3, 5, 4, 5])
+
+
+async def test_a_step_cancelled_as_its_frame_is_written_leaves_the_stream(running: Any) -> None:
+    async with Client.connect(running.address) as client, client.verify() as session:
+        sequences = [await session.open([1]) for _ in range(8)]
+        steps = [asyncio.create_task(sequence.verify(TokenTree.root_only(1))) for sequence in sequences]
+        for _ in range(3):
+            await asyncio.sleep(0)
+        for step in steps:
+            step.cancel()
+        await asyncio.wait(steps)
+        other = await session.open([2])
+        await other.verify(TokenTree.root_only(2))
+        assert [sequence.token_ids for sequence in sequences] == [[1, 5]] * 8
+
+
+async def test_a_cancelled_open_leaves_nothing_at_the_target(running: Any) -> None:
+    async with Client.connect(running.address) as client, client.verify() as session:
+        running.target.answering.clear()
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(session.open([1]), 0.1)
+        running.target.answering.set()
+        kept = await session.open([2])
+        async with asyncio.timeout(5):
+            while not running.target.closed:
+                await asyncio.sleep(0.01)
+        assert (running.target.closed, kept.sequence_id) == ([1], 2)
+
+
 async def test_calls_that_come_as_the_target_stops_are_to_be_made_elsewhere(running: Any) -> None:
     """gRPC cancels those that reach a server just then; the caller has cancelled nothing, and may try again."""
     failures: list[Exception] = []

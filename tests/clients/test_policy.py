@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -153,6 +154,44 @@ class TestSynchronous:
                     assert sequence.token_ids == [1, 9, 5, 5, 5]
 
         await asyncio.to_thread(program)
+
+    @pytest.mark.parametrize("work", ["verify", "generate", "retry"])
+    async def test_closing_ends_the_calls_of_other_threads(self, running: Any, work: str) -> None:
+        running.target.step_seconds = 60.0
+        running.target.refusals = 4 if work == "retry" else 0
+
+        def call(client: SyncClient) -> None:
+            if work == "verify":
+                sequence = client.verify().open([1])
+                running.target.answering.clear()
+                sequence.verify(TokenTree.root_only(1))
+            elif work == "generate":
+                client.generate(text="x").result()
+            else:
+                client.info()
+
+        client = SyncClient.connect(running.address)
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[BaseException | None] = loop.create_future()
+
+        def program() -> None:
+            error: BaseException | None = None
+            try:
+                call(client)
+            except BaseException as raised:
+                error = raised
+            loop.call_soon_threadsafe(ended.set_result, error)
+
+        # A daemon, since the interpreter waits for other threads at its end.
+        threading.Thread(target=program, daemon=True).start()
+        await asyncio.sleep(0.3)
+        await asyncio.to_thread(client.close)
+        error = await asyncio.wait_for(ended, 5)
+        assert isinstance(error, RuntimeError) and str(error) == "the client is closed"
+        with pytest.raises(RuntimeError, match="the client is closed"):
+            client.info()
+        client.close()
+        running.target.answering.set()
 
     async def test_errors_are_typed(self, running: Any, unused_tcp_port: int) -> None:
         def program() -> None:
