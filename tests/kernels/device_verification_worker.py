@@ -5,8 +5,10 @@ A process of its own, because Triton's interpreter must be chosen before Triton 
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -290,7 +292,28 @@ def moves_differ(seed: int) -> bool:
     return not all(map(torch.equal, pools, copies))
 
 
+def rows_of_nothing() -> list[str]:
+    """Steps that say what is no token where a row has no likeliest one, or that change what other sequences say."""
+    # Ends this process where a kernel does not end.
+    signal.alarm(60 if INTERPRETED else 200)
+    wrong = []
+    for mode, vocabulary in itertools.product(Mode, (50, 2048)):
+        for filtered in (False, True) if mode is not Mode.GREEDY else (False,):
+            parameters = {"top_k": 5, "top_p": 0.8, "min_p": 0.01} if filtered else {}
+            step = make_step([drawn(mode, 3, 0, **parameters), drawn(mode, 2, 1)], vocabulary=vocabulary)
+            call = "greedy" if mode is Mode.GREEDY else "sampled"
+            usual = verdicts_of(step, "triton", call)
+            for value in (float("nan"), float("-inf")):
+                step.logits[step.asked[0].first_row, :vocabulary] = value
+                found = verdicts_of(step, "triton", call)
+                if not all(0 <= token < vocabulary for _, token in found) or found[1:] != usual[1:]:
+                    wrong.append(f"{mode.name} {vocabulary} {value} {found} {usual}")
+    signal.alarm(0)
+    return wrong
+
+
 def main() -> None:
+    nothing = rows_of_nothing()
     wrong, accepted, drawn_walks = {}, 0, 0
     for name, build, call in steps():
         step = build()
@@ -300,7 +323,14 @@ def main() -> None:
         if expected != actual:
             wrong[name] = [repr(pair) for pair in zip(expected, actual, strict=True) if pair[0] != pair[1]]
     moves = [seed for seed in range(6) if moves_differ(seed)]
-    json.dump({"wrong": wrong, "wrong_moves": moves, "accepted": accepted, "walks": drawn_walks}, sys.stdout)
+    found = {
+        "wrong": wrong,
+        "wrong_moves": moves,
+        "rows_of_nothing": nothing,
+        "accepted": accepted,
+        "walks": drawn_walks,
+    }
+    json.dump(found, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ WORKER = "device_verification_worker.py"
 def check(found: dict[str, Any]) -> None:
     assert found["wrong"] == {}
     assert found["wrong_moves"] == []
+    assert found["rows_of_nothing"] == []
     # Trees that nobody accepts would test nothing.
     assert found["accepted"] > found["walks"] > 150
 

@@ -87,7 +87,8 @@ def _rough_exponential(words):  # type: ignore[no-untyped-def]
 def _race(x, ids, words, peak, temperature, cut, cut_id, vocabulary):  # type: ignore[no-untyped-def]
     """Lowest score E / weight of a chunk, in fp64, and the lowest token that has it."""
     shifted = tl.where(x == peak, 0.0, (x - peak) / tl.maximum(temperature, 1e-30).to(tl.float32))
-    kept = shifted > float("-inf")
+    # Where every logit is -inf, so is the peak: those logits, and ids beyond the vocabulary, equal it.
+    kept = (shifted > float("-inf")) & (x > float("-inf"))
     if cut > 0.0:
         highest = tl.max(shifted, 0)
         if highest + _MARGIN - highest * 1e-6 < tl.log(cut).to(tl.float32):

@@ -30,8 +30,11 @@ _STEP = tl.constexpr(16)
 
 
 @triton.jit
-def _choices(scores, winners, first, rows, chunks, BLOCK_R: tl.constexpr):  # type: ignore[no-untyped-def]
-    """[BLOCK_R] int32: of each row the winner of the chunk with the lowest score, the first of equals."""
+def _choices(scores, winners, first, rows, vocabulary, chunks, BLOCK_R: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[BLOCK_R] int32: of each row the winner of the chunk with the lowest score, the first of equals.
+
+    The last token where no score is a number.
+    """
     index = tl.arange(0, BLOCK_R)[:, None]
     # Chunks a multiple of _STEP apart meet in one column; columns are compared at the end.
     best = tl.full([BLOCK_R, _STEP], float("inf"), tl.float64)
@@ -46,7 +49,7 @@ def _choices(scores, winners, first, rows, chunks, BLOCK_R: tl.constexpr):  # ty
         best = tl.where(better, score, best)
         winner = tl.where(better, found, winner)
     lowest = tl.min(best, 1)
-    return tl.min(tl.where(best == lowest[:, None], winner, 2**31 - 1), 1)
+    return tl.minimum(tl.min(tl.where(best == lowest[:, None], winner, 2**31 - 1), 1), vocabulary - 1)
 
 
 @triton.jit
@@ -228,7 +231,7 @@ def walk_kernel(  # type: ignore[no-untyped-def]
                 scores, accepted_rows, vocabulary, chunks, BLOCK_CHUNKS, BLOCK_R, CHUNK, CUT, DRAWN,
             )  # fmt: skip
         else:
-            choices = _choices(scores, winners, first, rows, chunks, BLOCK_R)
+            choices = _choices(scores, winners, first, rows, vocabulary, chunks, BLOCK_R)
             accepted, token = _match(parent, tokens, choices, accepted_rows, BLOCK_R)
     tl.store(verdicts + sequence, accepted)
     tl.store(verdicts + sequences + sequence, token)
