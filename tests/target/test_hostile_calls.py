@@ -139,6 +139,21 @@ async def test_those_who_watch_health_take_nobodys_place(echo: Any) -> None:
         assert await echo.call(channel, "Unary", timeout=10) == b"default"
 
 
+async def test_those_who_watch_health_keep_no_probe_out(echo: Any) -> None:
+    limit = CallLimits().health
+    async with echo.serving(echo.Echo(), **LOCKED) as server, AsyncExitStack() as stack:
+        watches = []
+        for _ in range(2):
+            channel = await stack.enter_async_context(grpc.aio.insecure_channel(server.address, options=FRESH))
+            stub = health_pb2_grpc.HealthStub(channel)
+            watches += [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(limit // 2)]
+        for watch in watches:
+            await watch.read()
+        error = await error_of(stub.Watch(health_pb2.HealthCheckRequest()).read())
+        assert isinstance(error, QuotaExceeded)
+        assert await healthy(server.address)
+
+
 async def test_one_tenant_leaves_places_to_others(echo: Any) -> None:
     async with echo.serving(echo.Echo(), max_concurrent_calls=8, **LOCKED) as server, AsyncExitStack() as stack:
         streams = []
@@ -275,8 +290,12 @@ def test_what_was_taken_is_given_back() -> None:
                 pass
             with calls.of("b"), pytest.raises(QuotaExceeded, match="too many calls at once"), calls.of("c"):
                 pass
-            with calls.health(), pytest.raises(QuotaExceeded, match="health"), calls.health():
-                pass
+            for watches in (False, True):
+                with calls.health(watches=watches):
+                    with pytest.raises(QuotaExceeded, match="health"), calls.health(watches=watches):
+                        pass
+                    with calls.health(watches=not watches):
+                        pass
             raise KeyError
     assert not calls._tenants
 

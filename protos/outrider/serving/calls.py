@@ -15,7 +15,8 @@ _TENANT_SHARE = 0.75
 
 @dataclass(frozen=True)
 class CallLimits:
-    """Concurrent calls: `total` without health, `health` alone, and `refused` that wait for their refusal."""
+    """Concurrent calls: `total` without health, `health` for checks and for watches of health alone, and `refused` that
+    wait for their refusal."""
 
     total: int = 1024
     health: int = 64
@@ -34,7 +35,7 @@ class CallLimits:
     @property
     def backstop(self) -> int:
         """Of the whole server, with room for calls that are about to be refused."""
-        return self.total + 2 * self.health + self.refused
+        return self.total + 3 * self.health + self.refused
 
 
 class Calls:
@@ -45,18 +46,20 @@ class Calls:
         self.limits = limits
         self._by_tenant = by_tenant
         self._tenants: Counter[str] = Counter()
-        self._health = 0
+        # By whether they watch.
+        self._health: Counter[bool] = Counter()
 
     @contextmanager
-    def health(self) -> Iterator[None]:
-        """Count a health call, or raise `QuotaExceeded`."""
-        if self._health >= self.limits.health:
+    def health(self, *, watches: bool = False) -> Iterator[None]:
+        """Count a health call, or raise `QuotaExceeded`. Those that watch never end and need no token, so they are
+        counted apart: together they would keep out every probe."""
+        if self._health[watches] >= self.limits.health:
             raise QuotaExceeded("too many health calls", limit=self.limits.health)
-        self._health += 1
+        self._health[watches] += 1
         try:
             yield
         finally:
-            self._health -= 1
+            self._health[watches] -= 1
 
     @contextmanager
     def of(self, tenant: str) -> Iterator[None]:

@@ -245,14 +245,16 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Handler | None:
         handler = await continuation(handler_call_details)
-        for_health = str(handler_call_details.method).startswith(f"/{health.SERVICE_NAME}/")
+        method = str(handler_call_details.method)
+        for_health = method.startswith(f"/{health.SERVICE_NAME}/")
+        watches = method == f"/{health.SERVICE_NAME}/Watch"
 
         @asynccontextmanager
         async def guard(context: Context) -> AsyncIterator[None]:
             tenant = _UNKNOWN_CALLER
             try:
                 if for_health:
-                    with self._calls.health():
+                    with self._calls.health(watches=watches):
                         yield
                     return
                 caller = self.authenticator.caller(context.invocation_metadata() or ())
