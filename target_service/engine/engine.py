@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from outrider.devices import choose_device
 from outrider.errors import Draining, EngineDead, OutriderError
 from outrider.tree import TokenTree
 from outrider.wire.frames import DraftEvents, DraftInfo, DraftLink
@@ -168,6 +169,7 @@ class Engine(EngineFront):
 
     def _run(self) -> None:
         try:
+            choose_device(str(self._runner.device))
             while not self._stopping:
                 self._beat()
                 self._iterate()

@@ -106,7 +106,7 @@ class WeightExchange:
                 events.append(SequenceFailed(sequence.sequence_id, error, sequence.totals.draft_refused))
         continued = len(scheduler.begun())
         # A failure in here leaves a mix of old and new weights, which ends the engine.
-        write_weights(pending.slots, weights, self._beat)
+        write_weights(pending.slots, weights, self._runner.device, self._beat)
         self._loop.exchanged(version=self._loop.model_version + 1)
         self.pause_ns = time.monotonic_ns() - begun_ns
         memory = {tensor.data_ptr(): tensor.nbytes for tensor in weights.values()}

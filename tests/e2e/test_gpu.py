@@ -218,7 +218,7 @@ def exchange(runner: ModelRunner, folder: Path) -> None:
     room.lock()
     assert room.locked_bytes >= sum({one.data_ptr(): one.nbytes for one in weights.values()}.values())
     assert all(tensor.is_pinned() for tensor in weights.values())
-    write_weights(slots, weights, lambda: None)
+    write_weights(slots, weights, torch.device("cuda"), lambda: None)
     locked = next(iter(weights.values()))
     room.release()
     deadline = time.monotonic() + 20

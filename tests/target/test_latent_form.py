@@ -360,7 +360,7 @@ def exchanged(runner: ModelRunner, model: PreTrainedModel, folder: Path) -> None
     """Write the model's weights into the runner's."""
     save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, folder / "model.safetensors")
     slots = weight_slots(runner.model)
-    write_weights(slots, read_weights(folder, specs_of(slots)), lambda: None)
+    write_weights(slots, read_weights(folder, specs_of(slots)), torch.device("cpu"), lambda: None)
 
 
 class TestServing:

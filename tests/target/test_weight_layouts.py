@@ -45,7 +45,7 @@ def exchange(runner: ModelRunner, folder: Path) -> int:
     slots = weight_slots(runner.model)
     weights = read_weights(folder, specs_of(slots))
     beats: list[int] = []
-    write_weights(slots, weights, lambda: beats.append(1))
+    write_weights(slots, weights, torch.device("cpu"), lambda: beats.append(1))
     assert len(beats) == len(slots)
     return len(weights)
 

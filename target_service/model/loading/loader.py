@@ -9,6 +9,7 @@ import psutil
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
+from outrider.devices import choose_device
 from outrider.heads import tokenizer_fingerprint
 from target_service.config import TargetConfig
 from target_service.model.fused.packed_linears import can_pack, pack_linears
@@ -43,6 +44,7 @@ def load_runner(config: TargetConfig) -> ModelRunner:
         NotSupported: the draft's head does not fit it.
         OSError: no such model, or no such head.
     """
+    choose_device(config.device)
     if config.threads:
         torch.set_num_threads(config.threads)
     source = str(resolve(config.model))

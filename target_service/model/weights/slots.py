@@ -40,7 +40,9 @@ def specs_of(slots: Sequence[WeightSlot]) -> dict[str, TensorSpec]:
     return {name: spec for slot in slots for name, spec in slot.specs.items()}
 
 
-def write_weights(slots: Sequence[WeightSlot], weights: Mapping[str, Tensor], beat: Callable[[], None]) -> None:
+def write_weights(
+    slots: Sequence[WeightSlot], weights: Mapping[str, Tensor], device: torch.device, beat: Callable[[], None]
+) -> None:
     """Write `weights`, which `read_weights` has checked, and wait once for the device at the end. Between two steps;
     `beat` is called after each slot."""
     try:
@@ -50,8 +52,8 @@ def write_weights(slots: Sequence[WeightSlot], weights: Mapping[str, Tensor], be
                 beat()
     finally:
         # Also when one fails: copies in flight read memory that is given back next.
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
 
 def _slots(module: nn.Module, path: str, ties: Mapping[str, str]) -> Iterator[WeightSlot]:
