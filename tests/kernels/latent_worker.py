@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from conftest import LatentCase, Spec, make_latent_case
+from conftest import Spec, make_latent_case
 
 from tree_kernels.attention.triton_planning import TritonSettings
 from tree_kernels.attention.triton_tiling import Tiling
@@ -90,11 +90,6 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
-def run(case: LatentCase, settings: TritonSettings) -> torch.Tensor:
-    backend = TritonLatentAttention(DEVICE, settings)
-    return backend.run(backend.plan(case.batch), case.query, case.cache, case.latent, case.scale)
-
-
 def errors_of(arguments: dict[str, Any], settings: TritonSettings) -> list[float]:
     """Against attended latents in fp32, and as values against the expanded form. NaN if a plan's second run, for
     another layer say, does not give the same bits."""
@@ -136,12 +131,22 @@ def a_plan_takes_the_next_step() -> list[float]:
 
 
 def split_results_do_not_depend_on_the_batch() -> bool:
-    settings = TritonSettings(32, SMALL, 3)
-    both = make_latent_case([(70, 9, "tree"), (33, 4, "chain")], device=DEVICE)
-    alone = LatentAttention("reference", DEVICE).plan(both.batch).batch
-    one = type(alone)((0, 9), (70,), alone.pages[:1], alone.page_size, alone.parents[:1])
-    case = LatentCase(one, both.plain[:9], both.rotary[:9], both.cache, both.projections, both.latent, both.scale)
-    return torch.equal(run(case, settings), run(both, settings)[:9])
+    backend = TritonLatentAttention(DEVICE, TritonSettings(32, SMALL, 3))
+    specs: list[list[Spec]] = [
+        [(70, 9, "tree"), (33, 4, "chain")],
+        # Many partials, beside room for more groups than chunks.
+        [(600, 1, "causal"), *[(3, 7, "causal")] * 25],
+    ]
+    equal = True
+    for both in (make_latent_case(each, device=DEVICE) for each in specs):
+        batch, rows, query = both.batch, both.batch.query_starts[1], both.query
+        alone = type(batch)((0, rows), batch.prefix_lengths[:1], batch.pages[:1], batch.page_size, batch.parents[:1])
+        outputs = [
+            backend.run(backend.plan(one), query[: one.rows], both.cache, both.latent, both.scale)[:rows]
+            for one in (alone, batch)
+        ]
+        equal = equal and torch.equal(*outputs)
+    return equal
 
 
 def writing_leaves_out_rows_without_a_slot() -> bool:

@@ -11,13 +11,14 @@ import random
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from conftest import Case, Spec, make_case
 
 from tree_kernels.attention import AttentionBatch, TreeAttention
-from tree_kernels.attention.triton_backend import TritonAttention, TritonSettings
+from tree_kernels.attention.triton_backend import INVARIANT, TritonAttention, TritonSettings
 from tree_kernels.attention.triton_tiling import Tiling
 
 INTERPRETED = not torch.cuda.is_available()
@@ -136,15 +137,21 @@ def only(case: Case, b: int) -> Case:
 
 
 def split_results_do_not_depend_on_the_batch() -> bool:
-    settings = TritonSettings(32, SMALL, 3)
-    case = make_case(RAGGED, width=16, device=DEVICE)
-    together = run(settings, case)
-    starts = case.batch.query_starts
-    return all(
-        torch.equal(run(settings, only(case, b)), together[starts[b] : starts[b + 1]])
-        for b in range(case.batch.sequences)
-        if case.batch.row_counts[b]
-    )
+    # A long sequence of many partials, alone and where there is room for more groups than chunks.
+    beside: list[Spec] = [(5000, 1, "causal"), *[(20, 15, "causal")] * 12]
+    for specs, settings, compared in (
+        (RAGGED, TritonSettings(32, SMALL, 3), len(RAGGED)),
+        (beside, replace(INVARIANT, processors=3), 2),
+    ):
+        case = make_case(specs, kv_heads=1, group=4, width=16, device=DEVICE, seed=1)
+        together = run(settings, case)
+        starts = case.batch.query_starts
+        for b in range(compared):
+            if case.batch.row_counts[b] and not torch.equal(
+                run(settings, only(case, b)), together[starts[b] : starts[b + 1]]
+            ):
+                return False
+    return True
 
 
 def a_plan_takes_the_next_step() -> list[float]:

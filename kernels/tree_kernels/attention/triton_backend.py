@@ -52,7 +52,8 @@ class TritonAttention(TritonPlanner):
             num_warps=tiling.warps, num_stages=tiling.stages, **heads, **blocks, **self._launch,
         )  # fmt: skip
         if not tiling.merge_rows:
-            by_group = len(schedule.groups) <= schedule.max_chunks
+            # With fixed splits, how many partials are summed at a time may not depend on the rest of the batch.
+            by_group = bool(self._settings.split_keys) or len(schedule.groups) <= schedule.max_chunks
             rows, parts = (2, 16) if by_group else (4, 8)
             merge_kernel[(len(schedule.groups) if by_group else schedule.max_chunks, tiling.block_rows // rows)](
                 output, schedule.partials, schedule.partial_lse, schedule.groups, schedule.chunk_table,

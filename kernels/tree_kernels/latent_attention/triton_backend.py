@@ -58,8 +58,10 @@ class TritonLatentAttention(TritonPlanner):
             FAR=cache.numel() >= 1 << 31, FIXED=bool(self._settings.split_keys),
             num_warps=tiling.warps, num_stages=tiling.stages, **self._launch,
         )  # fmt: skip
-        by_group = len(schedule.groups) <= schedule.max_chunks
-        rows, parts = _merged_at_a_time(by_group, schedule.max_chunks // max(1, len(schedule.groups)))
+        # With fixed splits, how many partials are summed at a time may not depend on the rest of the batch.
+        fixed = bool(self._settings.split_keys)
+        by_group = fixed or len(schedule.groups) <= schedule.max_chunks
+        rows, parts = _merged_at_a_time(by_group, 0 if fixed else schedule.max_chunks // max(1, len(schedule.groups)))
         columns = triton.next_power_of_2(latent) if latent % _MERGE_COLUMNS else _MERGE_COLUMNS
         groups = len(schedule.groups) if by_group else schedule.max_chunks
         merge_kernel[(groups, tiling.block_rows // rows, triton.cdiv(latent, columns))](
