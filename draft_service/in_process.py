@@ -16,8 +16,9 @@ from queue import SimpleQueue
 
 from draft_service.config import DraftConfig, drafter_config
 from draft_service.drafters.base import Drafter, create, device_of, info_of
+from draft_service.faults import DrafterFailed, FaultLog, text_of
 from draft_service.session import Admission, ProposeSession
-from outrider.errors import DraftUnavailable, OutriderError, WrongVocabulary
+from outrider.errors import DraftUnavailable, WrongVocabulary
 from outrider.settings import CONFIG_VARIABLE
 from outrider.wire.frames import (
     DEFAULT_TENANT,
@@ -60,6 +61,7 @@ class InprocessLink:
     def __init__(self, drafter: Drafter, events: DraftEvents) -> None:
         self._drafter = drafter
         self._events = events
+        self._faults = FaultLog(drafter.name)
         self._admission = Admission(DraftConfig.max_sequences)
         self._session: ProposeSession | None = ProposeSession(drafter, self._admission, DEFAULT_TENANT)
         self._stopped = False
@@ -84,7 +86,10 @@ class InprocessLink:
         def work(session: ProposeSession) -> None:
             for one in features:
                 self._attempt(session, one.sequence_id, partial(session.take_features, one))
-            session.absorb({one.sequence_id for one in features})
+            try:
+                session.absorb({one.sequence_id for one in features})
+            except DrafterFailed as failed:
+                self._close_failed(session, failed.sequence_ids, failed.error)
 
         self._run(work)
 
@@ -125,27 +130,38 @@ class InprocessLink:
                 work(self._session)
             self._answer(self._session)
         # A bug in the drafter must not end the engine, as with a drafter in another process.
-        except Exception:
-            self._fail()
+        except Exception as error:
+            self._fail(error)
 
-    def _fail(self) -> None:
+    def _fail(self, error: Exception) -> None:
         """Log the current exception, and continue without drafts."""
         logger.exception("the drafter failed; decoding goes on without it")
         self._session = None
-        self._events.on_disconnected("the drafter failed")
+        self._events.on_disconnected(f"the drafter failed: {text_of(error)}")
 
     def _attempt(self, session: ProposeSession, sequence_id: int, step: Callable[[], object]) -> None:
         try:
             step()
-        except OutriderError as error:
-            session.close([sequence_id])
-            self._events.on_failure(SequenceFailure(sequence_id, error.reason, error.message))
+        # A bug in one sequence must not end drafting for the others.
+        except Exception as error:
+            self._close_failed(session, [sequence_id], error)
+
+    def _close_failed(self, session: ProposeSession, sequence_ids: Sequence[int], error: Exception) -> None:
+        refusal = self._faults.refusal(error)
+        session.close(sequence_ids)
+        for sequence_id in sequence_ids:
+            self._events.on_failure(SequenceFailure(sequence_id, refusal.reason, refusal.message))
 
     def _answer(self, session: ProposeSession) -> None:
         """Deliver all owed growth. Credit bounds a queue, and there is none here."""
         while session.owes:
             session.grant(1 - session.credit)
-            self._events.on_growth(session.take_growth())
+            try:
+                growths = session.take_growth()
+            except DrafterFailed as failed:
+                self._close_failed(session, failed.sequence_ids, failed.error)
+            else:
+                self._events.on_growth(growths)
 
 
 class ThreadedLink(InprocessLink):
@@ -186,5 +202,5 @@ class ThreadedLink(InprocessLink):
                     stopping = None in works
                     self._do([work for work in works if work is not None])
         # Otherwise the thread would end silently.
-        except Exception:
-            self._fail()
+        except Exception as error:
+            self._fail(error)

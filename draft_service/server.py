@@ -15,6 +15,7 @@ import grpc
 import numpy as np
 
 from draft_service.drafters.base import CorpusDrafter, Drafter, device_of
+from draft_service.faults import DrafterFailed, FaultLog
 from draft_service.frame_reader import Inbox, slices
 from draft_service.session import Admission, PackedGrowth, ProposeSession
 from draft_service.telemetry.metrics import DraftMetrics
@@ -68,6 +69,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         self._drafter = drafter
         self._admission = admission
         self._info = info
+        self._faults = FaultLog(info.drafter)
         self.metrics = DraftMetrics(info.drafter, info.version, drafter.stats)
         self._tracing = tracing or Tracing()
         on_gpu = device_of(drafter) != "cpu"
@@ -93,7 +95,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     ) -> None:
         session = ProposeSession(self._drafter, self._admission, current_tenant())
         trace = StreamTrace(self._tracing, context.invocation_metadata(), self._info.drafter)
-        stream = _ProposeStream(session, self.metrics, trace)
+        stream = _ProposeStream(session, self.metrics, trace, self._faults)
         inbox = Inbox(context.read)
         self.metrics.on_stream(1)
         code, reason = "CANCELLED", ""
@@ -230,10 +232,11 @@ class _ProposeStream:
     does, and updates the metrics and the totals of spans.
     """
 
-    def __init__(self, session: ProposeSession, metrics: DraftMetrics, trace: StreamTrace) -> None:
+    def __init__(self, session: ProposeSession, metrics: DraftMetrics, trace: StreamTrace, faults: FaultLog) -> None:
         self._session = session
         self._metrics = metrics
         self._trace = trace
+        self._faults = faults
         # Calls that `record` makes, in order.
         self._records: list[Callable[[], None]] = []
 
@@ -271,26 +274,40 @@ class _ProposeStream:
         raise InvalidField("frame", "is not set, or of a kind unknown here")
 
     def grow(self) -> list[draft_pb2.ProposeResponse]:
-        """One frame of owed growth, if there is any and credit for it."""
+        """One frame of owed growth, if there is any and credit for it; statuses of sequences whose growth failed."""
         owed_since, started = self._session.owed_since_ns, time.monotonic_ns()
-        growths = self._session.take_packed()
+        try:
+            growths = self._session.take_packed()
+        except DrafterFailed as failed:
+            return self._all_failed(failed)
         if not growths:
             return []
-        response = draft_pb2.ProposeResponse()
+        response, failures = draft_pb2.ProposeResponse(), list[draft_pb2.ProposeResponse]()
         if isinstance(growths, PackedGrowth):
             sequence_ids, nodes = growths.sequence_ids, growths.nodes
             response.growth.MergeFromString(growths.message)
         else:
-            sequence_ids = [growth.sequence_id for growth in growths]
-            nodes = [len(growth.token_ids) for growth in growths]
-            response.growth.sequences.extend(map(growth_to_pb, growths))
+            sequence_ids, nodes = [], []
+            for growth in growths:
+                try:
+                    response.growth.sequences.append(growth_to_pb(growth))
+                # A tree of numbers that no message takes; see `_open`.
+                except Exception as error:
+                    failures.append(self._failed(growth.sequence_id, error))
+                else:
+                    sequence_ids.append(growth.sequence_id)
+                    nodes.append(len(growth.token_ids))
+            if not nodes:
+                # The frame that its credit was for does not come.
+                self._session.grant(1)
+                return failures
         queue_ns, compute_ns = max(0, started - owed_since), time.monotonic_ns() - started
         self._note(self._metrics.on_growth, len(nodes), sum(nodes), queue_ns, compute_ns)
         if self._trace.follows:
             for sequence_id, count in zip(sequence_ids, nodes, strict=True):
                 self._note(self._trace.grown, sequence_id, count, compute_ns)
         response.timings.queue_nanoseconds, response.timings.compute_nanoseconds = queue_ns, compute_ns
-        return [response]
+        return [*failures, response]
 
     def end(self) -> None:
         """End every sequence; those that were not closed count as aborted, also after a clean end of the stream."""
@@ -339,7 +356,10 @@ class _ProposeStream:
             self._session.take_features(features_from_pb(pb, path))
 
         failures = self._take_parts(frame.sequences, take, "features.sequences")
-        self._session.absorb(pb.sequence_id for pb in frame.sequences)
+        try:
+            self._session.absorb(pb.sequence_id for pb in frame.sequences)
+        except DrafterFailed as failed:
+            failures += self._all_failed(failed)
         return failures
 
     def _take_parts(
@@ -364,11 +384,14 @@ class _ProposeStream:
             failures.append(self._failed(unknown[0], missing))
         return failures
 
+    def _all_failed(self, failed: DrafterFailed) -> list[draft_pb2.ProposeResponse]:
+        """See `_failed`."""
+        error = self._faults.refusal(failed.error)
+        return [self._failed(sequence_id, error) for sequence_id in failed.sequence_ids]
+
     def _failed(self, sequence_id: int, error: Exception) -> draft_pb2.ProposeResponse:
         """Close a sequence that failed; returns its status. A bug is logged, and its text is not sent."""
-        if not isinstance(error, OutriderError):
-            logger.error("bug in the drafter, at one sequence", exc_info=error)
-            error = OutriderError("internal error")
+        error = self._faults.refusal(error)
         before = len(self._session)
         self._session.close([sequence_id])
         self._note(self._metrics.on_closed, before - len(self._session), aborted=True)

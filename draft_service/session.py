@@ -7,12 +7,13 @@ No gRPC and no protobuf here: the server translates, and an in-process draft cal
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 from draft_service.drafters.base import Drafter, DraftSequence, FeatureDrafter, tree_limits
 from draft_service.drafters.grown import ArrayDrafter, Grown, Pending
+from draft_service.faults import DrafterFailed
 from draft_service.tracked import Tracked
 from outrider.errors import (
     Draining,
@@ -89,7 +90,7 @@ class PackedGrowth(NamedTuple):
 
 class ProposeSession:
     """The state of one stream. An error that `open` or `advance` raises is about one sequence, which the caller must
-    close, whatever the error.
+    close, whatever the error. `DrafterFailed`, from `absorb` and from taking growth, names the sequences.
 
     Every open and every advance is owed one growth. Growth is made when it is taken, so a target that grants credit
     slowly gets one growth per sequence, for the newest step, and not a queue of stale ones.
@@ -197,7 +198,8 @@ class ProposeSession:
         """Let the drafter read the waiting features of these sequences; ids that are not open are ignored."""
         drafts = [self._open[each].draft for each in sequence_ids if each in self._open and each not in self._due]
         if drafts and isinstance(self._drafter, FeatureDrafter):
-            self._drafter.absorb(drafts)
+            with self._failing(drafts):
+                self._drafter.absorb(drafts)
 
     def close(self, sequence_ids: Iterable[int]) -> None:
         """End sequences; ids that are not open are ignored. An error of the drafter is raised once all are ended."""
@@ -222,7 +224,7 @@ class ProposeSession:
     def take_growth(self) -> list[SequenceGrowth]:
         """One frame of owed growth, for one credit; empty if nothing is owed or no credit is left."""
         taken = self._take()
-        return self._growths(taken, self._drafter.propose([tracked.draft for tracked in taken])) if taken else []
+        return self._proposed(taken) if taken else []
 
     def take_packed(self) -> PackedGrowth | list[SequenceGrowth]:
         """One frame of owed growth, for one credit, encoded if trees are arrays; empty if nothing is owed or no credit
@@ -234,11 +236,14 @@ class ProposeSession:
         self._rest = None
         drafts = [tracked.draft for tracked in taken]
         if self._arrays is None or any(draft.mode is VerificationMode.REJECTION for draft in drafts):
-            return self._growths(taken, self._drafter.propose(drafts))
-        pending = self._arrays.begin(drafts)
-        if pending.early:
+            return self._proposed(taken)
+        with self._failing(drafts, credit=1):
+            pending = self._arrays.begin(drafts)
+            early = pending.early
+            growth = self._packed(taken, pending.fetch_early())
+        if early:
             self._rest = taken, pending
-        return self._packed(taken, pending.fetch_early())
+        return growth
 
     def _take_rest(self) -> PackedGrowth | list[SequenceGrowth]:
         if self._rest is None or not self.credit or self._due:
@@ -248,7 +253,25 @@ class ProposeSession:
         if ended or not pending.fresh:
             return []
         self.credit -= 1
-        return self._packed(taken, pending.fetch())
+        with self._failing([tracked.draft for tracked in taken], credit=1):
+            return self._packed(taken, pending.fetch())
+
+    def _proposed(self, taken: Sequence[Tracked]) -> list[SequenceGrowth]:
+        drafts = [tracked.draft for tracked in taken]
+        with self._failing(drafts, credit=1):
+            trees = self._drafter.propose(drafts)
+            _check_trees(self._drafter.name, trees, len(drafts))
+            return self._growths(taken, trees)
+
+    @contextmanager
+    def _failing(self, drafts: Sequence[DraftSequence], credit: int = 0) -> Iterator[None]:
+        """Any exception is `DrafterFailed` for these sequences; returns the credit of the frame that does not come,
+        which the target still counts."""
+        try:
+            yield
+        except Exception as error:
+            self.credit += credit
+            raise DrafterFailed([draft.sequence_id for draft in drafts], error) from error
 
     def _packed(self, taken: Sequence[Tracked], grown: Grown) -> PackedGrowth | list[SequenceGrowth]:
         packed = grown.packed([tracked.head for tracked in taken])
@@ -280,6 +303,18 @@ class ProposeSession:
     def _check_length(self, length: int) -> None:
         if length > self._drafter.max_context:
             raise PositionOutOfRange("the sequence is longer than the drafter follows", limit=self._drafter.max_context)
+
+
+def _check_trees(drafter: str, trees: object, count: int) -> None:
+    """Raise `TypeError` or `ValueError` for a result of `Drafter.propose` that is not one tree for each sequence."""
+    wanted = f"{count} tree{'s' if count != 1 else ''}"
+    if not isinstance(trees, list | tuple):
+        raise TypeError(f"{drafter}.propose returned {type(trees).__name__}, not {wanted}")
+    if len(trees) != count:
+        raise ValueError(f"{drafter}.propose returned {len(trees)} trees, not {wanted}")
+    for place, tree in enumerate(trees):
+        if not isinstance(tree, TokenTree):
+            raise TypeError(f"{drafter}.propose returned {type(tree).__name__} in place {place}, not a TokenTree")
 
 
 def _append(draft: DraftSequence, vectors: Vectors, position: int) -> None:

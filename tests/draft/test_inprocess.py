@@ -75,14 +75,46 @@ def test_a_long_conversation_never_runs_out_of_credit(link: InprocessLink, heard
 def test_a_bug_in_the_drafter_costs_the_drafts_only(
     link: InprocessLink, heard: Listener, drafter: ScriptedDrafter
 ) -> None:
-    drafter.fails = True
+    def wrong(_: DraftSequence) -> None:
+        raise IndexError("a bug in the drafter")
+
     link.open(opening(1))
-    assert heard.losses == ["the drafter failed"]
+    drafter.close = wrong  # type: ignore[method-assign]
+    link.close([1])
+    assert heard.losses == ["the drafter failed: IndexError: a bug in the drafter"]
     link.open(opening(2))
     link.advance([step(1, 2)])
     link.close([1])
     link.stop()
     assert len(heard.losses) == 1
+
+
+@pytest.mark.parametrize("call", ["open", "advance", "propose", "no tree"])
+def test_a_bug_at_one_sequence_costs_its_drafts_only(
+    call: str, link: InprocessLink, heard: Listener, drafter: ScriptedDrafter, caplog: pytest.LogCaptureFixture
+) -> None:
+    def wrong(*_: object) -> None:
+        if call != "no tree":
+            raise IndexError("a bug in the drafter")
+
+    link.open(opening(1))
+    name = "propose" if call == "no tree" else call
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drafter, name, wrong)
+        if call == "open":
+            link.open(opening(2))
+        else:
+            link.advance([step(1, 13)])
+    failed = 2 if call == "open" else 1
+    assert [(one.sequence_id, one.reason, one.message) for one in heard.failures] == [
+        (failed, "INTERNAL", "internal error")
+    ]
+    said = "TypeError: scripted.propose returned NoneType, not 1 tree" if call == "no tree" else "IndexError: a bug"
+    assert said in caplog.text
+    assert heard.connected and not heard.losses
+    link.open(opening(3))
+    link.advance([step(1, 13, sequence_id=3)])
+    assert heard.answered(3, 0) and heard.answered(3, 1)
 
 
 def test_stop_ends_sequences_and_drafter(link: InprocessLink, heard: Listener, drafter: ScriptedDrafter) -> None:
@@ -142,13 +174,18 @@ def test_a_drafter_that_failed_is_stopped_too(
     kind: type[InprocessLink], drafter: ScriptedDrafter, heard: Listener
 ) -> None:
     """Its learner's thread and its snapshot do not hang on what went wrong with a tree."""
-    drafter.fails = True
+
+    def wrong(_: DraftSequence) -> None:
+        raise IndexError("a bug in the drafter")
+
+    drafter.close = wrong  # type: ignore[method-assign]
     link = kind(drafter, heard)
     link.open(opening(1))
+    link.close([1])
     heard.until(lambda heard: heard.losses)
     link.stop()
     link.stop()
-    assert drafter.stopped == 1 and heard.losses == ["the drafter failed"]
+    assert drafter.stopped == 1 and heard.losses == ["the drafter failed: IndexError: a bug in the drafter"]
 
 
 def test_stopping_does_what_came_before_it(drafter: ScriptedDrafter, heard: Listener) -> None:

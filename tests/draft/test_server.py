@@ -17,6 +17,8 @@ from scripted_drafter import VOCABULARY, ScriptedDrafter, opening
 
 from draft_service.config import DraftConfig
 from draft_service.drafters.base import DraftSequence, info_of
+from draft_service.ngram.config import TrieConfig
+from draft_service.ngram.drafter import NgramDrafter
 from draft_service.server import SERVICE_NAME, DraftServicer
 from draft_service.session import Admission
 from outrider import __version__, busy_polling
@@ -343,16 +345,69 @@ async def test_however_a_stream_ends_nothing_stays(draft: Draft, how: str) -> No
         await draft.empty()
 
 
-async def test_a_bug_in_the_drafter_ends_the_stream_without_its_text(draft: Draft) -> None:
+async def test_a_bug_at_a_tree_ends_its_sequences_without_its_text(
+    draft: Draft, caplog: pytest.LogCaptureFixture
+) -> None:
     draft.drafter.fails = True
-    async with draft.stream() as stream:
-        await stream.open(opening())
+    async with draft.stream(credit=1) as stream:
+        # More often than there is credit: a frame that does not come costs none.
+        for number in range(3):
+            await stream.open(opening(number))
+            await stream.opened()
+            sequence_id, error = await stream.failure()
+            assert (sequence_id, error.reason) == (number, "INTERNAL") and "bug" not in error.message
+        await draft.empty()
+        draft.drafter.fails = False
+        await stream.open(opening(9))
         await stream.opened()
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stream.hear()
-        assert caught.value.code() is grpc.StatusCode.INTERNAL
-        assert "drafter" not in str(caught.value.details())
-    await draft.empty()
+        assert [part.sequence_id for part in (await stream.growth()).sequences] == [9]
+    # Once with its traceback, and then counted.
+    assert len(caplog.records) == 1 and caplog.records[0].exc_info
+    assert "the drafter scripted" in caplog.text and "IndexError: a bug in the drafter" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        None,
+        [],
+        [None],
+        [TokenTree((12, 1), (0, "root"), (1.0, 0.5))],  # type: ignore[arg-type]
+        [TokenTree((12, 1), (0, 0), (1.0, "likely"))],  # type: ignore[arg-type]
+    ],
+    ids=["none", "too-few", "no-tree", "parents", "scores"],
+)
+async def test_what_is_no_tree_ends_its_sequence_only(draft: Draft, result: object) -> None:
+    right = draft.drafter.propose
+    async with draft.stream(credit=1) as stream:
+        draft.drafter.propose = lambda _: result
+        await stream.open(opening(1))
+        await stream.opened()
+        assert await stream.reason() == (1, "INTERNAL")
+        draft.drafter.propose = right
+        await stream.open(opening(2))
+        await stream.opened()
+        assert [part.sequence_id for part in (await stream.growth()).sequences] == [2]
+
+
+async def test_a_bug_of_a_drafter_of_arrays_ends_its_sequences_only() -> None:
+    drafter = NgramDrafter(TrieConfig())
+    drafter.start()
+    right = drafter.begin
+
+    def wrong(_: object) -> Any:
+        raise OverflowError("a number that no array takes")
+
+    async with draft_over(drafter) as draft, draft.stream(credit=1) as stream:
+        drafter.begin = wrong  # type: ignore[method-assign]
+        await stream.open(opening(1))
+        await stream.opened()
+        assert await stream.reason() == (1, "INTERNAL")
+        drafter.begin = right  # type: ignore[method-assign]
+        await stream.open(opening(2))
+        await stream.opened()
+        await stream.growth()
+        assert draft.worker.admission.sequences == 1
 
 
 async def test_sequences_of_one_stream_are_unknown_to_another(draft: Draft) -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from scripted_drafter import VOCABULARY, ScriptedDrafter, opening, step
 
 from draft_service.drafters.base import DraftSequence, create
+from draft_service.faults import DrafterFailed
 from draft_service.session import Admission, ProposeSession
 from outrider.errors import (
     InvalidField,
@@ -262,3 +263,25 @@ def test_whatever_comes_in_whatever_order_the_books_balance(events: list[tuple[s
         assert admission.sequences == len(session) <= 3
     session.end()
     assert admission.sequences == 0
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        (None, "scripted.propose returned NoneType, not 2 trees"),
+        ([], "scripted.propose returned 0 trees, not 2 trees"),
+        ([TokenTree.root_only(1), "a"], "scripted.propose returned str in place 1, not a TokenTree"),
+    ],
+    ids=["none", "too-few", "no-tree"],
+)
+def test_a_result_that_is_no_trees_is_named(result: object, said: str) -> None:
+    drafter = ScriptedDrafter()
+    session = make(drafter, credit=1)
+    session.open(opening(1))
+    session.open(opening(2))
+    drafter.propose = lambda _: result  # type: ignore[method-assign, assignment, return-value]
+    with pytest.raises(DrafterFailed, match=said) as caught:
+        session.take_growth()
+    assert caught.value.sequence_ids == [1, 2] and len(session) == 2
+    # The target still counts the frame that did not come.
+    assert session.credit == 1

@@ -123,6 +123,30 @@ async def test_a_draft_that_misbehaves_is_cut_off_and_tried_again(fake: FakeDraf
         await until(heard, lambda it: it.answered(1, 5))
 
 
+@pytest.mark.parametrize("code", [grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN])
+async def test_a_draft_with_a_bug_is_tried_again_ever_more_slowly(fake: FakeDraft, code: grpc.StatusCode) -> None:
+    """It answered and failed at once, so that the target connected again at nearly every token."""
+
+    async def fail(frame: draft_pb2.ProposeRequest, context: Any) -> None:
+        if frame.HasField("open"):
+            await context.write(draft_pb2.ProposeResponse(opened=draft_pb2.SequenceOpened(sequence_id=1)))
+            await context.abort(code, "internal error")
+
+    fake.behave = fail
+    options = replace(FAST, fault_backoff=0.4, max_fault_backoff=60.0)
+    async with serving(fake) as server, linked(server.address, options) as (link, heard):
+        lost = 0.0
+        for count in (1, 2, 3):
+            await until(heard, lambda it, count=count: len(it.infos) == count)  # type: ignore[misc]
+            begun = time.monotonic()
+            link.open(opening(1))
+            await until(heard, lambda it, count=count: len(it.losses) == count)  # type: ignore[misc]
+            assert code.name in heard.losses[-1]
+            # Half of the pause at the least, which is spread.
+            assert begun - lost > 0.2 * (count - 1)
+            lost = time.monotonic()
+
+
 async def test_a_slow_draft_is_late_and_not_lost(fake: FakeDraft) -> None:
     async def slowly(frame: draft_pb2.ProposeRequest, context: Any) -> object:
         await asyncio.sleep(0.1)

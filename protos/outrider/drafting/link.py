@@ -317,6 +317,8 @@ class GrpcDraftLink:
                 if error.code() is grpc.StatusCode.UNAVAILABLE:
                     detail = cause_of(detail)[0]
                 reason = f"{error.code().name}: {detail}"
+                # A bug of the draft, which will likely come again with the next frame.
+                at_fault = error.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
                 if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                     reason = f"what answers at {self._address} is no draft service ({reason})"
             except Exception as error:

@@ -61,7 +61,8 @@ class DraftConversation:
         self._allowance = CREDIT_WINDOW
         # Growths, nodes and distributions that the draft may still send.
         self._work = 0
-        # Acknowledgements and failures that the draft may still send: one per open, advance and piece of features.
+        # Acknowledgements and failures that the draft may still send: one per advance and piece of features, and two
+        # per open, since a drafter may fail at the tree of a sequence that is acknowledged already.
         self._answers = 0
         # Since when the draft owes an answer, on the monotonic clock.
         self._owing_since: float | None = None
@@ -89,6 +90,7 @@ class DraftConversation:
         self._wire_ids[sequence.sequence_id] = wire_id
         self._sequence_ids[wire_id] = sequence.sequence_id
         opened = open_to_pb(replace(sequence, sequence_id=wire_id))
+        self._answers += 1
         self._request(draft_pb2.ProposeRequest(open=opened), answers=1)
 
     def advance(self, advances: Iterable[SequenceAdvance]) -> None:
