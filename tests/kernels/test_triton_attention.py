@@ -33,6 +33,8 @@ def check(found: dict[str, Any]) -> None:
     assert not wrong
     assert found["split_invariant"]
     assert max(found["update_errors"]) < 2e-6
+    error, kept = found["outgrown"]
+    assert error < 2e-6 and kept
     assert max(found["output_rows_errors"]) < 2e-6
 
 

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from conftest import Case, Spec, make_case
 
-from tree_kernels.attention import AttentionBatch, TreeAttention
+from target_service.model.cuda_graphs.sizes import Bucket, capacity
+from tree_kernels.attention import AttentionBatch, TreeAttention, plan_integers
 from tree_kernels.attention.triton_backend import INVARIANT, TritonAttention, TritonSettings
 from tree_kernels.attention.triton_tiling import Tiling
 
@@ -179,6 +180,37 @@ def a_plan_takes_the_next_step() -> list[float]:
     return errors
 
 
+def a_captured_sequence_outgrows_its_first_length() -> tuple[float, bool]:
+    """Error where a sequence advances on the device beyond the splits of the length that was captured; and whether a
+    plan without room for it is kept within its own."""
+    case = make_case([(1536, 1, "tree")], kv_heads=1, group=4, width=16, spare_pages=0, device=DEVICE)
+    short = replace(case.batch, prefix_lengths=(1535,))
+    largest = capacity(Bucket(1, 1), case.batch.page_size, len(case.batch.pages[0]) + 9)
+    backend = TritonAttention(DEVICE, replace(INVARIANT, processors=3))
+    plan = backend.plan(largest, torch.zeros(plan_integers(largest), dtype=torch.int32, device=DEVICE))
+    backend.run(plan, case.query, case.key_cache, case.value_cache, case.scale)
+    packed = torch.frombuffer(backend.pack(plan, short), dtype=torch.int32)
+    plan.integers[: len(packed)] = packed
+    plan.prefix_lengths += 1
+    plan.schedules.clear()
+    output = backend.run(plan, case.query, case.key_cache, case.value_cache, case.scale)
+    without_room = backend.plan(short)
+    backend.run(without_room, case.query, case.key_cache, case.value_cache, case.scale)
+    ((layout, schedule),) = without_room.schedules.items()
+    whole = torch.full((schedule.max_chunks + 64, 16), -7, dtype=torch.int32, device=DEVICE)
+    own_integers = backend._integers
+    backend._integers = (
+        lambda *shape: (  # type: ignore[method-assign]
+            whole[: shape[0]] if shape == (schedule.max_chunks, 16) else own_integers(*shape)
+        )
+    )
+    without_room.prefix_lengths += 1
+    without_room.schedules.clear()
+    again = backend.schedule_of(without_room, layout)
+    kept = bool((whole[schedule.max_chunks :] == -7).all()) and int(again.totals[1]) == schedule.max_chunks
+    return relative_error(output, reference(case)), kept
+
+
 def output_rows_are_as_in_a_whole_pass() -> list[float]:
     """Errors of levels of trees, as a draft reads them: some rows of every tail, over the keys of the whole tail."""
     errors = []
@@ -203,6 +235,7 @@ def main() -> None:
         "errors": {name: error_of(arguments, settings) for name, arguments, settings in cases() if wanted.search(name)},
         "split_invariant": split_results_do_not_depend_on_the_batch(),
         "update_errors": a_plan_takes_the_next_step(),
+        "outgrown": a_captured_sequence_outgrows_its_first_length(),
         "output_rows_errors": output_rows_are_as_in_a_whole_pass(),
     }
     json.dump(found, sys.stdout)

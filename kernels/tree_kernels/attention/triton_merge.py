@@ -125,7 +125,8 @@ def merge_kernel(  # type: ignore[no-untyped-def]
         record = groups + chunk * 8 if BY_GROUP else chunk_table + chunk * 16
         first_tile = tl.load(record + 5)
         first = first_tile // per_chunk
-        last = (first_tile + tl.load(record + 6) - 1) // per_chunk
+        # Of no partials beyond the room for chunks.
+        last = tl.minimum((first_tile + tl.load(record + 6) - 1) // per_chunk, tl.load(totals + 1) - 1)
         block = tl.load(record + 4)
         rows = tl.load(record + 1)
         m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)

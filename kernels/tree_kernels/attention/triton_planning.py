@@ -81,6 +81,8 @@ class TritonPlan(AttentionPlan):
     page_table: Tensor
     # [R, 1 or 4] int64.
     words: Tensor
+    # Whether steps up to all of the batch's pages follow, whatever its lengths.
+    reserved: bool = False
     # First and end of the rows of every tail that `run` computes; its output for the others is undefined. None is all.
     # A schedule is made for them: clear `schedules` after a change.
     output_rows: tuple[int, int] | None = None
@@ -114,6 +116,7 @@ class TritonPlanner:
             integers: [plan_integers(batch)] int32 on the device that the plan becomes views of, not written here:
                 what `pack` returns must be there before the plan is run. None allocates and fills them.
         """
+        reserved = integers is not None
         if integers is None:
             integers = torch.frombuffer(_pack(batch), dtype=torch.int32).to(self._device, non_blocking=True)
         count, rows = batch.sequences, batch.rows
@@ -129,6 +132,7 @@ class TritonPlanner:
             parents=parents,
             page_table=page_table,
             words=torch.empty(rows, mask_words(batch), dtype=torch.int64, device=self._device),
+            reserved=reserved,
         )
 
     def pack(self, plan: TritonPlan, batch: AttentionBatch) -> array[int]:
@@ -167,15 +171,16 @@ class TritonPlanner:
             raise ValueError(f"expected split_keys to be a multiple of {tiling.block_keys}, got {split}")
         return split // tiling.block_keys
 
-    def _max_chunks(self, batch: AttentionBatch, layout: HeadLayout) -> int:
+    def _max_chunks(self, batch: AttentionBatch, layout: HeadLayout, reserved: bool = False) -> int:
+        """Chunks of the batch, or with `reserved` of one whose sequences fill their pages."""
         if not self._settings.split_keys:
             return self._programs(layout.tiling)
-        keys = zip(batch.prefix_lengths, batch.row_counts, strict=True)
+        lengths = zip(batch.prefix_lengths, batch.row_counts, batch.pages, strict=True)
         return sum(
             triton.cdiv(rows * layout.group, layout.tiling.block_rows)
             * layout.kv_heads
-            * triton.cdiv(prefix + rows, self._settings.split_keys)
-            for prefix, rows in keys
+            * triton.cdiv(len(pages) * batch.page_size if reserved else prefix + rows, self._settings.split_keys)
+            for prefix, rows, pages in lengths
         )
 
     def schedule_of(self, plan: TritonPlan, layout: HeadLayout) -> Schedule:
@@ -187,7 +192,7 @@ class TritonPlanner:
             return plan.schedules[layout]
         batch, tiling = plan.batch, layout.tiling
         fixed_tiles = self._fixed_tiles(tiling)
-        max_chunks = self._max_chunks(batch, layout)
+        max_chunks = self._max_chunks(batch, layout, plan.reserved)
         # However the rows are spread over the sequences, each has at most one block that is not full; and one more that
         # begins before `output_rows`.
         rows = batch.rows if plan.output_rows is None else max_output_rows(plan) * batch.sequences

@@ -94,7 +94,8 @@ def schedule_kernel(  # type: ignore[no-untyped-def]
     blocks = tl.maximum(own_groups // KV_HEADS, 1)
     if tl.program_id(0) == 0:
         tl.store(totals, per_chunk)
-        tl.store(totals + 1, chunks)
+        # Lengths that advance on the device may outgrow the room, and must not be written or run beyond it.
+        tl.store(totals + 1, tl.minimum(chunks, max_chunks))
         tl.store(totals + 2, tl.sum(group_counts, 0))
         for at in tl.range(chunks, max_chunks, BLOCK_I):
             absent = at + tl.arange(0, BLOCK_I)
@@ -112,7 +113,7 @@ def schedule_kernel(  # type: ignore[no-untyped-def]
     end_tile = first_tile + own_groups * own_tiles
     for at in tl.range(first_chunk, (end_tile + per_chunk - 1) // per_chunk, BLOCK_I):
         chunk = at + tl.arange(0, BLOCK_I)
-        begins = chunk * per_chunk < end_tile
+        begins = (chunk * per_chunk < end_tile) & (chunk < max_chunks)
         local = (chunk * per_chunk - first_tile) // own_tiles
         _record(
             chunk_table + chunk * 16, local, begins, own_start, own_rows, own_prefix, page_start, own_causal,
@@ -123,7 +124,7 @@ def schedule_kernel(  # type: ignore[no-untyped-def]
     for at in tl.range(first_tile // per_chunk, (end_tile + per_chunk - 1) // per_chunk, BLOCK_I):
         chunk = at + tl.arange(0, BLOCK_I)
         last_tile = tl.minimum((chunk + 1) * per_chunk, total_tiles) - 1
-        ends = (chunk < chunks) & (last_tile >= first_tile) & (last_tile < end_tile)
+        ends = (chunk < tl.minimum(chunks, max_chunks)) & (last_tile >= first_tile) & (last_tile < end_tile)
         tl.store(chunk_table + chunk * 16 + 9, first_group + (last_tile - first_tile) // own_tiles, mask=ends)
     if BLOCK_R > 0:  # noqa: SIM102  one is known to the compiler, the other is not
         if own_causal == 0:
