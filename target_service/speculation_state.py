@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from outrider.drafting.link import INPROCESS_SCHEME
 from outrider.wire.frames import DraftInfo
 from target_service.core.events import EngineSnapshot
 from target_service.speculation.config import DraftingConfig
@@ -57,7 +58,9 @@ def _about_draft(drafting: DraftingConfig, snapshot: EngineSnapshot, draft: str)
     if not draft:
         return "no draft service is configured (--draft)"
     if not snapshot.draft_connected:
-        return f"the draft at {draft} is not connected"
+        # What a draft elsewhere says of itself is not repeated to callers.
+        lost = snapshot.draft_lost if draft.startswith(INPROCESS_SCHEME) else ""
+        return f"the draft at {draft} is not connected{lost and ': '}{lost}"
     if snapshot.speculating:
         return f"the draft at {draft} is connected; steps use its drafts where that pays"
     if snapshot.running > drafting.resumes_at:

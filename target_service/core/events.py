@@ -39,6 +39,8 @@ class EngineSnapshot:
     evicted: int = 0
     # Passes without a draft are still being timed at this load, so that none is followed.
     measuring: bool = False
+    # Why the draft was lost; empty while one is connected, and before the first.
+    draft_lost: str = ""
 
 
 class ServingEngine(Protocol):

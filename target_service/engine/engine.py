@@ -157,6 +157,7 @@ class Engine(EngineFront):
             model_version=loop.model_version,
             exchange_ns=self._exchange.pause_ns,
             measuring=loop.measures,
+            draft_lost=loop.drafting.lost,
         )
 
     def _wake_up(self) -> None:

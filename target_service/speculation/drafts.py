@@ -63,6 +63,8 @@ class Drafting(DraftInbox):
         # Commits that were not sent to the draft yet, by sequence.
         self._unsent: dict[int, list[SequenceAdvance]] = {}
         self.info: DraftInfo | None = None
+        # Why there is no draft; empty while one is connected, and before the first.
+        self.lost = ""
         self.active = config.enabled
         # Whether drafting stopped because drafts did not pay, and not because of load.
         self._dropped = False
@@ -296,7 +298,7 @@ class Drafting(DraftInbox):
                 if not self._meets_needs(event.info):
                     return
                 log.info("draft %s is connected", event.info.drafter)
-                self.info = event.info
+                self.info, self.lost = event.info, ""
                 for sequence in self._eligible.values():
                     self._open(sequence)
             case Lost():
@@ -307,7 +309,7 @@ class Drafting(DraftInbox):
                         self._open(self._eligible[sequence_id])
             case Disconnected():
                 log.warning("no draft: %s", event.reason)
-                self.info = None
+                self.info, self.lost = None, event.reason
                 self._forget_trees()
                 self._features.disconnect()
 

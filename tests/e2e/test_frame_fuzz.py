@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scripted_drafter import Listener, opening, step
 
+from draft_service.faults import FaultLog
 from draft_service.ngram.config import TrieConfig
 from draft_service.ngram.drafter import NgramDrafter
 from draft_service.server import _ProposeStream
@@ -119,11 +120,12 @@ def test_a_draft_bears_any_frame(trie: NgramDrafter, frames: list[draft_pb2.Prop
         ProposeSession(trie, admission, "default"),
         DraftMetrics("trie", "0", dict),
         StreamTrace(Tracing(), (), "trie"),
+        FaultLog("trie"),
     )
     bugs: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = bugs.append  # type: ignore[method-assign]
-    logging.getLogger("draft_service.server").addHandler(handler)
+    logging.getLogger("draft_service.faults").addHandler(handler)
     try:
         for frame in frames:
             stream.take(frame)
@@ -133,7 +135,7 @@ def test_a_draft_bears_any_frame(trie: NgramDrafter, frames: list[draft_pb2.Prop
         # The stream ends, and says why.
         pass
     finally:
-        logging.getLogger("draft_service.server").removeHandler(handler)
+        logging.getLogger("draft_service.faults").removeHandler(handler)
         stream.end()
     assert admission.sequences == 0 and bugs == []
 

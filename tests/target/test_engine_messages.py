@@ -52,7 +52,7 @@ from target_service.engine_process.messages import (
     unpack,
 )
 
-SNAPSHOT = EngineSnapshot(3, 2, 5, 100, 200, speculating=True, draft_connected=False)
+SNAPSHOT = EngineSnapshot(3, 2, 5, 100, 200, speculating=True, draft_connected=False, draft_lost="gone")
 TOTALS = SequenceTotals(
     arrived_ns=2**60,
     prompt_tokens=3,

@@ -176,7 +176,7 @@ def test_a_draft_that_says_more_than_can_be_taken_in_is_cut_off(caplog: pytest.L
     # What it had said is forgotten; that it is gone is still heard of.
     drafting.on_disconnected("cut off")
     drafting.listen()
-    assert not drafting.connected and len(link.reasons) == 1
+    assert not drafting.connected and drafting.lost == "cut off" and len(link.reasons) == 1
 
 
 def test_one_long_step_is_not_held_against_the_draft() -> None:

@@ -22,11 +22,20 @@ def state(
     speculating: bool = False,
     measuring: bool = False,
     info: DraftInfo | None = INFO,
+    lost: str = "",
     **settings: Any,
 ) -> tuple[str, bool, bool, str]:
     connected = info is not None
     snapshot = EngineSnapshot(
-        running, 0, running, 0, 1, speculating=speculating, draft_connected=connected, measuring=measuring
+        running,
+        0,
+        running,
+        0,
+        1,
+        speculating=speculating,
+        draft_connected=connected,
+        measuring=measuring,
+        draft_lost=lost,
     )
     found = speculation_state(
         DRAFTING, snapshot, info, **{"draft": "host:1", "wanted": True, "lookup": False, **settings}
@@ -39,6 +48,13 @@ def state(
     [
         ({"speculating": True}, "trie", True, "draft at host:1 is connected"),
         ({"info": None}, "", False, "draft at host:1 is not connected"),
+        (
+            {"info": None, "draft": "inprocess:m:D", "lost": "a bug"},
+            "",
+            False,
+            "at inprocess:m:D is not connected: a bug$",
+        ),
+        ({"info": None, "lost": "a text of its own"}, "", False, "draft at host:1 is not connected$"),
         ({"info": None, "draft": ""}, "", False, "no draft service is configured"),
         ({"running": 9}, "trie", False, "off at this load: 9 sequences run; it stops above 8 and resumes at 6"),
         ({"running": 6}, "trie", False, "costs more than it brings"),
@@ -47,7 +63,19 @@ def state(
         ({"info": None, "draft": "", "lookup": True}, "lookup", True, "the device drafts .*; no draft service"),
         ({"running": 9, "lookup": True}, "trie", True, "the device drafts .*; drafting is off at this load"),
     ],
-    ids=["on", "away", "alone", "loaded", "unpaid", "unmeasured", "off", "lookup", "lookup-loaded"],
+    ids=[
+        "on",
+        "away",
+        "failed-here",
+        "failed-there",
+        "alone",
+        "loaded",
+        "unpaid",
+        "unmeasured",
+        "off",
+        "lookup",
+        "lookup-loaded",
+    ],
 )
 def test_the_reason_is_the_one_that_holds(asked: dict[str, Any], drafter: str, speculating: bool, reason: str) -> None:
     found_drafter, connected, found_speculating, found_reason = state(**asked)
