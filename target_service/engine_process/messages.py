@@ -147,20 +147,23 @@ class Frames:
         return [unpack(body) for body in self._cutter.feed(data)]
 
 
-def _error_to_row(error: Any) -> tuple[str, str, dict[str, str]]:
-    """An error as (reason, message, metadata): the only value here that is neither a struct nor a dataclass."""
+def _error_to_row(error: Any) -> tuple[str, str, dict[str, str], float | None]:
+    """An error as (reason, message, metadata, seconds to retry after): the only value here that is neither a struct nor
+    a dataclass."""
     if not isinstance(error, OutriderError):
         raise NotImplementedError(f"no message holds a {type(error).__name__}")
-    return error.reason, error.message, dict(error.metadata)
+    return error.reason, error.message, dict(error.metadata), error.retry_after
 
 
 def _error_from_row(_: type[Any], row: Any) -> OutriderError:
-    reason, message, metadata = msgspec.convert(row, tuple[str, str, dict[str, str]])
+    reason, message, metadata, retry_after = msgspec.convert(row, tuple[str, str, dict[str, str], float | None])
     kind = next((kind for kind in all_errors() if kind.reason == reason), OutriderError)
     if kind is InvalidField:
         field = metadata.get("field", "")
         return InvalidField(field, message.removeprefix(f"{field}: "))
-    return kind(message, **metadata)
+    error = kind(message, **metadata)
+    error.retry_after = retry_after
+    return error
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_error_to_row)

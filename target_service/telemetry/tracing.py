@@ -98,7 +98,7 @@ class RequestTrace:
             self._span.set_attribute("outrider.model_version", verdict.model_version)
         if not seen.steps:
             seen.started_ns, seen.first_token_ns = seen.arrived_ns + verdict.queue_ns, time.monotonic_ns()
-        seen.steps += 1
+        seen.steps += verdict.passes
         seen.completion_tokens += len(verdict.token_ids)
         seen.accepted_tokens += verdict.drafted_tokens
         if self._steps_left:

@@ -14,6 +14,7 @@ import pytest
 from outrider.errors import QuotaExceeded
 from outrider.serving import GrpcServer, Service, ServingOptions
 from outrider.telemetry.rpc import DEADLINE_SLACK_S, RpcMetricsInterceptor, ended_with
+from outrider.v1 import target_pb2
 
 Behaviour = Callable[[bytes, Any], Awaitable[bytes]]
 
@@ -115,3 +116,21 @@ def test_a_caller_that_hangs_up_at_its_deadline_ran_out_of_time(remaining: float
 async def test_methods_that_do_not_exist_make_no_series() -> None:
     async with serving(answers) as (calls, _), grpc.aio.insecure_channel("127.0.0.1:1"):
         assert counted(calls) == {}
+
+
+async def test_a_service_that_loads_knows_no_other_methods_either() -> None:
+    """Whoever reaches the port could make a series for every name."""
+    name, calls = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name, RpcMetricsInterceptor()
+    server = GrpcServer(ServingOptions(), [Service(name)], [calls])
+    await server.start()
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        for method, code in (
+            ("Invented", "UNIMPLEMENTED"),
+            ("Generate/a", "UNIMPLEMENTED"),
+            ("Generate", "UNAVAILABLE"),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await channel.unary_unary(f"/{name}/{method}")(b"")
+            assert caught.value.code().name == code
+    await server.stop(0)
+    assert counted(calls) == {(f"{name}/Generate", "UNAVAILABLE"): 1}

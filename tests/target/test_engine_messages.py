@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from outrider.errors import InvalidField, all_errors
+from outrider.errors import InvalidField, QuotaExceeded, all_errors
 from outrider.processes.framing import LENGTH_BYTES
 from outrider.sampling import SamplingParams, TypicalAcceptance, VerificationMode
 from outrider.tree import DraftDistribution, TokenTree
@@ -174,6 +174,15 @@ def test_every_error_keeps_its_reason_and_facts(kind: Any) -> None:
     if isinstance(error, InvalidField):
         assert isinstance(received, InvalidField)
         assert (received.field, received.problem) == (error.field, error.problem)
+
+
+@pytest.mark.parametrize("seconds", [2.5, 30, None], ids=str)
+def test_an_error_keeps_its_time_to_retry(seconds: float | None) -> None:
+    sent = unpack(pack(report(SequenceFailed(7, QuotaExceeded("full").after(seconds))))[LENGTH_BYTES:])
+    assert isinstance(sent, Report)
+    (event,) = sent.events
+    assert isinstance(event, SequenceFailed)
+    assert event.error.retry_after == seconds
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000, 1 << 20], ids=str)

@@ -162,6 +162,14 @@ class TestLoading:
         cache = load_runner(TargetConfig(model=str(model_folder), dtype="float32")).cache
         assert 0 < cache.num_pages * cache.page_size <= 65536
 
+    @pytest.mark.parametrize("kv_tokens", [1, 5, 15])
+    def test_a_cache_without_room_for_the_check_is_refused(self, model_folder: Path, kv_tokens: int) -> None:
+        config = TargetConfig(model=str(model_folder), dtype="float32", kv_tokens=kv_tokens, page_size=1)
+        with pytest.raises(ModelRefused, match="--kv-tokens must be at least 16"):
+            load_runner(config)
+        cache = load_runner(dataclasses.replace(config, kv_tokens=16)).cache
+        assert cache.num_pages == 16
+
     def test_no_such_model_is_an_os_error(self, tmp_path: Path) -> None:
         with pytest.raises(OSError):
             load_runner(TargetConfig(model=str(tmp_path / "absent")))

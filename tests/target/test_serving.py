@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,16 @@ class TestServer:
     async def test_an_address_that_cannot_be_is_refused_with_the_reason(self, address: str, message: str) -> None:
         with pytest.raises(SettingsError, match=message):
             check_free(address)
+
+    @pytest.mark.parametrize("address", ["unix-abstract:foo", "dns:///x", "dns:x:99999", "ipv4:127.0.0.1"])
+    async def test_other_names_of_grpc_are_refused(self, address: str) -> None:
+        reason = re.escape(f"cannot listen: {address!r} is not HOST:PORT or unix:PATH")
+        with pytest.raises(SettingsError, match=reason):
+            check_free(address)
+        server = GrpcServer(ServingOptions(listen=address), [])
+        with pytest.raises(SettingsError, match=reason):
+            await server.start()
+        await server.stop(0)
 
     @pytest.mark.parametrize("address", ["127.0.0.1:0", "localhost:0", ":0", "unix:/tmp/nobody-listens-here"])
     async def test_an_address_that_is_free_may_be_taken(self, address: str) -> None:

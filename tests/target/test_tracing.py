@@ -127,6 +127,17 @@ def test_a_request_that_is_abandoned(remaining: float | None, code: str, status:
         check(span)
 
 
+def test_steps_that_were_launched_at_once_count_each() -> None:
+    recorder = Recorder()
+    trace = traced(recorder)
+    for step in (4, 8):
+        trace.step(Verdict(1, step, (), (701, 702, 703, 704), drafted_tokens=0))
+    trace.abandoned(None)
+    (request,) = recorder.named(GENERATE)
+    attributes = dict(request.attributes or {})
+    assert (attributes["outrider.steps"], attributes["gen_ai.usage.output_tokens"]) == (8, 8)
+
+
 def test_a_request_that_is_abandoned_before_its_first_token() -> None:
     recorder = Recorder()
     traced(recorder).abandoned(None)

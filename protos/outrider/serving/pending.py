@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
+from google.protobuf import descriptor_pool
 
 from outrider.errors import Loading
 
@@ -21,8 +22,10 @@ class PendingService(grpc.GenericRpcHandler):
     """
 
     def __init__(self, name: str, loading: str) -> None:
-        """`loading` is the message that callers get."""
-        self._path = f"/{name}/"
+        """`loading` is the message that callers get. The generated code of `name` must have been imported."""
+        service = descriptor_pool.Default().FindServiceByName(name)
+        # Only these: metrics have a series for each method that is known, and callers are not authenticated yet.
+        self._methods = frozenset(f"/{name}/{method.name}" for method in service.methods)
         self._loading = loading
         self._handlers: tuple[grpc.GenericRpcHandler, ...] = ()
 
@@ -35,7 +38,7 @@ class PendingService(grpc.GenericRpcHandler):
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
         """The handler of a call; None for another service or an unknown method."""
-        if not str(handler_call_details.method).startswith(self._path):
+        if handler_call_details.method not in self._methods:
             return None
         if not self._handlers:
             return self._refusal()

@@ -189,19 +189,30 @@ def check_free(address: str) -> None:
     if address.startswith("unix:"):
         _refuse_taken(Path(address.removeprefix("unix:")))
         return
+    host, port = _host_and_port(address)
+    refusal = port_refusal(host, port)
+    if refusal is not None:
+        raise SettingsError(f"cannot listen on {address}: {refusal.strerror or refusal}")
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    """The two parts of HOST:PORT. Raises `SettingsError` for anything else."""
     host, _, port = address.rpartition(":")
     # Unlike for clients, port 0 is valid (the system chooses one), and so is no host (all addresses).
     checked = f"{host or 'localhost'}:{1 if port == '0' else port}" if ":" in address else address
     if address_problem(checked) is not None:
         raise SettingsError(f"cannot listen: {address_problem(address)}")
-    refusal = port_refusal(host, int(port))
-    if refusal is not None:
-        raise SettingsError(f"cannot listen on {address}: {refusal.strerror or refusal}")
+    # gRPC's other names are addresses for clients, with or without a port.
+    if not (port.isascii() and port.isdigit() and len(port) <= 5 and int(port) < 65536):
+        raise SettingsError(f"cannot listen: {address!r} is not HOST:PORT or unix:PATH")
+    return host, int(port)
 
 
 def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> str:
     if address.startswith("unix:"):
         _refuse_taken(Path(address.removeprefix("unix:")))
+    else:
+        _host_and_port(address)
     try:
         if credentials is None:
             port = server.add_insecure_port(address)

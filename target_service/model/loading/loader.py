@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 _CONTEXT_LIMIT = 8192
 # Default tokens of the KV cache at most: eight such contexts. Chosen; `--kv-tokens` sets more.
 _KV_TOKENS_LIMIT = 65536
+# A page of the default size, which the text of `check_runner` fits into.
+_LEAST_KV_TOKENS = 16
 # Share of the free memory that the default cache may take, since the draft and other programs share a laptop's. Chosen;
 # where steps are captured, the cache gets the memory that is left instead.
 _KV_MEMORY_SHARE = 0.3
@@ -44,6 +46,8 @@ def load_runner(config: TargetConfig) -> ModelRunner:
         NotSupported: the draft's head does not fit it.
         OSError: no such model, or no such head.
     """
+    if 0 < config.kv_tokens < _LEAST_KV_TOKENS:
+        raise ModelRefused(f"--kv-tokens must be at least {_LEAST_KV_TOKENS}, or 0")
     choose_device(config.device)
     if config.threads:
         torch.set_num_threads(config.threads)
