@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from outrider.tree import TokenTree
 from target_service.core.fairness import FairShare, Share, TimeShares
 from target_service.core.kv_cache import KVCache, OutOfPages
+from target_service.core.preemption import order_of_preemption
 from target_service.core.schedule import Chunk, Schedule
 from target_service.core.sequence import Sequence, SequenceState
 from target_service.core.step_times import StepTimes
@@ -375,31 +376,7 @@ class Scheduler:
         return functools.cache(lambda: list(self._order_of_preemption()))
 
     def _order_of_preemption(self) -> Iterator[tuple[Sequence, float]]:
-        """Running sequences with pages, see `_giving_way`: idle ones first."""
-        yield from self._giving_way(idle=True)
-        yield from self._giving_way(idle=False)
-
-    def _giving_way(self, *, idle: bool) -> Iterator[tuple[Sequence, float]]:
-        """Running sequences with pages in order of preemption, idle ones or the others, and the pages that their tenant
-        holds for its weight without them."""
-        held = Counter[str]()
-        lines: dict[str, list[Sequence]] = defaultdict(list)
-        for sequence in self.running:
-            held[sequence.request.tenant] += len(sequence.pages)
-            if self._idle(sequence) is idle:
-                lines[sequence.request.tenant].append(sequence)
-        if not idle and lines:
-            oldest = min((line[0] for line in lines.values()), key=_arrival)
-            lines[oldest.request.tenant].remove(oldest)
-        weights = {tenant: line[0].request.share.weight for tenant, line in lines.items() if line}
-        while weights:
-            tenant = max(weights, key=lambda name: held[name] / weights[name])
-            victim = lines[tenant].pop()
-            held[tenant] -= len(victim.pages)
-            if victim.pages:
-                yield victim, held[tenant] / weights[tenant]
-            if not lines[tenant]:
-                del weights[tenant]
+        return order_of_preemption(self.running, self._idle)
 
     def _held(self, tenant: str) -> int:
         """Pages held by a tenant's sequences."""
