@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 
 from outrider.errors import OutriderError
+from outrider.log_limit import LogLimit
 
-# Between two log lines about the same kind of exception. Chosen: a log shows within a minute that it goes on.
-_SECONDS_BETWEEN = 10.0
+# Of an exception's text, which may hold a whole tensor. Chosen.
 _MAX_TEXT = 200
 
 logger = logging.getLogger(__name__)
@@ -28,8 +27,8 @@ def text_of(error: BaseException) -> str:
     """The exception in one short line."""
     if isinstance(error, OutriderError):
         return error.message
-    said = " ".join(str(error).split())
-    return f"{type(error).__name__}: {said[:_MAX_TEXT]}" if said else type(error).__name__
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:_MAX_TEXT]}" if text else type(error).__name__
 
 
 class FaultLog:
@@ -37,22 +36,19 @@ class FaultLog:
 
     def __init__(self, drafter: str) -> None:
         self._drafter = drafter
-        self._since: dict[str, tuple[float, int]] = {}
+        self._limit = LogLimit()
 
     def refusal(self, error: Exception) -> OutriderError:
-        """What is said of a sequence that failed. A bug is logged, and its text is not sent."""
+        """The error that the target gets for a sequence that failed. A bug is logged, and its text is not sent."""
         if isinstance(error, OutriderError):
             return error
         self._add(error)
         return OutriderError("internal error")
 
     def _add(self, error: Exception) -> None:
-        kind, now = type(error).__name__, time.monotonic()
-        logged_at, others = self._since.get(kind, (-_SECONDS_BETWEEN, 0))
-        if now - logged_at < _SECONDS_BETWEEN:
-            self._since[kind] = logged_at, others + 1
+        others = self._limit.due(type(error).__name__)
+        if others is None:
             return
-        self._since[kind] = now, 0
         logger.error(
             "bug in the drafter %s, which ends drafting for its sequences: %s (and %d like it)",
             self._drafter,

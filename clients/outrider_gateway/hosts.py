@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import logging
-import time
 import uuid
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from outrider.host_names import HostNames, is_loopback
+from outrider.log_limit import LogLimit
 from outrider_gateway.config import ANY_HOST, MAX_HOST, GatewayConfig, host_and_port
 from outrider_gateway.failures import Refused
 from outrider_gateway.http import send_json
 
 logger = logging.getLogger(__name__)
-
-# Between two lines of the log. Chosen: whoever reads it sees within a minute that it goes on.
-_SECONDS_BETWEEN = 10.0
 
 
 class HostCheck:
@@ -28,7 +25,7 @@ class HostCheck:
     def __init__(self, app: ASGIApp, names: HostNames) -> None:
         self._app = app
         self.names = names
-        self._logged_at = -_SECONDS_BETWEEN
+        self._limit = LogLimit()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         for name, value in scope["headers"]:
@@ -41,9 +38,7 @@ class HostCheck:
 
     def _log_refusal(self, scope: Scope) -> None:
         """A line in the log, without what the caller wrote."""
-        now = time.monotonic()
-        if now - self._logged_at >= _SECONDS_BETWEEN:
-            self._logged_at = now
+        if self._limit.due() is not None:
             peer = (scope.get("client") or ("a socket",))[0]
             logger.warning("refused a request from %s for a host that is not served: --allow-host lists more", peer)
 

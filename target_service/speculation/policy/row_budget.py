@@ -42,9 +42,9 @@ _SEQUENCE_KEEP = 0.97
 _GAIN_PRIOR = 1.3
 # Weight of this assumption, in steps of the sequence.
 _GAIN_STEPS = 6.0
-# Decays of a sequence's short and long mean gain of drafted steps, of five and of twenty: see `expected_tokens`.
-_NEAR_KEEP = 0.8
-_FAR_KEEP = 0.95
+# Decays of a sequence's short and long mean gain of drafted steps, of five and of twenty, which `expected_tokens`
+# averages: bad luck must not end drafting, nor the past keep it from resuming. Chosen.
+_NEAR_KEEP, _FAR_KEEP = 0.8, 0.95
 # Weight of a step in the mean over all sequences, of fifty: longer than one sequence's, which starts from it.
 _USUAL_SHARE = 0.02
 # The start of that mean, high enough that drafts are tried, and its weight in steps: few, so that these correct it.
