@@ -30,10 +30,12 @@ class TestGenerate:
         assert started.mode == tree_pb2.VERIFICATION_MODE_COUPLED
         assert (started.speculating, started.model) == (True, "counter")
         assert tokens_of(chunks) == [21, 22, 23, 24, 25]
-        # A reader that lags gets several steps in one chunk, which has the last one's number.
+        # A reader that lags gets several steps in one chunk, with the last one's number and all their time.
         steps = [response.chunk.step for response in chunks]
         assert steps == sorted(set(steps)) and steps[-1] == 4
-        assert (chunks[0].timings.queue_nanoseconds, chunks[0].timings.compute_nanoseconds) == (5, 7)
+        timings = [response.timings for response in chunks]
+        assert sum(step.queue_nanoseconds for step in timings) == 5 * 5
+        assert sum(step.compute_nanoseconds for step in timings) == 5 * 7
         finished = last.finished
         assert finished.finish_reason == pb.FINISH_REASON_LENGTH
         assert finished.WhichOneof("matched") is None
