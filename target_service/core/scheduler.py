@@ -14,6 +14,7 @@ from target_service.core.kv_cache import KVCache, OutOfPages
 from target_service.core.preemption import order_of_preemption
 from target_service.core.schedule import Chunk, Schedule
 from target_service.core.sequence import Sequence, SequenceState
+from target_service.core.sequence_pages import SequencePages
 from target_service.core.step_times import StepTimes
 
 _RUNS = (SequenceState.PREFILL, SequenceState.RUNNING)
@@ -58,6 +59,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, cache: KVCache) -> None:
         self._config = config
         self._cache = cache
+        self.pages = SequencePages(cache)
         # Times of steps, observed by the engine. Without any, time is not shared.
         self.times = StepTimes()
         self._waiting: dict[str, deque[Sequence]] = {}
@@ -156,7 +158,7 @@ class Scheduler:
             del self._evicted[sequence.sequence_id]
         else:
             self.running.remove(sequence)
-        self._release(sequence)
+        self.pages.release(sequence)
 
     def schedule(self) -> Schedule:
         """The next step, for `begin` once it is launched. Empty when nothing can run."""
@@ -223,7 +225,7 @@ class Scheduler:
         the seconds that the step may take: infinite where it is one tenant's own.
         """
         ready, demands = self._ready()
-        order = self._once_ordered()
+        order, kept_out = self._once_ordered(), None
         for tenant, queue in self._waiting.items():
             if self._yielding(queue[0], order) is not None:
                 demand = demands.setdefault(tenant, _Demand(queue[0].request.share))
@@ -231,6 +233,9 @@ class Scheduler:
                 if demand.rows < self.max_step_rows:
                     # Only of the next in line: the others may have to wait anyway.
                     demand.rows += self._due(queue[0])
+            elif kept_out is None:
+                kept_out = queue[0]
+        self._note_kept_out(kept_out)
         shares = {tenant: demand.share for tenant, demand in demands.items()}
         allowed = {
             tenant: min(demand.sequences, demand.share.running or demand.sequences)
@@ -356,7 +361,7 @@ class Scheduler:
         """
         wanted, tenant, share = self._pages_wanted(newcomer), newcomer.request.tenant, newcomer.request.share
         held = self._held(tenant) if share.kv_tokens or wanted + reserved > self._cache.free_pages else 0
-        if share.kv_tokens and held and held + wanted > share.kv_tokens // self._cache.page_size:
+        if self._exceeds_share(newcomer, held):
             return None
         missing = wanted + reserved - self._cache.free_pages
         if missing <= 0:
@@ -370,6 +375,19 @@ class Scheduler:
             if missing <= 0:
                 return victims
         return None
+
+    def _exceeds_share(self, newcomer: Sequence, held: int) -> bool:
+        """Whether its tenant, which holds `held` pages, may not hold the newcomer's too."""
+        most = newcomer.request.share.kv_tokens
+        return bool(most and held and held + self._pages_wanted(newcomer) > most // self._cache.page_size)
+
+    def _note_kept_out(self, newcomer: Sequence | None) -> None:
+        """Let drafted rows give way to the first newcomer that has to wait for pages, if they hold what it lacks."""
+        self.pages.forget_newcomer()
+        if newcomer is None or self._busy() >= self._config.max_running:
+            return
+        if not self._exceeds_share(newcomer, self._held(newcomer.request.tenant)):
+            self.pages.note_newcomer(self._pages_wanted(newcomer), self.running)
 
     def _once_ordered(self) -> Callable[[], list[tuple[Sequence, float]]]:
         """`_order_of_preemption`, worked out when it is first asked for: as long as nothing is preempted."""
@@ -388,7 +406,7 @@ class Scheduler:
             limited = self._at_limit(sequence, count)
             if not limited:
                 try:
-                    self.reserve(sequence, sequence.kv_length + count)
+                    self.pages.reserve(sequence, sequence.kv_length + count)
                     return True
                 except OutOfPages:
                     pass
@@ -423,41 +441,10 @@ class Scheduler:
                 return victim
         return sequence
 
-    def reserve(self, sequence: Sequence, tokens: int) -> None:
-        """Reserve pages for `tokens` of the sequence, or raise `OutOfPages` and change nothing."""
-        missing = self._cache.pages_for(tokens) - len(sequence.pages)
-        if missing > 0:
-            last = sequence.pages[-1] if sequence.pages else None
-            sequence.pages.extend(self._cache.allocate(missing, after=last))
-
-    def reserve_behind_trees(self, schedule: Schedule, max_context: int) -> bool:
-        """Reserve pages for drafted tokens that the step under way may accept. False if they do not fit."""
-        for chunk in schedule.chunks:
-            sequence = chunk.sequence
-            if sequence.length + sequence.pending_drafts > max_context:
-                return False
-            try:
-                self.reserve(sequence, sequence.kv_length + chunk.count + sequence.pending_drafts)
-            except OutOfPages:
-                return False
-        return True
-
-    def spare_rows(self, sequence: Sequence) -> int:
-        """Rows past the known tokens that fit the sequence's pages and the free ones."""
-        pages = len(sequence.pages) + self._cache.free_pages
-        return pages * self._cache.page_size - sequence.length
-
-    def trim(self, sequence: Sequence) -> None:
-        """Release pages that hold no committed token."""
-        keep = self._cache.pages_for(len(sequence.token_ids))
-        if len(sequence.pages) > keep:
-            self._cache.release(sequence.pages[keep:])
-            del sequence.pages[keep:]
-
     def _preempt(self, sequence: Sequence) -> None:
         evicted = self._idle(sequence)
         self.running.remove(sequence)
-        self._release(sequence)
+        self.pages.release(sequence)
         sequence.totals.preemptions += 1
         if evicted:
             sequence.state = SequenceState.EVICTED
@@ -472,11 +459,6 @@ class Scheduler:
         queue = self._waiting.pop(tenant, deque())
         queue.appendleft(sequence)
         self._waiting = {tenant: queue, **self._waiting}
-
-    def _release(self, sequence: Sequence) -> None:
-        self._cache.release(sequence.pages)
-        del sequence.pages[:]
-        sequence.kv_length = 0
 
 
 def _arrival(sequence: Sequence) -> int:

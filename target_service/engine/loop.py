@@ -23,11 +23,11 @@ from target_service.core.sequence import (
     SequenceFailed,
     SequenceFinished,
     SequenceRequest,
-    StepStats,
     Verdict,
 )
 from target_service.core.weights import FIRST_VERSION
 from target_service.engine.commit import commit
+from target_service.engine.learning import Learning
 from target_service.engine.stats import EngineObserver, StepClock
 from target_service.engine.step import Step
 from target_service.execution.batch import DeviceRows, StepBatch, lay_out
@@ -113,10 +113,41 @@ class EngineLoop:
         most = config.max_draft_nodes if device_chooses else 0
         self._policy = RowPolicy(most, step_cost, self.live, config.drafting.disable_above)
         self._follow = FollowSwitch()
-        self._unaided = Unaided(runner.node_table.lookup_tokens if runner.node_table is not None else 0)
-        # Steps of which a sequence was compared with plain decoding.
-        self._compared = 0
-        self._gathering = Gathering(
+        self._gathering = self._gather_with(config, step_cost)
+        self._stride = stride or Stride()
+        self._ahead: Step | None = None
+        self._pass_ends = PassEnds()
+        # Whether the last pass was seen to run until about its end.
+        self._seen_running = True
+        # Seconds to launch a pass that is laid out.
+        self._launching = RunningTime(_LAUNCH_SHARE)
+        self._modes = LaunchModes()
+        self._learning = Learning(
+            drafting=self.drafting,
+            tables=self._steps.tables,
+            live=self.live,
+            budget=self._budget,
+            gathering=self._gathering,
+            policy=self._policy,
+            follow=self._follow,
+            modes=self._modes,
+            stride=self._stride,
+            pass_ends=self._pass_ends,
+            unaided=Unaided(runner.node_table.lookup_tokens if runner.node_table is not None else 0),
+        )
+        # How the next pass is launched, and the rows that the device chose for the last one.
+        self._mode, self._rows = Launch.AHEAD, 0
+        self._draft: DraftInfo | None = None
+        self._device_time = DeviceTime()
+        self._failed: list[SequenceEvent] = []
+        # Version of the weights, and whether no step may be launched behind the one under way.
+        self.model_version, self.settling = FIRST_VERSION, False
+        # When the device had ended the last step, and when its results were committed; 0 after a pause.
+        self._free_ns = self._ended_ns = 0
+
+    def _gather_with(self, config: EngineConfig, step_cost: StepCost | None) -> Gathering:
+        """What gathers drafts; without a cost of steps it never turns them off."""
+        return Gathering(
             self.drafting,
             self.scheduler,
             self._budget,
@@ -127,23 +158,6 @@ class EngineLoop:
             policy=self._policy,
             follow=self._follow if step_cost is not None else None,
         )
-        self._stride = stride or Stride()
-        self._ahead: Step | None = None
-        self._pass_ends = PassEnds()
-        # Whether the last pass was seen to run until about its end.
-        self._seen_running = True
-        # Seconds to launch a pass that is laid out.
-        self._launching = RunningTime(_LAUNCH_SHARE)
-        self._modes = LaunchModes()
-        # How the next pass is launched, and the rows that the device chose for the last one.
-        self._mode, self._rows = Launch.AHEAD, 0
-        self._draft: DraftInfo | None = None
-        self._device_time = DeviceTime()
-        self._failed: list[SequenceEvent] = []
-        # Version of the weights, and whether no step may be launched behind the one under way.
-        self.model_version, self.settling = FIRST_VERSION, False
-        # When the device had ended the last step, and when its results were committed; 0 after a pause.
-        self._free_ns = self._ended_ns = 0
 
     def make(self, sequence_id: int, request: SequenceRequest) -> LiveSequence:
         """A new sequence, not added yet. Any thread."""
@@ -204,9 +218,10 @@ class EngineLoop:
         verdicts = self._commit(step, outcomes)
         if self._ahead is not None:
             self._ahead = self._ahead.moved_on(outcomes)
+        self._trim(step)
         self.drafting.collect(step.batch.items, step.features, outcomes)
         self._advance(verdicts)
-        self._learn(step, outcomes)
+        self._learning.observe_outcomes(step, outcomes)
         events = self._finish(verdicts)
         step.clock.committed = time.monotonic_ns()
         followable = step.launched.followable and not self.settling
@@ -241,7 +256,7 @@ class EngineLoop:
         step.await_tokens()
         try:
             schedule = self.scheduler.schedule()
-            if not schedule.chunks or not self.scheduler.reserve_behind_trees(schedule, self._runner.max_context):
+            if not schedule.chunks or not self.scheduler.pages.reserve_behind_trees(schedule, self._runner.max_context):
                 return None
             return self._begin(schedule, self._gathering.plain(schedule), clock, behind=step)
         except torch.OutOfMemoryError:
@@ -258,7 +273,7 @@ class EngineLoop:
         # Hidden states are taken pass by pass, of at most this many rows.
         most = min(self.scheduler.max_step_rows, AHEAD_ROWS) if fed else self.scheduler.max_step_rows
         waits = self.drafting.latency.answer_seconds if self._mode is Launch.HELD else 0.0
-        device_rows = self._policy.choose(schedule, most, self._kind(self._mode), waits)
+        device_rows = self._policy.choose(schedule, most, self._learning.kind(self._mode), waits)
         # Where a pass behind drafts begins, only the device can find out.
         several = behind is not None and (device_rows is not None or not behind.has_drafts)
         several = several and gathered.use is Use.PLAIN and not fed
@@ -271,12 +286,6 @@ class EngineLoop:
         load, rows = len(running), self._rows
         takes = self._policy.seconds(load, rows, Kind.AHEAD) or self._policy.seconds(load, rows, Kind.HELD)
         return self._modes.choose(load, self.drafting.latency.answer_seconds, self._launching.value, takes)
-
-    def _kind(self, mode: Launch) -> Kind:
-        """The kind of passes launched in this mode, for the row policy."""
-        if not self.drafting.follows:
-            return Kind.ALONE
-        return Kind.HELD if mode is Launch.HELD else Kind.AHEAD
 
     def _feed(self, step: Step) -> None:
         """While a step runs, publish drafts as they arrive: the device reads them when it begins the next one."""
@@ -385,56 +394,11 @@ class EngineLoop:
         self._free_ns, self._ended_ns = step.clock.forwarded, step.clock.committed
         self.scheduler.times.observe(*step.work, step.seconds_since(ended_ns), own=step.own)
         if not stats.prefill_rows:
-            self._observe_forward(step, stats)
+            self._learning.observe_forward(step, stats, seen_running=self._seen_running)
             if ended_ns:
-                self._observe_period(step, stats, verdicts, (self._ended_ns - ended_ns) * 1e-9)
+                self._learning.observe_period(step, stats, verdicts, (self._ended_ns - ended_ns) * 1e-9)
         if self._observer is not None:
             self._observer.on_step(stats)
-
-    def _observe_forward(self, step: Step, stats: StepStats) -> None:
-        """Learn from the forward pass of a step that only decoded."""
-        seconds = stats.forward_ns * 1e-9 / step.stride
-        self._budget.observe_step(stats.decode_rows, seconds)
-        self._pass_ends.observe(*step.size, seconds, running=self._seen_running)
-        plain = step.gathered.use is Use.PLAIN and not step.gathered.has_trees
-        if plain and not step.behind_tree and step.launched.followable:
-            self._policy.observe_time(stats.sequences, step.batch.device_rows, seconds, self._kind(step.mode))
-
-    def _observe_period(self, step: Step, stats: StepStats, verdicts: SequenceOf[Verdict], period: float) -> None:
-        """Learn from the time of a step that only decoded, `period` being from the end of the last one to its own."""
-        load, seconds = stats.sequences, period / step.stride
-        if step.ahead or step.gathered.drafted or not step.launched.followable:
-            self._gathering.observe(load, seconds, step.gathered, behind_tree=step.behind_tree)
-        if self._policy.on and not step.batch.drafted:
-            followed = self.drafting.follows
-            if not followed or step.mode is self._modes.preferred(load):
-                self._follow.observe(load, seconds, followed=followed)
-                self._compare(step, verdicts, stats.chosen_rows, followed=followed)
-            if followed and step.batch.device_rows is not None:
-                tokens = stats.committed_tokens / max(1, load) / step.stride
-                self._modes.observe(load, step.mode, tokens, seconds)
-        if step.ahead and step.gathered.use is Use.PLAIN and not step.behind_tree:
-            self._stride.observe(step.stride, period, step.clock.waited_ns * 1e-9)
-
-    def _compare(self, step: Step, verdicts: SequenceOf[Verdict], drafted: int, *, followed: bool) -> None:
-        """Compare one sequence of a step, which had `drafted` rows, with what it would have made without the draft."""
-        found = self._unaided.take()
-        if found is not None:
-            self._follow.compare(found.load, found.made, found.unaided)
-        if not (followed and verdicts):
-            return
-        self._compared += 1
-        verdict = verdicts[self._compared % len(verdicts)]
-        live = self.live.get(verdict.sequence_id)
-        if live is None or not self.drafting.is_followed(live.sequence) or not live.verifier.on_device:
-            return
-        # Of passes launched at once the first: what the others begin with depends on it.
-        accepted = verdict.drafts_by_step[0] if verdict.drafts_by_step else verdict.drafted_tokens
-        start = len(live.sequence.token_ids) - len(verdict.token_ids)
-        made = min(len(verdict.token_ids), accepted + 1)
-        # Without a draft, a chain has the sequence's share of the rows, or as many as were accepted.
-        rows = max(accepted, -(-drafted // (step.stride * len(verdicts))))
-        self._unaided.note(len(verdicts), live.sequence, start, made, rows)
 
     def _follow_load(self) -> None:
         """Start or stop drafting by load, and open new sequences at the draft."""
@@ -463,21 +427,16 @@ class EngineLoop:
             verdicts.append(verdict)
             if outcome.device_passes and self._steps.tables is not None:
                 note_passes(live, outcome.device_passes, len(verdict.token_ids), self._steps.tables)
-            # Otherwise pages past the committed tokens may belong to passes that are under way: also to one that was
-            # launched behind drafts since the device chooses rows again.
-            behind = self._ahead is not None and self._ahead.batch.device_rows is not None
-            if item.tree.drafted and not behind:
-                self.scheduler.trim(item.sequence)
         return verdicts
 
-    def _learn(self, step: Step, outcomes: SequenceOf[Verified | None]) -> None:
-        """Let the row policy learn from a pass whose rows the device chose."""
-        read_alone = step.batch.prefill_rows and step.batch.device_rows is None
-        if self._policy.on and not read_alone and not step.batch.drafted:
-            kind, tables = self._kind(step.mode), self._steps.tables
-            # In a table that holds a prediction too, the draft's expected tokens are unknown.
-            drafted = [tables is not None and tables.of_draft(one.sequence.sequence_id) for one in step.batch.items]
-            self._policy.observe(outcomes, kind, drafted)
+    def _trim(self, step: Step) -> None:
+        """Give back the pages of rows that `step` did not accept, but for those of the step under way."""
+        if not step.has_drafts:
+            return
+        needed = self._ahead.keys if self._ahead is not None else {}
+        for item in step.batch.items:
+            if item.kept:
+                self.scheduler.pages.trim(item.sequence, needed.get(item.sequence.sequence_id, 0))
 
     def _advance(self, verdicts: SequenceOf[Verdict]) -> None:
         """Send the commits to the draft, so that it works while the events go out."""

@@ -50,6 +50,11 @@ class Step:
         return len(self.batch.items), self.batch.device_rows.rows if self.batch.device_rows is not None else 0
 
     @property
+    def keys(self) -> dict[int, int]:
+        """Most keys that each sequence has when its passes have ended, by sequence id."""
+        return {item.sequence.sequence_id: keys for item, keys in self.batch.keys(self.stride) if item.kept}
+
+    @property
     def work(self) -> tuple[int, int]:
         """Sequences that decode in it, and rows of prompts."""
         return sum(item.known == 1 for item in self.batch.items), self.batch.prefill_rows

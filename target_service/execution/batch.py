@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -72,6 +73,13 @@ class StepBatch:
     drafted: bool
     # Bounds of the rows that the device chooses; None where the host chose them.
     device_rows: DeviceRows | None = None
+
+    def keys(self, stride: int) -> Iterator[tuple[StepItem, int]]:
+        """Each item, and the most keys that its sequence has behind `stride` passes of the batch."""
+        limits = self.device_rows.most if self.device_rows is not None else (None,) * len(self.items)
+        for item, limit in zip(self.items, limits, strict=True):
+            rows = item.known + (item.tree.drafted if item.tree is not None else 0)
+            yield item, item.start + keys_of(rows, stride, limit if item.tree is not None and item.known == 1 else None)
 
     def moved_on(self, accepted_counts: SequenceOf[int]) -> StepBatch:
         """The batch, laid out as if the step before had accepted no drafted row, moved on by what it accepted, by place

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from target_service.core.kv_cache import OutOfPages
 from target_service.core.schedule import Schedule
 from target_service.core.scheduler import Scheduler
 from target_service.core.sequence import MAX_STRIDE
@@ -80,9 +79,5 @@ def _have_pages(
     keys = [one.pending_drafts + keys_of(1, passes, limit) for one, limit in zip(sequences, limits, strict=True)]
     if any(one.length + more > max_context for one, more in zip(sequences, keys, strict=True)):
         return False
-    try:
-        for sequence, more in zip(sequences, keys, strict=True):
-            scheduler.reserve(sequence, sequence.kv_length + more)
-    except OutOfPages:
-        return False
-    return True
+    tokens = [(one, one.kv_length + more) for one, more in zip(sequences, keys, strict=True)]
+    return scheduler.pages.reserve_for_drafts(tokens, scheduler.running)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from outrider.errors import InvalidField
 from outrider.wire.frames import ROOT_ID, SequenceGrowth
-from target_service.core.predicted_chain import PredictedChain
+from target_service.execution.predicted_chain import PredictedChain
 from tree_kernels.node_table import COST_OF_HALVING, MOST_COST, NODES, TABLE, Mailboxes
 
 Ints = npt.NDArray[np.int32]

@@ -398,7 +398,7 @@ async def test_error_after_the_first_token_is_the_last_event(gateways: Any) -> N
             first = await anext(lines)
             engine.die(RuntimeError("broken"))
             rest = [line async for line in lines if line]
-        assert json.loads(first.removeprefix("data: "))["choices"][0]["text"] == "b"
+        assert json.loads(first.removeprefix("data: "))["choices"][0]["text"].startswith("b")
         assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "engine_dead"
 
 

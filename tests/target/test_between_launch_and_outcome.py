@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from outrider.sampling import SamplingParams
 from outrider.tree import TokenTree
-from target_service.core.scheduler import Scheduler
 from target_service.core.sequence import Sequence
+from target_service.core.sequence_pages import SequencePages
 from target_service.engine.engine import Engine
 from target_service.engine.loop import EngineLoop
 from target_service.execution.device_executor import DeviceSteps
@@ -66,18 +66,20 @@ def test_no_page_is_given_back_that_a_pass_under_way_writes_to(
     draft = ScriptedDraft(loop.drafting, knowing_tree(texts, runner.vocabulary_size, 12, right=0.9))
     loop.drafting.attach(draft)
     loop.drafting.listen()
-    trim, lost = Scheduler.trim, set[int]()
+    trim, lost = SequencePages.trim, set[int]()
 
-    def trimmed(scheduler: Scheduler, sequence: Sequence) -> None:
+    def trimmed(pages: SequencePages, sequence: Sequence, keys: int = 0) -> None:
         before = list(sequence.pages)
-        trim(scheduler, sequence)
+        trim(pages, sequence, keys)
         ahead = loop._ahead
         if ahead is not None and ahead.batch.device_rows is not None:
-            for item, pages in zip(ahead.batch.items, ahead.batch.input.attention.pages, strict=True):
+            for item, most in zip(ahead.batch.items, ahead.batch.device_rows.most, strict=True):
                 if item.sequence is sequence:
-                    lost.update(set(before[len(sequence.pages) :]) & set(pages))
+                    # Each pass writes its root and its drafted rows, and accepts all of them at most.
+                    written = len(sequence.token_ids) - 1 + ahead.stride * (1 + most)
+                    lost.update(before[len(sequence.pages) : runner.cache.pages_for(written)])
 
-    monkeypatch.setattr(Scheduler, "trim", trimmed)
+    monkeypatch.setattr(SequencePages, "trim", trimmed)
     lives = [loop.make(number, one) for number, one in enumerate(requests, 1)]
     for live in lives:
         loop.add(live)

@@ -56,7 +56,7 @@ def play(plan: Schedule, scheduled: Scheduler) -> list[tuple[int, int]]:
             one.totals.completion_tokens += 1
             one.state = SequenceState.RUNNING
             one.external_tree = None
-        scheduled.trim(one)
+        scheduled.pages.trim(one)
     return played
 
 
@@ -184,7 +184,7 @@ def test_spare_rows_counts_own_and_free_pages(tokens: int) -> None:
     one = sequence(1, prompt=tokens)
     scheduled.add(one)
     scheduled.schedule()
-    assert scheduled.spare_rows(one) == 64 - tokens
+    assert scheduled.pages.spare_rows(one) == 64 - tokens
 
 
 def test_only_a_free_place_admits() -> None:
@@ -205,11 +205,11 @@ def test_pages_for_what_a_step_may_accept_are_held_before_the_next_is_launched_b
     play(scheduled.schedule(), scheduled)
     one.kv_length, one.pending, one.pending_tokens, one.pending_drafts = 9, 0, 1, 2
     plan = scheduled.schedule()
-    assert scheduled.reserve_behind_trees(plan, max_context=12) and len(one.pages) == 3
+    assert scheduled.pages.reserve_behind_trees(plan, max_context=12) and len(one.pages) == 3
     # One key more has no page, and one token more no position.
     one.pending_drafts = 3
-    assert not scheduled.reserve_behind_trees(plan, max_context=100)
-    assert not scheduled.reserve_behind_trees(plan, max_context=11)
+    assert not scheduled.pages.reserve_behind_trees(plan, max_context=100)
+    assert not scheduled.pages.reserve_behind_trees(plan, max_context=11)
 
 
 class TestTenants:

@@ -250,7 +250,7 @@ class Gathering:
         if sequence.remaining <= 1:
             return 0
         limit = min(sequence.request.max_draft_nodes, self._max_draft_nodes)
-        return max(0, min(limit, self._scheduler.spare_rows(sequence)))
+        return max(0, min(limit, self._scheduler.pages.spare_rows(sequence)))
 
     def _tree(self, chunk: Chunk, trees: Mapping[int, TokenTree]) -> TokenTree | None:
         """The tree to verify behind a chunk, with pages held for it. None while the root is not reached."""
@@ -266,7 +266,7 @@ class Gathering:
                 # Whether there is room must not depend on how many nodes were sampled.
                 rows = max(rows, 1 + IN_ORDER_NODES)
             try:
-                self._scheduler.reserve(sequence, sequence.kv_length + rows)
+                self._scheduler.pages.reserve(sequence, sequence.kv_length + rows)
                 return tree
             except OutOfPages:
                 # Others took the free pages; the sequence goes on without its draft.
