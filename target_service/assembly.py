@@ -58,6 +58,7 @@ def engine_config(config: TargetConfig) -> EngineConfig:
         max_draft_nodes=config.max_draft_nodes,
         chains=config.batch_invariant,
         lockstep=config.lockstep,
+        typical=config.allow_lossy,
     )
 
 

@@ -76,6 +76,8 @@ class EngineConfig:
     chains: bool = False
     # Run one step after the other, verified by the host.
     lockstep: bool = False
+    # Requests may ask for typical acceptance, so its kernels are compiled at start.
+    typical: bool = False
 
 
 class EngineLoop:
@@ -98,10 +100,7 @@ class EngineLoop:
         """`steps` of None takes the fastest for the runner, or the plain ones in lockstep. `step_cost` of None verifies
         every drafted row that is allowed, and always waits for drafts."""
         self._runner = runner
-        bounds = config.scheduler
-        if steps is None and config.lockstep:
-            steps = HostSteps(runner)
-        self._steps = steps or best_steps(runner, max_sequences=bounds.max_running, max_rows=bounds.max_step_rows)
+        self._steps = steps or _steps_of(runner, config)
         self._observer = observer
         self._budget = RowBudget(step_cost)
         self.features = Features(runner, config.drafting.feature_window if config.drafting.enabled else 0)
@@ -453,3 +452,11 @@ class EngineLoop:
                 assert live is not None
                 events.append(SequenceFinished(verdict.sequence_id, verdict.finish, live.sequence.totals))
         return events
+
+
+def _steps_of(runner: ModelRunner, config: EngineConfig) -> Steps:
+    """The fastest for the runner, or the plain ones in lockstep."""
+    if config.lockstep:
+        return HostSteps(runner)
+    bounds = config.scheduler
+    return best_steps(runner, max_sequences=bounds.max_running, max_rows=bounds.max_step_rows, typical=config.typical)

@@ -1,7 +1,7 @@
 """Steps that the device verifies: the host only reads back which rows were accepted, and the next tokens.
 
-Sequences whose distribution depends on more than logits and parameters (penalties, biases, log-probabilities) are
-verified on the host from the same logits, the others of the step on the device.
+Sequences for which more than logits and parameters is needed (penalties, biases, log-probabilities) are verified
+together when the pass has ended, from the same logits: what their tokens were is known to the host alone.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from target_service.execution.host_executor import (
     Ready,
     Steps,
     move_on_host,
-    verify_on_host,
 )
 from target_service.execution.node_tables import NodeTables
 from target_service.execution.post_pass import Kind, PostPass, TableWork
 from target_service.model.forward import ForwardPass
 from target_service.model.runner import ModelRunner
+from target_service.sampling.batch_verifier import Asked, BatchVerifier
 from target_service.sampling.verifier import SequenceVerifier, Verified
 from tree_kernels.node_table import Mailboxes, NodeTable
 from tree_kernels.verification import DeviceVerifier, Mode, RowsToVerify, Verdicts, Walk, records_of
@@ -42,11 +42,11 @@ from tree_kernels.verification import DeviceVerifier, Mode, RowsToVerify, Verdic
 _RESULTS = 2
 
 
-def best_steps(runner: ModelRunner, *, max_sequences: int, max_rows: int) -> Steps:
+def best_steps(runner: ModelRunner, *, max_sequences: int, max_rows: int, typical: bool = False) -> Steps:
     """`DeviceSteps` on a GPU that has Triton, else `HostSteps`."""
     if runner.device.type != "cuda" or not importlib.util.find_spec("triton"):
         return HostSteps(runner)
-    steps = DeviceSteps(runner, max_sequences=max_sequences, max_rows=max_rows)
+    steps = DeviceSteps(runner, max_sequences=max_sequences, max_rows=max_rows, typical=typical)
     steps.warm_up()
     return steps
 
@@ -61,11 +61,16 @@ class DeviceSteps:
         max_sequences: int,
         max_rows: int,
         backend: Literal["triton", "torch"] | None = None,
+        typical: bool = False,
     ) -> None:
-        """`max_sequences` and `max_rows` bound every step; `backend` is that of `DeviceVerifier`."""
+        """`max_sequences` and `max_rows` bound every step; `backend` is that of `DeviceVerifier`. `typical`: requests
+        may ask for typical acceptance, so what it needs is compiled and captured before the first."""
         self._runner = runner
+        self._typical = typical
         self.in_background = on_gpu = runner.device.type == "cuda"
-        self._verifier = DeviceVerifier(runner.device, runner.vocabulary_size, max_sequences, max_rows, backend=backend)
+        bounds = (runner.device, runner.vocabulary_size, max_sequences, max_rows)
+        self._verifier = DeviceVerifier(*bounds, backend=backend)
+        self._batch_verifier = BatchVerifier(*bounds, backend, typical=typical)
         if runner.node_table is not None and runner.node_table.max_sequences != max_sequences:
             raise ValueError(
                 f"drafts are looked up for steps of {runner.node_table.max_sequences}, not {max_sequences}"
@@ -75,6 +80,8 @@ class DeviceSteps:
         self._results = [Verdicts.over(tensor, max_sequences) for tensor in pinned]
         # [_RESULTS, MAX_STRIDE - 1, max_sequences] int32
         self._following = torch.zeros(_RESULTS, MAX_STRIDE - 1, max_sequences, dtype=torch.int32, pin_memory=on_gpu)
+        # Of each pass in flight, where any sequence is TYPICAL: see `DeviceVerifier.lossy_rows`.
+        self._lossy = torch.zeros(_RESULTS, MAX_STRIDE, max_rows, dtype=torch.int32, pin_memory=on_gpu)
         self._reports = room_for_reports(_RESULTS, max_sequences, MAX_STRIDE, on_gpu=on_gpu)
         self.tables: NodeTables | None = None
         if runner.node_table is not None:
@@ -85,22 +92,12 @@ class DeviceSteps:
         self._nothing = torch.zeros(max_sequences, dtype=torch.int32, device=runner.device)
         # Drafted rows that it accepts, by place in the batch; None where the device chose its rows.
         self._moves: Tensor | None = self._nothing
-        self._post_pass = PostPass(runner, self._verifier, backend)
+        self._post_pass = PostPass(runner, self._verifier, backend, typical=typical)
 
     def warm_up(self) -> None:
         """Compile every kernel that a request may need, so that none waits for it. Takes seconds for each, once."""
-        device, vocabulary_size = self._runner.device, self._runner.vocabulary_size
-        for rows in (1, 16):
-            logits = torch.zeros(rows, vocabulary_size, dtype=self._runner.dtype, device=device)
-            integers = torch.zeros(rows, dtype=torch.int32, device=device)
-            packed = self._verifier.pack([RowsToVerify(0, rows, Mode.COUPLED, top_k=2, is_chain=True)])
-            parameters = torch.from_numpy(packed).to(device)
-            step = (logits, integers, integers, parameters)
-            self._verifier.greedy(*step)
-            drawn = torch.from_numpy(self._verifier.pack_distributions({0: ((0,), (1,))})).to(device)
-            for distributions in (None, drawn):
-                for filtered in (False, True):
-                    self._verifier.sampled(*step, distributions, filtered=filtered)
+        self._verifier.warm_up(self._runner.dtype, typical=(False, True) if self._typical else (False,))
+        self._batch_verifier.warm_up()
         self._post_pass.capture_ahead()
         if self.tables is not None:
             node_tables.warm_up()
@@ -132,12 +129,24 @@ class DeviceSteps:
         place = self._count % _RESULTS
         result = self._results[place]
         result.tensor.copy_(verdicts.tensor, non_blocking=True)
+        lossy = self._lossy_of(rows, place, 0)
         following = self._following[place, : stride - 1, :count]
         for passes in range(1, stride):
             done = self._runner.run_later(batch.input, passes, parameters)
             self._conclude(batch, rows, done)
             following[passes - 1].copy_(verdicts.next_tokens[:count], non_blocking=True)
-        return _OnDevice(self._runner.cache, batch, verifiers, done.logits, result, following, span)
+        return _OnDevice(
+            self._runner.cache, self._batch_verifier, batch, verifiers, done.logits, result, lossy, following, span
+        )
+
+    def _lossy_of(self, rows: SequenceOf[RowsToVerify], place: int, number: int) -> Tensor | None:
+        """[max_rows] on the host: receives `DeviceVerifier.lossy_rows` of the launch's `number`th pass. None where no
+        sequence is TYPICAL."""
+        if not any(map(_is_typical, rows)):
+            return None
+        lossy = self._lossy[place, number]
+        lossy.copy_(self._verifier.lossy_rows, non_blocking=True)
+        return lossy
 
     def _launch_device_rows(
         self,
@@ -159,17 +168,22 @@ class DeviceSteps:
             self._seat(batch, table)
             table.take(tables.mail)
 
+        self._count += 1
+        place = self._count % _RESULTS
         done = self._runner.run_device_rows(batch.input, parameters, self._moves, before)
-        for _ in range(1, passes):
+        lossy: list[Tensor | None] = []
+        for number in range(1, passes):
             # Growth that was published while the pass ran.
             table.take(tables.mail)
             self._conclude(batch, rows, done, TableWork.GO_ON)
+            lossy.append(self._lossy_of(rows, place, number - 1))
             done = self._runner.run_again(batch.input, done)
         self._conclude(batch, rows, done, TableWork.REPORT)
+        lossy.append(self._lossy_of(rows, place, passes - 1))
         self._moves = None
-        self._count += 1
         reading = [item.tree is not None for item in batch.items[: batch.input.reading]]
-        return TableStep(len(rows), passes, table, self._reports[self._count % _RESULTS], span, reading)
+        typical = [_is_typical(one) for one in rows]
+        return TableStep(len(rows), passes, table, self._reports[place], span, reading, typical, lossy)
 
     def _seat(self, batch: StepBatch, table: NodeTable) -> None:
         """Publish the growth received by now, and which table each sequence of the step has."""
@@ -186,14 +200,20 @@ class DeviceSteps:
         self, batch: StepBatch, rows: SequenceOf[RowsToVerify], done: ForwardPass, table: TableWork = TableWork.NONE
     ) -> None:
         """Launch what follows a pass: verification, accepted keys and values into place, tokens for the next pass."""
-        distributions = _distributions_of(batch)
+        distributions, typical = _distributions_of(batch), any(map(_is_typical, rows))
         if distributions:
             packed = torch.from_numpy(self._verifier.pack_distributions(distributions))
-            self._post_pass.run(Kind(batch.drafted), done, packed.to(done.logits.device))
+            self._post_pass.run(Kind(batch.drafted, typical=typical), done, packed.to(done.logits.device))
             return
         greedy = all(one.mode is Mode.GREEDY for one in rows)
         filtered = not greedy and any(one.filtered for one in rows)
-        self._post_pass.run(Kind(batch.drafted or table is not TableWork.NONE, greedy, filtered, table), done)
+        drafted = batch.drafted or table is not TableWork.NONE
+        self._post_pass.run(Kind(drafted, greedy, filtered, table, typical), done)
+
+
+def _is_typical(rows: RowsToVerify) -> bool:
+    """Whether they are verified by typical acceptance, which at temperature 0 is GREEDY."""
+    return rows.mode is Mode.TYPICAL and rows.temperature > 0
 
 
 def _distributions_of(batch: StepBatch) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -213,20 +233,25 @@ class _OnDevice(CopiedLater):
     def __init__(
         self,
         cache: KVCache,
+        batch_verifier: BatchVerifier,
         batch: StepBatch,
         verifiers: SequenceOf[SequenceVerifier],
         logits: Tensor,
         result: Verdicts,
+        lossy: Tensor | None,
         following: Tensor,
         span: DeviceSpan | None,
     ) -> None:
-        """`following` [passes after the first, sequences] receives the tokens of those passes."""
+        """`following` [passes after the first, sequences] receives the tokens of those passes, and `lossy` [max_rows]
+        what `DeviceVerifier.lossy_rows` had; None where no sequence is TYPICAL."""
         self.span = span
         self._cache = cache
+        self._batch_verifier = batch_verifier
         self._batch = batch
         self._verifiers = verifiers
         self._logits = logits
         self._result = result
+        self._lossy = lossy
         self._following = following
         super().__init__(logits)
 
@@ -239,19 +264,35 @@ class _OnDevice(CopiedLater):
         """See `Launched.outcomes`."""
         self.wait()
         result, pairs = self._result, list(zip(self._batch.items, self._verifiers, strict=True))
-        outcomes = [
-            None if verifier.on_device else verify_on_host(item, verifier, self._logits, item.first_row)
-            for item, verifier in pairs
-        ]
+        outcomes = self._verified_apart(pairs)
         move_on_host(self._batch.items, outcomes, self._cache)
         counts, tokens = result.accepted_counts[: len(pairs)].tolist(), result.next_tokens[: len(pairs)].tolist()
         accepted = result.accepted_rows[: len(self._batch.input.token_ids)].tolist() if any(counts) else []
         following = self._following.T.tolist()
         for place, (item, verifier) in enumerate(pairs):
             if item.tree is not None and verifier.on_device:
-                rows = tuple(accepted[item.first_row : item.first_row + counts[place]])
-                outcomes[place] = Verified(Walk(rows, tokens[place]), (), tuple(following[place]))
+                at = slice(item.first_row, item.first_row + counts[place])
+                lossy = self._lossy[at].tolist() if self._lossy is not None and verifier.lossy else ()
+                walk = Walk(tuple(accepted[at]), tokens[place])
+                outcomes[place] = Verified(walk, (), tuple(following[place]), lossy=tuple(map(bool, lossy)))
         return outcomes
+
+    def _verified_apart(self, pairs: SequenceOf[tuple[StepItem, SequenceVerifier]]) -> list[Verified | None]:
+        """Outcomes of the sequences that the pass itself did not verify; None for the others."""
+        places = [
+            place for place, (item, verifier) in enumerate(pairs) if item.tree is not None and not verifier.on_device
+        ]
+        outcomes: list[Verified | None] = [None] * len(pairs)
+        if places:
+            asked = [_asked(*pairs[place]) for place in places]
+            for place, outcome in zip(places, self._batch_verifier.verify(asked, self._logits), strict=True):
+                outcomes[place] = outcome
+        return outcomes
+
+
+def _asked(item: StepItem, verifier: SequenceVerifier) -> Asked:
+    assert item.tree is not None, "there is nothing to verify"
+    return Asked(verifier, item.tree, item.first_row, item.sequence.output, item.sequence.step)
 
 
 def _on_device(item: StepItem, verifier: SequenceVerifier) -> RowsToVerify | None:

@@ -36,12 +36,19 @@ class TableStep(CopiedLater):
         host: Tensor,
         span: DeviceSpan | None = None,
         reading: SequenceOf[bool] = (),
+        typical: SequenceOf[bool] = (),
+        lossy: SequenceOf[Tensor | None] = (),
     ) -> None:
         """`host` [max_sequences, max_passes, REPORT] receives the table's reports of this step's passes. The first
-        sequences read their prompts: `reading` is True for those that come to its end, which a token follows."""
+        sequences read their prompts: `reading` is True for those that come to its end, which a token follows.
+
+        `typical` is True for sequences that are verified by typical acceptance. If any is, `lossy` has for each pass
+        [max_rows] int32, which receives what `DeviceVerifier.lossy_rows` had."""
         self.span = span
         self._passes = passes
         self._reading = reading
+        self._typical = typical
+        self._lossy = lossy
         self._reports = host[:sequences]
         self._reports.copy_(table.reports[:sequences], non_blocking=True)
         super().__init__(table.reports)
@@ -54,18 +61,27 @@ class TableStep(CopiedLater):
         for sequence, ends in zip(reports[: len(self._reading)], self._reading, strict=True):
             token = int(sequence[0, REPORT_TOKENS])
             outcomes.append(Verified(Walk((), token), ()) if ends else None)
-        for sequence in reports[len(self._reading) :, : self._passes]:
+        for place, sequence in enumerate(reports[len(self._reading) :, : self._passes], start=len(self._reading)):
             tokens: list[int] = []
             passes: list[DevicePass] = []
-            for one in sequence:
+            lossy: list[bool] = []
+            for number, one in enumerate(sequence):
                 figures = one[:REPORT_TOKENS].tolist()
                 count = figures[Figure.ACCEPTED]
                 tokens += one[REPORT_TOKENS : REPORT_TOKENS + count + 1].tolist()
                 path = tuple(one[REPORT_ROWS : REPORT_ROWS + count].tolist())
                 passes.append(_pass_of(figures, path))
+                lossy += self._lossy_rows(place, number, figures[Figure.FIRST_ROW], count)
             first, *following = tokens
-            outcomes.append(Verified(Walk((), first), (), tuple(following), tuple(passes)))
+            outcomes.append(Verified(Walk((), first), (), tuple(following), tuple(passes), tuple(lossy)))
         return outcomes
+
+    def _lossy_rows(self, place: int, number: int, root_row: int, count: int) -> list[bool]:
+        """Of the rows that a pass accepted of a sequence, whether the model would have drawn another token."""
+        rows = self._lossy[number] if self._lossy else None
+        if rows is None or not self._typical[place]:
+            return []
+        return [bool(lossy) for lossy in rows[root_row : root_row + count].tolist()]
 
 
 def _pass_of(figures: list[int], path: tuple[int, ...]) -> DevicePass:

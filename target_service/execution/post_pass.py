@@ -42,6 +42,7 @@ class Kind(NamedTuple):
     greedy: bool = False
     filtered: bool = True
     table: TableWork = TableWork.NONE
+    typical: bool = False
 
 
 class PostPass:
@@ -49,10 +50,16 @@ class PostPass:
     runs the same model cannot use them."""
 
     def __init__(
-        self, runner: ModelRunner, verifier: DeviceVerifier, backend: Literal["triton", "torch"] | None
+        self,
+        runner: ModelRunner,
+        verifier: DeviceVerifier,
+        backend: Literal["triton", "torch"] | None,
+        *,
+        typical: bool = False,
     ) -> None:
-        """`backend` is that of the verifier."""
+        """`backend` is that of the verifier; `typical`: capture ahead what typical acceptance needs too."""
         self._runner = runner
+        self._typical = typical
         self._verifier = verifier
         self._backend = backend
         # By `ForwardPass.keeper`, for as long as that lives.
@@ -82,7 +89,8 @@ class PostPass:
         for done in self._runner.empty_passes():
             if time.monotonic() - start > _CAPTURE_SECONDS:
                 break
-            for kind in _kinds(drafts=len(done.token_ids) > 1, tables=self._runner.node_table is not None):
+            tables = self._runner.node_table is not None
+            for kind in _kinds(drafts=len(done.token_ids) > 1, tables=tables, typical=self._typical):
                 self.run(kind, done)
             sizes += 1
         if sizes:
@@ -93,7 +101,7 @@ class PostPass:
         if kind.greedy:
             self._verifier.greedy(*step)
         else:
-            self._verifier.sampled(*step, distributions, filtered=kind.filtered)
+            self._verifier.sampled(*step, distributions, filtered=kind.filtered, typical=kind.typical)
         cache, verdicts, table = self._runner.cache, self._verifier.verdicts, self._runner.node_table
         if kind.drafted:
             move_accepted(cache.key_pool, cache.value_pool, done.slots, done.parameters, verdicts, self._backend)
@@ -119,13 +127,16 @@ class PostPass:
         return graph
 
 
-def _kinds(*, drafts: bool, tables: bool) -> Iterator[Kind]:
+def _kinds(*, drafts: bool, tables: bool, typical: bool) -> Iterator[Kind]:
     """Everything that may follow a pass without draft distributions; what follows drafted rows only where a pass has
-    room for `drafts`."""
-    for greedy, filtered in ((True, False), (False, False), (False, True)):
-        yield Kind(False, greedy, filtered)
+    room for `drafts`, and `typical` acceptance only where requests may ask for it."""
+    rules = [(True, False, False), (False, False, False), (False, True, False)]
+    if typical:
+        rules += [(False, False, True), (False, True, True)]
+    for greedy, filtered, is_typical in rules:
+        yield Kind(False, greedy, filtered, typical=is_typical)
         if drafts:
-            yield Kind(True, greedy, filtered)
+            yield Kind(True, greedy, filtered, typical=is_typical)
         if drafts and tables:
-            yield Kind(True, greedy, filtered, TableWork.REPORT)
-            yield Kind(True, greedy, filtered, TableWork.GO_ON)
+            yield Kind(True, greedy, filtered, TableWork.REPORT, is_typical)
+            yield Kind(True, greedy, filtered, TableWork.GO_ON, is_typical)

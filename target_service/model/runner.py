@@ -26,7 +26,7 @@ from tree_kernels.attention import AttentionPlan, Backend, TreeAttention
 from tree_kernels.latent_attention import LatentAttention, LatentBackend
 from tree_kernels.node_table import LOOKUP, NodeTable, StepIntegers, fill_pending
 from tree_kernels.paging import write_kv
-from tree_kernels.verification import RECORD, Mode, records_of
+from tree_kernels.verification import RACED, RECORD, records_of
 
 ATTENTION = "outrider_tree"
 # Attention over keys and values of heads, or over latents that are both.
@@ -206,7 +206,7 @@ class ModelRunner:
         records = records_of(moved, batch.attention.sequences)
         for b, moves in batch.moves(counts):
             # The stream of a rejection's coins counts steps, not tokens.
-            if records["mode"][b] == Mode.COUPLED:
+            if records["mode"][b] in RACED:
                 records["position"][b] += numpy.uint64(moves)
         return self.run(batch.moved_on(counts), moved)
 

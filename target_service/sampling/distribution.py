@@ -15,11 +15,10 @@ from torch import Tensor
 
 from outrider.sampling import SamplingParams
 from target_service.core.sequence import TokenLogprobs
+from target_service.sampling.adjustments import LARGEST, Adjustments
 
 # Without top_k, top_p sorts this many of the most probable tokens first, and the whole vocabulary only if it has to.
 _TOP_P_FIRST = 1024
-# Beyond any logit, and small enough in float32 that penalties and biases can be added to it.
-_LARGEST = 1e30
 
 
 class LogitShaper:
@@ -54,6 +53,10 @@ class LogitShaper:
             logits[self._held_back] = -torch.inf
         return logits
 
+    def adjustments(self, output_ids: Sequence[int]) -> Adjustments:
+        """What `shaped` does to rows after `output_ids` and a path, for many rows at once."""
+        return Adjustments(self._params, self._prompt_ids.numpy(), self._held_back.numpy(), output_ids)
+
     def _penalise(self, logits: Tensor, output_ids: Sequence[int]) -> None:
         params = self._params
         counts, device = Counter(output_ids), logits.device
@@ -63,7 +66,7 @@ class LogitShaper:
             values, factor = logits[seen].double(), params.repetition_penalty
             scaled = torch.where(values > 0, values / factor, values * factor)
             # Any finite penalty is legal; an infinite logit would make the distribution undefined.
-            logits[seen] = scaled.clamp(-_LARGEST, _LARGEST).float()
+            logits[seen] = scaled.clamp(-LARGEST, LARGEST).float()
         if len(generated):
             times = torch.tensor(list(counts.values()), dtype=torch.float32, device=device)
             logits[generated] -= params.presence_penalty + params.frequency_penalty * times

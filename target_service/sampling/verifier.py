@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.sampling import VerificationMode
 from outrider.tree import TokenTree
 from target_service.core.sequence import DevicePass, SequenceRequest, TokenLogprobs
+from target_service.sampling.adjustments import ADJUSTMENT
 from target_service.sampling.distribution import LogitShaper, logprobs_of
-from target_service.sampling.typical import path_to, typical_walk
 from tree_kernels.philox import uniforms
-from tree_kernels.verification import Mode, RowsToVerify, Walk, coupled_token, match_walk, rejection_walk
+from tree_kernels.verification import Mode, RowsToVerify, Walk, coupled_token, match_walk, rejection_walk, typical_walk
+from tree_kernels.verification.typical import path_to
 
 # A draft gets the request's seed, and must not be able to derive rejection's coins from it: a secret per process.
 _COIN_SECRET = secrets.token_bytes(16)
 # One for each row of the largest tree and one for each token drawn.
 _COINS_PER_STEP = 1024
-# Modes that a kernel verifies.
 _DEVICE_MODES = MappingProxyType(
     {
         VerificationMode.GREEDY: Mode.GREEDY,
         VerificationMode.COUPLED: Mode.COUPLED,
         VerificationMode.REJECTION: Mode.REJECTION,
+        VerificationMode.TYPICAL: Mode.TYPICAL,
     }
 )
 
@@ -45,7 +48,7 @@ class Verified:
     logprobs: tuple[TokenLogprobs, ...]
     following: tuple[int, ...] = ()
     device_passes: tuple[DevicePass, ...] = ()
-    # For each accepted row, whether the model would have drawn another token. Empty in lossless modes.
+    # For each accepted row, of all passes, whether the model would have drawn another token. Empty in lossless modes.
     lossy: tuple[bool, ...] = ()
 
     @property
@@ -80,18 +83,20 @@ class SequenceVerifier:
         self._mode = request.mode
         self._seed = request.seed
         sampling = request.sampling
-        self._device_mode = _DEVICE_MODES.get(request.mode)
+        self._device_mode = _DEVICE_MODES[request.mode]
+        self.lossy = request.lossy
         self._typical = request.typical
         self._distribution = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-        self._logprobs = sampling.logprobs
-        # Whether `DeviceVerifier` supports the mode, and all that this sequence's distribution depends on.
-        self.on_device = self._device_mode is not None and not sampling.shapes_logits and sampling.logprobs is None
+        self.logprobs = sampling.logprobs
+        self._shapes_logits = sampling.shapes_logits
+        # Whether `DeviceVerifier` supports all that this sequence's distribution depends on.
+        self.on_device = not sampling.shapes_logits and sampling.logprobs is None
         self._shaper = LogitShaper(sampling, request.token_ids, end_token_ids, vocabulary_size)
-        self._prompt_length = len(request.token_ids)
+        self.prompt_length = len(request.token_ids)
         self._coin_seed = _private_seed(request.seed)
 
     def rows_to_verify(self, tree: TokenTree, first_row: int, length: int, step: int) -> RowsToVerify:
-        """What the device needs for the same outcome as `verify`, if the sequence is verified `on_device`.
+        """What `DeviceVerifier` needs for the same outcome as `verify`, given logits that are shaped already.
 
         Args:
             tree: rows to verify.
@@ -99,12 +104,23 @@ class SequenceVerifier:
             length: tokens of the sequence, the root included.
             step: of the sequence.
         """
-        assert self._device_mode is not None, "the host verifies modes without a kernel"
         if self._mode is VerificationMode.REJECTION:
             seed, position = self._coin_seed, step
         else:
             seed, position = self._seed, length
-        return RowsToVerify(first_row, len(tree), self._device_mode, seed, position, *self._distribution, tree.is_chain)
+        rows = RowsToVerify(first_row, len(tree), self._device_mode, seed, position, *self._distribution, tree.is_chain)
+        if self._mode is not VerificationMode.TYPICAL:
+            return rows
+        rule = self._typical
+        return rows._replace(begins=self.prompt_length, epsilon=rule.epsilon, delta=rule.delta)
+
+    def adjustments(self, tree: TokenTree, output: Sequence[int]) -> NDArray[np.void]:
+        """[any] of type `ADJUSTMENT`: what is done to the logits of the tree's rows before they are verified."""
+        if not self._shapes_logits:
+            return np.empty(0, ADJUSTMENT)
+        shaping = self._shaper.adjustments(output)
+        paths = ([tree.token_ids[node] for node in path_to(tree.parents, row)] for row in range(len(tree)))
+        return np.concatenate([shaping.of_row(row, path) for row, path in enumerate(paths)])
 
     def verify(self, tree: TokenTree, logits: Tensor, output: list[int], step: int) -> Verified:
         """Walk the tree.
@@ -129,10 +145,11 @@ class SequenceVerifier:
             )
         elif self._mode is VerificationMode.TYPICAL:
             walk, lossy = typical_walk(
-                tree,
+                tree.parents,
+                tree.token_ids,
                 lambda row: self._probs(tree, row, logits, output),
                 self._drawn(output),
-                self._typical,
+                self._typical.threshold,
                 begins=not output,
             )
         else:
@@ -147,11 +164,11 @@ class SequenceVerifier:
 
     def _drawn(self, output: list[int]) -> Callable[[Tensor, int], int]:
         """The request's own draw from a distribution [V] at a depth below the root; see `typical.Draw`."""
-        position = self._prompt_length + len(output)
+        position = self.prompt_length + len(output)
         return lambda probs, depth: coupled_token(probs, self._seed, position + depth)
 
     def _shaped(self, tree: TokenTree, row: int, logits: Tensor, output: list[int]) -> Tensor:
-        path = [tree.token_ids[node] for node in path_to(tree, row)]
+        path = [tree.token_ids[node] for node in path_to(tree.parents, row)]
         return self._shaper.shaped(logits[row], output + path)
 
     def _probs(self, tree: TokenTree, row: int, logits: Tensor, output: list[int]) -> Tensor:
@@ -162,11 +179,11 @@ class SequenceVerifier:
         return lambda: float(next(stream))
 
     def _logprobs_of(self, tree: TokenTree, walk: Walk, logits: Tensor) -> tuple[TokenLogprobs, ...]:
-        if self._logprobs is None:
+        if self.logprobs is None:
             return ()
         rows = (0, *walk.accepted_rows)
         tokens = (*(tree.token_ids[row] for row in walk.accepted_rows), walk.next_token)
-        return tuple(logprobs_of(logits[row], token, self._logprobs) for row, token in zip(rows, tokens, strict=True))
+        return tuple(logprobs_of(logits[row], token, self.logprobs) for row, token in zip(rows, tokens, strict=True))
 
 
 def _private_seed(seed: int) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from engine_harness import Outcome, Propose, ScriptedDraft, grow, make_runner, plain, request, run
+from engine_harness import DEVICE_SEQUENCES, Outcome, Propose, ScriptedDraft, grow, make_runner, plain, request, run
 from transformers import PreTrainedModel
 
 from outrider.sampling import SamplingParams, TypicalAcceptance, VerificationMode
@@ -56,13 +56,18 @@ def departures(model: PreTrainedModel, wanted: SequenceRequest, outcome: Outcome
     return sum(one != other for one, other in zip(own, outcome.token_ids, strict=True))
 
 
-@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
-def test_more_is_kept_than_the_model_would_draw(tiny_model: PreTrainedModel, on_device: bool) -> None:
-    """A device that verifies by itself leaves these sequences to the host, and says the same."""
-    wanted = typical()
-    outcomes = run(make_runner(tiny_model), wanted, propose=greedy_drafts(tiny_model), on_device=on_device)
+@pytest.mark.parametrize("verified_by", ["host", "device", "device that chooses rows", "device, several passes"])
+def test_more_is_kept_than_the_model_would_draw(tiny_model: PreTrainedModel, verified_by: str) -> None:
+    wanted, runner = typical(), make_runner(tiny_model)
+    on_device, chooses = verified_by != "host", verified_by.startswith("device ") or "passes" in verified_by
+    if chooses:
+        runner.keep_tokens(DEVICE_SEQUENCES)
+    stride = 3 if "passes" in verified_by else 1
+    outcomes = run(runner, wanted, propose=greedy_drafts(tiny_model), on_device=on_device, stride=stride)
     for one, outcome in zip(wanted, outcomes, strict=True):
         assert outcome.finished.totals.lossy_tokens == departures(tiny_model, one, outcome)
+        # In such passes the rows come from tables, and no verdict has rows of its own.
+        assert chooses != any(verdict.accepted_rows for verdict in outcome.verdicts)
         assert outcome.token_ids[0] == plain(tiny_model, replace(one, mode=VerificationMode.COUPLED, max_tokens=1))[0]
     assert sum(outcome.finished.totals.lossy_tokens for outcome in outcomes) > 10
 
@@ -84,14 +89,17 @@ def test_at_temperature_zero_it_is_greedy_decoding(tiny_model: PreTrainedModel) 
     assert sum(outcome.finished.totals.accepted_tokens for outcome in outcomes) > 10
 
 
-@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
-def test_neighbours_in_the_batch_stay_lossless(tiny_model: PreTrainedModel, on_device: bool) -> None:
+@pytest.mark.parametrize("verified_by", ["host", "device", "device that chooses rows"])
+def test_neighbours_in_the_batch_stay_lossless(tiny_model: PreTrainedModel, verified_by: str) -> None:
     lossless = [
         request(prompt, 24, sampling=SamplingParams(temperature=0.8, top_p=0.9, seed=99, ignore_eos=True))
         for prompt in prompts()
     ]
     wanted = list(itertools.chain(*zip(typical(), lossless, strict=True)))
-    outcomes = run(make_runner(tiny_model), wanted, propose=greedy_drafts(tiny_model), on_device=on_device)
+    runner = make_runner(tiny_model)
+    if verified_by == "device that chooses rows":
+        runner.keep_tokens(DEVICE_SEQUENCES)
+    outcomes = run(runner, wanted, propose=greedy_drafts(tiny_model), on_device=verified_by != "host")
     assert sum(outcome.finished.totals.lossy_tokens for outcome in outcomes[::2]) > 10
     for one, outcome in zip(lossless, outcomes[1::2], strict=True):
         assert outcome.token_ids == plain(tiny_model, one)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tree_kernels.verification import DeviceVerifier, Mode, RowsToVerify, Verdicts, coupled_token, move_accepted
+from tree_kernels.verification import RACED, DeviceVerifier, Mode, RowsToVerify, Verdicts, coupled_token, move_accepted
 from tree_kernels.verification.torch_backend import distribution_of
 
 INTERPRETED = not torch.cuda.is_available()
@@ -38,8 +38,9 @@ class Step:
 
 
 def choice_of(asked: RowsToVerify, logits_row: Tensor, depth: int) -> int:
-    """The target's token after a row, to draft what may be accepted; in REJECTION mode a draw of its own."""
-    if asked.mode is Mode.GREEDY or asked.temperature == 0:
+    """A token after a row to draft, which may be accepted: the target's own, in REJECTION mode another draw, and in
+    TYPICAL mode the likeliest."""
+    if asked.mode in (Mode.GREEDY, Mode.TYPICAL) or asked.temperature == 0:
         return int(logits_row.argmax())
     return coupled_token(distribution_of(logits_row, asked), asked.seed, asked.position + depth)
 
@@ -145,25 +146,33 @@ def arguments_of(step: Step, verifier: DeviceVerifier) -> Arguments:
     return step.logits, integers[0], integers[1], parameters, distributions
 
 
-def said(verdicts: Verdicts, asked: list[RowsToVerify]) -> list[tuple[list[int], int]]:
-    """Accepted rows and next token of every sequence."""
+Said = list[tuple[list[int], int, list[int]]]
+
+
+def said(verifier: DeviceVerifier, asked: list[RowsToVerify]) -> Said:
+    """Accepted rows and next token of every sequence, and of TYPICAL ones which rows are lossy."""
+    verdicts = verifier.verdicts
     host = Verdicts.over(verdicts.tensor.cpu(), len(verdicts.accepted_counts))
-    rows, counts = host.accepted_rows.tolist(), host.accepted_counts.tolist()
+    rows, counts, lossy = host.accepted_rows.tolist(), host.accepted_counts.tolist(), verifier.lossy_rows.tolist()
+    places = [slice(one.first_row, one.first_row + count) for one, count in zip(asked, counts, strict=False)]
     return [
-        (rows[one.first_row : one.first_row + count], token)
-        for one, count, token in zip(asked, counts, host.next_tokens.tolist(), strict=False)
+        (rows[at], token, lossy[at] if one.mode is Mode.TYPICAL and one.temperature > 0 else [])
+        for one, at, token in zip(asked, places, host.next_tokens.tolist(), strict=False)
     ]
 
 
-def verdicts_of(step: Step, backend: Any, call: str) -> list[tuple[list[int], int]]:
+def verdicts_of(step: Step, backend: Any, call: str) -> Said:
     # On a GPU one size of everything, which keeps the number of kernels to compile small.
     sequences, rows = len(step.asked) + 1, len(step.token_ids) + 2 if INTERPRETED else 1024
     verifier = DeviceVerifier(DEVICE, step.vocabulary, sequences, rows, backend)
     *inputs, distributions = arguments_of(step, verifier)
     if call == "greedy":
-        return said(verifier.greedy(*inputs), step.asked)
+        verifier.greedy(*inputs)
+        return said(verifier, step.asked)
     filtered = any(one.filtered for one in step.asked) or not INTERPRETED
-    return said(verifier.sampled(*inputs, distributions, filtered=filtered), step.asked)
+    typical = any(one.mode is Mode.TYPICAL for one in step.asked) or not INTERPRETED
+    verifier.sampled(*inputs, distributions, filtered=filtered, typical=typical)
+    return said(verifier, step.asked)
 
 
 FILTERS: dict[str, dict[str, Any]] = {
@@ -187,8 +196,15 @@ FILTERS: dict[str, dict[str, Any]] = {
 
 
 def drawn(mode: Mode, rows: int, seed: int, **parameters: Any) -> RowsToVerify:
-    """A seed and a position that fill both words."""
-    return RowsToVerify(0, rows, mode, (seed + 1) * 0x9E3779B97F4A7C15 % 2**64, 2**32 - 2 + seed, **parameters)
+    """A seed and a position that fill both words. Every other TYPICAL sequence is at its first token."""
+    position = 2**32 - 2 + seed
+    if mode is Mode.TYPICAL:
+        parameters |= {
+            "begins": position - seed % 2,
+            "epsilon": (0.09, 0.4)[rows % 2],
+            "delta": (0.3, 0.8)[seed // 2 % 2],
+        }
+    return RowsToVerify(0, rows, mode, (seed + 1) * 0x9E3779B97F4A7C15 % 2**64, position, **parameters)
 
 
 def steps() -> Iterator[tuple[str, Callable[[], Step], str]]:
@@ -210,7 +226,7 @@ def steps() -> Iterator[tuple[str, Callable[[], Step], str]]:
             yield f"greedy {rows} {shape}", lambda a=trees, s=shape: make_step(a, vocabulary=300, shape=s), "greedy"
     kinds = (("usual", 50), ("ties", 50), ("peaked", 700), ("holes", 300))
     for i, (name, parameters) in enumerate(FILTERS.items()):
-        for mode in (Mode.COUPLED, Mode.REJECTION):
+        for mode in (Mode.COUPLED, Mode.REJECTION, Mode.TYPICAL):
             # The interpreter takes a second for each: one kind in turn.
             for kind, vocabulary in (kinds[(i + mode) % 4],) if INTERPRETED else kinds:
                 trees = [drawn(mode, 7, 0, **parameters), drawn(mode, 1, 1, **parameters)]
@@ -220,7 +236,7 @@ def steps() -> Iterator[tuple[str, Callable[[], Step], str]]:
                     lambda a=trees, v=vocabulary, k=kind: make_step(a, vocabulary=v, kind=k),
                     "sampled",
                 )
-    for mode in (Mode.COUPLED, Mode.REJECTION):
+    for mode in (Mode.COUPLED, Mode.REJECTION, Mode.TYPICAL):
         for rows, shape in ((256, "star"), (100, "chain"), (70, "tree")):
             trees = [drawn(mode, rows, 3, temperature=0.6)]
             yield (
@@ -229,7 +245,7 @@ def steps() -> Iterator[tuple[str, Callable[[], Step], str]]:
                 "sampled",
             )
         trees = [drawn(mode, 4, 5, top_p=0.5), drawn(mode, 3, 6, top_k=4), drawn(mode, 3, 7)]
-        for kind in ("usual", "equal") if mode is Mode.COUPLED else ("ties",):
+        for kind in ("usual", "equal") if mode in RACED else ("ties",):
             yield f"{mode.name} wide {kind}", lambda a=trees, k=kind: make_step(a, vocabulary=5003, kind=k), "sampled"
     for seed in range(12 if INTERPRETED else 60):
         yield f"mixed {seed}", lambda s=seed: mixed(s), "sampled"
@@ -306,7 +322,7 @@ def rows_of_nothing() -> list[str]:
             for value in (float("nan"), float("-inf")):
                 step.logits[step.asked[0].first_row, :vocabulary] = value
                 found = verdicts_of(step, "triton", call)
-                if not all(0 <= token < vocabulary for _, token in found) or found[1:] != usual[1:]:
+                if not all(0 <= token < vocabulary for _, token, _ in found) or found[1:] != usual[1:]:
                     wrong.append(f"{mode.name} {vocabulary} {value} {found} {usual}")
     signal.alarm(0)
     return wrong
@@ -314,11 +330,12 @@ def rows_of_nothing() -> list[str]:
 
 def main() -> None:
     nothing = rows_of_nothing()
-    wrong, accepted, drawn_walks = {}, 0, 0
+    wrong, accepted, lossy, drawn_walks = {}, 0, 0, 0
     for name, build, call in steps():
         step = build()
         expected, actual = verdicts_of(step, "torch", call), verdicts_of(step, "triton", call)
-        accepted += sum(len(rows) for rows, _ in expected)
+        accepted += sum(len(rows) for rows, _, _ in expected)
+        lossy += sum(sum(rows) for _, _, rows in expected)
         drawn_walks += len(expected)
         if expected != actual:
             wrong[name] = [repr(pair) for pair in zip(expected, actual, strict=True) if pair[0] != pair[1]]
@@ -328,6 +345,7 @@ def main() -> None:
         "wrong_moves": moves,
         "rows_of_nothing": nothing,
         "accepted": accepted,
+        "lossy": lossy,
         "walks": drawn_walks,
     }
     json.dump(found, sys.stdout)

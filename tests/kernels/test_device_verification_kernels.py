@@ -21,6 +21,7 @@ def check(found: dict[str, Any]) -> None:
     assert found["rows_of_nothing"] == []
     # Trees that nobody accepts would test nothing.
     assert found["accepted"] > found["walks"] > 150
+    assert found["lossy"] > 10
 
 
 def test_every_step_is_verified_as_the_loop_does() -> None:
@@ -42,6 +43,8 @@ DISTRIBUTIONS: dict[str, dict[str, Any]] = {
     "coupled, filtered": {"mode": Mode.COUPLED, "top_p": 0.9, "min_p": 0.001},
     "rejection": {"mode": Mode.REJECTION, "temperature": 0.7},
     "rejection, filtered": {"mode": Mode.REJECTION, "top_k": 30},
+    "typical": {"mode": Mode.TYPICAL, "epsilon": 0.09, "delta": 0.3},
+    "typical, filtered": {"mode": Mode.TYPICAL, "epsilon": 0.09, "delta": 0.3, "top_p": 0.9},
 }
 
 

@@ -82,7 +82,8 @@ def test_lockstep_says_what_the_fast_loop_says(tiny_model: PreTrainedModel, monk
     """The device's loop in torch on a CPU, where a GPU's would run; in lockstep it is not even made."""
     made: list[DeviceSteps] = []
 
-    def device_steps(runner: ModelRunner, *, max_sequences: int, max_rows: int) -> DeviceSteps:
+    def device_steps(runner: ModelRunner, *, max_sequences: int, max_rows: int, typical: bool) -> DeviceSteps:
+        assert not typical
         made.append(DeviceSteps(runner, max_sequences=max_sequences, max_rows=max_rows))
         return made[-1]
 

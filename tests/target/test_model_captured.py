@@ -27,7 +27,7 @@ from target_service.model.forward import ForwardInput
 from target_service.model.fused.joined_linears import JointLinear, join_linears, share_products
 from target_service.model.runner import runner_for
 from tree_kernels.attention import AttentionBatch, TreeAttention
-from tree_kernels.verification import Mode, RowsToVerify, parameter_count
+from tree_kernels.verification import RECORD, Mode, RowsToVerify, parameter_count
 from tree_kernels.verification.records import pack_parameters, unpack_parameters
 
 triton_attention = pytest.importorskip("tree_kernels.attention.triton_backend")
@@ -207,7 +207,7 @@ def test_parameters_travel_with_the_step() -> None:
     buffer.load(batch, 511, parameters)
     assert buffer.parameters.tolist() == parameters.tolist()
     # Whose rows they are, behind a record.
-    assert buffer.step.owners.tolist() == list(range(16, 24))
+    assert buffer.step.owners.tolist() == list(range(RECORD, RECORD + 8))
     assert read_back(buffer) == padded(batch.attention, Bucket(16, 1))
 
 

@@ -16,6 +16,7 @@ from target_service.model.fused.packed_linears import PackedLinear, can_pack, pa
 from target_service.model.runner import ModelRunner, runner_for
 from tree_kernels.attention import AttentionBatch
 from tree_kernels.node_table import StepIntegers, move_on
+from tree_kernels.verification import RECORD
 
 # Keys of 24, values of 12.
 LATENT: dict[str, Any] = {
@@ -254,7 +255,14 @@ def test_a_pass_moves_on_on_the_host_as_it_does_on_the_device(page_size: int) ->
     moved = laid_out.moved_on(counts)
     flat = [page for held in pages for page in held]
     starts = [sum(map(len, pages[:b])) for b in range(len(pages))]
-    integers = (laid_out.token_ids, laid_out.positions, laid_out.slots, [0] * 64, attention.query_starts, prefixes)
+    integers = (
+        laid_out.token_ids,
+        laid_out.positions,
+        laid_out.slots,
+        [0] * (4 * RECORD),
+        attention.query_starts,
+        prefixes,
+    )
     step = StepIntegers(*(torch.tensor(values, dtype=torch.int32) for values in (*integers, starts, flat, ())))
     move_on(step, torch.tensor(counts, dtype=torch.int32), page_size, last_position=100)
     assert moved.positions == tuple(step.positions.tolist()) == (7, 9, 3, 4, 5, 15)

@@ -14,9 +14,9 @@ from torch import Tensor
 from outrider.errors import InvalidField
 from outrider.sampling import SamplingParams, TypicalAcceptance, VerificationMode
 from outrider.tree import TokenTree
-from target_service.sampling.typical import ProbsOf, entropy_of, typical_walk
 from target_service.sampling.verifier import SequenceVerifier, Verified
-from tree_kernels.verification import Walk, coupled_token
+from tree_kernels.verification import DeviceVerifier, Walk, coupled_token, typical_walk
+from tree_kernels.verification.typical import ProbsOf, entropy_of
 
 VOCABULARY = 5
 RULE = TypicalAcceptance()
@@ -44,7 +44,11 @@ def walk_with(
     tree: TokenTree, probs: Tensor, own: list[int], rule: TypicalAcceptance = RULE, *, begins: bool = False
 ) -> tuple[Walk, tuple[bool, ...]]:
     """The walk where the model itself would draw `own[d]` at depth d."""
-    return typical_walk(tree, lambda row: probs[row], lambda _, depth: own[depth], rule, begins=begins)
+
+    def draw(_: Tensor, depth: int) -> int:
+        return own[depth]
+
+    return typical_walk(tree.parents, tree.token_ids, lambda row: probs[row], draw, rule.threshold, begins=begins)
 
 
 def path_to(tree: TokenTree, row: int) -> tuple[int, ...]:
@@ -160,7 +164,6 @@ class TestRule:
 
 def verify(sampling: SamplingParams, tree: TokenTree, logits: Tensor, output: list[int], **options: object) -> Verified:
     verifier = SequenceVerifier(request([4, 0], sampling=sampling, mode=TYPICAL, **options), (), VOCABULARY)
-    assert not verifier.on_device
     return verifier.verify(tree, logits, output, 0)
 
 
@@ -178,11 +181,28 @@ class TestVerifier:
             lengths[len(expected.accepted_rows)] += 1
         assert lengths[2] > 0
 
-    def test_no_kernel_is_asked(self) -> None:
-        """Kernels know lossless modes alone, and would change what was asked for in silence."""
-        verifier = SequenceVerifier(request([4, 0], sampling=SamplingParams(), mode=TYPICAL), (), VOCABULARY)
-        with pytest.raises(AssertionError, match="the host verifies"):
-            verifier.rows_to_verify(TokenTree.root_only(0), 0, 2, 0)
+    def test_the_device_is_asked_for_the_same(self) -> None:
+        """By the loop over sequences that the kernels are held to."""
+        lengths, lossy_rows = Counter[int](), 0
+        for seed in range(200):
+            tree, probs, rule = random_case(seed)
+            logits, output = probs.log().float(), [1] * (seed % 2)
+            sampling = SamplingParams(temperature=0.8, seed=seed)
+            asked = request([4, 0], sampling=sampling, mode=TYPICAL, typical=rule)
+            verifier = SequenceVerifier(asked, (), VOCABULARY)
+            assert verifier.on_device
+            expected = verifier.verify(tree, logits, output, 0)
+            device = DeviceVerifier("cpu", VOCABULARY, 1, len(tree))
+            packed = torch.from_numpy(device.pack([verifier.rows_to_verify(tree, 0, 2 + len(output), 0)]))
+            integers = [torch.tensor(values, dtype=torch.int32) for values in (tree.token_ids, tree.parents)]
+            found = device.sampled(logits, *integers, packed)
+            count = int(found.accepted_counts[0])
+            assert tuple(found.accepted_rows[:count].tolist()) == expected.walk.accepted_rows
+            assert int(found.next_tokens[0]) == expected.walk.next_token
+            assert tuple(map(bool, device.lossy_rows[:count].tolist())) == expected.lossy
+            lengths[count] += 1
+            lossy_rows += sum(expected.lossy)
+        assert lengths[2] > 10 and lossy_rows > 10
 
     def test_tokens_after_the_path_are_the_draws_of_the_requests_seed(self) -> None:
         """And of an answer's first token, so is that: over seeds it has the distribution of plain sampling, token by

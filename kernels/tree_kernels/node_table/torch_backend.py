@@ -35,7 +35,7 @@ from tree_kernels.node_table.lookup_costs import FIRST_COST, NEXT_COST
 from tree_kernels.node_table.mailboxes import TURNS
 from tree_kernels.node_table.step_integers import StepIntegers
 from tree_kernels.verification.dispatch import Verdicts
-from tree_kernels.verification.records import FIRST_ROW, IS_CHAIN, MODE, POSITION, RECORD, ROWS, Mode
+from tree_kernels.verification.records import FIRST_ROW, IS_CHAIN, MODE, POSITION, RACED, RECORD, ROWS
 
 if TYPE_CHECKING:
     from tree_kernels.node_table.dispatch import NodeTable
@@ -262,7 +262,7 @@ def _find(table: NodeTable, step: StepIntegers, b: int, root: int, moves: int) -
     """Let a sequence feed `root`, `moves` keys further on, and rank what may follow it."""
     step.prefix_lengths[b] += moves
     record = step.parameters[b * RECORD : (b + 1) * RECORD]
-    if int(record[MODE]) == Mode.COUPLED:
+    if int(record[MODE]) in RACED:
         low = int(record[POSITION]) % 2**32 + moves
         record[POSITION] = _signed(low % 2**32)
         record[POSITION + 1] += low // 2**32

@@ -19,7 +19,7 @@ from tree_kernels.node_table.triton_rows import (
     lay_out_kernel,
     take_kernel,
 )
-from tree_kernels.verification.triton_rows import COUPLED, MODE, POSITION, ROWS, record_of
+from tree_kernels.verification.triton_rows import COUPLED, MODE, POSITION, ROWS, TYPICAL, record_of
 
 if TYPE_CHECKING:
     from tree_kernels.node_table.dispatch import NodeTable
@@ -279,7 +279,8 @@ def _rank(  # type: ignore[no-untyped-def]
 def _move(records, prefix_lengths, roots, b, prefix, root, moves):  # type: ignore[no-untyped-def]
     """Let a sequence feed `root` as key `prefix`, which is `moves` keys further on."""
     record = record_of(records, b)
-    raced = tl.load(record + MODE) == COUPLED
+    mode = tl.load(record + MODE)
+    raced = (mode == COUPLED) | (mode == TYPICAL)
     before = tl.load(record + POSITION)
     high = tl.load(record + POSITION + 1)
     # One thread stores a scalar, after every warp has read it.

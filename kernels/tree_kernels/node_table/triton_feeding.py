@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tree_kernels.node_table.step_integers import StepIntegers
-from tree_kernels.verification.triton_rows import COUPLED, MODE, POSITION, record_of
+from tree_kernels.verification.triton_rows import COUPLED, MODE, POSITION, TYPICAL, record_of
 
 _BLOCK = 256
 
@@ -103,7 +103,8 @@ def _move_on_kernel(  # type: ignore[no-untyped-def]
     fed = alone & (token < 0)
     moves = tl.load(accepted_counts - 1 - token, mask=fed, other=0)
     _move(positions, slots, prefix_lengths, page_starts, page_table, b, row, fed, moves, last_position, PAGE_SIZE)
-    raced = fed & (tl.load(record_of(records, b) + MODE, mask=fed, other=0) == COUPLED)
+    mode = tl.load(record_of(records, b) + MODE, mask=fed, other=0)
+    raced = fed & ((mode == COUPLED) | (mode == TYPICAL))
     _move_position(records, b, moves, raced)
 
 

@@ -1,11 +1,13 @@
-"""Lossless verification of token trees: its parameters, its definition, and its kernels."""
+"""Verification of token trees: its parameters, its definition, and its kernels."""
 
 from tree_kernels.verification.dispatch import DeviceVerifier, Verdicts
 from tree_kernels.verification.kv_move import move_accepted, move_kv
-from tree_kernels.verification.records import RECORD, Mode, RowsToVerify, parameter_count, records_of
+from tree_kernels.verification.records import RACED, RECORD, Mode, RowsToVerify, parameter_count, records_of
+from tree_kernels.verification.typical import typical_walk
 from tree_kernels.verification.walks import Walk, coupled_token, match_walk, rejection_walk
 
 __all__ = [
+    "RACED",
     "RECORD",
     "DeviceVerifier",
     "Mode",
@@ -19,4 +21,5 @@ __all__ = [
     "parameter_count",
     "records_of",
     "rejection_walk",
+    "typical_walk",
 ]

@@ -6,6 +6,7 @@ noise `tree_kernels.philox`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -15,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tree_kernels.verification.records import RowsToVerify, pack_distributions, pack_parameters, parameter_count
+from tree_kernels.verification.records import Mode, RowsToVerify, pack_distributions, pack_parameters, parameter_count
 from tree_kernels.verification.torch_backend import TorchVerification
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class Verdicts:
 
 
 class DeviceVerifier:
-    """Verifies every sequence of a step in two launches (`greedy`) or three to five (`sampled`).
+    """Verifies every sequence of a step in two launches (`greedy`) or three to seven (`sampled`).
 
     Symbols: R rows of the step's tensors, at most `max_rows`; B = `max_sequences`; V the vocabulary size. Nothing is
     read back and no shape depends on data, so that the calls can be captured; verdicts are overwritten by the next
@@ -55,6 +56,8 @@ class DeviceVerifier:
 
     Attributes:
         verdicts: those of the last call, overwritten by the next.
+        lossy_rows: [max_rows] int32, at the places of a TYPICAL sequence's `Verdicts.accepted_rows`: 1 where the
+            model's own draw is another token than the row's; undefined elsewhere.
 
     Args:
         device: of the logits.
@@ -82,6 +85,7 @@ class DeviceVerifier:
         # At one address for good.
         tensor = torch.zeros(2 * max_sequences + max_rows, dtype=torch.int32, device=device)
         self.verdicts = Verdicts.over(tensor, max_sequences)
+        self.lossy_rows = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._backend: TorchVerification | TritonVerification
         if (backend or ("triton" if device.type == "cuda" else "torch")) == "triton":
             # Only here: Triton may be absent.
@@ -119,8 +123,9 @@ class DeviceVerifier:
             ValueError: see `sampled`.
         """
         self._check(logits, token_ids, parents, parameters)
+        step = (logits, token_ids, parents, parameters)
         self._backend.verify(
-            logits, token_ids, parents, parameters, None, self.verdicts.tensor, sampled=False, filtered=False
+            *step, None, self.verdicts.tensor, self.lossy_rows, sampled=False, filtered=False, typical=False
         )
         return self.verdicts
 
@@ -133,6 +138,7 @@ class DeviceVerifier:
         distributions: Tensor | None = None,
         *,
         filtered: bool = True,
+        typical: bool = True,
     ) -> Verdicts:
         """Verify a step of any mixture of modes.
 
@@ -143,15 +149,39 @@ class DeviceVerifier:
             parameters: [integers] int32, see `pack`.
             distributions: [any] int32 that begins with what `pack_distributions` returns; None where no row has one.
             filtered: whether any sequence is `RowsToVerify.filtered`; False saves two launches.
+            typical: whether any sequence is TYPICAL; False saves two launches.
 
         Raises:
             ValueError: shapes or dtypes differ from these.
         """
         self._check(logits, token_ids, parents, parameters)
+        step, verdicts = (logits, token_ids, parents, parameters), self.verdicts.tensor
         self._backend.verify(
-            logits, token_ids, parents, parameters, distributions, self.verdicts.tensor, sampled=True, filtered=filtered
+            *step, distributions, verdicts, self.lossy_rows, sampled=True, filtered=filtered, typical=typical
         )
         return self.verdicts
+
+    def warm_up(
+        self, dtype: torch.dtype, *, filtered: Sequence[bool] = (False, True), typical: Sequence[bool] = (False,)
+    ) -> None:
+        """Compile every kernel for logits of this dtype, so that no step waits for it. Takes seconds for each, once.
+
+        Args:
+            dtype: of the logits.
+            filtered: with which values `sampled` will be called.
+            typical: likewise.
+        """
+        device = self.verdicts.tensor.device
+        drawn = torch.from_numpy(self.pack_distributions({0: ((0,), (1,))})).to(device)
+        # Numbers that are 1 or multiples of 16 are compiled for.
+        for rows in sorted({1, min(16, self._max_rows)}):
+            logits = torch.zeros(rows, self._vocabulary_size, dtype=dtype, device=device)
+            integers = torch.zeros(rows, dtype=torch.int32, device=device)
+            packed = self.pack([RowsToVerify(0, rows, Mode.COUPLED, top_k=2, is_chain=True)])
+            step = (logits, integers, integers, torch.from_numpy(packed).to(device))
+            self.greedy(*step)
+            for distributions, cut, kept in itertools.product((None, drawn), filtered, typical):
+                self.sampled(*step, distributions, filtered=cut, typical=kept)
 
     def _check(self, logits: Tensor, token_ids: Tensor, parents: Tensor, parameters: Tensor) -> None:
         rows = logits.shape[0]

@@ -26,7 +26,7 @@ _MASK = 2**64 - 1
 # derived from it.
 _FIELDS = {
     "first_row": "i", "rows": "i", "mode": "i", "is_chain": "i", "seed": "Q", "position": "Q", "top_k": "i",
-    "filtered": "i", "temperature": "d", "top_p": "d", "min_p": "d",
+    "filtered": "i", "temperature": "d", "top_p": "d", "min_p": "d", "begins": "Q", "epsilon": "d", "delta": "d",
 }  # fmt: skip
 _RECORD_TYPE = np.dtype([(name, f"<{kind}") for name, kind in _FIELDS.items()])
 # The same for one record. For a few sequences an array of records costs several times as much.
@@ -43,14 +43,20 @@ RECORD = _RECORD_BYTES.size // _INTEGER_BYTES
 FIRST_ROW, ROWS, MODE, IS_CHAIN = _place("first_row"), _place("rows"), _place("mode"), _place("is_chain")
 SEED, POSITION, TOP_K, FILTERED = _place("seed"), _place("position"), _place("top_k"), _place("filtered")
 TEMPERATURE, TOP_P, MIN_P = _place("temperature"), _place("top_p"), _place("min_p")
+BEGINS, EPSILON, DELTA = _place("begins"), _place("epsilon"), _place("delta")
 
 
 class Mode(IntEnum):
-    """Rule of verification, see `tree_kernels.verification.walks`."""
+    """Rule of verification, see `tree_kernels.verification.walks`; TYPICAL: see `tree_kernels.verification.typical`."""
 
     GREEDY = 0
     COUPLED = 1
     REJECTION = 2
+    TYPICAL = 3
+
+
+# Modes whose own draw is that of the race, which has its noise by position.
+RACED = (Mode.COUPLED, Mode.TYPICAL)
 
 
 class RowsToVerify(NamedTuple):
@@ -60,13 +66,17 @@ class RowsToVerify(NamedTuple):
         first_row: index of the tree's root among the step's rows.
         rows: of the tree, the root included; 0 when there is nothing to verify.
         mode: GREEDY uses no attribute below but `is_chain`.
-        seed: 64 bit, of the race (COUPLED), or the secret one of the coins (REJECTION).
-        position: 64 bit, absolute position of the token after the root (COUPLED), or the coins' stream (REJECTION).
+        seed: 64 bit, of the race (COUPLED, TYPICAL), or the secret one of the coins (REJECTION).
+        position: 64 bit, absolute position of the token after the root (COUPLED, TYPICAL), or the coins' stream
+            (REJECTION).
         temperature: 0 gives the likeliest token probability 1, which makes every mode GREEDY.
         top_k: 0 for no limit.
         top_p: 1 for no limit.
         min_p: 0 for no limit.
         is_chain: every row's parent is the row before it; the packed parents are not read then.
+        begins: TYPICAL: 64 bit, absolute position of the first token that the model generates, which is its own draw.
+        epsilon: TYPICAL: a drafted token is kept if its probability exceeds min(epsilon, delta * exp(-entropy)).
+        delta: TYPICAL, see there.
     """
 
     first_row: int
@@ -79,6 +89,9 @@ class RowsToVerify(NamedTuple):
     top_p: float = 1.0
     min_p: float = 0.0
     is_chain: bool = False
+    begins: int = 0
+    epsilon: float = 0.0
+    delta: float = 0.0
 
     @property
     def filtered(self) -> bool:
@@ -105,7 +118,8 @@ def pack_parameters(
     packed = np.zeros(parameter_count(max_sequences, max_rows), dtype=np.int32)
     rows = packed[RECORD * max_sequences :]
     rows.fill(-1)
-    for b, (first_row, count, mode, seed, position, temperature, top_k, top_p, min_p, is_chain) in enumerate(sequences):
+    for b, sequence in enumerate(sequences):
+        first_row, count, mode, seed, position, temperature, top_k, top_p, min_p, is_chain, *typical = sequence
         end = first_row + count
         if not (0 <= count <= MAX_TREE_ROWS and first_row >= 0 and end <= max_rows):
             raise ValueError(f"sequence {b} has rows {first_row}..{end} of {max_rows}")
@@ -116,7 +130,7 @@ def pack_parameters(
         filtered = drawn > 0 and (top_k > 0 or top_p < 1 or min_p > 0)
         _RECORD_BYTES.pack_into(
             packed.data, _RECORD_BYTES.size * b, first_row, count, drawn, is_chain, seed & _MASK, position & _MASK,
-            top_k, filtered, temperature, top_p, min_p,
+            top_k, filtered, temperature, top_p, min_p, *typical,
         )  # fmt: skip
     return packed
 
@@ -130,9 +144,10 @@ def unpack_parameters(packed: NDArray[np.int32], max_sequences: int) -> list[Row
     """The `max_sequences` records of packed parameters."""
     sequences = []
     for fields in _RECORD_BYTES.iter_unpack(packed[: RECORD * max_sequences].tobytes()):
-        first_row, rows, mode, is_chain, seed, position, top_k, _, temperature, top_p, min_p = fields
+        first_row, rows, mode, is_chain, seed, position, top_k, _, temperature, top_p, min_p, *typical = fields
+        distribution = (temperature, top_k, top_p, min_p)
         sequences.append(
-            RowsToVerify(first_row, rows, Mode(mode), seed, position, temperature, top_k, top_p, min_p, bool(is_chain))
+            RowsToVerify(first_row, rows, Mode(mode), seed, position, *distribution, bool(is_chain), *typical)
         )
     return sequences
 

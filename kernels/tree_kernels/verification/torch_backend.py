@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from tree_kernels.philox import uniforms
 from tree_kernels.verification.records import Mode, RowsToVerify, unpack_distributions, unpack_parameters
+from tree_kernels.verification.typical import typical_walk
 from tree_kernels.verification.walks import Walk, coupled_token, match_walk, rejection_walk
 
 Distributions = Mapping[int, tuple[Sequence[int], Sequence[int]]]
@@ -53,11 +55,13 @@ class TorchVerification:
         parameters: Tensor,
         distributions: Tensor | None,
         verdicts: Tensor,
+        lossy_rows: Tensor,
         *,
         sampled: bool,  # noqa: ARG002
         filtered: bool,  # noqa: ARG002
+        typical: bool,  # noqa: ARG002
     ) -> None:
-        """Write verdicts [2 * max_sequences + max_rows] int32."""
+        """Write verdicts [2 * max_sequences + max_rows] int32, and lossy_rows [max_rows] int32 of TYPICAL sequences."""
         logits = logits[:, : self._vocabulary_size]
         count = self._max_sequences
         max_rows = len(verdicts) - 2 * count
@@ -72,7 +76,12 @@ class TorchVerification:
                 continue
             first, end = sequence.first_row, sequence.first_row + sequence.rows
             own = [max(row - 1, 0) for row in range(sequence.rows)] if sequence.is_chain else tree[first:end]
-            walk = _walk_of(sequence, logits[first:end], tokens[first:end], own, by_row)
+            step = (logits[first:end], tokens[first:end], own)
+            if sequence.mode is Mode.TYPICAL:
+                walk, lossy = _typical_walk(sequence, *step)
+                lossy_rows[first : first + len(lossy)] = torch.tensor(lossy, dtype=torch.int32)
+            else:
+                walk = _walk_of(sequence, *step, by_row)
             accepted = len(walk.accepted_rows)
             found[b] = accepted
             found[count + b] = walk.next_token
@@ -83,7 +92,8 @@ class TorchVerification:
 def _walk_of(
     sequence: RowsToVerify, logits: Tensor, token_ids: list[int], parents: list[int], distributions: Distributions
 ) -> Walk:
-    """One sequence's walk, given logits [rows, V] of its tree and the distributions by row of the step."""
+    """One sequence's walk by a lossless mode, given logits [rows, V] of its tree and the distributions by row of the
+    step."""
     if sequence.mode is Mode.GREEDY:
         return match_walk(parents, token_ids, lambda row, _: int(torch.argmax(logits[row])))
 
@@ -100,3 +110,17 @@ def _walk_of(
     # One for each row below the root, and one for the next token.
     coins = iter(uniforms(sequence.seed, sequence.position, sequence.rows).tolist())
     return rejection_walk(parents, token_ids, own, probs_of, lambda: next(coins))
+
+
+def _typical_walk(
+    sequence: RowsToVerify, logits: Tensor, token_ids: list[int], parents: list[int]
+) -> tuple[Walk, tuple[bool, ...]]:
+    """One TYPICAL sequence's walk, given logits [rows, V] of its tree, and which of the accepted rows are lossy."""
+    return typical_walk(
+        parents,
+        token_ids,
+        lambda row: distribution_of(logits[row], sequence),
+        lambda probs, depth: coupled_token(probs, sequence.seed, sequence.position + depth),
+        lambda entropy: min(sequence.epsilon, sequence.delta * math.exp(-entropy)),
+        begins=sequence.position == sequence.begins,
+    )

@@ -10,6 +10,7 @@ from tree_kernels.attention.tree_mask import MAX_TREE_ROWS
 from tree_kernels.verification.triton_filter import filter_kernel
 from tree_kernels.verification.triton_rows import RUNGS, mass_kernel, peak_kernel
 from tree_kernels.verification.triton_scores import score_kernel
+from tree_kernels.verification.triton_typical import gain_kernel, moment_kernel
 from tree_kernels.verification.triton_walk import walk_kernel
 
 _CHUNK = 2048
@@ -45,11 +46,15 @@ class TritonVerification:
         parameters: Tensor,
         distributions: Tensor | None,
         verdicts: Tensor,
+        lossy_rows: Tensor,
         *,
         sampled: bool,
         filtered: bool,
+        typical: bool,
     ) -> None:
-        """Write verdicts [2 * max_sequences + max_rows] int32: two launches, three if `sampled`, five if `filtered`."""
+        """Write verdicts [2 * max_sequences + max_rows] int32, and of TYPICAL sequences lossy_rows [max_rows] int32.
+
+        Two launches, three if `sampled`, two more if `filtered`, and two more if `typical`."""
         peaks, peak_ids, block_peaks, depths = self._peaks(logits, parents, parameters, sampled, filtered)
         cuts = cut_ids = None
         if filtered:
@@ -64,12 +69,38 @@ class TritonVerification:
                 self._chunks, CHUNK=_CHUNK, BLOCK_CHUNKS=self._block_chunks, BLOCK_R=self._block_rows, CUT=filtered,
                 DRAWN=distributions is not None, num_warps=4,
             )  # fmt: skip
+        gains = self._gains(logits, token_ids, parents, parameters, peaks, cuts, cut_ids) if typical else None
         walk_kernel[(self._sequences,)](
             logits, logits.stride(0), token_ids, parents, parameters, self._sequences, distributions, self._max_rows,
-            peaks, cuts, cut_ids, scores, winners, verdicts, self._vocabulary_size, self._chunks,
+            peaks, cuts, cut_ids, scores, winners, gains, verdicts, lossy_rows, self._vocabulary_size, self._chunks,
             BLOCK_CHUNKS=self._block_chunks, BLOCK_R=self._block_rows, CHUNK=_CHUNK, SAMPLED=sampled, CUT=filtered,
-            DRAWN=distributions is not None, num_warps=4, num_stages=1,
+            DRAWN=distributions is not None, TYPICAL_ROWS=typical, num_warps=4, num_stages=1,
         )  # fmt: skip
+
+    def _gains(
+        self,
+        logits: Tensor,
+        token_ids: Tensor,
+        parents: Tensor,
+        parameters: Tensor,
+        peaks: Tensor,
+        cuts: Tensor | None,
+        cut_ids: Tensor | None,
+    ) -> Tensor:
+        """See `gain_kernel`."""
+        rows, device = logits.shape[0], logits.device
+        moments = torch.empty(*peaks.shape, 2, dtype=torch.float64, device=device)
+        gains = torch.empty(rows, dtype=torch.float64, device=device)
+        moment_kernel[tuple(peaks.shape)](
+            logits, logits.stride(0), parameters, self._sequences, peaks, cuts, cut_ids, moments, self._vocabulary_size,
+            self._chunks, CHUNK=_CHUNK, BLOCK_CHUNKS=self._block_chunks, CUT=cuts is not None, num_warps=4,
+        )  # fmt: skip
+        gain_kernel[(rows,)](
+            logits, logits.stride(0), token_ids, parents, parameters, self._sequences, peaks, cuts, cut_ids, moments,
+            gains, self._vocabulary_size, self._chunks, BLOCK_CHUNKS=self._block_chunks, CUT=cuts is not None,
+            num_warps=4,
+        )  # fmt: skip
+        return gains
 
     def _peaks(
         self, logits: Tensor, parents: Tensor, parameters: Tensor, sampled: bool, filtered: bool

@@ -19,9 +19,8 @@ SEED, POSITION = tl.constexpr(records.SEED), tl.constexpr(records.POSITION)
 TOP_K, FILTERED = tl.constexpr(records.TOP_K), tl.constexpr(records.FILTERED)
 TEMPERATURE = tl.constexpr(records.TEMPERATURE)
 TOP_P, MIN_P = tl.constexpr(records.TOP_P), tl.constexpr(records.MIN_P)
-GREEDY, COUPLED, REJECTION = (
-    tl.constexpr(int(mode)) for mode in (records.Mode.GREEDY, records.Mode.COUPLED, records.Mode.REJECTION)
-)
+BEGINS, EPSILON, DELTA = (tl.constexpr(place) for place in (records.BEGINS, records.EPSILON, records.DELTA))
+GREEDY, COUPLED, REJECTION, TYPICAL = (tl.constexpr(int(mode)) for mode in records.Mode)
 # Parts of equal ratio into which a row's weights are divided before the cut of top_p is searched in one of them.
 RUNGS = tl.constexpr(16)
 
@@ -108,7 +107,7 @@ def peak_kernel(  # type: ignore[no-untyped-def]
     BY_BLOCK: tl.constexpr,
     DEPTHS: tl.constexpr,
 ):
-    """Likeliest token of each chunk of each row, the lowest id of equals, and the depth of COUPLED rows.
+    """Likeliest token of each chunk of each row, the lowest id of equals, and the depth of COUPLED and TYPICAL rows.
 
     peaks [R, chunks] fp32 negated, peak_ids [R, chunks] int32, block_peaks [R, chunks * CHUNK / BLOCK] fp32 where
     BY_BLOCK, depths [R] int32 where DEPTHS.
@@ -131,7 +130,8 @@ def peak_kernel(  # type: ignore[no-untyped-def]
             record = record_of(parameters, sequence)
             first = tl.load(record + FIRST_ROW)
             depth = row - first
-            if (tl.load(record + MODE) == COUPLED) & (tl.load(record + IS_CHAIN) == 0):
+            mode = tl.load(record + MODE)
+            if ((mode == COUPLED) | (mode == TYPICAL)) & (tl.load(record + IS_CHAIN) == 0):
                 at = depth
                 depth = at * 0
                 # Bounded by the number of rows, so that a malformed tree cannot hang the device.

@@ -1,4 +1,4 @@
-"""Triton: the race of COUPLED rows, and the weight of REJECTION rows without the draft's tokens."""
+"""Triton: the race of COUPLED and TYPICAL rows, and the weight of REJECTION rows without the draft's tokens."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tree_kernels.verification.triton_rows import (
     ROWS,
     SEED,
     TEMPERATURE,
+    TYPICAL,
     load_double,
     load_logits,
     load_long,
@@ -147,7 +148,7 @@ def score_kernel(  # type: ignore[no-untyped-def]
 ):
     """scores [R, chunks] fp64 and winners [R, chunks] int32; of REJECTION rows the scores are weights.
 
-    The lowest score of a row is its choice: GREEDY the negated logit, COUPLED the race's finish. A REJECTION chunk's
+    The lowest score of a row is its choice: of GREEDY the negated logit, else the race's finish. A REJECTION chunk's
     weight leaves out the row's children and its distribution, which the walk keeps itself: what remains of the
     distribution after subtraction can be as small as rounding, so it must not be found by subtracting from a sum.
     """
@@ -171,7 +172,7 @@ def score_kernel(  # type: ignore[no-untyped-def]
             if CUT:
                 cut = tl.load(cuts + row)
                 cut_id = tl.load(cut_ids + row)
-            if mode == COUPLED:
+            if (mode == COUPLED) | (mode == TYPICAL):
                 position = load_long(record + POSITION) + tl.load(depths + row)
                 words = _words(load_long(record + SEED), chunk * CHUNK, position, CHUNK)
                 best, winner = _race(x, ids, words, peak, temperature, cut, cut_id, vocabulary)

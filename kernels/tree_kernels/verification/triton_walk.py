@@ -16,6 +16,7 @@ from tree_kernels.verification.triton_rows import (
     ROWS,
     SEED,
     TEMPERATURE,
+    TYPICAL,
     load_double,
     load_logits,
     load_long,
@@ -25,6 +26,7 @@ from tree_kernels.verification.triton_rows import (
     weight_of,
 )
 from tree_kernels.verification.triton_scores import SUPPORT, load_support, load_tree, put
+from tree_kernels.verification.triton_typical import typical_path
 
 _STEP = tl.constexpr(16)
 
@@ -209,10 +211,12 @@ def _reject(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["sequences", "distribution_rows", "chunks"])
 def walk_kernel(  # type: ignore[no-untyped-def]
     logits, row_stride, token_ids, parents, parameters, sequences, distributions, distribution_rows, peaks, cuts,
-    cut_ids, scores, winners, verdicts, vocabulary, chunks, BLOCK_CHUNKS: tl.constexpr, BLOCK_R: tl.constexpr,
-    CHUNK: tl.constexpr, SAMPLED: tl.constexpr, CUT: tl.constexpr, DRAWN: tl.constexpr,
+    cut_ids, scores, winners, gains, verdicts, lossy_rows, vocabulary, chunks, BLOCK_CHUNKS: tl.constexpr,
+    BLOCK_R: tl.constexpr, CHUNK: tl.constexpr, SAMPLED: tl.constexpr, CUT: tl.constexpr, DRAWN: tl.constexpr,
+    TYPICAL_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """verdicts [2 * sequences + rows] int32, from the rows' scores and winners."""
+    """verdicts [2 * sequences + rows] int32, from the rows' scores and winners; of TYPICAL rows also lossy_rows [rows]
+    int32, from their gains."""
     sequence = tl.program_id(0)
     record = record_of(parameters, sequence)
     first = tl.load(record + FIRST_ROW)
@@ -232,6 +236,14 @@ def walk_kernel(  # type: ignore[no-untyped-def]
             )  # fmt: skip
         else:
             choices = _choices(scores, winners, first, rows, vocabulary, chunks, BLOCK_R)
-            accepted, token = _match(parent, tokens, choices, accepted_rows, BLOCK_R)
+            typical = False
+            if TYPICAL_ROWS:
+                typical = tl.load(record + MODE) == TYPICAL
+            if typical:
+                accepted, token = typical_path(
+                    record, parent, tokens, choices, gains + first, rows, accepted_rows, lossy_rows + first, BLOCK_R
+                )
+            else:
+                accepted, token = _match(parent, tokens, choices, accepted_rows, BLOCK_R)
     tl.store(verdicts + sequence, accepted)
     tl.store(verdicts + sequences + sequence, token)

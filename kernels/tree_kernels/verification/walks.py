@@ -41,7 +41,7 @@ def match_walk(parents: Sequence[int], token_ids: Sequence[int], choose: Callabl
         choose: the target's token after a row, given the row and its depth below the root. Called once per row of the
             path, root first.
     """
-    children = _children(parents)
+    children = children_of(parents)
     accepted: list[int] = []
     row = 0
     while True:
@@ -133,7 +133,7 @@ def rejection_walk_with(
     chance: Chance,
 ) -> Walk:
     """`rejection_walk` with its decisions taken by `chance`."""
-    children = _children(parents)
+    children = children_of(parents)
     accepted: list[int] = []
     row = 0
     while True:
@@ -178,7 +178,8 @@ class _Residual:
             self.weights, self._mass = residual, mass
 
 
-def _children(parents: Sequence[int]) -> list[list[int]]:
+def children_of(parents: Sequence[int]) -> list[list[int]]:
+    """The children of each row, in rising order."""
     children: list[list[int]] = [[] for _ in parents]
     for row in range(1, len(parents)):
         children[parents[row]].append(row)

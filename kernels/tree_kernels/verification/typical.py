@@ -12,56 +12,70 @@ code.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from outrider.sampling import TypicalAcceptance
-from outrider.tree import TokenTree
-from tree_kernels.verification import Walk
+from tree_kernels.verification.walks import Walk, children_of
 
 # The distribution [V] after a row, in fp64, of sum 1.
 ProbsOf = Callable[[int], Tensor]
 # The model's own draw from a distribution [V], at a depth below the root.
 Draw = Callable[[Tensor, int], int]
+# Log-probabilities of paths that differ by less are equal, so that rounding decides nothing.
+SAME_PATH = 1e-9
 
 
 def typical_walk(
-    tree: TokenTree, probs_of: ProbsOf, draw: Draw, rule: TypicalAcceptance, *, begins: bool
+    parents: Sequence[int],
+    token_ids: Sequence[int],
+    probs_of: ProbsOf,
+    draw: Draw,
+    threshold: Callable[[float], float],
+    *,
+    begins: bool,
 ) -> tuple[Walk, tuple[bool, ...]]:
     """The longest path of typical tokens, of several the most probable, and the model's own draw after it.
 
     Args:
-        tree: rows to verify, the root first.
+        parents: [rows], parents[i] < i; row 0 is the root.
+        token_ids: [rows]; siblings carry different tokens.
         probs_of: called once for each row of a typical path.
         draw: see `Draw`.
-        rule: which tokens are typical.
+        threshold: the probability that a typical token exceeds, given the entropy of its distribution in nats.
         begins: no token was generated yet: the first one is the model's own draw, drafted or not.
 
     Returns:
         The walk, and for each accepted row whether the model's own draw is another token.
     """
-    # log-probability of the path to each row that is reached by typical tokens. Parents come before their children.
-    reached = {0: 0.0}
+    # Log-probability and depth of each row that is reached by typical tokens. Parents come before their children.
+    reached, depths = {0: 0.0}, {0: 0}
     cached: dict[int, Tensor] = {}
-    for row, children in enumerate(tree.children):
+    for row, children in enumerate(children_of(parents)):
         if row not in reached or not children:
             continue
         probs = cached[row] = probs_of(row)
         own = draw(probs, 0) if begins and row == 0 else None
-        threshold = rule.threshold(entropy_of(probs))
-        tokens = [tree.token_ids[child] for child in children]
+        least = threshold(entropy_of(probs))
+        tokens = [token_ids[child] for child in children]
         # All children at once: reading one number of a GPU waits for it.
         for child, token, probability in zip(children, tokens, probs[tokens].tolist(), strict=True):
-            typical = probability > threshold if own is None else token == own
+            typical = probability > least if own is None else token == own
             if typical:
-                reached[child] = reached[row] + math.log(probability)
-    path = path_to(tree, max(reached, key=lambda row: (tree.depths[row], reached[row], -row)))
+                reached[child], depths[child] = reached[row] + math.log(probability), depths[row] + 1
+    path = path_to(parents, _last_row(reached, depths))
     rows = (0, *path)
     own_tokens = [draw(cached[row] if row in cached else probs_of(row), depth) for depth, row in enumerate(rows)]
-    lossy = tuple(own != tree.token_ids[row] for own, row in zip(own_tokens, path, strict=False))
+    lossy = tuple(own != token_ids[row] for own, row in zip(own_tokens, path, strict=False))
     return Walk(path, own_tokens[-1]), lossy
+
+
+def _last_row(reached: dict[int, float], depths: dict[int, int]) -> int:
+    """The deepest row, of several the most probable, of several the first."""
+    deepest = max(depths.values())
+    likeliest = max(reached[row] for row, depth in depths.items() if depth == deepest)
+    return min(row for row, depth in depths.items() if depth == deepest and reached[row] > likeliest - SAME_PATH)
 
 
 def entropy_of(probs: Tensor) -> float:
@@ -69,10 +83,10 @@ def entropy_of(probs: Tensor) -> float:
     return float(torch.special.entr(probs).sum())
 
 
-def path_to(tree: TokenTree, row: int) -> tuple[int, ...]:
+def path_to(parents: Sequence[int], row: int) -> tuple[int, ...]:
     """Rows from below the root to `row`."""
     path: list[int] = []
     while row:
         path.append(row)
-        row = tree.parents[row]
+        row = parents[row]
     return tuple(path[::-1])

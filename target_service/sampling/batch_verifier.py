@@ -1,0 +1,165 @@
+"""Verifies, all at once, the sequences of a step whose logits are shaped first or whose log-probabilities are returned.
+
+`SequenceVerifier.verify` is the definition. Row by row it takes a GPU some hundred launches and several waits for each
+row; here the launches are those of one step, whatever its number of rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.tree import TokenTree
+from target_service.core.sequence import TokenLogprobs
+from target_service.sampling.adjustments import ADJUSTMENT, adjusted
+from target_service.sampling.verifier import SequenceVerifier, Verified
+from tree_kernels.verification import DeviceVerifier, Verdicts, Walk
+
+_BITS = 2**31 - 1
+
+
+class Asked(NamedTuple):
+    """One sequence to verify.
+
+    Attributes:
+        verifier: of the sequence.
+        tree: rows to verify, the root first.
+        first_row: the root's row of the logits.
+        output: tokens committed so far, without the prompt.
+        step: of the sequence.
+    """
+
+    verifier: SequenceVerifier
+    tree: TokenTree
+    first_row: int
+    output: Sequence[int]
+    step: int
+
+
+class BatchVerifier:
+    """See the module. It waits for the device twice at most: for the walks, and for log-probabilities."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        vocabulary_size: int,
+        max_sequences: int,
+        max_rows: int,
+        backend: Literal["triton", "torch"] | None = None,
+        *,
+        typical: bool = False,
+    ) -> None:
+        """`max_sequences` and `max_rows` bound every step; `backend` is that of `DeviceVerifier`. `typical`: whether
+        sequences may be verified by typical acceptance."""
+        self._device = device
+        self._vocabulary_size = vocabulary_size
+        self._typical = typical
+        self._verifier = DeviceVerifier(device, vocabulary_size, max_sequences, max_rows, backend)
+
+    def warm_up(self) -> None:
+        """Compile every kernel that a step may need. Takes seconds, once."""
+        self._verifier.warm_up(torch.float32, filtered=(True,), typical=(self._typical,))
+
+    def verify(self, asked: Sequence[Asked], logits: Tensor) -> list[Verified]:
+        """The outcome of each, given logits [rows, at least vocabulary] of the step."""
+        rows = [one.first_row + row for one in asked for row in range(len(one.tree))]
+        shaped = logits[self._integers(rows), : self._vocabulary_size].float()
+        self._shape(asked, shaped)
+        walks, lossy = self._walks(asked, shaped)
+        logprobs = self._logprobs(asked, walks, logits)
+        return [
+            Verified(walk, logprob, lossy=flags) for walk, logprob, flags in zip(walks, logprobs, lossy, strict=True)
+        ]
+
+    def _integers(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64).to(self._device, non_blocking=True)
+
+    def _shape(self, asked: Sequence[Asked], logits: Tensor) -> None:
+        """Apply biases, penalties and held-back tokens to logits [rows of these trees, V] fp32."""
+        first, parts = 0, list[NDArray[np.void]]()
+        for one in asked:
+            own = one.verifier.adjustments(one.tree, one.output)
+            own["row"] += first
+            parts.append(own)
+            first += len(one.tree)
+        wanted = np.concatenate(parts) if parts else np.empty(0, ADJUSTMENT)
+        if len(wanted):
+            adjusted(logits, torch.from_numpy(wanted.view(np.uint8)).to(self._device, non_blocking=True))
+
+    def _walks(self, asked: Sequence[Asked], logits: Tensor) -> tuple[list[Walk], list[tuple[bool, ...]]]:
+        first, wanted, tokens, parents = 0, [], list[int](), list[int]()
+        distributions: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        for verifier, tree, _, output, step in asked:
+            wanted.append(verifier.rows_to_verify(tree, first, verifier.prompt_length + len(output), step))
+            tokens += tree.token_ids
+            parents += tree.parents
+            for row, drawn in tree.distributions.items():
+                distributions[first + row] = (drawn.token_ids, drawn.weights)
+            first += len(tree)
+        packed = self._verifier.pack(wanted)
+        drafts = self._verifier.pack_distributions(distributions) if distributions else np.empty(0, np.int32)
+        integers = np.concatenate([np.array(tokens, np.int32), np.array(parents, np.int32), packed, drafts])
+        on_device = torch.from_numpy(integers).to(self._device, non_blocking=True)
+        token_ids, tree_parents, parameters, drafted = torch.split(on_device, [first, first, len(packed), len(drafts)])
+        # Always the same kernels, which are compiled: filters cost little beside the launches.
+        verdicts = self._verifier.sampled(
+            logits, token_ids, tree_parents, parameters, drafted if distributions else None, typical=self._typical
+        )
+        found = torch.cat([verdicts.tensor, self._verifier.lossy_rows]).cpu()
+        host = Verdicts.over(found[: len(verdicts.tensor)], len(verdicts.accepted_counts))
+        lossy_rows = found[len(verdicts.tensor) :].tolist()
+        counts, next_tokens, accepted = (
+            part.tolist() for part in (host.accepted_counts, host.next_tokens, host.accepted_rows)
+        )
+        walks, lossy = list[Walk](), list[tuple[bool, ...]]()
+        for place, one in enumerate(asked):
+            at = slice(wanted[place].first_row, wanted[place].first_row + counts[place])
+            walks.append(Walk(tuple(accepted[at]), next_tokens[place]))
+            lossy.append(tuple(map(bool, lossy_rows[at])) if one.verifier.lossy else ())
+        return walks, lossy
+
+    def _logprobs(
+        self, asked: Sequence[Asked], walks: Sequence[Walk], logits: Tensor
+    ) -> list[tuple[TokenLogprobs, ...]]:
+        """Log-probabilities of every walk's tokens, by the raw logits, where they are returned."""
+        rows, tokens, most = list[int](), list[int](), 0
+        for one, walk in zip(asked, walks, strict=True):
+            if one.verifier.logprobs is not None:
+                rows += [one.first_row + row for row in (0, *walk.accepted_rows)]
+                tokens += [*(one.tree.token_ids[row] for row in walk.accepted_rows), walk.next_token]
+                most = max(most, one.verifier.logprobs)
+        if not rows:
+            return [()] * len(asked)
+        found = torch.log_softmax(logits[self._integers(rows), : self._vocabulary_size].float(), dim=-1)
+        own = found.gather(1, self._integers(tokens)[:, None])
+        ids = _most_probable(found, min(most, self._vocabulary_size))
+        values = torch.cat([own, found.gather(1, ids)], dim=1).tolist()
+        listed, at = ids.tolist(), 0
+        results: list[tuple[TokenLogprobs, ...]] = []
+        for one, walk in zip(asked, walks, strict=True):
+            count = len(walk.accepted_rows) + 1 if one.verifier.logprobs is not None else 0
+            top = one.verifier.logprobs or 0
+            results.append(tuple(_entry(values[row], listed[row], top) for row in range(at, at + count)))
+            at += count
+        return results
+
+
+def _most_probable(logprobs: Tensor, count: int) -> Tensor:
+    """Ids [rows, count] of the greatest of logprobs [rows, V] fp32, the lower ids first among equals."""
+    # They are 0 or less, and the bits of negative numbers rise as integers where the numbers fall.
+    falling = logprobs.clamp(max=-0.0).view(torch.int32).to(torch.int64) & _BITS
+    keys = (_BITS - falling) << 32 | (_BITS - torch.arange(logprobs.shape[1], device=logprobs.device))
+    return _BITS - (torch.topk(keys, count, dim=1).values & _BITS)
+
+
+def _entry(values: Sequence[float], ids: Sequence[int], top: int) -> TokenLogprobs:
+    """A token's entry from its own log-probability, followed by the greatest ones. Those of no probability are left
+    out."""
+    listed = zip(ids[:top], values[1 : top + 1], strict=False)
+    return TokenLogprobs(values[0], tuple((token, value) for token, value in listed if math.exp(value) > 0))
