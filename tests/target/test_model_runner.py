@@ -255,7 +255,8 @@ def test_a_pass_moves_on_on_the_host_as_it_does_on_the_device(page_size: int) ->
     moved = laid_out.moved_on(counts)
     flat = [page for held in pages for page in held]
     starts = [sum(map(len, pages[:b])) for b in range(len(pages))]
-    integers = (
+    records = [0] * (4 * RECORD)
+    integers = (laid_out.token_ids, laid_out.positions, laid_out.slots, records, attention.query_starts, prefixes)
         laid_out.token_ids,
         laid_out.positions,
         laid_out.slots,
