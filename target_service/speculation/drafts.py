@@ -56,6 +56,8 @@ class Drafting(DraftInbox):
         self._features = features
         self._link: DraftLink | None = None
         self._trees: dict[int, GrowingTree] = {}
+        # Sequences that were opened on this stream so far.
+        self._opened: set[int] = set()
         # Sequences that may be drafted for, and those of them that the draft has to be sent.
         self._eligible: dict[int, Sequence] = {}
         self._unopened: list[Sequence] = []
@@ -114,6 +116,7 @@ class Drafting(DraftInbox):
         """Remove a sequence, here and at the draft."""
         self._eligible.pop(sequence_id, None)
         self._unsent.pop(sequence_id, None)
+        self._opened.discard(sequence_id)
         self._features.forget(sequence_id)
         if self._tables is not None:
             self._tables.leave(sequence_id)
@@ -245,7 +248,9 @@ class Drafting(DraftInbox):
             self.latency.begin()
         self.latency.sent()
         self._unsent.pop(sequence.sequence_id, None)
-        self._trees[sequence.sequence_id] = GrowingTree(sequence.token_ids, sequence.step)
+        reopened = sequence.sequence_id in self._opened
+        self._opened.add(sequence.sequence_id)
+        self._trees[sequence.sequence_id] = GrowingTree(sequence.token_ids, sequence.step, reopened=reopened)
         if self._tables is not None:
             self._tables.enter(sequence.sequence_id)
             self._tables.clear(sequence.sequence_id)
@@ -295,6 +300,7 @@ class Drafting(DraftInbox):
                 self._note_refusal(event.sequence_id, event.reason)
             case Connected():
                 self._forget_trees()
+                self._opened.clear()
                 if not self._meets_needs(event.info):
                     return
                 log.info("draft %s is connected", event.info.drafter)
@@ -339,6 +345,8 @@ class Drafting(DraftInbox):
             self.latency.received()
         try:
             owed, base = not tree.answered, tree.length_at(growth.base_step)
+            if tree.begins_again(growth) and self._tables is not None:
+                self._tables.clear(growth.sequence_id)
             tree.hold(growth)
             if self._tables is not None and base is not None:
                 # All slots may have been taken when it was opened.

@@ -10,7 +10,7 @@ from engine_harness import ScriptedDraft, engine_config, knowing_tree, make_runn
 from transformers import PreTrainedModel
 
 from outrider.tree import TokenTree
-from outrider.wire.frames import OpenSequence, SequenceAdvance
+from outrider.wire.frames import OpenSequence, SequenceAdvance, SequenceGrowth
 from target_service.core.sequence import SequenceFinished, SequenceRequest, Verdict
 from target_service.engine.loop import EngineLoop
 from target_service.engine.step import Step
@@ -236,6 +236,33 @@ def test_a_sequence_whose_draft_is_gone_is_opened_with_another(tiny_model: PreTr
         loop.step()
     assert opened[0] == 3 and len(opened) == 2 and opened[1] >= before > 3
     assert tuple(live.sequence.token_ids) == truth and live.sequence.totals.accepted_tokens > accepted > 0
+
+
+def test_growth_of_an_earlier_opening_may_cross_a_new_one(tiny_model: PreTrainedModel) -> None:
+    """A draft counts ids from 1 in every opening, and does not know yet that it was closed when it sends some."""
+    runner = make_runner(tiny_model)
+    runner.keep_tokens(8, 0)
+    steps = DeviceSteps(runner, max_sequences=8, max_rows=64, backend="torch")
+    loop = EngineLoop(runner, engine_config(disable_above=4), steps=steps)
+    drafting = loop.drafting
+
+    def growth(first: int, token: int) -> SequenceGrowth:
+        return SequenceGrowth(live.sequence.sequence_id, live.sequence.step, first, (0,), (token,), (0.5,))
+
+    live = begin(loop, ScriptedDraft(drafting, lambda tokens, _: TokenTree.root_only(tokens[-1])), request([5, 7], 30))
+    loop.step()
+    drafting.follow_load(9)
+    drafting.follow_load(1)
+    drafting.open_newcomers()
+    for sent in (growth(8, 11), growth(9, 12), growth(1, 13), growth(2, 14)):
+        drafting._handle(sent)
+    assert drafting.is_followed(live.sequence) and not live.sequence.totals.draft_refused
+    tree = drafting._trees[live.sequence.sequence_id]
+    tree.settle()
+    assert list(tree.token_ids[1:]) == [13, 14]
+    # Only once: the draft does not count from 1 again within an opening.
+    drafting._handle(growth(1, 15))
+    assert not drafting.is_followed(live.sequence) and live.sequence.totals.draft_refused
 
 
 def test_drafts_that_were_of_no_use_are_tried_again_at_the_same_load(tiny_model: PreTrainedModel) -> None:

@@ -26,6 +26,8 @@ MEMORY_IDS = 8 * MAX_ROWS
 # sends one or two between two commits.
 MEMORY_UNUSED = 8
 _ROOT = 0
+# What the draft counts a sequence's nodes from.
+_FIRST_ID = 1
 
 
 class GrowingTree:
@@ -35,13 +37,18 @@ class GrowingTree:
     *place*: a live node (its number) or a committed token (minus the sequence's length up to it).
     """
 
-    def __init__(self, token_ids: list[int], step: int) -> None:
-        """Start at the last of `token_ids`, which stays the sequence's own list and grows with each commit."""
+    def __init__(self, token_ids: list[int], step: int, *, reopened: bool = False) -> None:
+        """Start at the last of `token_ids`, which stays the sequence's own list and grows with each commit.
+
+        `reopened`: the sequence was opened at this draft before, so growths of that time may come until the first one
+        of this opening, whose ids begin at 1 again.
+        """
+        self._reopened = reopened
         self._committed = token_ids
         self._length = len(token_ids)
         self._step = step
         self._lengths = {step: self._length}
-        self._next_id = 1
+        self._next_id = _FIRST_ID
         self._where: dict[int, int] = {}
         # The last step that the draft has answered, and the last that was sent to it.
         self.answered_step, self._asked_step = -1, step
@@ -101,6 +108,16 @@ class GrowingTree:
     def lag(self, growth: SequenceGrowth) -> int:
         """How many commits `growth` lies behind; negative for a step that lies ahead."""
         return self._step - growth.base_step
+
+    def begins_again(self, growth: SequenceGrowth) -> bool:
+        """Whether the growth is the first of this opening, though some came. Those, of an earlier one, are dropped."""
+        if not self._reopened or growth.first_node_id != _FIRST_ID or self._next_id == _FIRST_ID:
+            return False
+        self._reopened, self._next_id, self._held = False, _FIRST_ID, None
+        self._unused.clear()
+        self._where.clear()
+        self._clear()
+        return True
 
     def graft(self, growth: SequenceGrowth) -> None:
         """Add the growth's nodes.
