@@ -96,7 +96,8 @@ def _tokenizer(source: str) -> Any:
     """Load the tokenizer. Raises `ModelRefused` where transformers cannot."""
     try:
         return AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, ImportError) as error:
+    # A broken file makes transformers raise anything.
+    except Exception as error:
         (reason, *_) = str(error).strip().splitlines() or [type(error).__name__]
         raise ModelRefused(f"its tokenizer cannot be read (is there a tokenizer.json?): {reason}") from None
 
