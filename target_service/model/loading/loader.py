@@ -55,6 +55,8 @@ def load_runner(config: TargetConfig) -> ModelRunner:
     check_hub(source)
     settings = AutoConfig.from_pretrained(source)
     check_supported(settings)
+    if config.batch_invariant and has_latents(settings):
+        raise ModelRefused(f"--batch-invariant: the layers of {settings.model_type} depend on the rest of the batch")
     backend = _backend(config, torch.device(config.device))
     model = _load_model(source, settings, config)
     latent = _settle_form(model, config, backend)
