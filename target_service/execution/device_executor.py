@@ -31,7 +31,7 @@ from target_service.execution.host_executor import (
     verify_on_host,
 )
 from target_service.execution.node_tables import NodeTables
-from target_service.execution.post_pass import Kind, PostPass, TableWork
+from target_service.execution.post_pass import PostPass, PostPassWork, TableWork
 from target_service.model.forward import ForwardPass
 from target_service.model.runner import ModelRunner
 from target_service.sampling.verifier import SequenceVerifier, Verified
@@ -189,11 +189,11 @@ class DeviceSteps:
         distributions = _distributions_of(batch)
         if distributions:
             packed = torch.from_numpy(self._verifier.pack_distributions(distributions))
-            self._post_pass.run(Kind(batch.drafted), done, packed.to(done.logits.device))
+            self._post_pass.run(PostPassWork(batch.drafted), done, packed.to(done.logits.device))
             return
         greedy = all(one.mode is Mode.GREEDY for one in rows)
         filtered = not greedy and any(one.filtered for one in rows)
-        self._post_pass.run(Kind(batch.drafted or table is not TableWork.NONE, greedy, filtered, table), done)
+        self._post_pass.run(PostPassWork(batch.drafted or table is not TableWork.NONE, greedy, filtered, table), done)
 
 
 def _distributions_of(batch: StepBatch) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
