@@ -36,7 +36,7 @@ _HOOKED_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PassContext:
     """What every layer of one pass needs."""
 
     attention: Attention
@@ -53,7 +53,7 @@ def attend(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     *,
-    outrider_step: Step | None = None,
+    outrider_step: PassContext | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **_: Any,
@@ -277,7 +277,7 @@ class ModelRunner:
 
     def _logits(self, batch: ForwardInput, token_ids: Tensor, rows: Tensor | int) -> Tensor:
         """Logits of the given rows, 0 for all; `token_ids` [R] int64."""
-        step = Step(
+        step = PassContext(
             self._attention,
             self._attention.plan(batch.attention),
             torch.tensor(batch.slots, device=self.device),
