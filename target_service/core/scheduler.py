@@ -190,14 +190,14 @@ class Scheduler:
         """Places, of at most `places`, whose sequences decode in `seconds`; one for each tenant at least."""
         within = max(min(places, len(allowed)), self.times.decoding_within(seconds, places))
         if within < min(places, sum(allowed.values())):
-            self._time.hold()
+            self._time.note_shortened()
         return within
 
     def _rows_within(self, seconds: float, decoding: int, reading: list[Sequence], rows: int) -> int:
         """Rows of prompts, of at most `rows`, that a step may read in `seconds` beside what decodes."""
         within = max(min(rows, _LEAST_READ), self.times.reading_within(decoding, seconds, rows))
         if within < min(rows, sum(map(self._due, reading))):
-            self._time.hold()
+            self._time.note_shortened()
         return within
 
     def _due(self, sequence: Sequence) -> int:
