@@ -62,7 +62,7 @@ class Scheduler:
         self.times = StepTimes()
         self._waiting: dict[str, deque[Sequence]] = {}
         self._evicted: dict[int, Sequence] = {}
-        # New sequences held until `release`; None unless `hold` was called.
+        # New sequences held until `release`; None unless `hold_back` was called.
         self._held_back: list[Sequence] | None = None
         self._places, self._rows, self._time = FairShare(), FairShare(), TimeShares()
         self.running: list[Sequence] = []
@@ -103,7 +103,7 @@ class Scheduler:
         yield from self._held_back or ()
         yield from self._evicted.values()
 
-    def hold(self) -> None:
+    def hold_back(self) -> None:
         """Let no sequence begin until `release`. Those that have begun continue, also those that were preempted."""
         self._held_back = self._held_back or []
         for tenant, queue in list(self._waiting.items()):
