@@ -18,7 +18,7 @@ from target_service.model.cuda_graphs.sizes import Bucket
 from target_service.model.cuda_graphs.step_buffer import StepBuffer
 from target_service.model.forward import ForwardInput
 from target_service.model.fused import latent_layers
-from target_service.model.runner import ModelRunner, Step, runner_for
+from target_service.model.runner import ModelRunner, PassContext, runner_for
 from tree_kernels.attention import AttentionBatch
 from tree_kernels.attention.triton_planning import TritonSettings
 from tree_kernels.latent_attention import LatentAttention
@@ -66,7 +66,7 @@ class Padded:
             input_ids=buffer.token_ids.long().unsqueeze(0),
             position_ids=buffer.positions.unsqueeze(0),
             use_cache=False,
-            outrider_step=Step(runner._attention, buffer.plan, buffer.slots, runner.cache),
+            outrider_step=PassContext(runner._attention, buffer.plan, buffer.slots, runner.cache),
         )
         logits: Tensor = output.logits[0]
         return logits[: len(step.token_ids)]

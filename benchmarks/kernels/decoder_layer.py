@@ -26,7 +26,7 @@ from benchmarks.shared.report import parser_of, settings_of, show, write_json
 from target_service.model.cuda_graphs.runner import _RECOMPILE_LIMIT, ATTENTION, HeldStep
 from target_service.model.fused.layers import LinearsByRows
 from target_service.model.fused.preparing import LayerOptions, prepare_layers
-from target_service.model.runner import ModelRunner, Step, runner_for
+from target_service.model.runner import ModelRunner, PassContext, runner_for
 from tree_kernels.linear.cublas_backend import CublasLinears
 from tree_kernels.linear.triton_backend import TritonLinears
 
@@ -72,7 +72,7 @@ class Layers:
         batch = step(load_of(rows, sequences), self._runner.vocabulary_size, rows)
         device, attention = self._runner.device, self._runner._attention
         slots = torch.tensor(batch.slots, device=device)
-        self._held = HeldStep(Step(attention, attention.plan(batch.attention), slots, self._runner.cache))
+        self._held = HeldStep(PassContext(attention, attention.plan(batch.attention), slots, self._runner.cache))
         generator = torch.Generator(device).manual_seed(rows)
         shape = 1, rows, self._runner.hidden_size
         self._hidden = torch.randn(shape, generator=generator, device=device).to(self._runner.dtype)

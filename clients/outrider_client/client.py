@@ -17,7 +17,7 @@ from outrider_client.failures import raising_own, typed_errors
 from outrider_client.generation import Generation, Speculation
 from outrider_client.messages import Message as Message
 from outrider_client.messages import MessageLike, messages_to_pb
-from outrider_client.policy import PLAIN, Policy
+from outrider_client.policy import SINGLE_ATTEMPT, Policy
 from outrider_client.results import TargetInfo
 from outrider_client.tracing import RequestSpan
 from outrider_client.verification import VerifySession
@@ -36,7 +36,7 @@ class Client(AsyncClosing):
                 sys.stdout.write(chunk.text)
     """
 
-    def __init__(self, connection: Connection, tracing: Tracing | None = None, policy: Policy = PLAIN) -> None:
+    def __init__(self, connection: Connection, tracing: Tracing | None = None, policy: Policy = SINGLE_ATTEMPT) -> None:
         """On a connection made elsewhere. Without a policy, retries and deadlines of long calls are the caller's."""
         self._policy = policy
         self._connection = connection

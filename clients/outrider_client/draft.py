@@ -12,7 +12,7 @@ from outrider.wire.frames import CorpusInfo, DraftInfo
 from outrider_client.blocks import AsyncClosing
 from outrider_client.connection import Connection, Tls
 from outrider_client.failures import raising_own, typed_errors
-from outrider_client.policy import PLAIN, Policy
+from outrider_client.policy import SINGLE_ATTEMPT, Policy
 
 DRAFT_SERVICE = "outrider.v1.DraftService"
 # As many as one message may carry.
@@ -35,7 +35,7 @@ class DraftClient(AsyncClosing):
             await draft.add_corpus([[1, 5, 9, 4]], tenant="docs")
     """
 
-    def __init__(self, connection: Connection, policy: Policy = PLAIN) -> None:
+    def __init__(self, connection: Connection, policy: Policy = SINGLE_ATTEMPT) -> None:
         """On a connection made elsewhere. Without a policy, retries and deadlines of long calls are the caller's."""
         self._policy = policy
         self._connection = connection

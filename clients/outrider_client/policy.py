@@ -53,7 +53,7 @@ class Policy:
 
 
 # For programs that set their own deadlines for generations and handle refusals themselves.
-PLAIN = Policy(generate_timeout=None, attempts=1)
+SINGLE_ATTEMPT = Policy(generate_timeout=None, attempts=1)
 
 
 class Attempt:

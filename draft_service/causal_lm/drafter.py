@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
@@ -139,9 +140,12 @@ class ModelDrafter(CachingDrafter):
 
     def _load_network(self) -> Network:
         config = self._config
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            self._source, dtype=getattr(torch, config.dtype), use_safetensors=True
-        )
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                self._source, dtype=getattr(torch, config.dtype), use_safetensors=True
+            )
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            raise NotSupported(f"{self._source} cannot be loaded: {str(error).splitlines()[0]}") from None
         model = model.to(config.device).eval().requires_grad_(False)
         self._own_hidden = _own_hidden(model)
         return ModelNetwork(model)

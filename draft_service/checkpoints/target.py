@@ -52,4 +52,9 @@ class TargetCheckpoint:
             return ""
         from transformers import AutoTokenizer
 
-        return tokenizer_fingerprint(AutoTokenizer.from_pretrained(str(folder)))
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(folder))
+        # A broken file makes transformers raise anything.
+        except Exception as error:
+            raise HeadRefused(f"{self._source}: tokenizer.json: {error}") from None
+        return tokenizer_fingerprint(tokenizer)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,14 +28,17 @@ class Weights:
     def __init__(self, source: str | Path, files: Sequence[str] = (_WEIGHTS,)) -> None:
         """`source` is a folder or a hub id; `files` are possible names of its weights, in order of preference.
 
-        Raises `HeadRefused` if there is no config.json. Methods raise it if there are no weights.
+        Raises `HeadRefused` if there is no config.json that can be read. Methods raise it if there are no weights, or
+        a file of them cannot be read.
         """
         self._source = str(source)
         self._files = tuple(files)
+        # Files that were found, since the hub's library asks the hub again for every one.
+        self._found: dict[str, Path] = {}
         self._folder = Path(source) if Path(source).is_dir() else None
         if self._folder is None and "/" in self._source:
             _check_fetchable(self._source)
-        self.config: dict[str, Any] = json.loads(self._needed("config.json").read_text())
+        self.config: dict[str, Any] = self._json(self._needed("config.json"))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -70,30 +74,52 @@ class Weights:
             tensor: Tensor = file.get_tensor(name)
         return tensor
 
-    def _open(self, name: str) -> Any:
-        from safetensors import safe_open
+    @contextmanager
+    def _open(self, name: str) -> Iterator[Any]:
+        """The file of a weight. Raises `HeadRefused` if it, or what is read of it, cannot be read."""
+        with self._read(self._needed(self._file_of[name])) as file:
+            yield file
 
-        return safe_open(self._needed(self._file_of[name]), framework="pt")
+    @contextmanager
+    def _read(self, path: Path) -> Iterator[Any]:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, framework="pt") as file:
+                yield file
+        except (SafetensorError, OSError) as error:
+            raise HeadRefused(f"{self._source}: {path.name}: {error}") from None
+
+    def _json(self, path: Path) -> dict[str, Any]:
+        try:
+            entries = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise HeadRefused(f"{self._source}: {path.name}: {error}") from None
+        if not isinstance(entries, dict):
+            raise HeadRefused(f"{self._source}: {path.name}: no JSON object")
+        return entries
 
     @cached_property
     def _file_of(self) -> dict[str, str]:
         """File of each weight."""
-        from safetensors import SafetensorError, safe_open
-
         file: Path | None = None
         for name in self._files:
             index = self._file(f"{name}.index.json")
             if index is not None:
-                return dict(json.loads(index.read_text())["weight_map"])
+                return self._indexed(index)
             file = self._file(name)
             if file is not None:
                 break
         file = file or self._only_safetensors()
-        try:
-            with safe_open(file, framework="pt") as weights:
-                return dict.fromkeys(weights.keys(), file.name)
-        except SafetensorError as error:
-            raise HeadRefused(f"{self._source}: {file.name}: {error}") from None
+        with self._read(file) as weights:
+            return dict.fromkeys(weights.keys(), file.name)
+
+    def _indexed(self, index: Path) -> dict[str, str]:
+        """File of each weight, from an index."""
+        files = self._json(index).get("weight_map")
+        if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+            raise HeadRefused(f"{self._source}: {index.name}: no weight_map of names to files")
+        return files
 
     def _only_safetensors(self) -> Path:
         """The only safetensors file of a folder, whatever its name."""
@@ -112,6 +138,12 @@ class Weights:
         return file
 
     def _file(self, name: str) -> Path | None:
+        found = self._found.get(name) or self._search(name)
+        if found is not None:
+            self._found[name] = found
+        return found
+
+    def _search(self, name: str) -> Path | None:
         if self._folder is not None:
             path = self._folder / name
             return path if path.is_file() else None

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     # Drafters without features run without PyTorch.
     from draft_service.drafters.hidden_states import FeatureWindow
 
+# Upper bound of a draw's acceptance probability: a drafter's distribution is never exactly the target's.
+MOST_CONFIDENT = 0.95
+
 
 @dataclass(slots=True, eq=False)
 class DraftSequence:

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from draft_service.compiling import Numbers, Reals, compiled, inlined
+from draft_service.drafters.base import MOST_CONFIDENT
 from draft_service.noise import GOLDEN, coin_of, draw_place, exponential
 from outrider.tree import MAX_DISTRIBUTION_SUPPORT, MAX_DISTRIBUTION_WEIGHT
 
@@ -31,8 +32,6 @@ GREEDY, COUPLED, REJECTION = 0, 1, 2
 # Columns of `Rules.ints` and `Rules.reals`.
 MODE, NODES, DEPTH, TOP_K = range(4)
 TOP_P, MIN_P = range(2)
-# Upper bound of a draw's acceptance probability: the draft's distribution is never exactly the target's.
-_MOST_CONFIDENT = 0.95
 # Probabilities below this count as this, since zero cannot take part in a race.
 _LEAST = 1e-30
 
@@ -204,7 +203,7 @@ def _make_distribution(
     agree = 0.0
     for i in range(kept):
         agree += (forest.distribution_weights[b, tail, i] / total) ** 2
-    return min(math.sqrt(agree) * (1.0 - rest), _MOST_CONFIDENT)
+    return min(math.sqrt(agree) * (1.0 - rest), MOST_CONFIDENT)
 
 
 @inlined

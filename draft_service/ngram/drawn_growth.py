@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from draft_service.compiling import Numbers, Reals, compiled, inlined
-from draft_service.drafters.base import DraftSequence
+from draft_service.drafters.base import MOST_CONFIDENT, DraftSequence
 from draft_service.ngram.arrays import Tokens
 from draft_service.ngram.growth import OPEN_FLOOR, Shape
 from draft_service.ngram.prediction import (
@@ -31,8 +31,6 @@ from draft_service.ngram.prediction import (
 from draft_service.noise import GOLDEN, coin_of, draw_place, first_coin
 from outrider.tree import MAX_DISTRIBUTION_WEIGHT, DraftDistribution, TokenTree
 
-# No distribution is trusted beyond this: the target's own is never the drafter's exactly.
-_MOST_CONFIDENT = 0.95
 # Makes the draft's coins independent of other uses of the request's seed.
 _COIN_SALT = 0xD1B54A32D192ED03
 
@@ -88,7 +86,7 @@ def _make_distribution(probs: Reals, known: int, power: float, weights: Numbers)
     for i in range(known):
         share = (probs[i, 0] / largest) ** power
         weights[i] = max(1, int(share * MAX_DISTRIBUTION_WEIGHT + 0.5))
-    return min(mass, _MOST_CONFIDENT)
+    return min(mass, MOST_CONFIDENT)
 
 
 class _Rows(NamedTuple):

@@ -116,7 +116,7 @@ class TimeShares:
         self._last_tenants: Container[str] = ()
         self._last_step = 0.0
         # The tenant that bounded the last step, and shortened steps since a tenant last had one alone.
-        self._strictest, self._held = "", 0
+        self._strictest, self._shortened = "", 0
 
     @property
     def shared(self) -> bool:
@@ -172,13 +172,13 @@ class TimeShares:
             present.paid = 0.0
         self._present, self._last_tenants, self._last_step = self._next, tenants, seconds
 
-    def hold(self) -> None:
+    def note_shortened(self) -> None:
         """Count a step that was shortened to the bound."""
-        self._held += 1
+        self._shortened += 1
 
     def alone_next(self, ready: Container[str]) -> str | None:
         """The tenant of `ready` that gets the next step alone; mostly None."""
-        if self._held < _ALONE_EVERY or self._strictest not in ready:
+        if self._shortened < _ALONE_EVERY or self._strictest not in ready:
             return None
-        self._held = 0
+        self._shortened = 0
         return self._strictest

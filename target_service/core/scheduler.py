@@ -64,7 +64,7 @@ class Scheduler:
         self.times = StepTimes()
         self._waiting: dict[str, deque[Sequence]] = {}
         self._evicted: dict[int, Sequence] = {}
-        # New sequences held until `release`; None unless `hold` was called.
+        # New sequences held until `release`; None unless `hold_back` was called.
         self._held_back: list[Sequence] | None = None
         self._places, self._rows, self._time = FairShare(), FairShare(), TimeShares()
         self.running: list[Sequence] = []
@@ -105,7 +105,7 @@ class Scheduler:
         yield from self._held_back or ()
         yield from self._evicted.values()
 
-    def hold(self) -> None:
+    def hold_back(self) -> None:
         """Let no sequence begin until `release`. Those that have begun continue, also those that were preempted."""
         self._held_back = self._held_back or []
         for tenant, queue in list(self._waiting.items()):
@@ -192,14 +192,14 @@ class Scheduler:
         """Places, of at most `places`, whose sequences decode in `seconds`; one for each tenant at least."""
         within = max(min(places, len(allowed)), self.times.decoding_within(seconds, places))
         if within < min(places, sum(allowed.values())):
-            self._time.hold()
+            self._time.note_shortened()
         return within
 
     def _rows_within(self, seconds: float, decoding: int, reading: list[Sequence], rows: int) -> int:
         """Rows of prompts, of at most `rows`, that a step may read in `seconds` beside what decodes."""
         within = max(min(rows, _LEAST_READ), self.times.reading_within(decoding, seconds, rows))
         if within < min(rows, sum(map(self._due, reading))):
-            self._time.hold()
+            self._time.note_shortened()
         return within
 
     def _due(self, sequence: Sequence) -> int:

@@ -88,7 +88,7 @@ class WeightExchange:
             self._finish()
             return []
         if pending.update.running is RunningRequests.DRAIN:
-            scheduler.hold()
+            scheduler.hold_back()
             if scheduler.begun():
                 return []
         self._loop.settling = True

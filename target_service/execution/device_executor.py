@@ -30,7 +30,7 @@ from target_service.execution.host_executor import (
     move_on_host,
 )
 from target_service.execution.node_tables import NodeTables
-from target_service.execution.post_pass import Kind, PostPass, TableWork
+from target_service.execution.post_pass import PostPass, PostPassWork, TableWork
 from target_service.model.forward import ForwardPass
 from target_service.model.runner import ModelRunner
 from target_service.sampling.batch_verifier import Asked, BatchVerifier
@@ -203,12 +203,12 @@ class DeviceSteps:
         distributions, typical = _distributions_of(batch), any(map(_is_typical, rows))
         if distributions:
             packed = torch.from_numpy(self._verifier.pack_distributions(distributions))
-            self._post_pass.run(Kind(batch.drafted, typical=typical), done, packed.to(done.logits.device))
+            self._post_pass.run(PostPassWork(batch.drafted, typical=typical), done, packed.to(done.logits.device))
             return
         greedy = all(one.mode is Mode.GREEDY for one in rows)
         filtered = not greedy and any(one.filtered for one in rows)
         drafted = batch.drafted or table is not TableWork.NONE
-        self._post_pass.run(Kind(drafted, greedy, filtered, table, typical), done)
+        self._post_pass.run(PostPassWork(drafted, greedy, filtered, table, typical), done)
 
 
 def _is_typical(rows: RowsToVerify) -> bool:

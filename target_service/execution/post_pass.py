@@ -34,7 +34,7 @@ class TableWork(Enum):
     GO_ON = auto()
 
 
-class Kind(NamedTuple):
+class PostPassWork(NamedTuple):
     """What is done after a pass: whether accepted rows are moved (any tree was `drafted`), how trees are verified, and
     what is done with the node table."""
 
@@ -63,24 +63,24 @@ class PostPass:
         self._verifier = verifier
         self._backend = backend
         # By `ForwardPass.keeper`, for as long as that lives.
-        self._graphs: WeakKeyDictionary[object, dict[Kind, torch.cuda.CUDAGraph]] = WeakKeyDictionary()
+        self._graphs: WeakKeyDictionary[object, dict[PostPassWork, torch.cuda.CUDAGraph]] = WeakKeyDictionary()
         if runner.device.type == "cuda":
             self._stream = torch.cuda.Stream(runner.device)  # type: ignore[no-untyped-call]
             self._pool: Any = torch.cuda.graph_pool_handle()
 
-    def run(self, kind: Kind, done: ForwardPass, distributions: Tensor | None = None) -> None:
+    def run(self, work: PostPassWork, done: ForwardPass, distributions: Tensor | None = None) -> None:
         """Run what follows this pass, captured now if it was not yet. Never captured with `distributions`, which are
         those of `DeviceVerifier.sampled`."""
         if done.keeper is None or distributions is not None:
-            self._launch(kind, done, distributions)
+            self._launch(work, done, distributions)
             return
         graphs = self._graphs.setdefault(done.keeper, {})
-        if kind in graphs:
-            graphs[kind].replay()
+        if work in graphs:
+            graphs[work].replay()
             return
-        self._launch(kind, done, None)
+        self._launch(work, done, None)
         # Now that every kernel is compiled. Capturing runs nothing.
-        graphs[kind] = self._capture(kind, done)
+        graphs[work] = self._capture(work, done)
 
     def capture_ahead(self) -> None:
         """Capture what follows captured passes, size by size for as long as there is time, so that no request waits
@@ -90,53 +90,53 @@ class PostPass:
             if time.monotonic() - start > _CAPTURE_SECONDS:
                 break
             tables = self._runner.node_table is not None
-            for kind in _kinds(drafts=len(done.token_ids) > 1, tables=tables, typical=self._typical):
-                self.run(kind, done)
+            for work in _all_work(drafts=len(done.token_ids) > 1, tables=tables, typical=self._typical):
+                self.run(work, done)
             sizes += 1
         if sizes:
             log.info("captured what follows steps of %d sizes in %.1f s", sizes, time.monotonic() - start)
 
-    def _launch(self, kind: Kind, done: ForwardPass, distributions: Tensor | None) -> None:
+    def _launch(self, work: PostPassWork, done: ForwardPass, distributions: Tensor | None) -> None:
         step = (done.logits, done.token_ids, done.parents, done.parameters)
-        if kind.greedy:
+        if work.greedy:
             self._verifier.greedy(*step)
         else:
-            self._verifier.sampled(*step, distributions, filtered=kind.filtered, typical=kind.typical)
+            self._verifier.sampled(*step, distributions, filtered=work.filtered, typical=work.typical)
         cache, verdicts, table = self._runner.cache, self._verifier.verdicts, self._runner.node_table
-        if kind.drafted:
+        if work.drafted:
             move_accepted(cache.key_pool, cache.value_pool, done.slots, done.parameters, verdicts, self._backend)
             if table is not None:
                 table.keep_accepted(done.token_ids, done.slots, done.parameters, verdicts)
         self._runner.pending[: len(verdicts.next_tokens)].copy_(verdicts.next_tokens)
-        if kind.table is not TableWork.NONE:
+        if work.table is not TableWork.NONE:
             assert table is not None and done.step is not None
-            conclude = table.go_on if kind.table is TableWork.GO_ON else table.report
+            conclude = table.go_on if work.table is TableWork.GO_ON else table.report
             conclude(done.step, verdicts)
 
-    def _capture(self, kind: Kind, done: ForwardPass) -> torch.cuda.CUDAGraph:
+    def _capture(self, work: PostPassWork, done: ForwardPass) -> torch.cuda.CUDAGraph:
         self._stream.wait_stream(torch.cuda.current_stream(self._runner.device))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             # Not `torch.cuda.graph`, which collects garbage first: this may happen while requests wait.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                self._launch(kind, done, None)
+                self._launch(work, done, None)
             finally:
                 graph.capture_end()
         torch.cuda.current_stream(self._runner.device).wait_stream(self._stream)
         return graph
 
 
-def _kinds(*, drafts: bool, tables: bool, typical: bool) -> Iterator[Kind]:
+def _all_work(*, drafts: bool, tables: bool, typical: bool) -> Iterator[PostPassWork]:
     """Everything that may follow a pass without draft distributions; what follows drafted rows only where a pass has
     room for `drafts`, and `typical` acceptance only where requests may ask for it."""
     rules = [(True, False, False), (False, False, False), (False, True, False)]
     if typical:
         rules += [(False, False, True), (False, True, True)]
     for greedy, filtered, is_typical in rules:
-        yield Kind(False, greedy, filtered, typical=is_typical)
+        yield PostPassWork(False, greedy, filtered, typical=is_typical)
         if drafts:
-            yield Kind(True, greedy, filtered, typical=is_typical)
+            yield PostPassWork(True, greedy, filtered, typical=is_typical)
         if drafts and tables:
-            yield Kind(True, greedy, filtered, TableWork.REPORT, is_typical)
-            yield Kind(True, greedy, filtered, TableWork.GO_ON, is_typical)
+            yield PostPassWork(True, greedy, filtered, TableWork.REPORT, is_typical)
+            yield PostPassWork(True, greedy, filtered, TableWork.GO_ON, is_typical)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,13 +88,14 @@ def read_draft_head(source: str, target_layers: int, target_hidden: int) -> Draf
         target_hidden: width of its hidden states.
 
     Raises:
-        NotSupported: it is no head in safetensors, or does not fit the target; or there is no such name.
+        NotSupported: it is no head in safetensors, a file of it cannot be read, or it does not fit the target; or there
+            is no such name.
         UnknownModel: it is a hub id at a revision that was not fetched.
         OSError: there is no such model on the hub.
     """
     # A target's own module has the target's name, which may be at a revision.
     folder = _folder(model_source(source) if "@" in source else head_source(source))
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    config = _json(folder / "config.json")
     names, weights = _weights(folder)
     if not any(name.endswith(".hidden_norm.weight") for name in names):
         # EAGLE-1, EAGLE-2 and Medusa heads and DeepSeek's MTP modules read what the target's lm_head reads.
@@ -151,27 +151,51 @@ def _folder(source: str) -> Path:
     return Path(snapshot_download(source, allow_patterns=["*.json", "*.safetensors"]))
 
 
-def _weights(folder: Path) -> tuple[set[str], dict[str, Tensor]]:
-    """Names of all weights, and those of the projection by their names without prefix."""
-    from safetensors import safe_open
+def _json(path: Path) -> dict[str, Any]:
+    """Raises `NotSupported`, with the file's name, unless the file is a JSON object."""
+    try:
+        entries = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise NotSupported(f"{path}: {error}") from None
+    if not isinstance(entries, dict):
+        raise NotSupported(f"{path}: no JSON object")
+    return entries
 
+
+def _safetensors(folder: Path) -> list[Path]:
+    """The files that hold the weights."""
     index = folder / _INDEX
     files = sorted(folder.glob("*.safetensors"))
-    if index.is_file():
-        indexed = set(json.loads(index.read_text())["weight_map"].values())
-        # Medusa heads may lie beside their target's checkpoint, whose index does not list them.
-        files = [file for file in files if file.name == _MEDUSA_FILE] + [folder / name for name in sorted(indexed)]
+    if not index.is_file():
+        return files
+    places = _json(index).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
+        raise NotSupported(f"{index}: no weight_map of names to files")
+    # Medusa heads may lie beside their target's checkpoint, whose index does not list them.
+    return [file for file in files if file.name == _MEDUSA_FILE] + [
+        folder / name for name in sorted({*places.values()})
+    ]
+
+
+def _weights(folder: Path) -> tuple[set[str], dict[str, Tensor]]:
+    """Names of all weights, and those of the projection by their names without prefix."""
+    from safetensors import SafetensorError, safe_open
+
+    files = _safetensors(folder)
     if not files:
         raise NotSupported(f"{folder}: no weights in safetensors; pickled ones could run code and are never loaded")
     names: set[str] = set()
     weights: dict[str, Tensor] = {}
-    with ExitStack() as stack:
-        for file in [stack.enter_context(safe_open(path, framework="pt")) for path in files]:
-            for published in file.keys():  # noqa: SIM118
-                names.add(published)
-                name = published.removeprefix("model.")
-                if name.startswith(_NEEDED):
-                    weights[name] = file.get_tensor(published)
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as file:
+                for published in file.keys():  # noqa: SIM118
+                    names.add(published)
+                    name = published.removeprefix("model.")
+                    if name.startswith(_NEEDED):
+                        weights[name] = file.get_tensor(published)
+        except (OSError, SafetensorError) as error:
+            raise NotSupported(f"{path}: {error}") from None
     is_head = any(_has(names, pattern) for pattern in (_MEDUSA, _MTP_NORMED, _MTP_UNNORMED))
     if not is_head and not any(name.endswith("fc.weight") for name in names):
         raise NotSupported(f"{folder}: no EAGLE head, for it has no fc, no Medusa heads and no MTP module")

@@ -36,7 +36,7 @@ _HOOKED_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PassContext:
     """What every layer of one pass needs."""
 
     attention: Attention
@@ -53,7 +53,7 @@ def attend(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     *,
-    outrider_step: Step | None = None,
+    outrider_step: PassContext | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **_: Any,
@@ -277,7 +277,7 @@ class ModelRunner:
 
     def _logits(self, batch: ForwardInput, token_ids: Tensor, rows: Tensor | int) -> Tensor:
         """Logits of the given rows, 0 for all; `token_ids` [R] int64."""
-        step = Step(
+        step = PassContext(
             self._attention,
             self._attention.plan(batch.attention),
             torch.tensor(batch.slots, device=self.device),
@@ -321,10 +321,10 @@ def runner_for(
     """A runner for a loaded model, on its device and in its dtype.
 
     `latent` keeps latents in the cache where the model and the backend support it; without it keys and values of all
-    heads are kept, which is the reference.
+    heads are kept, which is the reference; with `invariant` too, since attention to latents depends on the batch.
     """
     config = model.config
-    if latent := latent and takes_latents(attention) and keeps_latents(model):
+    if latent := latent and not invariant and takes_latents(attention) and keeps_latents(model):
         leave_latents(model)
     shape = kv_shape(config, latent=latent)
     cache = KVCache(
@@ -339,7 +339,7 @@ def runner_for(
     )
     over_cache: Attention
     if latent:
-        over_cache = LatentAttention(cast(LatentBackend, attention), model.device, invariant=invariant)
+        over_cache = LatentAttention(cast(LatentBackend, attention), model.device)
     else:
         over_cache = TreeAttention(attention, model.device, invariant=invariant)
     return ModelRunner(

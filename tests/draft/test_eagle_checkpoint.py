@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -369,3 +371,62 @@ def test_weights_in_several_files_are_found(tmp_path: Path, target: TargetCheckp
         save_file({name: tensors[name] for name in names if files[name] == file}, folder / file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     assert torch.equal(load_head(folder, target=target).lm_head.weight, tensors["lm_head.weight"])
+
+
+def _truncated(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    shard = folder / "model-00001-of-00001.safetensors"
+    shard.write_bytes(file.read_bytes()[:-8])
+    file.unlink()
+    index = {"weight_map": dict.fromkeys(eagle3_tensors(), shard.name)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json: "),
+        (lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe"), "config.json: "),
+        (lambda folder: (folder / "config.json").write_text("[]"), "config.json: no JSON object"),
+        (lambda folder: (folder / "model.safetensors.index.json").write_text("{"), "model.safetensors.index.json: "),
+        (
+            lambda folder: (folder / "model.safetensors.index.json").write_text("{}"),
+            "model.safetensors.index.json: no weight_map",
+        ),
+        (_truncated, "model-00001-of-00001.safetensors: "),
+    ],
+)
+def test_a_broken_file_of_any_kind_is_refused_by_its_name(
+    spoil: Callable[[Path], Any], named: str, tmp_path: Path
+) -> None:
+    folder = write(tmp_path / "head", SAFEAI, eagle3_tensors())
+    spoil(folder)
+    with pytest.raises(HeadRefused, match=re.escape(named)):
+        load_head(folder)
+
+
+def test_the_hub_is_asked_once_for_each_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: TargetCheckpoint
+) -> None:
+    folder = write(tmp_path / "head", SAFEAI, eagle3_tensors())
+    asked: list[str] = []
+
+    def download(_: str, name: str) -> str:
+        asked.append(name)
+        if not (folder / name).is_file():
+            raise LocalEntryNotFoundError(name)
+        return str(folder / name)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    monkeypatch.setattr("draft_service.checkpoints.weights.check_fetchable", lambda *_: None)
+    load_head("some/head", target=target)
+    assert sorted(asked) == sorted(set(asked))
+    assert "model.safetensors" in asked
+
+
+def test_a_broken_tokenizer_of_a_target_is_refused_by_its_name(tmp_path: Path) -> None:
+    target_config = LAYER_CONFIG | {"model_type": "llama", "num_hidden_layers": TARGET_LAYERS}
+    folder = write(tmp_path / "target", target_config, {"model.embed_tokens.weight": weight(2, 2)})
+    (folder / "tokenizer.json").write_text("[]")
+    with pytest.raises(HeadRefused, match=r"tokenizer\.json: "):
+        TargetCheckpoint(folder).facts(fingerprint=True)

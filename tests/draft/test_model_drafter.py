@@ -185,6 +185,10 @@ def test_what_cannot_draft_is_refused(tmp_path: Path) -> None:
     make_tiny("mistral", sliding_window=4).save_pretrained(tmp_path / "sliding")
     with pytest.raises(NotSupported, match="not plain causal"):
         make_drafter(tmp_path / "sliding")
+    weights = tmp_path / "sliding" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    with pytest.raises(NotSupported, match="sliding cannot be loaded"):
+        make_drafter(tmp_path / "sliding")
 
 
 def test_it_wants_no_features(folders: dict[str, Path]) -> None:

@@ -51,8 +51,6 @@ def cases() -> Iterator[tuple[str, dict[str, Any], TritonSettings]]:
         # One sequence for all of them, which leaves so many partial results to be merged at a time.
         alone = {"specs": [(1170, 1, "tree")], "heads": 3}
         yield f"one sequence, {processors} programs", alone, TritonSettings(tiling=SMALL, processors=processors)
-    for split_keys in (16, 48, 128):
-        yield f"split every {split_keys} keys", {"specs": RAGGED}, TritonSettings(split_keys, SMALL, 3)
     for keys in (0, 1, 15, 16, 700):
         yield f"{keys} keys before", {"specs": [(keys, 1, "tree"), (keys, 9, "tree")]}, BALANCED
     yield "a prompt", {"specs": [(0, 70, "causal")], "heads": 2}, BALANCED
@@ -69,7 +67,7 @@ def cases() -> Iterator[tuple[str, dict[str, Any], TritonSettings]]:
             "specs": [*specs, (rng.randrange(9), 1, "tree")], "page_size": rng.choice((1, 16, 64)),
             "heads": rng.randrange(1, 6), "seed": i,
         }  # fmt: skip
-        yield f"random {i}", arguments, TritonSettings(rng.choice((None, 32)), SMALL, rng.randrange(1, 9))
+        yield f"random {i}", arguments, TritonSettings(None, SMALL, rng.randrange(1, 9))
 
 
 def device_cases() -> Iterator[tuple[str, dict[str, Any], TritonSettings]]:
@@ -81,7 +79,6 @@ def device_cases() -> Iterator[tuple[str, dict[str, Any], TritonSettings]]:
                 specs: list[Spec] = [(1000, rows, "tree"), (37, 1, "tree"), (5000, rows, "chain"), (0, 90, "causal")]
                 arguments = {"specs": specs, "page_size": page_size, "heads": heads, **shape}
                 yield f"bf16 {page_size} {heads} {rows}", arguments, TritonSettings()
-    yield "bf16 split", {"specs": [(1000, 16, "tree"), (37, 1, "tree")], "heads": 16, **shape}, TritonSettings(1024)
     widest = {"specs": [(300, 16, "tree")], "heads": 16, **shape, "dtype": torch.float32}
     yield "fp32 of full width", widest, TritonSettings()
 
@@ -128,25 +125,6 @@ def a_plan_takes_the_next_step() -> list[float]:
         output = backend.run(plan, query, case.cache, case.latent, case.scale)[: case.batch.rows]
         errors.append(relative_error(expanded_values(output, case.projections), case.expanded()))
     return errors
-
-
-def split_results_do_not_depend_on_the_batch() -> bool:
-    backend = TritonLatentAttention(DEVICE, TritonSettings(32, SMALL, 3))
-    specs: list[list[Spec]] = [
-        [(70, 9, "tree"), (33, 4, "chain")],
-        # Many partials, beside room for more groups than chunks.
-        [(600, 1, "causal"), *[(3, 7, "causal")] * 25],
-    ]
-    equal = True
-    for both in (make_latent_case(each, device=DEVICE) for each in specs):
-        batch, rows, query = both.batch, both.batch.query_starts[1], both.query
-        alone = type(batch)((0, rows), batch.prefix_lengths[:1], batch.pages[:1], batch.page_size, batch.parents[:1])
-        outputs = [
-            backend.run(backend.plan(one), query[: one.rows], both.cache, both.latent, both.scale)[:rows]
-            for one in (alone, batch)
-        ]
-        equal = equal and torch.equal(*outputs)
-    return equal
 
 
 def writing_leaves_out_rows_without_a_slot() -> bool:
@@ -207,7 +185,6 @@ def main() -> None:
     found = {
         "errors": {name: errors_of(arguments, settings) for name, arguments, settings in cases()},
         "update_errors": a_plan_takes_the_next_step(),
-        "split_invariant": split_results_do_not_depend_on_the_batch(),
         "written": writing_leaves_out_rows_without_a_slot(),
         "norm_rope_errors": norm_rope_write_errors(),
     }

@@ -73,3 +73,25 @@ def test_a_kernel_that_fails_or_differs_is_not_trusted(monkeypatch: pytest.Monke
     assert dispatch._trusted.__wrapped__(*trial)
     monkeypatch.setattr(dispatch, "soft_cross_entropy_", broken)
     assert not dispatch._trusted.__wrapped__(*trial)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("Triton Error [CUDA]: out of memory")],
+    ids=["torch", "triton"],
+)
+def test_a_trial_without_memory_is_made_again(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    plain, full = soft_cross_entropy_, True
+
+    def sometimes(*given: Tensor, backend: str) -> Tensor:
+        if backend == "triton" and full:
+            raise error
+        return plain(*given, backend="torch")
+
+    trial = (torch.device("cpu"), torch.float32, torch.float32)
+    monkeypatch.setattr(dispatch, "soft_cross_entropy_", sometimes)
+    dispatch._trusted.cache_clear()
+    assert not dispatch._trusts(*trial)
+    full = False
+    assert dispatch._trusts(*trial)
+    dispatch._trusted.cache_clear()

@@ -166,8 +166,6 @@ def test_what_does_not_fit_is_refused(latent_case: Any) -> None:
         attention.run(plan, query, cache[:, :8], case.latent, 1.0)
     with pytest.raises(ValueError, match="expected a backend among"):
         LatentAttention("magic")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="independent of the batch"):
-        LatentAttention("torch", invariant=True)
     with pytest.raises(ValueError, match="captured steps"):
         _ = attention.capturable
 
@@ -188,7 +186,7 @@ def check(found: dict[str, Any]) -> None:
             wrong[name] = errors
     assert not wrong
     assert max(found["update_errors"]) < 3e-6
-    assert found["split_invariant"] and found["written"]
+    assert found["written"]
     for name, error in found["norm_rope_errors"].items():
         assert error <= (2e-2 if "bfloat16" in name else 2e-3 if "float16" in name else 1e-6), name
 

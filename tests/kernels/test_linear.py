@@ -8,9 +8,19 @@ from typing import Any
 import pytest
 import torch
 from kernel_worker import INTERPRETED, work
+from torch import Tensor
 from torch.nn import functional
 
-from tree_kernels.linear import HeadRows, Int8Weight, Norm, RowLinears, ScaledRows, many_row_linears, row_linears
+from tree_kernels.linear import (
+    HeadInputs,
+    HeadRows,
+    Int8Weight,
+    Norm,
+    RowLinears,
+    ScaledRows,
+    many_row_linears,
+    row_linears,
+)
 
 pytest.importorskip("triton")
 from tree_kernels.linear.cublas_backend import CublasLinears
@@ -46,6 +56,8 @@ def check(found: dict[str, Any], bf16: float = 1e-2) -> None:
     }
     assert not wrong
     assert found["unslotted"]
+    assert len(found["empty"]) == 3
+    assert all(shape[0] == 0 for shapes in found["empty"].values() for shape in shapes.values())
 
 
 def test_every_case_equals_the_definition(interpreted: dict[str, Any]) -> None:
@@ -124,12 +136,60 @@ def test_rows_that_the_kernels_cannot_read_are_refused(linears: TritonLinears) -
         linears.norm_rows(torch.zeros(16, 2).T, Norm(torch.ones(16), 1e-5))
 
 
+def apart(*shape: int) -> Tensor:
+    """A tensor with unread numbers between its own."""
+    return torch.zeros(*shape[:-1], 2 * shape[-1])[..., ::2]
+
+
+@pytest.mark.parametrize("linears", [TritonLinears(CPU), CublasLinears(CPU)], ids=["triton", "cublas"])
+def test_inputs_with_strides_are_refused_by_name(linears: TritonLinears) -> None:
+    rows, weight, norm = torch.zeros(2, 16), torch.zeros(16, 16), Norm(torch.ones(16), 1e-5)
+    for name, given in (
+        ("bias", {"bias": apart(16)}),
+        ("residual", {"residual": apart(2, 16)}),
+        ("norm", {"norm": Norm(apart(16), 1e-5)}),
+    ):
+        with pytest.raises(ValueError, match=f"expected {name} to be contiguous"):
+            linears.add_linear(rows, weight, **given)
+    with pytest.raises(ValueError, match="expected norm to be contiguous"):
+        linears.norm_rows(rows, Norm(apart(16), 1e-5))
+    scaled = ScaledRows(rows, torch.zeros(2, 1) if type(linears) is TritonLinears else None, 1e-5)
+    whole = HeadRows(rows, rows, torch.zeros(2, dtype=torch.int64), torch.zeros(3, 1, 1, 16), torch.zeros(3, 1, 1, 16))
+    projection = torch.zeros(48, 16)
+    for name in ("cosines", "sines", "slots", "key_cache", "value_cache"):
+        heads = replace(whole, **{name: apart(*getattr(whole, name).shape)})
+        with pytest.raises(ValueError, match=f"expected {name} to be contiguous"):
+            linears.rotary_linear(scaled, projection, None, heads)
+    with pytest.raises(ValueError, match="expected bias to be contiguous"):
+        linears.rotary_linear(scaled, projection, apart(48), whole)
+    made = HeadInputs(torch.zeros(9, 16), norm, norm, torch.ones(16), 1.0)
+    for name, tokens, positions in (("token_ids", apart(2), torch.zeros(2)), ("positions", torch.zeros(2), apart(2))):
+        with pytest.raises(ValueError, match=f"expected {name} to be contiguous"):
+            linears.head_input(tokens, rows, positions, made)
+
+
+def test_rows_whose_norm_is_half_done_must_follow_each_other() -> None:
+    linears, weight = TritonLinears(CPU), torch.zeros(48, 16)
+    heads = HeadRows(*torch.zeros(2, 2, 16), torch.zeros(2), torch.zeros(3, 1, 1, 16), torch.zeros(3, 1, 1, 16))
+    for name, rows, squares in (
+        ("rows", torch.zeros(2, 32)[:, :16], torch.zeros(2, 1)),
+        ("squares", torch.zeros(2, 16), apart(2, 2)),
+    ):
+        scaled = ScaledRows(rows, squares, 1e-5)
+        with pytest.raises(ValueError, match=f"expected {name} to be contiguous"):
+            linears.gated_linear(scaled, weight)
+        with pytest.raises(ValueError, match=f"expected {name} to be contiguous"):
+            linears.rotary_linear(scaled, weight, None, heads)
+
+
 def test_weights_in_int8_that_the_kernels_cannot_read_are_refused() -> None:
     weight = Int8Weight.of(torch.randn(16, 32))
     with pytest.raises(ValueError, match=r"expected rows \[R, 32\]"):
         TritonLinears(CPU).add_linear(torch.zeros(2, 16), weight)
     with pytest.raises(ValueError, match="or weights in int8"):
         TritonLinears(CPU).add_linear(torch.zeros(2, 32), replace(weight, row_scales=weight.row_scales[:3]))
+    with pytest.raises(ValueError, match="expected row_scales to be contiguous"):
+        TritonLinears(CPU).add_linear(torch.zeros(2, 32), replace(weight, row_scales=apart(16)))
     with pytest.raises(ValueError, match="even number"):
         Int8Weight.of(torch.randn(16, 31))
 

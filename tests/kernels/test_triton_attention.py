@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -11,7 +13,9 @@ from kernel_worker import INTERPRETED, work
 pytest.importorskip("triton")
 
 from tree_kernels.attention import AttentionBatch
-from tree_kernels.attention.triton_backend import TritonAttention, TritonSettings
+from tree_kernels.attention.triton_backend import INVARIANT, TritonAttention, TritonSettings
+from tree_kernels.attention.triton_planning import HeadLayout
+from tree_kernels.attention.triton_tiling import Tiling
 
 WORKER = "triton_worker.py"
 
@@ -33,6 +37,7 @@ def check(found: dict[str, Any]) -> None:
     assert not wrong
     assert found["split_invariant"]
     assert max(found["update_errors"]) < 2e-6
+    assert max(found["spread_errors"]) < 2e-6
     error, kept = found["outgrown"]
     assert error < 2e-6 and kept
     assert max(found["output_rows_errors"]) < 2e-6
@@ -75,6 +80,23 @@ def test_a_plan_refuses_a_step_that_does_not_fit(batch: AttentionBatch) -> None:
     backend.pack(plan, uniform(5, pages=3))
     with pytest.raises(ValueError, match="cannot take"):
         backend.pack(plan, batch)
+
+
+def split(rows: tuple[int, ...], keys: int, pages: int) -> AttentionBatch:
+    """Chains of so many rows at the end of `keys` keys."""
+    return AttentionBatch(
+        (0, *accumulate(rows)), tuple(keys - count for count in rows), (range(pages),) * len(rows), 16,
+        (None,) * len(rows),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [(16,) * 4, (1, 1, 1, 61), (31, 31, 1, 1), (17, 17, 17, 13)], ids=str)
+@pytest.mark.parametrize("keys", [512, 4608, 8192])
+def test_room_for_splits_suffices_however_rows_are_spread(rows: tuple[int, ...], keys: int) -> None:
+    backend = TritonAttention(torch.device("cpu"), replace(INVARIANT, processors=2))
+    layout = HeadLayout(4, 2, 128, 128, Tiling(64, 32, 4, 3, 1))
+    room = backend._max_chunks(split((16,) * 4, 1024, 512), layout, reserved=True)
+    assert backend._max_chunks(split(rows, keys, 512), layout) <= room
 
 
 def test_a_tree_of_more_than_four_words_is_refused() -> None:

@@ -13,7 +13,6 @@ from triton.compiler import ASTSource, compile
 
 from tree_kernels.attention.triton_kernels import attention_kernel
 from tree_kernels.attention.triton_tiling import Tiling, choose_tiling
-from tree_kernels.latent_attention.triton_backend import INVARIANT
 from tree_kernels.latent_attention.triton_kernels import latent_kernel
 from tree_kernels.latent_attention.triton_tiling import choose_latent_tiling
 
@@ -58,7 +57,7 @@ def latent_bytes(tiling: Tiling, words: int, page_size: int) -> int:
     constants: dict[str, Any] = {
         "GROUP": 16, "LATENT": LATENT, "ROTARY": 64, "BLOCK_LATENT": LATENT, "BLOCK_ROTARY": 64,
         "PAGE_SIZE": page_size, "BLOCK_M": tiling.block_rows, "BLOCK_N": tiling.block_keys, "WORDS": words,
-        "FAR": True, "FIXED": False, "EARLY": True,
+        "FAR": True, "EARLY": True,
     }  # fmt: skip
     return compiled_bytes(latent_kernel, constants, tiling)
 
@@ -76,8 +75,8 @@ def compiled_bytes(kernel: Any, constants: dict[str, Any], tiling: Tiling) -> in
 
 def main() -> None:
     found = {f"{tiling}, {words} words": shared_bytes(tiling, words) for tiling, words in chosen()}
-    latent = {choose_latent_tiling(rows, LATENT, 2) for rows in (1, 16, 32, 64, 256, 4096)} | {INVARIANT.tiling}
-    for tiling in filter(None, latent):
+    latent = {choose_latent_tiling(rows, LATENT, 2) for rows in (1, 16, 32, 64, 256, 4096)}
+    for tiling in latent:
         # Masks of four words, and an id for each key, take most.
         found[f"latent, {tiling}"] = latent_bytes(tiling, words=4, page_size=1)
     json.dump(found, sys.stdout)

@@ -211,6 +211,29 @@ def a_captured_sequence_outgrows_its_first_length() -> tuple[float, bool]:
     return relative_error(output, reference(case)), kept
 
 
+def a_captured_step_takes_rows_spread_in_any_way() -> list[float]:
+    """Errors of steps that fill a bucket with fixed splits, most of the rows those of one sequence."""
+    backend = TritonAttention(DEVICE, TritonSettings(32, SMALL, 3))
+    spread: list[list[Spec]] = [
+        [(187, 4, "chain")] * 4,
+        [(190, 1, "chain"), (190, 1, "chain"), (190, 1, "chain"), (179, 13, "chain")],
+        [(176, 16, "causal"), (0, 0, "causal"), (0, 0, "causal"), (0, 0, "causal")],
+    ]
+    made = [make_case(specs, kv_heads=1, group=4, width=16, spare_pages=0, device=DEVICE) for specs in spread]
+    largest = capacity(Bucket(16, 4), made[0].batch.page_size, 12)
+    plan = backend.plan(largest, torch.zeros(plan_integers(largest), dtype=torch.int32, device=DEVICE))
+    errors = []
+    for case in made:
+        packed = torch.frombuffer(backend.pack(plan, case.batch), dtype=torch.int32)
+        plan.integers[: len(packed)] = packed
+        kept = dict(plan.schedules)
+        plan.schedules.clear()
+        output = backend.run(plan, case.query, case.key_cache, case.value_cache, case.scale)
+        assert all(plan.schedules[layout].max_chunks == one.max_chunks for layout, one in kept.items())
+        errors.append(relative_error(output, reference(case)))
+    return errors
+
+
 def output_rows_are_as_in_a_whole_pass() -> list[float]:
     """Errors of levels of trees, as a draft reads them: some rows of every tail, over the keys of the whole tail."""
     errors = []
@@ -236,6 +259,7 @@ def main() -> None:
         "split_invariant": split_results_do_not_depend_on_the_batch(),
         "update_errors": a_plan_takes_the_next_step(),
         "outgrown": a_captured_sequence_outgrows_its_first_length(),
+        "spread_errors": a_captured_step_takes_rows_spread_in_any_way(),
         "output_rows_errors": output_rows_are_as_in_a_whole_pass(),
     }
     json.dump(found, sys.stdout)

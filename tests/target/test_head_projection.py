@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -120,4 +121,28 @@ def test_pickled_weights_and_other_models_are_refused(tmp_path: Path) -> None:
         read_draft_head(str(folder), TARGET_LAYERS, HIDDEN)
     save_file({"lm_head.weight": torch.zeros(2, 2)}, folder / "model.safetensors")
     with pytest.raises(NotSupported, match="no EAGLE head"):
+        read_draft_head(str(folder), TARGET_LAYERS, HIDDEN)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("config.json", b"{"),
+        ("config.json", b"[]"),
+        ("model.safetensors.index.json", b"{"),
+        ("model.safetensors.index.json", b"{}"),
+        ("model.safetensors", b"cut"),
+    ],
+)
+def test_a_broken_file_is_refused_by_its_name(file: str, content: bytes, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "head", "eagle-3")
+    (folder / file).write_bytes(content)
+    with pytest.raises(NotSupported, match=f"{re.escape(str(folder / file))}: "):
+        read_draft_head(str(folder), TARGET_LAYERS, HIDDEN)
+
+
+def test_a_file_of_an_index_that_is_not_there_is_named(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "head", "eagle-3")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"fc.weight": "gone.safetensors"}}))
+    with pytest.raises(NotSupported, match=r"gone\.safetensors"):
         read_draft_head(str(folder), TARGET_LAYERS, HIDDEN)

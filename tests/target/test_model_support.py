@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_tiny
+from latent_models import make_latent
 from transformers import AutoConfig, PreTrainedConfig
 
 from outrider.heads import tokenizer_fingerprint
@@ -192,3 +193,10 @@ def test_fingerprints_tell_vocabularies_apart() -> None:
 def test_independence_of_the_batch_needs_a_gpu(model_folder: Path) -> None:
     with pytest.raises(ModelRefused, match="--batch-invariant needs a GPU"):
         load_runner(TargetConfig(model=str(model_folder), batch_invariant=True))
+
+
+def test_latent_attention_is_not_independent_of_the_batch(tmp_path: Path) -> None:
+    make_latent("v3").save_pretrained(tmp_path)
+    for settings in ({}, {"lockstep": True}, {"latent_cache": False}):
+        with pytest.raises(ModelRefused, match="--batch-invariant: the layers of deepseek_v3"):
+            load_runner(TargetConfig(model=str(tmp_path), batch_invariant=True, **settings))

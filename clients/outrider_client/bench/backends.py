@@ -14,7 +14,7 @@ from outrider.settings import SettingsError
 from outrider_client.bench.samples import Sample
 from outrider_client.client import Client, Message
 from outrider_client.generation import Speculation
-from outrider_client.policy import PLAIN
+from outrider_client.policy import SINGLE_ATTEMPT
 from outrider_client.terminal.options import BenchOptions, ClientOptions
 
 _LINE_LIMIT = 16 * 1024 * 1024
@@ -41,7 +41,7 @@ class TargetBackend:
         # Read once, and one connection for all tenants: neither is a part of the answers' times.
         self._token = reach.secret()
         self._client = Client.connect(
-            address, tls=reach.tls_options(), token=self._token, tenant=reach.tenant, policy=PLAIN
+            address, tls=reach.tls_options(), token=self._token, tenant=reach.tenant, policy=SINGLE_ATTEMPT
         )
 
     def client(self, tenant: str = "") -> Client:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from itertools import product
 from typing import Any
 
-from outrider_client.bench.samples import PLAIN, TRANSFORMERS, Block, Measured, Mode, Sample
+from outrider_client.bench.samples import PLAIN, TRANSFORMERS, Block, Mode, RequestOutcome, Sample
 
 SCHEMA = "outrider.bench.v1"
 ALL_TASKS = "all"
@@ -117,7 +117,7 @@ def _rate(blocks: Sequence[Block]) -> float:
 
 def _refusals(blocks: Sequence[Block]) -> dict[str, int]:
     counts: dict[str, int] = {}
-    refused: Iterable[Measured] = (r for block in blocks for r in block.requests if r.sample is None)
+    refused: Iterable[RequestOutcome] = (r for block in blocks for r in block.requests if r.sample is None)
     for request in refused:
         counts[request.refusal] = counts.get(request.refusal, 0) + 1
     return counts

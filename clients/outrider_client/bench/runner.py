@@ -12,7 +12,7 @@ from outrider.errors import OutriderError
 from outrider_client.bench.backends import Backend
 from outrider_client.bench.profile import StepProfile
 from outrider_client.bench.prompts import Prompt
-from outrider_client.bench.samples import TRANSFORMERS, Block, Measured, Mode
+from outrider_client.bench.samples import TRANSFORMERS, Block, Mode, RequestOutcome
 from outrider_client.client import Message
 
 # Requests of a block per concurrent one: enough to keep all running, few enough to alternate modes often.
@@ -116,7 +116,7 @@ class Runner:
         places = asyncio.Semaphore(concurrency)
         tenant = f"bench-{self._plan.run_id}-{repeat}-{concurrency}"
 
-        async def one(prompt: Prompt) -> Measured:
+        async def one(prompt: Prompt) -> RequestOutcome:
             async with places:
                 measured = await self._request(mode, prompt, turn, tenant)
             self._on_answer(f"{prompt.task}, {concurrency} at once, {mode.label}")
@@ -129,7 +129,7 @@ class Runner:
         await self._profile.add(mode, before)
         return Block(mode, prompts[0].task, concurrency, repeat, seconds, tuple(requests))
 
-    async def _request(self, mode: Mode, prompt: Prompt, turn: int, tenant: str) -> Measured:
+    async def _request(self, mode: Mode, prompt: Prompt, turn: int, tenant: str) -> RequestOutcome:
         messages: list[Message] = [("user", prompt.turns[0])]
         if turn:
             messages += [("assistant", self._answers[prompt.prompt_id]), ("user", prompt.turns[turn])]
@@ -139,5 +139,5 @@ class Runner:
             sample = await self._backends[mode].answer(messages, self._plan.max_tokens, tenant)
         except OutriderError as error:
             # For example a prompt longer than the model's context: it is counted, and the rest goes on.
-            return Measured(prompt.prompt_id, prompt.task, turn, None, error.reason)
-        return Measured(prompt.prompt_id, prompt.task, turn, sample)
+            return RequestOutcome(prompt.prompt_id, prompt.task, turn, None, error.reason)
+        return RequestOutcome(prompt.prompt_id, prompt.task, turn, sample)

@@ -65,7 +65,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class RequestOutcome:
     """One request of the plan and its outcome: a sample, or the reason of its refusal."""
 
     prompt_id: str
@@ -84,7 +84,7 @@ class Block:
     concurrency: int
     repeat: int
     seconds: float
-    requests: tuple[Measured, ...]
+    requests: tuple[RequestOutcome, ...]
 
     @property
     def tokens(self) -> int:

@@ -172,15 +172,20 @@ class TritonPlanner:
         return split // tiling.block_keys
 
     def _max_chunks(self, batch: AttentionBatch, layout: HeadLayout, reserved: bool = False) -> int:
-        """Chunks of the batch, or with `reserved` of one whose sequences fill their pages."""
-        if not self._settings.split_keys:
+        """Chunks of the batch, or with `reserved` the most of any batch of its sequences, rows and pages."""
+        split = self._settings.split_keys
+        if not split:
             return self._programs(layout.tiling)
-        lengths = zip(batch.prefix_lengths, batch.row_counts, batch.pages, strict=True)
+        block_rows = layout.tiling.block_rows
+        if reserved:
+            # However the rows are spread over the sequences, each has at most one block that is not full.
+            blocks = batch.rows * layout.group // block_rows + batch.sequences
+            longest = max((len(pages) for pages in batch.pages), default=0) * batch.page_size
+            return blocks * layout.kv_heads * int(triton.cdiv(longest, split))
+        lengths = zip(batch.prefix_lengths, batch.row_counts, strict=True)
         return sum(
-            triton.cdiv(rows * layout.group, layout.tiling.block_rows)
-            * layout.kv_heads
-            * triton.cdiv(len(pages) * batch.page_size if reserved else prefix + rows, self._settings.split_keys)
-            for prefix, rows, pages in lengths
+            triton.cdiv(rows * layout.group, block_rows) * layout.kv_heads * triton.cdiv(prefix + rows, split)
+            for prefix, rows in lengths
         )
 
     def schedule_of(self, plan: TritonPlan, layout: HeadLayout) -> Schedule:
@@ -193,8 +198,7 @@ class TritonPlanner:
         batch, tiling = plan.batch, layout.tiling
         fixed_tiles = self._fixed_tiles(tiling)
         max_chunks = self._max_chunks(batch, layout, plan.reserved)
-        # However the rows are spread over the sequences, each has at most one block that is not full; and one more that
-        # begins before `output_rows`.
+        # As in `_max_chunks`; and one more that begins before `output_rows`.
         rows = batch.rows if plan.output_rows is None else max_output_rows(plan) * batch.sequences
         max_blocks = rows * layout.group // tiling.block_rows + (1 if plan.output_rows is None else 2) * batch.sequences
         max_groups = max_blocks * layout.kv_heads

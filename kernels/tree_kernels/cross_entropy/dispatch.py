@@ -33,7 +33,7 @@ def soft_cross_entropy_(
         backend: `torch`, `triton`, or `auto`: Triton for tensors on a GPU, if its results agree, else PyTorch.
     """
     if backend == "auto":
-        backend = "triton" if logits.is_cuda and _trusted(logits.device, logits.dtype, probs.dtype) else "torch"
+        backend = "triton" if logits.is_cuda and _trusts(logits.device, logits.dtype, probs.dtype) else "torch"
     if backend == "triton":
         from tree_kernels.cross_entropy import triton_backend
 
@@ -48,9 +48,22 @@ def soft_cross_entropy_(
     return losses
 
 
+def _trusts(device: torch.device, dtype: torch.dtype, probs_dtype: torch.dtype) -> bool:
+    """As `_trusted`, but where memory ran out: not now, and the next call tries again."""
+    try:
+        return _trusted(device, dtype, probs_dtype)
+    except torch.OutOfMemoryError as error:
+        log.warning("this loss is computed by PyTorch, since there was no memory to try Triton: %s", error)
+        return False
+
+
 @functools.cache
 def _trusted(device: torch.device, dtype: torch.dtype, probs_dtype: torch.dtype) -> bool:
-    """Whether the kernel is available and agrees with PyTorch on this device."""
+    """Whether the kernel is available and agrees with PyTorch on this device.
+
+    Raises:
+        OutOfMemoryError: there was no memory to try it.
+    """
     if find_spec("triton") is None:
         return False
     generator = torch.Generator().manual_seed(0)
@@ -64,8 +77,13 @@ def _trusted(device: torch.device, dtype: torch.dtype, probs_dtype: torch.dtype)
     try:
         losses = soft_cross_entropy_(found, *given, backend="triton")
         same = _close(losses, plain) and _close(found, expected)
+    except torch.OutOfMemoryError:
+        raise
     # Whatever a compiler or driver raises, PyTorch can do it.
     except Exception as error:
+        if "out of memory" in str(error):
+            # In Triton's words.
+            raise torch.OutOfMemoryError(str(error)) from None
         log.warning("the loss is computed by PyTorch, since Triton cannot: %s", error)
         return False
     if not same:

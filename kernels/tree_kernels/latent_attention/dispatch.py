@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tree_kernels.attention import AttentionBatch, AttentionPlan
-from tree_kernels.attention.dispatch import PlannedAttention, check_invariant
+from tree_kernels.attention.dispatch import PlannedAttention
 
 if TYPE_CHECKING:
     from tree_kernels.latent_attention.triton_backend import TritonLatentAttention
@@ -30,20 +30,15 @@ class LatentAttention(PlannedAttention[_Implementation]):
     Args:
         backend: "reference" is the fp32 definition; "torch" is the fast path on a CPU; "triton" needs a GPU.
         device: where the cache lives.
-        invariant: split keys the same way in every batch; see `TreeAttention`. Only "triton" can.
 
     Raises:
-        ValueError: an unknown backend, or `invariant` with another than "triton".
+        ValueError: an unknown backend.
         ImportError: the backend's package is not installed.
     """
 
-    def __init__(
-        self, backend: LatentBackend = "torch", device: torch.device | str = "cpu", *, invariant: bool = False
-    ) -> None:
+    def __init__(self, backend: LatentBackend = "torch", device: torch.device | str = "cpu") -> None:
         device = torch.device(device)
-        if invariant:
-            check_invariant(backend)
-        super().__init__(backend, device, _create(backend, device, invariant))
+        super().__init__(backend, device, _create(backend, device))
 
     @property
     def capturable(self) -> TritonLatentAttention:
@@ -80,7 +75,7 @@ class LatentAttention(PlannedAttention[_Implementation]):
         return self._implementation.run(plan, query, cache, latent, scale)
 
 
-def _create(backend: LatentBackend, device: torch.device, invariant: bool) -> _Implementation:
+def _create(backend: LatentBackend, device: torch.device) -> _Implementation:
     """Imports a backend only when it is chosen: triton may be absent."""
     if backend == "reference":
         from tree_kernels.latent_attention.reference import ReferenceLatentAttention
@@ -91,7 +86,7 @@ def _create(backend: LatentBackend, device: torch.device, invariant: bool) -> _I
 
         return TorchLatentAttention(device)
     if backend == "triton":
-        from tree_kernels.latent_attention.triton_backend import INVARIANT, TritonLatentAttention
+        from tree_kernels.latent_attention.triton_backend import TritonLatentAttention
 
-        return TritonLatentAttention(device, INVARIANT if invariant else None)
+        return TritonLatentAttention(device)
     raise ValueError(f"expected a backend among {get_args(LatentBackend)}, got {backend!r}")

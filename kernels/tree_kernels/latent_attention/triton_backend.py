@@ -12,15 +12,11 @@ from tree_kernels.attention.triton_planning import (
     HeadLayout,
     TritonPlan,
     TritonPlanner,
-    TritonSettings,
     max_output_rows,
 )
-from tree_kernels.attention.triton_tiling import Tiling
 from tree_kernels.latent_attention.triton_kernels import latent_kernel
 from tree_kernels.latent_attention.triton_tiling import choose_latent_tiling
 
-# One tiling and one split for every step; see `attention.triton_backend.INVARIANT`.
-INVARIANT = TritonSettings(split_keys=512, tiling=Tiling(64, 32, 8, 2, 1))
 # Columns of an output that one program merges: those of the values that merging is tuned for.
 _MERGE_COLUMNS = 128
 
@@ -51,17 +47,14 @@ class TritonLatentAttention(TritonPlanner):
         rotary = layout.width - latent
         latent_kernel[(self._programs(tiling),)](
             query, cache, output, schedule.partials, schedule.partial_lse, plan.page_table, plan.words,
-            schedule.groups, schedule.chunk_table, schedule.totals, scale * LOG2_E, query.stride(0), query.stride(1),
+            schedule.groups, schedule.chunk_table, scale * LOG2_E, query.stride(0), query.stride(1),
             GROUP=layout.group, LATENT=latent, ROTARY=rotary, BLOCK_LATENT=max(16, triton.next_power_of_2(latent)),
             BLOCK_ROTARY=max(16, triton.next_power_of_2(rotary)), PAGE_SIZE=plan.batch.page_size,
             BLOCK_M=tiling.block_rows, BLOCK_N=tiling.block_keys, WORDS=plan.words.shape[1],
-            FAR=cache.numel() >= 1 << 31, FIXED=bool(self._settings.split_keys),
-            num_warps=tiling.warps, num_stages=tiling.stages, **self._launch,
+            FAR=cache.numel() >= 1 << 31, num_warps=tiling.warps, num_stages=tiling.stages, **self._launch,
         )  # fmt: skip
-        # With fixed splits, how many partials are summed at a time may not depend on the rest of the batch.
-        fixed = bool(self._settings.split_keys)
-        by_group = fixed or len(schedule.groups) <= schedule.max_chunks
-        rows, parts = _merged_at_a_time(by_group, 0 if fixed else schedule.max_chunks // max(1, len(schedule.groups)))
+        by_group = len(schedule.groups) <= schedule.max_chunks
+        rows, parts = _merged_at_a_time(by_group, schedule.max_chunks // max(1, len(schedule.groups)))
         columns = triton.next_power_of_2(latent) if latent % _MERGE_COLUMNS else _MERGE_COLUMNS
         groups = len(schedule.groups) if by_group else schedule.max_chunks
         merge_kernel[(groups, tiling.block_rows // rows, triton.cdiv(latent, columns))](
@@ -72,6 +65,8 @@ class TritonLatentAttention(TritonPlanner):
         return output
 
     def _layout(self, plan: TritonPlan, query: Tensor, cache: Tensor, latent: int) -> HeadLayout:
+        if self._settings.split_keys:
+            raise ValueError("expected no split_keys: a program of latent attention takes one chunk")
         if not (cache.is_contiguous() and query.stride(-1) == 1):
             raise ValueError("expected a contiguous cache and a query whose last dimension is contiguous")
         if query.dtype != cache.dtype:

@@ -97,28 +97,27 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def latent_kernel(  # type: ignore[no-untyped-def]
-    query, cache, output, partials, partial_lse, page_table, words, groups, chunk_table, totals, scale_log2,
+    query, cache, output, partials, partial_lse, page_table, words, groups, chunk_table, scale_log2,
     query_row_stride, query_head_stride, GROUP: tl.constexpr, LATENT: tl.constexpr, ROTARY: tl.constexpr,
     BLOCK_LATENT: tl.constexpr, BLOCK_ROTARY: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, WORDS: tl.constexpr, FAR: tl.constexpr, FIXED: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_N: tl.constexpr, WORDS: tl.constexpr, FAR: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Every program takes one chunk (if FIXED, chunks in turn), and of each chunk the groups that lie in it."""
+    """Every program takes one chunk, and of it the groups that lie in it."""
     if EARLY:
         # The results of the launch before may be read from here on; the launch after may start and wait.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    chunks = tl.load(totals + 1) if FIXED else tl.program_id(0) + 1
-    for chunk in tl.range(tl.program_id(0), chunks, tl.num_programs(0), num_stages=1):
-        own = chunk_table + chunk * 16
-        first = tl.load(own + 8)
-        last = tl.load(own + 9)
-        per_chunk = tl.load(own + 10)
-        for group in tl.range(first, last + 1, num_stages=1):
-            record = own
-            if group > first:
-                record = groups + group * 8
-            _attend(
-                record, chunk, per_chunk, query, cache, output, partials, partial_lse, page_table, words, scale_log2,
-                query_row_stride, query_head_stride, GROUP, LATENT, ROTARY, BLOCK_LATENT, BLOCK_ROTARY, PAGE_SIZE,
-                BLOCK_M, BLOCK_N, WORDS, FAR,
-            )  # fmt: skip
+    chunk = tl.program_id(0)
+    own = chunk_table + chunk * 16
+    first = tl.load(own + 8)
+    last = tl.load(own + 9)
+    per_chunk = tl.load(own + 10)
+    for group in tl.range(first, last + 1, num_stages=1):
+        record = own
+        if group > first:
+            record = groups + group * 8
+        _attend(
+            record, chunk, per_chunk, query, cache, output, partials, partial_lse, page_table, words, scale_log2,
+            query_row_stride, query_head_stride, GROUP, LATENT, ROTARY, BLOCK_LATENT, BLOCK_ROTARY, PAGE_SIZE,
+            BLOCK_M, BLOCK_N, WORDS, FAR,
+        )  # fmt: skip

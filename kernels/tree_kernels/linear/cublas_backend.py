@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from tree_kernels.linear.int8_weight import Int8Weight, Weight
 from tree_kernels.linear.rows import HeadRows, Norm, ScaledRows
-from tree_kernels.linear.triton_backend import TritonLinears, check_product, or_other
+from tree_kernels.linear.triton_backend import TritonLinears, check_contiguous, check_heads, check_product, or_other
 from tree_kernels.linear.triton_epilogues import add_epilogue_kernel, gated_epilogue_kernel, rotary_epilogue_kernel
 
 # Elements of one program: sixteen bytes a thread.
@@ -45,6 +45,7 @@ class CublasLinears(TritonLinears):
         norm: Norm | None = None,
         following: Weight | None = None,  # noqa: ARG002
     ) -> tuple[Tensor, ScaledRows | None]:
+        check_contiguous(bias=bias, residual=residual, norm=None if norm is None else norm.weight)
         output = _product(rows, weight)
         if bias is None and residual is None and norm is None:
             return output, None
@@ -75,6 +76,8 @@ class CublasLinears(TritonLinears):
         heads: HeadRows,
         following: Weight | None = None,  # noqa: ARG002
     ) -> Tensor:
+        check_contiguous(bias=bias)
+        check_heads(heads)
         kv_heads, width = heads.key_cache.shape[-2:]
         count, total = len(rows.rows), weight.shape[0] // width
         query = rows.rows.new_empty(count, total - 2 * kv_heads, width)

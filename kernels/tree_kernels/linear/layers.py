@@ -68,7 +68,7 @@ class RowLinears:
             rows: [R, K], last dimension contiguous.
             weight: [N, K], contiguous.
             bias: [N].
-            residual: [R, N].
+            residual: [R, N], contiguous.
             norm: over N.
             following: see the class.
 
@@ -100,7 +100,7 @@ class RowLinears:
         """Queries, keys and values of the normed rows; queries and keys rotated, keys and values cached.
 
         Args:
-            rows: [R, K].
+            rows: [R, K], contiguous as all tensors are.
             weight: [(Hq + 2 * Hkv) * D, K], that of queries above that of keys above that of values.
             bias: [(Hq + 2 * Hkv) * D].
             heads: angles, slots and caches of the rows.
@@ -110,7 +110,7 @@ class RowLinears:
             [R, Hq, D] queries.
 
         Raises:
-            ValueError: on a GPU, where D is no multiple of a tile's columns.
+            ValueError: on a GPU, where D is no multiple of a tile's columns, or a tensor is not contiguous.
         """
         kv_heads, width = heads.key_cache.shape[-2:]
         total = _product(rows.rows, weight) * rows.scale

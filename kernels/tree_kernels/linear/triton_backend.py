@@ -50,6 +50,10 @@ class TritonLinears(RowLinears):
     def head_input(self, token_ids: Tensor, features: Tensor, positions: Tensor, of: HeadInputs) -> HeadInput:
         if features.dtype != of.embedding.dtype or features.stride(1) != 1 or not of.embedding.is_contiguous():
             raise ValueError("expected contiguous features and embeddings of one dtype")
+        check_contiguous(
+            token_ids=token_ids, positions=positions, frequencies=of.frequencies,
+            embedding_norm=of.embedding_norm.weight, feature_norm=of.feature_norm.weight,
+        )  # fmt: skip
         (rows, width), rotary = features.shape, len(of.frequencies)
         output = features.new_empty(rows, 2 * width)
         cosines, sines = torch.empty(2, rows, rotary, dtype=torch.float32, device=features.device)
@@ -72,6 +76,7 @@ class TritonLinears(RowLinears):
         following: Weight | None = None,
     ) -> tuple[Tensor, ScaledRows | None]:
         tiling = self._prepare(rows, weight)
+        check_contiguous(bias=bias, residual=residual, norm=None if norm is None else norm.weight)
         count, outputs = len(rows), weight.shape[0]
         output = rows.new_empty(count, outputs)
         tiles = triton.cdiv(outputs, tiling.block_outputs)
@@ -91,6 +96,7 @@ class TritonLinears(RowLinears):
 
     def gated_linear(self, rows: ScaledRows, weight: Weight) -> Tensor:
         tiling = self._prepare(rows.rows, weight)
+        check_contiguous(rows=rows.rows, squares=rows.squares)
         count, outputs = len(rows.rows), weight.shape[0] // 2
         output = rows.rows.new_empty(count, outputs)
         tiles = triton.cdiv(outputs, tiling.block_outputs // 2)
@@ -111,6 +117,8 @@ class TritonLinears(RowLinears):
     ) -> Tensor:
         kv_heads, width = heads.key_cache.shape[-2:]
         tiling = self._prepare(rows.rows, weight)
+        check_contiguous(rows=rows.rows, squares=rows.squares, bias=bias)
+        check_heads(heads)
         # A tile lies in one head.
         tiling = replace(tiling, block_outputs=math.gcd(width, tiling.block_outputs))
         if tiling.block_outputs < _MIN_OUTPUTS:
@@ -136,6 +144,7 @@ class TritonLinears(RowLinears):
         width = hidden.shape[1]
         if hidden.stride(1) != 1:
             raise ValueError("expected rows whose last dimension is contiguous")
+        check_contiguous(norm=norm.weight)
         norm_kernel[(len(hidden),)](
             hidden, norm.weight, output, squares, hidden.stride(0), norm.epsilon, WHOLE=whole,
             WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=4, **self._order(),
@@ -154,8 +163,8 @@ class TritonLinears(RowLinears):
         read, row_scales = (weight.words, weight.row_scales) if isinstance(weight, Int8Weight) else (weight, None)
         prefetched = following.words if isinstance(following, Int8Weight) else following
         size = prefetched.nbytes if prefetched is not None and self._dependent else 0
-        # Whole cache lines; the last piece ends inside the weight.
-        piece = size // (blocks * tiles * splits * _PREFETCH_THREADS) // 128 * 128
+        # Whole cache lines; the last piece ends inside the weight. Without rows nothing is launched.
+        piece = size // (max(1, blocks) * tiles * splits * _PREFETCH_THREADS) // 128 * 128
         options = {
             "weight": read,
             "row_scales": or_other(row_scales, read),
@@ -190,8 +199,25 @@ def check_product(rows: Tensor, weight: Weight) -> None:
         fits, numbers = weight.dtype == rows.dtype, weight
     if not fits or rows.stride(1) != 1 or not numbers.is_contiguous():
         raise ValueError("expected contiguous rows and weights of one dtype, or weights in int8")
+    if isinstance(weight, Int8Weight):
+        check_contiguous(row_scales=weight.row_scales)
     if rows.shape[1] != weight.shape[1]:
         raise ValueError(f"expected rows [R, {weight.shape[1]}], got {list(rows.shape)}")
+
+
+def check_contiguous(**tensors: Tensor | None) -> None:
+    """Raise `ValueError` with the name of a tensor that is not contiguous: kernels would read other numbers of it."""
+    for name, tensor in tensors.items():
+        if tensor is not None and not tensor.is_contiguous():
+            raise ValueError(f"expected {name} to be contiguous, got strides {tensor.stride()}")
+
+
+def check_heads(heads: HeadRows) -> None:
+    """Raise `ValueError` unless the kernels can read and write all tensors of `heads`."""
+    check_contiguous(
+        cosines=heads.cosines, sines=heads.sines, slots=heads.slots,
+        key_cache=heads.key_cache, value_cache=heads.value_cache,
+    )  # fmt: skip
 
 
 def _prefetchable(weight: Tensor) -> bool:

@@ -19,7 +19,7 @@ from tree_kernels.node_table.triton_rows import (
     lay_out_kernel,
     take_kernel,
 )
-from tree_kernels.verification.triton_rows import COUPLED, MODE, POSITION, ROWS, TYPICAL, record_of
+from tree_kernels.verification.triton_rows import COUPLED, MODE, POSITION, ROWS, TYPICAL, moved_long, record_of
 
 if TYPE_CHECKING:
     from tree_kernels.node_table.dispatch import NodeTable
@@ -45,6 +45,7 @@ _MAX_PATH = tl.constexpr(layout.MAX_PATH)
 _MEND_EXCHANGED, _MEND_INSERTED = tl.constexpr(layout.MEND_EXCHANGED), tl.constexpr(layout.MEND_INSERTED)
 _MEND_BORROWED = tl.constexpr(layout.MEND_BORROWED)
 _PROSPECTS = tl.constexpr(len(layout.PROSPECTS))
+_PROSPECTS_BLOCK = tl.constexpr(triton.next_power_of_2(len(layout.PROSPECTS)))
 _MOST_COST, _KEYS_PER_COST = tl.constexpr(layout.MOST_COST), tl.constexpr(layout.KEYS_PER_COST)
 _COSTS_PER_CHANCE = tl.constexpr(layout.COSTS_PER_CHANCE)
 _LONGEST, _WINDOW = tl.constexpr(layout.LONGEST), tl.constexpr(layout.WINDOW)
@@ -281,15 +282,14 @@ def _move(records, prefix_lengths, roots, b, prefix, root, moves):  # type: igno
     record = record_of(records, b)
     mode = tl.load(record + MODE)
     raced = (mode == COUPLED) | (mode == TYPICAL)
-    before = tl.load(record + POSITION)
+    low = tl.load(record + POSITION)
     high = tl.load(record + POSITION + 1)
     # One thread stores a scalar, after every warp has read it.
     tl.debug_barrier()
     tl.store(prefix_lengths + b, prefix)
-    low = before + moves
+    low, high = moved_long(low, high, moves)
     tl.store(record + POSITION, low, mask=raced)
-    # In two's complement the sum wraps where it goes from a negative number to one that is not.
-    tl.store(record + POSITION + 1, high + tl.where((before < 0) & (low >= 0), 1, 0), mask=raced)
+    tl.store(record + POSITION + 1, high, mask=raced)
     tl.store(roots + b, root)
 
 
@@ -346,7 +346,7 @@ def _go_on_kernel(  # type: ignore[no-untyped-def]
         age, limit = tl.load(ages + b), tl.load(limits + b)
         from_table, expected = tl.load(noted + b), tl.load(noted + NOTED_STRIDE + b)
         expected_from_table = tl.load(noted + 2 * NOTED_STRIDE + b)
-        prospect = tl.arange(0, 8)
+        prospect = tl.arange(0, _PROSPECTS_BLOCK)
         prospects = tl.load(noted + (3 + prospect) * NOTED_STRIDE + b, mask=prospect < _PROSPECTS, other=0)
         prefix = tl.load(prefix_lengths + b) + count + 1
         k = tl.arange(0, KEPT_ROWS)

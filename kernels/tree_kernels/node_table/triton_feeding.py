@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tree_kernels.node_table.step_integers import StepIntegers
-from tree_kernels.verification.triton_rows import COUPLED, MODE, POSITION, TYPICAL, record_of
+from tree_kernels.verification.triton_rows import COUPLED, MODE, POSITION, TYPICAL, moved_long, record_of
 
 _BLOCK = 256
 
@@ -57,12 +57,11 @@ def _move(  # type: ignore[no-untyped-def]
 def _move_position(records, b, moves, mask):  # type: ignore[no-untyped-def]
     """Add `moves` to the 64 bit positions of records."""
     record = record_of(records, b)
-    before = tl.load(record + POSITION, mask=mask, other=0)
-    low = before + moves
+    low = tl.load(record + POSITION, mask=mask, other=0)
     high = tl.load(record + POSITION + 1, mask=mask, other=0)
+    low, high = moved_long(low, high, moves)
     tl.store(record + POSITION, low, mask=mask)
-    # In two's complement the sum wraps where it goes from a negative number to one that is not.
-    tl.store(record + POSITION + 1, high + tl.where((before < 0) & (low >= 0), 1, 0), mask=mask)
+    tl.store(record + POSITION + 1, high, mask=mask)
 
 
 @triton.jit

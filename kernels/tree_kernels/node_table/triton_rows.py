@@ -12,6 +12,7 @@ from tree_kernels.verification.triton_rows import FIRST_ROW, IS_CHAIN, ROWS, rec
 NO_KEY = tl.constexpr(layout.NO_KEY)
 # A sequence's root and the candidates that are kept.
 KEPT_ROWS = tl.constexpr(layout.KEPT + 1)
+_PROSPECTS, _PROSPECT_COUNT = tl.constexpr(layout.PROSPECTS), tl.constexpr(len(layout.PROSPECTS))
 _EXPECTED = tl.constexpr(layout.SURE // layout.EXPECTED_UNIT)
 _TREE_ROWS = tl.constexpr(MAX_TREE_ROWS)
 _TURNS, _LAST_NUMBER = tl.constexpr(mailboxes.TURNS), tl.constexpr(mailboxes.LAST_NUMBER)
@@ -98,9 +99,9 @@ def lay_out_kernel(  # type: ignore[no-untyped-def]
         tl.store(noted + NOTED_STRIDE + b, tl.sum(tl.where(mine, chance, 0), axis=0) // _EXPECTED)
         from_table = mine & ((link >> 16) > 0)
         tl.store(noted + 2 * NOTED_STRIDE + b, tl.sum(tl.where(from_table, chance, 0), axis=0) // _EXPECTED)
-        for i in tl.static_range(0, 6):
-            # The best 1, 3, 7 .. 63: see `node_table.PROSPECTS`. Row 0 is the root.
-            near = (k <= count) & (k < (2 << i))
+        for i in tl.static_range(0, _PROSPECT_COUNT):
+            # Row 0 is the root.
+            near = (k <= count) & (k <= _PROSPECTS[i])
             tl.store(noted + (3 + i) * NOTED_STRIDE + b, tl.sum(tl.where(near, chance, 0), axis=0) // _EXPECTED)
     if b == 0:
         laid_out = first + tl.sum(taken.to(tl.int32), axis=0) + tl.sum(here.to(tl.int32), axis=0)

@@ -45,6 +45,14 @@ def load_long(pointer):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def moved_long(low, high, moves):  # type: ignore[no-untyped-def]
+    """The low and the high word of an int64 in two int32, moved on by a number of 0 or more."""
+    moved = low + moves
+    # In two's complement the sum wraps where it goes from a negative number to one that is not.
+    return moved, high + tl.where((low < 0) & (moved >= 0), 1, 0)
+
+
+@triton.jit
 def load_double(pointer):  # type: ignore[no-untyped-def]
     """The float64 that two int32 hold."""
     return load_long(pointer).to(tl.float64, bitcast=True)

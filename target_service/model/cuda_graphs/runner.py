@@ -25,7 +25,7 @@ from target_service.model.forward import ForwardInput, ForwardPass, rows_of
 from target_service.model.fused.preparing import LayerOptions, prepare_layers
 from target_service.model.hidden_state_hooks import LayerHooks
 from target_service.model.latent_attention import implementation_name
-from target_service.model.runner import ModelRunner, Step, attend
+from target_service.model.runner import ModelRunner, PassContext, attend
 from tree_kernels.node_table import fill_pending
 
 ATTENTION = "outrider_captured"
@@ -36,13 +36,13 @@ _RECOMPILE_LIMIT = 64
 class HeldStep:
     """Hides a step from the compiler, which would compile every layer separately for it."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: PassContext) -> None:
         self.step = step
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attend_opaque(
-    *args: Any, outrider_step: Step | None = None, outrider_held: HeldStep | None = None, **kw: Any
+    *args: Any, outrider_step: PassContext | None = None, outrider_held: HeldStep | None = None, **kw: Any
 ) -> Any:
     """`runner.attend`, not compiled: layers differ in it, and not in the parts around it."""
     return attend(*args, outrider_step=outrider_held.step if outrider_held else outrider_step, **kw)
@@ -304,7 +304,7 @@ class CapturedRunner(ModelRunner):
 
     def _run(self, buffer: StepBuffer) -> tuple[Tensor, Tensor]:
         """Logits and token ids of all rows of the bucket."""
-        step = Step(self._attention, buffer.plan, buffer.slots, self.cache)
+        step = PassContext(self._attention, buffer.plan, buffer.slots, self.cache)
         kept = (buffer.slots, self.cache.tokens) if self.node_table is not None else ()
         token_ids = fill_pending(buffer.token_ids, self.pending, *kept)
         output = self.model(

@@ -186,7 +186,7 @@ def _run(layer: Any, hidden: Tensor, turns: Any) -> tuple[Tensor, Tensor, Tensor
 
 
 def _probe_step(layer: Any) -> SimpleNamespace:
-    """What `runner.Step` has: an empty cache of pages of one token, and one sequence in them."""
+    """What `runner.PassContext` has: an empty cache of pages of one token, and one sequence in them."""
     weight, rows = layer.kv_a_proj_with_mqa.weight, len(_PROBE_SLOTS)
     attention = LatentAttention("reference", weight.device)
     plan = attention.plan(AttentionBatch((0, rows), (0,), (_PROBE_SLOTS,), 1, (None,)))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from target_service.model.fused.joined_linears import JointLinear
-from target_service.model.runner import Step
+from target_service.model.runner import PassContext
 from tree_kernels.linear import HeadRows, Norm, RowLinears, ScaledRows
 
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -138,7 +138,7 @@ class FusedLayer(nn.Module):
         linears: RowLinears,
         hidden: Tensor,
         scaled: ScaledRows | None,
-        step: Step,
+        step: PassContext,
         cosines: Tensor,
         sines: Tensor,
     ) -> tuple[Tensor, ScaledRows | None]:

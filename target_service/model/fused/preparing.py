@@ -167,7 +167,7 @@ class _ProbeAttention:
 
 
 def _probe_step(parts: LayerParts) -> SimpleNamespace:
-    """What `runner.Step` has: empty caches, and slots in another order than the rows'."""
+    """What `runner.PassContext` has: empty caches, and slots in another order than the rows'."""
     weight, width = parts.qkv.weight, parts.head_width
     kv_heads = (len(weight) - parts.out.weight.shape[1]) // (2 * width)
     keys, values = (weight.new_zeros(1, _PROBE_ROWS, kv_heads, width) for _ in range(2))

@@ -55,6 +55,8 @@ def load_runner(config: TargetConfig) -> ModelRunner:
     check_hub(source)
     settings = AutoConfig.from_pretrained(source)
     check_supported(settings)
+    if config.batch_invariant and has_latents(settings):
+        raise ModelRefused(f"--batch-invariant: the layers of {settings.model_type} depend on the rest of the batch")
     backend = _backend(config, torch.device(config.device))
     model = _load_model(source, settings, config)
     latent = _settle_form(model, config, backend)
@@ -96,7 +98,8 @@ def _tokenizer(source: str) -> Any:
     """Load the tokenizer. Raises `ModelRefused` where transformers cannot."""
     try:
         return AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, ImportError) as error:
+    # A broken file makes transformers raise anything.
+    except Exception as error:
         (reason, *_) = str(error).strip().splitlines() or [type(error).__name__]
         raise ModelRefused(f"its tokenizer cannot be read (is there a tokenizer.json?): {reason}") from None
 
