@@ -236,13 +236,13 @@ def walk_kernel(  # type: ignore[no-untyped-def]
             )  # fmt: skip
         else:
             choices = _choices(scores, winners, first, rows, vocabulary, chunks, BLOCK_R)
-            typical = False
             if TYPICAL_ROWS:
-                typical = tl.load(record + MODE) == TYPICAL
-            if typical:
-                accepted, token = typical_path(
-                    record, parent, tokens, choices, gains + first, rows, accepted_rows, lossy_rows + first, BLOCK_R
-                )
+                if tl.load(record + MODE) == TYPICAL:
+                    accepted, token = typical_path(
+                        record, parent, tokens, choices, gains + first, rows, accepted_rows, lossy_rows + first, BLOCK_R
+                    )
+                else:
+                    accepted, token = _match(parent, tokens, choices, accepted_rows, BLOCK_R)
             else:
                 accepted, token = _match(parent, tokens, choices, accepted_rows, BLOCK_R)
     tl.store(verdicts + sequence, accepted)
