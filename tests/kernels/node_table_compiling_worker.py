@@ -6,42 +6,15 @@ from __future__ import annotations
 import json
 import random
 import sys
-from typing import Any
 
 import random_tables
-import torch
+from compiling import Compiling
 from random_tables import CASES, Case, given_for, random_verdicts, seat, table_for
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
 
 from tree_kernels.node_table import triton_backend as _triton_node_table
 
 KERNELS = ("_begin_kernel", "_go_on_kernel", "lay_out_kernel", "keep_kernel", "take_kernel")
 MAX_SEQUENCES = 256
-TYPES = {torch.int32: "*i32"}
-
-
-class Compiling:
-    """Stands where a kernel does, and compiles it for the arguments that it would be launched with."""
-
-    def __init__(self, kernel: Any, needed: dict[str, int]) -> None:
-        """`needed` gets bytes of shared memory of one program."""
-        self.kernel = kernel
-        self.needed = needed
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Compiling:
-        return self
-
-    def __call__(self, *arguments: Any, num_warps: int = 4, **constants: Any) -> None:
-        names = self.kernel.arg_names
-        signature = dict.fromkeys(names, "constexpr")
-        for name, argument in zip(names, arguments, strict=False):
-            signature[name] = TYPES[argument.dtype] if isinstance(argument, torch.Tensor) else "i32"
-        assert constants.keys() == {name for name, type_name in signature.items() if type_name == "constexpr"}
-        source = ASTSource(self.kernel, signature, {(names.index(name),): value for name, value in constants.items()})
-        found = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
-        name = f"{self.kernel.__name__}, {num_warps} warps, {sorted(constants.items())}"
-        self.needed[name] = int(found.metadata.shared)
 
 
 def launch(case: Case, needed: dict[str, int]) -> list[str]:

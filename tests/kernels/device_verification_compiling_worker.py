@@ -1,0 +1,33 @@
+"""Compiles the kernels of `verification` for an H100 or H200, which takes no GPU, as they would be launched, and writes
+what shared memory each needs as JSON to standard output."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+from compiling import Compiling
+
+from tree_kernels.verification import DeviceVerifier
+from tree_kernels.verification import triton_backend as _triton_verification
+
+# All but the filter's, which take half a minute and depend on nothing but the vocabulary.
+KERNELS = ("peak_kernel", "score_kernel", "moment_kernel", "gain_kernel", "walk_kernel")
+VOCABULARY, ROWS = 5000, 16
+
+
+def main() -> None:
+    needed: dict[str, int] = {}
+    for name in KERNELS:
+        setattr(_triton_verification, name, Compiling(getattr(_triton_verification, name), needed))
+    for name in ("mass_kernel", "filter_kernel"):
+        setattr(_triton_verification, name, Compiling(getattr(_triton_verification, name), {}, skip=True))
+    verifier = DeviceVerifier("cpu", VOCABULARY, 4, ROWS, "triton")
+    for filtered in (False, True):
+        verifier.warm_up(torch.bfloat16, filtered=(filtered,), typical=(False, True))
+    json.dump(needed, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
