@@ -84,11 +84,14 @@ def step_times(document: dict[str, Any]) -> Figure:
     return figure
 
 
-# Bars of the widened model: a label, the mode of the rows, and their runs, each of which measured plain decoding too.
+_EIGHTH, _NINTH = "2026-11-23-h200-widened-eighth", "2026-11-24-h200-widened-ninth"
+_ELEVENTH, _TWELFTH = "2026-11-25-h100-widened-eleventh", "2026-11-25-h100-widened-twelfth"
+# Bars of the widened model: a label, the mode and placement of the rows, and their runs, each of which measured plain
+# decoding too.
 WIDENED = (
-    ("one GPU: lookup and a trie (H200)", "trie", ("2026-11-23-h200-widened-eighth", "2026-11-24-h200-widened-ninth")),
-    ("one GPU: lookup, trie and EAGLE head (H200)", "merged", ("2026-11-23-h200-widened-eighth",)),
-    ("second GPU: lookup, trie and EAGLE head (H100)", "merged", ("2026-11-25-h100-widened-eleventh",)),
+    ("one GPU: lookup and a trie (H200)", "trie", "own process", (_EIGHTH, _NINTH)),
+    ("one GPU: lookup, trie and EAGLE head (H200)", "merged", "same GPU", (_EIGHTH,)),
+    ("second GPU: lookup, trie and EAGLE head (H100)", "merged", "second GPU", (_ELEVENTH, _TWELFTH)),
 )
 WIDENED_LOADS = (1, 8, 32)
 
@@ -99,12 +102,13 @@ def widened(read: Callable[[str], dict[str, Any]]) -> Figure:
     figure = Figure(figsize=(7.2, 3.8), layout="constrained")
     drawn = figure.subplots()
     width = 0.8 / len(WIDENED)
-    for number, (label, mode, names) in enumerate(WIDENED):
+    for number, (label, mode, placement, names) in enumerate(WIDENED):
         runs = []
         for name in names:
             found = {
                 (row["mode"], row["concurrency"]): row["stream_tokens_per_second"]
-                for row in rows(read(name), temperature=0.0, prompts="new")
+                for row in rows(read(name), temperature=0.0, prompts="new", delay_ms=0.0)
+                if row["placement"] in ("", placement)
             }
             runs.append([found[mode, load] / found["plain", load] for load in WIDENED_LOADS])
         by_load = list(zip(*runs, strict=True))
@@ -119,7 +123,7 @@ def widened(read: Callable[[str], dict[str, Any]]) -> Figure:
     drawn.set_xticks(range(len(WIDENED_LOADS)), [f"{load} request{'s' * (load > 1)}" for load in WIDENED_LOADS])
     drawn.set_ylabel("tokens/s, as a multiple of plain decoding")
     drawn.set_title("Real text at the cost of an 8B model, whole answers, greedy", fontsize=10)
-    drawn.set_ylim(0, 3.6)
+    drawn.set_ylim(0, 3.7)
     drawn.legend(frameon=False, fontsize=8)
     return figure
 
