@@ -21,7 +21,8 @@ from target_service.sampling.adjustments import ADJUSTMENT, adjusted
 from target_service.sampling.verifier import SequenceVerifier, Verified
 from tree_kernels.verification import DeviceVerifier, Verdicts, Walk
 
-_BITS = 2**31 - 1
+# Candidates beyond those asked for: logits in bf16 are often equal, and of equals the device takes any. Chosen.
+_SPARE = 32
 
 
 class Asked(NamedTuple):
@@ -55,8 +56,8 @@ class BatchVerifier:
         *,
         typical: bool = False,
     ) -> None:
-        """`max_sequences` and `max_rows` bound every step; `backend` is that of `DeviceVerifier`. `typical`: whether
-        sequences may be verified by typical acceptance."""
+        """`max_sequences` and `max_rows` bound every step; `backend` is that of `DeviceVerifier`. `typical`: sequences
+        may be verified by typical acceptance, so its kernels are compiled by `warm_up`."""
         self._device = device
         self._vocabulary_size = vocabulary_size
         self._typical = typical
@@ -108,8 +109,9 @@ class BatchVerifier:
         on_device = torch.from_numpy(integers).to(self._device, non_blocking=True)
         token_ids, tree_parents, parameters, drafted = torch.split(on_device, [first, first, len(packed), len(drafts)])
         # Always the same kernels, which are compiled: filters cost little beside the launches.
+        typical = self._typical or any(one.verifier.lossy for one in asked)
         verdicts = self._verifier.sampled(
-            logits, token_ids, tree_parents, parameters, drafted if distributions else None, typical=self._typical
+            logits, token_ids, tree_parents, parameters, drafted if distributions else None, typical=typical
         )
         found = torch.cat([verdicts.tensor, self._verifier.lossy_rows]).cpu()
         host = Verdicts.over(found[: len(verdicts.tensor)], len(verdicts.accepted_counts))
@@ -137,29 +139,29 @@ class BatchVerifier:
         if not rows:
             return [()] * len(asked)
         found = torch.log_softmax(logits[self._integers(rows), : self._vocabulary_size].float(), dim=-1)
-        own = found.gather(1, self._integers(tokens)[:, None])
-        ids = _most_probable(found, min(most, self._vocabulary_size))
-        values = torch.cat([own, found.gather(1, ids)], dim=1).tolist()
-        listed, at = ids.tolist(), 0
+        own = found.gather(1, self._integers(tokens)[:, None])[:, 0].tolist()
+        listed, at = _most_probable(found, min(most, self._vocabulary_size)), 0
         results: list[tuple[TokenLogprobs, ...]] = []
         for one, walk in zip(asked, walks, strict=True):
             count = len(walk.accepted_rows) + 1 if one.verifier.logprobs is not None else 0
             top = one.verifier.logprobs or 0
-            results.append(tuple(_entry(values[row], listed[row], top) for row in range(at, at + count)))
+            results.append(tuple(TokenLogprobs(own[row], tuple(listed[row][:top])) for row in range(at, at + count)))
             at += count
         return results
 
 
-def _most_probable(logprobs: Tensor, count: int) -> Tensor:
-    """Ids [rows, count] of the greatest of logprobs [rows, V] fp32, the lower ids first among equals."""
-    # They are 0 or less, and the bits of negative numbers rise as integers where the numbers fall.
-    falling = logprobs.clamp(max=-0.0).view(torch.int32).to(torch.int64) & _BITS
-    keys = (_BITS - falling) << 32 | (_BITS - torch.arange(logprobs.shape[1], device=logprobs.device))
-    return _BITS - (torch.topk(keys, count, dim=1).values & _BITS)
-
-
-def _entry(values: Sequence[float], ids: Sequence[int], top: int) -> TokenLogprobs:
-    """A token's entry from its own log-probability, followed by the greatest ones. Those of no probability are left
-    out."""
-    listed = zip(ids[:top], values[1 : top + 1], strict=False)
-    return TokenLogprobs(values[0], tuple((token, value) for token, value in listed if math.exp(value) > 0))
+def _most_probable(logprobs: Tensor, count: int) -> list[list[tuple[int, float]]]:
+    """Of each row of logprobs [rows, V] fp32 the ids and values of the `count` greatest, the lower ids first among
+    equals. Those of no probability are left out."""
+    if not count:
+        return [[]] * len(logprobs)
+    values, ids = torch.topk(logprobs, min(count + _SPARE, logprobs.shape[1]), dim=1)
+    found = []
+    for row, (own_values, own_ids) in enumerate(zip(values.tolist(), ids.tolist(), strict=True)):
+        if own_values[-1] == own_values[count - 1] and len(own_ids) < logprobs.shape[1]:
+            # More are as probable as the last one than were asked for: any of them may have come.
+            ranked, order = torch.sort(logprobs[row], descending=True, stable=True)
+            own_values, own_ids = ranked[:count].tolist(), order[:count].tolist()
+        entries = sorted(zip(own_ids, own_values, strict=True), key=lambda entry: (-entry[1], entry[0]))
+        found.append([(token, value) for token, value in entries[:count] if math.exp(value) > 0])
+    return found

@@ -106,8 +106,14 @@ def test_the_logits_are_left_as_they_are() -> None:
 
 def test_the_most_probable_of_equals_are_the_first() -> None:
     logprobs = torch.tensor([[-1.0, -0.5, -0.5, -torch.inf, 0.0, -1.0], [-2.0] * 5 + [-0.0]])
-    assert _most_probable(logprobs, 6).tolist() == [[4, 1, 2, 0, 5, 3], [5, 0, 1, 2, 3, 4]]
+    listed = [[token for token, _ in row] for row in _most_probable(logprobs, 6)]
+    assert listed == [[4, 1, 2, 0, 5], [5, 0, 1, 2, 3, 4]], "one has no probability"
     noise = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0)).round(decimals=1)
     found = torch.log_softmax(noise, dim=-1)
     expected = torch.sort(found, dim=-1, descending=True, stable=True).indices[:, :20]
-    assert torch.equal(_most_probable(found, 20), expected)
+    for count in (1, 20):
+        rows = _most_probable(found, count)
+        assert [[token for token, _ in row] for row in rows] == expected[:, :count].tolist()
+        assert [[value for _, value in row] for row in rows] == found.gather(1, expected)[:, :count].tolist()
+    # As many equals as there are tokens.
+    assert _most_probable(torch.full((1, 200), -5.0), 3) == [[(0, -5.0), (1, -5.0), (2, -5.0)]]
