@@ -122,6 +122,23 @@ async def test_health_is_heard_while_every_place_is_taken(echo: Any) -> None:
         assert await healthy(server.address)
 
 
+async def test_probes_without_a_request_keep_no_probe_out(echo: Any) -> None:
+    """They held the places of health calls until their requests were due."""
+    limit = CallLimits().health
+    async with echo.serving(echo.Echo()) as server, AsyncExitStack() as stack:
+        waiting = []
+        for _ in range(3):
+            channel = await stack.enter_async_context(grpc.aio.insecure_channel(server.address, options=FRESH))
+            waiting += [headers_alone(channel, "/grpc.health.v1.Health/Check") for _ in range(limit)]
+        # The first are ended for the others, long before their requests are due.
+        ended, _ = await asyncio.wait([asyncio.ensure_future(error_of(call)) for call in waiting[:limit]], timeout=8)
+        assert {type(call.result()) for call in ended} == {DeadlineExceeded} and len(ended) == limit
+        for _ in range(3):
+            assert await healthy(server.address)
+        for call in waiting:
+            call.cancel()
+
+
 async def test_those_who_watch_health_take_nobodys_place(echo: Any) -> None:
     limit = CallLimits().health
     async with echo.serving(echo.Echo(), max_concurrent_calls=4) as server, AsyncExitStack() as stack:

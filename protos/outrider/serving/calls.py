@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from outrider.errors import QuotaExceeded
@@ -36,6 +37,29 @@ class CallLimits:
     def backstop(self) -> int:
         """Of the whole server, with room for calls that are about to be refused."""
         return self.total + 3 * self.health + self.refused
+
+
+class Unread:
+    """Calls whose request is still to come. Beyond `most`, the oldest is ended for each new one: whoever sends its
+    request with the headers, as every client does, is read before others push it out."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._deadlines: list[asyncio.Timeout] = []
+
+    @asynccontextmanager
+    async def within(self, seconds: float) -> AsyncIterator[None]:
+        """Wait for a request. Raises `TimeoutError` after `seconds`, or when too many others wait."""
+        if len(self._deadlines) >= self._most:
+            self._deadlines.pop(0).reschedule(asyncio.get_running_loop().time())
+        async with asyncio.timeout(seconds) as deadline:
+            self._deadlines.append(deadline)
+            try:
+                yield
+            finally:
+                # It is gone already where the call was ended for another.
+                if deadline in self._deadlines:
+                    self._deadlines.remove(deadline)
 
 
 class Calls:

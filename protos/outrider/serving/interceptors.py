@@ -23,7 +23,7 @@ from outrider.errors import (
     Unauthenticated,
 )
 from outrider.serving import health
-from outrider.serving.calls import Calls
+from outrider.serving.calls import Calls, Unread
 from outrider.serving.pacing import RefusalPace, is_large
 from outrider.serving.refusals import RefusalLog
 from outrider.serving.tenancy import Authenticator, set_current_caller
@@ -126,13 +126,14 @@ def _first_message_within(handler: Handler, seconds: float) -> Handler:
     return wrapped
 
 
-def _request_within(handler: Handler, seconds: float) -> Handler:
+def _request_within(handler: Handler, seconds: float, unread: Unread | None = None) -> Handler:
     """`handler` of a single request as one that starts at the headers and reads the request itself.
 
     gRPC reads a single request before any handler runs: a caller that sends only headers would hold a place without
     authentication for as long as it likes, and gRPC would treat malformed bytes as a bug. Raises `DeadlineExceeded`
-    when the request takes longer than `seconds`, `InvalidField` for malformed bytes.
+    when the request takes longer than `seconds`, or too many are `unread`; `InvalidField` for malformed bytes.
     """
+    within = asyncio.timeout if unread is None else unread.within
     kind, _ = _KINDS[False, bool(handler.response_streaming)]
     _, make = _KINDS[True, bool(handler.response_streaming)]
     parse, inner = _checked(handler.request_deserializer), getattr(handler, kind)
@@ -140,7 +141,7 @@ def _request_within(handler: Handler, seconds: float) -> Handler:
     @asynccontextmanager
     async def read(_requests: Any, context: Context) -> AsyncIterator[Any]:
         try:
-            async with asyncio.timeout(seconds):
+            async with within(seconds):
                 request = await context.read()
         except TimeoutError:
             raise DeadlineExceeded("no request has come") from None
@@ -238,6 +239,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         self.authenticator = authenticator
         self._calls = calls
         self._pace = RefusalPace(calls.limits.refused)
+        self._unread_health = Unread(calls.limits.health)
         self._request_seconds = request_seconds
         self._first_message_seconds = first_message_seconds
 
@@ -271,6 +273,9 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
 
         if handler is None:
             return None
+        if for_health and not handler.request_streaming:
+            # It takes its place when its request is there: others could take all places with headers alone.
+            return _request_within(guarded(handler, guard), self._request_seconds, self._unread_health)
         if handler.request_streaming:
             return guarded(_first_message_within(handler, self._first_message_seconds), guard)
         return guarded(_request_within(handler, self._request_seconds), guard)
