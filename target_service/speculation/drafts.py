@@ -12,6 +12,7 @@ from outrider.drafting.draft_tree import GrowingTree
 from outrider.drafting.inbox import Connected, Disconnected, DraftEvent, DraftInbox, Lost
 from outrider.drafting.latency import DraftLatency
 from outrider.errors import InvalidField, NotSupported, OutriderError
+from outrider.log_limit import LogLimit
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.wire.frames import (
     DraftInfo,
@@ -56,6 +57,8 @@ class Drafting(DraftInbox):
         self._features = features
         self._link: DraftLink | None = None
         self._trees: dict[int, GrowingTree] = {}
+        # A draft can send a malformed growth for every sequence.
+        self._refusals = LogLimit()
         # Sequences that were opened on this stream so far.
         self._opened: set[int] = set()
         # Sequences that may be drafted for, and those of them that the draft has to be sent.
@@ -360,7 +363,9 @@ class Drafting(DraftInbox):
             self._refuse(growth.sequence_id, error)
 
     def _refuse(self, sequence_id: int, error: InvalidField) -> None:
-        log.warning("a malformed growth ends drafting for its sequence: %s", error)
+        others = self._refusals.due()
+        if others is not None:
+            log.warning("a malformed growth ends drafting for its sequence: %s (and %d like it)", error, others)
         del self._trees[sequence_id]
         self._note_refusal(sequence_id, error.reason)
         self._close([sequence_id])

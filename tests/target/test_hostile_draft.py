@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -204,6 +205,19 @@ def test_waiting_ends_though_the_draft_goes_on_about_something_else() -> None:
     begun = time.monotonic()
     waited = drafting.wait_for([SimpleNamespace(sequence_id=7)])  # type: ignore[list-item]
     assert waited > 0.05e9 and time.monotonic() - begun < 5.0
+
+
+def test_the_log_gets_one_line_about_many_malformed_growths(caplog: pytest.LogCaptureFixture) -> None:
+    drafting, _ = drafting_of(Drafting)
+    with caplog.at_level(logging.WARNING):
+        for number in range(1, 6):
+            drafting._trees[number] = GrowingTree([9], 0)
+            drafting._graft(replace(SENT, sequence_id=number, base_step=5))
+    assert not drafting._trees
+    assert [record.getMessage() for record in caplog.records] == [
+        "a malformed growth ends drafting for its sequence: growth.base_step: lies ahead of the sequence"
+        " (and 0 like it)"
+    ]
 
 
 async def flood(frame: draft_pb2.ProposeRequest, context: Any) -> None:
