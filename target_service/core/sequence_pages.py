@@ -21,6 +21,12 @@ class SequencePages:
         # Pages that the next in line needs; 0 if it would not fit without drafted rows either.
         self._kept_out = 0
 
+    @property
+    def scarce(self) -> bool:
+        """Whether pages that drafted rows did not need are worth giving back: a newcomer waits for them, or fewer are
+        free than are in use. Else the next pass is spared taking them again."""
+        return bool(self._kept_out) or self._cache.free_pages < self._cache.used_pages
+
     def reserve(self, sequence: Sequence, tokens: int) -> None:
         """Reserve pages for `tokens` of the sequence, or raise `OutOfPages` and change nothing."""
         missing = self._missing(sequence, tokens)

@@ -430,7 +430,7 @@ class EngineLoop:
 
     def _trim(self, step: Step) -> None:
         """Give back the pages of rows that `step` did not accept, but for those of the step under way."""
-        if not step.has_drafts:
+        if not step.has_drafts or not self.scheduler.pages.scarce:
             return
         needed = self._ahead.keys if self._ahead is not None else {}
         for item in step.batch.items:
