@@ -63,7 +63,7 @@ class InprocessLink:
         self._events = events
         self._faults = FaultLog(drafter.name)
         self._admission = Admission(DraftConfig.max_sequences)
-        self._session: ProposeSession | None = ProposeSession(drafter, self._admission, DEFAULT_TENANT)
+        self._session: ProposeSession | None = ProposeSession(drafter, self._admission, DEFAULT_TENANT, self._faults)
         self._stopped = False
         events.on_connected(info_of(drafter, drafter.vocabulary_size))
 

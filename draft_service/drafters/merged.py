@@ -11,6 +11,7 @@ While one drafter computes on another device, the others compute here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from draft_service.drafters.base import (
@@ -109,10 +110,11 @@ class MergedDrafter(Drafter):
             part.advance(view, committed)
 
     def close(self, sequence: DraftSequence) -> None:
-        if sequence.state is not None:
-            for part, view in zip(self._parts, sequence.state, strict=True):
-                part.close(view)
-        sequence.state = sequence.features = None
+        views, sequence.state, sequence.features = sequence.state, None, None
+        # A part that fails keeps no other from forgetting the sequence.
+        with ExitStack() as ending:
+            for part, view in zip(self._parts, views, strict=True) if views else ():
+                ending.callback(part.close, view)
 
     def absorb(self, sequences: Sequence[DraftSequence]) -> None:
         """See `FeatureDrafter.absorb`."""

@@ -179,6 +179,27 @@ def test_a_part_that_fails_to_open_leaves_no_other_open() -> None:
     assert len(closed) == 1
 
 
+def test_a_part_that_fails_to_close_leaves_no_other_open() -> None:
+    closed: list[DraftSequence] = []
+
+    class Noting(PromptLookupDrafter):
+        def close(self, sequence: DraftSequence) -> None:
+            closed.append(sequence)
+
+    class Failing(PromptLookupDrafter):
+        def close(self, _: DraftSequence) -> None:
+            raise RuntimeError("a bug")
+
+    for parts in ((Noting, Failing), (Failing, Noting)):
+        merged = MergedDrafter(MergedConfig(), [part(PromptLookupConfig()) for part in parts])
+        sequence = DraftSequence(1, [1, 2], 1, VOCABULARY)
+        merged.open(sequence)
+        with pytest.raises(RuntimeError, match="a bug"):
+            merged.close(sequence)
+        assert sequence.state is None
+    assert len(closed) == 2
+
+
 @pytest.mark.parametrize("mode", [VerificationMode.GREEDY, VerificationMode.COUPLED], ids=["greedy", "coupled"])
 def test_bytes_say_what_trees_say(mode: VerificationMode) -> None:
     merged, _ = trie_and_head()
