@@ -24,6 +24,7 @@ from draft_service.drafters.base import (
     MakePart,
     device_of,
     features_of,
+    fingerprint_of,
     tree_limits,
 )
 from draft_service.drafters.grown import ArrayDrafter, Computed, Grown, Pending, in_order
@@ -72,6 +73,10 @@ class MergedDrafter(Drafter):
         if len(vocabularies) > 1:
             raise NotSupported(f"the merged drafters have vocabularies of {sorted(vocabularies)}")
         self.vocabulary_size = max(vocabularies, default=0)
+        tokenizers = {fingerprint_of(part) for part in parts} - {""}
+        if len(tokenizers) > 1:
+            raise NotSupported("the merged drafters were made for different tokenizers")
+        self.tokenizer_fingerprint = max(tokenizers, default="")
         wanted = [request for part in parts if (request := features_of(part)) is not None]
         if len(wanted) > 1:
             raise NotSupported("more than one of the merged drafters reads features")

@@ -14,7 +14,7 @@ from draft_service import in_process as inprocess
 from draft_service.drafters.base import DraftSequence
 from draft_service.in_process import InprocessLink, ThreadedLink, connect
 from draft_service.neural import devices
-from outrider.errors import NotSupported, UnknownCorpus
+from outrider.errors import NotSupported, UnknownCorpus, WrongVocabulary
 from outrider.settings import SettingsError
 from outrider.tree import TokenTree
 
@@ -241,3 +241,16 @@ def test_a_drafter_on_a_gpu_gets_a_thread(
     link = connect("random")(heard, VOCABULARY, "")
     link.stop()
     assert type(link) is kind and drafter.started == drafter.stopped == 1
+
+
+def test_a_head_of_another_tokenizer_is_refused(
+    drafter: ScriptedDrafter, heard: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter.tokenizer_fingerprint = "ab" * 32  # type: ignore[attr-defined]
+    monkeypatch.setattr(inprocess, "create", lambda *_: drafter)
+    with pytest.raises(WrongVocabulary, match="tokenizer"):
+        connect("random")(heard, VOCABULARY, "cd" * 32)
+    assert not drafter.started and not heard.infos
+    for fingerprint in ("", "ab" * 32):
+        connect("random")(heard, VOCABULARY, fingerprint).stop()
+        assert heard.infos[-1].tokenizer_fingerprint == "ab" * 32
