@@ -214,6 +214,7 @@ class ProposeSession:
             self._admission.leave()
             try:
                 self._drafter.close(tracked.draft)
+            # A bug at one sequence must not end the stream, which may carry every request of the target.
             except Exception as error:
                 self._faults.add(error)
 
