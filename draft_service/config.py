@@ -22,7 +22,9 @@ class DraftConfig:
 
     drafter: str = setting("trie", f"drafter: {', '.join(DRAFTERS)}, or MODULE:CLASS of your own")
     vocabulary_size: int = setting(0, "vocabulary that targets must have; 0 takes any", ge=0)
-    tokenizer_fingerprint: str = setting("", "SHA-256 of the tokenizer that targets must have; empty takes any")
+    tokenizer_fingerprint: str = setting(
+        "", "SHA-256 of the tokenizer that targets must have; empty takes that of the drafter's head, or any"
+    )
     max_sequences: int = setting(1024, "open sequences, over all streams; more are refused", ge=1)
 
     max_message_bytes: int = setting(MAX_MESSAGE_BYTES, "largest message accepted", ge=1024, le=MOST_MESSAGE_BYTES)

@@ -42,10 +42,11 @@ class FaultLog:
         """The error that the target gets for a sequence that failed. A bug is logged, and its text is not sent."""
         if isinstance(error, OutriderError):
             return error
-        self._add(error)
+        self.add(error)
         return OutriderError("internal error")
 
-    def _add(self, error: Exception) -> None:
+    def add(self, error: Exception) -> None:
+        """Log a bug that no target hears of."""
         others = self._limit.due(type(error).__name__)
         if others is None:
             return

@@ -15,7 +15,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from draft_service.config import DraftConfig, drafter_config
-from draft_service.drafters.base import Drafter, create, device_of, info_of
+from draft_service.drafters.base import Drafter, create, device_of, fingerprint_of, info_of
 from draft_service.faults import DrafterFailed, FaultLog, text_of
 from draft_service.session import Admission, ProposeSession
 from outrider.errors import DraftUnavailable, WrongVocabulary
@@ -44,11 +44,14 @@ def connect(argument: str) -> Callable[[DraftEvents, int, str], InprocessLink]:
     settings_of = partial(drafter_config, environment=os.environ, path=Path(path) if path else None)
     drafter = create(argument, settings_of(argument), settings_of)
 
-    def link(events: DraftEvents, vocabulary_size: int, _tokenizer_fingerprint: str) -> InprocessLink:
+    def link(events: DraftEvents, vocabulary_size: int, tokenizer_fingerprint: str) -> InprocessLink:
         if drafter.vocabulary_size not in (0, vocabulary_size):
             raise WrongVocabulary(
                 f"the draft's vocabulary has {drafter.vocabulary_size} tokens, the target's {vocabulary_size}"
             )
+        own = fingerprint_of(drafter)
+        if own and tokenizer_fingerprint not in ("", own):
+            raise WrongVocabulary("the draft was made for another tokenizer")
         drafter.start()
         return ThreadedLink(drafter, events) if device_of(drafter) != "cpu" else InprocessLink(drafter, events)
 
@@ -63,7 +66,7 @@ class InprocessLink:
         self._events = events
         self._faults = FaultLog(drafter.name)
         self._admission = Admission(DraftConfig.max_sequences)
-        self._session: ProposeSession | None = ProposeSession(drafter, self._admission, DEFAULT_TENANT)
+        self._session: ProposeSession | None = ProposeSession(drafter, self._admission, DEFAULT_TENANT, self._faults)
         self._stopped = False
         events.on_connected(info_of(drafter, drafter.vocabulary_size))
 

@@ -93,7 +93,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     async def Propose(  # type: ignore[override]
         self, _requests: AsyncIterator[draft_pb2.ProposeRequest], context: ProposeContext
     ) -> None:
-        session = ProposeSession(self._drafter, self._admission, current_tenant())
+        session = ProposeSession(self._drafter, self._admission, current_tenant(), self._faults)
         trace = StreamTrace(self._tracing, context.invocation_metadata(), self._info.drafter)
         stream = _ProposeStream(session, self.metrics, trace, self._faults)
         inbox = Inbox(context.read)

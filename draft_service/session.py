@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from draft_service.drafters.base import Drafter, DraftSequence, FeatureDrafter, tree_limits
 from draft_service.drafters.grown import ArrayDrafter, Grown, Pending
-from draft_service.faults import DrafterFailed
+from draft_service.faults import DrafterFailed, FaultLog
 from draft_service.tracked import Tracked
 from outrider.errors import (
     Draining,
@@ -96,8 +96,10 @@ class ProposeSession:
     slowly gets one growth per sequence, for the newest step, and not a queue of stale ones.
     """
 
-    def __init__(self, drafter: Drafter, admission: Admission, caller: str) -> None:
+    def __init__(self, drafter: Drafter, admission: Admission, caller: str, faults: FaultLog | None = None) -> None:
+        """`faults` has the bugs that no caller hears of."""
         self._drafter = drafter
+        self._faults = faults or FaultLog(drafter.name)
         self._arrays = drafter if isinstance(drafter, ArrayDrafter) else None
         # Sequences whose whole trees are still being grown.
         self._rest: tuple[list[Tracked], Pending] | None = None
@@ -202,14 +204,19 @@ class ProposeSession:
                 self._drafter.absorb(drafts)
 
     def close(self, sequence_ids: Iterable[int]) -> None:
-        """End sequences; ids that are not open are ignored. An error of the drafter is raised once all are ended."""
-        with ExitStack() as ending:
-            for sequence_id in sequence_ids:
-                tracked = self._open.pop(sequence_id, None)
-                self._due.pop(sequence_id, None)
-                if tracked is not None:
-                    self._admission.leave()
-                    ending.callback(self._drafter.close, tracked.draft)
+        """End sequences; ids that are not open are ignored. An error of the drafter is only logged: the sequence is
+        over anyway, and the others go on."""
+        for sequence_id in sequence_ids:
+            tracked = self._open.pop(sequence_id, None)
+            self._due.pop(sequence_id, None)
+            if tracked is None:
+                continue
+            self._admission.leave()
+            try:
+                self._drafter.close(tracked.draft)
+            # A bug at one sequence must not end the stream, which may carry every request of the target.
+            except Exception as error:
+                self._faults.add(error)
 
     def end(self) -> None:
         """End every sequence: the stream is over, with close frames or without."""

@@ -22,7 +22,7 @@ from draft_service.drafters.base import DrafterSpec, DraftSequence
 from draft_service.neural.config import NeuralConfig
 from draft_service.neural.network import Network, RowOutput
 from draft_service.neural.tail_attention import Attend
-from draft_service.neural.tree_drafting import CacheEntry, Extension
+from draft_service.neural.tree_drafting import CacheEntry, Extension, TreeRequest
 from draft_service.neural_drafter import CachingDrafter
 from outrider.errors import NotSupported
 from outrider.hub import check_fetchable
@@ -128,15 +128,26 @@ class ModelDrafter(CachingDrafter):
         }
 
     def _ready(self, sequence: DraftSequence) -> bool:
-        return self._has_room(sequence, len(sequence.token_ids) - sequence.state.entries)
+        return self._has_room(sequence, _unread(sequence))
 
     def _read(self, sequences: Sequence[DraftSequence]) -> None:
+        """On a CPU at most `max_rows` rows, of the sequences with the fewest first: other streams and the pings of
+        targets wait meanwhile, and a long prompt would take longer than targets wait. A GPU has a thread of its own."""
+        room = self._config.max_rows if self.device == "cpu" else None
         extensions = []
-        for sequence in sequences:
+        for sequence in sorted(sequences, key=_unread):
             entries = sequence.state.entries
-            extensions.append(Extension(sequence.state, sequence.token_ids[entries:], entries))
-            self._rows += len(sequence.token_ids) - entries
+            tokens = sequence.token_ids[entries:][:room]
+            extensions.append(Extension(sequence.state, tokens, entries))
+            self._rows += len(tokens)
+            room = None if room is None else room - len(tokens)
         self.drafting.extend(extensions)
+
+    def _prepare(self, sequences: Sequence[DraftSequence]) -> tuple[list[int], list[TreeRequest]]:
+        """A sequence that is not read to its end has no tree; a later call goes on with it."""
+        places, wanted = super()._prepare(sequences)
+        found = [pair for pair in zip(places, wanted, strict=True) if not _unread(pair[1].sequence)]
+        return [place for place, _ in found], [request for _, request in found]
 
     def _load_network(self) -> Network:
         config = self._config
@@ -165,6 +176,12 @@ class ModelDrafter(CachingDrafter):
         self.drafting.forget(entry)
         if (found - expected).norm() > _TOLERANCE * expected.norm():
             raise NotSupported("this model's attention is not plain causal attention; it cannot draft")
+
+
+def _unread(sequence: DraftSequence) -> int:
+    """Tokens that the model has not read."""
+    entries: int = sequence.state.entries
+    return len(sequence.token_ids) - entries
 
 
 def _settings_of(source: str) -> PretrainedConfig:

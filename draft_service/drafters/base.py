@@ -161,12 +161,17 @@ def features_of(drafter: object) -> FeatureRequest | None:
     return drafter.features if isinstance(drafter, FeatureDrafter) else None
 
 
+def fingerprint_of(drafter: object) -> str:
+    """The fingerprint of the tokenizer that a drafter was made for: its attribute `tokenizer_fingerprint`, or empty."""
+    return str(getattr(drafter, "tokenizer_fingerprint", ""))
+
+
 def info_of(drafter: Drafter, vocabulary_size: int, tokenizer_fingerprint: str = "") -> DraftInfo:
-    """A drafter's description for targets: limits, features, vocabulary and tokenizer."""
+    """A drafter's description for targets: limits, features, vocabulary and tokenizer, by default the drafter's own."""
     return DraftInfo(
         drafter=drafter.name,
         vocabulary_size=vocabulary_size,
-        tokenizer_fingerprint=tokenizer_fingerprint,
+        tokenizer_fingerprint=tokenizer_fingerprint or fingerprint_of(drafter),
         limits=drafter.limits,
         max_context=drafter.max_context,
         version=__version__,

@@ -11,6 +11,7 @@ While one drafter computes on another device, the others compute here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from draft_service.drafters.base import (
@@ -23,6 +24,7 @@ from draft_service.drafters.base import (
     MakePart,
     device_of,
     features_of,
+    fingerprint_of,
     tree_limits,
 )
 from draft_service.drafters.grown import ArrayDrafter, Computed, Grown, Pending, in_order
@@ -71,6 +73,10 @@ class MergedDrafter(Drafter):
         if len(vocabularies) > 1:
             raise NotSupported(f"the merged drafters have vocabularies of {sorted(vocabularies)}")
         self.vocabulary_size = max(vocabularies, default=0)
+        tokenizers = {fingerprint_of(part) for part in parts} - {""}
+        if len(tokenizers) > 1:
+            raise NotSupported("the merged drafters were made for different tokenizers")
+        self.tokenizer_fingerprint = max(tokenizers, default="")
         wanted = [request for part in parts if (request := features_of(part)) is not None]
         if len(wanted) > 1:
             raise NotSupported("more than one of the merged drafters reads features")
@@ -109,10 +115,11 @@ class MergedDrafter(Drafter):
             part.advance(view, committed)
 
     def close(self, sequence: DraftSequence) -> None:
-        if sequence.state is not None:
-            for part, view in zip(self._parts, sequence.state, strict=True):
-                part.close(view)
-        sequence.state = sequence.features = None
+        views, sequence.state, sequence.features = sequence.state, None, None
+        # A part that fails keeps no other from forgetting the sequence.
+        with ExitStack() as ending:
+            for part, view in zip(self._parts, views, strict=True) if views else ():
+                ending.callback(part.close, view)
 
     def absorb(self, sequences: Sequence[DraftSequence]) -> None:
         """See `FeatureDrafter.absorb`."""

@@ -5,6 +5,7 @@ A shared corpus is read only by sequences that name it, and only the tenant that
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from draft_service.ngram.trie import NgramTrie
 from outrider.errors import PermissionDenied, QuotaExceeded, UnknownCorpus
 from outrider.wire.frames import CorpusInfo
 
+log = logging.getLogger(__name__)
 # Most of the capacity for shared corpora, which are never dropped; tenants' tries keep the rest.
 _SHARED_SHARE = 0.5
 # Shared corpora of one tenant; each stays until its owner deletes it.
@@ -73,6 +75,15 @@ class Corpora:
     def tenant(self, name: str) -> NgramTrie:
         """The tenant's trie, made when missing."""
         return self._of_tenant(name).trie
+
+    def find_tenant(self, name: str) -> NgramTrie | None:
+        """The tenant's trie; None if it has learnt nothing (any more)."""
+        with self._lock:
+            owned = self._tenants.get(name)
+            if owned is None:
+                return None
+            self._tenants.move_to_end(name)
+            return owned.trie
 
     def shared(self, name: str) -> NgramTrie:
         """A shared corpus. Raises `UnknownCorpus`."""
@@ -209,6 +220,11 @@ class Corpora:
             except ValueError:
                 unsound.append(item)
                 continue
+            if trie.used < len(item.rows):
+                log.warning(
+                    "a trie of the snapshot is cut from %d to %d nodes, since it may have %d now: tenant %r, %r",
+                    *(len(item.rows), trie.used, capacity, item.tenant, item.corpus),
+                )
             owned = _OwnedTrie(item.tenant, trie, item.documents)
             if item.corpus:
                 shared[item.corpus] = owned

@@ -209,7 +209,9 @@ class NgramDrafter(Drafter):
             if pair is None:
                 # One that was deleted since the open is none.
                 shared = (self._corpora.find_shared(sequence.corpus) if sequence.corpus else None) or self._nothing
-                for trie in (tenant := self._corpora.tenant(sequence.tenant), shared):
+                # Looked up only: to ask for trees of a tenant must take no room.
+                tenant = self._corpora.find_tenant(sequence.tenant) or self._nothing
+                for trie in (tenant, shared):
                     if places.setdefault(id(trie), len(tries)) == len(tries):
                         tries.append(trie)
                 pair = numbers[names] = places[id(tenant)], places[id(shared)]

@@ -150,15 +150,19 @@ class NgramTrie:
 
     @classmethod
     def restored(cls, rows: Rows, depth: int, capacity: int, half_life_log2: int) -> NgramTrie:
-        """A trie from the used rows of another. Raises `ValueError` unless they are sound."""
-        trie = cls(depth, capacity, half_life_log2, first_rows=len(rows))
-        if rows.dtype != np.int32 or rows.ndim != 2 or rows.shape[1] != COLUMNS or not 1 <= len(rows) <= capacity:
-            raise ValueError(f"rows must be int32 [1..{capacity}, {COLUMNS}], are {rows.dtype} {rows.shape}")
+        """A trie from the used rows of another, cut if they are more than `capacity`. Raises `ValueError` unless they
+        are sound."""
+        if rows.dtype != np.int32 or rows.ndim != 2 or rows.shape[1] != COLUMNS or not len(rows):
+            raise ValueError(f"rows must be int32 [1.., {COLUMNS}], are {rows.dtype} {rows.shape}")
+        trie = cls(depth, max(capacity, len(rows)), half_life_log2, first_rows=len(rows))
         if not sound(np.ascontiguousarray(rows)):
             raise ValueError("rows do not form a trie")
         trie.used = len(rows)
         trie.rows[: len(rows)] = rows
         enter_all(trie.rows, trie.slots, trie.used)
+        if len(rows) > capacity:
+            trie.evict(int(capacity * _KEEP_SHARE))
+            return cls.restored(trie.rows[: trie.used], depth, capacity, half_life_log2)
         return trie
 
 

@@ -14,7 +14,7 @@ from draft_service import in_process as inprocess
 from draft_service.drafters.base import DraftSequence
 from draft_service.in_process import InprocessLink, ThreadedLink, connect
 from draft_service.neural import devices
-from outrider.errors import NotSupported, UnknownCorpus
+from outrider.errors import NotSupported, UnknownCorpus, WrongVocabulary
 from outrider.settings import SettingsError
 from outrider.tree import TokenTree
 
@@ -72,21 +72,30 @@ def test_a_long_conversation_never_runs_out_of_credit(link: InprocessLink, heard
     assert [growth.base_step for growth in heard.growths] == list(range(40))
 
 
-def test_a_bug_in_the_drafter_costs_the_drafts_only(
-    link: InprocessLink, heard: Listener, drafter: ScriptedDrafter
-) -> None:
-    def wrong(_: DraftSequence) -> None:
-        raise IndexError("a bug in the drafter")
-
+def test_a_draft_that_is_cut_off_costs_the_drafts_only(link: InprocessLink, heard: Listener) -> None:
     link.open(opening(1))
-    drafter.close = wrong  # type: ignore[method-assign]
-    link.close([1])
-    assert heard.losses == ["the drafter failed: IndexError: a bug in the drafter"]
+    link.cut_off("it says too much")
+    assert heard.losses == ["the drafter failed: it says too much"]
     link.open(opening(2))
     link.advance([step(1, 2)])
     link.close([1])
     link.stop()
     assert len(heard.losses) == 1
+
+
+def test_a_bug_at_the_end_of_a_sequence_costs_nothing_more(
+    link: InprocessLink, heard: Listener, drafter: ScriptedDrafter, caplog: pytest.LogCaptureFixture
+) -> None:
+    def wrong(_: DraftSequence) -> None:
+        raise IndexError("a bug in the drafter")
+
+    for sequence_id in (1, 2):
+        link.open(opening(sequence_id))
+    drafter.close = wrong  # type: ignore[method-assign]
+    link.close([1])
+    link.advance([step(1, 13, sequence_id=2)])
+    assert heard.connected and not heard.losses and heard.answered(2, 1)
+    assert "IndexError: a bug in the drafter" in caplog.text
 
 
 @pytest.mark.parametrize("call", ["open", "advance", "propose", "no tree"])
@@ -175,17 +184,13 @@ def test_a_drafter_that_failed_is_stopped_too(
 ) -> None:
     """Its learner's thread and its snapshot do not hang on what went wrong with a tree."""
 
-    def wrong(_: DraftSequence) -> None:
-        raise IndexError("a bug in the drafter")
-
-    drafter.close = wrong  # type: ignore[method-assign]
     link = kind(drafter, heard)
     link.open(opening(1))
-    link.close([1])
+    link.cut_off("it says too much")
     heard.until(lambda heard: heard.losses)
     link.stop()
     link.stop()
-    assert drafter.stopped == 1 and heard.losses == ["the drafter failed: IndexError: a bug in the drafter"]
+    assert drafter.stopped == 1 and heard.losses == ["the drafter failed: it says too much"]
 
 
 def test_stopping_does_what_came_before_it(drafter: ScriptedDrafter, heard: Listener) -> None:
@@ -236,3 +241,16 @@ def test_a_drafter_on_a_gpu_gets_a_thread(
     link = connect("random")(heard, VOCABULARY, "")
     link.stop()
     assert type(link) is kind and drafter.started == drafter.stopped == 1
+
+
+def test_a_head_of_another_tokenizer_is_refused(
+    drafter: ScriptedDrafter, heard: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter.tokenizer_fingerprint = "ab" * 32  # type: ignore[attr-defined]
+    monkeypatch.setattr(inprocess, "create", lambda *_: drafter)
+    with pytest.raises(WrongVocabulary, match="tokenizer"):
+        connect("random")(heard, VOCABULARY, "cd" * 32)
+    assert not drafter.started and not heard.infos
+    for fingerprint in ("", "ab" * 32):
+        connect("random")(heard, VOCABULARY, fingerprint).stop()
+        assert heard.infos[-1].tokenizer_fingerprint == "ab" * 32

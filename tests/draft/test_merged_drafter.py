@@ -12,7 +12,7 @@ from eagle_heads import VOCABULARY, make_head
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_service.drafters.base import CorpusDrafter, Drafter, DraftSequence, create, features_of
+from draft_service.drafters.base import CorpusDrafter, Drafter, DraftSequence, create, features_of, info_of
 from draft_service.drafters.grown import ArrayDrafter, Computed, Grown, Pending
 from draft_service.drafters.merged import MergedConfig, MergedDrafter
 from draft_service.drafters.merging import merge_grown, merge_trees
@@ -179,6 +179,27 @@ def test_a_part_that_fails_to_open_leaves_no_other_open() -> None:
     assert len(closed) == 1
 
 
+def test_a_part_that_fails_to_close_leaves_no_other_open() -> None:
+    closed: list[DraftSequence] = []
+
+    class Noting(PromptLookupDrafter):
+        def close(self, sequence: DraftSequence) -> None:
+            closed.append(sequence)
+
+    class Failing(PromptLookupDrafter):
+        def close(self, _: DraftSequence) -> None:
+            raise RuntimeError("a bug")
+
+    for parts in ((Noting, Failing), (Failing, Noting)):
+        merged = MergedDrafter(MergedConfig(), [part(PromptLookupConfig()) for part in parts])
+        sequence = DraftSequence(1, [1, 2], 1, VOCABULARY)
+        merged.open(sequence)
+        with pytest.raises(RuntimeError, match="a bug"):
+            merged.close(sequence)
+        assert sequence.state is None
+    assert len(closed) == 2
+
+
 @pytest.mark.parametrize("mode", [VerificationMode.GREEDY, VerificationMode.COUPLED], ids=["greedy", "coupled"])
 def test_bytes_say_what_trees_say(mode: VerificationMode) -> None:
     merged, _ = trie_and_head()
@@ -262,6 +283,18 @@ def test_what_cannot_be_merged_is_refused() -> None:
     others = [make_drafter(), _Foreign(PromptLookupConfig())]
     with pytest.raises(NotSupported, match="vocabularies"):
         MergedDrafter(MergedConfig(), others)
+
+
+def test_the_tokenizer_is_that_of_the_part_that_has_one() -> None:
+    def head(fingerprint: str) -> Drafter:
+        drafter = PromptLookupDrafter(PromptLookupConfig())
+        drafter.tokenizer_fingerprint = fingerprint  # type: ignore[attr-defined]
+        return drafter
+
+    merged = MergedDrafter(MergedConfig(), [PromptLookupDrafter(PromptLookupConfig()), head("ab" * 32), head("")])
+    assert info_of(merged, VOCABULARY).tokenizer_fingerprint == "ab" * 32
+    with pytest.raises(NotSupported, match="tokenizers"):
+        MergedDrafter(MergedConfig(), [head("ab" * 32), head("cd" * 32)])
 
 
 class _Foreign(PromptLookupDrafter):

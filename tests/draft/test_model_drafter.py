@@ -77,6 +77,8 @@ def test_the_tree_is_that_of_the_models_own_forward(family: str, folders: dict[s
     for length in (6, 7, 7, 12, 30):
         sequence.token_ids.extend(tokens[len(sequence.token_ids) : length])
         (tree,) = drafter.propose([sequence])
+        while sequence.state.entries < length:
+            (tree,) = drafter.propose([sequence])
         context = tokens[:length]
         same_tree(tree, plain_growth(context[-1], lambda path, c=context: distribution_after(model, [*c, *path])))
     drafter.close(sequence)
@@ -86,6 +88,24 @@ def test_the_tree_is_that_of_the_models_own_forward(family: str, folders: dict[s
         "model_read_rows_total": 30,
         "model_cache_full_total": 0,
     }
+
+
+def test_a_call_reads_a_bounded_number_of_rows(folders: dict[str, Path]) -> None:
+    drafter = make_drafter(folders["llama"], max_rows=8)
+    long, short = sequence_of(text(30)), sequence_of(text(5, 1))
+    read, drafted = [], []
+    for sequence in (long, short):
+        drafter.open(sequence)
+    for _ in range(5):
+        trees = drafter.propose([long, short])
+        read.append(drafter.stats()["model_read_rows_total"])
+        drafted.append([tree.drafted > 0 for tree in trees])
+    assert read == [8, 16, 24, 32, 35]
+    assert drafted == [[False, True]] * 4 + [[True, True]]
+    # What is read in parts is read as at once.
+    whole, again = make_drafter(folders["llama"]), sequence_of(long.token_ids)
+    whole.open(again)
+    same_tree(trees[0], whole.propose([again])[0])
 
 
 def test_a_batch_is_drafted_as_one_by_one(folders: dict[str, Path]) -> None:

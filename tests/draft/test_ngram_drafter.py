@@ -169,6 +169,14 @@ def test_a_tenant_stays_within_its_capacity() -> None:
         assert figures["trie_nodes"] <= 2_000 and figures["trie_evictions"] > 0
 
 
+@pytest.mark.parametrize("mode", LOSSLESS_MODES, ids=lambda mode: mode.value)
+def test_a_tenant_that_has_taught_nothing_takes_no_room(mode: VerificationMode) -> None:
+    with running(learn_prompts=False) as drafter:
+        for number in range(5):
+            assert drafted(drafter, [1, 2, 3, 1, 2], f"tenant-{number}", mode=mode).drafted
+        assert drafter.stats()["trie_tenants"] == 0
+
+
 def test_the_longest_idle_tenants_make_room() -> None:
     with running(tenant_capacity=1_000, corpus_capacity=1_000, capacity=4_000) as drafter:
         for number in range(20):

@@ -430,6 +430,15 @@ async def test_info_says_what_is_served() -> None:
         assert not info.HasField("features")
 
 
+async def test_the_tokenizer_of_a_head_is_told() -> None:
+    drafter = ScriptedDrafter()
+    drafter.tokenizer_fingerprint = "cd" * 32  # type: ignore[attr-defined]
+    for own, told in (("", "cd" * 32), ("ab" * 32, "ab" * 32)):
+        async with draft_over(drafter, vocabulary_size=VOCABULARY, tokenizer_fingerprint=own) as draft:
+            info = await draft.stub.GetDraftInfo(draft_pb2.GetDraftInfoRequest())
+            assert info.tokenizer_fingerprint == told
+
+
 async def test_health_is_told_per_service(draft: Draft) -> None:
     health = health_pb2_grpc.HealthStub(draft.channel)
     for name in ("", SERVICE_NAME):

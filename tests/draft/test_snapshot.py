@@ -10,6 +10,7 @@ import resource
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -316,6 +317,29 @@ class TestDrafter:
         loaded.tries[0].rows[0, SEEN] = -(2**31)
         save(tmp_path / FILE_NAME, loaded.tries, self.drafter(tmp_path)._settings())
         assert sum(count > 0 for count in self.known(tmp_path).values()) == 1
+
+    def test_a_trie_that_is_larger_than_it_may_be_now_is_cut(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        often, corpus = list(range(100, 110)), list(range(500, 900))
+        drafter = self.drafter(tmp_path)
+        for text in (*[often] * 5, list(range(400)), *[often] * 5):
+            drafter.add_corpus("a", "", text)
+        drafter.add_corpus("a", "shared", corpus)
+        drafter.stop()
+        small = NgramDrafter(TrieConfig(snapshot=str(tmp_path), tenant_capacity=1000, corpus_capacity=1000))
+        small._restore()
+        own, shared = small._corpora.tenant("a"), small._corpora.shared("shared")
+        assert 0 < own.used <= 1000 >= shared.used > 1 and len(own.rows) <= 1000
+        assert count(own, tuple(often[:3])) > 0
+        assert "cut" in caplog.text and "damaged" not in caplog.text
+        assert not (tmp_path / (FILE_NAME + ".refused")).exists()
+        # It learns as any other.
+        small.add_corpus("b", "", often)
+        small._learner.teach(200, partial(own.insert, np.arange(2000, 2200, dtype=np.int32)))
+        small.flush()
+        assert own.used <= 1000
+        small.stop()
 
     def test_a_full_disk_does_not_end_the_service(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)

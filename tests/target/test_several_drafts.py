@@ -191,7 +191,34 @@ def test_one_of_another_kind_is_left_alone(drafts: Drafts) -> None:
         several.open(opening(number))
     assert not drafts.links["b"].told
     drafts.links["a"].events.on_disconnected("gone")
-    assert drafts.heard.losses == ["gone"]
+    assert drafts.heard.losses == ["gone"] and drafts.heard.infos == [EAGLE, TRIE]
+
+
+def test_those_that_changed_one_after_the_other_are_used_once_the_last_is_gone(drafts: Drafts) -> None:
+    several = drafts.several("abc", TRIE)
+    links = drafts.links
+    for address in "ab":
+        links[address].events.on_disconnected("restarted")
+        links[address].events.on_connected(EAGLE)
+    several.open(opening(100))
+    assert drafts.home_of(100) == "c" and drafts.heard.infos == [TRIE]
+    links["c"].events.on_disconnected("restarted")
+    assert drafts.heard.losses == ["restarted"] and drafts.heard.infos == [TRIE, EAGLE]
+    for number in range(60):
+        several.open(opening(number))
+    assert {drafts.home_of(number) for number in range(60)} == {"a", "b"}
+    links["c"].events.on_connected(EAGLE)
+    assert drafts.heard.infos == [TRIE, EAGLE]
+
+
+def test_one_that_was_not_used_and_is_gone_is_not_waited_for(drafts: Drafts) -> None:
+    several = SeveralDrafts(["a", "b"], drafts.connect, drafts.heard)
+    drafts.links["a"].events.on_connected(EAGLE)
+    drafts.links["b"].events.on_connected(TRIE)
+    drafts.links["b"].events.on_disconnected("gone")
+    drafts.links["a"].events.on_disconnected("gone too")
+    several.open(opening(1))
+    assert drafts.heard.losses[-1] == "gone too" and TRIE not in drafts.heard.infos and not drafts.links["b"].told
 
 
 def test_the_one_that_says_most_is_cut_off(drafts: Drafts) -> None:

@@ -34,6 +34,8 @@ class _Member:
 
     address: str
     shared: SeveralDrafts
+    # What it is while it is connected, and the same while it is used.
+    offered: DraftInfo | None = None
     info: DraftInfo | None = None
     # Nodes received from it since a draft was last cut off.
     nodes: int = 0
@@ -139,36 +141,51 @@ class SeveralDrafts:
             self._events.on_failure(failure)
 
     def joined(self, member: _Member, info: DraftInfo) -> None:
-        """A draft is connected. It is not used if it differs from the first: a target supports one kind."""
+        """A draft is connected. It is not used while it differs from the first: a target supports one kind."""
         with self._lock:
-            if self._info is not None and replace(info, version=self._info.version) != self._info:
+            member.offered, member.info = info, None
+            first = self._take_up()
+            if member.info is None:
                 log.warning(
                     "draft %s at %s is not used: it is not what the other drafts are", info.drafter, member.address
                 )
-                return
-            member.info, first = info, self._info is None
-            self._info = self._info or info
-            log.info("draft %s at %s is connected", info.drafter, member.address)
-            if first:
-                self._homes.clear()
-        if first:
-            self._events.on_connected(info)
+        if first is not None:
+            self._events.on_connected(first)
 
     def left(self, member: _Member, reason: str) -> None:
         """A draft is disconnected, or could not be reached."""
         with self._lock:
-            was_connected, member.info = member.info is not None, None
+            was_connected, member.info, member.offered = member.info is not None, None, None
             others = any(one.info is not None for one in self._members)
             lost = [each for each, home in self._homes.items() if home is member]
             for sequence_id in lost:
                 del self._homes[sequence_id]
+            log.warning("no draft at %s: %s", member.address, reason)
             if not others:
                 self._info = None
-            log.warning("no draft at %s: %s", member.address, reason)
+            # Those that were not used beside the last one.
+            first = self._take_up()
         if not others:
             self._events.on_disconnected(reason)
         elif was_connected and lost:
             self._events.on_lost(lost)
+        if first is not None:
+            self._events.on_connected(first)
+
+    def _take_up(self) -> DraftInfo | None:
+        """Use every connected draft that is what the first is. Returns the description of a new first one."""
+        found: DraftInfo | None = None
+        for member in self._members:
+            offered = member.offered
+            if offered is None or member.info is not None:
+                continue
+            if self._info is None:
+                self._info = found = offered
+                self._homes.clear()
+            if replace(offered, version=self._info.version) == self._info:
+                member.info = offered
+                log.info("draft %s at %s is connected", offered.drafter, member.address)
+        return found
 
     def _home_of(self, sequence: OpenSequence) -> _Member | None:
         """The connected draft that shall follow a sequence, if any."""
