@@ -273,6 +273,14 @@ async def test_health_of_a_process_that_loads(running: Any, outrider: Any) -> No
     assert (await outrider("health", "--live", "--target", running.address))[0] == 1
 
 
+@pytest.mark.parametrize(("asked", "there"), [("target", "draft"), ("draft", "target")])
+async def test_health_of_a_service_of_the_other_kind(start_only: Any, outrider: Any, asked: str, there: str) -> None:
+    address = await start_only(there)
+    status, out, _ = await outrider("health", f"--{asked}", address)
+    assert status == 1 and f"{address} NOT_FOUND  what answers at --{asked} is no {asked} service" in out
+    assert "INTERNAL" not in out
+
+
 async def test_health_of_nobody(outrider: Any, unused_tcp_port: int) -> None:
     status, out, _ = await outrider("health", "--target", f"127.0.0.1:{unused_tcp_port}")
     assert status == 1 and "UNREACHABLE" in out
