@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from outrider.errors import Loading
-from outrider.settings import DRAFTERS
+from outrider.settings import DRAFTERS, SECTIONS
 from outrider.v1 import target_pb2
 from outrider_client.cli import main
 from outrider_client.terminal.loading import until_loaded
@@ -29,6 +29,14 @@ def test_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert "usage: outrider" in capsys.readouterr().out
 
 
+def test_help_names_every_table_of_the_settings_file(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = capsys.readouterr().out
+    # One of a drafter stands for all of them.
+    assert [name for name in SECTIONS - {*DRAFTERS, "drafter"} | {"trie"} if f"[{name}]" not in said] == []
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -38,6 +46,7 @@ def test_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         (["up", "--port", "many"], "--port: 'many' is not a whole number"),
         (["up", "--port", "0"], "--port: must be at least 1"),
         (["up", "--target-flags", "'"], "No closing quotation"),
+        (["up", "--gateway-flags=--x"], "--gateway-flags are for a gateway, which only --http starts"),
         (["generate", ""], "the prompt is empty"),
         (["generate", "x", "--mode", "guess"], "'guess' is not one of auto, greedy"),
         (["generate", "x", "--raw", "--system", "y"], "--raw leaves out"),
