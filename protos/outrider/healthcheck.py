@@ -15,6 +15,7 @@ from outrider.command_line import CommandParser
 from outrider.limits import TENANT_WORD
 from outrider.pem import check_authority
 from outrider.settings import SettingsError, read_text
+from outrider.unreachable import cause_of
 
 # Service names for probes. A service's own name and "", which clients and load balancers use, mean readiness.
 LIVENESS, READINESS = "liveness", "readiness"
@@ -22,7 +23,7 @@ LIVENESS, READINESS = "liveness", "readiness"
 
 def check(address: str, service: str = "", *, timeout: float = 3.0, ca: str = "", tokens: str = "") -> str:
     """The status of `service`, or of `LIVENESS` or `READINESS`: SERVING, NOT_SERVING, or the gRPC status of a call that
-    failed.
+    failed, with the cause where no connection was made.
 
     `ca` is a file of PEM roots and makes the call use TLS; `tokens` is a service's own file of `TOKEN TENANT` lines,
     whose first token is sent. Raises `SettingsError` for a file of tokens that cannot be read or holds none.
@@ -33,11 +34,13 @@ def check(address: str, service: str = "", *, timeout: float = 3.0, ca: str = ""
     with channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
-            response = stub.Check(
-                health_pb2.HealthCheckRequest(service=service), timeout=timeout, metadata=metadata, wait_for_ready=True
-            )
+            # Without `wait_for_ready`, which would hide the cause behind the deadline.
+            response = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout, metadata=metadata)
         except grpc.RpcError as error:
-            return str(error.code().name)
+            status = str(error.code().name)
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                return status
+            return f"{status}: {cause_of(error.details() or '')[0]}"
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))
 
 

@@ -67,6 +67,8 @@ class VerifySession:
         self._verifications: dict[int, _Verification] = {}
         self._outbox: asyncio.Queue[pb.VerifyResponse | None] = asyncio.Queue()
         self._taken = asyncio.Event()
+        # Set after each event of a sequence.
+        self._told = asyncio.Event()
 
     async def next(self) -> pb.VerifyResponse | None:
         """The next response; None after the last."""
@@ -75,7 +77,8 @@ class VerifySession:
         return response
 
     async def read(self, frames: AsyncIterator[pb.VerifyRequest]) -> None:
-        """Handle frames until they end. Sequences that were not closed by then are aborted.
+        """Handle frames until they end, and wait for the verdicts that are due then. Sequences that were not closed are
+        aborted after that.
 
         Reading pauses while more answers wait than the client may have sequences.
         """
@@ -85,6 +88,11 @@ class VerifySession:
                 while self._outbox.qsize() > self._max_sequences:
                     self._taken.clear()
                     await self._taken.wait()
+            # A client that has sent its last tree may still want the verdict. Where it has cancelled the call instead,
+            # which ends the frames too, this task is cancelled.
+            while any(verification.pending is not None for verification in self._verifications.values()):
+                self._told.clear()
+                await self._told.wait()
         finally:
             self.abort()
             self._outbox.put_nowait(None)
@@ -185,6 +193,7 @@ class VerifySession:
         verification = self._verifications.get(event.sequence_id)
         if verification is None:
             return
+        self._told.set()
         if isinstance(event, Verdict):
             verification.length += len(event.token_ids)
             verification.step = event.step + 1

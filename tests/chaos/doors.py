@@ -102,7 +102,7 @@ class Door:
     def __init__(self) -> None:
         self._handlers: list[Any] = []
         calls = Calls(CallLimits(1024), by_tenant=False)
-        self._interceptors = [ErrorInterceptor(), AuthInterceptor(Authenticator(), calls, 10.0, 10.0)]
+        self._interceptors = [ErrorInterceptor(), AuthInterceptor(Authenticator(), calls, 10.0, 10.0, 4096)]
         # By the status's name, and by call.
         self.statuses: Counter[str] = Counter()
         self.frames: Counter[str] = Counter()

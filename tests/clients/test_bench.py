@@ -21,7 +21,7 @@ from outrider_client.bench.report import ALL_TASKS, SCHEMA, cells, differing, pe
 from outrider_client.bench.runner import Plan, Runner
 from outrider_client.bench.samples import Mode, Sample
 from outrider_client.bench.session import make_plan
-from outrider_client.cli.bench import EXIT_DIFFERENT
+from outrider_client.cli.bench import EXIT_DIFFERENT, _verdict
 from outrider_client.client import Message
 from outrider_client.connection import Connection
 from outrider_client.terminal.options import BenchOptions, ClientOptions
@@ -207,6 +207,19 @@ async def test_differences_are_counted(prompts: Path) -> None:
     cell = next(cell for cell in found if (cell["task"], cell["mode"]) == (ALL_TASKS, "trie"))
     assert (cell["identical_to_plain"], cell["differing_outputs"]) == (False, 5)
     assert differing(found) == 5
+
+
+async def test_a_drafter_that_never_drafts_is_told_of_once(prompts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its figures would pass for those of a drafter that does not help."""
+    found, _, _ = await measured(plan_of(prompts))
+    document = {"results": found, "target": {"dtype": "bfloat16"}}
+    _verdict(document)
+    assert "drafted no token" not in capsys.readouterr().err
+    for cell in found:
+        cell["drafted_tokens"] = 0
+    assert _verdict(document) == 0
+    said = capsys.readouterr().err
+    assert said.count("drafted no token in any answer") == 1 and said.startswith("trie")
 
 
 def test_percentile() -> None:

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from outrider.errors import Loading
-from outrider.settings import DRAFTERS
+from outrider.settings import DRAFTERS, SECTIONS
 from outrider.v1 import target_pb2
 from outrider_client.cli import main
 from outrider_client.terminal.loading import until_loaded
@@ -29,6 +29,14 @@ def test_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert "usage: outrider" in capsys.readouterr().out
 
 
+def test_help_names_every_table_of_the_settings_file(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = capsys.readouterr().out
+    # One of a drafter stands for all of them.
+    assert [name for name in SECTIONS - {*DRAFTERS, "drafter"} | {"trie"} if f"[{name}]" not in said] == []
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -38,6 +46,7 @@ def test_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         (["up", "--port", "many"], "--port: 'many' is not a whole number"),
         (["up", "--port", "0"], "--port: must be at least 1"),
         (["up", "--target-flags", "'"], "No closing quotation"),
+        (["up", "--gateway-flags=--x"], "--gateway-flags are for a gateway, which only --http starts"),
         (["generate", ""], "the prompt is empty"),
         (["generate", "x", "--mode", "guess"], "'guess' is not one of auto, greedy"),
         (["generate", "x", "--raw", "--system", "y"], "--raw leaves out"),
@@ -271,6 +280,14 @@ async def test_health_of_a_process_that_loads(running: Any, outrider: Any) -> No
     assert (status, out) == (0, f"{running.address} SERVING  alive\n")
     running.server.health.set_live(False)
     assert (await outrider("health", "--live", "--target", running.address))[0] == 1
+
+
+@pytest.mark.parametrize(("asked", "there"), [("target", "draft"), ("draft", "target")])
+async def test_health_of_a_service_of_the_other_kind(start_only: Any, outrider: Any, asked: str, there: str) -> None:
+    address = await start_only(there)
+    status, out, _ = await outrider("health", f"--{asked}", address)
+    assert status == 1 and f"{address} NOT_FOUND  what answers at --{asked} is no {asked} service" in out
+    assert "INTERNAL" not in out
 
 
 async def test_health_of_nobody(outrider: Any, unused_tcp_port: int) -> None:

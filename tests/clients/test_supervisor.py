@@ -7,6 +7,7 @@ import errno
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 from child_processes import living_children
 from supervised import QUICK, SECONDS, Lines, failing, service
 
+from outrider_client.connection import Tls
 from outrider_client.local.process import Child, ServiceDied, ServiceSlow, wait_serving
 from outrider_client.local.supervisor import ServiceCommand, Supervisor
 
@@ -153,6 +155,21 @@ async def test_a_draft_that_refuses_its_settings_ends_the_whole(tmp_path: Path) 
     assert await asyncio.wait_for(supervisor.run(), SECONDS) == 2
     assert lines.count("outrider", "the draft service refuses its settings") == 1
     assert not living_children("hello from")
+
+
+async def test_a_target_that_tls_keeps_from_its_probe_is_told_of_once(tmp_path: Path) -> None:
+    lines, ready = Lines(), asyncio.Event()
+    target = replace(service("target", tmp_path), tls=Tls())
+    running = asyncio.create_task(Supervisor(target, None, lines.emit, QUICK).run(ready.set))
+    await lines.wait(
+        "outrider", f"waiting for the target on {target.address}, asked with the TLS settings of [client]:"
+    )
+    assert lines.count("outrider", "the server does not speak TLS") == 1 and not ready.is_set()
+    # Time for more probes, which have nothing new to say.
+    await asyncio.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await asyncio.wait_for(running, SECONDS) == 0
+    assert lines.count("outrider", "waiting for the target") == 1
 
 
 async def test_killed_target_is_a_failure(tmp_path: Path) -> None:

@@ -180,3 +180,17 @@ class TestRefusals:
             code, _ = await refused(target, asking(*[70000] * 2000))
             assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert await answers(target, asking(sampling={"max_tokens": 1}))
+
+    async def test_a_call_without_a_request_names_the_bound(
+        self, targets: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """To a handler, a request that is larger than gRPC takes looks like one that never came."""
+        async with targets(max_message_bytes=4096) as target:
+            call = target.channel.stream_stream("/outrider.v1.TargetService/Generate")()
+            await call.done_writing()
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call.read()
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        said = "request: is missing, or larger than the 4096 bytes of --max-message-bytes"
+        assert caught.value.details() == said
+        assert said in caplog.text and "Generate from ipv4:127.0.0.1:" in caplog.text

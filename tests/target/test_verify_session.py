@@ -135,6 +135,32 @@ class TestEnds:
         target.engine.paused.clear()
         await talk.silent()
 
+    async def test_verdicts_due_at_a_half_close_are_sent(self, talk: Conversation, target: Any) -> None:
+        first, second, idle = [await talk.open(10 * (i + 1)) for i in range(3)]
+        target.engine.paused.set()
+        await talk.send(tree(first.sequence_id, 0, 10))
+        await talk.send(tree(second.sequence_id, 0, 20, 21))
+        await talk.call.done_writing()
+        # Time for the end of the frames to be read; the verdicts come whether that was enough or not.
+        await asyncio.sleep(0.02)
+        target.engine.paused.clear()
+        said = {}
+        while (answer := await asyncio.wait_for(talk.call.read(), 60)) is not grpc.aio.EOF:
+            said[answer.verdict.sequence_id] = list(answer.verdict.token_ids)
+        assert said == {first.sequence_id: [11], second.sequence_id: [21, 22]}
+        assert await talk.call.code() is grpc.StatusCode.OK
+        await target.idle()
+        assert idle.sequence_id in target.engine.cancelled
+
+    async def test_cancelling_after_a_half_close_waits_for_no_verdict(self, talk: Conversation, target: Any) -> None:
+        opened = await talk.open()
+        target.engine.paused.set()
+        await talk.send(tree(opened.sequence_id, 0, 10))
+        await talk.call.done_writing()
+        talk.call.cancel()
+        await target.idle()
+        assert target.engine.cancelled == [opened.sequence_id]
+
     @pytest.mark.parametrize("how", ["cancel", "half-close", "channel", "deadline"])
     async def test_every_end_frees_everything(self, target: Any, how: str) -> None:
         """A cancelled stream looks like a clean end to a server, so both must abort what was not closed."""

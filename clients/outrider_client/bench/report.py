@@ -76,6 +76,16 @@ def differing(found: Iterable[Cell]) -> int:
     )
 
 
+def undrafted(found: Sequence[Cell]) -> list[Mode]:
+    """Modes with a drafter in whose answers nothing was drafted at all."""
+    drafted: dict[Mode, int] = {}
+    for cell in found:
+        mode = Mode(cell["mode"], cell["draft_placement"] or "")
+        if mode.drafts and cell["task"] == ALL_TASKS and cell["n"]:
+            drafted[mode] = drafted.get(mode, 0) + cell["drafted_tokens"]
+    return [mode for mode, tokens in drafted.items() if not tokens]
+
+
 def _answers(blocks: Iterable[Block]) -> dict[_Place, Sample]:
     return {
         (block.repeat, block.concurrency, request.prompt_id, request.turn): request.sample

@@ -25,8 +25,8 @@ start here:
   outrider tune --out outrider.toml      find the settings that pay here
 
 Every flag can also be set as OUTRIDER_<SECTION>_<FLAG> in the environment, or in a TOML file given with --config
-(or OUTRIDER_CONFIG), in a table named like the section: [client], [generate], [up], [bench], [tune], [target],
-[draft], [training].
+(or OUTRIDER_CONFIG), in a table named like the section: [client], [generate], [up], [bench], [tune], [demo], [target],
+[draft], [gateway], [training], and one for each drafter, such as [trie].
 The flag wins over the environment, and the environment over the file."""
 
 

@@ -124,13 +124,18 @@ def failure_line(error: OutriderError, service: str = "target") -> str:
     """The message for an error of a service, with the facts that it sent; or for a server that is not the expected
     `service`, target or draft."""
     if error.metadata.get("code") == _NO_METHOD:
-        return (
-            f"what answers at --{service} is no {service} service, or an older one: it does not have this call "
-            f"({_NO_METHOD}); a {service} service listens on port {_PORTS[service]} by default"
-        )
+        return wrong_service(service, f"it does not have this call ({_NO_METHOD})")
     # The message begins with the field's name already.
     facts = ", ".join(f"{name} {value}" for name, value in sorted(error.metadata.items()) if name != "field")
     return f"{error.message} ({error.reason}{f': {facts}' if facts else ''})"
+
+
+def wrong_service(service: str, why: str) -> str:
+    """The message for a server that is not the expected `service`, target or draft."""
+    return (
+        f"what answers at --{service} is no {service} service, or an older one: {why}; a {service} service listens on "
+        f"port {_PORTS[service]} by default"
+    )
 
 
 def run_command(command: Command, parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 from outrider.runtime import run
 from outrider_client.bench.plot import require_matplotlib, save_plot
 from outrider_client.bench.profile import profile_table
-from outrider_client.bench.report import differing
+from outrider_client.bench.report import differing, undrafted
 from outrider_client.bench.session import make_plan, measure, open_session
 from outrider_client.bench.table import figures_table
 from outrider_client.cli.base import Command, error_console, make_folders_of, options, table_console
@@ -87,9 +87,15 @@ class _Watcher(ProgressBar):
 
 
 def _verdict(document: dict[str, Any]) -> int:
-    """Report whether outputs were the same. Returns the exit status."""
+    """Report whether outputs were the same, and which drafter drafted nothing. Returns the exit status."""
     different = differing(document["results"])
     console = error_console()
+    for mode in undrafted(document["results"]):
+        console.print(
+            f"{mode.label} drafted no token in any answer: its figures are those of plain decoding, and the logs of "
+            "draft and target say why",
+            soft_wrap=True,
+        )
     if different and document["target"]["dtype"] == "float32":
         console.print(f"[bold red]{different} outputs differ from plain decoding, in fp32[/]")
         return EXIT_DIFFERENT

@@ -10,7 +10,7 @@ from rich.console import Console
 from outrider.errors import OutriderError
 from outrider.healthcheck import LIVENESS
 from outrider.runtime import run
-from outrider_client.cli.base import Command, options
+from outrider_client.cli.base import Command, options, wrong_service
 from outrider_client.client import Client
 from outrider_client.connection import Connection
 from outrider_client.draft import DraftClient
@@ -19,6 +19,8 @@ from outrider_client.terminal.options import ClientOptions
 
 # Without --timeout.
 _SECONDS = 5.0
+# gRPC's statuses of a health check that does not know the service, and of a server without health checks.
+_OTHER_SERVICE = ("NOT_FOUND", "UNIMPLEMENTED")
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
@@ -32,25 +34,39 @@ def _run(arguments: argparse.Namespace) -> int:
 
 async def _health(client: ClientOptions, draft_address: str, live: bool) -> int:
     console, timeout = Console(highlight=False), client.deadline or _SECONDS
+    service = "draft" if draft_address else "target"
     if live:
         address = draft_address or client.target
         connection = client.connection(address)
         try:
             return await _report(
-                console, address, lambda: connection.serving(LIVENESS, timeout), lambda: _describe_process(connection)
+                console,
+                address,
+                lambda: connection.serving(LIVENESS, timeout),
+                lambda: _describe_process(connection),
+                service,
             )
         finally:
             await connection.close()
     if draft_address:
         async with DraftClient(client.connection(draft_address)) as draft:
-            return await _report(console, draft_address, lambda: draft.serving(timeout), lambda: _describe_draft(draft))
+            return await _report(
+                console, draft_address, lambda: draft.serving(timeout), lambda: _describe_draft(draft), service
+            )
     async with Client(client.connection(client.target)) as target:
-        return await _report(console, client.target, lambda: target.serving(timeout), lambda: _describe_target(target))
+        return await _report(
+            console, client.target, lambda: target.serving(timeout), lambda: _describe_target(target), service
+        )
 
 
 async def _report(
-    console: Console, address: str, serving: Callable[[], Awaitable[bool]], describe: Callable[[], Awaitable[str]]
+    console: Console,
+    address: str,
+    serving: Callable[[], Awaitable[bool]],
+    describe: Callable[[], Awaitable[str]],
+    service: str,
 ) -> int:
+    """`service` is the kind that should answer: target or draft."""
     try:
         healthy = await serving()
         state = "SERVING" if healthy else "NOT_SERVING"
@@ -59,7 +75,11 @@ async def _report(
         console.print(f"{address} UNREACHABLE  {error.cause}", soft_wrap=True, markup=False)
         return 1
     except OutriderError as error:
-        console.print(f"{address} {error.reason}  {error.message}", soft_wrap=True, markup=False)
+        # A status without a reason, as of a server of another kind, has only its code.
+        reason, message = error.metadata.get("code", error.reason), error.message
+        if reason in _OTHER_SERVICE:
+            message = wrong_service(service, message)
+        console.print(f"{address} {reason}  {message}", soft_wrap=True, markup=False)
         return 1
     return 0 if healthy else 1
 

@@ -28,6 +28,8 @@ def _up(arguments: argparse.Namespace) -> int:
     # For health checks of a target that requires a token or uses TLS.
     reach = options(ClientOptions, "client", arguments)
     target_words, draft_words = flag_words(up.target_flags), flag_words(up.draft_flags)
+    if up.gateway_flags and not up.http:
+        raise SettingsError("--gateway-flags are for a gateway, which only --http starts")
     _check_free(up.host, up.port, "--port")
     http = _http_address(up.http)
     console = error_console()

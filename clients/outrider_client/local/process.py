@@ -136,8 +136,20 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-async def wait_serving(child: Child, address: str, timeout: float, token: str = "", tls: Tls | None = None) -> None:
-    """Return once `address` reports SERVING. Raises `ServiceDied` or `ServiceSlow`."""
+async def wait_serving(
+    child: Child,
+    address: str,
+    timeout: float,
+    token: str = "",
+    tls: Tls | None = None,
+    on_refused: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Return once `address` reports SERVING. Raises `ServiceDied` or `ServiceSlow`.
+
+    `on_refused` is called with the cause where no connection can be made for TLS, once for each cause: one that waiting
+    does not change.
+    """
+    refused, last = set[str](), ""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout
     connection = Connection(address, token=token, tls=tls)
@@ -146,10 +158,19 @@ async def wait_serving(child: Child, address: str, timeout: float, token: str = 
             if child.status is not None:
                 raise ServiceDied(child.name, await child.wait())
             # Any other error means that it listens but is not ready, or does not accept the token yet.
-            with contextlib.suppress(ServiceUnreachable, OutriderError):
+            try:
                 if await connection.serving(timeout=2.0):
                     return
+                last = ""
+            except ServiceUnreachable as error:
+                last = error.cause
+                if error.tls_problem is not None and last not in refused:
+                    refused.add(last)
+                    on_refused(last)
+            except OutriderError as error:
+                last = error.message
             await asyncio.sleep(_POLL_SECONDS)
-        raise ServiceSlow(f"the {child.name} service was not healthy after {timeout:.0f} s")
+        because = f": {last}" if last else ""
+        raise ServiceSlow(f"the {child.name} service was not healthy after {timeout:.0f} s{because}")
     finally:
         await connection.close()

@@ -157,8 +157,14 @@ class Supervisor:
             await _cancel(died, stopping, ready)
 
     async def _when_ready(self, target: Child, on_ready: Callable[[], None]) -> None:
+        command = self._target
+
+        def refused(cause: str) -> None:
+            asks = "with the TLS settings of [client]" if command.tls else "without TLS, as [client] has none"
+            self._emit("outrider", f"waiting for the target on {command.address}, asked {asks}: {cause}")
+
         try:
-            await wait_serving(target, self._target.address, self._times.start, self._target.token, self._target.tls)
+            await wait_serving(target, command.address, self._times.start, command.token, command.tls, refused)
         except ServiceDied:
             # `_run_target` reports it.
             return

@@ -126,12 +126,14 @@ def _first_message_within(handler: Handler, seconds: float) -> Handler:
     return wrapped
 
 
-def _request_within(handler: Handler, seconds: float, unread: Unread | None = None) -> Handler:
+def _request_within(handler: Handler, seconds: float, most_bytes: int, unread: Unread | None = None) -> Handler:
     """`handler` of a single request as one that starts at the headers and reads the request itself.
 
     gRPC reads a single request before any handler runs: a caller that sends only headers would hold a place without
     authentication for as long as it likes, and gRPC would treat malformed bytes as a bug. Raises `DeadlineExceeded`
-    when the request takes longer than `seconds`, or too many are `unread`; `InvalidField` for malformed bytes.
+    when the request takes longer than `seconds`, or too many are `unread`; `InvalidField` for malformed bytes and where
+    nothing can be read. `most_bytes` is what gRPC takes: of a larger request a handler sees only that none comes, while
+    its caller gets gRPC's own status.
     """
     within = asyncio.timeout if unread is None else unread.within
     kind, _ = _KINDS[False, bool(handler.response_streaming)]
@@ -146,7 +148,7 @@ def _request_within(handler: Handler, seconds: float, unread: Unread | None = No
         except TimeoutError:
             raise DeadlineExceeded("no request has come") from None
         if request is grpc.aio.EOF:
-            raise InvalidField("request", "is missing")
+            raise InvalidField("request", f"is missing, or larger than the {most_bytes} bytes of --max-message-bytes")
         yield request
 
     wrapped: Handler = make(_reading(inner, read), parse, handler.response_serializer)
@@ -200,6 +202,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             task = asyncio.current_task()
             assert task is not None
             self._running.add(task)
+            # Asked for now: a call that gRPC has ended has none.
+            peer = context.peer()
             try:
                 yield
             except asyncio.CancelledError:
@@ -208,7 +212,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 await _abort(context, self._ending)
             except OutriderError as error:
                 if isinstance(error, Unauthenticated | PermissionDenied) or _is_malformed(error):
-                    self._refusals.add(method, context.peer(), error)
+                    self._refusals.add(method, peer, error)
                 await _abort(context, error)
             except grpc.aio.AbortError:
                 raise
@@ -231,10 +235,15 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
     """
 
     def __init__(
-        self, authenticator: Authenticator, calls: Calls, request_seconds: float, first_message_seconds: float
+        self,
+        authenticator: Authenticator,
+        calls: Calls,
+        request_seconds: float,
+        first_message_seconds: float,
+        most_bytes: int,
     ) -> None:
         """`request_seconds`: time for a single request to arrive; `first_message_seconds`: for the first of a
-        stream."""
+        stream. `most_bytes` of a message are taken."""
         # May be replaced while the server runs.
         self.authenticator = authenticator
         self._calls = calls
@@ -242,6 +251,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         self._unread_health = Unread(calls.limits.health)
         self._request_seconds = request_seconds
         self._first_message_seconds = first_message_seconds
+        self._most_bytes = most_bytes
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -275,10 +285,11 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             return None
         if for_health and not handler.request_streaming:
             # It takes its place when its request is there: others could take all places with headers alone.
-            return _request_within(guarded(handler, guard), self._request_seconds, self._unread_health)
+            read = (self._request_seconds, self._most_bytes, self._unread_health)
+            return _request_within(guarded(handler, guard), *read)
         if handler.request_streaming:
             return guarded(_first_message_within(handler, self._first_message_seconds), guard)
-        return guarded(_request_within(handler, self._request_seconds), guard)
+        return guarded(_request_within(handler, self._request_seconds, self._most_bytes), guard)
 
 
 def _is_malformed(error: OutriderError) -> bool:

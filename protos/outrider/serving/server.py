@@ -113,7 +113,11 @@ class GrpcServer:
         self.admin_address = ""
         calls = Calls(options.call_limits, by_tenant=options.authenticator.required)
         self._auth = AuthInterceptor(
-            options.authenticator, calls, options.request_seconds, options.first_message_seconds
+            options.authenticator,
+            calls,
+            options.request_seconds,
+            options.first_message_seconds,
+            options.max_message_bytes,
         )
         self._errors = ErrorInterceptor()
         self._interceptors = [*interceptors, self._errors, self._auth]
