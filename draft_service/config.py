@@ -10,11 +10,11 @@ from typing import Any
 
 from draft_service.drafters.base import DRAFTERS, drafter_spec
 from outrider.busy_polling import BUSY_POLL_SECONDS, MOST_BUSY_POLL_SECONDS
-from outrider.settings import FIRST_MESSAGE_SECONDS, MAX_MESSAGE_BYTES, MOST_MESSAGE_BYTES, load, setting
+from outrider.settings import FIRST_MESSAGE_SECONDS, MAX_MESSAGE_BYTES, MOST_MESSAGE_BYTES, Settings, load, setting
 
 
 @dataclass(frozen=True)
-class DraftConfig:
+class DraftConfig(Settings):
     """Everything `python -m draft_service` takes, by flag, environment (`OUTRIDER_DRAFT_*`) or `[draft]` table."""
 
     listen: str = setting("127.0.0.1:50052", "address to serve on: HOST:PORT or unix:PATH")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from outrider.busy_polling import BUSY_POLL_SECONDS, MOST_BUSY_POLL_SECONDS
 from outrider.limits import TenantLimits
-from outrider.settings import FIRST_MESSAGE_SECONDS, MAX_MESSAGE_BYTES, MOST_MESSAGE_BYTES, setting
+from outrider.settings import FIRST_MESSAGE_SECONDS, MAX_MESSAGE_BYTES, MOST_MESSAGE_BYTES, Settings, setting
 
 # Equal to `tree_kernels.node_table.LOOKUP`, whose import would load torch.
 MOST_LOOKED_UP = 15
@@ -19,7 +19,7 @@ MAX_SEQUENCES = 1024
 
 
 @dataclass(frozen=True)
-class TargetConfig:
+class TargetConfig(Settings):
     """Everything `python -m target_service` takes, by flag, environment (`OUTRIDER_TARGET_*`) or `[target]` table."""
 
     model: str = setting("smollm2-135m-instruct", "model: a name from `outrider model list`, a folder, or a hub id")

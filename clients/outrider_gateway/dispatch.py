@@ -22,6 +22,8 @@ _ELSEWHERE = (ServiceUnreachable, Draining, EngineDead, Loading)
 # What is done with a chunk of the answer of an index. Reading goes on when it returns, so a slow reader is waited for.
 OnChunk = Callable[[int, Chunk], Awaitable[None]]
 OnResult = Callable[[int, Result], Awaitable[None]]
+# Is told the name of the model that answers, before anything of an answer.
+OnModel = Callable[[str], None]
 
 
 class Dispatcher:
@@ -47,13 +49,14 @@ class Dispatcher:
         self._arrived = arrived
         self._first_token_seen = False
 
-    async def run(self, on_chunk: OnChunk, on_result: OnResult) -> None:
+    async def run(self, on_model: OnModel, on_chunk: OnChunk, on_result: OnResult) -> None:
         """Write all answers. The first failure ends them all, as does cancelling; raises what calls raise."""
         if self._request.answers == 1:
-            await self._answer(0, on_chunk, on_result)
+            await self._answer(0, on_model, on_chunk, on_result)
             return
         tasks = [
-            asyncio.create_task(self._answer(index, on_chunk, on_result)) for index in range(self._request.answers)
+            asyncio.create_task(self._answer(index, on_model, on_chunk, on_result))
+            for index in range(self._request.answers)
         ]
         try:
             await asyncio.gather(*tasks)
@@ -62,7 +65,7 @@ class Dispatcher:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _answer(self, index: int, on_chunk: OnChunk, on_result: OnResult) -> None:
+    async def _answer(self, index: int, on_model: OnModel, on_chunk: OnChunk, on_result: OnResult) -> None:
         tried: list[Target] = []
         while True:
             target = self._targets.pick(self._key, self._request.model, tried)
@@ -71,6 +74,8 @@ class Dispatcher:
                 generation = self._begin(target, index)
                 try:
                     async for chunk in generation:
+                        if not begun and generation.started is not None:
+                            on_model(generation.started.model)
                         begun = True
                         self._observe_first_token()
                         await on_chunk(index, chunk)

@@ -102,7 +102,7 @@ class GenerationEndpoint:
                 if len(results) < request.answers:
                     await writer.write(last)
 
-            await dispatcher.run(on_chunk, on_result)
+            await dispatcher.run(builder.answered_by, on_chunk, on_result)
         if request.include_usage:
             last += builder.usage_event([results[index] for index in range(request.answers)])
         await writer.end(last, done=True)
@@ -119,7 +119,7 @@ class GenerationEndpoint:
             async def on_result(index: int, result: Result) -> None:
                 results[index] = result
 
-            await dispatcher.run(on_chunk, on_result)
+            await dispatcher.run(builder.answered_by, on_chunk, on_result)
         body = builder.whole([results[index] for index in range(request.answers)])
         await send_json(response.send, 200, body, response.id)
 

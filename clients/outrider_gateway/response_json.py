@@ -27,7 +27,8 @@ class ResponseBuilder:
     """Makes the JSON of one request's answers, from chunks and results in the order in which they come."""
 
     def __init__(self, request: GenerationRequest, model: str, texts: TokenTexts, end_token_ids: Sequence[int]) -> None:
-        """`model` is the served model's name. `end_token_ids` end answers, and are no part of their text."""
+        """`model` is the served model's name; empty where it is not known yet. `end_token_ids` end answers, and are no
+        part of their text."""
         self._request = request
         self._texts = texts
         ends = () if request.sampling.ignore_eos else end_token_ids
@@ -48,6 +49,10 @@ class ResponseBuilder:
     @property
     def id(self) -> str:
         return str(self._head["id"])
+
+    def answered_by(self, model: str) -> None:
+        """Name the model that answers, where no name was known when the request came."""
+        self._head["model"] = self._head["model"] or model
 
     def chunk(self, index: int, chunk: Chunk) -> bytes:
         """The events of a chunk; empty for one without text or anything else that was asked for."""

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from draft_service.drafters.base import Drafter, DrafterSpec, DraftSequence, tree_limits
 from outrider.sampling import VerificationMode
-from outrider.settings import setting
+from outrider.settings import Settings, setting
 from outrider.tree import MAX_DISTRIBUTION_WEIGHT, DraftDistribution, TokenTree
 from outrider.wire.frames import TreeLimits
 
 
 @dataclass(frozen=True)
-class RandomConfig:
+class RandomConfig(Settings):
     """Settings of the random drafter, section `[random]`."""
 
     random_nodes: int = setting(15, "most nodes of a tree, the root not counted; 0 proposes nothing", ge=0)

@@ -74,7 +74,7 @@ def setting(
         choices: the allowed values; empty for any.
         ge: a number must be at least this.
         gt: a number must be above this.
-        le: a number must be at most this.
+        le: a number must be at most this; without it a whole number must fit 64 bits with a sign.
         deprecated: why it is not needed any more; it is accepted with a warning.
         secret: it gets no flag, since every user of a machine can read the flags of its processes.
     """
@@ -130,6 +130,9 @@ def _check_bounds(value: Any, bounds: Mapping[str, float | None], source: str) -
         raise SettingsError(f"{source}: must be above {above}")
     if most is not None and not value <= most:
         raise SettingsError(f"{source}: must be at most {most}")
+    # What takes the number, such as a tensor or a message, has no more bits.
+    if most is None and isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise SettingsError(f"{source}: must fit 64 bits with a sign")
 
 
 def _convert(kind: type[Any], value: object) -> Any:

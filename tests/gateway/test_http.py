@@ -323,6 +323,16 @@ async def test_no_tokenizer_is_looked_for_by_a_callers_word(
         assert looked == []
 
 
+async def test_a_model_that_the_gateway_may_not_ask_for_is_named_by_its_answer(gateways: Any) -> None:
+    asked = {name: value for name, value in TEXT.items() if name != "model"}
+    bearer = {"authorization": f"Bearer {TOKEN}"}
+    async with gateways(serving={"authenticator": Authenticator({TOKEN: "acme"})}) as gateway:
+        whole = await gateway.http.post("/v1/completions", json={**asked, "n": 2}, headers=bearer)
+        streamed = await gateway.http.post("/v1/completions", json={**asked, "stream": True}, headers=bearer)
+    assert whole.json()["model"] == "counter"
+    assert '"model":"counter"' in streamed.text and '"model":""' not in streamed.text
+
+
 async def test_models_where_no_target_can_be_asked(
     gateways: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -243,6 +243,23 @@ def test_every_table_that_is_read_is_known() -> None:
     assert read == SECTIONS
 
 
+@pytest.mark.parametrize("config", [TargetConfig, DraftConfig])
+def test_services_check_bounds_where_a_program_makes_their_settings(config: type[Settings]) -> None:
+    with pytest.raises(SettingsError, match="--max-message-bytes: must be at least 1024"):
+        config(max_message_bytes=1)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("number", [2**63, 10**40])
+def test_a_whole_number_has_64_bits(number: int) -> None:
+    with pytest.raises(SettingsError, match="OUTRIDER_EXAMPLE_COUNT: must fit 64 bits with a sign"):
+        load(Example, "example", environment={"OUTRIDER_EXAMPLE_COUNT": str(number)})
+    with pytest.raises(SettingsError, match="--count: must fit 64 bits with a sign"):
+        from_flags("--count", str(-number - 1))
+    with pytest.raises(SettingsError, match="--kv-tokens: must fit 64 bits with a sign"):
+        TargetConfig(kv_tokens=number)
+    assert load(Example, "example", environment={"OUTRIDER_EXAMPLE_COUNT": str(2**63 - 1)}).count == 2**63 - 1
+
+
 def test_numbers_have_a_least_value() -> None:
     """One that cannot be meant is refused where it is given, and not by what breaks of it later."""
     services = [

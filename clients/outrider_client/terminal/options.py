@@ -6,7 +6,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.sampling import SamplingParams, TypicalAcceptance, VerificationMode
+from outrider.sampling import MAX_SEED, SamplingParams, TypicalAcceptance, VerificationMode
 from outrider.settings import DRAFTERS, Settings, SettingsError, read_text, setting
 from outrider_client.connection import Connection, Tls
 from outrider_client.generation import Speculation
@@ -82,7 +82,7 @@ class GenerateOptions(Settings):
     frequency_penalty: float = setting(0.0, "subtracted from tokens once per occurrence in the output")
     min_tokens: int = setting(0, "tokens before the output may end")
     ignore_eos: bool = setting(False, "go on past the model's end tokens")
-    seed: int | None = setting(None, "seed of sampling; drawn by the target when none")
+    seed: int | None = setting(None, "seed of sampling; drawn by the target when none", le=MAX_SEED)
     speculation: bool = setting(
         True, "let the target use drafts; the output is the same either way, but for mode typical"
     )
