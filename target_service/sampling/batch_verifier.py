@@ -6,6 +6,7 @@ row; here the launches are those of one step, whatever its number of rows.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -21,6 +22,8 @@ from target_service.sampling.adjustments import ADJUSTMENT, adjusted
 from target_service.sampling.verifier import SequenceVerifier, Verified
 from tree_kernels.verification import DeviceVerifier, Verdicts, Walk
 
+# Integers of 16 bytes.
+_ALIGNED = 4
 # Candidates beyond those asked for: logits in bf16 are often equal, and of equals the device takes any. Chosen.
 _SPARE = 32
 
@@ -78,6 +81,16 @@ class BatchVerifier:
             Verified(walk, logprob, lossy=flags) for walk, logprob, flags in zip(walks, logprobs, lossy, strict=True)
         ]
 
+    def _copied(self, *parts: NDArray[np.int32]) -> list[Tensor]:
+        """These on the device, by one copy. Each begins at an address of 16 bytes, since Triton compiles kernels anew
+        for others, while requests wait."""
+        starts = list(itertools.accumulate((-(-len(part) // _ALIGNED) * _ALIGNED for part in parts), initial=0))
+        integers = np.zeros(starts[-1], np.int32)
+        for start, part in zip(starts, parts, strict=False):
+            integers[start : start + len(part)] = part
+        on_device = torch.from_numpy(integers).to(self._device, non_blocking=True)
+        return [on_device[start : start + len(part)] for start, part in zip(starts, parts, strict=False)]
+
     def _integers(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64).to(self._device, non_blocking=True)
 
@@ -105,9 +118,9 @@ class BatchVerifier:
             first += len(tree)
         packed = self._verifier.pack(wanted)
         drafts = self._verifier.pack_distributions(distributions) if distributions else np.empty(0, np.int32)
-        integers = np.concatenate([np.array(tokens, np.int32), np.array(parents, np.int32), packed, drafts])
-        on_device = torch.from_numpy(integers).to(self._device, non_blocking=True)
-        token_ids, tree_parents, parameters, drafted = torch.split(on_device, [first, first, len(packed), len(drafts)])
+        token_ids, tree_parents, parameters, drafted = self._copied(
+            np.array(tokens, np.int32), np.array(parents, np.int32), packed, drafts
+        )
         # Always the same kernels, which are compiled: filters cost little beside the launches.
         typical = self._typical or any(one.verifier.lossy for one in asked)
         verdicts = self._verifier.sampled(
@@ -138,7 +151,8 @@ class BatchVerifier:
                 most = max(most, one.verifier.logprobs)
         if not rows:
             return [()] * len(asked)
-        found = torch.log_softmax(logits[self._integers(rows), : self._vocabulary_size].float(), dim=-1)
+        own_logits = logits[self._integers(rows), : self._vocabulary_size]
+        found = torch.log_softmax(own_logits, dim=-1, dtype=torch.float32)
         own = found.gather(1, self._integers(tokens)[:, None])[:, 0].tolist()
         listed, at = _most_probable(found, min(most, self._vocabulary_size)), 0
         results: list[tuple[TokenLogprobs, ...]] = []

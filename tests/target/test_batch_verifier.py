@@ -14,6 +14,7 @@ from outrider.sampling import SamplingParams, TypicalAcceptance, VerificationMod
 from outrider.tree import DraftDistribution, TokenTree
 from target_service.sampling.batch_verifier import Asked, BatchVerifier, _most_probable
 from target_service.sampling.verifier import SequenceVerifier
+from tree_kernels.verification import DeviceVerifier
 
 VOCABULARY = 40
 ENDS = (2, 5)
@@ -102,6 +103,21 @@ def test_the_logits_are_left_as_they_are() -> None:
     before = logits.clone()
     BatchVerifier(torch.device("cpu"), VOCABULARY, 6, 80, typical=True).verify(asked, logits)
     assert torch.equal(logits, before)
+
+
+def test_kernels_get_the_same_alignment_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are compiled for it; for another they would be compiled while requests wait."""
+    sampled, offsets = DeviceVerifier.sampled, []
+
+    def noted(verifier: DeviceVerifier, logits: torch.Tensor, *integers: torch.Tensor | None, **options: Any) -> Any:
+        offsets.extend(one.storage_offset() * one.element_size() % 16 for one in integers if one is not None)
+        return sampled(verifier, logits, *integers, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(DeviceVerifier, "sampled", noted)
+    batch = BatchVerifier(torch.device("cpu"), VOCABULARY, 6, 80, typical=True)
+    for seed in range(12):
+        batch.verify(*random_step(seed))
+    assert set(offsets) == {0} and len(offsets) > 36
 
 
 def test_the_most_probable_of_equals_are_the_first() -> None:
