@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -24,6 +24,9 @@ from tree_kernels.verification import DeviceVerifier, Verdicts, Walk
 
 # Integers of 16 bytes.
 _ALIGNED = 4
+# Rows at once, whose logits are copied: 33 MB for 128,256 tokens. Keys and values leave a tenth of what a GPU has free.
+# One tree may have more.
+_MOST_ROWS = 64
 # Candidates beyond those asked for: logits in bf16 are often equal, and of equals the device takes any. Chosen.
 _SPARE = 32
 
@@ -47,7 +50,8 @@ class Asked(NamedTuple):
 
 
 class BatchVerifier:
-    """See the module. It waits for the device twice at most: for the walks, and for log-probabilities."""
+    """See the module. For every 64 rows it waits for the device twice at most: for the walks, and for
+    log-probabilities."""
 
     def __init__(
         self,
@@ -72,6 +76,9 @@ class BatchVerifier:
 
     def verify(self, asked: Sequence[Asked], logits: Tensor) -> list[Verified]:
         """The outcome of each, given logits [rows, at least vocabulary] of the step."""
+        return [outcome for part in _parts(asked) for outcome in self._verify(part, logits)]
+
+    def _verify(self, asked: Sequence[Asked], logits: Tensor) -> list[Verified]:
         rows = [one.first_row + row for one in asked for row in range(len(one.tree))]
         shaped = logits[self._integers(rows), : self._vocabulary_size].float()
         self._shape(asked, shaped)
@@ -162,6 +169,19 @@ class BatchVerifier:
             results.append(tuple(TokenLogprobs(own[row], tuple(listed[row][:top])) for row in range(at, at + count)))
             at += count
         return results
+
+
+def _parts(asked: Sequence[Asked]) -> Iterator[list[Asked]]:
+    """The sequences in order, in parts of `_MOST_ROWS` rows at most, or of one sequence."""
+    part, rows = list[Asked](), 0
+    for one in asked:
+        if part and rows + len(one.tree) > _MOST_ROWS:
+            yield part
+            part, rows = [], 0
+        part.append(one)
+        rows += len(one.tree)
+    if part:
+        yield part
 
 
 def _most_probable(logprobs: Tensor, count: int) -> list[list[tuple[int, float]]]:

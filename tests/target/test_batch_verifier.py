@@ -12,6 +12,7 @@ from engine_harness import request
 
 from outrider.sampling import SamplingParams, TypicalAcceptance, VerificationMode
 from outrider.tree import DraftDistribution, TokenTree
+from target_service.sampling import batch_verifier
 from target_service.sampling.batch_verifier import Asked, BatchVerifier, _most_probable
 from target_service.sampling.verifier import SequenceVerifier
 from tree_kernels.verification import DeviceVerifier
@@ -74,8 +75,11 @@ def random_step(seed: int) -> tuple[list[Asked], torch.Tensor]:
     return asked, logits
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_each_outcome_is_that_of_the_sequence_alone(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "most_rows"), [(torch.float32, 64), (torch.bfloat16, 64), (torch.float32, 8)])
+def test_each_outcome_is_that_of_the_sequence_alone(
+    dtype: torch.dtype, most_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_verifier, "_MOST_ROWS", most_rows)
     lengths, lossy, listed = Counter[int](), 0, 0
     batch = BatchVerifier(torch.device("cpu"), VOCABULARY, 6, 80, typical=True)
     for seed in range(150):
