@@ -228,7 +228,7 @@ def _distributions_of(batch: StepBatch) -> dict[int, tuple[tuple[int, ...], tupl
 
 class _OnDevice(CopiedLater):
     """A step of `DeviceSteps`. Its result is valid until the next but one is launched, its logits until the next one:
-    where the host has to verify from them, `followable` is False, so that none is launched before it has."""
+    where sequences are verified from them later, `followable` is False, so that none is launched before they are."""
 
     def __init__(
         self,
@@ -257,7 +257,7 @@ class _OnDevice(CopiedLater):
 
     @property
     def followable(self) -> bool:
-        """Whether the device verifies every sequence."""
+        """Whether every sequence is verified right behind the pass."""
         return all(verifier.on_device for verifier in self._verifiers)
 
     def outcomes(self) -> list[Verified | None]:
@@ -296,7 +296,8 @@ def _asked(item: StepItem, verifier: SequenceVerifier) -> Asked:
 
 
 def _on_device(item: StepItem, verifier: SequenceVerifier) -> RowsToVerify | None:
-    """What the device is to verify of a sequence; None where there is nothing, or the host verifies it."""
+    """What is to be verified of a sequence right behind the pass; None where there is nothing, or `BatchVerifier` does
+    it once the pass has ended."""
     if item.tree is None or not verifier.on_device:
         return None
     sequence = item.sequence

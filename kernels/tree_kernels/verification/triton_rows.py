@@ -80,6 +80,17 @@ def weight_of(x, ids, peak, temperature, cut, cut_id):  # type: ignore[no-untype
 
 
 @triton.jit
+def cut_of(cuts, cut_ids, row, CUT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The cut of a row's distribution; without one, that every token passes."""
+    cut = tl.full([], 0.0, tl.float64)
+    cut_id = tl.full([], -1, tl.int32)
+    if CUT:
+        cut = tl.load(cuts + row)
+        cut_id = tl.load(cut_ids + row)
+    return cut, cut_id
+
+
+@triton.jit
 def rungs_of(rung, top_p, vocabulary):  # type: ignore[no-untyped-def]
     """Weights of equal ratios down from the greatest token's 1, the last 0. top_p cuts above the last but one.
 

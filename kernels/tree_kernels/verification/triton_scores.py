@@ -17,6 +17,7 @@ from tree_kernels.verification.triton_rows import (
     SEED,
     TEMPERATURE,
     TYPICAL,
+    cut_of,
     load_double,
     load_logits,
     load_long,
@@ -167,11 +168,7 @@ def score_kernel(  # type: ignore[no-untyped-def]
             x = load_logits(logits, row, row_stride, ids, vocabulary)
             peak = peak_of(peaks, row, chunks, BLOCK_CHUNKS)
             temperature = load_double(record + TEMPERATURE)
-            cut = tl.full([], 0.0, tl.float64)
-            cut_id = vocabulary * 0 - 1
-            if CUT:
-                cut = tl.load(cuts + row)
-                cut_id = tl.load(cut_ids + row)
+            cut, cut_id = cut_of(cuts, cut_ids, row, CUT)
             if (mode == COUPLED) | (mode == TYPICAL):
                 position = load_long(record + POSITION) + tl.load(depths + row)
                 words = _words(load_long(record + SEED), chunk * CHUNK, position, CHUNK)

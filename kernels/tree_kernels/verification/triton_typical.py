@@ -15,6 +15,7 @@ from tree_kernels.verification.triton_rows import (
     POSITION,
     TEMPERATURE,
     TYPICAL,
+    cut_of,
     load_double,
     load_logits,
     load_long,
@@ -27,17 +28,6 @@ from tree_kernels.verification.typical import SAME_PATH
 
 _SAME_PATH = tl.constexpr(SAME_PATH)
 _NEVER = tl.constexpr(float("-inf"))
-
-
-@triton.jit
-def _cut_of(cuts, cut_ids, row, CUT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The cut of a row's distribution; without one, that every token passes."""
-    cut = tl.full([], 0.0, tl.float64)
-    cut_id = tl.full([], -1, tl.int32)
-    if CUT:
-        cut = tl.load(cuts + row)
-        cut_id = tl.load(cut_ids + row)
-    return cut, cut_id
 
 
 @triton.jit(do_not_specialize=["sequences", "chunks"])
@@ -67,7 +57,7 @@ def moment_kernel(  # type: ignore[no-untyped-def]
             x = load_logits(logits, row, row_stride, ids, vocabulary)
             peak = peak_of(peaks, row, chunks, BLOCK_CHUNKS)
             temperature = load_double(record + TEMPERATURE)
-            cut, cut_id = _cut_of(cuts, cut_ids, row, CUT)
+            cut, cut_id = cut_of(cuts, cut_ids, row, CUT)
             weight = weight_of(x, ids, peak, temperature, cut, cut_id)
             shifted = (x.to(tl.float64) - peak.to(tl.float64)) / temperature
             at = moments + 2 * (row * chunks + chunk)
@@ -115,7 +105,7 @@ def gain_kernel(  # type: ignore[no-untyped-def]
             entropy = tl.log(mass) - weighted / mass
             least = tl.minimum(load_double(record + EPSILON), load_double(record + DELTA) * tl.exp(-entropy))
             peak = peak_of(peaks, above, chunks, BLOCK_CHUNKS)
-            cut, cut_id = _cut_of(cuts, cut_ids, above, CUT)
+            cut, cut_id = cut_of(cuts, cut_ids, above, CUT)
             token = tl.load(token_ids + row)
             x = load_logits(logits, above, row_stride, token, vocabulary)
             probability = weight_of(x, token, peak, load_double(record + TEMPERATURE), cut, cut_id) / mass

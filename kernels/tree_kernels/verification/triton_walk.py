@@ -17,6 +17,7 @@ from tree_kernels.verification.triton_rows import (
     SEED,
     TEMPERATURE,
     TYPICAL,
+    cut_of,
     load_double,
     load_logits,
     load_long,
@@ -175,11 +176,7 @@ def _reject(  # type: ignore[no-untyped-def]
     while at < BLOCK_R:
         row = first + at
         peak = peak_of(peaks, row, chunks, BLOCK_CHUNKS)
-        cut = tl.full([], 0.0, tl.float64)
-        cut_id = tl.full([], -1, tl.int32)
-        if CUT:
-            cut = tl.load(cuts + row)
-            cut_id = tl.load(cut_ids + row)
+        cut, cut_id = cut_of(cuts, cut_ids, row, CUT)
         here = parent == at
         alone = here
         support = tl.full([SUPPORT], -1, tl.int32)
