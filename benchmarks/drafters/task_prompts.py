@@ -22,7 +22,7 @@ from pathlib import Path
 
 Turns = list[str]
 # Shares of the kinds. Long prompts take many tokens to read, and train no more than short ones, so they are fewer.
-_SHARES = {"chat": 22, "qa": 16, "math": 16, "code": 14, "translation": 12, "summary": 10, "rag": 10}
+_SHARES = {"chat": 19, "qa": 15, "math": 15, "code": 13, "translation": 12, "summary": 13, "rag": 13}
 # Characters of a passage, which leave room for an answer in 1,024 tokens of English text.
 _LEAST_PASSAGE, _MOST_PASSAGE = 500, 2800
 _MOST_CODE = 1400
@@ -49,6 +49,17 @@ _CHAT = (
     "Write a poem about {a}.",
     "Develop an outline for a presentation on {a}, with subheadings.",
     "Which steps would you take to learn about {a}?",
+    "You are a tour guide in {A}. Describe what a visitor should see.",
+    "Suppose that {a} did not exist. How would the world be different?",
+    "Write a letter of complaint about {a} to a company.",
+    "Which is more important for a good life, {a} or {b}? Give your reasons step by step.",
+    "Describe a scene in which somebody discovers {a} for the first time.",
+    "Extract the names from this sentence and list them: {A}, {B} and I talked about {a}.",
+    "Who was {A}, and why do people remember that name? Answer for a school magazine.",
+    "Design a small experiment that shows how {a} works.",
+    "Write a news report about {a} in {A}.",
+    "I have to give a speech about {a}. Write the first two paragraphs.",
+    "What would {A} think about {a}? Answer in the first person.",
 )
 _FOLLOW_UPS = (
     "Rewrite your answer in one paragraph.",
@@ -57,6 +68,9 @@ _FOLLOW_UPS = (
     "Give the three most important points of it as a list.",
     "Write it again in a more formal tone.",
     "What would somebody say who disagrees?",
+    "Now write it as a poem of four lines.",
+    "Which part of your answer are you least sure of, and why?",
+    "Do the same for {b}.",
 )
 _QUESTIONS = (
     "What is {a}?",
@@ -72,6 +86,16 @@ _QUESTIONS = (
     "When did {A} begin?",
     "How many kinds of {a} are there?",
     "What is another word for {a}?",
+    "Who wrote about {A}?",
+    "Who played {A} in the film?",
+    "What is the capital of {A}?",
+    "When did {A} come out?",
+    "Who sings the song about {a}?",
+    "How long does it take to learn {a}?",
+    "Where does the story of {A} take place?",
+    "Who won against {A} last year?",
+    "What is the largest {a} in the world?",
+    "Which country has the most {a}?",
 )
 _ABOUT = (
     "What does the text say about {A}?",
@@ -108,6 +132,19 @@ _SUMS = (
     "The price of a coat was ${h}. It was reduced by {p}%, and then by another ${s}. What does it cost now?",
     "{n} has {s} shelves with {i} {t} each. {k} {t} fall down. How many {t} are still on the shelves?",
     "A garden is {i} feet long and {j} feet wide. A fence around it costs ${s} a foot. What does {n} pay for it?",
+    "{n} saves ${i} every week. After {j} weeks {n} spends {p}% of the money on {t}. How much money is left?",
+    "A baker makes {h} rolls. In the morning {p}% are sold, and in the afternoon half of the rest. How many are left?",
+    "{n} needs {h} {t} for a party and has {i}. They come in packs of {s}. How many packs must {n} buy?",
+    "{n} runs {s} miles a day from Monday to Friday and twice as far on Saturday. How far is that in {j} weeks?",
+    "A tank holds {h} liters. {i} liters are in it, and {s} more flow in each minute. How long until it is full?",
+    "{n} is half as old as {m}, and {m} is {s} years younger than a cousin of {i} years. How old is {n}?",
+    "A class has {i} pupils. {k} are ill, and the others form groups of {s}. How many groups are there?",
+    "{n} buys {s} shirts for ${i} each and {k} pairs of socks for ${s} each, with {p}% off. What does {n} pay in all?",
+    "{m} types {h} words in {s} minutes. How many minutes does {m} need for {j} pages of {h} words each?",
+    "Each of {j} shelves holds {i} {t}. {n} takes {k} from every shelf and gives {m} a third. How many does {m} get?",
+    "{n} drives {h} miles to {m} at {i} miles an hour and takes a break of {s} minutes. How long does it take?",
+    "A farmer has {i} cows, {s} times as many hens and {k} pigs. How many legs do all the animals have?",
+    "{n} earns ${j} for each lawn and ${k} for each car. Last week it was {s} lawns and {k} cars. How much was earned?",
 )
 
 
@@ -182,10 +219,10 @@ def makers(english: Path, german: Path, code: Path, rng: random.Random) -> dict[
         raise SystemExit("a folder has no text for prompts")
 
     def filled(form: str) -> str:
-        return form.format(a=rng.choice(nouns), b=rng.choice(nouns), A=rng.choice(names))
+        return form.format(a=rng.choice(nouns), b=rng.choice(nouns), A=rng.choice(names), B=rng.choice(names))
 
     def chat() -> Turns:
-        return [filled(rng.choice(_CHAT)), rng.choice(_FOLLOW_UPS)][: rng.randint(1, 2)]
+        return [filled(rng.choice(_CHAT)), filled(rng.choice(_FOLLOW_UPS))][: rng.randint(1, 2)]
 
     def summed() -> Turns:
         small, large = rng.randint(2, 9), 10 * rng.randint(4, 30)
