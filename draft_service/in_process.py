@@ -171,7 +171,7 @@ class ThreadedLink(InprocessLink):
     """A `DraftLink` to a started drafter on a GPU, which works on a thread of its own.
 
     One thread at a time may call it. Calls return at once, and growth is delivered from the drafter's thread. On the
-    target's own GPU the drafter's kernels run beside the target's passes, or behind them where both need the same SMs.
+    target's own GPU the drafter's kernels run beside the target's passes, and before them where both wait for an SM.
     """
 
     def __init__(self, drafter: Drafter, events: DraftEvents) -> None:
@@ -193,10 +193,10 @@ class ThreadedLink(InprocessLink):
     def _work(self) -> None:
         """Until `stop`: do all queued work, and then deliver growth once, so that trees are for the newest commits."""
         # Imported here: drafters without a GPU run without PyTorch.
-        from draft_service.neural.devices import on_stream_of_its_own
+        from draft_service.neural.devices import launching_on
 
         try:
-            with on_stream_of_its_own(device_of(self._drafter)):
+            with launching_on(device_of(self._drafter)):
                 stopping = False
                 while not stopping:
                     works = [self._works.get()]

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
+from functools import cache
 
 import torch
+
+# The highest that PyTorch is sure to have; streams have 0 by default.
+_PRIORITY = -1
 
 
 class DeviceEvent:
@@ -25,18 +29,27 @@ class DeviceEvent:
             self._event.synchronize()
 
 
-def launching_on(device: str) -> AbstractContextManager[object]:
-    """Launch kernels on this device in the block. It may differ from the process's default device: a draft may share
-    the target's process and not its GPU."""
-    return torch.cuda.device(device) if device.startswith("cuda") else nullcontext()
+def drafting_stream(device: torch.device | str) -> torch.cuda.Stream:
+    """A stream of this GPU for a drafter's kernels, and for the capture of graphs of them.
+
+    Its priority is above that of a target's streams. On a GPU that they share, a drafter's blocks are then placed
+    before the waiting ones of a pass: a tree is some eighty small kernels one after the other, and where each of them
+    waits for a whole kernel of the pass, trees come a pass too late. In another process this needs MPS.
+    """
+    return torch.cuda.Stream(device, priority=_PRIORITY)  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def on_stream_of_its_own(device: str) -> Iterator[None]:
-    """Launch this thread's kernels on a stream of its own in the block, so that they do not wait for other threads'.
-    The stream has PyTorch's default priority, the lowest."""
+def launching_on(device: str) -> Iterator[None]:
+    """Launch this thread's kernels on this device in the block, on the `drafting_stream` that all drafters of it share.
+    The device may differ from the process's default one: a draft may share the target's process and not its GPU."""
     if not device.startswith("cuda"):
         yield
         return
-    with launching_on(device), torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+    with torch.cuda.device(device), torch.cuda.stream(_shared_stream(device)):
         yield
+
+
+@cache
+def _shared_stream(device: str) -> torch.cuda.Stream:
+    return drafting_stream(device)

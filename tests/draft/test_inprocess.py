@@ -223,7 +223,7 @@ def test_a_thread_that_cannot_begin_is_a_lost_draft(
     def refuse(_: str) -> None:
         raise RuntimeError("no such device")
 
-    monkeypatch.setattr(devices, "on_stream_of_its_own", refuse)
+    monkeypatch.setattr(devices, "launching_on", refuse)
     link = ThreadedLink(drafter, heard)
     heard.until(lambda heard: heard.losses)
     link.open(opening(1))
@@ -236,7 +236,7 @@ def test_a_drafter_on_a_gpu_gets_a_thread(
     device: str, kind: type[InprocessLink], drafter: ScriptedDrafter, heard: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter.device = device  # type: ignore[attr-defined]
-    monkeypatch.setattr(devices, "on_stream_of_its_own", lambda _: nullcontext())
+    monkeypatch.setattr(devices, "launching_on", lambda _: nullcontext())
     monkeypatch.setattr(inprocess, "create", lambda *_: drafter)
     link = connect("random")(heard, VOCABULARY, "")
     link.stop()

@@ -20,6 +20,7 @@ from draft_service.drafters.grown import Grown, Pending, in_order
 from draft_service.neural.config import NeuralConfig
 from draft_service.neural.cuda_graphs.attention import StaticAttend, StaticIntegers, capacity
 from draft_service.neural.cuda_graphs.tree_pass import TreePass
+from draft_service.neural.devices import drafting_stream
 from draft_service.neural.network import Network, RowOutput
 from draft_service.neural.tail_attention import PassRows, TailPart, fresh_rows, fresh_slots
 from draft_service.neural.tree_config import CacheShape, TreeShape
@@ -225,7 +226,8 @@ class CapturedDrafting(TreeDrafting):
     def _capture(self, run: Callable[[], Output], plan: TritonPlan) -> Callable[[], Output]:
         """`run` as a graph. It must be repeatable with the same inputs, since it runs several times for the capture."""
         device = self.network.device
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # Kernels of a graph keep the priority of the stream that they were captured on.
+        stream = drafting_stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             # Libraries allocate their workspaces before the capture.
