@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
+from draft_service.command_line import flags_in_process
 from draft_service.config import DraftConfig, drafter_config
 from draft_service.drafters.base import Drafter, create, device_of, fingerprint_of, info_of
 from draft_service.faults import DrafterFailed, FaultLog, text_of
 from draft_service.session import Admission, ProposeSession
 from outrider.errors import DraftUnavailable, WrongVocabulary
-from outrider.settings import CONFIG_VARIABLE
+from outrider.settings import CONFIG_VARIABLE, SettingsError
 from outrider.wire.frames import (
     DEFAULT_TENANT,
     DraftEvents,
@@ -33,16 +35,23 @@ logger = logging.getLogger(__name__)
 
 
 def connect(argument: str) -> Callable[[DraftEvents, int, str], InprocessLink]:
-    """Make the drafter that `argument` names. Returns a function that starts it and links it, once, given a target's
-    events, vocabulary size and tokenizer fingerprint, which are known when the target's model is loaded.
+    """Make the drafter that `argument` names, with flags of `outrider draft` behind the name, quoted as in a shell.
+    Returns a function that starts it and links it, once, given a target's events, vocabulary size and tokenizer
+    fingerprint, which are known when the target's model is loaded.
 
-    Settings come from the environment and the file of `OUTRIDER_CONFIG`, as for the service. Raises `NotSupported` or
-    `SettingsError`; the function also raises `WrongVocabulary`: unlike for a service, which may be replaced, a mismatch
-    is the operator's mistake here.
+    Other settings come from the environment and the file of `OUTRIDER_CONFIG`, as for the service. Raises
+    `NotSupported` or `SettingsError`; the function also raises `WrongVocabulary`: unlike for a service, which may be
+    replaced, a mismatch is the operator's mistake here.
     """
-    path = os.environ.get(CONFIG_VARIABLE)
-    settings_of = partial(drafter_config, environment=os.environ, path=Path(path) if path else None)
-    drafter = create(argument, settings_of(argument), settings_of)
+    file = os.environ.get(CONFIG_VARIABLE)
+    path = Path(file) if file else None
+    try:
+        name, *words = shlex.split(argument)
+    except ValueError as error:
+        raise SettingsError(f"expected a drafter and its flags: {error}") from None
+    flags = flags_in_process(name, words, path)
+    settings_of = partial(drafter_config, flags=flags, environment=os.environ, path=path)
+    drafter = create(name, settings_of(name), settings_of)
 
     def link(events: DraftEvents, vocabulary_size: int, tokenizer_fingerprint: str) -> InprocessLink:
         if drafter.vocabulary_size not in (0, vocabulary_size):

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
 import grpc
 
+from draft_service.command_line import add_drafter_flags
 from draft_service.config import DraftConfig, drafter_config
-from draft_service.drafters.base import Drafter, create, device_of, drafter_spec, info_of
+from draft_service.drafters.base import Drafter, create, device_of, info_of
 from draft_service.server import SERVICE_NAME, DraftServicer
 from draft_service.session import Admission
 from outrider import __version__
@@ -149,7 +148,7 @@ def run_service(arguments: Sequence[str]) -> int:
         known, _ = parser.parse_known_args(words)
         path = known.config or (Path(path_name) if path_name else None)
         config = load(DraftConfig, "draft", known, os.environ, path)
-        _add_drafter_flags(parser, words, config.drafter, path)
+        add_drafter_flags(parser, words, config.drafter, path)
         flags = parser.parse_args(arguments)
         settings_of = partial(drafter_config, flags=flags, environment=os.environ, path=path)
         drafter = create(config.drafter, settings_of(config.drafter), settings_of)
@@ -159,15 +158,3 @@ def run_service(arguments: Sequence[str]) -> int:
         return run(serve(config, drafter))
     except (SettingsError, OutriderError) as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
-
-
-def _add_drafter_flags(parser: argparse.ArgumentParser, words: Sequence[str], drafter: str, path: Path | None) -> None:
-    """Add the flags of a drafter and of its parts. A flag that several of them have is for each of them."""
-    spec = drafter_spec(drafter)
-    add_flags(parser, spec.config)
-    known, _ = parser.parse_known_args(words)
-    added = {field.name for field in fields(spec.config)}
-    for part in spec.parts(drafter_config(drafter, known, os.environ, path)):
-        config = drafter_spec(part).config
-        add_flags(parser, config, added)
-        added |= {field.name for field in fields(config)}

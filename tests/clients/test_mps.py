@@ -156,12 +156,12 @@ async def test_a_daemon_that_dies_is_told_of(tmp_path: Path, programs: Path) -> 
 @pytest.mark.parametrize(
     ("how", "probe", "start", "words"),
     [
-        (None, FINE, 30.0, "is not on PATH. The two take turns on the GPU, and drafts come late: install it"),
-        (FAILS, FINE, 30.0, "ended with status 1: no GPU for me. The two take turns"),
-        (SILENT, FINE, 0.3, "did not listen within 0.3 s. The two"),
-        ("well", FAULTY, 30.0, "a CUDA program cannot run under it (CUDA error 805). The two"),
-        ("well", (sys.executable, "-c", "import time; time.sleep(99)"), 30.0, "under it (it did not end). The two"),
-        ("no program", FINE, 30.0, "cannot be started: Exec format error. The two"),
+        (None, FINE, 30.0, "is not on PATH. So the two take turns on the GPU, and drafts come late: install it"),
+        (FAILS, FINE, 30.0, "ended with status 1: no GPU for me. So the two take turns"),
+        (SILENT, FINE, 0.3, "did not listen within 0.3 s. So the two"),
+        ("well", FAULTY, 30.0, "a CUDA program cannot run under it (CUDA error 805). So the two"),
+        ("well", (sys.executable, "-c", "import time; time.sleep(99)"), 30.0, "under it (it did not end). So the two"),
+        ("no program", FINE, 30.0, "cannot be started: Exec format error. So the two"),
     ],
     ids=["absent", "fails", "silent", "faulty", "hanging", "damaged"],
 )
@@ -292,30 +292,17 @@ gpus, sys.argv = int(sys.argv[1]), ["outrider", *sys.argv[2:]]
 mps._PROBE = ""
 mps.DEFAULT_PIPES = mps.Path("/nowhere")
 services.visible_gpus = lambda: gpus
-services.service_argv = lambda name, *flags: (sys.executable, "-c", SERVICE, flags[1], "hello from " + name)
+services.service_argv = lambda name, *flags: (
+    sys.executable, "-c", SERVICE, flags[1], " ".join(("hello from", name, *flags))
+)
 sys.exit(main())
 """
 
 
-@pytest.mark.parametrize(
-    ("gpus", "words", "started"),
-    [
-        (1, ("--drafter", "merged"), True),
-        (1, ("--drafter", "merged", "--no-mps"), False),
-        (1, ("--drafter", "trie"), False),
-        (1, ("--drafter", "none"), False),
-        (1, ("--drafter", "merged", "--draft-flags", "--device cuda:0"), False),
-        (2, ("--drafter", "merged"), False),
-        (0, ("--drafter", "merged"), False),
-    ],
-    ids=["one", "no-mps", "trie", "none", "user-placed", "two", "cpu"],
-)
-async def test_up_starts_it_for_a_gpu_that_is_shared(
-    gpus: int, words: tuple[str, ...], started: bool, programs: Path, unused_tcp_port: int
-) -> None:
-    fake = FakeMps(programs)
+async def up(gpus: int, words: tuple[str, ...], port: int) -> str:
+    """What `outrider up` says until it is ready and stopped."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", _UP, str(gpus), "up", "--port", str(unused_tcp_port), *words),
+        *(sys.executable, "-c", _UP, str(gpus), "up", "--port", str(port), *words),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -330,7 +317,52 @@ async def test_up_starts_it_for_a_gpu_that_is_shared(
         process.send_signal(signal.SIGTERM)
         said += (await process.stdout.read()).decode()
     assert await process.wait() == 0
+    assert "Traceback" not in said
+    return said
+
+
+@pytest.mark.parametrize(
+    ("gpus", "words", "started"),
+    [
+        (1, ("--drafter", "merged"), True),
+        (1, ("--drafter", "trie"), False),
+        (1, ("--drafter", "none"), False),
+        (1, ("--drafter", "merged", "--draft-flags", "--device cuda:0"), False),
+        (2, ("--drafter", "merged"), False),
+        (0, ("--drafter", "merged"), False),
+    ],
+    ids=["one", "trie", "none", "user-placed", "two", "cpu"],
+)
+async def test_up_starts_it_for_a_gpu_that_is_shared(
+    gpus: int, words: tuple[str, ...], started: bool, programs: Path, unused_tcp_port: int
+) -> None:
+    fake = FakeMps(programs)
+    said = await up(gpus, words, unused_tcp_port)
     assert fake.asked == (["-f", "quit"] if started else []) and fake.left == []
     assert ("which it shares with the target by MPS\n" in said) == started
-    assert ("which it shares with the target\n" in said) == ("--no-mps" in words)
-    assert said.count("MPS") == started and "Traceback" not in said
+    assert said.count("MPS") == started
+    assert ("hello from draft_service" in said) == ("none" not in words)
+
+
+@pytest.mark.usefixtures("programs")
+@pytest.mark.parametrize("flags", [("--no-mps",), ()], ids=["not-wanted", "not-there"])
+async def test_without_it_a_draft_on_the_targets_gpu_runs_in_its_process(
+    flags: tuple[str, ...], tmp_path: Path, unused_tcp_port: int
+) -> None:
+    """With the flags and the file that a service would have had."""
+    file = tmp_path / "outrider.toml"
+    file.write_text('[draft]\ndrafter = "merged"\n')
+    words = ("--config", str(file), "--draft-flags", "--topk 4 --head 'my head'", *flags)
+    said = await up(1, words, unused_tcp_port)
+    assert "hello from draft_service" not in said and "with the draft in its process" in said
+    assert "--draft inprocess:merged --device cuda:0 --cuda-graphs --topk 4 --head 'my head' --config" in said
+    assert ("So the draft runs in the target's process: install it" in said) == (not flags)
+    assert ("which it shares with the target, in its process\n" in said) == bool(flags)
+
+
+@pytest.mark.usefixtures("programs")
+async def test_a_draft_with_an_address_stays_a_service(tmp_path: Path, unused_tcp_port: int) -> None:
+    words = ("--drafter", "merged", "--no-mps", "--draft-listen", f"unix:{tmp_path / 'draft.sock'}")
+    said = await up(1, words, unused_tcp_port)
+    assert "hello from draft_service" in said and "inprocess" not in said
+    assert "which it shares with the target\n" in said

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 from scripted_drafter import VOCABULARY, Listener, ScriptedDrafter, opening, step
 
 from draft_service import in_process as inprocess
-from draft_service.drafters.base import DraftSequence
+from draft_service.drafters.base import Drafter, DraftSequence
 from draft_service.in_process import InprocessLink, ThreadedLink, connect
 from draft_service.neural import devices
 from outrider.errors import NotSupported, UnknownCorpus, WrongVocabulary
@@ -254,3 +255,33 @@ def test_a_head_of_another_tokenizer_is_refused(
     for fingerprint in ("", "ab" * 32):
         connect("random")(heard, VOCABULARY, fingerprint).stop()
         assert heard.infos[-1].tokenizer_fingerprint == "ab" * 32
+
+
+def test_flags_stand_behind_the_drafters_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the drafter and of its parts; those of the service have no effect. Flags win over the environment."""
+    made: list[tuple[str, Any, Any]] = []
+
+    def create(name: str, config: Any, settings_of: Callable[[str], Any]) -> Drafter:
+        made.append((name, config, settings_of("trie")))
+        raise NotSupported("seen")
+
+    monkeypatch.setattr(inprocess, "create", create)
+    monkeypatch.setenv("OUTRIDER_MERGED_MERGED_NODES", "9")
+    monkeypatch.setenv("OUTRIDER_TRIE_BREADTH", "5")
+    with pytest.raises(NotSupported, match="seen"):
+        connect("merged --merged-drafters 'trie, random' --breadth 3 --max-sequences 3")
+    ((name, config, trie),) = made
+    assert (name, config.merged_drafters, config.merged_nodes, trie.breadth) == ("merged", "trie, random", 9, 3)
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("trie --topk 3", "unrecognized arguments: --topk 3"),
+        ("trie 'open", "No closing quotation"),
+        ("trie --breadth few", "breadth"),
+    ],
+)
+def test_wrong_flags_are_refused_and_do_not_end_the_process(argument: str, words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        connect(argument)

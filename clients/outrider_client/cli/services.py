@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.text import Text
 
 from outrider.ports import port_refusal
 from outrider.runtime import run
-from outrider.settings import SettingsError
+from outrider.settings import CONFIG_VARIABLE, SettingsError
 from outrider_client.cli.base import Command, CommandFailed, config_file, error_console, options
-from outrider_client.local.mps import Mps
+from outrider_client.local.mps import TAKE_TURNS, Mps
 from outrider_client.local.placement import Placement, named_settings, place, visible_gpus
 from outrider_client.local.roles import missing_for
 from outrider_client.local.stack import private_directory, service_argv
@@ -36,29 +38,41 @@ def _up(arguments: argparse.Namespace) -> int:
     with private_directory() as directory:
         path = config_file(arguments)
         shared = ("--config", str(path)) if path else ()
-        draft = None
         named = named_settings(os.environ, path)
         placed = place(visible_gpus(), up.drafter, up.model, target_words, draft_words, named)
-        if up.drafter != "none":
-            address = up.draft_listen or f"unix:{directory / 'draft.sock'}"
-            flags = _given(drafter=up.drafter)
-            draft = ServiceCommand(
-                "draft",
-                service_argv("draft_service", "--listen", address, *flags, *shared, *placed.draft, *draft_words),
-                address,
-            )
         host = f"[{up.host}]" if ":" in up.host else up.host
         listen = f"{host}:{up.port}"
-        flags = ("--listen", listen, *_given(draft=draft.address if draft else "", model=up.model, dtype=up.dtype))
-        target = ServiceCommand(
-            "target",
-            service_argv("target_service", *flags, *shared, *placed.target, *target_words),
-            listen,
-            token=reach.secret(),
-            tls=reach.tls_options(),
-        )
+
+        def target_with(draft: str) -> ServiceCommand:
+            flags = ("--listen", listen, *_given(draft=draft, model=up.model, dtype=up.dtype))
+            argv = service_argv("target_service", *flags, *shared, *placed.target, *target_words)
+            # A drafter in its process reads the file that the environment names.
+            environment = {CONFIG_VARIABLE: str(path)} if path else {}
+            return ServiceCommand("target", argv, listen, environment, reach.secret(), reach.tls_options())
+
+        draft, alone = None, None
+        if up.drafter != "none":
+            address = up.draft_listen or f"unix:{directory / 'draft.sock'}"
+            flags = (*_given(drafter=up.drafter), *shared, *placed.draft, *draft_words)
+            draft = ServiceCommand("draft", service_argv("draft_service", "--listen", address, *flags), address)
+        # Others may want to reach a draft whose address is named.
+        if placed.shared and not up.draft_listen:
+            drafter = up.drafter or named["draft", "drafter"]
+            alone = target_with("inprocess:" + shlex.join((drafter, *placed.draft, *draft_words)))
+        target = target_with(draft.address if draft else "")
+        if alone is not None and not up.mps:
+            target, draft = alone, None
         gateway = _gateway(http, listen, (*shared, *flag_words(up.gateway_flags)))
-        return _supervise(console, (target, draft, gateway), placed, up.mps)
+        return _supervise(console, _Services(target, draft, gateway, alone), placed, up.mps)
+
+
+class _Services(NamedTuple):
+    """What `outrider up` runs. `alone` is the target with the draft in its process."""
+
+    target: ServiceCommand
+    draft: ServiceCommand | None
+    gateway: ServiceCommand | None
+    alone: ServiceCommand | None
 
 
 def _http_address(http: str) -> str:
@@ -91,38 +105,38 @@ def _check_free(host: str, port: int, flag: str) -> None:
         raise CommandFailed(f"cannot listen on {host}:{port}: {refusal.strerror}; {flag} takes another")
 
 
-def _supervise(
-    console: Console,
-    services: tuple[ServiceCommand, ServiceCommand | None, ServiceCommand | None],
-    placed: Placement,
-    mps: bool,
-) -> int:
-    target, draft, gateway = services
+def _supervise(console: Console, services: _Services, placed: Placement, mps: bool) -> int:
+    target, draft, gateway, alone = services
 
     def emit(name: str, line: str) -> None:
         console.print(Text.assemble((f"{name:<8} | ", _COLOURS[name]), line), soft_wrap=True)
 
     def ready() -> None:
-        beside = f", with a draft on {draft.address}" if draft else ", without a draft"
-        emit("outrider", f"ready on {target.address}{beside}")
+        emit("outrider", f"ready on {target.address}, {_beside(supervisor.draft, in_process=alone is not None)}")
         flag = "" if target.address == "127.0.0.1:50051" else f" --target {target.address}"
         if gateway:
             http = f"http://{gateway.address}"
             emit("outrider", f"OpenAI-compatible API at {http}/v1, chat page at {http}")
         emit("outrider", f"try `outrider chat{flag}` in another terminal; Ctrl-C here stops all")
 
-    # MPS reports the placement together with how the GPU is shared.
-    sharing = Mps(placed.summary, lambda line: emit("outrider", line)) if mps and placed.shared else None
-    if placed.summary and sharing is None:
-        emit("outrider", placed.summary)
-
-    async def supervise() -> int:
-        return await Supervisor(target, draft, emit, gateway=gateway, mps=sharing).run(ready)
-
+    sharing = None
+    if mps and placed.shared:
+        # MPS reports the placement together with how the GPU is shared.
+        otherwise = "the draft runs in the target's process" if alone else TAKE_TURNS
+        sharing = Mps(placed.summary, lambda line: emit("outrider", line), otherwise=otherwise)
+    elif placed.summary:
+        emit("outrider", placed.summary + (", in its process" if target is alone else ""))
+    supervisor = Supervisor(target, draft, emit, gateway=gateway, mps=sharing, alone=alone)
     try:
-        return run(supervise())
+        return run(supervisor.run(ready))
     except OSError as error:
         raise CommandFailed(f"cannot start {sys.executable}: {error.strerror}") from error
+
+
+def _beside(draft: ServiceCommand | None, *, in_process: bool) -> str:
+    if draft is not None:
+        return f"with a draft on {draft.address}"
+    return "with the draft in its process" if in_process else "without a draft"
 
 
 def _given(**flags: str) -> tuple[str, ...]:

@@ -25,6 +25,8 @@ CONTROL = "nvidia-cuda-mps-control"
 PIPES, LOGS, SHARE = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 # Where clients look for a daemon if the environment names no directory.
 DEFAULT_PIPES = Path("/tmp/nvidia-mps")
+# What happens without MPS to two processes on one GPU.
+TAKE_TURNS = "the two take turns on the GPU, and drafts come late"
 # The path of a socket has at most 107 bytes; TMPDIR and XDG_RUNTIME_DIR may be long.
 _SHORT = Path("/tmp")
 _POLL_SECONDS = 0.05
@@ -55,10 +57,11 @@ class MpsTimes:
 
 
 class _Unusable(Exception):
-    """MPS cannot be used; the message has the reason and a remedy."""
+    """MPS cannot be used."""
 
     def __init__(self, reason: str, remedy: str) -> None:
-        super().__init__(f"no MPS: {reason}. The two take turns on the GPU, and drafts come late: {remedy}")
+        super().__init__(reason, remedy)
+        self.reason, self.remedy = reason, remedy
 
 
 class Mps:
@@ -71,10 +74,12 @@ class Mps:
         times: MpsTimes | None = None,
         default_pipes: Path | None = None,
         probe: Sequence[str] | None = None,
+        otherwise: str = TAKE_TURNS,
     ) -> None:
-        """`placed` is the placement's summary; `start` calls `report` with it and how the GPU is shared. `probe` is a
-        program that fails where CUDA does; by default it opens the first GPU."""
+        """`placed` is the placement's summary; `start` calls `report` with it and how the GPU is shared, or with what
+        happens `otherwise`. `probe` is a program that fails where CUDA does; by default it opens the first GPU."""
         self._placed = placed
+        self._otherwise = otherwise
         self._report = report
         self._times = times or MpsTimes()
         self._default_pipes = default_pipes or DEFAULT_PIPES
@@ -91,8 +96,9 @@ class Mps:
         # A share of the GPU that the user sets is for the draft alone: every request waits for the target's passes.
         return self._directories(self._folder) | ({SHARE: None} if service == "target" else {})
 
-    async def start(self) -> None:
-        """Start a daemon, unless the user has one, and report which. A failure costs only speed, and raises nothing."""
+    async def start(self) -> bool:
+        """Start a daemon, unless the user has one, and report which. Returns whether there is one: a failure costs only
+        speed, and raises nothing."""
         try:
             running = self._running()
             if running is None:
@@ -100,9 +106,10 @@ class Mps:
         except _Unusable as error:
             await self.stop()
             self._report(self._placed)
-            self._report(str(error))
-            return
+            self._report(f"no MPS: {error.reason}. So {self._otherwise}: {error.remedy}")
+            return False
         self._report(f"{self._placed} by MPS" + ("" if running is None else f", of the daemon that runs in {running}"))
+        return True
 
     async def stop(self) -> None:
         """End the daemon that `start` started, and its servers. Call it when the services have ended: it kills servers

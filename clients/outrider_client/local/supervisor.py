@@ -53,10 +53,13 @@ class Supervisor:
         times: RestartTimes | None = None,
         gateway: ServiceCommand | None = None,
         mps: Mps | None = None,
+        alone: ServiceCommand | None = None,
     ) -> None:
         """`emit(name, line)` receives every line of a service, and the supervisor's under the name "outrider". `mps`
-        starts before the first service and stops after the last."""
+        starts before the first service and stops after the last; without it `alone`, a target with the draft in its
+        process, runs in place of target and draft, if there is one."""
         self._target = target
+        self._alone = alone
         self._beside = [command for command in (draft, gateway) if command is not None]
         self._mps = mps
         self._emit = emit
@@ -65,6 +68,11 @@ class Supervisor:
         self._children: dict[str, Child] = {}
         # The exit status after a stop.
         self._status = 0
+
+    @property
+    def draft(self) -> ServiceCommand | None:
+        """The draft service, if one is run."""
+        return next((command for command in self._beside if command.name == "draft"), None)
 
     async def run(self, on_ready: Callable[[], None] = lambda: None) -> int:
         """Run until a signal, the target's end, or invalid settings of draft or gateway. Returns the exit status: 0
@@ -78,8 +86,9 @@ class Supervisor:
             loop.add_signal_handler(number, handle)
         kept: dict[str, asyncio.Task[None]] = {}
         try:
-            if self._mps is not None:
-                await self._start_mps(self._mps)
+            if self._mps is not None and not await self._start_mps(self._mps) and self._alone is not None:
+                self._target = self._alone
+                self._beside = [command for command in self._beside if command.name != "draft"]
             if self._stopping.is_set():
                 return self._status
             kept |= {command.name: asyncio.create_task(self._keep(command)) for command in self._beside}
@@ -115,14 +124,13 @@ class Supervisor:
         self._emit("outrider", "stopping: running requests may finish; once more stops at once")
         self._stopping.set()
 
-    async def _start_mps(self, mps: Mps) -> None:
-        """Return once MPS has started or failed, or a stop is requested."""
+    async def _start_mps(self, mps: Mps) -> bool:
+        """Return once MPS has started or failed, or a stop is requested; whether it has started."""
         starting = asyncio.create_task(mps.start())
         stopping = asyncio.create_task(self._stopping.wait())
         try:
             await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if starting.done():
-                starting.result()
+            return starting.done() and starting.result()
         finally:
             await _cancel(starting, stopping)
 

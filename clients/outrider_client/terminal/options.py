@@ -147,7 +147,11 @@ class UpOptions(Settings):
     )
     http: str = setting("", "also serve an OpenAI-compatible API and a chat page on this port, or HOST:PORT")
     draft_listen: str = setting("", "address the draft listens on; a private socket when empty")
-    mps: bool = setting(True, "run both under NVIDIA's MPS where a draft that runs a network shares the target's GPU")
+    mps: bool = setting(
+        True,
+        "run both under NVIDIA's MPS where a draft that runs a network shares the target's GPU; without it such a "
+        "draft runs in the target's process, unless --draft-listen names an address",
+    )
     target_flags: str = setting("", "more flags for the target, quoted as one word")
     draft_flags: str = setting("", "more flags for the draft, quoted as one word")
     gateway_flags: str = setting("", "more flags for the gateway, quoted as one word")

@@ -134,7 +134,7 @@ def connect_draft(
     options: LinkOptions | None = None,
 ) -> StoppableLink:
     """The link for an address: `HOST:PORT`, `unix:PATH`, several of these with commas between them, or
-    `inprocess:DRAFTER`.
+    `inprocess:DRAFTER`, with the drafter's flags behind its name.
 
     Raises `SettingsError` for a wrong address, or a drafter that cannot draft for this target.
     """
