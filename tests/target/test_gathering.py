@@ -17,7 +17,9 @@ from target_service.engine.step import Step
 from target_service.execution.device_executor import DeviceSteps
 from target_service.execution.host_executor import HostSteps
 from target_service.sampling.verifier import Verified
-from target_service.speculation.policy.draft_times import Use
+from target_service.speculation.drafts import Drafting
+from target_service.speculation.policy.draft_switch import DraftSwitch
+from target_service.speculation.policy.draft_times import ENOUGH, Use
 from target_service.speculation.policy.live_sequence import LiveSequence
 from target_service.speculation.policy.step_cost import StepCost
 from tree_kernels.verification import Walk
@@ -280,3 +282,67 @@ def test_drafts_that_were_of_no_use_are_tried_again_at_the_same_load(tiny_model:
     assert not drafting.active
     drafting.follow_load(drafting.config.resumes_at, useful=True)
     assert drafting.active and drafting.config.resumes_at < 4
+
+
+def head_loop(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> tuple[EngineLoop, DraftSwitch]:
+    """A loop whose draft reads hidden states, as far as following it goes, and is known to pay."""
+    monkeypatch.setattr(Drafting, "reads_features", property(lambda _: True))
+    cost = StepCost([(1, 1.0), (64, 1.1)])
+    loop = EngineLoop(runner := make_runner(model), engine_config(), steps=HostSteps(runner), step_cost=cost)
+    switch = loop._gathering._switch
+    assert switch is not None
+    known = switch._at(1)
+    for _ in range(ENOUGH):
+        known.observe_plain(1.0, fed=False, ahead=False)
+        known.observe_after(1.2, 1.1, answered=True)
+    # Times of a machine would decide otherwise.
+    for name in ("observe_plain", "observe_after"):
+        monkeypatch.setattr(switch, name, lambda *_times, **_what: None)
+    return loop, switch
+
+
+def test_a_sequence_that_a_head_does_not_follow_is_no_late_answer(
+    tiny_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was under way when the head was followed again: it decodes plainly, and the next one is drafted for."""
+    wanted = request([5, 7, 9], 40)
+    truth = (*wanted.token_ids, *plain(tiny_model, wanted))
+    loop, switch = head_loop(tiny_model, monkeypatch)
+    answers: list[bool] = []
+    monkeypatch.setattr(switch, "observe_after", lambda *_times, answered=True: answers.append(answered))
+    draft = ScriptedDraft(loop.drafting, knowing_tree([truth], 64, 3, right=1.0))
+    live = begin(loop, draft, wanted)
+    for _ in range(4):
+        loop.step()
+    assert loop.drafting.is_followed(live.sequence) and live.sequence.totals.drafted_steps
+    loop.drafting.follow_load(1, useful=False)
+    loop.drafting.follow_load(1, useful=True)
+    while loop.live:
+        assert not loop.drafting.is_followed(live.sequence)
+        loop.step()
+    assert tuple(live.sequence.token_ids) == truth and live.sequence.totals.fallback_steps == 0
+    following = loop.make(2, wanted)
+    loop.add(following)
+    while loop.live:
+        loop.step()
+    assert following.sequence.totals.drafted_steps > 4 and answers and all(answers)
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_a_head_follows_an_answer_from_its_beginning_if_it_is_expected_to_pay(
+    pays: bool, tiny_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also during a pause, which another answer has caused: later it would lack the states of the prompt."""
+    wanted = request([5, 7, 9], 40)
+    truth = (*wanted.token_ids, *plain(tiny_model, wanted))
+    loop, switch = head_loop(tiny_model, monkeypatch)
+    if not pays:
+        monkeypatch.setattr(loop._gathering._budget, "expected_tokens", lambda _: 0.5)
+    switch._plain_steps, switch._left = 100, 500
+    loop.drafting.follow_load(1, useful=False)
+    live = begin(loop, ScriptedDraft(loop.drafting, knowing_tree([truth], 64, 3, right=1.0)), wanted)
+    loop.step()
+    assert loop.drafting.is_followed(live.sequence) is pays
+    while loop.live:
+        loop.step()
+    assert tuple(live.sequence.token_ids) == truth and (live.sequence.totals.drafted_steps > 0) is pays

@@ -43,6 +43,10 @@ class DraftSwitch:
         """Whether a drafted step was less than `steps` ago, or may come in less than `steps`."""
         return self._plain_steps < steps or self._left < steps
 
+    def resume(self) -> None:
+        """Drafted steps are about to come, in spite of a pause: sequences begin for which they are expected to pay."""
+        self._plain_steps = 0
+
     def choose(self, load: int, expected: float, *, ahead: bool, sending: float = 0.0) -> Use:
         """How the next step uses drafts. Called once per step.
 

@@ -79,6 +79,22 @@ class Gathering:
             return self._switch.drafts_within(_FOLLOWED_BY_MANY)
         return self._switch.drafts_within(_FOLLOWED_BY_HEADS if heads else _FOLLOWED)
 
+    def _pays_for_newcomers(self, switch: DraftSwitch) -> bool:
+        """Whether a head's drafts are expected to pay now that sequences begin. It has to follow them from their
+        prompts on: once their first step has shown it, it is too late."""
+        if not self._drafting.reads_features:
+            return False
+        records = [
+            live.record
+            for live in self._live.values()
+            if not (live.sequence.step or live.sequence.kv_length) and self._drafting.is_eligible(live.sequence)
+        ]
+        if not records:
+            return False
+        load = self._scheduler.load
+        expected = sum(map(self._budget.expected_tokens, records)) / self._policy.tokens_each + load - len(records)
+        return switch.best(load, expected) is not Use.PLAIN
+
     @property
     def measures(self) -> bool:
         """Whether passes without a draft are still being timed at this load, so that none is followed."""
@@ -89,6 +105,8 @@ class Gathering:
         """Read what has arrived from the draft, and start or stop drafting by load. Returns whether that changed."""
         was = self._drafting.active
         self._drafting.listen()
+        if self._switch is not None and not (was or self._policy.on) and self._pays_for_newcomers(self._switch):
+            self._switch.resume()
         self._drafting.follow_load(self._scheduler.load, self.drafts_useful)
         return self._drafting.active != was
 
@@ -107,7 +125,7 @@ class Gathering:
         if ahead and self._device_chooses(running):
             # Rows come from the device's tables then.
             return Use.PLAIN
-        eligible = [one for one in running if self._drafting.is_eligible(one) and not self._is_led(one)]
+        eligible = [one for one in running if self._may_be_drafted(one) and not self._is_led(one)]
         if not eligible:
             return Use.PLAIN
         if self._switch is None:
@@ -138,6 +156,13 @@ class Gathering:
             and sequence.request.mode is not VerificationMode.REJECTION
             for sequence in sequences
         )
+
+    def _may_be_drafted(self, sequence: Sequence) -> bool:
+        """Whether the draft follows the sequence, or would if it were followed. One that began while a head was not fed
+        stays without it: it would count as a late answer in every step."""
+        if self._drafting.active:
+            return self._drafting.is_followed(sequence)
+        return self._drafting.is_eligible(sequence)
 
     def _is_led(self, sequence: Sequence) -> bool:
         """Whether the sequence follows its prediction well enough not to wait for a draft."""
@@ -175,7 +200,7 @@ class Gathering:
         taking = [chunk.sequence for chunk in schedule.chunks if chunk.takes_tree]
         drafted: list[Sequence] = []
         if self._use is Use.AFTER and self._drafting.active:
-            drafted = [sequence for sequence in taking if self._drafting.is_eligible(sequence)]
+            drafted = [sequence for sequence in taking if self._may_be_drafted(sequence)]
         max_wait = float("inf") if self._switch is None else self._switch.max_wait(len(self._scheduler.running))
         wait_ns = self._drafting.wait_for(drafted, max_wait)
         offers: dict[int, Offer] = {}
