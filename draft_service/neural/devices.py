@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-# The highest that PyTorch is sure to have; streams have 0 by default.
+# Any above 0, which streams have by default; PyTorch takes -1 on every GPU.
 _PRIORITY = -1
 
 
@@ -33,8 +33,9 @@ def drafting_stream(device: torch.device | str) -> torch.cuda.Stream:
     """A stream of this GPU for a drafter's kernels, and for the capture of graphs of them.
 
     Its priority is above that of a target's streams. On a GPU that they share, a drafter's blocks are then placed
-    before the waiting ones of a pass: a tree is some eighty small kernels one after the other, and where each of them
-    waits for a whole kernel of the pass, trees come a pass too late. In another process this needs MPS.
+    before the waiting ones of a pass. A tree is many small kernels one after the other: with a target's priority they
+    took 5.0 ms of one on an H100 and came a pass too late, with this one 3.5
+    (`benchmarks/results/2026-11-25-h100-widened-thirteenth.md`). In another process this needs MPS.
     """
     return torch.cuda.Stream(device, priority=_PRIORITY)  # type: ignore[no-untyped-call]
 

@@ -310,7 +310,7 @@ def test_a_sequence_that_a_head_does_not_follow_is_no_late_answer(
     loop, switch = head_loop(tiny_model, monkeypatch)
     answers: list[bool] = []
     monkeypatch.setattr(switch, "observe_after", lambda *_times, answered=True: answers.append(answered))
-    draft = ScriptedDraft(loop.drafting, knowing_tree([truth], 64, 3, right=1.0))
+    draft = ScriptedDraft(loop.drafting, knowing_tree([truth], loop.drafting._vocabulary_size, 3, right=1.0))
     live = begin(loop, draft, wanted)
     for _ in range(4):
         loop.step()
@@ -340,9 +340,25 @@ def test_a_head_follows_an_answer_from_its_beginning_if_it_is_expected_to_pay(
         monkeypatch.setattr(loop._gathering._budget, "expected_tokens", lambda _: 0.5)
     switch._plain_steps, switch._left = 100, 500
     loop.drafting.follow_load(1, useful=False)
-    live = begin(loop, ScriptedDraft(loop.drafting, knowing_tree([truth], 64, 3, right=1.0)), wanted)
+    live = begin(
+        loop, ScriptedDraft(loop.drafting, knowing_tree([truth], loop.drafting._vocabulary_size, 3, right=1.0)), wanted
+    )
     loop.step()
     assert loop.drafting.is_followed(live.sequence) is pays
     while loop.live:
         loop.step()
     assert tuple(live.sequence.token_ids) == truth and (live.sequence.totals.drafted_steps > 0) is pays
+
+
+def test_only_sequences_that_get_a_place_count_as_beginning(
+    tiny_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each brings a tenth of a token, and drafting costs a tenth of a step: four for one place pay no more than one."""
+    loop, switch = head_loop(tiny_model, monkeypatch)
+    monkeypatch.setattr(loop._gathering._budget, "expected_tokens", lambda _: 1.1)
+    monkeypatch.setattr(type(loop.scheduler), "load", property(lambda _: 1))
+    for number in range(4):
+        loop.add(loop.make(number, request([5, 7, 9], 4)))
+    assert not loop._gathering._pays_for_newcomers(switch)
+    monkeypatch.setattr(loop._gathering._budget, "expected_tokens", lambda _: 1.3)
+    assert loop._gathering._pays_for_newcomers(switch)

@@ -82,16 +82,18 @@ class Gathering:
     def _pays_for_newcomers(self, switch: DraftSwitch) -> bool:
         """Whether a head's drafts are expected to pay now that sequences begin. It has to follow them from their
         prompts on: once their first step has shown it, it is too late."""
-        if not self._drafting.reads_features:
+        load = self._scheduler.load
+        places = load - len(self._scheduler.running)
+        if not places or not self._drafting.reads_features:
             return False
+        # Others that wait begin later.
         records = [
             live.record
             for live in self._live.values()
             if not (live.sequence.step or live.sequence.kv_length) and self._drafting.is_eligible(live.sequence)
-        ]
+        ][:places]
         if not records:
             return False
-        load = self._scheduler.load
         expected = sum(map(self._budget.expected_tokens, records)) / self._policy.tokens_each + load - len(records)
         return switch.best(load, expected) is not Use.PLAIN
 
@@ -158,8 +160,8 @@ class Gathering:
         )
 
     def _may_be_drafted(self, sequence: Sequence) -> bool:
-        """Whether the draft follows the sequence, or would if it were followed. One that began while a head was not fed
-        stays without it: it would count as a late answer in every step."""
+        """Whether the draft follows the sequence, or may while drafting is off. A head does not follow those that began
+        while it was not fed, and each of their steps would count as a late answer of it."""
         if self._drafting.active:
             return self._drafting.is_followed(sequence)
         return self._drafting.is_eligible(sequence)
@@ -200,7 +202,7 @@ class Gathering:
         taking = [chunk.sequence for chunk in schedule.chunks if chunk.takes_tree]
         drafted: list[Sequence] = []
         if self._use is Use.AFTER and self._drafting.active:
-            drafted = [sequence for sequence in taking if self._may_be_drafted(sequence)]
+            drafted = [sequence for sequence in taking if self._drafting.is_followed(sequence)]
         max_wait = float("inf") if self._switch is None else self._switch.max_wait(len(self._scheduler.running))
         wait_ns = self._drafting.wait_for(drafted, max_wait)
         offers: dict[int, Offer] = {}
