@@ -14,7 +14,7 @@ from outrider.wire.frames import ROOT_ID, SequenceGrowth
 class Tracked:
     """One open sequence: the drafter's view of it, and where it stands on the wire.
 
-    Node ids are uint32 and never used twice: at 255 per step they suffice for any context.
+    Node ids are uint32 and never used twice: at 2,046 a step they suffice for any context.
     """
 
     draft: DraftSequence

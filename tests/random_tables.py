@@ -102,7 +102,8 @@ def random_table(text: list[int], vocabulary: int, rng: random.Random) -> list[i
     """[TABLE] for a sequence with this text, its root's token included; of another text now and then. A "lost" one
     does not hold that token, and where it is a "leaf" nothing beside it either."""
     kind = rng.choice(["text"] * 5 + ["lost"] * 3 + ["leaf", "ahead", "far", "other", "none"])
-    count, age = rng.choice([4, 30, NODES, NODES]), rng.randrange(min(len(text), 12))
+    # A full table now and then: most would take long to make.
+    count, age = rng.choice([4, 30, *[240] * 3, NODES]), rng.randrange(min(len(text), 12))
     if kind == "far":
         age = rng.randrange(len(text))
     apart: Iterable[int] = ()

@@ -24,19 +24,21 @@ SOURCES = (HEAD, TRIE_NEW, TRIE_WARM, MERGED_NEW, MERGED_WARM, LOOKUP)
 _TRIE_OF = {MERGED_NEW: TRIE_NEW, MERGED_WARM: TRIE_WARM}
 # Of the largest trees, from which smaller ones are pruned.
 LEVELS, WIDTH, BREADTH = 16, 32, 8
-# As many nodes as a device's table has below its root, and a very low floor, since passes choose their rows.
+# Many nodes and a very low floor, since passes choose their rows.
 TRIE_NODES = 239
-_TRIE_FLOOR = 0.001
+TRIE_FLOOR = 0.001
 
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:
-    """A head's levels, nodes expanded at each, children of a node, and nodes kept; the last is for tries too."""
+    """A head's levels, nodes expanded at each, children of a node, nodes kept, and the least probability of a node's
+    path; the number of nodes is for tries too."""
 
     levels: int
     width: int
     breadth: int
     nodes: int
+    floor: float = 0.0
 
 
 @dataclass
@@ -77,6 +79,7 @@ class Drafts:
         items, missing = pruned(drawn, shape.levels, shape.width, shape.breadth, shape.nodes)
         self.missing += missing
         self.expanded += 1 + (shape.levels - 1) * shape.width
+        items = items[drawn.path_probs[items] >= shape.floor]
         table, places = Table(), {0: 0}
         tokens, parents = drawn.tokens[items].tolist(), drawn.parents[items].tolist()
         scores = drawn.scores[items].tolist()
@@ -85,13 +88,15 @@ class Drafts:
         return table
 
 
-def trie_trees(recordings: Sequence[Recording], warm: bool) -> dict[int, dict[int, TokenTree]]:
+def trie_trees(
+    recordings: Sequence[Recording], warm: bool, nodes: int = TRIE_NODES, floor: float = TRIE_FLOOR
+) -> dict[int, dict[int, TokenTree]]:
     """The trie's tree at every position of the recordings that have states, by place of the recording.
 
     It learns prompts and answers. With `warm` all are of one tenant, in their order, so that a text profits from those
     before it; otherwise each has its own tenant.
     """
-    drafter = NgramDrafter(TrieConfig(num_draft_tokens=TRIE_NODES, min_score=_TRIE_FLOOR))
+    drafter = NgramDrafter(TrieConfig(num_draft_tokens=nodes, min_score=floor))
     drafter.start()
     found: dict[int, dict[int, TokenTree]] = {}
     for place, one in enumerate(recordings):

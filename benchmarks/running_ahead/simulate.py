@@ -296,7 +296,8 @@ def claim(folder: Path, settings: Mapping[str, Any]) -> None:
     file.write_text(text)
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
+def study_of(options: argparse.Namespace) -> tuple[Study, HeadTrees, Sequence[Recording]]:
+    """Recordings and drafts, read from the folder or made."""
     made_with = {name: getattr(options, name) for name in ("model", "head", "per_task", "measured", "tokens")}
     claim(options.folder, made_with | {"levels": LEVELS, "width": WIDTH, "breadth": BREADTH})
     head = loaded_head(options)
@@ -304,7 +305,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     layers = head.config.layers_of(TargetCheckpoint(folder_of(options.model)).facts().num_layers)
     path = options.folder / "recordings.safetensors"
     recordings = record(options.model, layers, options.per_task, options.measured, options.tokens, path)
-    study = Study(draw_all(recordings, trees, options.folder))
+    return Study(draw_all(recordings, trees, options.folder)), trees, recordings
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    study, trees, recordings = study_of(options)
     found: dict[str, Any] = {
         "recordings": [
             {"task": one.recording.task, "prompt": one.recording.prompt_length, "positions": len(one.recording.roots)}

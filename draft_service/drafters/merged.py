@@ -31,8 +31,8 @@ from draft_service.drafters.grown import ArrayDrafter, Computed, Grown, Pending,
 from draft_service.drafters.merging import merge_grown
 from outrider.errors import NotSupported
 from outrider.settings import Settings, SettingsError, setting
-from outrider.tree import MAX_ROWS, TokenTree
-from outrider.wire.frames import CorpusInfo, FeatureRequest, TreeLimits
+from outrider.tree import TokenTree
+from outrider.wire.frames import MAX_NODES, CorpusInfo, FeatureRequest, TreeLimits
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class MergedConfig(Settings):
 
     merged_drafters: str = setting("eagle,trie", "drafters to merge, comma-separated; the first goes first where one")
     merged_nodes: int = setting(
-        0, "nodes of a merged tree; 0 takes the largest of the drafters' own", ge=0, le=MAX_ROWS - 1
+        0, "nodes of a merged tree; 0 takes the largest of the drafters' own", ge=0, le=MAX_NODES
     )
 
     def __post_init__(self) -> None:

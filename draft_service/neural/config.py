@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from draft_service.neural.tree_config import CacheShape, TreeShape
 from outrider.settings import Settings, setting
-from outrider.tree import MAX_ROWS
+from outrider.wire.frames import MAX_NODES
 
 
 class _Sizes(NamedTuple):
@@ -19,6 +19,7 @@ class _Sizes(NamedTuple):
     frontier: int
     rows_per_level: int
     early_levels: int
+    min_score: float
 
 
 # Trees that a target waits for, and captured ones, which are drafted while the target verifies their predecessors and
@@ -26,9 +27,13 @@ class _Sizes(NamedTuple):
 # waited for, four levels are nearly as good as more; one pass ahead, eight levels of 16 nodes make 2 to 3 % more tokens
 # than six, and of 32 nodes 1 to 2 % more again. On H200s 32 nodes made 3 to 6 % more tokens a second than 16 at an 8B
 # shape, their trees in time for 97 passes in 100; nine levels came too late for one pass in ten
-# (`benchmarks/results/2026-11-23-h200-widened-sixth.md`, `2026-11-23-h200-launched-at-once.md`).
-_PLAIN = _Sizes(num_steps=3, topk=4, num_draft_tokens=12, frontier=0, rows_per_level=0, early_levels=0)
-_CAPTURED = _Sizes(num_steps=8, topk=8, num_draft_tokens=239, frontier=32, rows_per_level=64, early_levels=4)
+# (`benchmarks/results/2026-11-23-h200-widened-sixth.md`, `2026-11-23-h200-launched-at-once.md`). How many of a tree's
+# nodes are sent costs a drafter nothing; the node table's size and the floor are those of
+# `2026-11-25-cpu-table-sizes.md`.
+_PLAIN = _Sizes(num_steps=3, topk=4, num_draft_tokens=12, frontier=0, rows_per_level=0, early_levels=0, min_score=0.001)
+_CAPTURED = _Sizes(
+    num_steps=8, topk=8, num_draft_tokens=1007, frontier=32, rows_per_level=64, early_levels=4, min_score=0.00003
+)
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,12 @@ class NetworkConfig(Settings):
 class NeuralConfig(NetworkConfig):
     """How trees grow level by level, over a cache of keys and values."""
 
+    min_score: float = setting(
+        -1.0,
+        "least probability of the path to a node that is worth drafting; -1 takes 0.001, or 0.00003 where captured",
+        ge=-1,
+        le=1,
+    )
     num_steps: int = setting(0, "levels of a tree, each of which costs a pass; 0 takes 3, or 8 where captured", ge=0)
     topk: int = setting(0, "children of a node; 1 drafts a chain; 0 takes 4, or 8 where trees are captured", ge=0)
     frontier: int = setting(
@@ -72,7 +83,7 @@ class NeuralConfig(NetworkConfig):
         ge=0,
     )
     num_draft_tokens: int = setting(
-        0, "nodes of a tree, the root not counted; 0 takes 12, or 239 where captured", ge=0, le=MAX_ROWS - 1
+        0, "nodes of a tree, the root not counted; 0 takes 12, or 1007 where captured", ge=0, le=MAX_NODES
     )
     cuda_graphs: bool = setting(False, "draft in captured CUDA graphs, on a GPU")
     captured_sequences: int = setting(
@@ -96,7 +107,7 @@ class NeuralConfig(NetworkConfig):
             num_steps=steps,
             topk=self.topk or own.topk,
             num_draft_tokens=self.num_draft_tokens or own.num_draft_tokens,
-            min_score=self.min_score,
+            min_score=own.min_score if self.min_score < 0 else self.min_score,
             race_entrants=self.race_entrants,
             race_sharpness=self.race_sharpness,
             frontier=frontier,

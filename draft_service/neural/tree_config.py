@@ -66,9 +66,9 @@ class TreeShape:
         """The shape of trees for `count` sequences together, such that drafting for all takes no longer than for one.
 
         For each doubling of the count, trees lose a level, down to `_LEAST_LEVELS`. The width becomes a power of two
-        within `rows_per_level`, at least `_LEAST_WIDTH`; the number of nodes shrinks with the width, to a chain at
-        least. The count is rounded up to a power of two, for which passes are captured. Several sequences get whole
-        trees only, since each growth costs the target's host time for every sequence.
+        within `rows_per_level`, at least `_LEAST_WIDTH`; the number of nodes halves, down to a chain, since those of a
+        frame cost the target's host time. The count is rounded up to a power of two, for which passes are captured.
+        Several sequences get whole trees only, since each growth costs the target's host time for every sequence.
         """
         doublings = (count - 1).bit_length()
         if not self.rows_per_level or not doublings:
@@ -76,7 +76,7 @@ class TreeShape:
         steps = max(self.num_steps - doublings, min(self.num_steps, _LEAST_LEVELS))
         room = max(self.rows_per_level >> doublings, _LEAST_WIDTH)
         width = min(self.width, 1 << (room.bit_length() - 1))
-        nodes = min(self.num_draft_tokens, max(steps, self.num_draft_tokens * width // self.width))
+        nodes = min(self.num_draft_tokens, max(steps, self.num_draft_tokens >> doublings))
         # A frontier of 0 stands for topk.
         frontier = width if width < self.width else self.frontier
         return replace(self, num_steps=steps, frontier=frontier, num_draft_tokens=nodes, early_levels=0)

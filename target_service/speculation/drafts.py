@@ -31,7 +31,6 @@ from target_service.sampling.verifier import Verified
 from target_service.speculation.config import DraftingConfig
 from target_service.speculation.hidden_states.encoding import StepFeatures
 from target_service.speculation.hidden_states.sending import Features
-from tree_kernels.node_table import NODES
 
 log = logging.getLogger(__name__)
 # Sequences that a draft follows while its drafts are not used.
@@ -266,8 +265,7 @@ class Drafting(DraftInbox):
                 seed=request.seed,
                 mode=mode,
                 sampling=sampling,
-                # What the device chooses from may be larger than what a pass verifies.
-                limits=TreeLimits(max_nodes=request.max_draft_nodes if self._tables is None else NODES - 1),
+                limits=self._limits_of(request),
                 vocabulary_size=self._vocabulary_size,
                 tenant=request.tenant,
                 corpus=request.corpus,
@@ -277,6 +275,12 @@ class Drafting(DraftInbox):
         )
         if features := self._features.opened(sequence):
             self._link.send_features(features)
+
+    def _limits_of(self, request: SequenceRequest) -> TreeLimits:
+        """The limits of a request's trees. What the device chooses from may be larger than what a pass verifies: as
+        large as the draft's own limits allow."""
+        device_chooses = self._tables is not None and request.mode is not VerificationMode.REJECTION
+        return TreeLimits() if device_chooses else TreeLimits(max_nodes=request.max_draft_nodes)
 
     def _forget_trees(self) -> None:
         """Drop every tree, also from the device's tables."""

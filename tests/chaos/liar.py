@@ -14,10 +14,10 @@ import grpc
 from outrider.serving import GrpcServer, Service, ServingOptions
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 from outrider.wire.drafts import info_to_pb
+from outrider.wire.frames import MAX_NODES as NODES
 from outrider.wire.frames import DraftInfo, TreeLimits
 
 SERVICE_NAME = "outrider.v1.DraftService"
-NODES = 255
 _FLOOD_FRAMES = 200
 _INFO = DraftInfo("liar", 0, "", TreeLimits(63, 16), 1 << 20, "0")
 

@@ -122,8 +122,7 @@ def test_many_sequences_get_narrower_trees(count: int, mode: VerificationMode) -
     shape = TreeShape(4, 3, 100, 0.0, 40, 1.0, frontier=12, rows_per_level=16)
     both = make_both(shape, PathNetwork(40))
     trees = drawn(both, [sequence_of(i, mode, TreeLimits()) for i in range(count)])
-    narrow = {1: 12, 2: 8, 3: 4, 9: 4}[count]
-    nodes = 100 * narrow // 12
+    narrow, nodes = {1: (12, 100), 2: (8, 50), 3: (4, 25), 9: (4, 6)}[count]
     # Alone, with the shape that is meant.
     alone = make_both(TreeShape(4, 3, nodes, 0.0, 40, 1.0, frontier=narrow), PathNetwork(40))[0]
     for expected, other in zip(*trees, strict=True):

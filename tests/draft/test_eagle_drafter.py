@@ -198,7 +198,7 @@ def test_it_is_a_drafter_that_wants_features() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"num_draft_tokens": 256},
+        {"num_draft_tokens": 1024},
         {"topk": -1},
         {"num_steps": 40, "topk": 8},
         {"min_score": 2.0},

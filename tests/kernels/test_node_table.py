@@ -108,7 +108,7 @@ def test_a_chain_goes_on_with_itself_and_costs_by_its_run() -> None:
 
 
 def test_what_fits() -> None:
-    assert NODES + LOOKUP < 256 and TABLE == 2 + 5 * NODES
+    assert NODES + LOOKUP < KEYS_PER_COST and TABLE == 2 + 5 * NODES
     assert REPORT == REPORT_TOKENS + (MAX_PATH + 1) + MAX_PATH and KEPT == 63
     assert 8 + len(PROSPECTS) <= REPORT_TOKENS and PROSPECTS[-1] <= KEPT
     with pytest.raises(ValueError, match="16"):
@@ -134,7 +134,7 @@ def paths_of(tokens: list[int], parents: list[int]) -> list[Path]:
 
 def tree_of(seed: int) -> tuple[list[int], list[int], list[int]]:
     rng = random.Random(seed)
-    tokens, parents, costs = random_tree([0], rng.choice([1, 5, 40, NODES]), rng.choice([2, 3, 5]), rng)
+    tokens, parents, costs = random_tree([0], rng.choice([1, 5, 40, 240]), rng.choice([2, 3, 5]), rng)
     return tokens, parents, costs
 
 
@@ -192,7 +192,7 @@ CHAINS = st.builds(
 )
 
 
-@given(SEEDS, st.integers(-1, NODES), CHAINS)
+@given(SEEDS, st.integers(-1, 240), CHAINS)
 def test_candidates_are_what_hangs_below_and_the_chain(seed: int, walked: int, chain: Chain) -> None:
     wanted, found, paths = wanted_below(seed, walked, chain)
     assert {path: one.cost for path, one in zip(paths, found, strict=True)} == wanted
@@ -200,7 +200,7 @@ def test_candidates_are_what_hangs_below_and_the_chain(seed: int, walked: int, c
     assert len(wanted) == len(found) and all(one.depth == len(path) for one, path in zip(found, paths, strict=True))
 
 
-@given(SEEDS, st.integers(-1, NODES), CHAINS, st.integers(0, 80))
+@given(SEEDS, st.integers(-1, 240), CHAINS, st.integers(0, 80))
 def test_the_best_are_the_cheapest_and_have_their_parents(seed: int, walked: int, chain: Chain, limit: int) -> None:
     _, found, _ = wanted_below(seed, walked, chain)
     check_best(found, limit)
@@ -215,7 +215,7 @@ def check_best(found: list[Candidate], limit: int) -> None:
     assert all(one.parent in numbers[: 1 + rank] for rank, one in enumerate(kept))
 
 
-@given(SEEDS, st.integers(0, NODES), CHAINS, st.integers(0, 80))
+@given(SEEDS, st.integers(0, 240), CHAINS, st.integers(0, 80))
 def test_a_tree_is_mended(seed: int, walked: int, chain: Chain, limit: int) -> None:
     """Behind a token that is no child of a node: what its likeliest child has below it, its children, and the chain."""
     nodes = nodes_of(torch.from_numpy(preorder(*tree_of(seed), 1)))
@@ -245,7 +245,7 @@ def test_a_tree_is_mended(seed: int, walked: int, chain: Chain, limit: int) -> N
     check_best(found, limit)
 
 
-@given(SEEDS, st.integers(-1, NODES), st.integers(0, 9), CHAINS, st.integers(0, 80))
+@given(SEEDS, st.integers(-1, 240), st.integers(0, 9), CHAINS, st.integers(0, 80))
 def test_a_tree_lends(seed: int, walked: int, token: int, chain: Chain, limit: int) -> None:
     """What is below the likeliest node of a token hangs below the root, and in no other way; the rest is as it was."""
     nodes = nodes_of(torch.from_numpy(preorder(*tree_of(seed), 1)))
@@ -273,7 +273,7 @@ def test_what_mending_costs() -> None:
     assert MEND_INSERTED == MEND_EXCHANGED + COST_OF_HALVING
 
 
-@given(SEEDS, st.integers(0, NODES), CHAINS)
+@given(SEEDS, st.integers(0, 240), CHAINS)
 def test_a_walk_tolerates_siblings_that_say_the_same(seed: int, walked: int, chain: Chain) -> None:
     nodes = nodes_of(torch.from_numpy(preorder(*tree_of(seed), 1)))
     kept = best(candidates(nodes, -1, chain, walked % len(nodes.tokens)), KEPT)

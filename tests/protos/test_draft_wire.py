@@ -100,7 +100,7 @@ def test_an_open_without_a_mode_takes_it_from_the_temperature() -> None:
         ({"corpus": "../up"}, "open.corpus"),
         ({"mode": 17}, "open.mode"),
         ({"mode": tree_pb2.VERIFICATION_MODE_TYPICAL}, "open.mode"),
-        ({"limits": draft_pb2.TreeLimits(max_nodes=256)}, "open.limits.max_nodes"),
+        ({"limits": draft_pb2.TreeLimits(max_nodes=1024)}, "open.limits.max_nodes"),
         ({"traceparent": "0" * 129}, "open.traceparent"),
         ({"sampling": tree_pb2.SamplingParameters(temperature=math.nan)}, "open.sampling.temperature"),
     ],

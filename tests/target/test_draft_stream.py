@@ -138,7 +138,7 @@ def test_a_failure_of_nobody_is_nothing(talk: Talk) -> None:
         {"scores": [0.5, -1.0]},
         {"scores": []},
         {"first_node_id": 0},
-        {"parent_ids": [0] * 256, "token_ids": range(256), "scores": [0.5] * 256},
+        {"parent_ids": [0] * 1024, "token_ids": range(1024), "scores": [0.5] * 1024},
     ],
     ids=["vocabulary", "-1", "lengths", "own parent", "NaN", "negative", "no scores", "id 0", "oversize"],
 )

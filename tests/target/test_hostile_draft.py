@@ -21,11 +21,10 @@ from outrider.drafting.inbox import LISTEN_SECONDS, DraftEvent, DraftInbox
 from outrider.drafting.stream import MAX_ANSWERS_KEPT, WORK_PER_ANSWER, DraftConversation
 from outrider.errors import CreditExceeded, InvalidField
 from outrider.v1 import draft_pb2
+from outrider.wire.frames import MAX_NODES as NODES
 from outrider.wire.frames import MAX_SEQUENCES_PER_FRAME, DraftInfo, SequenceGrowth, TreeLimits
 from target_service.speculation.config import DraftingConfig
 from target_service.speculation.drafts import Drafting
-
-NODES = 255
 
 
 class Noting(DraftInbox):
@@ -54,7 +53,7 @@ def test_every_look_at_what_came_handles_something(monkeypatch: pytest.MonkeyPat
 
 
 def one_child(wire_id: int, first: int) -> draft_pb2.SequenceGrowth:
-    """255 names for the same child of the root."""
+    """As many names for the same child of the root as a growth may hold."""
     return draft_pb2.SequenceGrowth(
         sequence_id=wire_id,
         first_node_id=first,

@@ -435,7 +435,7 @@ func (x *OpenSequence) GetModelVersion() uint64 {
 // TreeLimits bound the live tree of a sequence. Zero asks for the draft's own default.
 type TreeLimits struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// max_nodes is how many nodes below the root are of use. At most 255.
+	// max_nodes is how many nodes below the root are of use. At most 1023.
 	MaxNodes uint32 `protobuf:"varint,1,opt,name=max_nodes,json=maxNodes,proto3" json:"max_nodes,omitempty"`
 	// max_depth is how many nodes a path may have below the root.
 	MaxDepth      uint32 `protobuf:"varint,2,opt,name=max_depth,json=maxDepth,proto3" json:"max_depth,omitempty"`
@@ -1131,7 +1131,7 @@ type GetDraftInfoResponse struct {
 	VocabularySize uint32 `protobuf:"varint,2,opt,name=vocabulary_size,json=vocabularySize,proto3" json:"vocabulary_size,omitempty"`
 	// tokenizer_fingerprint is the SHA-256 of the tokenizer it was made for, in hex; empty when it takes any.
 	TokenizerFingerprint string `protobuf:"bytes,3,opt,name=tokenizer_fingerprint,json=tokenizerFingerprint,proto3" json:"tokenizer_fingerprint,omitempty"`
-	// limits it keeps.
+	// limits it keeps. It says 255 max_nodes where they are larger; a sequence that asks for none gets them.
 	Limits *TreeLimits `protobuf:"bytes,4,opt,name=limits,proto3" json:"limits,omitempty"`
 	// max_context is the longest sequence it follows, in tokens.
 	MaxContext uint32 `protobuf:"varint,5,opt,name=max_context,json=maxContext,proto3" json:"max_context,omitempty"`

@@ -32,15 +32,18 @@ from typing import NamedTuple
 
 from tree_kernels.node_table.lookup_costs import COST_OF_HALVING
 
-# Places of a table, its root included, and tokens that are looked up at most: together 255 candidates.
-NODES = 240
+# Places of a table, its root included, and tokens that are looked up at most: together 1,023 candidates. A draft one
+# pass behind does not know which of many outcomes will be verified next. By simulation over recorded answers, with 23
+# rows a pass, 1,007 nodes make 7 % more tokens than 239, and 479 make 4 % more
+# (`benchmarks/results/2026-11-25-cpu-table-sizes.md`).
+NODES = 1008
 LOOKUP = 15
 # Rows that one sequence gets beside its root at most, and how deep below the root the deepest may stand.
 KEPT = 63
 MAX_PATH = 47
 # A path that costs this much or more is never chosen.
 MOST_COST = 1 << 16
-KEYS_PER_COST = 512
+KEYS_PER_COST = 1024
 # Above the key of whatever may be chosen.
 NO_KEY = MOST_COST * KEYS_PER_COST
 # What a mended tree costs beyond its nodes' own costs, where the last token is taken to stand in the place of the

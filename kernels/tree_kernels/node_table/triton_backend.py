@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 # Up to so many sequences one warp chooses for all, and up to so many four do.
 _ONE_WARP, _FOUR_WARPS = 2, 64
 
+# Of a program that ranks a sequence's candidates, some of them a thread.
+_RANKING_WARPS = 16
 # Keys that are compared at once when a run is searched; a longer run counts for more than a later one.
 _BLOCK = tl.constexpr(1024)
 _RUN = tl.constexpr(1 << 26)
@@ -417,7 +419,7 @@ def _tensors(table: NodeTable, step: StepIntegers) -> tuple[Tensor, ...]:
 
 
 def _constants(table: NodeTable) -> dict[str, Any]:
-    return {"CHAIN": table.lookup_tokens, "PAGE_SIZE": table.page_size, "num_warps": 8}
+    return {"CHAIN": table.lookup_tokens, "PAGE_SIZE": table.page_size, "num_warps": _RANKING_WARPS}
 
 
 def _lay_out(table: NodeTable, step: StepIntegers) -> None:

@@ -18,7 +18,7 @@ _TREE_ROWS = tl.constexpr(MAX_TREE_ROWS)
 _TURNS, _LAST_NUMBER = tl.constexpr(mailboxes.TURNS), tl.constexpr(mailboxes.LAST_NUMBER)
 _TABLE, _TABLE_BLOCK = tl.constexpr(layout.TABLE), tl.constexpr(triton.next_power_of_2(layout.TABLE))
 # Of a program that takes a table. Chosen, not measured: ten integers a thread.
-TAKING_WARPS = 4
+TAKING_WARPS = 16
 _THREADS = tl.constexpr(32 * TAKING_WARPS)
 
 

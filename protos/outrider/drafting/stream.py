@@ -13,10 +13,11 @@ from typing import TypeVar
 
 from outrider.errors import CreditExceeded, InvalidField, PositionOutOfRange
 from outrider.v1 import draft_pb2
-from outrider.wire.drafts import MAX_NODES, advance_to_pb, failure_from_pb, growth_from_pb, open_to_pb
+from outrider.wire.drafts import advance_to_pb, failure_from_pb, growth_from_pb, open_to_pb
 from outrider.wire.frames import (
     MAX_CLOSED_PER_FRAME,
     MAX_FEATURE_BYTES,
+    MAX_NODES,
     MAX_SEQUENCES_PER_FRAME,
     DraftEvents,
     OpenSequence,
@@ -37,7 +38,7 @@ MAX_ALLOWANCE = 256
 # a draft owes one and may send another once it has more. Credit in frames does not bound them.
 WORK_PER_ANSWER = 4 * (1 + 2 * MAX_NODES)
 # Work that is saved is at most that of this many answers, or of one per open sequence.
-MAX_ANSWERS_KEPT = 64
+MAX_ANSWERS_KEPT = 16
 # Bytes of features in one frame. With one more piece a frame is still well below a draft's message limit of 4 MiB.
 MAX_FRAME_FEATURE_BYTES = 2 * MAX_FEATURE_BYTES
 

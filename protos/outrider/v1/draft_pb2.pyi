@@ -188,7 +188,7 @@ class TreeLimits(google.protobuf.message.Message):
     MAX_NODES_FIELD_NUMBER: builtins.int
     MAX_DEPTH_FIELD_NUMBER: builtins.int
     max_nodes: builtins.int
-    """max_nodes is how many nodes below the root are of use. At most 255."""
+    """max_nodes is how many nodes below the root are of use. At most 1023."""
     max_depth: builtins.int
     """max_depth is how many nodes a path may have below the root."""
     def __init__(
@@ -524,7 +524,7 @@ class GetDraftInfoResponse(google.protobuf.message.Message):
     """version of the software."""
     @property
     def limits(self) -> global___TreeLimits:
-        """limits it keeps."""
+        """limits it keeps. It says 255 max_nodes where they are larger; a sequence that asks for none gets them."""
 
     @property
     def features(self) -> global___FeatureRequest:

@@ -5,6 +5,7 @@ One frame holds parts of many sequences. Each part is converted by itself, so a 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import isfinite
 from operator import gt
 
@@ -13,6 +14,7 @@ from outrider.sampling import VerificationMode
 from outrider.tree import MAX_ROWS, DraftDistribution
 from outrider.v1 import draft_pb2
 from outrider.wire.frames import (
+    MAX_NODES,
     CorpusInfo,
     DraftInfo,
     OpenSequence,
@@ -38,9 +40,11 @@ from outrider.wire.trees import (
     tenant_from_pb,
 )
 
-MAX_NODES = MAX_ROWS - 1
-# Node ids are uint32 on the wire; at 255 new ids a step they last for 16 million steps.
+# Node ids are uint32 on the wire; at two growths of 1,023 a step they last for 2 million steps.
 MAX_NODE_ID = 2**32 - 1
+# Nodes that a draft says it has at most: targets of before larger trees refuse a draft that says more. Those that can
+# use more ask for as many as there are.
+_MAX_NODES_SAID = 255
 _MAX_TRACEPARENT = 128
 _MAX_DRAFTER_NAME = 64
 
@@ -238,7 +242,7 @@ def info_to_pb(info: DraftInfo) -> draft_pb2.GetDraftInfoResponse:
         drafter=info.drafter,
         vocabulary_size=info.vocabulary_size,
         tokenizer_fingerprint=info.tokenizer_fingerprint,
-        limits=limits_to_pb(info.limits),
+        limits=limits_to_pb(replace(info.limits, max_nodes=min(info.limits.max_nodes, _MAX_NODES_SAID))),
         max_context=info.max_context,
         version=info.version,
         features=None if info.features is None else request_to_pb(info.features),

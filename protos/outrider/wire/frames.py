@@ -21,7 +21,9 @@ ROOT_ID = 0
 MAX_OUTSTANDING_CREDIT = 1024
 # Token ids and vocabulary sizes are kept in int32 arrays.
 MAX_VOCABULARY = 2**31 - 1
-# Parts of one frame, each for one sequence: 0.6 MB with trees of 255 nodes, or 65,536 tokens with as many as a step
+# Nodes of one growth, which may be more than a pass verifies: a target that runs ahead chooses among them.
+MAX_NODES = 1023
+# Parts of one frame, each for one sequence: 2.5 MB with trees of 1,023 nodes, or 65,536 tokens with as many as a step
 # can commit.
 MAX_SEQUENCES_PER_FRAME = 256
 # Sequences that one frame closes.

@@ -246,7 +246,7 @@ export const OpenSequenceSchema: GenMessage<OpenSequence> = /*@__PURE__*/
  */
 export type TreeLimits = Message<"outrider.v1.TreeLimits"> & {
   /**
-   * max_nodes is how many nodes below the root are of use. At most 255.
+   * max_nodes is how many nodes below the root are of use. At most 1023.
    *
    * @generated from field: uint32 max_nodes = 1;
    */
@@ -630,7 +630,7 @@ export type GetDraftInfoResponse = Message<"outrider.v1.GetDraftInfoResponse"> &
   tokenizerFingerprint: string;
 
   /**
-   * limits it keeps.
+   * limits it keeps. It says 255 max_nodes where they are larger; a sequence that asks for none gets them.
    *
    * @generated from field: outrider.v1.TreeLimits limits = 4;
    */
