@@ -182,7 +182,7 @@ def table_for(case: Case, tokens: torch.Tensor, backend: Literal["triton", "torc
     )  # fmt: skip
     for left in (
         table.reports, table.tables, table.passes, table.limits, table.counts, table.roots, table.ages, table.keys,
-        table.ranked, table.noted, table.all_keys, table.ranks,
+        table.ranked, table.noted, table.unranked,
     ):  # fmt: skip
         left.random_(-3, 1000)
     return table

@@ -27,7 +27,6 @@ from tree_kernels.node_table.layout import (
     LOOKUP,
     MOST_COST,
     NO_KEY,
-    NODES,
     PROSPECTS,
     REPORT,
     SURE,
@@ -107,9 +106,9 @@ class NodeTable:
         # [3 + len(PROSPECTS), B] of the rows that were laid out: nodes of the table, expected tokens of all, and of
         # these nodes; and the prospects of the candidates.
         self.noted = torch.zeros(3 + len(PROSPECTS), max_sequences, dtype=torch.int32, device=device)
-        # [B, NODES + LOOKUP + 1] keys and ranks of all candidates, scratch of a kernel.
-        candidates = torch.zeros(2, max_sequences, NODES + LOOKUP + 1, dtype=torch.int32, device=device)
-        self.all_keys, self.ranks = candidates
+        # [B, 4, KEPT + 1] keys, tokens, depths and parents of the kept candidates, by rising numbers: scratch of a
+        # kernel.
+        self.unranked = torch.zeros(max_sequences, 4, KEPT + 1, dtype=torch.int32, device=device)
         # [2, LONGEST + 1] int32, see `lookup_costs`.
         self.lookup_costs = torch.tensor([FIRST_COST, NEXT_COST], dtype=torch.int32, device=device)
         halvings = np.arange(MOST_COST // COSTS_PER_CHANCE) * (COSTS_PER_CHANCE / COST_OF_HALVING)

@@ -15,6 +15,7 @@ from tree_kernels.node_table.triton_rows import (
     KEPT_ROWS,
     NO_KEY,
     TAKING_WARPS,
+    bound_for,
     keep_kernel,
     lay_out_kernel,
     take_kernel,
@@ -36,8 +37,9 @@ _BLOCK = tl.constexpr(1024)
 _RUN = tl.constexpr(1 << 26)
 # Width of a sequence's candidates.
 _CANDIDATES = tl.constexpr(triton.next_power_of_2(layout.NODES + layout.LOOKUP))
-# Keys of a table's nodes that all others are compared with at once.
-_RIVALS = tl.constexpr(64)
+# Bounds that are tried at once for the keys of a sequence's candidates: seven rounds at most, in each 32 comparisons a
+# thread. 32 would take six of twice the work. Chosen, not measured.
+_BOUNDS = tl.constexpr(16)
 # Above the key of any node, however unlikely.
 _NO_CHILD = tl.constexpr(1 << 62)
 _NODES, _TABLE = tl.constexpr(layout.NODES), tl.constexpr(layout.TABLE)
@@ -112,14 +114,6 @@ def _text_at(tokens, pages, prefix, root, end, chain, position, PAGE_SIZE: tl.co
 
 
 @triton.jit
-def _below(others, count, key, RIVALS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """[n] how many of the first `count` keys of `others` are below each `key` [n]."""
-    j = tl.arange(0, RIVALS)
-    other = tl.load(others + j, mask=j < count, other=NO_KEY)
-    return tl.sum((other[None, :] < key[:, None]).to(tl.int32), axis=1)
-
-
-@triton.jit
 def _likeliest(among, cost, i):  # type: ignore[no-untyped-def]
     """The place `i` of least `cost` where `among` [CANDIDATES], the first of several; -1 where that is nowhere."""
     # A table may hold paths that are too unlikely for a key of 32 bits.
@@ -167,40 +161,49 @@ def _lender(table, having, cost, i):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _keep_best(  # type: ignore[no-untyped-def]
-    chances, counts, keys, ranked, all_keys, ranks, b, limit, i, key, cost, token, parent, depth, near, near_end
+    chances, counts, keys, ranked, unranked, b, limit, key, token, depth, parent
 ):
     """Keep the sequence's candidates of the least `key` [CANDIDATES], up to `limit`, by rising keys.
 
-    All keys but `NO_KEY` differ; nodes that have one are at `near` to `near_end`. `parent` is a candidate, -1 for the
-    root. There is a barrier before the first store to what other threads may read.
+    All keys but `NO_KEY` differ, and none is negative. `parent` is a candidate of a smaller key, -1 for the root. There
+    is a barrier before the first store to what other threads may read.
     """
-    # Others' keys and ranks are other threads'. Only the nodes below `near` and the chain have any.
-    tl.store(all_keys + b * _CANDIDATES + i, key)
-    tl.debug_barrier()
-    rank = _below(all_keys + b * _CANDIDATES + _NODES, _CANDIDATES - _NODES, key, _CANDIDATES - _NODES)
-    for start in range(tl.maximum(near, 0), near_end, _RIVALS):
-        rank += _below(all_keys + b * _CANDIDATES + start, tl.minimum(near_end - start, _RIVALS), key, _RIVALS)
-    kept = (key < NO_KEY) & (rank < tl.minimum(limit, KEPT_ROWS - 1))
-    tl.store(ranks + b * _CANDIDATES + i, rank)
-    tl.debug_barrier()
-    above = tl.load(ranks + b * _CANDIDATES + parent, mask=kept & (parent >= 0), other=-1)
-    chance = tl.load(chances + cost // _COSTS_PER_CHANCE, mask=kept, other=0)
-    link = tl.where(i >= _NODES, 0, 1 << 16) + (depth << 8) + above + 1
-    tl.store(keys + b * KEPT_ROWS + rank, key, mask=kept)
-    out = ranked + b * 3 * KEPT_ROWS + rank
-    tl.store(out, token, mask=kept)
-    tl.store(out + KEPT_ROWS, link, mask=kept)
-    tl.store(out + 2 * KEPT_ROWS, chance, mask=kept)
+    kept = key < bound_for(key, tl.minimum(limit, KEPT_ROWS - 1), _BOUNDS)
     count = tl.sum(kept.to(tl.int32), axis=0)
-    behind = tl.arange(0, KEPT_ROWS)
-    tl.store(keys + b * KEPT_ROWS + behind, tl.full([KEPT_ROWS], NO_KEY, tl.int32), mask=behind >= count)
+    # Put together, the few that are kept can all be compared with each other.
+    unranked += b * 4 * KEPT_ROWS
+    out = unranked + tl.cumsum(kept.to(tl.int32), axis=0) - 1
+    tl.store(out, key, mask=kept)
+    tl.store(out + KEPT_ROWS, token, mask=kept)
+    tl.store(out + 2 * KEPT_ROWS, depth, mask=kept)
+    tl.store(out + 3 * KEPT_ROWS, parent, mask=kept)
+    # They are other threads'.
+    tl.debug_barrier()
+    k = tl.arange(0, KEPT_ROWS)
+    there = k < count
+    key = tl.load(unranked + k, mask=there, other=NO_KEY)
+    token = tl.load(unranked + KEPT_ROWS + k, mask=there, other=0)
+    depth = tl.load(unranked + 2 * KEPT_ROWS + k, mask=there, other=0)
+    parent = tl.load(unranked + 3 * KEPT_ROWS + k, mask=there, other=-1)
+    chance = tl.load(chances + key // _KEYS_PER_COST // _COSTS_PER_CHANCE, mask=there, other=0)
+    # What lies behind keeps its place.
+    rank = tl.where(there, tl.sum((key[None, :] < key[:, None]).to(tl.int32), axis=1), k)
+    # Its number is that of a table's root, which is no candidate.
+    number = key % _KEYS_PER_COST
+    above = tl.max(tl.where(number[None, :] == parent[:, None], rank[None, :], -1), axis=1)
+    link = tl.where(number >= _NODES, 0, 1 << 16) + (depth << 8) + above + 1
+    tl.store(keys + b * KEPT_ROWS + rank, key)
+    out = ranked + b * 3 * KEPT_ROWS + rank
+    tl.store(out, token, mask=there)
+    tl.store(out + KEPT_ROWS, link, mask=there)
+    tl.store(out + 2 * KEPT_ROWS, chance, mask=there)
     tl.store(counts + b, count)
 
 
 @triton.jit
 def _rank(  # type: ignore[no-untyped-def]
-    tables, places, tokens, pages, lookup_costs, chances, counts, ages, keys, ranked, all_keys, ranks,
-    b, prefix, root, limit, CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    tables, places, tokens, pages, lookup_costs, chances, counts, ages, keys, ranked, unranked, b,
+    prefix, root, limit, CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Find what may follow the sequence's root, and keep the best by rising keys; see `node_table.torch_backend._find`.
 
@@ -269,12 +272,8 @@ def _rank(  # type: ignore[no-untyped-def]
 
     parent = tl.where(tl.where(borrowed, own_parent == lender, (own_parent == top) | inserted), -1, own_parent)
     parent = tl.where(in_chain, tl.where(depth > last_depth + 1, i - 1, last), parent)
-    if lender >= 0:
-        near, near_end = tl.full([], 0, tl.int32), nodes
-    _keep_best(
-        chances, counts, keys, ranked, all_keys, ranks, b, limit, i, key, cost,
-        tl.where(in_chain, text_token, own_token), parent, depth, near, near_end,
-    )  # fmt: skip
+    token = tl.where(in_chain, text_token, own_token)
+    _keep_best(chances, counts, keys, ranked, unranked, b, limit, key, token, depth, parent)
     tl.store(ages + b, tl.where(held, age, -1))
 
 
@@ -298,7 +297,7 @@ def _move(records, prefix_lengths, roots, b, prefix, root, moves):  # type: igno
 @triton.jit(do_not_specialize=["reading"])
 def _begin_kernel(  # type: ignore[no-untyped-def]
     token_ids, records, query_starts, prefix_lengths, page_starts, page_table, tokens, tables, places, lookup_costs,
-    chances, counts, roots, ages, keys, ranked, all_keys, ranks, passes, accepted, limits, all_reading, pending, moves,
+    chances, counts, roots, ages, keys, ranked, unranked, passes, accepted, limits, all_reading, pending, moves,
     reading, CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
     """One sequence a program; see `NodeTable.begin`."""
@@ -318,7 +317,7 @@ def _begin_kernel(  # type: ignore[no-untyped-def]
         tl.store(limits + b, limit)
         _rank(
             tables, places, tokens, page_table + tl.load(page_starts + b), lookup_costs, chances, counts, ages, keys,
-            ranked, all_keys, ranks, b, prefix, root, limit, CHAIN, PAGE_SIZE,
+            ranked, unranked, b, prefix, root, limit, CHAIN, PAGE_SIZE,
         )  # fmt: skip
         _move(records, prefix_lengths, roots, b, prefix, root, moved)
     else:
@@ -329,7 +328,7 @@ def _begin_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def _go_on_kernel(  # type: ignore[no-untyped-def]
     token_ids, records, query_starts, prefix_lengths, page_starts, page_table, tokens, tables, places, lookup_costs,
-    chances, counts, roots, ages, keys, ranked, all_keys, ranks, passes, accepted, limits, reading, accepted_counts,
+    chances, counts, roots, ages, keys, ranked, unranked, passes, accepted, limits, reading, accepted_counts,
     next_tokens, accepted_rows, noted, reports, REPORT_STRIDE: tl.constexpr, NOTED_STRIDE: tl.constexpr,
     LAST: tl.constexpr, CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -359,7 +358,7 @@ def _go_on_kernel(  # type: ignore[no-untyped-def]
         if not LAST:
             _rank(
                 tables, places, tokens, page_table + tl.load(page_starts + b), lookup_costs, chances, counts, ages,
-                keys, ranked, all_keys, ranks, b, prefix, root, limit, CHAIN, PAGE_SIZE,
+                keys, ranked, unranked, b, prefix, root, limit, CHAIN, PAGE_SIZE,
             )  # fmt: skip
             _move(records, prefix_lengths, roots, b, prefix, root, count + 1)
         out = reports + b * REPORT_STRIDE + done * _REPORT
@@ -413,7 +412,7 @@ def _tensors(table: NodeTable, step: StepIntegers) -> tuple[Tensor, ...]:
     return (
         step.token_ids, step.parameters, step.query_starts, step.prefix_lengths, step.page_starts, step.page_table,
         table.tokens, table.tables, table.places, table.lookup_costs, table.chances, table.counts, table.roots,
-        table.ages, table.keys, table.ranked, table.all_keys, table.ranks, table.passes, table.accepted, table.limits,
+        table.ages, table.keys, table.ranked, table.unranked, table.passes, table.accepted, table.limits,
         table.reading,
     )  # fmt: skip
 

@@ -23,7 +23,7 @@ _THREADS = tl.constexpr(32 * TAKING_WARPS)
 
 
 @triton.jit
-def _bound_for(keys, room, BOUNDS: tl.constexpr):  # type: ignore[no-untyped-def]
+def bound_for(keys, room, BOUNDS: tl.constexpr):  # type: ignore[no-untyped-def]
     """The largest bound with at most `room` of `keys` [n] below it; see `node_table.torch_backend.bound_for`."""
     low = tl.full([], 0, tl.int32)
     high = tl.full([], NO_KEY, tl.int32)
@@ -73,7 +73,7 @@ def lay_out_kernel(  # type: ignore[no-untyped-def]
     # After the rows of sequences that read, which no program stores.
     read = tl.load(reading)
     first = tl.load(query_starts + read)
-    bound = _bound_for(all_keys, rows_in_all - first - tl.sum(here.to(tl.int32), axis=0), BOUNDS)
+    bound = bound_for(all_keys, rows_in_all - first - tl.sum(here.to(tl.int32), axis=0), BOUNDS)
     taken = all_keys < bound
     before = tl.sum((taken & (owner < b)).to(tl.int32), axis=0) + tl.sum((here & (every < b)).to(tl.int32), axis=0)
     row = first + before
