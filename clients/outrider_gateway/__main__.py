@@ -6,12 +6,11 @@ import importlib.util
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from outrider.command_line import CommandParser
 from outrider.runtime import configure_logging, prepare_grpc, run
-from outrider.settings import SettingsError, add_flags, load
-from outrider_gateway.config import CONFIG_VARIABLE, GatewayConfig
+from outrider.settings import SettingsError, add_flags, load, settings_file
+from outrider_gateway.config import GatewayConfig
 
 _NEEDED = ("starlette", "uvicorn", "httptools", "orjson")
 
@@ -30,8 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", metavar="FILE", help="TOML file with settings (default: OUTRIDER_CONFIG)")
     add_flags(parser, GatewayConfig)
     flags = parser.parse_args(argv)
-    name = flags.config or os.environ.get(CONFIG_VARIABLE)
-    path = Path(name) if name else None
+    path = settings_file(flags)
     try:
         config = load(GatewayConfig, "gateway", flags, os.environ, path)
         # The section and the environment of every client; here they are how the gateway itself reaches its targets.

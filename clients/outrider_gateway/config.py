@@ -9,8 +9,6 @@ from outrider.addresses import address_problem
 from outrider.pem import check_pair
 from outrider.settings import Settings, SettingsError, setting
 
-# Names the settings file where no flag does.
-CONFIG_VARIABLE = "OUTRIDER_CONFIG"
 # As browsers write the origin of a page: in lower case, without a path.
 _ORIGIN = re.compile(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:\d{1,5})?")
 ANY_ORIGIN = "*"

@@ -20,6 +20,7 @@ import argparse
 import dataclasses
 import logging
 import math
+import os
 import tomllib
 import types
 import typing
@@ -220,6 +221,12 @@ def load(
         if name in fields:
             values[name] = _parse(config, fields[name], value, "--" + name.replace("_", "-"))
     return config(**values)
+
+
+def settings_file(flags: argparse.Namespace | None = None) -> Path | None:
+    """The file that --config names, or the environment without it; None for no file."""
+    name = getattr(flags, "config", None) or os.environ.get(CONFIG_VARIABLE)
+    return Path(name) if name else None
 
 
 def unreadable(path: object, error: Exception) -> str:
