@@ -229,6 +229,11 @@ def settings_file(flags: argparse.Namespace | None = None) -> Path | None:
     return Path(name) if name else None
 
 
+def comma_words(text: str) -> list[str]:
+    """The words of a list with commas between them."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
 def unreadable(path: object, error: Exception) -> str:
     """Why a file cannot be read, in one line; `str` of an `OSError` would name the file a second time."""
     return f"{path}: {getattr(error, 'strerror', None) or error}"
