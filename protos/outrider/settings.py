@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import logging
 import math
 import os
 import tomllib
 import types
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -245,6 +246,18 @@ def read_text(path: str | Path) -> str:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(unreadable(path, error)) from None
+
+
+def json_lines(path: Path, text: str) -> Iterator[tuple[str, Any]]:
+    """The value of each line of a JSONL file that is not blank, after where it stands. Raises `SettingsError`."""
+    # Not by `splitlines`: JSON allows other line breaks inside a text.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            yield f"{path}:{number}", json.loads(line)
+        except json.JSONDecodeError as error:
+            raise SettingsError(f"{path}:{number}: {error}") from None
 
 
 def _file_section(path: Path | None, section: str, fields: Collection[str]) -> Mapping[str, object]:
