@@ -15,7 +15,6 @@ from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import MAX_ROWS
 from outrider.wire.frames import (
     DraftInfo,
-    DraftLink,
     OpenSequence,
     SequenceAdvance,
     SequenceFailure,
@@ -51,7 +50,6 @@ class Drafting(DraftInbox):
         super().__init__()
         self._config = config
         self._vocabulary_size = vocabulary_size
-        self._link: DraftLink | None = None
         self._connected = False
         self._open_requests: dict[int, _OpenRequest] = {}
         # Requests that the draft does not take.
@@ -59,10 +57,6 @@ class Drafting(DraftInbox):
         self._latency = DraftLatency(config.failures_to_open)
         self._sent_at = 0.0
         self.late = 0
-
-    def attach(self, link: DraftLink) -> None:
-        """Use `link` from now on. Called once, before the first step."""
-        self._link = link
 
     @property
     def connected(self) -> bool:
