@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -10,9 +9,8 @@ from collections.abc import Sequence
 from outrider.command_line import CommandParser
 from outrider.runtime import configure_logging, prepare_grpc, run
 from outrider.settings import SettingsError, add_flags, load, settings_file
+from outrider_client.local.roles import missing_for
 from outrider_gateway.config import GatewayConfig
-
-_NEEDED = ("starlette", "uvicorn", "httptools", "orjson")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,9 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load(GatewayConfig, "gateway", flags, os.environ, path)
         # The section and the environment of every client; here they are how the gateway itself reaches its targets.
         access = load(AccessOptions, "client", None, _access_variables(), path)
-        missing = [module for module in _NEEDED if importlib.util.find_spec(module) is None]
-        if missing:
-            raise SettingsError(f"{', '.join(missing)} not installed: pip install 'outrider[gateway]'")
+        if missing := missing_for("gateway"):
+            raise SettingsError(missing)
         configure_logging(config.log_level)
         from outrider_gateway.server import serve
 
