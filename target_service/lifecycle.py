@@ -148,9 +148,7 @@ async def serve_engine(config: TargetConfig, host: EngineHost, stopping: asyncio
             sequences = Sequences(engine, asyncio.get_running_loop(), quotas)
             servicer = _make_servicer(config, served, sequences, engine, tracing)
             if observer is not None and metrics is not None:
-                observer.watch(
-                    engine.snapshot, lambda: engine.last_beat_ns, lambda: engine.failure, drafted=speculates(config)
-                )
+                observer.watch(engine, drafted=speculates(config))
                 metrics.add([observer.metrics, calls.metrics], observer.vllm_names)
             stack.enter_context(settled())
             await host.start(sequences)
