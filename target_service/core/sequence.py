@@ -315,8 +315,3 @@ class Sequence:
         if self.pending is not None and len(tokens) < count:
             tokens.append(-1 - self.pending)
         return tokens
-
-    def check(self) -> None:
-        """Raise AssertionError unless the invariants hold. For tests and debug builds."""
-        assert 0 <= self.kv_length < len(self.token_ids) + MAX_STRIDE
-        assert len(self.token_ids) == self.prompt_length + self.totals.completion_tokens
