@@ -119,19 +119,12 @@ class GrowingTree:
         self._clear()
         return True
 
-    def graft(self, growth: SequenceGrowth) -> None:
-        """Add the growth's nodes.
-
-        Raises `InvalidField` for a growth that is malformed, that uses ids again, or whose step lies ahead.
-        """
-        self.hold(growth)
-        self.settle()
-
     def hold(self, growth: SequenceGrowth) -> None:
         """Keep the growth; `settle` adds its nodes, and must be called before the tree is read.
 
         A growth that replaces the tree may itself be replaced before it is read, as when drafts are followed but not
-        used. Raises `InvalidField` as `graft`, or leaves that to `settle`.
+        used. Raises `InvalidField` for a growth that is malformed, that uses ids again, or whose step lies ahead, or
+        leaves that to `settle`.
         """
         if growth.base_step > self._step:
             raise InvalidField("growth.base_step", "lies ahead of the sequence")
