@@ -11,13 +11,13 @@ from typing import Any
 import grpc
 
 from outrider.errors import OutriderError, UnknownSequence
-from outrider.sampling import SamplingParams, TypicalAcceptance, VerificationMode
+from outrider.sampling import FinishReason, SamplingParams, TypicalAcceptance, VerificationMode
 from outrider.tree import TokenTree
 from outrider.v1 import target_pb2
 from outrider.wire.trees import error_of, mode_from_pb, mode_to_pb, sampling_to_pb, tree_to_pb, typical_to_pb
 from outrider_client.blocks import AsyncClosing
 from outrider_client.failures import ServiceUnreachable, cancellations, typed_error
-from outrider_client.results import FinishReason, Verdict
+from outrider_client.results import Verdict
 
 _Call = Any  # grpc.aio.StreamStreamCall, whose type parameters differ between stub versions.
 # ("opened", client tag) or ("verdict", sequence id).
