@@ -248,6 +248,14 @@ def read_text(path: str | Path) -> str:
         raise SettingsError(unreadable(path, error)) from None
 
 
+def read_toml(path: Path) -> dict[str, Any]:
+    """The content of a TOML file. Raises `SettingsError`."""
+    try:
+        return tomllib.loads(read_text(path))
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"{path}: {error}") from None
+
+
 def json_lines(path: Path, text: str) -> Iterator[tuple[str, Any]]:
     """The value of each line of a JSONL file that is not blank, after where it stands. Raises `SettingsError`."""
     # Not by `splitlines`: JSON allows other line breaks inside a text.
@@ -264,10 +272,7 @@ def _file_section(path: Path | None, section: str, fields: Collection[str]) -> M
     """The section's table. Raises `SettingsError` also for errors elsewhere in the file, which might go unnoticed."""
     if path is None:
         return {}
-    try:
-        document = tomllib.loads(read_text(path))
-    except tomllib.TOMLDecodeError as error:
-        raise SettingsError(f"{path}: {error}") from None
+    document = read_toml(path)
     stray = sorted(name for name, value in document.items() if not isinstance(value, dict | list) and name != section)
     if stray:
         known = stray[0].replace("-", "_") in fields
