@@ -116,7 +116,7 @@ async def serve(config: DraftConfig, drafter: Drafter) -> int:
     with ExitStack() as stack:
         stack.callback(tracing.shutdown)
         server = make_server(config, [calls])
-        metrics = MetricsServer(config.metrics_listen, ()) if config.metrics_listen else None
+        metrics = MetricsServer(config.metrics_listen) if config.metrics_listen else None
         if metrics is not None:
             stack.callback(metrics.close)
 

@@ -163,7 +163,7 @@ def _metrics(config: TargetConfig, stack: AsyncExitStack) -> MetricsServer | Non
     """A metrics server, at first with the metrics of the process only; None where no address is set."""
     if not config.metrics_listen:
         return None
-    metrics = MetricsServer(config.metrics_listen, ())
+    metrics = MetricsServer(config.metrics_listen)
     stack.callback(metrics.close)
     logger.info("metrics on http://%s/metrics", metrics.address)
     return metrics
