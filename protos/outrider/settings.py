@@ -256,7 +256,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise SettingsError(f"{path}: {error}") from None
 
 
-def json_lines(path: Path, text: str) -> Iterator[tuple[str, Any]]:
+def json_lines(path: str | Path, text: str) -> Iterator[tuple[str, Any]]:
     """The value of each line of a JSONL file that is not blank, after where it stands. Raises `SettingsError`."""
     # Not by `splitlines`: JSON allows other line breaks inside a text.
     for number, line in enumerate(text.split("\n"), start=1):
