@@ -12,7 +12,6 @@ import shlex
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from queue import SimpleQueue
 
 from draft_service.command_line import flags_in_process
@@ -21,7 +20,7 @@ from draft_service.drafters.base import Drafter, create, device_of, fingerprint_
 from draft_service.faults import DrafterFailed, FaultLog, text_of
 from draft_service.session import Admission, ProposeSession
 from outrider.errors import DraftUnavailable, WrongVocabulary
-from outrider.settings import CONFIG_VARIABLE, SettingsError
+from outrider.settings import SettingsError, settings_file
 from outrider.wire.frames import (
     DEFAULT_TENANT,
     DraftEvents,
@@ -43,8 +42,7 @@ def connect(argument: str) -> Callable[[DraftEvents, int, str], InprocessLink]:
     `NotSupported` or `SettingsError`; the function also raises `WrongVocabulary`: unlike for a service, which may be
     replaced, a mismatch is the operator's mistake here.
     """
-    file = os.environ.get(CONFIG_VARIABLE)
-    path = Path(file) if file else None
+    path = settings_file()
     try:
         name, *words = shlex.split(argument)
     except ValueError as error:

@@ -31,7 +31,7 @@ from outrider.serving import (
     check_free,
     load_and_serve,
 )
-from outrider.settings import CONFIG_VARIABLE, SettingsError, add_flags, load
+from outrider.settings import SettingsError, add_flags, load, settings_file
 from outrider.telemetry.names import DRAFT_SERVICE
 from outrider.telemetry.registry import MetricsServer
 from outrider.telemetry.rpc import RpcMetricsInterceptor
@@ -116,7 +116,7 @@ async def serve(config: DraftConfig, drafter: Drafter) -> int:
     with ExitStack() as stack:
         stack.callback(tracing.shutdown)
         server = make_server(config, [calls])
-        metrics = MetricsServer(config.metrics_listen, ()) if config.metrics_listen else None
+        metrics = MetricsServer(config.metrics_listen) if config.metrics_listen else None
         if metrics is not None:
             stack.callback(metrics.close)
 
@@ -141,12 +141,11 @@ def run_service(arguments: Sequence[str]) -> int:
     parser = CommandParser(prog="outrider draft", description=__doc__, allow_abbrev=False)
     parser.add_argument("--config", type=Path, default=None, help="TOML file with [draft] and the drafter's section")
     add_flags(parser, DraftConfig)
-    path_name = os.environ.get(CONFIG_VARIABLE)
     try:
         # The flags depend on the drafter, so its name is read first.
         words = [word for word in arguments if word not in ("-h", "--help")]
         known, _ = parser.parse_known_args(words)
-        path = known.config or (Path(path_name) if path_name else None)
+        path = settings_file(known)
         config = load(DraftConfig, "draft", known, os.environ, path)
         add_drafter_flags(parser, words, config.drafter, path)
         flags = parser.parse_args(arguments)

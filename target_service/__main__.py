@@ -18,7 +18,7 @@ from outrider.runtime import (
     run,
     switch_threads_often,
 )
-from outrider.settings import CONFIG_VARIABLE, SettingsError, add_flags, load
+from outrider.settings import CONFIG_VARIABLE, SettingsError, add_flags, load, settings_file
 from target_service.config import TargetConfig
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, load, serve; returns the exit status."""
     parser = _parser()
     flags = parser.parse_args(arguments)
-    named = flags.config or os.environ.get(CONFIG_VARIABLE)
+    named = settings_file(flags)
     prepare_grpc()
     prepare_openmp()
     collect_seldom()
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from target_service.preflight import EngineRefused, check_settings
 
     try:
-        config = load(TargetConfig, "target", flags, os.environ, Path(named) if named else None)
+        config = load(TargetConfig, "target", flags, os.environ, named)
         check_settings(config)
         configure_logging(config.log_level)
     except SettingsError as error:

@@ -148,9 +148,7 @@ async def serve_engine(config: TargetConfig, host: EngineHost, stopping: asyncio
             sequences = Sequences(engine, asyncio.get_running_loop(), quotas)
             servicer = _make_servicer(config, served, sequences, engine, tracing)
             if observer is not None and metrics is not None:
-                observer.watch(
-                    engine.snapshot, lambda: engine.last_beat_ns, lambda: engine.failure, drafted=speculates(config)
-                )
+                observer.watch(engine, drafted=speculates(config))
                 metrics.add([observer.metrics, calls.metrics], observer.vllm_names)
             stack.enter_context(settled())
             await host.start(sequences)
@@ -165,7 +163,7 @@ def _metrics(config: TargetConfig, stack: AsyncExitStack) -> MetricsServer | Non
     """A metrics server, at first with the metrics of the process only; None where no address is set."""
     if not config.metrics_listen:
         return None
-    metrics = MetricsServer(config.metrics_listen, ())
+    metrics = MetricsServer(config.metrics_listen)
     stack.callback(metrics.close)
     logger.info("metrics on http://%s/metrics", metrics.address)
     return metrics

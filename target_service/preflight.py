@@ -13,7 +13,7 @@ from outrider.heads import head_source
 from outrider.limits import TenantTable
 from outrider.model_store import model_source
 from outrider.serving import Authenticator, TlsFiles, check_free
-from outrider.settings import SettingsError
+from outrider.settings import SettingsError, comma_words
 from target_service.config import TargetConfig
 from target_service.model.loading.hub import PullFailed, check_hub, fetch_head
 from target_service.model.loading.store import resolve
@@ -137,7 +137,7 @@ def _check_draft(draft: str) -> None:
         if not draft.removeprefix(INPROCESS_SCHEME).strip():
             raise SettingsError(f"--draft: {draft!r} names no drafter: inprocess:DRAFTER")
         return
-    for one in filter(None, (part.strip() for part in draft.split(","))):
+    for one in comma_words(draft):
         problem = address_problem(one)
         if problem is not None:
             raise SettingsError(f"--draft: {problem}; inprocess:DRAFTER needs no address")

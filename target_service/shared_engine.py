@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
-import time
 from typing import TYPE_CHECKING
 
 from outrider.runtime import in_thread_to_leave
@@ -23,9 +21,6 @@ if TYPE_CHECKING:
     from target_service.model.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
-
-# Interval at which a stop polls for the end of the engine, in seconds.
-_STOP_POLL = 0.02
 
 
 class SharedEngine:
@@ -74,11 +69,7 @@ class SharedEngine:
         """Stop the engine. If a step hangs, leave it: its thread is a daemon and does not keep the process alive."""
         if self._assembled is None:
             return
-        stopper = threading.Thread(target=self._assembled.stop, name="engine-stop", daemon=True)
-        stopper.start()
-        deadline = time.monotonic() + STOP_SECONDS
-        while stopper.is_alive():
-            if time.monotonic() > deadline:
-                logger.error("a step of the engine hangs; leaving without it")
-                return
-            await asyncio.sleep(_STOP_POLL)
+        try:
+            await asyncio.wait_for(in_thread_to_leave(self._assembled.stop), STOP_SECONDS)
+        except TimeoutError:
+            logger.error("a step of the engine hangs; leaving without it")

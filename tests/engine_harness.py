@@ -26,7 +26,7 @@ from outrider.wire.frames import (
     TreeLimits,
 )
 from target_service.core.scheduler import SchedulerConfig
-from target_service.core.sequence import SequenceFinished, SequenceRequest, Verdict
+from target_service.core.sequence import MAX_STRIDE, SequenceFinished, SequenceRequest, Verdict
 from target_service.engine.loop import EngineConfig, EngineLoop
 from target_service.execution.device_executor import DeviceSteps
 from target_service.execution.host_executor import HostSteps, Steps
@@ -199,7 +199,9 @@ def run(
                 finished[event.sequence_id] = event
         runner.cache.check_integrity(live.sequence.pages for live in loop.live.values())
         for live in loop.live.values():
-            live.sequence.check()
+            sequence = live.sequence
+            assert 0 <= sequence.kv_length < len(sequence.token_ids) + MAX_STRIDE
+            assert len(sequence.token_ids) == sequence.prompt_length + sequence.totals.completion_tokens
         steps += 1
     assert runner.cache.used_pages == 0
     return [

@@ -19,18 +19,17 @@ from outrider.errors import (
     UnknownSequence,
     WrongRoot,
 )
+from outrider.sampling import FinishReason, TokenLogprobs
 from outrider.tree import TokenTree
 from target_service.api.admission import Runtime, ServedModel
 from target_service.core.events import EngineSnapshot
 from target_service.core.sequence import (
     Finish,
-    FinishReason,
     SequenceEvent,
     SequenceFailed,
     SequenceFinished,
     SequenceRequest,
     SequenceTotals,
-    TokenLogprobs,
     Verdict,
 )
 from target_service.core.weights import FIRST_VERSION, UpdateDone, WeightsUpdated, WeightUpdate

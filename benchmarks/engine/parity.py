@@ -24,10 +24,10 @@ from benchmarks.shared.machine import describe
 from benchmarks.shared.report import parser_of, settings_of, show, write_json
 from benchmarks.shared.workload import read_prompts
 from outrider.drafting.link import connect_draft
-from outrider.sampling import SamplingParams, VerificationMode
+from outrider.sampling import SamplingParams, TokenLogprobs, VerificationMode
 from target_service.assembly import engine_config, load_model
 from target_service.config import TargetConfig
-from target_service.core.sequence import SequenceRequest, TokenLogprobs, Verdict
+from target_service.core.sequence import SequenceRequest, Verdict
 from target_service.engine.engine import Engine
 from target_service.speculation.policy.cost_profile import measure_step_cost
 

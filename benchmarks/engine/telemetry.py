@@ -21,11 +21,11 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from benchmarks.shared.report import parser_of, show, write_json
 from draft_service.telemetry.metrics import DraftMetrics
 from outrider.machine import describe_commit
-from outrider.sampling import SamplingParams, VerificationMode
+from outrider.sampling import FinishReason, SamplingParams, VerificationMode
 from outrider.telemetry.registry import Counter, Histogram, VllmNames
 from outrider.telemetry.table import FINE_SECONDS
 from outrider.telemetry.tracing import Tracing
-from target_service.core.sequence import Finish, FinishReason, SequenceRequest, SequenceTotals, StepStats, Verdict
+from target_service.core.sequence import Finish, SequenceRequest, SequenceTotals, StepStats, Verdict
 from target_service.telemetry.metrics import PrometheusObserver
 from target_service.telemetry.tracing import RequestTrace
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from outrider.errors import OutriderError
-    from outrider.sampling import SamplingParams, TypicalAcceptance, VerificationMode
+    from outrider.sampling import FinishReason, SamplingParams, TypicalAcceptance, VerificationMode
     from outrider.tree import TokenTree
     from outrider_client.client import Client
     from outrider_client.connection import Tls
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from outrider_client.failures import ServiceUnreachable, TlsProblem
     from outrider_client.generation import Generation, Speculation
     from outrider_client.policy import Policy
-    from outrider_client.results import Chunk, FinishReason, Result, Started, Verdict
+    from outrider_client.results import Chunk, Result, Started, Verdict
     from outrider_client.synchronous import SyncClient, SyncGeneration, SyncVerifySession
     from outrider_client.verification import VerifySession
     from outrider_client.weights import RunningRequests, WeightsUpdated
@@ -31,7 +31,7 @@ _HOMES = {
     name: home
     for home, names in {
         "outrider.errors": "OutriderError",
-        "outrider.sampling": "SamplingParams TypicalAcceptance VerificationMode",
+        "outrider.sampling": "FinishReason SamplingParams TypicalAcceptance VerificationMode",
         "outrider.tree": "TokenTree",
         "outrider_client.client": "Client",
         "outrider_client.connection": "Tls",
@@ -39,7 +39,7 @@ _HOMES = {
         "outrider_client.failures": "ServiceUnreachable TlsProblem",
         "outrider_client.generation": "Generation Speculation",
         "outrider_client.policy": "Policy",
-        "outrider_client.results": "Chunk FinishReason Result Started Verdict",
+        "outrider_client.results": "Chunk Result Started Verdict",
         "outrider_client.synchronous": "SyncClient SyncGeneration SyncVerifySession",
         "outrider_client.verification": "VerifySession",
         "outrider_client.weights": "RunningRequests WeightsUpdated",

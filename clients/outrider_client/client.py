@@ -136,7 +136,7 @@ class Client(AsyncClosing):
         elif prediction is not None:
             request.prediction.tokens.token_ids.extend(prediction)
         span = RequestSpan(self._tracing, self.address, chat=bool(messages), model=model)
-        metadata = self._connection.with_metadata(span.metadata())
+        metadata = (*self._connection.metadata, *span.metadata())
         return Generation(
             lambda left: self._stub.Generate(request, metadata=metadata, timeout=left),
             self.address,

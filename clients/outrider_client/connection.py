@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,10 +81,6 @@ class Connection:
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__, metadata=_metadata(token, tenant))
         return other
-
-    def with_metadata(self, extra: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-        """The metadata of one call."""
-        return (*self.metadata, *extra)
 
     async def serving(self, service: str = "", timeout: float = 5.0) -> bool:
         """Whether `service` ("" for the process) reports SERVING. Raises as every call does."""

@@ -78,16 +78,16 @@ def raising_own(messages: AsyncIterator[Message]) -> Iterator[AsyncIterator[Mess
             raised.append(error)
             raise
 
-    cancellations = _cancellations()
+    before = cancellations()
     try:
         yield kept()
     except asyncio.CancelledError:
-        if raised and _cancellations() == cancellations:
+        if raised and cancellations() == before:
             raise raised[0] from None
         raise
 
 
-def _cancellations() -> int:
+def cancellations() -> int:
     """How often the running task was asked to end."""
     task = asyncio.current_task()
     return 0 if task is None else task.cancelling()

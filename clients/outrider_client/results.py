@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableSequence
+from collections.abc import Iterable, MutableSequence
 from dataclasses import dataclass, fields
-from enum import Enum
 from typing import Any
 
 from google.protobuf.message import Message
 
-from outrider.sampling import VerificationMode
+from outrider.sampling import FinishReason, TokenLogprobs, VerificationMode
 from outrider.v1 import target_pb2, tree_pb2
 from outrider.wire.trees import mode_from_pb
-
-
-class FinishReason(Enum):
-    """Why a sequence ended."""
-
-    END_OF_SEQUENCE = "end_of_sequence"
-    STOP = "stop"
-    LENGTH = "length"
-
 
 _REASONS = {
     target_pb2.FINISH_REASON_END_OF_SEQUENCE: FinishReason.END_OF_SEQUENCE,
@@ -41,16 +31,8 @@ def _same_named(kind: type[Any], pb: Message) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, MutableSequence) else value for name, value in found.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Log-probability of one token, and its alternatives as (token id, log-probability), best first."""
-
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
-
-    @classmethod
-    def from_pb(cls, pb: target_pb2.TokenLogprobs) -> TokenLogprobs:
-        return cls(pb.logprob, tuple((top.token_id, top.logprob) for top in pb.top))
+def _logprobs_from_pb(pbs: Iterable[target_pb2.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+    return tuple([TokenLogprobs(pb.logprob, tuple((top.token_id, top.logprob) for top in pb.top)) for pb in pbs])
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +105,7 @@ class Chunk:
             text=pb.text,
             drafted_tokens=pb.drafted_tokens,
             step=pb.step,
-            logprobs=tuple([TokenLogprobs.from_pb(entry) for entry in pb.logprobs]) if pb.logprobs else (),
+            logprobs=_logprobs_from_pb(pb.logprobs) if pb.logprobs else (),
             queue_ns=timings.queue_nanoseconds,
             compute_ns=timings.compute_nanoseconds,
             drafts_by_step=tuple(pb.drafts_by_step),
@@ -229,7 +211,7 @@ class Verdict:
             tuple(pb.token_ids),
             pb.next_step,
             reason_from_pb(pb.finish_reason),
-            tuple(TokenLogprobs.from_pb(entry) for entry in pb.logprobs),
+            _logprobs_from_pb(pb.logprobs),
             pb.model_version,
         )
 

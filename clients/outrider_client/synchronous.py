@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from outrider.sampling import SamplingParams, TypicalAcceptance, VerificationMode
+from outrider.sampling import FinishReason, SamplingParams, TypicalAcceptance, VerificationMode
 from outrider.telemetry.tracing import Tracing
 from outrider.tree import TokenTree
 from outrider_client.blocks import Closing
@@ -19,7 +19,7 @@ from outrider_client.connection import Tls
 from outrider_client.generation import Generation, Speculation
 from outrider_client.messages import MessageLike
 from outrider_client.policy import Policy
-from outrider_client.results import Chunk, FinishReason, Result, Started, TargetInfo, Verdict
+from outrider_client.results import Chunk, Result, Started, TargetInfo, Verdict
 from outrider_client.verification import VerifiedSequence, VerifySession
 from outrider_client.weights import RunningRequests, WeightsUpdated
 

@@ -11,13 +11,13 @@ from typing import Any
 import grpc
 
 from outrider.errors import OutriderError, UnknownSequence
-from outrider.sampling import SamplingParams, TypicalAcceptance, VerificationMode
+from outrider.sampling import FinishReason, SamplingParams, TypicalAcceptance, VerificationMode
 from outrider.tree import TokenTree
 from outrider.v1 import target_pb2
 from outrider.wire.trees import error_of, mode_from_pb, mode_to_pb, sampling_to_pb, tree_to_pb, typical_to_pb
 from outrider_client.blocks import AsyncClosing
-from outrider_client.failures import ServiceUnreachable, typed_error
-from outrider_client.results import FinishReason, Verdict
+from outrider_client.failures import ServiceUnreachable, cancellations, typed_error
+from outrider_client.results import Verdict
 
 _Call = Any  # grpc.aio.StreamStreamCall, whose type parameters differ between stub versions.
 # ("opened", client tag) or ("verdict", sequence id).
@@ -182,7 +182,7 @@ class VerifySession(AsyncClosing):
                     await self._call.write(frame)
         except (grpc.RpcError, grpc.aio.InternalError, asyncio.InvalidStateError, asyncio.CancelledError) as error:
             # gRPC raises the last for a call that was cancelled, too.
-            if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+            if isinstance(error, asyncio.CancelledError) and cancellations():
                 raise
             # The reader gets the reason why the call ended; a write to an ended call does not.
             await asyncio.wait({self._reader})
@@ -243,9 +243,3 @@ def _retrieve(done: asyncio.Future[Any]) -> None:
     """asyncio logs exceptions that nobody retrieves, and cancelled callers leave theirs."""
     if not done.cancelled():
         done.exception()
-
-
-def _is_cancelled() -> bool:
-    """Whether the running task itself was cancelled."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from outrider.command_line import CommandParser
 from outrider.runtime import configure_logging, prepare_grpc, run
-from outrider.settings import SettingsError, add_flags, load
-from outrider_gateway.config import CONFIG_VARIABLE, GatewayConfig
-
-_NEEDED = ("starlette", "uvicorn", "httptools", "orjson")
+from outrider.settings import SettingsError, add_flags, load, settings_file
+from outrider_client.local.roles import missing_for
+from outrider_gateway.config import GatewayConfig
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,15 +27,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", metavar="FILE", help="TOML file with settings (default: OUTRIDER_CONFIG)")
     add_flags(parser, GatewayConfig)
     flags = parser.parse_args(argv)
-    name = flags.config or os.environ.get(CONFIG_VARIABLE)
-    path = Path(name) if name else None
+    path = settings_file(flags)
     try:
         config = load(GatewayConfig, "gateway", flags, os.environ, path)
         # The section and the environment of every client; here they are how the gateway itself reaches its targets.
         access = load(AccessOptions, "client", None, _access_variables(), path)
-        missing = [module for module in _NEEDED if importlib.util.find_spec(module) is None]
-        if missing:
-            raise SettingsError(f"{', '.join(missing)} not installed: pip install 'outrider[gateway]'")
+        if missing := missing_for("gateway"):
+            raise SettingsError(missing)
         configure_logging(config.log_level)
         from outrider_gateway.server import serve
 

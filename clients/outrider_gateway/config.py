@@ -7,10 +7,8 @@ from dataclasses import dataclass
 
 from outrider.addresses import address_problem
 from outrider.pem import check_pair
-from outrider.settings import Settings, SettingsError, setting
+from outrider.settings import Settings, SettingsError, comma_words, setting
 
-# Names the settings file where no flag does.
-CONFIG_VARIABLE = "OUTRIDER_CONFIG"
 # As browsers write the origin of a page: in lower case, without a path.
 _ORIGIN = re.compile(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:\d{1,5})?")
 ANY_ORIGIN = "*"
@@ -77,23 +75,19 @@ class GatewayConfig(Settings):
         host_and_port(self.listen)
 
     @property
-    def targets(self) -> tuple[str, ...]:
+    def targets(self) -> list[str]:
         """The address of every target."""
-        return _listed(self.target)
+        return comma_words(self.target)
 
     @property
-    def hosts(self) -> tuple[str, ...]:
+    def hosts(self) -> list[str]:
         """The names that clients may use beside this machine's own; `ANY_HOST` alone for all."""
-        return _listed(self.allow_host)
+        return comma_words(self.allow_host)
 
     @property
-    def origins(self) -> tuple[str, ...]:
+    def origins(self) -> list[str]:
         """The origin of every other page that may call; `ANY_ORIGIN` alone for all."""
-        return _listed(self.allow_origin)
-
-
-def _listed(names: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in names.split(",") if name.strip())
+        return comma_words(self.allow_origin)
 
 
 def host_and_port(listen: str) -> tuple[str, int]:

@@ -10,7 +10,8 @@ from typing import Any
 import orjson
 
 import outrider
-from outrider_client.results import Chunk, FinishReason, Result
+from outrider.sampling import FinishReason
+from outrider_client.results import Chunk, Result
 from outrider_client.terminal.painting import Painter
 from outrider_gateway.generation_request import GenerationRequest
 from outrider_gateway.http import event_bytes

@@ -18,7 +18,7 @@ from outrider.host_names import is_loopback
 from outrider.runtime import settled
 from outrider.settings import SettingsError
 from outrider.telemetry import names as telemetry
-from outrider.telemetry.tracing import Tracing, set_up_tracing
+from outrider.telemetry.tracing import set_up_tracing
 from outrider_client.client import Client
 from outrider_client.terminal.options import AccessOptions
 from outrider_gateway.app import Application
@@ -50,7 +50,10 @@ class GatewayServer:
             listening = leave.enter_context(contextlib.closing(_listen(config.listen)))
             host, port = listening.getsockname()[:2]
             self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-            tracing = leave.enter_context(_tracing(config))
+            tracing = set_up_tracing(
+                telemetry.GATEWAY_SERVICE, config.otlp_endpoint, ratio=config.trace_ratio, version=outrider.__version__
+            )
+            leave.callback(tracing.shutdown)
             clients = [Client(access.connection(address), tracing) for address in config.targets]
             targets = Targets(clients, health_seconds=config.health_seconds, load_bound=config.load_bound)
             models = ServedModels(targets, config.tokenizer, int(time.time()))
@@ -153,14 +156,3 @@ def _listen(listen: str) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as error:
         raise SettingsError(f"cannot listen on {listen}: {error.strerror}") from None
-
-
-@contextlib.contextmanager
-def _tracing(config: GatewayConfig) -> Iterator[Tracing]:
-    tracing = set_up_tracing(
-        telemetry.GATEWAY_SERVICE, config.otlp_endpoint, ratio=config.trace_ratio, version=outrider.__version__
-    )
-    try:
-        yield tracing
-    finally:
-        tracing.shutdown()

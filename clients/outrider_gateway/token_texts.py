@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from outrider.sampling import TokenLogprobs
 from outrider_client.local.models import Tokenizer
-from outrider_client.results import Chunk, TokenLogprobs, VerifiedTree
+from outrider_client.results import Chunk, VerifiedTree
 from outrider_client.terminal.painting import Painter
 
 _REPLACEMENT = "\ufffd"

@@ -15,7 +15,6 @@ from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import MAX_ROWS
 from outrider.wire.frames import (
     DraftInfo,
-    DraftLink,
     OpenSequence,
     SequenceAdvance,
     SequenceFailure,
@@ -51,8 +50,8 @@ class Drafting(DraftInbox):
         super().__init__()
         self._config = config
         self._vocabulary_size = vocabulary_size
-        self._link: DraftLink | None = None
-        self._connected = False
+        # Whether there is a draft that can draft for vLLM.
+        self.connected = False
         self._open_requests: dict[int, _OpenRequest] = {}
         # Requests that the draft does not take.
         self._refused: set[int] = set()
@@ -60,22 +59,13 @@ class Drafting(DraftInbox):
         self._sent_at = 0.0
         self.late = 0
 
-    def attach(self, link: DraftLink) -> None:
-        """Use `link` from now on. Called once, before the first step."""
-        self._link = link
-
-    @property
-    def connected(self) -> bool:
-        """Whether there is a draft that can draft for vLLM."""
-        return self._connected
-
     def follow(self, seen: Iterable[tuple[Seen, Tokens, int]]) -> None:
         """Open or advance every request of a step at the draft.
 
         `seen` has, for each, what the tracker saw, its whole text [length], and how many of its tokens are the step's.
         """
         self.listen()
-        if self._link is None or not self._connected:
+        if self._link is None or not self.connected:
             return
         advances: list[SequenceAdvance] = []
         for one, text, sampled in seen:
@@ -167,13 +157,13 @@ class Drafting(DraftInbox):
         numbers = [request.number for request in requests]
         self._refused.difference_update(numbers)
         closed = [number for number in numbers if self._open_requests.pop(number, None) is not None]
-        if closed and self._link is not None and self._connected:
+        if closed and self._link is not None and self.connected:
             self._link.close(closed)
 
     def _refuse(self, number: int) -> None:
         """Draft no more for a request, until it is closed."""
         self._refused.add(number)
-        if self._open_requests.pop(number, None) is not None and self._link is not None and self._connected:
+        if self._open_requests.pop(number, None) is not None and self._link is not None and self.connected:
             self._link.close([number])
 
     def _fault(self, number: int, error: InvalidField) -> None:
@@ -198,14 +188,14 @@ class Drafting(DraftInbox):
                 # Every request is opened again when its text is seen next.
                 self._open_requests.clear()
                 self._refused.clear()
-                self._connected = _can_draft(event.info)
+                self.connected = _can_draft(event.info)
                 self._latency.begin()
             case Lost():
                 for number in event.sequence_ids:
                     self._open_requests.pop(number, None)
             case Disconnected():
                 log.warning("no draft: %s", event.reason)
-                self._connected = False
+                self.connected = False
                 self._open_requests.clear()
 
     def _graft(self, growth: SequenceGrowth) -> None:

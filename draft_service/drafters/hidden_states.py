@@ -56,24 +56,15 @@ class FeatureWindow:
         """`width`: elements of a vector; `capacity`: most waiting vectors, past which the oldest are dropped."""
         self.width = width
         self.capacity = capacity
-        self._begin = 0
-        self._end = 0
+        # Positions of the oldest waiting vector, and after the newest, which is that of the next one.
+        self.begin = 0
+        self.end = 0
         # Rows of each piece, and the piece, [rows, width]; oldest first. A tensor's own length takes longer than
         # everything else here.
         self._pieces: list[tuple[int, Tensor]] = []
 
     def __len__(self) -> int:
-        return self._end - self._begin
-
-    @property
-    def begin(self) -> int:
-        """Position of the oldest waiting vector."""
-        return self._begin
-
-    @property
-    def end(self) -> int:
-        """Position after the newest vector, that of the next one."""
-        return self._end
+        return self.end - self.begin
 
     def append(self, vectors: Tensor, position: int) -> None:
         """Add the vectors of consecutive tokens.
@@ -95,20 +86,20 @@ class FeatureWindow:
             raise InvalidField("features", f"needs a floating type, has {vectors.dtype}")
         if position < 0:
             raise InvalidField("features", f"begins at position {position}")
-        if position > self._end:
+        if position > self.end:
             self._pieces.clear()
-            self._begin = self._end = position
-        known = self._end - position
+            self.begin = self.end = position
+        known = self.end - position
         new = shape[0] - known
         if new <= 0:
             return
         self._pieces.append((new, vectors[known:] if known else vectors))
-        self._end += new
-        self._drop(self._end - self._begin - self.capacity)
+        self.end += new
+        self._drop(self.end - self.begin - self.capacity)
 
     def take(self, most: int | None = None) -> tuple[int, Tensor]:
         """Take the oldest vectors, at most `most`: position of the first, and [n, width] in the type of the oldest."""
-        begin, wanted = self._begin, len(self) if most is None else min(most, len(self))
+        begin, wanted = self.begin, len(self) if most is None else min(most, len(self))
         taken: list[Tensor] = []
         missing = wanted
         for rows, piece in self._pieces:
@@ -125,7 +116,7 @@ class FeatureWindow:
         """Drop the oldest `count` vectors."""
         if count <= 0:
             return
-        self._begin += count
+        self.begin += count
         while count:
             rows, piece = self._pieces.pop(0)
             if rows > count:

@@ -14,7 +14,7 @@ from rich.console import Console
 from draft_service.training.config import TrainingConfig
 from outrider.command_line import CommandParser
 from outrider.runtime import collect_seldom, configure_logging, leave, prepare_grpc
-from outrider.settings import CONFIG_VARIABLE, SettingsError, add_flags, load
+from outrider.settings import SettingsError, add_flags, load, settings_file
 
 _PROG = "outrider train-head"
 _DESCRIPTION = """Train an EAGLE-3 head, or Medusa heads, for a model that Outrider serves, without any data set.
@@ -42,11 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with a [training] table")
     add_flags(parser, TrainingConfig)
     flags = parser.parse_args(arguments)
-    path = flags.config or os.environ.get(CONFIG_VARIABLE)
     prepare_grpc()
     collect_seldom()
     try:
-        config = load(TrainingConfig, "training", flags, os.environ, Path(path) if path else None)
+        config = load(TrainingConfig, "training", flags, os.environ, settings_file(flags))
         configure_logging(config.log_level)
         return _train(config, [*shlex.split(_PROG), *(sys.argv[1:] if arguments is None else arguments)])
     except SettingsError as error:

@@ -10,14 +10,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from pathlib import Path
 
 from draft_service.training.config import TrainingConfig
 from draft_service.training.corpus import Corpus
 from draft_service.training.parallel.followers import shared_cores
 from draft_service.training.progress import Budget, Phase
 from outrider.distillation import Teacher, WritingOrder, WrittenText
-from outrider.settings import SettingsError, unreadable
+from outrider.settings import SettingsError, json_lines, read_text
 
 log = logging.getLogger(__name__)
 # Text that a killed process loses. Chosen, not measured: every save makes one more file, which each writer then counts
@@ -41,21 +40,16 @@ def read_prompts(path: str) -> tuple[tuple[str, ...], ...]:
     if not path:
         return ()
     try:
-        lines = [line.strip() for line in Path(path).read_text().splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"--prompts {unreadable(path, error)}") from None
+        text = read_text(path)
+    except SettingsError as error:
+        raise SettingsError(f"--prompts {error}") from None
     if not path.endswith(".jsonl"):
-        return tuple((line,) for line in lines if line)
+        return tuple((line.strip(),) for line in text.splitlines() if line.strip())
     conversations = []
-    for number, line in enumerate(lines, start=1):
-        if not line:
-            continue
-        try:
-            turns = json.loads(line)["turns"]
-        except (ValueError, KeyError, TypeError):
-            raise SettingsError(f"{path}:{number}: needs an object with `turns`") from None
+    for where, row in json_lines(path, text):
+        turns = row.get("turns") if isinstance(row, dict) else None
         if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
-            raise SettingsError(f"{path}:{number}: `turns` needs texts")
+            raise SettingsError(f"{where}: needs an object with `turns`, a list of texts")
         conversations.append(tuple(turns))
     return tuple(conversations)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+
+from outrider.runtime import in_daemon_thread
 
 # For the hub's first response. Chosen, not measured: many round trips around the world.
 _HUB_SECONDS = 5.0
@@ -41,18 +41,7 @@ def reach_hub() -> None:
 def _within(seconds: float, call: Callable[[], object]) -> None:
     """Raise what `call` raises, or `TimeoutError`. The call's own timeout is not enough: name resolution has none, and
     each address of a host has its own."""
-    future: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            call()
-        # Raised by `future.result`.
-        except Exception as error:
-            future.set_exception(error)
-        else:
-            future.set_result(None)
-
-    threading.Thread(target=run, name="hub", daemon=True).start()
+    future = in_daemon_thread(call, "hub")
     try:
         future.result(seconds)
     except TimeoutError:

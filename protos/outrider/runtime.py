@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, MutableMapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
@@ -109,26 +109,25 @@ LEFT_BEHIND = "left behind"
 async def in_thread_to_leave(work: Callable[[], Result]) -> Result:
     """Run `work` in a thread that is abandoned when this is cancelled, unlike that of `asyncio.to_thread`: the loading
     of a model cannot be stopped. Returns or raises what `work` does; see `leave`."""
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[Result] = loop.create_future()
+    return await asyncio.wrap_future(in_daemon_thread(work, LEFT_BEHIND))
 
-    def settle(set_outcome: Callable[[], None]) -> None:
-        # The loop is closed once the process is about to end.
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(lambda: None if ended.done() else set_outcome())
+
+def in_daemon_thread(work: Callable[[], Result], name: str) -> Future[Result]:
+    """Run `work` in a thread of this name that does not keep the process alive. The result cannot be cancelled."""
+    outcome: Future[Result] = Future()
+    outcome.set_running_or_notify_cancel()
 
     def run_it() -> None:
         try:
             result = work()
-        # Raised again by the `await`.
+        # Raised again by whoever waits for the outcome.
         except BaseException as error:
-            raised = error
-            settle(lambda: ended.set_exception(raised))
+            outcome.set_exception(error)
         else:
-            settle(lambda: ended.set_result(result))
+            outcome.set_result(result)
 
-    threading.Thread(target=run_it, name=LEFT_BEHIND, daemon=True).start()
-    return await ended
+    threading.Thread(target=run_it, name=name, daemon=True).start()
+    return outcome
 
 
 async def until_first_ends(*awaitables: Awaitable[object], timeout: float | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Sampling parameters: one frozen value, used by clients, target and draft alike."""
+"""How tokens are drawn and what is told of them: frozen values, used by clients, target and draft alike."""
 
 from __future__ import annotations
 
@@ -135,3 +135,20 @@ class SamplingParams:
         need(len(self.stop_token_ids) <= MAX_STOP_TOKENS, "stop_token_ids", f"has more than {MAX_STOP_TOKENS} entries")
         for i, token in enumerate(self.stop_token_ids):
             need(0 <= token < vocabulary_size, f"stop_token_ids[{i}]", f"is not below {vocabulary_size}")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probability of one token, before penalties and filters, and its alternatives as (token id, log-probability),
+    best first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class FinishReason(Enum):
+    """Why a sequence ended; the values are those of metrics and spans."""
+
+    END_OF_SEQUENCE = "end_of_sequence"
+    STOP = "stop"
+    LENGTH = "length"

@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import logging
 import math
+import os
 import tomllib
 import types
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -222,6 +224,17 @@ def load(
     return config(**values)
 
 
+def settings_file(flags: argparse.Namespace | None = None) -> Path | None:
+    """The file that --config names, or the environment without it; None for no file."""
+    name = getattr(flags, "config", None) or os.environ.get(CONFIG_VARIABLE)
+    return Path(name) if name else None
+
+
+def comma_words(text: str) -> list[str]:
+    """The words of a list with commas between them."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
 def unreadable(path: object, error: Exception) -> str:
     """Why a file cannot be read, in one line; `str` of an `OSError` would name the file a second time."""
     return f"{path}: {getattr(error, 'strerror', None) or error}"
@@ -235,14 +248,31 @@ def read_text(path: str | Path) -> str:
         raise SettingsError(unreadable(path, error)) from None
 
 
+def read_toml(path: Path) -> dict[str, Any]:
+    """The content of a TOML file. Raises `SettingsError`."""
+    try:
+        return tomllib.loads(read_text(path))
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"{path}: {error}") from None
+
+
+def json_lines(path: str | Path, text: str) -> Iterator[tuple[str, Any]]:
+    """The value of each line of a JSONL file that is not blank, after where it stands. Raises `SettingsError`."""
+    # Not by `splitlines`: JSON allows other line breaks inside a text.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            yield f"{path}:{number}", json.loads(line)
+        except json.JSONDecodeError as error:
+            raise SettingsError(f"{path}:{number}: {error}") from None
+
+
 def _file_section(path: Path | None, section: str, fields: Collection[str]) -> Mapping[str, object]:
     """The section's table. Raises `SettingsError` also for errors elsewhere in the file, which might go unnoticed."""
     if path is None:
         return {}
-    try:
-        document = tomllib.loads(read_text(path))
-    except tomllib.TOMLDecodeError as error:
-        raise SettingsError(f"{path}: {error}") from None
+    document = read_toml(path)
     stray = sorted(name for name, value in document.items() if not isinstance(value, dict | list) and name != section)
     if stray:
         known = stray[0].replace("-", "_") in fields

@@ -5,18 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outrider.errors import OutriderError
+from outrider.sampling import FinishReason, TokenLogprobs
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import tree_pb2
 from outrider.wire.trees import DRAFT_REFUSED_KEY, mode_to_pb, status_of
-from target_service.core.sequence import (
-    FinishReason,
-    SequenceFinished,
-    SequenceRequest,
-    SequenceTotals,
-    TokenLogprobs,
-    Verdict,
-    VerifiedTree,
-)
+from target_service.core.sequence import SequenceFinished, SequenceRequest, SequenceTotals, Verdict, VerifiedTree
 from target_service.core.weights import WeightsUpdated
 
 _REASONS = {

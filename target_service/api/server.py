@@ -117,30 +117,25 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     ) -> None:
         tenant = current_tenant()
         with self._admission.quotas.stream(tenant):
-            await self._verify(tenant, request_iterator, context)
-
-    async def _verify(
-        self, tenant: str, request_iterator: AsyncIterator[target_pb2.VerifyRequest], context: VerifyContext
-    ) -> None:
-        session = VerifySession(
-            self._sequences,
-            self._admission,
-            tenant=tenant,
-            trace=lambda: RequestTrace(self._tracing, context.invocation_metadata(), VERIFY_SEQUENCE),
-            max_sequences=self._limits.max_sequences,
-            idle_seconds=self._limits.idle_seconds,
-        )
-        reader = asyncio.create_task(session.read(request_iterator))
-        reaper = asyncio.create_task(session.reap())
-        try:
-            while (response := await session.next()) is not None:
-                await context.write(response)
-            await reader
-        finally:
-            session.abort()
-            reader.cancel()
-            reaper.cancel()
-            await asyncio.gather(reader, reaper, return_exceptions=True)
+            session = VerifySession(
+                self._sequences,
+                self._admission,
+                tenant=tenant,
+                trace=lambda: RequestTrace(self._tracing, context.invocation_metadata(), VERIFY_SEQUENCE),
+                max_sequences=self._limits.max_sequences,
+                idle_seconds=self._limits.idle_seconds,
+            )
+            reader = asyncio.create_task(session.read(request_iterator))
+            reaper = asyncio.create_task(session.reap())
+            try:
+                while (response := await session.next()) is not None:
+                    await context.write(response)
+                await reader
+            finally:
+                session.abort()
+                reader.cancel()
+                reaper.cancel()
+                await asyncio.gather(reader, reaper, return_exceptions=True)
 
     async def GetTargetInfo(
         self, _request: target_pb2.GetTargetInfoRequest, _context: Any

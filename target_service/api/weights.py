@@ -10,7 +10,8 @@ import asyncio
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,21 +110,12 @@ class WeightUpdates:
             self._busy = False
 
     async def _exchange(self, update: WeightUpdate) -> WeightsUpdated:
-        loop = asyncio.get_running_loop()
-        ended: asyncio.Future[WeightsUpdated | OutriderError] = loop.create_future()
-
-        def put(result: WeightsUpdated | OutriderError) -> None:
-            if not ended.done():
-                ended.set_result(result)
-
-        def done(result: WeightsUpdated | OutriderError) -> None:
-            # Called from any thread, perhaps after the loop has ended.
-            with suppress(RuntimeError):
-                loop.call_soon_threadsafe(put, result)
-
-        update_id = self._engine.update_weights(update, done)
+        ended: Future[WeightsUpdated | OutriderError] = Future()
+        # The engine may set a result also after the call was cancelled.
+        ended.set_running_or_notify_cancel()
+        update_id = self._engine.update_weights(update, ended.set_result)
         try:
-            result = await ended
+            result = await asyncio.wrap_future(ended)
         except asyncio.CancelledError:
             self._engine.cancel_update(update_id)
             raise

@@ -127,8 +127,8 @@ class Scheduler:
         return [sequence for sequence in self.sequences() if sequence.begun]
 
     def preempt_all(self) -> None:
-        """Preempt every running sequence; the oldest is read again first."""
-        for sequence in sorted(self.running, key=_arrival, reverse=True):
+        """Preempt every running sequence; the oldest is read again first: ids rise in order of arrival."""
+        for sequence in sorted(self.running, key=lambda one: one.sequence_id, reverse=True):
             self._preempt(sequence)
 
     def add(self, sequence: Sequence) -> None:
@@ -459,11 +459,6 @@ class Scheduler:
         queue = self._waiting.pop(tenant, deque())
         queue.appendleft(sequence)
         self._waiting = {tenant: queue, **self._waiting}
-
-
-def _arrival(sequence: Sequence) -> int:
-    """Sort key: ids rise in order of arrival."""
-    return sequence.sequence_id
 
 
 def _in_parts(count: int, size: int) -> list[int]:

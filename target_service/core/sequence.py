@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from outrider.errors import OutriderError
-from outrider.sampling import SamplingParams, TypicalAcceptance, VerificationMode
+from outrider.sampling import FinishReason, SamplingParams, TokenLogprobs, TypicalAcceptance, VerificationMode
 from outrider.tree import TokenTree
 from outrider.wire.frames import DEFAULT_TENANT
 from target_service.core.fairness import Share
@@ -53,14 +53,6 @@ class SequenceRequest:
         return self.mode is VerificationMode.TYPICAL and not self.sampling.greedy
 
 
-class FinishReason(Enum):
-    """Why a sequence ended; the values are those of metrics and spans."""
-
-    END_OF_SEQUENCE = "end_of_sequence"
-    STOP = "stop"
-    LENGTH = "length"
-
-
 @dataclass(frozen=True, slots=True)
 class Finish:
     """Why a sequence ended, and on which stop."""
@@ -68,14 +60,6 @@ class Finish:
     reason: FinishReason
     stop_token_id: int | None = None
     stop_string: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Log-probabilities of one token, before penalties and filters."""
-
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
 
 
 class DevicePass(NamedTuple):
@@ -315,8 +299,3 @@ class Sequence:
         if self.pending is not None and len(tokens) < count:
             tokens.append(-1 - self.pending)
         return tokens
-
-    def check(self) -> None:
-        """Raise AssertionError unless the invariants hold. For tests and debug builds."""
-        assert 0 <= self.kv_length < len(self.token_ids) + MAX_STRIDE
-        assert len(self.token_ids) == self.prompt_length + self.totals.completion_tokens

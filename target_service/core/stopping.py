@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from outrider.sampling import SamplingParams
-from target_service.core.sequence import Finish, FinishReason
+from outrider.sampling import FinishReason, SamplingParams
+from target_service.core.sequence import Finish
 
 # What a byte-level tokenizer shows for bytes that do not make a character yet.
 _INCOMPLETE = "\ufffd"

@@ -17,11 +17,11 @@ import numpy as np
 from jinja2 import TemplateError
 
 from outrider.distillation import TeacherSettings, WritingOrder, WrittenText
-from outrider.sampling import SamplingParams
+from outrider.sampling import FinishReason, SamplingParams
 from outrider.settings import SettingsError
 from target_service.config import MAX_SEQUENCES, TargetConfig
 from target_service.core.scheduler import SchedulerConfig
-from target_service.core.sequence import FinishReason, SequenceFailed, SequenceFinished, SequenceRequest
+from target_service.core.sequence import SequenceFailed, SequenceFinished, SequenceRequest
 from target_service.engine.loop import EngineConfig, EngineLoop
 from target_service.execution.device_executor import DeviceSteps
 from target_service.model.loading.loader import load_runner

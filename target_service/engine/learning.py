@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
 
 from target_service.core.sequence import StepStats, Verdict
 from target_service.engine.step import Step
@@ -22,91 +23,78 @@ from target_service.speculation.policy.row_policy import Kind, RowPolicy
 from target_service.speculation.policy.unaided import Unaided
 
 
+@dataclass(eq=False, kw_only=True)
 class Learning:
     """Tells each policy of the engine what concerns it of a step that has ended."""
 
-    def __init__(
-        self,
-        *,
-        drafting: Drafting,
-        tables: NodeTables | None,
-        live: Mapping[int, LiveSequence],
-        budget: RowBudget,
-        gathering: Gathering,
-        policy: RowPolicy,
-        follow: FollowSwitch,
-        modes: LaunchModes,
-        stride: Stride,
-        pass_ends: PassEnds,
-        unaided: Unaided,
-    ) -> None:
-        """`tables` are those of the device, None where the host chooses rows; `live` are the sequences under way by id,
-        a view. All others learn."""
-        self._drafting = drafting
-        self._tables = tables
-        self._live = live
-        self._budget = budget
-        self._gathering = gathering
-        self._policy = policy
-        self._follow = follow
-        self._modes = modes
-        self._stride = stride
-        self._pass_ends = pass_ends
-        self._unaided = unaided
-        # Steps of which a sequence was compared with plain decoding.
-        self._compared = 0
+    drafting: Drafting
+    # Of the device; None where the host chooses rows.
+    tables: NodeTables | None
+    # The sequences under way by id, a view.
+    live: Mapping[int, LiveSequence]
+    # All others learn.
+    budget: RowBudget
+    gathering: Gathering
+    policy: RowPolicy
+    follow: FollowSwitch
+    modes: LaunchModes
+    stride: Stride
+    pass_ends: PassEnds
+    unaided: Unaided
+    # Steps of which a sequence was compared with plain decoding.
+    compared: int = field(default=0, init=False)
 
     def kind(self, mode: Launch) -> Kind:
         """The kind of passes launched in this mode, for the row policy."""
-        if not self._drafting.follows:
+        if not self.drafting.follows:
             return Kind.ALONE
         return Kind.HELD if mode is Launch.HELD else Kind.AHEAD
 
     def observe_outcomes(self, step: Step, outcomes: SequenceOf[Verified | None]) -> None:
         """Let the row policy learn from a pass whose rows the device chose."""
         read_alone = step.batch.prefill_rows and step.batch.device_rows is None
-        if self._policy.on and not read_alone and not step.batch.drafted:
-            kind, tables = self.kind(step.mode), self._tables
+        if self.policy.on and not read_alone and not step.batch.drafted:
+            kind, tables = self.kind(step.mode), self.tables
             # In a table that holds a prediction too, the draft's expected tokens are unknown.
             drafted = [tables is not None and tables.of_draft(one.sequence.sequence_id) for one in step.batch.items]
-            self._policy.observe(outcomes, kind, drafted)
+            self.policy.observe(outcomes, kind, drafted)
 
     def observe_forward(self, step: Step, stats: StepStats, *, seen_running: bool) -> None:
         """Learn from the forward pass of a step that only decoded."""
         seconds = stats.forward_ns * 1e-9 / step.stride
-        self._budget.observe_step(stats.decode_rows, seconds)
-        self._pass_ends.observe(*step.size, seconds, running=seen_running)
+        self.budget.observe_step(stats.decode_rows, seconds)
+        self.pass_ends.observe(*step.size, seconds, running=seen_running)
         plain = step.gathered.use is Use.PLAIN and not step.gathered.has_trees
         if plain and not step.behind_tree and step.launched.followable:
-            self._policy.observe_time(stats.sequences, step.batch.device_rows, seconds, self.kind(step.mode))
+            self.policy.observe_time(stats.sequences, step.batch.device_rows, seconds, self.kind(step.mode))
 
     def observe_period(self, step: Step, stats: StepStats, verdicts: SequenceOf[Verdict], period: float) -> None:
         """Learn from the time of a step that only decoded, `period` being from the end of the last one to its own."""
         load, seconds = stats.sequences, period / step.stride
         if step.ahead or step.gathered.drafted or not step.launched.followable:
-            self._gathering.observe(load, seconds, step.gathered, behind_tree=step.behind_tree)
-        if self._policy.on and not step.batch.drafted:
-            followed = self._drafting.follows
-            if not followed or step.mode is self._modes.preferred(load):
-                self._follow.observe(load, seconds, followed=followed)
+            self.gathering.observe(load, seconds, step.gathered, behind_tree=step.behind_tree)
+        if self.policy.on and not step.batch.drafted:
+            followed = self.drafting.follows
+            if not followed or step.mode is self.modes.preferred(load):
+                self.follow.observe(load, seconds, followed=followed)
                 self._compare(step, verdicts, stats.chosen_rows, followed=followed)
             if followed and step.batch.device_rows is not None:
                 tokens = stats.committed_tokens / max(1, load) / step.stride
-                self._modes.observe(load, step.mode, tokens, seconds)
+                self.modes.observe(load, step.mode, tokens, seconds)
         if step.ahead and step.gathered.use is Use.PLAIN and not step.behind_tree:
-            self._stride.observe(step.stride, period, step.clock.waited_ns * 1e-9)
+            self.stride.observe(step.stride, period, step.clock.waited_ns * 1e-9)
 
     def _compare(self, step: Step, verdicts: SequenceOf[Verdict], drafted: int, *, followed: bool) -> None:
         """Compare one sequence of a step, which had `drafted` rows, with what it would have made without the draft."""
-        found = self._unaided.take()
+        found = self.unaided.take()
         if found is not None:
-            self._follow.compare(found.load, found.made, found.unaided)
+            self.follow.compare(found.load, found.made, found.unaided)
         if not (followed and verdicts):
             return
-        self._compared += 1
-        verdict = verdicts[self._compared % len(verdicts)]
-        live = self._live.get(verdict.sequence_id)
-        if live is None or not self._drafting.is_followed(live.sequence) or not live.verifier.on_device:
+        self.compared += 1
+        verdict = verdicts[self.compared % len(verdicts)]
+        live = self.live.get(verdict.sequence_id)
+        if live is None or not self.drafting.is_followed(live.sequence) or not live.verifier.on_device:
             return
         # Of passes launched at once the first: what the others begin with depends on it.
         accepted = verdict.drafts_by_step[0] if verdict.drafts_by_step else verdict.drafted_tokens
@@ -114,4 +102,4 @@ class Learning:
         made = min(len(verdict.token_ids), accepted + 1)
         # Without a draft, a chain has the sequence's share of the rows, or as many as were accepted.
         rows = max(accepted, -(-drafted // (step.stride * len(verdicts))))
-        self._unaided.note(len(verdicts), live.sequence, start, made, rows)
+        self.unaided.note(len(verdicts), live.sequence, start, made, rows)

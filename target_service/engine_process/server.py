@@ -19,16 +19,10 @@ from typing import TYPE_CHECKING
 from outrider.errors import OutriderError
 from outrider.processes.outbox import Outbox
 from outrider.runtime import configure_logging, settled
+from outrider.sampling import FinishReason
 from outrider.wire.frames import DraftInfo
 from target_service.config import TargetConfig
-from target_service.core.sequence import (
-    FinishReason,
-    SequenceEvent,
-    SequenceFailed,
-    SequenceRequest,
-    SequenceTotals,
-    StepStats,
-)
+from target_service.core.sequence import SequenceEvent, SequenceFailed, SequenceRequest, SequenceTotals, StepStats
 from target_service.core.weights import WeightsUpdated
 from target_service.engine_process.messages import (
     Cancel,

@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from outrider.sampling import TokenLogprobs
 from outrider.tree import TokenTree
-from target_service.core.sequence import TokenLogprobs
 from target_service.sampling.adjustments import ADJUSTMENT, adjusted
 from target_service.sampling.verifier import SequenceVerifier, Verified
 from tree_kernels.verification import DeviceVerifier, Verdicts, Walk

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outrider.sampling import SamplingParams
-from target_service.core.sequence import TokenLogprobs
+from outrider.sampling import SamplingParams, TokenLogprobs
 from target_service.sampling.adjustments import LARGEST, Adjustments
 
 # Without top_k, top_p sorts this many of the most probable tokens first, and the whole vocabulary only if it has to.

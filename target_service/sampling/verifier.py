@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.sampling import VerificationMode
+from outrider.sampling import TokenLogprobs, VerificationMode
 from outrider.tree import TokenTree
-from target_service.core.sequence import DevicePass, SequenceRequest, TokenLogprobs
+from target_service.core.sequence import DevicePass, SequenceRequest
 from target_service.sampling.adjustments import ADJUSTMENT
 from target_service.sampling.distribution import LogitShaper, logprobs_of
 from tree_kernels.philox import uniforms

@@ -16,7 +16,6 @@ from outrider.log_limit import LogLimit
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.wire.frames import (
     DraftInfo,
-    DraftLink,
     OpenSequence,
     SequenceAdvance,
     SequenceFailure,
@@ -54,7 +53,6 @@ class Drafting(DraftInbox):
         self.config = config
         self._vocabulary_size = vocabulary_size
         self._features = features
-        self._link: DraftLink | None = None
         self._trees: dict[int, GrowingTree] = {}
         # A draft can send a malformed growth for every sequence.
         self._refusals = LogLimit()
@@ -73,10 +71,6 @@ class Drafting(DraftInbox):
         # Whether drafting stopped because drafts did not pay, and not because of load.
         self._dropped = False
         self._model_version = FIRST_VERSION
-
-    def attach(self, link: DraftLink) -> None:
-        """Use `link` from now on. Called once, before the first step."""
-        self._link = link
 
     @property
     def connected(self) -> bool:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import zip_longest
 
 from outrider.telemetry.registry import MetricSet, Reading, VllmNames
 from outrider.telemetry.table import MAX_DEPTH, TARGET
 from outrider.telemetry.tracing import sampled_trace_id
-from target_service.core.events import EngineSnapshot
+from target_service.core.events import ServingEngine
 from target_service.core.sequence import SequenceRequest, SequenceTotals, StepStats
 
 # Seconds of a nanosecond: steps are timed in nanoseconds, metrics are in seconds as Prometheus has them.
@@ -65,19 +65,12 @@ class PrometheusObserver:
             self._add_depth(place, 0, 0)
         self._switches = [count("outrider_speculation_switches", to) for to in ("off", "on")]
 
-    def watch(
-        self,
-        snapshot: Callable[[], EngineSnapshot],
-        last_beat_ns: Callable[[], int],
-        failure: Callable[[], BaseException | None],
-        *,
-        drafted: bool = True,
-    ) -> None:
+    def watch(self, engine: ServingEngine, *, drafted: bool = True) -> None:
         """Read the engine's gauges at every scrape, in the scraping thread. Unless `drafted`, there is no gauge of the
         draft's connection, which would show one as missing."""
 
         def read() -> Iterator[Reading]:
-            now = snapshot()
+            now = engine.snapshot()
             yield "outrider_requests_running", (), now.running
             yield "outrider_requests_waiting", (), now.waiting
             yield "outrider_kv_pages", ("used",), now.pages_used
@@ -89,8 +82,8 @@ class PrometheusObserver:
             yield "outrider_feature_bytes_kept", (), now.kept_feature_bytes
             yield "outrider_model_version", (), now.model_version
             yield "outrider_weights_pause_seconds", (), now.exchange_ns * _NS
-            yield "outrider_engine_up", (), float(failure() is None)
-            yield "outrider_engine_heartbeat_age_seconds", (), (time.monotonic_ns() - last_beat_ns()) * _NS
+            yield "outrider_engine_up", (), float(engine.failure is None)
+            yield "outrider_engine_heartbeat_age_seconds", (), (time.monotonic_ns() - engine.last_beat_ns) * _NS
 
         self.metrics.gauges(read)
 

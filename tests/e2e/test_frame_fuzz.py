@@ -157,7 +157,8 @@ def test_a_target_bears_any_frame(frames: list[draft_pb2.ProposeResponse]) -> No
     tree = GrowingTree([10, 11, 12, 5], step=1)
     for growth in heard.growths:
         try:
-            tree.graft(growth)
+            tree.hold(growth)
+            tree.settle()
         except InvalidField:
             break
         whole = tree.cut(set(range(1, tree.nodes + 1)))

@@ -27,7 +27,8 @@ def metrics() -> MetricSet:
 
 @pytest.fixture
 def server(metrics: MetricSet) -> Iterator[MetricsServer]:
-    running = MetricsServer("127.0.0.1:0", [metrics], VllmNames(metrics, "tiny"))
+    running = MetricsServer("127.0.0.1:0")
+    running.add([metrics], VllmNames(metrics, "tiny"))
     yield running
     running.close()
 
@@ -145,19 +146,20 @@ def test_other_paths_are_not_found(server: MetricsServer) -> None:
 @pytest.mark.parametrize("address", ["127.0.0.1:http", "127.0.0.1:99999", "203.0.113.1:9464", "127.0.0.1"])
 def test_an_address_that_cannot_be_is_a_settings_error(address: str) -> None:
     with pytest.raises(SettingsError, match="cannot serve metrics"):
-        MetricsServer(address, [MetricSet(DRAFT)])
+        MetricsServer(address)
 
 
 def test_a_taken_port_is_a_settings_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SettingsError):
-        MetricsServer(f"127.0.0.1:{taken.getsockname()[1]}", [MetricSet(DRAFT)])
+        MetricsServer(f"127.0.0.1:{taken.getsockname()[1]}")
 
 
 def test_ipv6() -> None:
     try:
-        server = MetricsServer("[::1]:0", [MetricSet(DRAFT)])
+        server = MetricsServer("[::1]:0")
     except SettingsError:
         pytest.skip("this machine has no IPv6 loopback")
+    server.add([MetricSet(DRAFT)])
     assert "outrider_draft_nodes_total" in get(server)
     server.close()
 
@@ -184,7 +186,8 @@ def test_a_page_of_another_name_reads_nothing_on_loopback(server: MetricsServer)
 
 def test_a_scraper_elsewhere_uses_whichever_name(metrics: MetricSet) -> None:
     """As that of a compose service, which the service itself does not know."""
-    server = MetricsServer("0.0.0.0:0", [metrics])
+    server = MetricsServer("0.0.0.0:0")
+    server.add([metrics])
     try:
         for host in ("target:9464", "target.svc.cluster.local", "10.1.2.3:9464"):
             assert status(server, host) == 200
@@ -193,7 +196,8 @@ def test_a_scraper_elsewhere_uses_whichever_name(metrics: MetricSet) -> None:
 
 
 def test_a_listener_without_a_host_is_on_loopback(metrics: MetricSet) -> None:
-    server = MetricsServer(":0", [metrics])
+    server = MetricsServer(":0")
+    server.add([metrics])
     try:
         assert status(server, "evil.example") == 403
     finally:
@@ -202,9 +206,10 @@ def test_a_listener_without_a_host_is_on_loopback(metrics: MetricSet) -> None:
 
 def test_an_ipv4_loopback_written_as_ipv6_is_one(metrics: MetricSet) -> None:
     try:
-        server = MetricsServer("[::ffff:127.0.0.1]:0", [metrics])
+        server = MetricsServer("[::ffff:127.0.0.1]:0")
     except SettingsError:
         pytest.skip("this machine has no IPv6")
+    server.add([metrics])
     try:
         assert status(server, "evil.example") == 403
         assert status(server, "localhost") == 200

@@ -11,7 +11,7 @@ import pytest
 
 from outrider.errors import InvalidField, QuotaExceeded, all_errors
 from outrider.processes.framing import LENGTH_BYTES
-from outrider.sampling import SamplingParams, TypicalAcceptance, VerificationMode
+from outrider.sampling import FinishReason, SamplingParams, TokenLogprobs, TypicalAcceptance, VerificationMode
 from outrider.tree import DraftDistribution, TokenTree
 from outrider.wire.frames import DraftInfo, FeatureRequest, TreeLimits
 from target_service.api.admission import Runtime, ServedModel
@@ -20,14 +20,12 @@ from target_service.core.events import EngineSnapshot
 from target_service.core.fairness import Share
 from target_service.core.sequence import (
     Finish,
-    FinishReason,
     SequenceEvent,
     SequenceFailed,
     SequenceFinished,
     SequenceRequest,
     SequenceTotals,
     StepStats,
-    TokenLogprobs,
     Verdict,
     VerifiedTree,
 )

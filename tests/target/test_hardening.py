@@ -193,7 +193,7 @@ class TestMetricsPort:
     def test_half_a_request_is_given_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Each kept a thread for ever."""
         monkeypatch.setattr("outrider.telemetry.registry._REQUEST_SECONDS", 0.5)
-        server = MetricsServer("127.0.0.1:0", [])
+        server = MetricsServer("127.0.0.1:0")
         host, _, port = server.address.rpartition(":")
         halves = [socket.create_connection((host, int(port)), timeout=20) for _ in range(40)]
         try:
@@ -215,7 +215,7 @@ class TestMetricsPort:
 
     def test_a_request_that_comes_byte_by_byte_is_given_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("outrider.telemetry.registry._REQUEST_SECONDS", 0.5)
-        server = MetricsServer("127.0.0.1:0", [])
+        server = MetricsServer("127.0.0.1:0")
         host, _, port = server.address.rpartition(":")
         with socket.create_connection((host, int(port)), timeout=20) as slow:
             begun = time.monotonic()

@@ -107,7 +107,8 @@ def test_a_tree_does_not_remember_names_without_end() -> None:
     with pytest.raises(InvalidField, match="used at one step"):
         for number in range(1000):
             first = 1 + NODES * number
-            tree.graft(SequenceGrowth(1, 0, first, (0,) * NODES, (7,) * NODES, (0.5,) * NODES))
+            tree.hold(SequenceGrowth(1, 0, first, (0,) * NODES, (7,) * NODES, (0.5,) * NODES))
+            tree.settle()
     assert number <= MEMORY_IDS // NODES + 1
 
 

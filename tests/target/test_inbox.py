@@ -9,17 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.errors import EngineDead
+from outrider.sampling import FinishReason
+from outrider.sampling import TokenLogprobs as Logprobs
 from target_service.api.event_queue import joined
-from target_service.core.sequence import (
-    Finish,
-    FinishReason,
-    SequenceFailed,
-    SequenceFinished,
-    SequenceTotals,
-    Verdict,
-    VerifiedTree,
-)
-from target_service.core.sequence import TokenLogprobs as Logprobs
+from target_service.core.sequence import Finish, SequenceFailed, SequenceFinished, SequenceTotals, Verdict, VerifiedTree
 
 LENGTH = Finish(FinishReason.LENGTH)
 

@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -188,7 +189,6 @@ def test_exemplars_carry_the_trace_and_nothing_else(observer: PrometheusObserver
 
 
 def test_gauges_are_read_from_the_engine(observer: PrometheusObserver) -> None:
-    failure: list[BaseException] = []
     snapshot = EngineSnapshot(
         running=3,
         waiting=2,
@@ -200,7 +200,8 @@ def test_gauges_are_read_from_the_engine(observer: PrometheusObserver) -> None:
         kept_feature_bytes=77,
     )
     beat = time.monotonic_ns() - 2_000_000_000
-    observer.watch(lambda: snapshot, lambda: beat, lambda: failure[0] if failure else None)
+    engine: Any = SimpleNamespace(snapshot=lambda: snapshot, last_beat_ns=beat, failure=None)
+    observer.watch(engine)
     found = samples(observer)
     assert found["requests_running", ()] == 3
     assert found["requests_waiting", ()] == 2
@@ -212,7 +213,7 @@ def test_gauges_are_read_from_the_engine(observer: PrometheusObserver) -> None:
     assert found["engine_up", ()] == 1
     assert found["engine_heartbeat_age_seconds", ()] == pytest.approx(2.0, abs=0.5)
     assert found["target_info", (("dtype", "float32"), ("model", "tiny"), ("version", "0.0"))] == 1
-    failure.append(RuntimeError())
+    engine.failure = RuntimeError()
     assert samples(observer)["engine_up", ()] == 0
 
 
@@ -226,6 +227,7 @@ def test_switches_by_load_are_counted(observer: PrometheusObserver) -> None:
 
 def test_no_draft_is_missed_where_none_is_to_be() -> None:
     observer = PrometheusObserver("m", "float32", "0")
-    idle = EngineSnapshot(0, 0, 0, 0, 8, speculating=False, draft_connected=False)
-    observer.watch(lambda: idle, time.monotonic_ns, lambda: None, drafted=False)
+    snapshot = EngineSnapshot(0, 0, 0, 0, 8, speculating=False, draft_connected=False)
+    idle: Any = SimpleNamespace(snapshot=lambda: snapshot, last_beat_ns=0, failure=None)
+    observer.watch(idle, drafted=False)
     assert "outrider_draft_connected" not in {metric.name for metric in observer.metrics.collect() if metric.samples}

@@ -65,6 +65,12 @@ class PathModel:
         return {path[len(self.committed) :] for path in self.live}
 
 
+def graft(tree: GrowingTree, sent: SequenceGrowth) -> None:
+    """Have the growth's nodes in the tree at once."""
+    tree.hold(sent)
+    tree.settle()
+
+
 @settings(max_examples=600, deadline=None)
 @given(st.data())
 def test_late_and_crossing_growth_lands_where_the_paths_say(data: st.DataObject) -> None:
@@ -96,7 +102,7 @@ def test_late_and_crossing_growth_lands_where_the_paths_say(data: st.DataObject)
                 named.append(data.draw(tokens, "token"))
             sent = growth(base_step, next_id, parents, named, replaces=replaces)
             next_id += count
-            (tree.hold if lazily else tree.graft)(sent)
+            tree.hold(sent)
             model.graft(sent)
         if not lazily or data.draw(st.booleans(), "looked at"):
             tree.settle()
@@ -106,7 +112,7 @@ def test_late_and_crossing_growth_lands_where_the_paths_say(data: st.DataObject)
 def test_a_proposal_survives_the_commit_that_walks_into_it() -> None:
     committed = [9]
     tree = GrowingTree(committed, step=0)
-    tree.graft(growth(0, 1, [0, 1, 2, 1], [5, 6, 7, 8]))
+    graft(tree, growth(0, 1, [0, 1, 2, 1], [5, 6, 7, 8]))
     committed.extend([5, 6])
     tree.advance(2)
     assert paths_of(tree) == {(7,)}
@@ -118,15 +124,15 @@ def test_growth_made_before_a_commit_is_used_below_the_new_root() -> None:
     tree = GrowingTree(committed, step=0)
     committed.append(5)
     tree.advance(1)
-    tree.graft(growth(0, 1, [0, 1, 0], [5, 6, 7]))
+    graft(tree, growth(0, 1, [0, 1, 0], [5, 6, 7]))
     assert paths_of(tree) == {(6,)}
     assert tree.lag(growth(0, 4, [], [])) == 1
 
 
 def test_a_node_named_twice_takes_the_newer_score() -> None:
     tree = GrowingTree([9], step=0)
-    tree.graft(growth(0, 1, [0], [5], scores=(0.2,)))
-    tree.graft(growth(0, 2, [0, 2], [5, 6], scores=(0.7, 0.9)))
+    graft(tree, growth(0, 1, [0], [5], scores=(0.2,)))
+    graft(tree, growth(0, 2, [0, 2], [5, 6], scores=(0.7, 0.9)))
     assert tree.cut({1, 2}).scores == (1.0, 0.7, 0.9)
 
 
@@ -146,15 +152,15 @@ def test_a_node_named_twice_takes_the_newer_score() -> None:
 def test_malformed_growth_is_named(sent: SequenceGrowth, field_path: str) -> None:
     tree = GrowingTree([9], step=0)
     with pytest.raises(InvalidField) as caught:
-        tree.graft(sent)
+        graft(tree, sent)
     assert caught.value.field == field_path
 
 
 def test_ids_are_never_given_twice() -> None:
     tree = GrowingTree([9], step=0)
-    tree.graft(growth(0, 1, [0], [5]))
+    graft(tree, growth(0, 1, [0], [5]))
     with pytest.raises(InvalidField, match="used before"):
-        tree.graft(growth(0, 1, [0], [6]))
+        graft(tree, growth(0, 1, [0], [6]))
 
 
 def test_what_is_replaced_unused_is_remembered_where_it_was_committed() -> None:
@@ -229,11 +235,11 @@ def test_steps_are_remembered_by_their_lengths() -> None:
 def test_an_answer_to_an_earlier_step_will_do_until_the_draft_is_asked_again() -> None:
     committed = [9]
     tree = GrowingTree(committed, step=0)
-    tree.graft(growth(0, 1, [0], [5]))
+    graft(tree, growth(0, 1, [0], [5]))
     committed.append(5)
     tree.advance(1, asked=False)
     assert tree.answered
     tree.ask()
     assert not tree.answered
-    tree.graft(growth(1, 2, [0], [6]))
+    graft(tree, growth(1, 2, [0], [6]))
     assert tree.answered

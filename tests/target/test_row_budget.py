@@ -18,7 +18,8 @@ from target_service.speculation.policy.step_cost import StepCost
 def grown(parents: list[int], scores: list[float]) -> GrowingTree:
     """A tree with distinct tokens; parents are node numbers, 0 the root."""
     tree = GrowingTree([0], step=0)
-    tree.graft(SequenceGrowth(1, 0, 1, tuple(parents), tuple(range(1, len(parents) + 1)), tuple(scores)))
+    tree.hold(SequenceGrowth(1, 0, 1, tuple(parents), tuple(range(1, len(parents) + 1)), tuple(scores)))
+    tree.settle()
     return tree
 
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outrider.sampling import SamplingParams
-from target_service.core.sequence import Finish, FinishReason
+from outrider.sampling import FinishReason, SamplingParams
+from target_service.core.sequence import Finish
 from target_service.core.stopping import Detokenizer, StopChecker
 
 END = 2

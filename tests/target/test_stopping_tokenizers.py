@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from outrider.sampling import SamplingParams
-from target_service.core.sequence import Finish, FinishReason
+from outrider.sampling import FinishReason, SamplingParams
+from target_service.core.sequence import Finish
 from target_service.core.stopping import Detokenizer, StopChecker
 
 CORPUS = ["a banana, an  ananas\n\nend. €9 €99 für Zoë 🙂🙂 日本 日本語 the end. the  end"] * 3

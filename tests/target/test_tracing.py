@@ -11,9 +11,9 @@ from opentelemetry.trace import StatusCode
 from spans import PARENT, UNSAMPLED, Recorder, check
 
 from outrider.errors import EngineDead, OutriderError, QuotaExceeded
-from outrider.sampling import SamplingParams, VerificationMode
+from outrider.sampling import FinishReason, SamplingParams, VerificationMode
 from outrider.telemetry.names import DECODE, GENERATE, PREFILL, QUEUE, STEP, VERIFY_SEQUENCE
-from target_service.core.sequence import Finish, FinishReason, SequenceRequest, SequenceTotals, Verdict
+from target_service.core.sequence import Finish, SequenceRequest, SequenceTotals, Verdict
 from target_service.telemetry.tracing import MAX_STEP_SPANS, RequestTrace
 
 METADATA = (("traceparent", PARENT), ("authorization", "Bearer a-secret-of-sixteen"))

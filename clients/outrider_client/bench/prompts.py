@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
-from outrider.settings import SettingsError, read_text
+from outrider.settings import SettingsError, json_lines, read_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +26,8 @@ def load_prompts(path: Path, *, limit: int = 0, tasks: Iterable[str] = ()) -> li
     `SettingsError`, which names the line.
     """
     by_task: dict[str, list[Prompt]] = {}
-    for prompt in _read(path):
+    for where, row in json_lines(path, read_text(path)):
+        prompt = _parse(where, row)
         by_task.setdefault(prompt.task, []).append(prompt)
     wanted = [task for task in tasks if task]
     for task in wanted:
@@ -43,17 +43,7 @@ def load_prompts(path: Path, *, limit: int = 0, tasks: Iterable[str] = ()) -> li
     return [prompt for group in kept for prompt in group]
 
 
-def _read(path: Path) -> Sequence[Prompt]:
-    # Not by `splitlines`: JSON allows other line breaks inside a text.
-    lines = read_text(path).split("\n")
-    return [_parse(f"{path}:{number}", line) for number, line in enumerate(lines, start=1) if line.strip()]
-
-
-def _parse(where: str, line: str) -> Prompt:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise SettingsError(f"{where}: {error}") from None
+def _parse(where: str, row: object) -> Prompt:
     if not isinstance(row, dict):
         raise SettingsError(f"{where}: is not an object")
     turns = row.get("turns")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import product
+from itertools import product, zip_longest
 from typing import Any
 
-from outrider_client.bench.samples import PLAIN, TRANSFORMERS, Block, Mode, RequestOutcome, Sample
+from outrider_client.bench.samples import PLAIN, TRANSFORMERS, Block, Mode, Sample
 
 SCHEMA = "outrider.bench.v1"
 ALL_TASKS = "all"
@@ -126,20 +127,12 @@ def _rate(blocks: Sequence[Block]) -> float:
 
 
 def _refusals(blocks: Sequence[Block]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    refused: Iterable[RequestOutcome] = (r for block in blocks for r in block.requests if r.sample is None)
-    for request in refused:
-        counts[request.refusal] = counts.get(request.refusal, 0) + 1
-    return counts
+    requests = (request for block in blocks for request in block.requests)
+    return dict(Counter(request.refusal for request in requests if request.sample is None))
 
 
 def _sum_by_depth(columns: Iterable[Sequence[int]]) -> list[int]:
-    totals: list[int] = []
-    for column in columns:
-        totals.extend([0] * (len(column) - len(totals)))
-        for depth, count in enumerate(column):
-            totals[depth] += count
-    return totals
+    return [sum(counts) for counts in zip_longest(*columns, fillvalue=0)]
 
 
 def _ratio(over: float, under: float) -> float | None:

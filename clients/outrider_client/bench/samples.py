@@ -34,15 +34,15 @@ class Sample:
     text: str
     prompt_tokens: int
     steps: int
-    drafted_tokens: int
-    accepted_tokens: int
-    drafted_by_depth: tuple[int, ...]
-    accepted_by_depth: tuple[int, ...]
-    draft_wait: float
-    fallback_steps: int
     ttft: float
     tpot: float | None
     duration: float
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    drafted_by_depth: tuple[int, ...] = ()
+    accepted_by_depth: tuple[int, ...] = ()
+    draft_wait: float = 0.0
+    fallback_steps: int = 0
 
     @classmethod
     def of(cls, result: Result) -> Sample:

@@ -15,7 +15,7 @@ from typing import Any
 from outrider.addresses import address_problem
 from outrider.machine import describe_commit, describe_machine, describe_versions
 from outrider.ports import free_port
-from outrider.settings import SettingsError
+from outrider.settings import SettingsError, comma_words
 from outrider_client.bench.backends import Backend, TargetBackend, TransformersBackend
 from outrider_client.bench.profile import StepProfile
 from outrider_client.bench.prompts import load_prompts
@@ -25,7 +25,7 @@ from outrider_client.bench.samples import PLAIN, TRANSFORMERS, Mode
 from outrider_client.client import Client
 from outrider_client.local.stack import Stack, private_stack, wait_for_drafter
 from outrider_client.results import TargetInfo
-from outrider_client.terminal.options import BenchOptions, ClientOptions, comma_words, flag_words, request_counts
+from outrider_client.terminal.options import BenchOptions, ClientOptions, flag_words, request_counts
 
 PLACEMENTS = ("remote", "inprocess")
 Note = Callable[[str], None]

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from outrider.errors import OutriderError
-from outrider.settings import SettingsError, add_flags, load
+from outrider.settings import SettingsError, add_flags, load, settings_file
 from outrider_client.failures import SPEAKS_HTTP, ServiceUnreachable, TlsProblem
 from outrider_client.local.roles import missing_for
 from outrider_client.local.stack import ServiceFailed
@@ -67,19 +67,13 @@ class Command:
 
 
 def add_config_flag(parser: argparse.ArgumentParser) -> None:
-    """Add --config, which `config_file` reads."""
+    """Add --config, which `settings_file` reads."""
     parser.add_argument("--config", metavar="FILE", help="TOML file with settings (default: OUTRIDER_CONFIG)")
-
-
-def config_file(arguments: argparse.Namespace) -> Path | None:
-    """The TOML file named by flag or environment."""
-    name = arguments.config or os.environ.get("OUTRIDER_CONFIG")
-    return Path(name) if name else None
 
 
 def options(kind: type[Options], section: str, arguments: argparse.Namespace) -> Options:
     """A settings class from flags, environment and file. Raises `SettingsError`."""
-    return load(kind, section, arguments, os.environ, config_file(arguments))
+    return load(kind, section, arguments, os.environ, settings_file(arguments))
 
 
 def check_installed(command: Command) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from rich.console import Console
 from rich.progress import track
 
 from outrider.runtime import run
-from outrider.settings import SettingsError, add_flags
+from outrider.settings import SettingsError, add_flags, json_lines
 from outrider.wire.frames import CorpusInfo
 from outrider_client.cli.base import Command, CommandFailed, add_config_flag, error_console, options
 from outrider_client.cli.generate import text_of
@@ -139,17 +138,10 @@ def _documents(files: Sequence[Path], model: str) -> Iterator[Sequence[int]]:
 
 
 def _token_lines(path: Path, text: str) -> Iterator[Sequence[int]]:
-    # Not by `splitlines`: JSON allows other line breaks inside a text.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise SettingsError(f"{path}:{number}: {error}") from None
+    for where, row in json_lines(path, text):
         token_ids = row.get("token_ids") if isinstance(row, dict) else row
         if not isinstance(token_ids, list) or not all(type(token) is int and token >= 0 for token in token_ids):
-            raise SettingsError(f"{path}:{number}: needs a list of token ids, or an object with token_ids")
+            raise SettingsError(f"{where}: needs a list of token ids, or an object with token_ids")
         yield token_ids
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Awaitable, Callable
 
 from rich.console import Console
 
@@ -11,9 +10,9 @@ from outrider.errors import OutriderError
 from outrider.healthcheck import LIVENESS
 from outrider.runtime import run
 from outrider_client.cli.base import Command, options, wrong_service
-from outrider_client.client import Client
+from outrider_client.client import TARGET_SERVICE, Client
 from outrider_client.connection import Connection
-from outrider_client.draft import DraftClient
+from outrider_client.draft import DRAFT_SERVICE, DraftClient
 from outrider_client.failures import ServiceUnreachable
 from outrider_client.terminal.options import ClientOptions
 
@@ -33,44 +32,14 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 async def _health(client: ClientOptions, draft_address: str, live: bool) -> int:
-    console, timeout = Console(highlight=False), client.deadline or _SECONDS
-    service = "draft" if draft_address else "target"
-    if live:
-        address = draft_address or client.target
-        connection = client.connection(address)
-        try:
-            return await _report(
-                console,
-                address,
-                lambda: connection.serving(LIVENESS, timeout),
-                lambda: _describe_process(connection),
-                service,
-            )
-        finally:
-            await connection.close()
-    if draft_address:
-        async with DraftClient(client.connection(draft_address)) as draft:
-            return await _report(
-                console, draft_address, lambda: draft.serving(timeout), lambda: _describe_draft(draft), service
-            )
-    async with Client(client.connection(client.target)) as target:
-        return await _report(
-            console, client.target, lambda: target.serving(timeout), lambda: _describe_target(target), service
-        )
-
-
-async def _report(
-    console: Console,
-    address: str,
-    serving: Callable[[], Awaitable[bool]],
-    describe: Callable[[], Awaitable[str]],
-    service: str,
-) -> int:
-    """`service` is the kind that should answer: target or draft."""
+    kind = "draft" if draft_address else "target"
+    address = draft_address or client.target
+    service, describe = (LIVENESS, _describe_process) if live else _SERVICES[kind]
+    console, connection = Console(highlight=False), client.connection(address)
     try:
-        healthy = await serving()
+        healthy = await connection.serving(service, client.deadline or _SECONDS)
         state = "SERVING" if healthy else "NOT_SERVING"
-        console.print(f"{address} {state}" + (f"  {await describe()}" if healthy else ""), soft_wrap=True)
+        console.print(f"{address} {state}" + (f"  {await describe(connection)}" if healthy else ""), soft_wrap=True)
     except ServiceUnreachable as error:
         console.print(f"{address} UNREACHABLE  {error.cause}", soft_wrap=True, markup=False)
         return 1
@@ -78,9 +47,11 @@ async def _report(
         # A status without a reason, as of a server of another kind, has only its code.
         reason, message = error.metadata.get("code", error.reason), error.message
         if reason in _OTHER_SERVICE:
-            message = wrong_service(service, message)
+            message = wrong_service(kind, message)
         console.print(f"{address} {reason}  {message}", soft_wrap=True, markup=False)
         return 1
+    finally:
+        await connection.close()
     return 0 if healthy else 1
 
 
@@ -88,15 +59,18 @@ async def _describe_process(connection: Connection) -> str:
     return "alive" if await connection.serving() else "alive, not ready"
 
 
-async def _describe_target(client: Client) -> str:
-    info = await client.info()
+async def _describe_target(connection: Connection) -> str:
+    info = await Client(connection).info()
     return f"model {info.model}, {info.dtype}, context {info.max_context}, drafter {info.drafter or 'none'}"
 
 
-async def _describe_draft(client: DraftClient) -> str:
-    info = await client.info()
+async def _describe_draft(connection: Connection) -> str:
+    info = await DraftClient(connection).info()
     return f"drafter {info.drafter}, trees of at most {info.limits.max_nodes} nodes, context {info.max_context}"
 
+
+# For each kind of service, its name in health checks, and what describes one that serves.
+_SERVICES = {"target": (TARGET_SERVICE, _describe_target), "draft": (DRAFT_SERVICE, _describe_draft)}
 
 HEALTH = Command(
     "health",

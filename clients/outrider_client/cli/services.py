@@ -13,8 +13,8 @@ from rich.text import Text
 
 from outrider.ports import port_refusal
 from outrider.runtime import run
-from outrider.settings import CONFIG_VARIABLE, SettingsError
-from outrider_client.cli.base import Command, CommandFailed, config_file, error_console, options
+from outrider.settings import CONFIG_VARIABLE, SettingsError, settings_file
+from outrider_client.cli.base import Command, CommandFailed, error_console, options
 from outrider_client.local.mps import TAKE_TURNS, Mps
 from outrider_client.local.placement import Placement, named_settings, place, visible_gpus
 from outrider_client.local.roles import missing_for
@@ -36,7 +36,7 @@ def _up(arguments: argparse.Namespace) -> int:
     http = _http_address(up.http)
     console = error_console()
     with private_directory() as directory:
-        path = config_file(arguments)
+        path = settings_file(arguments)
         shared = ("--config", str(path)) if path else ()
         named = named_settings(os.environ, path)
         placed = place(visible_gpus(), up.drafter, up.model, target_words, draft_words, named)

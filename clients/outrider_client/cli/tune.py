@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.progress import TimeElapsedColumn
 
 from outrider.runtime import run
-from outrider.settings import SettingsError
+from outrider.settings import SettingsError, settings_file
 from outrider_client.bench.plot import require_matplotlib
-from outrider_client.cli.base import Command, config_file, error_console, make_folders_of, options, table_console
+from outrider_client.cli.base import Command, error_console, make_folders_of, options, table_console
 from outrider_client.terminal.options import TuneOptions, request_counts
 from outrider_client.terminal.waiting import ProgressBar
 from outrider_client.tuning.report import file_comment, save_tuning_plot, sentences, tuning_table
@@ -38,7 +38,7 @@ examples:
 
 def _run(arguments: argparse.Namespace) -> int:
     wanted = options(TuneOptions, "tune", arguments)
-    setup = read_setup(wanted, config_file(arguments))
+    setup = read_setup(wanted, settings_file(arguments))
     loads, prompts = list(dict.fromkeys(request_counts(wanted.concurrency))), read_prompts(wanted.prompts)
     make_folders_of(wanted.out, wanted.plot)
     if wanted.out and Path(wanted.out).exists():

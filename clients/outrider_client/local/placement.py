@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from outrider.heads import head_made_for
+from outrider.settings import comma_words
 from outrider_client.local.models import DEFAULT_MODEL
 
 # Drafters that run a network, and the settings sections of the drafters that they may consist of.
@@ -69,8 +70,7 @@ def merged_drafters(words: Sequence[str], named: Mapping[tuple[str, str], str]) 
     """The parts of the drafter `merged`: those of the draft's flags, or named elsewhere (see `named_settings`), or the
     default's."""
     flag = _value(words, "--merged-drafters")
-    listed = flag or named.get(("merged", "merged_drafters"), "") or _MERGED_DRAFTERS
-    return [name.strip() for name in listed.split(",") if name.strip()]
+    return comma_words(flag or named.get(("merged", "merged_drafters"), "") or _MERGED_DRAFTERS)
 
 
 def place(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.sampling import MAX_SEED, SamplingParams, TypicalAcceptance, VerificationMode
-from outrider.settings import DRAFTERS, Settings, SettingsError, read_text, setting
+from outrider.settings import DRAFTERS, Settings, SettingsError, comma_words, read_text, setting
 from outrider_client.connection import Connection, Tls
 from outrider_client.generation import Speculation
 from outrider_client.local.models import DEFAULT_MODEL
@@ -214,11 +214,6 @@ class TuneOptions(Settings):
     draft_flags: str = setting("", "more flags for the drafts, quoted as one word")
     out: str = setting("", "TOML file to write, for --config of the services and of `outrider up`")
     plot: str = setting("", "PNG file for the plot")
-
-
-def comma_words(text: str) -> list[str]:
-    """The words of a list with commas between them."""
-    return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def request_counts(text: str) -> list[int]:

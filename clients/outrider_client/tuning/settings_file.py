@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from outrider.settings import SettingsError, read_text
+from outrider.settings import SettingsError, read_toml
 
 Document = dict[str, dict[str, Any]]
 
@@ -17,10 +16,7 @@ def read_document(path: Path | None) -> Document:
     """The tables of a settings file; none without a file. Raises `SettingsError` for an invalid file."""
     if path is None:
         return {}
-    try:
-        document = tomllib.loads(read_text(path))
-    except tomllib.TOMLDecodeError as error:
-        raise SettingsError(f"{path}: {error}") from None
+    document = read_toml(path)
     for section, table in document.items():
         if not isinstance(table, dict):
             raise SettingsError(f"{path}: {section} is not a table")

@@ -8,7 +8,6 @@ the rest is dropped.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence as SequenceOf
 from collections.abc import Set
 from dataclasses import replace
 
@@ -46,7 +45,8 @@ class GrowingTree:
         self._reopened = reopened
         self._committed = token_ids
         self._length = len(token_ids)
-        self._step = step
+        # As of the last commit.
+        self.step = step
         self._lengths = {step: self._length}
         self._next_id = _FIRST_ID
         self._where: dict[int, int] = {}
@@ -58,18 +58,15 @@ class GrowingTree:
         self._clear()
 
     def _clear(self) -> None:
-        self._tokens = [self._committed[self._length - 1]]
-        self._parents = [_ROOT]
-        self._scores = [1.0]
+        # Per live node, the root first: its token, its parent's number, and the probability that it is accepted given
+        # that its parent is, which is 1 for the root.
+        self.token_ids = [self._committed[self._length - 1]]
+        self.parents = [_ROOT]
+        self.scores = [1.0]
         self._children: list[dict[int, int]] = [{}]
         self._distributions: dict[int, DraftDistribution] = {}
         if self._where:
             self._where = {node_id: place for node_id, place in self._where.items() if place <= _ROOT}
-
-    @property
-    def step(self) -> int:
-        """The sequence's step as of the last commit."""
-        return self._step
 
     @property
     def answered(self) -> bool:
@@ -78,28 +75,12 @@ class GrowingTree:
 
     def ask(self) -> None:
         """The last commit was sent to the draft."""
-        self._asked_step = self._step
+        self._asked_step = self.step
 
     @property
     def nodes(self) -> int:
         """Live nodes below the root."""
-        return len(self._tokens) - 1
-
-    @property
-    def scores(self) -> SequenceOf[float]:
-        """Per live node, the root first: probability of acceptance given that the parent is accepted; 1 for the
-        root."""
-        return self._scores
-
-    @property
-    def token_ids(self) -> SequenceOf[int]:
-        """Per live node, the root first."""
-        return self._tokens
-
-    @property
-    def parents(self) -> SequenceOf[int]:
-        """Per live node, the root first: the number of its parent."""
-        return self._parents
+        return len(self.token_ids) - 1
 
     def length_at(self, step: int) -> int | None:
         """How many tokens the sequence had at a step; None for one that is too old."""
@@ -107,7 +88,7 @@ class GrowingTree:
 
     def lag(self, growth: SequenceGrowth) -> int:
         """How many commits `growth` lies behind; negative for a step that lies ahead."""
-        return self._step - growth.base_step
+        return self.step - growth.base_step
 
     def begins_again(self, growth: SequenceGrowth) -> bool:
         """Whether the growth is the first of this opening, though some came. Those, of an earlier one, are dropped."""
@@ -119,21 +100,14 @@ class GrowingTree:
         self._clear()
         return True
 
-    def graft(self, growth: SequenceGrowth) -> None:
-        """Add the growth's nodes.
-
-        Raises `InvalidField` for a growth that is malformed, that uses ids again, or whose step lies ahead.
-        """
-        self.hold(growth)
-        self.settle()
-
     def hold(self, growth: SequenceGrowth) -> None:
         """Keep the growth; `settle` adds its nodes, and must be called before the tree is read.
 
         A growth that replaces the tree may itself be replaced before it is read, as when drafts are followed but not
-        used. Raises `InvalidField` as `graft`, or leaves that to `settle`.
+        used. Raises `InvalidField` for a growth that is malformed, that uses ids again, or whose step lies ahead, or
+        leaves that to `settle`.
         """
-        if growth.base_step > self._step:
+        if growth.base_step > self.step:
             raise InvalidField("growth.base_step", "lies ahead of the sequence")
         if growth.first_node_id < self._next_id:
             raise InvalidField("growth.first_node_id", "was used before")
@@ -216,15 +190,15 @@ class GrowingTree:
             return self._place_of(length + 1)
         known = self._children[parent].get(token)
         if known is not None:
-            self._scores[known] = score
+            self.scores[known] = score
             return known
         distribution = self._distributions.get(parent)
-        if len(self._tokens) >= MAX_ROWS or (distribution is not None and token not in distribution.token_ids):
+        if len(self.token_ids) >= MAX_ROWS or (distribution is not None and token not in distribution.token_ids):
             return None
-        node = len(self._tokens)
-        self._tokens.append(token)
-        self._parents.append(parent)
-        self._scores.append(score)
+        node = len(self.token_ids)
+        self.token_ids.append(token)
+        self.parents.append(parent)
+        self.scores.append(score)
         self._children.append({})
         self._children[parent][token] = node
         return node
@@ -240,9 +214,9 @@ class GrowingTree:
             path[node] = -length
             node = self._children[node].get(self._committed[length])
         self._length += committed
-        self._step += 1
-        self._lengths[self._step] = self._length
-        self._lengths.pop(self._step - MEMORY_STEPS, None)
+        self.step += 1
+        self._lengths[self.step] = self._length
+        self._lengths.pop(self.step - MEMORY_STEPS, None)
         if asked:
             self.ask()
         self._reroot(node, path)
@@ -250,7 +224,7 @@ class GrowingTree:
     def _reroot(self, root: int | None, path: dict[int, int]) -> None:
         """Keep the subtree of `root`; ids of committed nodes turn into the places in `path`."""
         renumbered: dict[int, int] = {}
-        tokens, parents, scores, distributions = self._tokens, self._parents, self._scores, self._distributions
+        tokens, parents, scores, distributions = self.token_ids, self.parents, self.scores, self._distributions
         where, oldest = self._where, self._length - MEMORY_TOKENS
         self._where = {}
         self._clear()
@@ -276,9 +250,9 @@ class GrowingTree:
         for node in sorted(nodes):
             rows[node] = len(rows)
         return TokenTree(
-            token_ids=tuple(self._tokens[node] for node in rows),
-            parents=tuple(rows[self._parents[node]] for node in rows),
-            scores=tuple(self._scores[node] for node in rows),
+            token_ids=tuple(self.token_ids[node] for node in rows),
+            parents=tuple(rows[self.parents[node]] for node in rows),
+            scores=tuple(self.scores[node] for node in rows),
             distributions={
                 rows[node]: distribution for node, distribution in self._distributions.items() if node in rows
             },

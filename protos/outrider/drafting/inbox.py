@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-from outrider.wire.frames import DraftInfo, SequenceFailure, SequenceGrowth
+from outrider.wire.frames import DraftInfo, DraftLink, SequenceFailure, SequenceGrowth
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,11 @@ class DraftInbox(ABC):
         self._calls_behind, self._behind_since = 0, 0.0
         # When the last growth arrived, on the monotonic clock.
         self.received_at = 0.0
+        self._link: DraftLink | None = None
+
+    def attach(self, link: DraftLink) -> None:
+        """Use `link` from now on. Called once, before the first step."""
+        self._link = link
 
     def on_growth(self, growths: SequenceOf[SequenceGrowth]) -> None:
         self.received_at = time.monotonic()

@@ -26,7 +26,7 @@ from outrider.errors import CreditExceeded, DraftUnavailable, InvalidField, Outr
 from outrider.extensions import find_extension
 from outrider.pem import check_authority, check_pair
 from outrider.runtime import run, until_first_ends
-from outrider.settings import MAX_MESSAGE_BYTES, SettingsError, unreadable
+from outrider.settings import MAX_MESSAGE_BYTES, SettingsError, comma_words, unreadable
 from outrider.unreachable import cause_of
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 from outrider.wire.drafts import info_from_pb
@@ -155,7 +155,7 @@ def prepare_draft(address: str, options: LinkOptions | None = None) -> Connect:
         return lambda events, vocabulary_size, fingerprint: GrpcDraftLink(
             address, events, vocabulary_size, fingerprint, options
         )
-    addresses = [part.strip() for part in address.split(",") if part.strip()]
+    addresses = comma_words(address)
     if len(set(addresses)) < len(addresses) or any(part.startswith(INPROCESS_SCHEME) for part in addresses):
         raise SettingsError(f"{address}: several drafts are services of their own, each named once")
 

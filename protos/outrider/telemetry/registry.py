@@ -241,7 +241,7 @@ class MetricsServer:
     (`outrider.host_names`). Other ports accept any name, since a scraper may use any name of the machine.
     """
 
-    def __init__(self, address: str, collectors: Iterable[Collector], vllm: Collector | None = None) -> None:
+    def __init__(self, address: str) -> None:
         """Serve on HOST:PORT; port 0 takes a free one. Raises `SettingsError` if the port cannot be bound."""
         host, _, port = address.rpartition(":")
         host = host.strip("[]") or "127.0.0.1"
@@ -250,7 +250,6 @@ class MetricsServer:
         ProcessCollector(registry=registry)
         self._registry, self._vllm = registry, CollectorRegistry()
         self._registry_app = make_wsgi_app(registry)
-        self.add(collectors, vllm)
         server_class = _Ipv6Server if ":" in host else _BoundedServer
         try:
             self._server = make_server(host, int(port), self._answer, server_class, handler_class=_QuietHandler)
@@ -261,7 +260,7 @@ class MetricsServer:
         self._thread.start()
 
     def add(self, collectors: Iterable[Collector], vllm: Collector | None = None) -> None:
-        """Also export these from now on: a service has most metrics only once its model is loaded."""
+        """Export these from now on, beside those of the process: a service has them only once its model is loaded."""
         for collector in collectors:
             self._registry.register(collector)
         if vllm is not None:

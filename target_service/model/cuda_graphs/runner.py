@@ -102,8 +102,9 @@ class CapturedRunner(ModelRunner):
         )
         self._options = options or CaptureOptions()
         self._triton = runner._attention.capturable
-        self._buckets = buckets_up_to(self._options.max_rows, self._options.max_sequences)
-        self._capturable = len(self._buckets)
+        # Every size that a step can be captured for, smallest first.
+        self.buckets = buckets_up_to(self._options.max_rows, self._options.max_sequences)
+        self._capturable = len(self.buckets)
         self._captured: dict[Bucket, _Captured] = {}
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
@@ -114,7 +115,7 @@ class CapturedRunner(ModelRunner):
             self.keep_tokens(self._options.max_sequences, runner.node_table.lookup_tokens)
         if self._options.hooked:
             # After layers are prepared, and before any graph is captured.
-            self.hooks = LayerHooks(self.model, self._options.hooked, self._buckets[-1].rows, grows=False)
+            self.hooks = LayerHooks(self.model, self._options.hooked, self.buckets[-1].rows, grows=False)
 
     def hook(self, layers: tuple[int, ...]) -> None:
         """See `ModelRunner.hook`. Layers were chosen before graphs were captured."""
@@ -125,11 +126,6 @@ class CapturedRunner(ModelRunner):
     def captured_steps(self) -> tuple[int, int]:
         """See `ModelRunner.captured_steps`."""
         return len(self._captured), self._capturable
-
-    @property
-    def buckets(self) -> tuple[Bucket, ...]:
-        """Every size that a step can be captured for, smallest first."""
-        return self._buckets
 
     @property
     def scratch_bytes(self) -> int:
@@ -159,7 +155,7 @@ class CapturedRunner(ModelRunner):
     @torch.inference_mode()
     def run_later(self, first: ForwardInput, passes: int, parameters: NDArray[numpy.int32]) -> ForwardPass:
         """See `ModelRunner.run_later`. The step moves on in device memory, and the host lays out nothing."""
-        bucket = choose_bucket(self._buckets, first.attention)
+        bucket = choose_bucket(self.buckets, first.attention)
         captured = None if bucket is None else self._captured.get(bucket)
         if captured is None:
             return super().run_later(first, passes, parameters)
@@ -226,7 +222,7 @@ class CapturedRunner(ModelRunner):
 
     def keep_to_captured(self) -> None:
         """Capture nothing more: a step of another size runs as the next larger captured one, or eagerly."""
-        self._buckets = tuple(sorted(self._captured))
+        self.buckets = tuple(sorted(self._captured))
 
     def capture(
         self,
@@ -261,7 +257,7 @@ class CapturedRunner(ModelRunner):
         before: Callable[[StepBuffer], None] | None = None,
     ) -> _Captured | None:
         """Launch the step, and `before` it what changes its integers on the device. None outside the buckets."""
-        bucket = choose_bucket(self._buckets, batch.attention, batch.room)
+        bucket = choose_bucket(self.buckets, batch.attention, batch.room)
         if bucket is None or not batch.token_ids:
             return None
         captured = self._captured.get(bucket)

@@ -25,12 +25,8 @@ class KeptVectors:
         self.row_bytes = 1
         # The first piece may begin with vectors that are no longer kept.
         self._pieces: deque[bytes] = deque()
-        self._held = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are held."""
-        return self._held
+        # Bytes that are held.
+        self.nbytes = 0
 
     def append(self, position: int, rows: npt.NDArray[np.uint8]) -> None:
         """Add vectors [n, bytes of each], the first one's token at `position`, not below `end`.
@@ -40,31 +36,31 @@ class KeptVectors:
         if position != self.end:
             self._pieces.clear()
             self.begin = self.end = position
-            self._held = 0
+            self.nbytes = 0
         self.row_bytes = rows.shape[1]
         self._pieces.append(rows.tobytes())
         self.end += len(rows)
-        self._held += rows.nbytes
+        self.nbytes += rows.nbytes
 
     def trim(self, keep: int) -> None:
         """Keep the newest `keep` vectors."""
         if self.end - self.begin <= keep:
             return
         self.begin = self.end - keep
-        oldest = self.end - self._held // self.row_bytes
+        oldest = self.end - self.nbytes // self.row_bytes
         while self._pieces:
             size = len(self._pieces[0])
             behind = oldest + size // self.row_bytes
             if behind > self.begin:
                 break
             self._pieces.popleft()
-            self._held -= size
+            self.nbytes -= size
             oldest = behind
         unused = (self.begin - oldest) * self.row_bytes
         if self._pieces and 2 * unused > len(self._pieces[0]):
             # Not with every step: the kept end of a long prompt's piece is copied.
             self._pieces[0] = self._pieces[0][unused:]
-            self._held -= unused
+            self.nbytes -= unused
 
     def vectors(self, start: int, stop: int, form: FeatureRequest) -> Vectors:
         """The vectors of tokens `start` .. `stop`, in the requested form."""
