@@ -52,7 +52,7 @@ def leave_out() -> None:
 
 
 def _patch_attr(owner: Any, name: str, member: Any, _builder: Any, scope: Any) -> None:
-    """As Triton's, but for a copy of the arguments' names at each call, and a wrapper that asks whether one is there."""
+    """As Triton's, but for a copy of the arguments' names at each call, and a wrapper that asks for `semantic`."""
     semantic = interpreter.interpreter_semantic
     if getattr(member, "__code__", None) is _ASKS:
         member = member.__wrapped__
