@@ -131,7 +131,7 @@ RULES = {
     r"--max-tokens \d\d\d?\b(?<!32)": "--max-tokens 8",
     r"--concurrency 1,\d+": "--concurrency 1,2",
     r"--writers \d+": "--writers 1",
-    r"--minutes \d+": "--minutes 0.06",
+    r"--minutes \d+": "--minutes 0.1",
     r"--writing-share [\d.]+": "--writing-share 0.8",
     r"--tokens \d+M": "--tokens 1k",
 }
@@ -169,7 +169,7 @@ SETTINGS = {
     "OUTRIDER_TRAINING_VALIDATION": "4",
     "OUTRIDER_TRAINING_EPOCHS": "1",
     # Text is there sooner, but on a busy machine; a head learns for the rest.
-    "OUTRIDER_TRAINING_MINUTES": "0.06",
+    "OUTRIDER_TRAINING_MINUTES": "0.1",
     "OUTRIDER_TRAINING_WRITING_SHARE": "0.8",
 }
 PROMPTS = [{"id": name, "task": "a", "turns": [f"Say {name}."]} for name in ("a", "b")]
