@@ -23,6 +23,8 @@ _OF_INTERPRETER = {"interpreter_builder", "interpreter_semantic", "_patch_attr",
 _OF_INTERPRETER |= {"_get_np_dtype", "_validate_np_data_size"}
 _OF_SEMANTIC = {"binary_op_type_checking_impl", "computation_type_impl", "_cast_to_computation_type"}
 _OF_SEMANTIC |= {"broadcast_impl_value"}
+# What `core.builtin` puts around a function.
+_ASKS = core.builtin(lambda: None).__code__
 
 
 def leave_out() -> None:
@@ -50,8 +52,10 @@ def leave_out() -> None:
 
 
 def _patch_attr(owner: Any, name: str, member: Any, _builder: Any, scope: Any) -> None:
-    """As Triton's, but for a copy of the arguments' names at each call."""
+    """As Triton's, but for a copy of the arguments' names at each call, and a wrapper that asks for `semantic`."""
     semantic = interpreter.interpreter_semantic
+    if getattr(member, "__code__", None) is _ASKS:
+        member = member.__wrapped__
 
     def called(*args: Any, **named: Any) -> Any:
         named["_semantic"] = semantic
@@ -81,6 +85,13 @@ def _remember_types() -> None:
         return found
 
     interpreter._validate_np_data_size = validated
+
+    def handle(self: Any, data: Any, dtype: Any, attr: dict[str, Any] | None = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        if not wide_enough.get((data.dtype, dtype.name)):
+            self.__post_init__()
+
+    interpreter.TensorHandle.__init__ = handle
     make_block, blocks = core.block_type.__init__, dict[Any, dict[str, Any]]()
 
     def block(self: Any, element_ty: Any, shape: Any) -> None:
@@ -127,24 +138,39 @@ def _compare_types_at_once() -> None:
 
 
 def _agree_at_once(semantic: Any) -> None:
-    """Two tensors are mostly of one type and shape, and need no conversion; others' common type is found once."""
+    """Two tensors are mostly of types that need no conversion, and a number mostly one that was there before; others'
+    common type is found once."""
     check, common, convert = (
         getattr(semantic, name)
         for name in ("binary_op_type_checking_impl", "computation_type_impl", "_cast_to_computation_type")
     )
-    # Not those that a division makes wider, nor pointers.
-    plain = {"int1", "fp32", "fp64"} | {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
+    # Of two types, whether neither is converted; of a type, a shape and a number, the number as such a tensor.
+    unconverted, numbers = dict[Any, bool](), dict[Any, Any]()
     known = dict[Any, Any]()
 
     def checked(self: Any, lhs: Any, rhs: Any, *flags: bool, **named: bool) -> Any:
-        if (
-            type(lhs) is core.tensor is type(rhs)
-            and lhs.shape is rhs.shape
-            and lhs.dtype.name == rhs.dtype.name
-            and lhs.dtype.name in plain
-        ):
-            return lhs, rhs
-        return check(self, lhs, rhs, *flags, **named)
+        if type(lhs) is not core.tensor:
+            return check(self, lhs, rhs, *flags, **named)
+        kind, how = lhs.dtype.name, (flags, *named.items())
+        if type(rhs) is core.tensor:
+            types = kind, rhs.dtype.name, how
+            if unconverted.get(types):
+                return self.broadcast_impl_value(lhs, rhs)
+            both = check(self, lhs, rhs, *flags, **named)
+            unconverted[types] = (both[0].dtype.name, both[1].dtype.name) == types[:2]
+            return both
+        # Minus zero equals zero, and is another number.
+        if type(rhs) is not int and (type(rhs) is not float or rhs == 0):
+            return check(self, lhs, rhs, *flags, **named)
+        # The shape is one object for all that have it.
+        key = kind, id(lhs.shape), type(rhs), rhs, how
+        found = numbers.get(key)
+        if found is not None:
+            return lhs, found
+        both = check(self, lhs, rhs, *flags, **named)
+        if both[0] is lhs:
+            numbers[key] = both[1]
+        return both
 
     def common_type(self: Any, a: Any, a_is_scalar: bool, b: Any, b_is_scalar: bool, div_or_mod: bool) -> Any:
         key = a.name, a_is_scalar, b.name, b_is_scalar, div_or_mod

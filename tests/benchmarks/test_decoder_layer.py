@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from kernel_worker import INTERPRETED
+from kernel_worker import FOLDER, INTERPRETED
 
 ROOT = Path(__file__).parents[2]
-COMMAND = "-m benchmarks.kernels.decoder_layer --device cpu --shape tiny --rows 5 33 --sequences 2 --layers 2 --json"
+COMMAND = "benchmarks/kernels/decoder_layer.py --device cpu --shape tiny --rows 5 33 --sequences 2 --layers 2 --json"
 
 
 def test_every_way_through_a_layer_computes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     for name, value in INTERPRETED.items():
         monkeypatch.setenv(name, value)
+    # The script finds its own folder alone.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), *sys.path])))
     path = tmp_path / "layers.json"
-    command = [sys.executable, "-W", "ignore", *COMMAND.split(), str(path)]
+    runner = str(FOLDER.with_name("interpreted.py"))
+    command = [sys.executable, "-W", "ignore", runner, *COMMAND.split(), str(path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=240)
     assert len(done.stdout.splitlines()) == 3
     results = json.loads(path.read_text(encoding="utf-8"))["results"]

@@ -132,6 +132,7 @@ RULES = {
     r"--concurrency 1,\d+": "--concurrency 1,2",
     r"--writers \d+": "--writers 1",
     r"--minutes \d+": "--minutes 0.1",
+    r"--writing-share [\d.]+": "--writing-share 0.8",
     r"--tokens \d+M": "--tokens 1k",
 }
 # Settings of the services and commands that no command of a page says otherwise: a tiny model, one thread.
@@ -152,7 +153,8 @@ SETTINGS = {
     "OUTRIDER_BENCH_MODEL": "{model}",
     "OUTRIDER_BENCH_DTYPE": "float32",
     "OUTRIDER_TUNE_MODEL": "{model}",
-    "OUTRIDER_TUNE_MINUTES": "0.1",
+    # Of which services take most to start; tests/e2e/test_tune.py has time for candidates.
+    "OUTRIDER_TUNE_MINUTES": "0.05",
     "OUTRIDER_TUNE_MAX_TOKENS": "8",
     "OUTRIDER_EAGLE_HEAD": "{eagle}",
     "OUTRIDER_EAGLE_DTYPE": "float32",
@@ -166,7 +168,9 @@ SETTINGS = {
     "OUTRIDER_TRAINING_VOCABULARY": "200",
     "OUTRIDER_TRAINING_VALIDATION": "4",
     "OUTRIDER_TRAINING_EPOCHS": "1",
+    # Text is there sooner, but on a busy machine; a head learns for the rest.
     "OUTRIDER_TRAINING_MINUTES": "0.1",
+    "OUTRIDER_TRAINING_WRITING_SHARE": "0.8",
 }
 PROMPTS = [{"id": name, "task": "a", "turns": [f"Say {name}."]} for name in ("a", "b")]
 # Verbs and modules of commands that serve until they are ended, and where they listen.

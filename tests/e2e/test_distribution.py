@@ -29,7 +29,7 @@ def drawn_tree(children: int) -> Propose:
     def propose(tokens: Sequence[int], rng: random.Random) -> TokenTree:
         token_ids, parents, distributions = [tokens[-1]], [0], {}
         for row in range(1 + children):
-            weights = {token: rng.randrange(1, 9) for token in rng.sample(range(VOCABULARY), 5)}
+            weights = dict(zip(rng.sample(range(VOCABULARY), 5), rng.choices(range(1, 9), k=5), strict=True))
             distributions[row] = DraftDistribution(tuple(weights), tuple(weights.values()))
             left = dict(weights)
             for _ in range(children):

@@ -208,9 +208,9 @@ def test_a_real_drafter_follows_passes_launched_at_once(
     assert "gave up" not in caplog.text
 
 
+# Drafters are told of neither; drafts over pages and in chunks of other sizes are tested above and below.
+@pytest.mark.parametrize(("page_size", "prefill_chunk"), [(1, 7), (16, 64)])
 @pytest.mark.parametrize("name", ["trie", "prompt_lookup", "random"])
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("prefill_chunk", [7, 64])
 def test_real_drafters_do_not_matter(
     case: tuple[list[SequenceRequest], list[Sequence[int]]],
     tiny_model: PreTrainedModel,

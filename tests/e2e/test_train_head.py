@@ -242,11 +242,11 @@ def test_text_is_written_on_where_an_interrupted_run_stopped(tmp_path: Path, mod
 
 def test_minutes_bound_the_whole(tmp_path: Path, model: Path) -> None:
     # Text and passes for hours.
-    config = config_of(model, tmp_path, minutes=0.15, tokens="10M", epochs=1e6)
+    config = config_of(model, tmp_path, minutes=0.1, tokens="10M", epochs=1e6)
     train_head(config, COMMAND)
     record = json.loads((config.out_folder / "training.json").read_text())
     assert record["finished"]
-    assert 3 < record["seconds"]["writing"] < 9
+    assert 2 < record["seconds"]["writing"] < 6
     assert record["seconds"]["all"] < 20
     # How many fit is the machine's matter: a busy one does one where a quiet one does hundreds.
     assert record["training"]["steps"] >= 1

@@ -195,7 +195,7 @@ def batches_of(config: TrainingConfig) -> int:
 
 
 def test_time_ends_the_training_of_all(tmp_path: Path, model: Path, written: Path) -> None:
-    config = config_of(model, tmp_path, device=BOTH, text=str(written / "text"), epochs=1e6, minutes=0.2)
+    config = config_of(model, tmp_path, device=BOTH, text=str(written / "text"), epochs=1e6, minutes=0.1)
     train_head(config, COMMAND)
     record = json.loads((config.out_folder / "training.json").read_text())
     assert record["finished"]
@@ -207,7 +207,7 @@ def test_time_ends_the_training_of_all(tmp_path: Path, model: Path, written: Pat
 
 @contextlib.contextmanager
 def training_for_ever(
-    model: Path, out: Path, text: Path, python: str = PYTHON
+    model: Path, out: Path, text: Path, python: str
 ) -> Iterator[tuple[subprocess.Popen[str], psutil.Process]]:
     """The command and its follower, once they train together."""
     settings = SMALL | {"model": model, "out": out / "head", "text": text, "epochs": 1e6, "device": BOTH}
@@ -235,7 +235,7 @@ def training_for_ever(
 
 
 def test_a_follower_that_dies_ends_the_run_with_one_line(tmp_path: Path, model: Path, written: Path) -> None:
-    with training_for_ever(model, tmp_path, written / "text") as (process, follower):
+    with training_for_ever(model, tmp_path, written / "text", sys.executable) as (process, follower):
         follower.kill()
         said = process.communicate(timeout=180)[1]
         assert process.returncode == 1

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -286,7 +287,12 @@ class TestProcess:
         assert await running.process.stdout.read() == b""
 
     async def test_port_in_use(self, model_folder: Path) -> None:
-        async with started(model_folder) as (_, address):
+        with socket.socket() as other:
+            # It would share the port with one that shares.
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            other.bind(("127.0.0.1", 0))
+            other.listen()
+            address = f"127.0.0.1:{other.getsockname()[1]}"
             second = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "target_service", "--model", str(model_folder), "--listen", address),
                 stderr=asyncio.subprocess.PIPE,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import random
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -71,14 +71,18 @@ class Node(NamedTuple):
 
 
 class Ranked(NamedTuple):
-    """The root and what may follow it, the best of these, what each of the best promises, negated, and what the first
-    n of them promise and bring."""
+    """The root and what may follow it, the best of these, what each of the best promises, negated, what the first n of
+    them promise and make, the root's own included, and of those of a table how many they are and what they promise; and
+    which of the best, by their places, follow each node."""
 
     nodes: list[Node]
     best: list[int]
     costs: list[float]
     expected: list[float]
-    true: list[float]
+    makes: list[float]
+    of_table: list[int]
+    expected_of_table: list[float]
+    below: dict[int, list[int]]
 
 
 @dataclass
@@ -113,7 +117,14 @@ class Drafts:
                 for chances in ([nodes[node].expected for node in best], [nodes[node].true for node in best])
             )
             costs = [before - after for before, after in itertools.pairwise(expected)]
-            self._known[key] = Ranked(nodes, best, costs, expected, true)
+            of_table = [0, *itertools.accumulate(int(nodes[node].of_table) for node in best)]
+            promised = (nodes[node].expected * nodes[node].of_table for node in best)
+            below = dict[int, list[int]]()
+            for place, node in enumerate(best):
+                below.setdefault(nodes[node].parent, []).append(place)
+            expected_of_table = [0.0, *itertools.accumulate(promised)]
+            makes = [1 + tokens for tokens in true]
+            self._known[key] = Ranked(nodes, best, costs, expected, makes, of_table, expected_of_table, below)
         return self._known[key]
 
     def _nodes(self, text: int, trust: float, followed: bool) -> list[Node]:
@@ -158,10 +169,14 @@ def best_first(ranked: Sequence[Ranked], most: Sequence[int]) -> list[int]:
     return [place for _, place in sorted(gains)]
 
 
-def given_out(order: Sequence[int], rows: int, roots: int) -> list[int]:
-    """How many of so many rows each root gets."""
-    counts = Counter(order[: max(0, rows)])
-    return [counts[place] for place in range(roots)]
+def given_out(order: Sequence[int], sizes: Sequence[int], roots: int) -> dict[int, list[int]]:
+    """How many of so many rows each root gets, for sizes that grow."""
+    counts, given, found = [0] * roots, 0, {}
+    for rows in sizes:
+        for place in order[given : max(given, rows)]:
+            counts[place] += 1
+        given, found[rows] = max(given, rows), counts.copy()
+    return found
 
 
 class Launch(NamedTuple):
@@ -213,11 +228,10 @@ class Engine:
         all_ranked = [self.drafts.ranked(text, self.policy.trust, followed=followed) for text in texts]
         most = rows.limits if rows is not None else (KEPT,) * self._sequences
         order = best_first(all_ranked, most)
-        shares = {each: given_out(order, each - self._sequences, self._sequences) for each in self._sizes}
-        could = {
-            each: sum(1 + ranked.true[count] for ranked, count in zip(all_ranked, own, strict=True))
-            for each, own in shares.items()
-        }
+        given = given_out(order, [each - self._sequences for each in self._sizes], self._sequences)
+        shares = {each: given[each - self._sequences] for each in self._sizes}
+        makes = [ranked.makes for ranked in all_ranked]
+        could = {each: sum(map(operator.getitem, makes, own)) for each, own in shares.items()}
         outcomes = []
         for place, ranked in enumerate(all_ranked):
             said = self._pass(ranked, shares[size][place], rows.limits[place]) if rows is not None else None
@@ -228,23 +242,23 @@ class Engine:
 
     def _pass(self, ranked: Ranked, taken: int, limit: int) -> Verified:
         """Of which so many rows are `taken`, and as many ranked as the `limit` allows."""
-        nodes, best, _, expected, _ = ranked
-        chosen, best = best[:taken], best[:limit]
+        nodes, best, expected = ranked.nodes, ranked.best, ranked.expected
+        taken, limit = min(taken, len(best)), min(limit, len(best))
         path: list[int] = []
         at = 0
         while at >= 0:
-            below = [node for node in chosen if nodes[node].parent == at]
+            below = [best[place] for place in ranked.below.get(at, ()) if place < taken]
             drawn, upto = self._dice.random() * nodes[at].true, itertools.accumulate(nodes[node].true for node in below)
             at = next((node for node, end in zip(below, upto, strict=True) if drawn < end), -1)
             path += [at] if at >= 0 else []
         one = DevicePass(
-            drafted=len(chosen),
-            drafted_from_table=sum(nodes[node].of_table for node in chosen),
+            drafted=taken,
+            drafted_from_table=ranked.of_table[taken],
             accepted=len(path),
             accepted_from_table=sum(nodes[node].of_table for node in path),
-            expected=expected[len(chosen)],
-            expected_from_table=sum(nodes[node].expected for node in chosen if nodes[node].of_table),
-            prospects=tuple(expected[min(count, len(best))] for count in PROSPECTS),
+            expected=expected[taken],
+            expected_from_table=ranked.expected_of_table[taken],
+            prospects=tuple(expected[min(count, limit)] for count in PROSPECTS),
             age=0,
             root_row=0,
             path=(),
@@ -259,8 +273,8 @@ class Engine:
             texts = [dice.randrange(CONTEXTS) for _ in range(self._sequences)]
             ranked = [self.drafts.ranked(text, self.policy.trust, followed=self.drafted) for text in texts]
             order = best_first(ranked, (KEPT,) * self._sequences)
-            counts = given_out(order, rows - self._sequences, self._sequences)
-            found += sum(1 + one.true[count] for one, count in zip(ranked, counts, strict=True))
+            (counts,) = given_out(order, [rows - self._sequences], self._sequences).values()
+            found += sum(one.makes[count] for one, count in zip(ranked, counts, strict=True))
         return found / len(seen)
 
     def lost(self, launches: list[Launch]) -> float:
