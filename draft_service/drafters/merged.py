@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from draft_service.drafters.base import (
     CorpusDrafter,
     CorpusGrowth,
@@ -44,7 +46,7 @@ class MergedConfig(Settings):
 
     merged_drafters: str = setting("eagle,trie", "drafters to merge, comma-separated; the first goes first where one")
     merged_nodes: int = setting(
-        0, "nodes of a merged tree; 0 takes the largest of the drafters' own", ge=0, le=MAX_NODES
+        0, "nodes of a merged tree; 0 takes as many as the largest of the trees has", ge=0, le=MAX_NODES
     )
 
     def __post_init__(self) -> None:
@@ -65,6 +67,7 @@ class MergedDrafter(Drafter):
     def __init__(self, config: MergedConfig, parts: Sequence[Drafter]) -> None:
         """Raises `NotSupported` for drafters that cannot serve the same sequence."""
         self._parts = tuple(parts)
+        self._all_nodes = config.merged_nodes > 0
         nodes = config.merged_nodes or max(part.limits.max_nodes for part in parts)
         self.limits = TreeLimits(nodes, max(part.limits.max_depth for part in parts))
         self.device = next((device for part in parts if (device := device_of(part)) != "cpu"), "cpu")
@@ -135,7 +138,7 @@ class MergedDrafter(Drafter):
         views = [[sequence.state[number] for sequence in sequences] for number in range(len(self._parts))]
         begun = [_begin(part, own) for part, own in zip(self._parts, views, strict=True)]
         nodes = [tree_limits(self.limits, sequence.limits).max_nodes for sequence in sequences]
-        return _Merging(begun, nodes)
+        return _Merging(begun, nodes, self._all_nodes)
 
     def stats(self) -> Mapping[str, float]:
         return {name: value for part in self._parts for name, value in part.stats().items()}
@@ -177,6 +180,8 @@ class _Merging(Pending):
 
     parts: Sequence[Pending]
     nodes: Sequence[int]
+    # Up to the bounds above, whatever the parts have.
+    all_nodes: bool
 
     @property
     def elsewhere(self) -> bool:
@@ -200,7 +205,12 @@ class _Merging(Pending):
         # First those computed here, while the other devices compute.
         found = {number: part.fetch() for number, part in enumerate(self.parts) if not part.elsewhere}
         found |= {number: fetch(part) for number, part in enumerate(self.parts) if part.elsewhere}
-        return merge_grown([found[number] for number in range(len(self.parts))], self.nodes)
+        trees = [found[number] for number in range(len(self.parts))]
+        if self.all_nodes:
+            return merge_grown(trees, self.nodes)
+        # All nodes cost the target's host time, and the likeliest of the parts' are what matters.
+        largest = np.max([one.sizes[:, 0] for one in trees], axis=0) - 1
+        return merge_grown(trees, np.minimum(largest, self.nodes).tolist())
 
 
 def _begin(part: Drafter, sequences: Sequence[DraftSequence]) -> Pending:

@@ -14,6 +14,12 @@ from outrider.wire.frames import TreeLimits
 # of 2 nodes 2.07. A level took 0.3 ms, and full trees came a pass too late (two H100,
 # `benchmarks/results/2026-11-24-h100-widened-tenth.md`).
 _LEAST_LEVELS, _LEAST_WIDTH = 5, 4
+# Most nodes of such a tree for each that a level expands. Twice as many make 0.5 to 1.5 % more tokens by simulation
+# (`2026-11-25-cpu-table-sizes.md`); but with twice as many, and more of a trie, trees of 8 sequences took 5.3 ms, not
+# 4.5, and came too late for one pass in twenty more (two H100, `2026-11-25-h100-widened-fourteenth.md`).
+_NODES_PER_EXPANDED = 7.5
+# Nodes of the first levels of a tree, which are sent to be in time.
+_EARLY_NODES = 239
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +68,18 @@ class TreeShape:
         """Most nodes whose keys are in the cache at a time."""
         return (self.num_steps - 1) * self.width
 
+    @property
+    def early_nodes(self) -> int:
+        """Most nodes of the levels that are sent early."""
+        return min(self.num_draft_tokens, _EARLY_NODES)
+
     def for_sequences(self, count: int) -> TreeShape:
         """The shape of trees for `count` sequences together, such that drafting for all takes no longer than for one.
 
         For each doubling of the count, trees lose a level, down to `_LEAST_LEVELS`. The width becomes a power of two
-        within `rows_per_level`, at least `_LEAST_WIDTH`; the number of nodes halves, down to a chain, since those of a
-        frame cost the target's host time. The count is rounded up to a power of two, for which passes are captured.
-        Several sequences get whole trees only, since each growth costs the target's host time for every sequence.
+        within `rows_per_level`, at least `_LEAST_WIDTH`; a tree has `_NODES_PER_EXPANDED` nodes for each that a level
+        expands, since all nodes of a frame cost the target's host time. The count is rounded up to a power of two, for
+        which passes are captured. Several sequences get whole trees only, for the same reason.
         """
         doublings = (count - 1).bit_length()
         if not self.rows_per_level or not doublings:
@@ -76,7 +87,7 @@ class TreeShape:
         steps = max(self.num_steps - doublings, min(self.num_steps, _LEAST_LEVELS))
         room = max(self.rows_per_level >> doublings, _LEAST_WIDTH)
         width = min(self.width, 1 << (room.bit_length() - 1))
-        nodes = min(self.num_draft_tokens, max(steps, self.num_draft_tokens >> doublings))
+        nodes = min(self.num_draft_tokens, max(steps, int(width * _NODES_PER_EXPANDED)))
         # A frontier of 0 stands for topk.
         frontier = width if width < self.width else self.frontier
         return replace(self, num_steps=steps, frontier=frontier, num_draft_tokens=nodes, early_levels=0)

@@ -122,7 +122,7 @@ def test_many_sequences_get_narrower_trees(count: int, mode: VerificationMode) -
     shape = TreeShape(4, 3, 100, 0.0, 40, 1.0, frontier=12, rows_per_level=16)
     both = make_both(shape, PathNetwork(40))
     trees = drawn(both, [sequence_of(i, mode, TreeLimits()) for i in range(count)])
-    narrow, nodes = {1: (12, 100), 2: (8, 50), 3: (4, 25), 9: (4, 6)}[count]
+    narrow, nodes = {1: (12, 100), 2: (8, 60), 3: (4, 30), 9: (4, 30)}[count]
     # Alone, with the shape that is meant.
     alone = make_both(TreeShape(4, 3, nodes, 0.0, 40, 1.0, frontier=narrow), PathNetwork(40))[0]
     for expected, other in zip(*trees, strict=True):
@@ -221,6 +221,19 @@ def test_trees_of_several_sequences_have_fewer_levels(count: int, levels: int) -
 def test_one_sequence_alone_gets_its_first_levels_early(count: int, early: int) -> None:
     whole = TreeShape(6, 8, 239, 0.0, 40, 1.0, 16, 64, early_levels=3)
     assert whole.for_sequences(count).early_levels == early
+
+
+def test_early_levels_and_several_sequences_have_fewer_nodes() -> None:
+    whole = TreeShape(8, 8, 1007, 0.0, 40, 1.0, 32, 64, early_levels=4)
+    assert whole.early_nodes == 239 and TreeShape(8, 8, 100, 0.0, 40, 1.0, 32, 64).early_nodes == 100
+    assert [whole.for_sequences(count).num_draft_tokens for count in (1, 2, 4, 8, 32, 200)] == [
+        1007,
+        240,
+        120,
+        60,
+        30,
+        30,
+    ]
 
 
 @pytest.mark.parametrize(

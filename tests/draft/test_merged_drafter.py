@@ -319,6 +319,31 @@ def test_it_is_made_by_name_from_the_settings_of_its_parts() -> None:
     assert not isinstance(unteachable, CorpusDrafter) and unteachable.limits.max_nodes == 3
 
 
+class _Chain(Drafter):
+    """Drafts the same tokens below every root."""
+
+    name, vocabulary_size, max_context, limits = "chain", 0, 64, TreeLimits(9, 9)
+
+    def __init__(self, *token_ids: int) -> None:
+        self._token_ids = token_ids
+
+    def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
+        count = len(self._token_ids)
+        tokens, scores = self._token_ids, (1.0, *[0.5] * count)
+        return [TokenTree((one.root, *tokens), (0, *range(count)), scores) for one in sequences]
+
+
+@pytest.mark.parametrize(("nodes", "drafted"), [(0, 5), (6, 6), (3, 3)])
+def test_a_merged_tree_is_as_large_as_the_largest_of_its_parts_unless_told(nodes: int, drafted: int) -> None:
+    """Chains of other tokens, five and four nodes long."""
+    parts = [_Chain(1, 2, 3, 4, 5), _Chain(6, 7, 8, 9)]
+    merged = MergedDrafter(MergedConfig(merged_nodes=nodes), parts)
+    sequences = [DraftSequence(number, [5], 1, VOCABULARY) for number in (1, 2)]
+    for sequence in sequences:
+        merged.open(sequence)
+    assert [tree.drafted for tree in merged.propose(sequences)] == [drafted, drafted]
+
+
 def test_figures_of_all_parts_are_there() -> None:
     stats: Sequence[Mapping[str, float]] = [trie_and_head()[0].stats()]
     assert {"eagle_feature_rows_total", "trie_learnt_tokens_total"} <= stats[0].keys()

@@ -85,7 +85,8 @@ class TreePass:
         # Levels of the first part, and the trees of each part.
         self._early = shape.early_levels or levels
         self.parts = 1 if self._early >= levels else 2
-        self._trees = [_PartTrees(make_kept(self._growth, shape.num_draft_tokens)) for _ in range(self.parts)]
+        sizes = (shape.early_nodes, shape.num_draft_tokens)[-self.parts :]
+        self._trees = [_PartTrees(make_kept(self._growth, nodes)) for nodes in sizes]
         # [B, tail, Hq, D], allocated with the first pass.
         self._queries: Tensor | None = None
         # The state that the early levels pass on to the rest, in their graph's memory.
