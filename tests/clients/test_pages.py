@@ -118,6 +118,8 @@ def test_defaults_that_are_named_are_the_settings() -> None:
     assert defaults("num-steps").startswith(f"{plain.num_steps}, or {captured.num_steps} in captured graphs")
     sizes = f"{captured.topk}, {captured.frontier} and {captured.num_draft_tokens}"
     assert f"{plain.topk}, as many, {plain.num_draft_tokens}; captured {sizes}" in defaults("topk")
+    assert defaults("min-score").startswith(f"{plain.min_score}, and {captured.min_score:.5f} in captured graphs")
+    assert f"of a trie {trie.min_score:g}" in defaults("min-score")
     assert defaults("early-levels").startswith(f"{captured.early_levels} in")
     assert defaults("rows-per-level").startswith(f"{captured.rows_per_level} in")
     millions = [each // 1_000_000 for each in (trie.capacity, trie.tenant_capacity, trie.own_capacity)]
