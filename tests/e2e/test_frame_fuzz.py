@@ -46,7 +46,7 @@ opens = st.builds(
     seed=uint64,
     mode=st.sampled_from([0, 1, 2, 3, 3, 4]),
     sampling=samplings,
-    limits=st.builds(draft_pb2.TreeLimits, max_nodes=st.sampled_from([0, 8, 255, 256]), max_depth=uint32),
+    limits=st.builds(draft_pb2.TreeLimits, max_nodes=st.sampled_from([0, 8, 1023, 1024]), max_depth=uint32),
     vocabulary_size=st.sampled_from([VOCABULARY, 2**31 - 1, 2**31, 2**32 - 1]),
 )
 # The last token of each vocabulary.

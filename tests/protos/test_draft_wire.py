@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -67,6 +68,8 @@ def test_frames_come_back_equal() -> None:
     assert growth_from_pb(draft_pb2.SequenceGrowth.FromString(wire), VOCABULARY) == GROWTH
     info = DraftInfo("trie", 49152, "ab" * 32, TreeLimits(63, 16), 8192, "0.1.0")
     assert info_from_pb(info_to_pb(info)) == info
+    # Targets of before larger trees refuse a draft that says more.
+    assert info_to_pb(replace(info, limits=TreeLimits(1007, 16))).limits.max_nodes == 255
 
 
 def test_an_empty_growth_is_an_answer() -> None:
