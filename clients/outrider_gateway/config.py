@@ -75,17 +75,17 @@ class GatewayConfig(Settings):
         host_and_port(self.listen)
 
     @property
-    def targets(self) -> list[str]:
+    def targets(self) -> tuple[str, ...]:
         """The address of every target."""
         return comma_words(self.target)
 
     @property
-    def hosts(self) -> list[str]:
+    def hosts(self) -> tuple[str, ...]:
         """The names that clients may use beside this machine's own; `ANY_HOST` alone for all."""
         return comma_words(self.allow_host)
 
     @property
-    def origins(self) -> list[str]:
+    def origins(self) -> tuple[str, ...]:
         """The origin of every other page that may call; `ANY_ORIGIN` alone for all."""
         return comma_words(self.allow_origin)
 

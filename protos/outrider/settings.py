@@ -230,9 +230,9 @@ def settings_file(flags: argparse.Namespace | None = None) -> Path | None:
     return Path(name) if name else None
 
 
-def comma_words(text: str) -> list[str]:
+def comma_words(text: str) -> tuple[str, ...]:
     """The words of a list with commas between them."""
-    return [word.strip() for word in text.split(",") if word.strip()]
+    return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
 def unreadable(path: object, error: Exception) -> str:

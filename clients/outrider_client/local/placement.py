@@ -66,7 +66,7 @@ def named_settings(environment: Mapping[str, str], path: Path | None) -> dict[tu
     return found
 
 
-def merged_drafters(words: Sequence[str], named: Mapping[tuple[str, str], str]) -> list[str]:
+def merged_drafters(words: Sequence[str], named: Mapping[tuple[str, str], str]) -> tuple[str, ...]:
     """The parts of the drafter `merged`: those of the draft's flags, or named elsewhere (see `named_settings`), or the
     default's."""
     flag = _value(words, "--merged-drafters")
