@@ -26,7 +26,7 @@ _TRIE_OF = {MERGED_NEW: TRIE_NEW, MERGED_WARM: TRIE_WARM}
 LEVELS, WIDTH, BREADTH = 16, 32, 8
 # Many nodes and a very low floor, since passes choose their rows.
 TRIE_NODES = 239
-TRIE_FLOOR = 0.001
+_TRIE_FLOOR = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +89,12 @@ class Drafts:
 
 
 def trie_trees(
-    recordings: Sequence[Recording], warm: bool, nodes: int = TRIE_NODES, floor: float = TRIE_FLOOR
+    recordings: Sequence[Recording], warm: bool, nodes: int = TRIE_NODES, floor: float = _TRIE_FLOOR
 ) -> dict[int, dict[int, TokenTree]]:
     """The trie's tree at every position of the recordings that have states, by place of the recording.
 
     It learns prompts and answers. With `warm` all are of one tenant, in their order, so that a text profits from those
-    before it; otherwise each has its own tenant.
+    before it; otherwise each has its own tenant. `nodes` and `floor` bound its trees as `TrieConfig` says.
     """
     drafter = NgramDrafter(TrieConfig(num_draft_tokens=nodes, min_score=floor))
     drafter.start()

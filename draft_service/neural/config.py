@@ -29,7 +29,8 @@ class _Sizes(NamedTuple):
 # shape, their trees in time for 97 passes in 100; nine levels came too late for one pass in ten
 # (`benchmarks/results/2026-11-23-h200-widened-sixth.md`, `2026-11-23-h200-launched-at-once.md`). How many of a tree's
 # nodes are sent costs a drafter nothing; the node table's size and the floor are those of
-# `2026-11-25-cpu-table-sizes.md`.
+# `2026-11-25-cpu-table-sizes.md`. The former are what pays beside a small target on a CPU: six levels and 32 nodes made
+# 0.84 × plain decoding there (docs/drafters.md).
 _PLAIN = _Sizes(num_steps=3, topk=4, num_draft_tokens=12, frontier=0, rows_per_level=0, early_levels=0, min_score=0.001)
 _CAPTURED = _Sizes(
     num_steps=8, topk=8, num_draft_tokens=1007, frontier=32, rows_per_level=64, early_levels=4, min_score=0.00003

@@ -33,8 +33,8 @@ def drafting_stream(device: torch.device | str) -> torch.cuda.Stream:
     """A stream of this GPU for a drafter's kernels, and for the capture of graphs of them.
 
     Its priority is above that of a target's streams. On a GPU that they share, a drafter's blocks are then placed
-    before the waiting ones of a pass. A tree is many small kernels one after the other: with a target's priority they
-    took 5.0 ms of one on an H100 and came a pass too late, with this one 3.5
+    before the waiting ones of a pass. A tree is many small kernels one after the other: on an H100 trees
+    came 5.0 ms after their commits with a target's priority, and 3.5 ms with this one
     (`benchmarks/results/2026-11-25-h100-widened-thirteenth.md`). In another process this needs MPS.
     """
     return torch.cuda.Stream(device, priority=_PRIORITY)  # type: ignore[no-untyped-call]

@@ -18,7 +18,8 @@ _LEAST_LEVELS, _LEAST_WIDTH = 5, 4
 # (`2026-11-25-cpu-table-sizes.md`); but with twice as many, and more of a trie, trees of 8 sequences took 5.3 ms, not
 # 4.5, and came too late for one pass in twenty more (two H100, `2026-11-25-h100-widened-fourteenth.md`).
 _NODES_PER_EXPANDED = 7.5
-# Nodes of the first levels of a tree, which are sent to be in time.
+# Nodes of the first levels of a tree, which are sent to be in time: as many as whole trees had when that was measured
+# (`2026-11-23-h200-launched-at-once.md`). Chosen; larger ones take longer to encode and to read.
 _EARLY_NODES = 239
 
 

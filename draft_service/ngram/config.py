@@ -27,7 +27,7 @@ class TrieConfig(Settings):
     selection: str = setting(
         "probable", "which continuations come first: most probable, or most recent", choices=("probable", "recent")
     )
-    # Where the device chooses rows, one pass behind, trees with this floor make 1 to 3 % more tokens than with 0.01,
+    # Where the device chooses rows, one pass behind, trees with this floor make up to 1 % more tokens than with 0.01,
     # and take 33 us instead of 18 (`benchmarks/results/2026-11-25-cpu-table-sizes.md`).
     min_score: float = setting(0.001, "least probability of the path to a node that is worth sending", gt=0, le=1)
 

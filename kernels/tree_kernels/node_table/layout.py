@@ -34,7 +34,7 @@ from tree_kernels.node_table.lookup_costs import COST_OF_HALVING
 
 # Places of a table, its root included, and tokens that are looked up at most: together 1,023 candidates. A draft one
 # pass behind does not know which of many outcomes will be verified next. By simulation over recorded answers, with 23
-# rows a pass, 1,007 nodes make 7 % more tokens than 239, and 479 make 4 % more
+# rows a pass, 1,007 nodes make 7 % more tokens than 239, and 479 make 6 % more
 # (`benchmarks/results/2026-11-25-cpu-table-sizes.md`).
 NODES = 1008
 LOOKUP = 15

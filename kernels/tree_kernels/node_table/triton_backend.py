@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 # Up to so many sequences one warp chooses for all, and up to so many four do.
 _ONE_WARP, _FOUR_WARPS = 2, 64
 
-# Of a program that ranks a sequence's candidates, some of them a thread.
+# Of a program that ranks a sequence's candidates: two of them a thread. With these and `_BOUNDS` 1,007 nodes take 20 us
+# on an H100 (`benchmarks/results/2026-11-25-h100-widened-fourteenth.md`); no others were measured.
 _RANKING_WARPS = 16
 # Keys that are compared at once when a run is searched; a longer run counts for more than a later one.
 _BLOCK = tl.constexpr(1024)
@@ -38,7 +39,7 @@ _RUN = tl.constexpr(1 << 26)
 # Width of a sequence's candidates.
 _CANDIDATES = tl.constexpr(triton.next_power_of_2(layout.NODES + layout.LOOKUP))
 # Bounds that are tried at once for the keys of a sequence's candidates: seven rounds at most, in each 32 comparisons a
-# thread. 32 would take six of twice the work. Chosen, not measured.
+# thread. 32 would take six of twice the work.
 _BOUNDS = tl.constexpr(16)
 # Above the key of any node, however unlikely.
 _NO_CHILD = tl.constexpr(1 << 62)

@@ -37,7 +37,8 @@ MAX_ALLOWANCE = 256
 # Growths, nodes and distributions that one open, advance or piece of features allows: those of four whole trees, where
 # a draft owes one and may send another once it has more. Credit in frames does not bound them.
 WORK_PER_ANSWER = 4 * (1 + 2 * MAX_NODES)
-# Work that is saved is at most that of this many answers, or of one per open sequence.
+# Work that is saved is at most that of this many answers, or of one per open sequence. With trees of 1,023 nodes 16
+# save as much as 64 did with 255: what a burst may cost the engine.
 MAX_ANSWERS_KEPT = 16
 # Bytes of features in one frame. With one more piece a frame is still well below a draft's message limit of 4 MiB.
 MAX_FRAME_FEATURE_BYTES = 2 * MAX_FEATURE_BYTES
