@@ -20,7 +20,7 @@ from target_service.core.sequence import MAX_STRIDE
 from target_service.execution import node_tables
 from target_service.execution.batch import StepBatch, StepItem
 from target_service.execution.device_rows import TableStep, room_for_reports
-from target_service.execution.device_time import DeviceSpan
+from target_service.execution.device_time import DeviceSpan, DeviceSpans
 from target_service.execution.host_executor import (
     CopiedLater,
     HostSteps,
@@ -31,11 +31,12 @@ from target_service.execution.host_executor import (
 )
 from target_service.execution.node_tables import NodeTables
 from target_service.execution.post_pass import PostPass, PostPassWork, TableWork
+from target_service.execution.pre_pass import PrePass
 from target_service.model.forward import ForwardPass
 from target_service.model.runner import ModelRunner
 from target_service.sampling.batch_verifier import Asked, BatchVerifier
 from target_service.sampling.verifier import SequenceVerifier, Verified
-from tree_kernels.node_table import Mailboxes, NodeTable
+from tree_kernels.node_table import Mailboxes, NodeTable, StepIntegers
 from tree_kernels.verification import DeviceVerifier, Mode, RowsToVerify, Verdicts, Walk, records_of
 
 # Results in flight at most: that of a step, and that of the one launched after it.
@@ -84,9 +85,12 @@ class DeviceSteps:
         self._lossy = torch.zeros(_RESULTS, MAX_STRIDE, max_rows, dtype=torch.int32, pin_memory=on_gpu)
         self._reports = room_for_reports(_RESULTS, max_sequences, MAX_STRIDE, on_gpu=on_gpu)
         self.tables: NodeTables | None = None
+        self._pre_pass: PrePass | None = None
         if runner.node_table is not None:
-            self.tables = NodeTables(max_sequences, Mailboxes(max_sequences, runner.device))
+            mail = Mailboxes(max_sequences, runner.device)
+            self.tables, self._pre_pass = NodeTables(max_sequences, mail), PrePass(runner, runner.node_table, mail)
         self._count = 0
+        self._spans = DeviceSpans() if on_gpu else None
         # Of the last step that was launched.
         self._verdicts = self._verifier.verdicts
         self._nothing = torch.zeros(max_sequences, dtype=torch.int32, device=runner.device)
@@ -99,7 +103,8 @@ class DeviceSteps:
         self._verifier.warm_up(self._runner.dtype, typical=(False, True) if self._typical else (False,))
         self._batch_verifier.warm_up()
         self._post_pass.capture_ahead()
-        if self.tables is not None:
+        if self._pre_pass is not None:
+            self._pre_pass.capture_ahead()
             node_tables.warm_up()
 
     def launch(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier], stride: int, ready: Ready) -> Launched:
@@ -113,7 +118,7 @@ class DeviceSteps:
             records_of(parameters, len(rows))["rows"] += batch.device_rows.limits
             return self._launch_device_rows(batch, rows, parameters, stride, ready)
         ready()
-        span = DeviceSpan() if self.in_background else None
+        span = self._spans.begin() if self._spans is not None else None
         if moves is not self._nothing and min(batch.input.token_ids) < 0:
             assert stride == 1, "only the device has the positions of later passes"
             if moves is None:
@@ -157,20 +162,22 @@ class DeviceSteps:
         ready: Ready,
     ) -> Launched:
         """Behind each pass the device moves the step on and chooses the rows of the next pass; see `NodeTable`."""
-        table, tables, span = self._runner.node_table, self.tables, None
-        assert table is not None and tables is not None, "rows are chosen from tables, which need the tokens kept"
+        table, tables, pre_pass, span = self._runner.node_table, self.tables, self._pre_pass, None
+        assert table and tables and pre_pass, "rows are chosen from tables, which need the tokens kept"
 
-        def before() -> None:
+        def begin(step: StepIntegers, keeper: object | None) -> None:
             nonlocal span
-            ready()
-            # Not sooner, or time in which the device is idle would be measured as busy.
-            span = DeviceSpan() if self.in_background else None
-            self._seat(batch, table)
-            table.take(tables.mail)
+            # What follows is no part of the pass.
+            with torch.inference_mode(False):
+                ready()
+                # Not sooner, or time in which the device is idle would be measured as busy.
+                span = self._spans.begin() if self._spans is not None else None
+                self._seat(batch, table)
+            pre_pass.run(step, keeper, self._moves, batch.input.reading)
 
         self._count += 1
         place = self._count % _RESULTS
-        done = self._runner.run_device_rows(batch.input, parameters, self._moves, before)
+        done = self._runner.run_device_rows(batch.input, parameters, begin)
         lossy: list[Tensor | None] = []
         for number in range(1, passes):
             # Growth that was published while the pass ran.

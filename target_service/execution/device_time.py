@@ -7,15 +7,19 @@ from typing import Any
 import torch
 
 _NS_PER_MS = 1_000_000
+# Spans that are used in turn: of the launch under way, the one behind it and the one before, of which times are taken.
+_SPANS = 4
 
 
 class DeviceSpan:
     """The time from the first to the last kernel of one launch."""
 
     def __init__(self) -> None:
-        """Begins with what is launched next."""
         self._begun: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self._ended: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+    def begin(self) -> None:
+        """Begin with what is launched next."""
         self._begun.record()
 
     def close(self) -> None:
@@ -29,6 +33,21 @@ class DeviceSpan:
     def busy(self) -> int:
         """Nanoseconds from begin to end, once it has ended."""
         return int(self._begun.elapsed_time(self._ended) * _NS_PER_MS)
+
+
+class DeviceSpans:
+    """Spans of launches, used in turn: to make two events takes the host longer than to record one."""
+
+    def __init__(self) -> None:
+        self._spans = [DeviceSpan() for _ in range(_SPANS)]
+        self._turn = 0
+
+    def begin(self) -> DeviceSpan:
+        """The span of what is launched next. It is used again for the fourth launch after it."""
+        self._turn = (self._turn + 1) % _SPANS
+        span = self._spans[self._turn]
+        span.begin()
+        return span
 
 
 class DeviceTime:

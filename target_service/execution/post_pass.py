@@ -10,12 +10,11 @@ import logging
 import time
 from collections.abc import Iterator
 from enum import Enum, auto
-from typing import Any, Literal, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
+from target_service.execution.pass_graphs import PassGraphs
 from target_service.model.forward import ForwardPass
 from target_service.model.runner import ModelRunner
 from tree_kernels.verification import DeviceVerifier, move_accepted
@@ -62,25 +61,13 @@ class PostPass:
         self._typical = typical
         self._verifier = verifier
         self._backend = backend
-        # By `ForwardPass.keeper`, for as long as that lives.
-        self._graphs: WeakKeyDictionary[object, dict[PostPassWork, torch.cuda.CUDAGraph]] = WeakKeyDictionary()
-        if runner.device.type == "cuda":
-            self._stream = torch.cuda.Stream(runner.device)  # type: ignore[no-untyped-call]
-            self._pool: Any = torch.cuda.graph_pool_handle()
+        self._graphs = PassGraphs(runner.device)
 
     def run(self, work: PostPassWork, done: ForwardPass, distributions: Tensor | None = None) -> None:
         """Run what follows this pass, captured now if it was not yet. Never captured with `distributions`, which are
         those of `DeviceVerifier.sampled`."""
-        if done.keeper is None or distributions is not None:
-            self._launch(work, done, distributions)
-            return
-        graphs = self._graphs.setdefault(done.keeper, {})
-        if work in graphs:
-            graphs[work].replay()
-            return
-        self._launch(work, done, None)
-        # Now that every kernel is compiled. Capturing runs nothing.
-        graphs[work] = self._capture(work, done)
+        keeper = done.keeper if distributions is None else None
+        self._graphs.run(keeper, work, lambda: self._launch(work, done, distributions))
 
     def capture_ahead(self) -> None:
         """Capture what follows captured passes, size by size for as long as there is time, so that no request waits
@@ -112,19 +99,6 @@ class PostPass:
             assert table is not None and done.step is not None
             conclude = table.go_on if work.table is TableWork.GO_ON else table.report
             conclude(done.step, verdicts)
-
-    def _capture(self, work: PostPassWork, done: ForwardPass) -> torch.cuda.CUDAGraph:
-        self._stream.wait_stream(torch.cuda.current_stream(self._runner.device))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
-            # Not `torch.cuda.graph`, which collects garbage first: this may happen while requests wait.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                self._launch(work, done, None)
-            finally:
-                graph.capture_end()
-        torch.cuda.current_stream(self._runner.device).wait_stream(self._stream)
-        return graph
 
 
 def _all_work(*, drafts: bool, tables: bool, typical: bool) -> Iterator[PostPassWork]:

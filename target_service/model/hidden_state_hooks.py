@@ -43,6 +43,16 @@ class LayerHooks:
         for handle in self._handles:
             handle.remove()
 
+    @property
+    def fixed_rows(self) -> int:
+        """Rows that `states` has at the same address for every pass; 0 where the memory may move."""
+        return 0 if self._grows else len(self._states)
+
+    def states(self, rows: int) -> Tensor:
+        """[rows, width]: the states of the pass just launched, at most `fixed_rows`; the next pass overwrites them, and
+        rows that the pass did not have are of earlier ones."""
+        return self._states[:rows]
+
     def take(self, rows: int) -> Tensor | None:
         """[rows, width]: a copy of the states of the pass just launched; None where it has more rows than there is room
         for. Does not wait for the device."""

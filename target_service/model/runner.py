@@ -214,13 +214,13 @@ class ModelRunner:
         self,
         batch: ForwardInput,
         parameters: NDArray[numpy.int32],
-        moves: Tensor | None = None,
-        before: Callable[[], None] | None = None,
+        begin: Callable[[StepIntegers, object | None], None],
     ) -> ForwardPass:
-        """Run a step whose drafted rows the device chooses, moved on by `moves`; see `NodeTable.begin`.
+        """Run a step whose drafted rows the device chooses.
 
-        `batch` has the rows of sequences that read and then the roots of the others. `before` is called once, when all
-        is ready but what rows are chosen from. An eager runner waits for the chosen rows and lays them out again.
+        `batch` has the rows of sequences that read and then the roots of the others. Once it is laid out, `begin` is
+        called with its integers, and with what keeps them at their addresses (None where they are new); it chooses the
+        rows, see `NodeTable.begin`. An eager runner waits for the chosen rows and lays them out again.
         """
         table, attention = self.node_table, batch.attention
         assert table is not None, "tokens are kept by then"
@@ -240,10 +240,7 @@ class ModelRunner:
             self._to_device([0] * batch.room),
             self._to_device([int(b < batch.reading) for b in range(attention.sequences)]),
         )
-        if before is not None:
-            with torch.inference_mode(False):
-                before()
-        table.begin(step, self.pending, moves, batch.reading)
+        begin(step, None)
         return self._run_from_device(batch, step)
 
     def run_again(self, batch: ForwardInput, done: ForwardPass) -> ForwardPass:

@@ -17,6 +17,7 @@ from outrider.tree import TokenTree
 from outrider.wire.frames import DraftEvents, DraftLink, FeatureRequest
 from target_service.execution.device_executor import DeviceSteps
 from target_service.model.head_projection import DraftHead, HeadProjection
+from target_service.model.hidden_state_hooks import LayerHooks
 from target_service.speculation.hidden_states.encoding import FeatureEncoder, encode
 from target_service.speculation.hidden_states.sending import Features
 from target_service.speculation.policy.step_cost import StepCost
@@ -74,14 +75,20 @@ def test_captured_steps_keep_every_committed_tokens_state(drafted: bool, compile
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3"])
 @pytest.mark.parametrize("projected", [True, False])
-def test_rows_encoded_behind_a_pass_are_those_encoded_when_wanted(dtype: str, projected: bool) -> None:
-    encoder = FeatureEncoder()
-    weights = {"fc.weight": torch.randn(96, 192) / 14}
+@pytest.mark.parametrize("fixed", [True, False], ids=["by graphs", "by single launches"])
+def test_rows_encoded_behind_a_pass_are_those_encoded_when_wanted(dtype: str, projected: bool, fixed: bool) -> None:
+    hooks = LayerHooks(make_tiny().cuda(), STATES.layers, 512, grows=not fixed)
+    encoder = FeatureEncoder(torch.device("cuda"))
+    weights = {"fc.weight": torch.randn(96, 96) / 10}
     projection = HeadProjection(weights, 2, 1e-6).to(device="cuda") if projected else None
-    for rows in (1, 7, 256, 300, 64, 7):
-        states = torch.randn(rows, 192, device="cuda")
-        wanted = encode(states if projection is None else projection(states), dtype).cpu()
-        features = encoder.begin(states, dtype, projection)
+    # The second and third of a size are replayed, and 300 rows are more than graphs are captured for.
+    for rows in (1, 7, 16, 256, 300, 64, 7):
+        hooks._states.normal_()
+        wanted = encode(hooks._states[:rows].clone(), dtype, projection).cpu()
+        features = encoder.begin(hooks, rows, dtype, projection)
+        assert features is not None
+        # As the next pass would.
+        hooks._states.zero_()
         picked = sorted(random.Random(rows).sample(range(rows), min(rows, 5)))
         if dtype == "float8_e4m3":
             # Scales may differ in their last bit with the kernel, and elements by a step with them.

@@ -154,9 +154,17 @@ class NodeTable:
         Raises:
             ValueError: there are not as many boxes as slots.
         """
+        mail.await_sent()
+        self.take_sent(mail)
+
+    def take_sent(self, mail: Mailboxes) -> None:
+        """As `take`, on a stream that waits for what was sent already. It can be captured.
+
+        Raises:
+            ValueError: there are not as many boxes as slots.
+        """
         if len(mail.newest) != self.max_sequences:
             raise ValueError(f"expected {self.max_sequences} boxes, got {len(mail.newest)}")
-        mail.await_sent()
         self._backend.take(self, mail)
 
     def begin(self, step: StepIntegers, pending: Tensor, moves: Tensor | None = None, reading: int = 0) -> None:

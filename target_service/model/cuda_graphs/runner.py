@@ -26,7 +26,7 @@ from target_service.model.fused.preparing import LayerOptions, prepare_layers
 from target_service.model.hidden_state_hooks import LayerHooks
 from target_service.model.latent_attention import implementation_name
 from target_service.model.runner import ModelRunner, PassContext, attend
-from tree_kernels.node_table import fill_pending
+from tree_kernels.node_table import StepIntegers, fill_pending
 
 ATTENTION = "outrider_captured"
 # Versions of a layer that the compiler may make: one for each number of rows and each frame of a layer.
@@ -166,7 +166,9 @@ class CapturedRunner(ModelRunner):
     @torch.inference_mode()
     def run_after(self, batch: ForwardInput, accepted_counts: Tensor, parameters: NDArray[numpy.int32]) -> ForwardPass:
         """See `ModelRunner.run_after`. The step moves on in device memory, and the host does not wait."""
-        captured = self._replay(batch, parameters, lambda buffer: buffer.move_on(accepted_counts, self._last_position))
+        captured = self._replay(
+            batch, parameters, lambda step: step.buffer.move_on(accepted_counts, self._last_position)
+        )
         return super().run_after(batch, accepted_counts, parameters) if captured is None else _pass_of(captured)
 
     @torch.inference_mode()
@@ -174,24 +176,11 @@ class CapturedRunner(ModelRunner):
         self,
         batch: ForwardInput,
         parameters: NDArray[numpy.int32],
-        moves: Tensor | None = None,
-        before: Callable[[], None] | None = None,
+        begin: Callable[[StepIntegers, object | None], None],
     ) -> ForwardPass:
         """See `ModelRunner.run_device_rows`. The host does not wait."""
-        table = self.node_table
-        assert table is not None, "tokens are kept by then"
-
-        def begin(buffer: StepBuffer) -> None:
-            if before is not None:
-                # The caller's work is no part of the pass.
-                with torch.inference_mode(False):
-                    before()
-            table.begin(buffer.step, self.pending, moves, batch.reading)
-
-        captured = self._replay(batch, parameters, begin)
-        if captured is None:
-            return super().run_device_rows(batch, parameters, moves, before)
-        return _pass_of(captured)
+        captured = self._replay(batch, parameters, lambda step: begin(step.buffer.step, step))
+        return super().run_device_rows(batch, parameters, begin) if captured is None else _pass_of(captured)
 
     @torch.inference_mode()
     def run_again(self, batch: ForwardInput, done: ForwardPass) -> ForwardPass:
@@ -254,7 +243,7 @@ class CapturedRunner(ModelRunner):
         self,
         batch: ForwardInput,
         parameters: NDArray[numpy.int32] | None = None,
-        before: Callable[[StepBuffer], None] | None = None,
+        before: Callable[[_Captured], None] | None = None,
     ) -> _Captured | None:
         """Launch the step, and `before` it what changes its integers on the device. None outside the buckets."""
         bucket = choose_bucket(self.buckets, batch.attention, batch.room)
@@ -266,7 +255,7 @@ class CapturedRunner(ModelRunner):
         captured.buffer.load(batch, self._last_position, parameters)
         try:
             if before is not None:
-                before(captured.buffer)
+                before(captured)
             captured.graph.replay()
         finally:
             # Also where the device has no memory for `before`: the copy reads the buffer's integers.

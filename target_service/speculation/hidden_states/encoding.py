@@ -3,11 +3,13 @@
 All rows of a pass that verifies trees are encoded right behind its launch; once the host has waited for the pass, it
 only picks the committed rows. They share the stream of the pass: on another one they would hardly run before the next
 pass has ended. A pass with many rows of prompts is encoded later, when the needed rows are known.
+
+Where the states of few rows stay at one address, encoding is a CUDA graph: as single launches it took 0.40 to 0.55 ms
+of the host for each pass (H100, `benchmarks/results/2026-11-25-h100-host-time.md`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
@@ -15,13 +17,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from target_service.execution.pass_graphs import PassGraphs
 from target_service.model.head_projection import HeadProjection
+from target_service.model.hidden_state_hooks import LayerHooks
 
 # The largest finite number of the type: `torch.finfo(torch.float8_e4m3fn).max`.
 _LARGEST_E4M3 = 448.0
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Rows of a pass that are encoded ahead: a head's weights are read once for as many.
 AHEAD_ROWS = 2048
+# Rows of the graphs that encode, as of most passes that verify trees. Larger passes leave the host more time.
+_CAPTURED_ROWS = (16, 32, 64, 128, 256)
 # At most two passes under way, and one whose rows are being picked.
 _TURNS = 3
 
@@ -31,8 +37,8 @@ Bytes = npt.NDArray[np.uint8]
 class StepFeatures:
     """Hidden states of one pass, by its rows."""
 
-    def __init__(self, states: Tensor, dtype: str, projection: HeadProjection | None) -> None:
-        """`states` [R, ..] are fused by `projection`, if there is one, and sent as `dtype`."""
+    def __init__(self, states: Tensor | None, dtype: str, projection: HeadProjection | None) -> None:
+        """`states` [R, ..] are fused by `projection`, if there is one, and sent as `dtype`; None with `copy_to`."""
         self._states = states
         self._dtype = dtype
         self._projection = projection
@@ -40,16 +46,12 @@ class StepFeatures:
         self._ahead: Bytes | None = None
         self._done: torch.cuda.Event | None = None
 
-    @torch.inference_mode()
-    def begin(self, host: Callable[[int], Tensor]) -> None:
-        """Encode all rows now, without waiting. `host` takes the bytes of a vector and returns pinned memory for all
-        rows, which stays untouched until they are picked."""
-        encoded = self._encoded(self._states)
-        ahead = host(encoded.shape[1])[: len(encoded)]
-        ahead.copy_(encoded, non_blocking=True)
-        self._ahead = ahead.numpy()
-        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._done.record()
+    def copy_to(self, host: Tensor, encoded: Tensor, done: torch.cuda.Event) -> None:
+        """Copy all rows now, `encoded` [R, bytes of a vector], without waiting. `host` is pinned, of the same shape,
+        and stays untouched until they are picked, as does the event `done`."""
+        host.copy_(encoded, non_blocking=True)
+        done.record()
+        self._ahead, self._done = host.numpy(), done
 
     @torch.inference_mode()
     def of_rows(self, rows: SequenceOf[int]) -> Bytes:
@@ -58,41 +60,57 @@ class StepFeatures:
             self._done.synchronize()
             # NumPy takes 10 us; PyTorch would wake a thread on every core, which takes 1 to 8 ms.
             return self._ahead[list(rows)]
-        encoded: Bytes = self._encoded(self._states[torch.tensor(rows).to(self._states.device)]).cpu().numpy()
+        assert self._states is not None, "what was not copied is encoded here"
+        states = self._states[torch.tensor(rows).to(self._states.device)]
+        encoded: Bytes = encode(states, self._dtype, self._projection).cpu().numpy()
         return encoded
-
-    def _encoded(self, states: Tensor) -> Tensor:
-        return encode(states if self._projection is None else self._projection(states), self._dtype)
 
 
 class FeatureEncoder:
     """Encodes passes one after the other, through pinned buffers used in turn."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._turn = 0
-        # [AHEAD_ROWS, bytes of a vector] each, pinned.
-        self._hosts: list[Tensor] = []
+        # [AHEAD_ROWS, bytes of a vector] each, pinned, and the event of the copy that came there last.
+        self._hosts: list[tuple[Tensor, torch.cuda.Event]] = []
+        self._graphs = PassGraphs(device)
 
-    def begin(self, states: Tensor, dtype: str, projection: HeadProjection | None) -> StepFeatures:
-        """The features of a pass from the states of its hooks. On a GPU, those of few rows are copied to the host."""
-        features = StepFeatures(states, dtype, projection)
-        if states.is_cuda and len(states) <= AHEAD_ROWS:
-            features.begin(self._host)
+    @torch.inference_mode()
+    def begin(self, hooks: LayerHooks, rows: int, dtype: str, projection: HeadProjection | None) -> StepFeatures | None:
+        """The features of the first `rows` of the pass just launched; None where `hooks` kept fewer. On a GPU, those of
+        few rows are copied to the host, without waiting."""
+        size = next((size for size in _CAPTURED_ROWS if rows <= size <= hooks.fixed_rows), 0)
+        if size:
+
+            def launch() -> Tensor:
+                return encode(hooks.states(size), dtype, projection)
+
+            encoded = self._graphs.run(hooks, (size, dtype, projection), launch)[:rows]
+        else:
+            states = hooks.take(rows)
+            if states is None or not states.is_cuda or rows > AHEAD_ROWS:
+                return None if states is None else StepFeatures(states, dtype, projection)
+            encoded = encode(states, dtype, projection)
+        features = StepFeatures(None, dtype, projection)
+        host, done = self._host(encoded.shape[1])
+        features.copy_to(host[:rows], encoded, done)
         return features
 
-    def _host(self, width: int) -> Tensor:
-        if not self._hosts or self._hosts[0].shape[1] != width:
+    def _host(self, width: int) -> tuple[Tensor, torch.cuda.Event]:
+        if not self._hosts or self._hosts[0][0].shape[1] != width:
             torch.cuda.synchronize()
-            self._hosts = [torch.zeros(AHEAD_ROWS, width, dtype=torch.uint8, pin_memory=True) for _ in range(_TURNS)]
+            pinned = torch.zeros(_TURNS, AHEAD_ROWS, width, dtype=torch.uint8, pin_memory=True)
+            self._hosts = [(host, torch.cuda.Event()) for host in pinned]  # type: ignore[no-untyped-call]
         self._turn = (self._turn + 1) % _TURNS
         return self._hosts[self._turn]
 
 
-def encode(vectors: Tensor, dtype: str) -> Tensor:
-    """Vectors [n, width] as bytes [n, ..] uint8 of `dtype`. Rows of float8_e4m3 end with a float32 scale, which maps
-    the largest element to the end of the type's range."""
+def encode(states: Tensor, dtype: str, projection: HeadProjection | None = None) -> Tensor:
+    """States [n, ..], fused by `projection` if there is one, as bytes [n, ..] uint8 of `dtype`, in memory of their own.
+    Rows of float8_e4m3 end with a float32 scale, which maps the largest element to the end of the type's range."""
+    vectors = states if projection is None else projection(states)
     if dtype != "float8_e4m3":
-        return vectors.to(_DTYPES[dtype]).contiguous().view(torch.uint8)
+        return vectors.to(_DTYPES[dtype], copy=True).contiguous().view(torch.uint8)
     wide = vectors.float()
     scales = (wide.abs().amax(dim=1, keepdim=True) / _LARGEST_E4M3).clamp_(min=torch.finfo(torch.float32).tiny)
     small = (wide / scales).clamp_(-_LARGEST_E4M3, _LARGEST_E4M3).to(torch.float8_e4m3fn)

@@ -38,7 +38,7 @@ class Features:
         self._kept: dict[int, KeptVectors] = {}
         # Sequences with new vectors of the last step, and whether it committed tokens of them.
         self._fresh: dict[int, bool] = {}
-        self._encoder = FeatureEncoder()
+        self._encoder = FeatureEncoder(runner.device)
         self.sent_vectors = self.sent_bytes = 0
         self._reported = (0, 0)
         self._head_is_named = runner.draft_head is not None
@@ -76,12 +76,12 @@ class Features:
 
     def after_launch(self, rows: int) -> StepFeatures | None:
         """The states of the pass just launched, of `rows` rows; None unless they are taken. Does not wait."""
-        states = self._runner.hooks.take(rows) if self._runner.hooks is not None and self.taken else None
-        if states is None:
+        hooks = self._runner.hooks
+        if hooks is None or not self.taken:
             return None
         assert self._request is not None
         head = self._runner.draft_head if self._request.projected else None
-        return self._encoder.begin(states, self._request.dtype, head.projection if head is not None else None)
+        return self._encoder.begin(hooks, rows, self._request.dtype, head.projection if head is not None else None)
 
     def collect(
         self,

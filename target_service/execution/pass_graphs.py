@@ -1,0 +1,61 @@
+"""Launches around captured passes, as CUDA graphs of their own: single launches cost the host more than their kernels
+cost the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary
+
+import torch
+
+Result = TypeVar("Result")
+
+
+class PassGraphs:
+    """Graphs by what keeps the tensors that they read, and by what is launched. All share memory for what lies between
+    their kernels, so they are for one stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        # By keeper, for as long as that lives: each graph, and what its launch returned.
+        self._graphs: WeakKeyDictionary[object, dict[Hashable, tuple[torch.cuda.CUDAGraph, object]]] = (
+            WeakKeyDictionary()
+        )
+        self._device = device
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._pool: Any = torch.cuda.graph_pool_handle()
+
+    def run(self, keeper: object | None, work: Hashable, launch: Callable[[], Result]) -> Result:
+        """Replay what `launch` launches, captured now if it was not yet.
+
+        Args:
+            keeper: what keeps the tensors that it reads and writes at their addresses, such as `ForwardPass.keeper`;
+                with None it is launched as it is.
+            work: what is launched, of all that there is for this keeper.
+            launch: launches it; tensors that it returns are overwritten by every replay.
+        """
+        if keeper is None:
+            return launch()
+        graphs = self._graphs.setdefault(keeper, {})
+        if work in graphs:
+            graph, result = graphs[work]
+            graph.replay()
+            return cast("Result", result)
+        done = launch()
+        # Now that every kernel is compiled. Capturing runs nothing.
+        graphs[work] = self._capture(launch)
+        return done
+
+    def _capture(self, launch: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, object]:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            # Not `torch.cuda.graph`, which collects garbage first: this may happen while requests wait.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                result = launch()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        return graph, result
