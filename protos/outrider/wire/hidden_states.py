@@ -22,21 +22,23 @@ _DTYPES = {
 _DTYPES_TO_PB = {name: number for number, name in _DTYPES.items()}
 
 
-def _dtype_from_pb(number: tree_pb2.Tensor.DType.ValueType, field_path: str) -> str:
+def _dtype_from_pb(number: tree_pb2.Tensor.DType.ValueType, owner_path: str) -> str:
     if number not in _DTYPES:
-        raise InvalidField(field_path, f"{number} is no known element type")
+        raise InvalidField(f"{owner_path}.dtype", f"{number} is no known element type")
     return _DTYPES[number]
 
 
 def vectors_from_pb(pb: tree_pb2.Tensor, field_path: str) -> Vectors:
     """Vectors whose shape, bytes and scales agree. Raises `InvalidField`, or `QuotaExceeded` for too many bytes."""
-    dtype = _dtype_from_pb(pb.dtype, f"{field_path}.dtype")
-    if len(pb.shape) != 2 or 0 in pb.shape or pb.shape[1] > MAX_WIDTH:
-        raise InvalidField(f"{field_path}.shape", f"is {list(pb.shape)}, not [rows, width]")
-    rows, width = pb.shape
+    # Every read of a message's field makes an object, of `data` a copy.
+    shape, data = tuple(pb.shape), pb.data
+    dtype = _dtype_from_pb(pb.dtype, field_path)
+    if len(shape) != 2 or 0 in shape or shape[1] > MAX_WIDTH:
+        raise InvalidField(f"{field_path}.shape", f"is {list(shape)}, not [rows, width]")
+    rows, width = shape
     size = rows * width * ELEMENT_BYTES[dtype]
-    if len(pb.data) != size:
-        raise InvalidField(f"{field_path}.data", f"needs {size} bytes, has {len(pb.data)}")
+    if len(data) != size:
+        raise InvalidField(f"{field_path}.data", f"needs {size} bytes, has {len(data)}")
     if size > MAX_FEATURE_BYTES and rows > 1:
         raise QuotaExceeded("too many features in one piece", bytes=size, limit=MAX_FEATURE_BYTES)
     scales = tuple(pb.row_scales)
@@ -45,7 +47,7 @@ def vectors_from_pb(pb: tree_pb2.Tensor, field_path: str) -> Vectors:
     for i, scale in enumerate(scales):
         if not (math.isfinite(scale) and scale > 0.0):
             raise InvalidField(f"{field_path}.row_scales[{i}]", "is not finite and positive")
-    return Vectors(dtype, width, pb.data, scales)
+    return Vectors(dtype, width, data, scales)
 
 
 def vectors_to_pb(vectors: Vectors) -> tree_pb2.Tensor:
@@ -81,7 +83,7 @@ def request_from_pb(pb: draft_pb2.FeatureRequest) -> FeatureRequest:
     return FeatureRequest(
         layers=tuple(pb.layers),
         width=pb.width,
-        dtype=_dtype_from_pb(pb.dtype, "features.dtype"),
+        dtype=_dtype_from_pb(pb.dtype, "features"),
         projected=pb.projected,
         required=pb.required,
         window=pb.window,
