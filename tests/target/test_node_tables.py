@@ -377,6 +377,22 @@ def test_the_newest_table_is_whole_while_further_ones_are_written() -> None:
         assert bool((mail.tables[1, number % TURNS] == number).all())
 
 
+@pytest.mark.parametrize("slots", [(0, 1, 2), (0, 2), (1,), (0, 39), (5, 6, 8, 30)], ids=str)
+def test_boxes_that_lie_close_together_arrive_like_others(slots: tuple[int, ...]) -> None:
+    mail = Mailboxes(40, CPU)
+    for number in range(1, 2 * TURNS):
+        for slot in slots:
+            mail.next_table(slot)[:] = 100 * slot + number
+            mail.put(slot)
+        # One more box, whose next table is being written.
+        mail.next_table(7)[:9] = -1
+        mail.send()
+        assert mail.newest.tolist() == [number if slot in slots else 0 for slot in range(40)]
+        for slot in slots:
+            kept = range(max(1, number - TURNS + 1), number + 1)
+            assert all(bool((mail.tables[slot, old % TURNS] == 100 * slot + old).all()) for old in kept)
+
+
 def test_a_table_is_on_the_device_once_it_is_sent() -> None:
     mail = Mailboxes(SLOTS, CPU)
     mail.next_table(1)[:] = 4

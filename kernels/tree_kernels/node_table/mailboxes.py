@@ -23,6 +23,9 @@ from tree_kernels.node_table.layout import TABLE
 TURNS = 4
 # Numbers of tables wrap around after it.
 LAST_NUMBER = (1 << 30) - 1
+# Boxes are copied as one range if at least one in so many has a new table. Chosen, not measured: every copy takes host
+# time, and a box of 80 KB little of the bus's.
+_BOXES_PER_NEW_TABLE = 4
 # Sends in flight at most. A table's place on the host is reused after `TURNS` sends, its numbers' place after these.
 _IN_FLIGHT = 2
 
@@ -42,6 +45,7 @@ class Mailboxes:
         own = torch.zeros(slots, TURNS, TABLE, dtype=torch.int32, pin_memory=on_gpu)
         self._written: npt.NDArray[np.int32] = own.numpy()
         self._numbers = np.zeros(slots, np.int32)
+        self._own = own
         # Views of both sides' places, since making them takes longer than copying.
         self._from = [list(turns) for turns in own]
         self._to = [list(turns) for turns in self.tables]
@@ -59,15 +63,16 @@ class Mailboxes:
             self._sent = [torch.cuda.Event() for _ in range(_IN_FLIGHT)]  # type: ignore[no-untyped-call]
 
     def next_table(self, slot: int) -> npt.NDArray[np.int32]:
-        """[TABLE] int32 to write the slot's next table to; it is not sent before `put`."""
+        """[TABLE] int32 to write the slot's next table to; it is not sent before `put`, those before it are."""
+        if slot in self._put:
+            # The device detects a torn table by a number that came while it read. So each is sent, and before a copy of
+            # the whole box may have a part of the next table.
+            self.send()
         table: npt.NDArray[np.int32] = self._written[slot, (int(self._numbers[slot]) + 1) % TURNS]
         return table
 
     def put(self, slot: int) -> None:
         """Mark the table that was written last as whole: the next `send` sends it."""
-        if slot in self._put:
-            # The device detects a torn table by the numbers that came while it read, so each of them is sent.
-            self.send()
         self._numbers[slot] = (int(self._numbers[slot]) + 1) & LAST_NUMBER
         self._put[slot] = None
 
@@ -76,8 +81,7 @@ class Mailboxes:
         if not self._put:
             return
         place = self._sends % _IN_FLIGHT
-        turns = [(slot, int(self._numbers[slot]) % TURNS) for slot in self._put]
-        to, own = [self._to[slot][turn] for slot, turn in turns], [self._from[slot][turn] for slot, turn in turns]
+        to, own = self._places()
         if self._stream is None:
             self._copy(to, own, place)
         else:
@@ -88,6 +92,18 @@ class Mailboxes:
                 self._sent[place].record()
         self._sends += 1
         self._put.clear()
+
+    def _places(self) -> tuple[list[Tensor], list[Tensor]]:
+        """What is copied for the tables that were put: places on the device, and on the host.
+
+        Boxes that lie close together are copied as a whole. Tables that the device has already are then overwritten by
+        themselves, and a part of one that the host is just writing is not read: its number comes behind a later copy.
+        """
+        first, end = min(self._put), max(self._put) + 1
+        if len(self._put) > 1 and end - first <= _BOXES_PER_NEW_TABLE * len(self._put):
+            return [self.tables[first:end]], [self._own[first:end]]
+        turns = [(slot, int(self._numbers[slot]) % TURNS) for slot in self._put]
+        return [self._to[slot][turn] for slot, turn in turns], [self._from[slot][turn] for slot, turn in turns]
 
     def _copy(self, to: list[Tensor], own: list[Tensor], place: int) -> None:
         torch._foreach_copy_(to, own, non_blocking=True)

@@ -15,7 +15,7 @@ KEPT_ROWS = tl.constexpr(layout.KEPT + 1)
 _PROSPECTS, _PROSPECT_COUNT = tl.constexpr(layout.PROSPECTS), tl.constexpr(len(layout.PROSPECTS))
 _EXPECTED = tl.constexpr(layout.SURE // layout.EXPECTED_UNIT)
 _TREE_ROWS = tl.constexpr(MAX_TREE_ROWS)
-_TURNS, _LAST_NUMBER = tl.constexpr(mailboxes.TURNS), tl.constexpr(mailboxes.LAST_NUMBER)
+_TURNS = tl.constexpr(mailboxes.TURNS)
 _TABLE, _TABLE_BLOCK = tl.constexpr(layout.TABLE), tl.constexpr(triton.next_power_of_2(layout.TABLE))
 # Of a program that takes a table. Chosen, not measured: ten integers a thread.
 TAKING_WARPS = 16
@@ -149,9 +149,8 @@ def take_kernel(newest, boxes, taken, tables):  # type: ignore[no-untyped-def]
         tl.store(tables + slot * _TABLE + i, new, mask=i < _TABLE)
         # All was read, since it is stored; and every thread has read `taken`, which changes now.
         tl.debug_barrier()
-        written = (_number_of(newest, slot) - number) & _LAST_NUMBER
-        if written >= _TURNS - 1:
-            # Torn: no node.
+        if _number_of(newest, slot) != number:
+            # It may be torn: no node. Which of several newer tables may be on its way to its place is not known here.
             tl.store(tables + slot * _TABLE + 1, 0)
             number = -1
         tl.store(taken + slot, number)
