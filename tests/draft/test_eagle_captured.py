@@ -32,6 +32,7 @@ from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.drafter import EagleDrafter
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_drafter import HeadNetwork
+from draft_service.neural.cuda_graphs.drafting import CapturedDrafting, PassSize
 from outrider.sampling import LOSSLESS_MODES, VerificationMode
 from outrider.tree import TokenTree
 
@@ -139,6 +140,36 @@ def test_prompts_are_read_in_pieces_of_captured_sizes(length: int, beside: int) 
     drafting = drafters[1]._drafting
     assert isinstance(drafting, StaticDrafting)
     assert max(size.tail for size in drafting._passes if size.sequences == 1) <= 256
+
+
+@pytest.mark.parametrize("place", [0, 2, 5])
+def test_sequences_beside_a_prompt_share_their_passes(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or they would take one each: 40 passes where four do, which keep the device from the trees of all."""
+    head, length = make_head(), 300
+    drafters = [make_drafter(head), static_drafter(head)]
+    known = [states_of(head, 320, i) for i in range(6)]
+    followed = [[opened(drafter, sequence_of(text(9, i)), known[i]) for i in range(1, 6)] for drafter in drafters]
+    read: list[PassSize] = []
+    replay = CapturedDrafting._replay
+
+    def counted(self: CapturedDrafting, size: PassSize, *arguments: Any) -> Any:
+        read.append(size)
+        return replay(self, size, *arguments)
+
+    monkeypatch.setattr(CapturedDrafting, "_replay", counted)
+    for drafter, others in zip(drafters, followed, strict=True):
+        drafter.propose(others)
+        for i, other in enumerate(others, 1):
+            other.token_ids.extend(text(2, i))
+            feed(other, known[i][8:10], 8)
+        others.insert(place, opened(drafter, sequence_of(text(length + 1)), known[0]))
+    read.clear()
+    expected, found = (drafter.propose(own) for drafter, own in zip(drafters, followed, strict=True))
+    for one, other in zip(expected, found, strict=True):
+        assert one.drafted
+        same_tree(other, one)
+    prompt = [size.tail for size in read if size.sequences == 1]
+    assert prompt == [256, 64] and len(read) - len(prompt) == (1 if place in (0, 5) else 2)
 
 
 @pytest.mark.parametrize("mode", [GREEDY, COUPLED], ids=lambda mode: mode.value)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -188,21 +189,35 @@ class CapturedDrafting(TreeDrafting):
         return self._attention.capturable
 
     def _commit(self, rows: PassRows, carried: Tensor | None) -> None:
-        sequences = _power_of_two(len(rows.parts))
-        if len(rows.token_ids) <= sequences * _COMMITTED:
-            self._replay(PassSize(sequences, sequences * _COMMITTED, sequences * _COMMITTED), rows, carried)
+        if len(rows.token_ids) <= _power_of_two(len(rows.parts)) * _COMMITTED:
+            self._commit_few(rows, carried)
             return
-        # A prompt, perhaps with committed rows of other sequences.
-        end, most = 0, PROMPT_ROWS[-1]
-        for part in rows.parts:
-            first, end = end, end + part.rows
-            for begin in range(first, end, most):
-                stop = min(end, begin + most)
-                piece = TailPart(part.pages, part.prefix + begin - first, stop - begin, stop - begin)
-                size = next(size for size in (_COMMITTED, *PROMPT_ROWS) if size >= stop - begin)
-                own = None if carried is None else carried[begin:stop]
-                piece_rows = PassRows([piece], rows.token_ids[begin:stop], rows.positions[begin:stop])
-                self._replay(PassSize(1, size, size), piece_rows, own)
+        # One prompt must not make all other sequences take a pass each: it lasted 10 ms instead of 4 for 32 sequences,
+        # in one frame of seven (H100, `benchmarks/results/2026-11-25-h100-host-time.md`).
+        begin = 0
+        for is_short, run in groupby(rows.parts, lambda part: part.rows <= _COMMITTED):
+            parts = list(run)
+            for few in [parts] if is_short else [[part] for part in parts]:
+                end = begin + sum(part.rows for part in few)
+                own = PassRows(few, rows.token_ids[begin:end], rows.positions[begin:end])
+                commit = self._commit_few if is_short else self._commit_prompt
+                commit(own, None if carried is None else carried[begin:end])
+                begin = end
+
+    def _commit_few(self, rows: PassRows, carried: Tensor | None) -> None:
+        """One pass over sequences that have few rows on average."""
+        sequences = _power_of_two(len(rows.parts))
+        self._replay(PassSize(sequences, sequences * _COMMITTED, sequences * _COMMITTED), rows, carried)
+
+    def _commit_prompt(self, rows: PassRows, carried: Tensor | None) -> None:
+        """The rows of one sequence, in pieces."""
+        (part,), most = rows.parts, PROMPT_ROWS[-1]
+        for begin in range(0, part.rows, most):
+            count = min(part.rows - begin, most)
+            piece, taken = TailPart(part.pages, part.prefix + begin, count, count), slice(begin, begin + count)
+            size = next(size for size in (_COMMITTED, *PROMPT_ROWS) if size >= count)
+            own = PassRows([piece], rows.token_ids[taken], rows.positions[taken])
+            self._replay(PassSize(1, size, size), own, None if carried is None else carried[taken])
 
     def _read(self, rows: PassRows, carried: Tensor | None, level: int = 0) -> RowOutput:
         if any(part.parents is None for part in rows.parts):
