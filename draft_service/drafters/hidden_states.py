@@ -97,20 +97,13 @@ class FeatureWindow:
         self.end += new
         self._drop(self.end - self.begin - self.capacity)
 
-    def take(self, most: int | None = None) -> tuple[int, Tensor]:
-        """Take the oldest vectors, at most `most`: position of the first, and [n, width] in the type of the oldest."""
-        begin, wanted = self.begin, len(self) if most is None else min(most, len(self))
-        taken: list[Tensor] = []
-        missing = wanted
-        for rows, piece in self._pieces:
-            if not missing:
-                break
-            taken.append(piece if rows <= missing else piece[:missing])
-            missing -= min(rows, missing)
-        self._drop(wanted)
-        if not taken:
-            return begin, torch.empty(0, self.width)
-        return begin, torch.cat([one.to(taken[0].dtype) for one in taken]) if len(taken) > 1 else taken[0]
+    def take(self) -> tuple[int, list[Tensor]]:
+        """Take all waiting vectors: the position of the first, and pieces of [n, width], oldest first, each in the type
+        it came in. A prompt's are some megabytes, so they are not joined here."""
+        begin, taken = self.begin, [piece for _, piece in self._pieces]
+        self._pieces.clear()
+        self.begin = self.end
+        return begin, taken
 
     def _drop(self, count: int) -> None:
         """Drop the oldest `count` vectors."""

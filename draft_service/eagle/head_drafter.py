@@ -120,18 +120,21 @@ class HeadDrafter(CachingDrafter):
 
     @torch.inference_mode()
     def _read(self, sequences: Sequence[DraftSequence]) -> None:
-        waiting = [sequence for sequence in sequences if len(window_of(sequence))]
-        taken = [window_of(sequence).take() for sequence in waiting]
-        if not taken:
+        waiting = [(sequence, window) for sequence in sequences if len(window := window_of(sequence))]
+        if not waiting:
             return
+        extensions: list[Extension] = []
+        pieces: list[Tensor] = []
+        for sequence, window in waiting:
+            # The entry after a vector's token is that of the next one.
+            tokens = sequence.token_ids[window.begin + 1 : window.end + 1]
+            begin, taken = window.take()
+            pieces += taken
+            extensions.append(Extension(sequence.state, tokens, begin))
         # For one copy to the device, and one pass of the projection.
         staging, device = self.drafting.staging, self.drafting.network.device
-        vectors = staging.join([vectors for _, vectors in taken])
+        vectors = staging.join(pieces)
         features = vectors if self.features.projected else self.head.project(vectors.to(device, non_blocking=True))
-        extensions = []
-        for sequence, (begin, own) in zip(waiting, taken, strict=True):
-            tokens = sequence.token_ids[begin + 1 : begin + 1 + len(own)]
-            extensions.append(Extension(sequence.state, tokens, begin))
         self._rows += len(vectors)
         self.drafting.extend(extensions, features)
         staging.sent()

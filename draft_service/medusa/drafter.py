@@ -88,7 +88,8 @@ class MedusaDrafter(NeuralDrafter[MedusaDrafting]):
         for place, sequence in enumerate(sequences):
             window = window_of(sequence)
             if len(window):
-                sequence.state = window.take()[1]
+                # One vector, the newest.
+                (sequence.state,) = window.take()[1]
                 self._rows += 1
             if window.end == len(sequence.token_ids) - 1 and sequence.state is not None:
                 places.append(place)
