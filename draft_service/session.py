@@ -181,7 +181,7 @@ class ProposeSession:
         tracked.step = advance.step
         tracked.draft.token_ids.extend(advance.token_ids)
         if advance.features is not None:
-            position = len(tracked.draft.token_ids) - 1 - advance.features.count
+            position = len(tracked.draft.token_ids) - 1 - advance.features.rows
             _append(tracked.draft, advance.features, position)
         self._drafter.advance(tracked.draft, advance.token_ids)
         self._due.setdefault(advance.sequence_id, time.monotonic_ns())
@@ -332,6 +332,6 @@ def _append(draft: DraftSequence, vectors: Vectors, position: int) -> None:
     from draft_service.drafters.hidden_states import read_vectors
 
     known = len(draft.token_ids) - 1
-    if position < 0 or position + vectors.count > known:
-        raise InvalidField("features", f"{vectors.count} from token {position} on, and {known} tokens can have one")
+    if position < 0 or position + vectors.rows > known:
+        raise InvalidField("features", f"{vectors.rows} from token {position} on, and {known} tokens can have one")
     draft.features.append(read_vectors(vectors), position)

@@ -60,17 +60,17 @@ class FeatureLink(ScriptedDraft):
             if advance.features is None:
                 self.steps_without += 1
             else:
-                self._take(advance.sequence_id, len(tokens) - 1 - advance.features.count, advance.features)
+                self._take(advance.sequence_id, len(tokens) - 1 - advance.features.rows, advance.features)
         super().advance(advances)
 
     def _take(self, sequence_id: int, position: int, vectors: Vectors) -> None:
         got = self.got[sequence_id]
-        assert vectors.count and len(vectors.data) <= MAX_FEATURE_BYTES
+        assert vectors.rows and len(vectors.data) <= MAX_FEATURE_BYTES
         assert vectors.width == self.wanted.width and vectors.dtype == self.wanted.dtype
         # Nothing twice, nothing left out, nothing for the root or past it.
         following = max(got, default=position - 1) + 1
         assert position == following or (self.gaps and position > following)
-        assert position >= 0 and position + vectors.count <= len(self.tokens[sequence_id]) - 1
+        assert position >= 0 and position + vectors.rows <= len(self.tokens[sequence_id]) - 1
         for place, vector in enumerate(read_vectors(vectors), start=position):
             got[place] = vector
 

@@ -60,7 +60,7 @@ class MeteredLink:
         for advance in advances:
             self.committed += len(advance.token_ids)
             self.bytes += advance_to_pb(advance).ByteSize()
-            self.token_bytes += advance_to_pb(replace(advance, features=None)).ByteSize()
+            self.token_bytes += advance_to_pb(advance._replace(features=None)).ByteSize()
         self._link.advance(advances)
 
     def send_features(self, features: SequenceOf[SequenceFeatures]) -> None:

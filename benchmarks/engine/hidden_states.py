@@ -209,11 +209,11 @@ def wait(seconds: float) -> None:
 def drain(descriptor: int) -> None:
     """Be a link's process whose draft is connected at once: read and drop until the socket closes."""
     connection, buffer, alive = socket.socket(fileno=descriptor), bytearray(1 << 18), time.monotonic()
-    connection.sendall(messages.pack(messages.Connected(INFO)))
+    connection.sendall(b"".join(messages.pack(messages.Connected(INFO))))
     while True:
         if time.monotonic() > alive + ALIVE_SECONDS:
             alive = time.monotonic()
-            connection.sendall(messages.pack(messages.Alive()))
+            connection.sendall(b"".join(messages.pack(messages.Alive())))
         if select.select([connection], [], [], ALIVE_SECONDS)[0] and not connection.recv_into(buffer):
             return
 

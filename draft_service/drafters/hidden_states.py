@@ -28,7 +28,7 @@ def read_vectors(vectors: Vectors) -> Tensor:
     """
     finite = _are_finite(vectors.data, vectors.dtype)
     elements = torch.frombuffer(bytearray(vectors.data), dtype=_DTYPES[vectors.dtype])
-    rows = elements.view(vectors.count, vectors.width)
+    rows = elements.view(vectors.rows, vectors.width)
     if vectors.scales or vectors.dtype == "float8_e4m3":
         rows = rows.float()
     if vectors.scales:

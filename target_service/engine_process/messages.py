@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from outrider.errors import InvalidField, OutriderError, all_errors
-from outrider.processes.framing import FrameCutter, framed
+from outrider.processes.framing import Buffer, FrameCutter, framed
 from outrider.tree import TokenTree
 from outrider.wire.frames import DraftInfo
 from target_service.api.admission import ServedModel
@@ -130,7 +130,7 @@ def pack(message: Message) -> bytes:
     return framed(_encoder.encode(message))
 
 
-def unpack(body: bytes | bytearray) -> Message:
+def unpack(body: Buffer) -> Message:
     """The message of a frame without its length. Raises `msgspec.DecodeError` for anything else."""
     message: Message = _decoder.decode(body)
     return message

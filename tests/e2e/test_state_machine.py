@@ -88,7 +88,7 @@ class FuzzedDraft:
             tokens = self.tokens[advance.sequence_id]
             tokens.extend(advance.token_ids)
             if advance.features is not None:
-                self._take(advance.sequence_id, len(tokens) - 1 - advance.features.count, advance.features)
+                self._take(advance.sequence_id, len(tokens) - 1 - advance.features.rows, advance.features)
 
     def send_features(self, features: Sequence[SequenceFeatures]) -> None:
         for one in features:
@@ -96,7 +96,7 @@ class FuzzedDraft:
 
     def _take(self, sequence_id: int, position: int, vectors: Vectors) -> None:
         """Whatever happened before: no vector comes twice, none too early, and each is its token's."""
-        end = position + vectors.count
+        end = position + vectors.rows
         assert self.next_vectors[sequence_id] <= position < end <= len(self.tokens[sequence_id]) - 1
         self.next_vectors[sequence_id] = end
         expected = states(self._wanted[sequence_id])[position:end]

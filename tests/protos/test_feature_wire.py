@@ -48,7 +48,7 @@ def test_features_come_back_equal(value: Vectors) -> None:
 
 
 def test_a_count_follows_from_the_bytes() -> None:
-    assert [value.count for value in VECTORS.values()] == [3, 1, 2]
+    assert [value.rows for value in VECTORS.values()] == [3, 1, 2]
 
 
 def test_what_a_drafter_wants_comes_back_equal() -> None:
@@ -96,7 +96,7 @@ def test_malformed_tensors_are_refused(pb: tree_pb2.Tensor, field: str) -> None:
 
 def test_a_piece_has_a_largest_size() -> None:
     rows = MAX_FEATURE_BYTES // (2 * WIDTH)
-    assert vectors_from_pb(tensor(shape=[rows, WIDTH], data=bytes(MAX_FEATURE_BYTES)), "features").count == rows
+    assert vectors_from_pb(tensor(shape=[rows, WIDTH], data=bytes(MAX_FEATURE_BYTES)), "features").rows == rows
     with pytest.raises(QuotaExceeded):
         vectors_from_pb(tensor(shape=[rows + 1, WIDTH], data=bytes(MAX_FEATURE_BYTES + 2 * WIDTH)), "features")
 

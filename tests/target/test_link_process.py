@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from draft_harness import draft_over
 from fake_draft import FAST, INFO, FakeDraft, eventually, serving, until
@@ -19,9 +20,22 @@ from scripted_drafter import VOCABULARY, Listener, opening, step
 
 from outrider.drafting import link_process
 from outrider.drafting.link import ChannelTls, GrpcDraftLink, LinkOptions
-from outrider.drafting.link_messages import Advance, Grown, GrowthArrays, Open, pack, unpack_from_link, unpack_to_link
+from outrider.drafting.link_messages import (
+    Advance,
+    Close,
+    CutOff,
+    FromLink,
+    Grown,
+    GrowthArrays,
+    Open,
+    SendFeatures,
+    ToLink,
+    pack,
+    unpack_from_link,
+    unpack_to_link,
+)
 from outrider.drafting.link_process import LinkProcess, connect_apart
-from outrider.processes.framing import LENGTH_BYTES, FrameCutter, framed
+from outrider.processes.framing import LENGTH_BYTES, FrameCutter, framed, framed_parts, parts_of
 from outrider.sampling import VerificationMode
 from outrider.wire.frames import DraftDistribution, SequenceFeatures, SequenceGrowth, Vectors
 from target_service.config import TargetConfig
@@ -74,7 +88,7 @@ async def test_features_come_as_they_were_sent(fake: FakeDraft) -> None:
         await until(heard, lambda it: it.infos)
         link.open(opening(1))
         link.send_features([SequenceFeatures(1, 0, vectors)])
-        link.advance([replace(step(1, 20), features=vectors)])
+        link.advance([step(1, 20)._replace(features=vectors)])
         await until(heard, lambda it: it.answered(1, 1))
         (sent,) = (frame.features for frame in fake.streams[0] if frame.HasField("features"))
         (told,) = (frame.advance for frame in fake.streams[0] if frame.HasField("advance"))
@@ -151,7 +165,7 @@ async def test_a_process_that_is_stuck_costs_no_memory_and_is_replaced(
         os.kill(first, signal.SIGSTOP)
         begin = time.monotonic()
         for number in range(1, 100):
-            link.advance([replace(step(number, 20), features=vectors)])
+            link.advance([step(number, 20)._replace(features=vectors)])
             link.send_features([SequenceFeatures(1, 0, vectors)])
         # Nobody waited, and what waits is what may, with one more frame and the others' few bytes.
         assert time.monotonic() - begin < 2.0
@@ -204,18 +218,64 @@ def test_a_gpu_target_has_one_unless_told_otherwise(device: str, chosen: str, ex
     assert type(link) is expected
 
 
+def body_of(message: ToLink | FromLink) -> bytes:
+    return b"".join(pack(message))[LENGTH_BYTES:]
+
+
 def test_messages_come_as_they_were() -> None:
     distributions = {9: DraftDistribution((1, 2), (3, 4))}
     growth = SequenceGrowth(7, 3, 9, (0, 9), (5, 2**31 - 1), (0.25, 0.1), distributions, True, self_contained=True)
-    came = unpack_from_link(pack(Grown([GrowthArrays.of(growth)]))[LENGTH_BYTES:])
+    came = unpack_from_link(body_of(Grown([GrowthArrays.of(growth)])))
     assert isinstance(came, Grown)
     (other,) = (packed.growth() for packed in came.growths)
     numbers = {name: tuple(getattr(other, name)) for name in ("parent_ids", "token_ids", "scores")}
     assert replace(other, **numbers) == growth and other.self_contained
-    advance = replace(step(2, 1, 2, 3), features=Vectors("bfloat16", 2, b"\x00\x01\x02\x03"))
-    assert unpack_to_link(pack(Advance([advance]))[LENGTH_BYTES:]) == Advance([advance])
+    vectors = Vectors("bfloat16", 2, b"\x00\x01\x02\x03")
+    scaled = Vectors("float8_e4m3", 2, bytes(range(6)), (0.5, 1.0, 2.0))
+    advances = [step(2, 1, 2, 3)._replace(features=vectors), step(9, 4), step(3, 8)._replace(features=scaled)]
     sequence = opening(4, mode=VerificationMode.COUPLED)
-    assert unpack_to_link(pack(Open(sequence))[LENGTH_BYTES:]) == Open(sequence)
+    features = [SequenceFeatures(1, 0, vectors), SequenceFeatures(7, 5, scaled)]
+    for message in (
+        Advance(advances),
+        Advance([]),
+        SendFeatures(features),
+        Open(sequence),
+        Close([1, 2]),
+        CutOff("why"),
+    ):
+        assert unpack_to_link(body_of(message)) == message
+
+
+def test_hidden_states_are_not_copied_into_a_frame() -> None:
+    vectors = [Vectors("bfloat16", 4096, os.urandom(8192)) for _ in range(3)]
+    first, *others = pack(SendFeatures([SequenceFeatures(number, 0, one) for number, one in enumerate(vectors)]))
+    assert len(first) < 200
+    assert all(other is one.data for other, one in zip(others, vectors, strict=True))
+
+
+def test_a_malformed_frame_is_refused() -> None:
+    """Cut anywhere, with a part too many or too few, or with other numbers in its table: never anything but refused."""
+    vectors = Vectors("bfloat16", 2, bytes(4))
+    good = body_of(Advance([step(1, 5)._replace(features=vectors)]))
+    for end in range(len(good)):
+        with pytest.raises(msgspec.DecodeError):
+            unpack_to_link(good[:end])
+    table = int.from_bytes(good[:4], "big")
+    assert table == 2
+    for count in (0, 1, 3, 2**31, 2**32 - 1):
+        with pytest.raises(msgspec.DecodeError):
+            unpack_to_link(count.to_bytes(4, "big") + good[4:])
+    with pytest.raises(msgspec.DecodeError, match="does not name"):
+        unpack_to_link(_joined(msgspec.msgpack.encode(["CutOff", "why"]), [b"more"]))
+    with pytest.raises(msgspec.DecodeError, match="lacks"):
+        head = bytes(parts_of(good)[0])
+        unpack_to_link(_joined(head, []))
+    with pytest.raises(msgspec.DecodeError, match="does not name"):
+        unpack_from_link(_joined(msgspec.msgpack.encode(["Alive"]), [b""]))
+
+
+def _joined(first: bytes, others: list[bytes]) -> bytes:
+    return b"".join(framed_parts(first, others))[LENGTH_BYTES:]
 
 
 @pytest.mark.parametrize("piece", [1, 3, 7, 1000])

@@ -13,7 +13,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -230,7 +230,7 @@ class GrpcDraftLink:
     def advance(self, advances: Sequence[SequenceAdvance]) -> None:
         size = sum(len(advance.features.data) for advance in advances if advance.features is not None)
         if size and not self._has_room(size):
-            advances = [replace(advance, features=None) for advance in advances]
+            advances = [advance._replace(features=None) for advance in advances]
             size = 0
         self._post(lambda conversation: conversation.advance(advances), size)
 

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 
 import msgspec
 
@@ -59,7 +58,7 @@ class _Worker:
         self.process, self.connection = start_child(command, own_group=True)
         _wait_at_most(self.connection, START_SECONDS)
         self.outbox = Outbox(self.connection)
-        self.outbox.send(messages.pack(connect))
+        self.outbox.send(*messages.pack(connect))
         # Whether it has ever connected to a draft.
         self.had_draft = False
 
@@ -122,7 +121,7 @@ class LinkProcess:
     def advance(self, advances: Sequence[SequenceAdvance]) -> None:
         """See `DraftLink.advance`. Features are left out while too many wait for the process."""
         if not self._has_room():
-            advances = [replace(one, features=None) if one.features is not None else one for one in advances]
+            advances = [one._replace(features=None) for one in advances]
         self._send(messages.Advance(list(advances)))
 
     def send_features(self, features: Sequence[SequenceFeatures]) -> None:
@@ -152,7 +151,7 @@ class LinkProcess:
 
     def _send(self, message: messages.ToLink) -> None:
         if self._connected:
-            self._worker.outbox.send(messages.pack(message))
+            self._worker.outbox.send(*messages.pack(message))
 
     # Everything below runs on the link's thread.
 

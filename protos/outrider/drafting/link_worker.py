@@ -53,7 +53,7 @@ class _Events:
         self.send(messages.Lost(list(sequence_ids)))
 
     def send(self, message: messages.FromLink) -> None:
-        self._outbox.send(messages.pack(message))
+        self._outbox.send(*messages.pack(message))
 
 
 class _Calls:

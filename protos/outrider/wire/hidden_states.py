@@ -54,7 +54,7 @@ def vectors_to_pb(vectors: Vectors) -> tree_pb2.Tensor:
     """The vectors as a tensor [count, width]."""
     return tree_pb2.Tensor(
         dtype=_DTYPES_TO_PB[vectors.dtype],
-        shape=(vectors.count, vectors.width),
+        shape=(vectors.rows, vectors.width),
         data=vectors.data,
         row_scales=vectors.scales,
     )
