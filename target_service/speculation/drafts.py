@@ -62,8 +62,6 @@ class Drafting(DraftInbox):
         self._eligible: dict[int, Sequence] = {}
         self._unopened: list[Sequence] = []
         self.latency = DraftLatency(config.failures_to_open)
-        # Commits that were not sent to the draft yet, by sequence.
-        self._unsent: dict[int, list[SequenceAdvance]] = {}
         self.info: DraftInfo | None = None
         # Why there is no draft; empty while one is connected, and before the first.
         self.lost = ""
@@ -111,7 +109,6 @@ class Drafting(DraftInbox):
     def remove(self, sequence_id: int) -> None:
         """Remove a sequence, here and at the draft."""
         self._eligible.pop(sequence_id, None)
-        self._unsent.pop(sequence_id, None)
         self._opened.discard(sequence_id)
         self._features.forget(sequence_id)
         if self._tables is not None:
@@ -150,7 +147,6 @@ class Drafting(DraftInbox):
         """Open every sequence at the draft again: drafts and kept hidden states are those of other weights."""
         self._model_version = model_version
         self._close_all()
-        self._unsent.clear()
         self._features.forget_all()
         self._unopened = list(self._eligible.values())
 
@@ -194,34 +190,23 @@ class Drafting(DraftInbox):
         if not self._trees and not self.reads_features:
             return
         ahead, along = self._features.due(self._trees, commits)
-        if ahead:
-            # The draft needs the tokens that these vectors belong to first.
-            self._send()
+        if ahead and self._link is not None and self.connected:
+            # The draft has the tokens that these belong to.
+            self._link.send_features(ahead)
+        advances: list[SequenceAdvance] = []
         for sequence, committed in commits:
             sequence_id = sequence.sequence_id
             tree = self._trees.get(sequence_id)
             if tree is None:
                 continue
-            tokens = tuple(sequence.token_ids[-committed:])
-            unsent = self._unsent.setdefault(sequence_id, [])
+            tokens, features = tuple(sequence.token_ids[-committed:]), along.get(sequence_id)
             # Passes that were launched at once are one step each, with at least one token.
-            singles = sequence.step - tree.step - 1
-            for of_step in [*((token,) for token in tokens[:singles]), tokens[singles:]]:
-                tree.advance(len(of_step), asked=False)
-                unsent.append(SequenceAdvance(sequence_id, tree.step, of_step, along.get(sequence_id)))
-        if ahead and self._link is not None and self.connected:
-            self._link.send_features(ahead)
-        self._send()
-
-    def _send(self) -> None:
-        """Send the commits that the draft does not have yet."""
-        advances: list[SequenceAdvance] = []
-        for sequence_id, unsent in self._unsent.items():
-            tree = self._trees.get(sequence_id)
-            if tree is not None:
-                tree.ask()
-                advances += unsent
-        self._unsent.clear()
+            while sequence.step > tree.step + 1:
+                tree.advance(1)
+                advances.append(SequenceAdvance(sequence_id, tree.step, tokens[:1], features))
+                tokens = tokens[1:]
+            tree.advance(len(tokens))
+            advances.append(SequenceAdvance(sequence_id, tree.step, tokens, features))
         if advances and self._link is not None and self.connected:
             self.latency.sent()
             self._link.advance(advances)
@@ -243,7 +228,6 @@ class Drafting(DraftInbox):
         if not self._trees:
             self.latency.begin()
         self.latency.sent()
-        self._unsent.pop(sequence.sequence_id, None)
         reopened = sequence.sequence_id in self._opened
         self._opened.add(sequence.sequence_id)
         self._trees[sequence.sequence_id] = GrowingTree(sequence.token_ids, sequence.step, reopened=reopened)
@@ -312,7 +296,6 @@ class Drafting(DraftInbox):
                 # Only sequences that this draft followed need another one.
                 for sequence_id in event.sequence_ids:
                     if self._trees.pop(sequence_id, None) is not None:
-                        self._unsent.pop(sequence_id, None)
                         self._open(self._eligible[sequence_id])
             case Disconnected():
                 log.warning("no draft: %s", event.reason)

@@ -232,14 +232,13 @@ def test_steps_are_remembered_by_their_lengths() -> None:
     assert tree.length_at(4) is None and tree.length_at(4 + MEMORY_STEPS) == len(committed)
 
 
-def test_an_answer_to_an_earlier_step_will_do_until_the_draft_is_asked_again() -> None:
+def test_an_answer_is_to_the_last_commit() -> None:
     committed = [9]
     tree = GrowingTree(committed, step=0)
     graft(tree, growth(0, 1, [0], [5]))
-    committed.append(5)
-    tree.advance(1, asked=False)
     assert tree.answered
-    tree.ask()
+    committed.append(5)
+    tree.advance(1)
     assert not tree.answered
     graft(tree, growth(1, 2, [0], [6]))
     assert tree.answered

@@ -49,8 +49,8 @@ class GrowingTree:
         self._lengths = {step: self._length}
         self._next_id = _FIRST_ID
         self._where: dict[int, int] = {}
-        # The last step that the draft has answered, and the last that was sent to it.
-        self.answered_step, self._asked_step = -1, step
+        # The last step that the draft has answered.
+        self.answered_step = -1
         self._held: SequenceGrowth | None = None
         # Self-contained growths that were replaced before they were used.
         self._unused: deque[SequenceGrowth] = deque(maxlen=MEMORY_UNUSED)
@@ -69,12 +69,8 @@ class GrowingTree:
 
     @property
     def answered(self) -> bool:
-        """Whether the draft has answered the last commit that was sent to it."""
-        return self.answered_step >= self._asked_step
-
-    def ask(self) -> None:
-        """The last commit was sent to the draft."""
-        self._asked_step = self.step
+        """Whether the draft has answered the last commit."""
+        return self.answered_step >= self.step
 
     @property
     def nodes(self) -> int:
@@ -202,22 +198,23 @@ class GrowingTree:
         self._children[parent][token] = node
         return node
 
-    def advance(self, committed: int, *, asked: bool = True) -> None:
-        """Re-root after `committed` tokens were appended to the sequence: keep the subtree they lead to. With `asked`
-        the draft is sent them now; otherwise `answered` refers to the commit before until `ask`."""
+    def advance(self, committed: int) -> None:
+        """Re-root after `committed` tokens were appended to the sequence: keep the subtree they lead to."""
+        before, self._length = self._length, self._length + committed
+        self.step += 1
+        self._lengths[self.step] = self._length
+        self._lengths.pop(self.step - MEMORY_STEPS, None)
+        if not self.nodes and not self._where:
+            # In most steps where the device chooses rows: growth is held, and then replaced by newer growth.
+            self._clear()
+            return
         path: dict[int, int] = {}
         node: int | None = _ROOT
-        for length in range(self._length, self._length + committed):
+        for length in range(before, self._length):
             if node is None:
                 break
             path[node] = -length
             node = self._children[node].get(self._committed[length])
-        self._length += committed
-        self.step += 1
-        self._lengths[self.step] = self._length
-        self._lengths.pop(self.step - MEMORY_STEPS, None)
-        if asked:
-            self.ask()
         self._reroot(node, path)
 
     def _reroot(self, root: int | None, path: dict[int, int]) -> None:
