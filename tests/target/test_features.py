@@ -15,6 +15,7 @@ from eagle_heads import make_head
 from engine_harness import Propose, engine_config, knowing_tree, make_runner, plain, random_tree, request, run
 from feature_link import FeatureLink
 from hidden_states import states_of
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from draft_service.drafters.hidden_states import read_vectors
@@ -188,7 +189,7 @@ def test_a_draft_that_connects_late_gets_what_is_kept(
     drive.steps(4)
     drive.link.disconnect()
     drive.steps(3)
-    # A piece is cut once half of it is not kept any more.
+    # A piece is cut once what is not kept any more is half of what is.
     assert drive.loop.features.kept_bytes <= 1.5 * keep * EVERY.width * 4 * len(drive.going)
     drive.link.connect()
     going = set(drive.going)
@@ -318,10 +319,16 @@ def test_a_vector_takes_the_bytes_of_its_type(dtype: str, tolerance: float, tiny
         assert len(got) and float(error.max()) < tolerance
 
 
+def add(kept: KeptVectors, position: int, encoded: Tensor, rows: Sequence[range] = ()) -> None:
+    """Append these rows of an encoded pass; all of them by default."""
+    vectors = encoded.numpy()
+    kept.append(position, vectors.data.cast("B"), vectors.shape[1], rows or [range(len(vectors))])
+
+
 def test_bytes_of_float8_have_a_scale_for_every_vector() -> None:
     vectors = torch.tensor([[1000.0, -3.0, 0.5], [0.0, 0.0, 0.0], [1e-20, 2e-20, -1e-20]])
     kept = KeptVectors()
-    kept.append(0, encode(vectors, "float8_e4m3").numpy())
+    add(kept, 0, encode(vectors, "float8_e4m3"))
     travelled = kept.vectors(0, 3, FeatureRequest((0,), 3, "float8_e4m3"))
     torch.testing.assert_close(read_vectors(travelled), vectors, rtol=0.07, atol=0.0)
 
@@ -329,12 +336,15 @@ def test_bytes_of_float8_have_a_scale_for_every_vector() -> None:
 def test_kept_vectors_stay_at_their_positions() -> None:
     kept, form = KeptVectors(), FeatureRequest((0,), 2, "float32")
     rows = torch.arange(20.0).view(10, 2)
-    kept.append(0, encode(rows[:4], "float32").numpy())
-    kept.append(4, encode(rows[4:9], "float32").numpy())
+    add(kept, 0, encode(rows[:4], "float32"))
+    add(kept, 4, encode(rows[4:9], "float32"))
     kept.trim(6)
-    assert (kept.begin, kept.end, kept.nbytes) == (3, 9, 48)
+    # The three first are no longer kept, and held with the fourth: not more than half of what is kept.
+    assert (kept.begin, kept.end, kept.nbytes) == (3, 9, 72)
+    kept.trim(5)
+    assert (kept.begin, kept.end, kept.nbytes) == (4, 9, 40)
     assert torch.equal(read_vectors(kept.vectors(5, 8, form)), rows[5:8])
-    kept.append(20, encode(rows[9:], "float32").numpy())
+    add(kept, 20, encode(rows[9:], "float32"))
     assert (kept.begin, kept.end, kept.nbytes) == (20, 21, 8)
 
 
@@ -350,20 +360,39 @@ def test_kept_vectors_are_those_of_one_long_array(keep: int) -> None:
             begin += 3
             known, first = torch.zeros(0, 2), begin
         rows = torch.randn(dice.choice([1, 1, 2, 3, 30]), 2)
-        kept.append(begin, encode(rows, "float32").numpy())
+        add(kept, begin, encode(rows, "float32"))
         known = torch.cat([known, rows])
         if dice.random() < 0.7:
             kept.trim(keep)
             drop = max(0, len(known) - keep)
             known, first = known[drop:], first + drop
         assert (kept.begin, kept.end) == (first, first + len(known))
-        # A piece is cut once half of it is not kept any more.
+        # A piece is cut once what is not kept any more is half of what is.
         assert len(known) * 8 <= kept.nbytes <= 1.5 * max(len(known), 30) * 8
         if len(known):
             start = dice.randrange(len(known))
             stop = dice.randrange(start, len(known)) + 1
             found = read_vectors(kept.vectors(first + start, first + stop, form))
             assert torch.equal(found, known[start:stop])
+
+
+def test_kept_vectors_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They stay when the memory that they came in is written to, and the pieces of a prompt are sent as they are."""
+    monkeypatch.setattr("target_service.speculation.hidden_states.kept.MAX_FEATURE_BYTES", 5 * 8)
+    kept, form, rows = KeptVectors(), FeatureRequest((0,), 2, "float32"), torch.randn(40, 2)
+    written = encode(rows, "float32").clone()
+    add(kept, 0, written, [range(2, 9), range(11, 12), range(20, 24)])
+    add(kept, 12, written, [range(30, 31), range(33, 34)])
+    written.zero_()
+    wanted = torch.cat([rows[2:9], rows[11:12], rows[20:24], rows[30:31], rows[33:34]])
+    assert torch.equal(read_vectors(kept.vectors(0, 14, form)), wanted)
+    # Twelve rows in pieces of five, of which the first is the smallest.
+    assert [kept.piece_end(start, start + 5) for start in (0, 2, 7)] == [2, 7, 12]
+    for start, stop in ((0, 2), (2, 7), (7, 12), (12, 14)):
+        data = kept.vectors(start, stop, form).data
+        assert any(data is piece for piece in kept._pieces)
+    # Nothing ends there: what is asked for is cut out.
+    assert kept.piece_end(2, 6) == 6 and torch.equal(read_vectors(kept.vectors(2, 6, form)), wanted[2:6])
 
 
 def head_in(folder: Path, **changes: Any) -> Path:

@@ -11,6 +11,7 @@ of the host for each pass (H100, `benchmarks/results/2026-11-25-h100-host-time.m
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -54,16 +55,19 @@ class StepFeatures:
         self._ahead, self._done = host.numpy(), done
 
     @torch.inference_mode()
-    def of_rows(self, rows: SequenceOf[int]) -> Bytes:
-        """The encoded rows [n, bytes of a vector] on the host, see `encode`. May wait for the device."""
+    def of_rows(self, rows: SequenceOf[range]) -> tuple[Bytes, SequenceOf[range]]:
+        """Encoded rows on the host, see `encode`: an array [N, bytes of a vector], and where each range of `rows` is in
+        it. The array is used again for the third pass from now, so what is kept must be copied. May wait for the
+        device."""
         if self._ahead is not None and self._done is not None:
             self._done.synchronize()
-            # NumPy takes 10 us; PyTorch would wake a thread on every core, which takes 1 to 8 ms.
-            return self._ahead[list(rows)]
+            return self._ahead, rows
         assert self._states is not None, "what was not copied is encoded here"
-        states = self._states[torch.tensor(rows).to(self._states.device)]
+        wanted = torch.tensor([row for of_range in rows for row in of_range])
+        states = self._states[wanted.to(self._states.device)]
         encoded: Bytes = encode(states, self._dtype, self._projection).cpu().numpy()
-        return encoded
+        ends = list(accumulate(map(len, rows)))
+        return encoded, [range(end - len(of_range), end) for end, of_range in zip(ends, rows, strict=True)]
 
 
 class FeatureEncoder:

@@ -6,7 +6,7 @@ here for a draft that connects late.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from collections.abc import Sequence as SequenceOf
 
 from outrider.errors import NotSupported
@@ -37,7 +37,7 @@ class Features:
         self._connected = False
         self._kept: dict[int, KeptVectors] = {}
         # Sequences with new vectors of the last step, and whether it committed tokens of them.
-        self._fresh: dict[int, bool] = {}
+        self._fresh: dict[int, tuple[KeptVectors, bool]] = {}
         self._encoder = FeatureEncoder(runner.device)
         self.sent_vectors = self.sent_bytes = 0
         self._reported = (0, 0)
@@ -95,32 +95,35 @@ class Features:
         self._fresh.clear()
         if states is None or self._request is None:
             return
-        rows: list[int] = []
+        rows: list[range] = []
         pieces: list[tuple[KeptVectors, int, int]] = []
+        behind = self._behind
         for item, outcome in zip(items, outcomes, strict=True):
-            sequence = item.sequence
-            if sequence.sequence_id not in followed:
+            sequence_id = item.sequence.sequence_id
+            if sequence_id not in followed:
                 continue
-            kept = self._kept.setdefault(sequence.sequence_id, KeptVectors())
+            kept = self._kept.get(sequence_id)
+            if kept is None:
+                kept = self._kept[sequence_id] = KeptVectors()
             # Tokens before the step.
-            length = len(sequence.token_ids) if outcome is None else item.start + item.known
-            begin = max(item.start, kept.end, self._oldest(length))
+            length = len(item.sequence.token_ids) if outcome is None else item.start + item.known
+            begin = max(item.start, kept.end, 0 if behind is None else length - behind)
             root_row, accepted = _rows_of(item, outcome)
             # A chunk's first row holds the token at item.start.
-            of_chunk = range(root_row - (item.known - 1) + begin - item.start, root_row + 1)
-            if not of_chunk:
+            first_row = root_row - (item.known - 1) + begin - item.start
+            if first_row > root_row:
                 continue
-            rows += of_chunk
-            rows += [root_row + row for row in accepted]
-            pieces.append((kept, begin, len(of_chunk) + len(accepted)))
-            self._fresh[sequence.sequence_id] = outcome is not None
+            of_sequence = _ranges(first_row, root_row, accepted)
+            rows += of_sequence
+            pieces.append((kept, begin, len(of_sequence)))
+            self._fresh[sequence_id] = (kept, outcome is not None)
         if not rows:
             return
-        encoded = states.of_rows(rows)
-        row = 0
+        encoded, places = states.of_rows(rows)
+        vectors, row_bytes, place = encoded.data.cast("B"), encoded.shape[1], 0
         for kept, begin, count in pieces:
-            kept.append(begin, encoded[row : row + count])
-            row += count
+            kept.append(begin, vectors, row_bytes, places[place : place + count])
+            place += count
 
     def opened(self, sequence: Sequence) -> list[SequenceFeatures]:
         """All kept vectors of a sequence that was just opened at the draft."""
@@ -139,24 +142,26 @@ class Features:
         """
         ahead: list[SequenceFeatures] = []
         along: dict[int, Vectors] = {}
-        going_on = {sequence.sequence_id: (len(sequence.token_ids) - 1, committed) for sequence, committed in commits}
-        for sequence_id, committing in self._fresh.items():
-            kept = self._kept.get(sequence_id)
-            if kept is None:
-                continue
-            end, committed = going_on.get(sequence_id, (kept.end, 0))
-            ended = committing and not committed
-            if sequence_id in followed and self._connected and end == kept.end and not ended:
-                most = max(1, MAX_FEATURE_BYTES // kept.row_bytes) if committed else 0
+        going_on = {sequence.sequence_id: (sequence, committed) for sequence, committed in commits}
+        for sequence_id, (kept, committing) in self._fresh.items():
+            sequence, committed = going_on.get(sequence_id, (None, 0))
+            if self._request is None or not self._connected or sequence_id not in followed:
+                pass
+            elif sequence is None:
+                # It reads its prompt, or else it has ended.
+                if not committing:
+                    ahead += self._pieces(sequence_id, kept, kept.end)
+            elif len(sequence.token_ids) - 1 == kept.end:
+                most = max(1, MAX_FEATURE_BYTES // kept.row_bytes)
                 # The draft needs a commit before it can place the vectors of its tokens.
-                ahead += self._pieces(sequence_id, kept, end - max(most, committed))
-                if committed:
-                    # No more than the drafter's window: Medusa heads read one vector.
-                    within = min(most, self._request.window or most) if self._request else most
-                    kept.sent = max(kept.sent, end - within)
-                    along[sequence_id] = self._take(kept, end)
+                if kept.unsent < kept.end - max(most, committed):
+                    ahead += self._pieces(sequence_id, kept, kept.end - max(most, committed))
+                # No more than the drafter's window: Medusa heads read one vector.
+                kept.sent = max(kept.sent, kept.end - min(most, self._request.window or most))
+                along[sequence_id] = kept.take(kept.end, self._request)
             kept.trim(self._keep)
         self._fresh.clear()
+        self._count(along.values())
         return ahead, along
 
     def take_sent(self) -> tuple[int, int]:
@@ -167,9 +172,10 @@ class Features:
     def forget(self, sequence_id: int) -> None:
         """The sequence has ended."""
         self._kept.pop(sequence_id, None)
+        self._fresh.pop(sequence_id, None)
 
     def forget_all(self) -> None:
-        """Drop every vector: they were computed with other weights."""
+        """Drop every vector: they were computed with other weights, or have another form than is sent now."""
         self._kept.clear()
         self._fresh.clear()
 
@@ -205,37 +211,37 @@ class Features:
         if request is not None:
             self._runner.hook(request.layers)
         if _form(request) != _form(self._request):
-            self._kept.clear()
+            self.forget_all()
         self._request = request
         # The drafter reads no vectors before its window.
         self._keep = self._configured_keep
         if request is not None and request.window:
             self._keep = min(self._keep, request.window)
 
-    def _oldest(self, length: int) -> int:
-        """The first token of a sequence of `length` whose vector is needed."""
+    @property
+    def _behind(self) -> int | None:
+        """Of a sequence's last tokens, the root included, how many vectors are needed; None for all."""
         assert self._request is not None
         if self._connected and not self._request.window:
-            return 0
-        return length - 1 - max(self._keep, self._request.window if self._connected else 0)
+            return None
+        return 1 + max(self._keep, self._request.window if self._connected else 0)
 
     def _pieces(self, sequence_id: int, kept: KeptVectors, end: int) -> list[SequenceFeatures]:
         """The unsent vectors up to `end`, in pieces that fit a frame."""
+        assert self._request is not None
         pieces: list[SequenceFeatures] = []
-        while (start := max(kept.sent, kept.begin)) < end:
-            stop = min(end, start + max(1, MAX_FEATURE_BYTES // kept.row_bytes))
-            pieces.append(SequenceFeatures(sequence_id, start, self._take(kept, stop)))
+        while (start := kept.unsent) < end:
+            # What is not cut here is sent without a copy.
+            stop = kept.piece_end(start, min(end, start + max(1, MAX_FEATURE_BYTES // kept.row_bytes)))
+            pieces.append(SequenceFeatures(sequence_id, start, kept.take(stop, self._request)))
+        self._count([piece.vectors for piece in pieces])
         return pieces
 
-    def _take(self, kept: KeptVectors, stop: int) -> Vectors:
-        """The unsent vectors up to `stop`, which count as sent from now on."""
-        assert self._request is not None
-        start = max(kept.sent, kept.begin)
-        kept.sent = stop
-        vectors = kept.vectors(start, stop, self._request)
-        self.sent_vectors += stop - start
-        self.sent_bytes += len(vectors.data) + 4 * len(vectors.scales)
-        return vectors
+    def _count(self, sent: Iterable[Vectors]) -> None:
+        """Count these vectors as sent."""
+        for vectors in sent:
+            self.sent_vectors += vectors.rows
+            self.sent_bytes += len(vectors.data) + 4 * len(vectors.scales)
 
 
 def _rows_of(item: StepItem, outcome: Verified | None) -> tuple[int, tuple[int, ...]]:
@@ -247,6 +253,19 @@ def _rows_of(item: StepItem, outcome: Verified | None) -> tuple[int, tuple[int, 
     # The device chose where rows begin. States are only taken of launches of one pass.
     (only,) = outcome.device_passes
     return only.root_row, only.path
+
+
+def _ranges(first: int, root: int, accepted: SequenceOf[int]) -> list[range]:
+    """The rows `first` .. `root`, and the accepted ones, which are relative to `root`, in as few ranges as possible."""
+    ranges: list[range] = []
+    stop = root + 1
+    for row in accepted:
+        if root + row != stop:
+            ranges.append(range(first, stop))
+            first = root + row
+        stop = root + row + 1
+    ranges.append(range(first, stop))
+    return ranges
 
 
 def _form(request: FeatureRequest | None) -> tuple[object, ...]:
