@@ -11,6 +11,7 @@ end is a process that reads and drops, as fast as it can. Takes half a minute.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import select
 import socket
 import sys
@@ -213,7 +214,8 @@ def drain(descriptor: int) -> None:
     while True:
         if time.monotonic() > alive + ALIVE_SECONDS:
             alive = time.monotonic()
-            connection.sendall(b"".join(messages.pack(messages.Alive())))
+            with contextlib.suppress(BrokenPipeError):
+                connection.sendall(b"".join(messages.pack(messages.Alive())))
         if select.select([connection], [], [], ALIVE_SECONDS)[0] and not connection.recv_into(buffer):
             return
 
