@@ -13,8 +13,9 @@ from outrider.processes.framing import Buffer
 
 # Buffers that one system call takes: `IOV_MAX` of POSIX, 1,024 on Linux.
 _MAX_BUFFERS = os.sysconf("SC_IOV_MAX")
-# Larger frames, of the hidden states of prompts, are left to the thread: the kernel takes 0.9 ms to copy 4 MB (two
-# cores of an AMD EPYC), the thread 0.1 ms or so to wake.
+# Larger frames, of the hidden states of prompts, are left to the thread. Of a prompt's 5.5 MB a sender wrote what the
+# socket took in 0.9 ms, and leaves them to the thread in 0.02 ms
+# (`benchmarks/results/2026-11-25-cpu-hidden-states.md`).
 _MOST_AT_ONCE = 1 << 20
 
 
