@@ -27,6 +27,10 @@ class SequencePages:
         free than are in use. Else the next pass is spared taking them again."""
         return bool(self._kept_out) or self._cache.free_pages < self._cache.used_pages
 
+    def held(self, sequence: Sequence, tokens: int) -> bool:
+        """Whether the sequence has pages for `tokens`, as nearly all have in nearly every step."""
+        return len(sequence.pages) * self._cache.page_size >= tokens
+
     def reserve(self, sequence: Sequence, tokens: int) -> None:
         """Reserve pages for `tokens` of the sequence, or raise `OutOfPages` and change nothing."""
         missing = self._missing(sequence, tokens)
@@ -37,7 +41,7 @@ class SequencePages:
     def reserve_for_drafts(self, tokens: Iterable[tuple[Sequence, int]], running: Iterable[Sequence]) -> bool:
         """Reserve pages for drafted rows: for so many tokens of each of these sequences. False, and nothing is changed,
         where known tokens of `running` or a newcomer need them."""
-        wanted = [(sequence, count) for sequence, count in tokens if self._missing(sequence, count) > 0]
+        wanted = [(sequence, count) for sequence, count in tokens if not self.held(sequence, count)]
         if not wanted:
             return not self._kept_out
         missing = sum(self._missing(sequence, count) for sequence, count in wanted)
@@ -51,10 +55,14 @@ class SequencePages:
         """Reserve pages for drafted tokens that the step under way may accept. False if they do not fit."""
         for chunk in schedule.chunks:
             sequence = chunk.sequence
-            if sequence.length + sequence.pending_drafts > max_context:
+            drafts = sequence.pending_drafts
+            if sequence.length + drafts > max_context:
                 return False
+            tokens = sequence.kv_length + chunk.count + drafts
+            if self.held(sequence, tokens):
+                continue
             try:
-                self.reserve(sequence, sequence.kv_length + chunk.count + sequence.pending_drafts)
+                self.reserve(sequence, tokens)
             except OutOfPages:
                 return False
         return True

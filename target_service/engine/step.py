@@ -65,22 +65,25 @@ class Step:
 
     def await_tokens(self) -> None:
         """Lay out its sequences as if it had sampled their tokens and accepted no drafts, until `forget_tokens`."""
-        chosen = self.batch.device_rows.most if self.batch.device_rows is not None else None
-        for place, item in enumerate(self.batch.items):
+        items, stride = self.batch.items, self.stride
+        chosen = self.batch.device_rows.most if self.batch.device_rows is not None else (0,) * len(items)
+        for place, (item, most) in enumerate(zip(items, chosen, strict=True)):
             if item.tree is not None:
-                item.sequence.pending, item.sequence.pending_tokens = place, self.stride
-                most = min(chosen[place], MAX_PATH) * self.stride if chosen is not None else 0
-                item.sequence.pending_drafts = max(item.tree.depths) + most
+                sequence = item.sequence
+                sequence.pending, sequence.pending_tokens = place, stride
+                sequence.pending_drafts = max(item.tree.depths) + min(most, MAX_PATH) * stride
 
     def forget_tokens(self) -> None:
         """Undo `await_tokens`."""
         for item in self.batch.items:
-            item.sequence.pending, item.sequence.pending_tokens, item.sequence.pending_drafts = None, 0, 0
+            sequence = item.sequence
+            sequence.pending, sequence.pending_tokens, sequence.pending_drafts = None, 0, 0
 
     def moved_on(self, before: SequenceOf[Verified | None]) -> Step:
-        """This step, which was launched while another ran, moved by what that one accepted."""
+        """This step, which was launched while another ran, moved by what that one accepted. Its rows are not: the
+        executor has moved them."""
         counts = [0 if outcome is None else outcome.accepted for outcome in before]
-        return replace(self, batch=self.batch.moved_on(counts)) if any(counts) else self
+        return replace(self, batch=self.batch.items_moved_on(counts)) if any(counts) else self
 
     def stats(
         self,

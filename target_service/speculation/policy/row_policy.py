@@ -14,7 +14,6 @@ from enum import Enum
 
 import numpy as np
 
-from outrider.sampling import VerificationMode
 from target_service.core.running_means import RunningMean
 from target_service.core.schedule import Schedule
 from target_service.core.sequence import DevicePass
@@ -129,14 +128,16 @@ class RowPolicy:
         is better, or the distribution of some sequence requires one."""
         if not self.on:
             return None
-        every = [self._max_rows(self._live[chunk.sequence.sequence_id]) for chunk in schedule.chunks]
-        reading, allowed = schedule.reading, [limit for limit in every if limit is not None]
-        if len(allowed) < len(every) or len(every) > self._disable_above or not any(allowed[reading:]):
+        live, chunks, reading = self._live, schedule.chunks, schedule.reading
+        lives = [live[chunk.sequence.sequence_id] for chunk in chunks]
+        if len(lives) > self._disable_above or not all([_device_may_choose(one) for one in lives]):
             return None
-        limits = (*[0] * reading, *allowed[reading:])
-        read_rows = sum(chunk.count for chunk in schedule.chunks[:reading])
-        best = self._best(limits[reading:], read_rows, max_rows, kind, waits)
-        return DeviceRows(best, limits, reading, read_rows) if best else None
+        limits = [self._max_rows(one) for one in lives[reading:]]
+        if not any(limits):
+            return None
+        read_rows = schedule.read_rows
+        best = self._best(limits, read_rows, max_rows, kind, waits)
+        return DeviceRows(best, (*[0] * reading, *limits), reading, read_rows) if best else None
 
     def _best(self, limits: SequenceOf[int], read_rows: int, max_rows: int, kind: Kind, waits: float) -> int:
         """Rows of a pass of sequences with these limits, beside `read_rows` of prompts; 0 for a plain one."""
@@ -185,12 +186,9 @@ class RowPolicy:
             excess = from_table - sum(one.expected_from_table for one in followed) / len(followed)
             self.trust = min(_MOST_TRUST, max(_LEAST_TRUST, self.trust * (1 + _TRUST_SHARE * excess)))
 
-    def _max_rows(self, live: LiveSequence) -> int | None:
-        """Rows that the sequence may have; None if the device may choose no rows in its passes."""
+    def _max_rows(self, live: LiveSequence) -> int:
+        """Drafted rows that the sequence may have."""
         request = live.sequence.request
-        # The device chooses rows by their tokens, which rejection sampling does not allow.
-        if not live.verifier.on_device or request.mode is VerificationMode.REJECTION or request.external:
-            return None
         if not request.speculate:
             return 0
         # The target samples the last token itself.
@@ -243,6 +241,10 @@ class RowPolicy:
             return measured
         plain = self.seconds(sequences, 0, kind) or self._cost(sequences)
         return plain * self._cost(max(sequences, rows)) / self._cost(sequences)
+
+
+def _device_may_choose(live: LiveSequence) -> bool:
+    return live.verifier.device_rows and not live.sequence.request.external
 
 
 def _sizes(limits: SequenceOf[int], read_rows: int, max_rows: int) -> list[int]:
