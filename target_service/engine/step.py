@@ -57,7 +57,7 @@ class Step:
     @property
     def work(self) -> tuple[int, int]:
         """Sequences that decode in it, and rows of prompts."""
-        return sum(item.known == 1 for item in self.batch.items), self.batch.prefill_rows
+        return sum([item.known == 1 for item in self.batch.items]), self.batch.prefill_rows
 
     def seconds_since(self, ended_ns: int) -> float:
         """Seconds of one of its passes from the end of the step before; `ended_ns` is 0 after a pause."""
@@ -110,18 +110,20 @@ class Step:
         """
         batch, clock, wait_ns = self.batch, self.clock, self.gathered.wait_ns
         chosen = [one for outcome in outcomes if outcome is not None for one in outcome.device_passes]
-        drafted = [item.tree.drafted for item in batch.items if item.tree is not None]
+        from_table = [one.drafted_from_table for one in chosen]
         if batch.device_rows is not None:
-            drafted = [rows for outcome in outcomes if outcome is not None for rows in outcome.drafted_by_pass]
+            drafted = [one.drafted for one in chosen]
+        else:
+            drafted = [item.tree.drafted for item in batch.items if item.tree is not None]
         return StepStats(
             sequences=len(batch.items),
-            committed_sequences=sum(verdict.passes for verdict in verdicts),
-            drafted_sequences=sum(count > 0 for count in drafted),
+            committed_sequences=sum([verdict.passes for verdict in verdicts]),
+            drafted_sequences=len(drafted) - drafted.count(0),
             decode_rows=batch.decode_rows,
             prefill_rows=batch.prefill_rows,
             drafted_tokens=sum(drafted),
-            accepted_tokens=sum(verdict.drafted_tokens for verdict in verdicts),
-            committed_tokens=sum(len(verdict.token_ids) for verdict in verdicts),
+            accepted_tokens=sum([verdict.drafted_tokens for verdict in verdicts]),
+            committed_tokens=sum([len(verdict.token_ids) for verdict in verdicts]),
             fallback_sequences=self.gathered.fallbacks,
             draft_wait_ns=wait_ns,
             plan_ns=clock.planned - clock.begun - wait_ns,
@@ -133,13 +135,13 @@ class Step:
             total_ns=clock.committed - max(clock.begun, free_ns),
             feature_vectors=features[0],
             feature_bytes=features[1],
-            hits=sum(one.drafted_from_table > 0 for one in chosen),
-            misses=sum(not one.drafted_from_table for one in chosen) if followed else 0,
-            chosen_rows=sum(one.drafted for one in chosen),
-            chosen_accepted=sum(one.accepted for one in chosen),
-            table_rows=sum(one.drafted_from_table for one in chosen),
-            table_accepted=sum(one.accepted_from_table for one in chosen),
-            expected_tokens=sum(one.expected for one in chosen),
+            hits=len(from_table) - from_table.count(0),
+            misses=from_table.count(0) if followed else 0,
+            chosen_rows=sum([one.drafted for one in chosen]),
+            chosen_accepted=sum([one.accepted for one in chosen]),
+            table_rows=sum(from_table),
+            table_accepted=sum([one.accepted_from_table for one in chosen]),
+            expected_tokens=sum([one.expected for one in chosen]),
             round_trip_ns=round_trip_ns,
             busy_ns=device_ns[0],
             idle_ns=device_ns[1],

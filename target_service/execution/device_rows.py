@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
+from operator import itemgetter
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -14,6 +18,19 @@ from target_service.sampling.verifier import Verified
 from tree_kernels.node_table import EXPECTED_UNIT, PROSPECTS, REPORT, REPORT_ROWS, REPORT_TOKENS, Figure, NodeTable
 from tree_kernels.verification import Walk
 
+Ints = npt.NDArray[np.int32]
+
+# The figures of a report that are counts, in the order of `DevicePass`.
+_COUNTS = itemgetter(
+    Figure.DRAFTED,
+    Figure.DRAFTED_FROM_TABLE,
+    Figure.ACCEPTED,
+    Figure.ACCEPTED_FROM_TABLE,
+    Figure.EXPECTED,
+    Figure.EXPECTED_FROM_TABLE,
+    Figure.AGE,
+    Figure.FIRST_ROW,
+)
 _PROSPECTS = slice(Figure.FIRST_PROSPECT, Figure.FIRST_PROSPECT + len(PROSPECTS))
 
 
@@ -56,24 +73,18 @@ class TableStep(CopiedLater):
     def outcomes(self) -> list[Verified | None]:
         """See `Launched.outcomes`."""
         self.wait()
-        reports = self._reports.numpy()
+        reports, reading = self._reports.numpy(), len(self._reading)
         outcomes: list[Verified | None] = []
-        for sequence, ends in zip(reports[: len(self._reading)], self._reading, strict=True):
-            token = int(sequence[0, REPORT_TOKENS])
+        for token, ends in zip(reports[:reading, 0, REPORT_TOKENS].tolist(), self._reading, strict=True):
             outcomes.append(Verified(Walk((), token), ()) if ends else None)
-        for place, sequence in enumerate(reports[len(self._reading) :, : self._passes], start=len(self._reading)):
+        for place, passes in enumerate(_passes_of(reports[reading:, : self._passes]), start=reading):
             tokens: list[int] = []
-            passes: list[DevicePass] = []
             lossy: list[bool] = []
-            for number, one in enumerate(sequence):
-                figures = one[:REPORT_TOKENS].tolist()
-                count = figures[Figure.ACCEPTED]
-                tokens += one[REPORT_TOKENS : REPORT_TOKENS + count + 1].tolist()
-                path = tuple(one[REPORT_ROWS : REPORT_ROWS + count].tolist())
-                passes.append(_pass_of(figures, path))
-                lossy += self._lossy_rows(place, number, figures[Figure.FIRST_ROW], count)
-            first, *following = tokens
-            outcomes.append(Verified(Walk((), first), (), tuple(following), tuple(passes), tuple(lossy)))
+            for number, (one, made) in enumerate(passes):
+                tokens += made
+                lossy += self._lossy_rows(place, number, one.root_row, one.accepted)
+            device_passes = tuple([one for one, _ in passes])
+            outcomes.append(Verified(Walk((), tokens[0]), (), tuple(tokens[1:]), device_passes, tuple(lossy)))
         return outcomes
 
     def _lossy_rows(self, place: int, number: int, root_row: int, count: int) -> list[bool]:
@@ -84,16 +95,23 @@ class TableStep(CopiedLater):
         return [bool(lossy) for lossy in rows[root_row : root_row + count].tolist()]
 
 
-def _pass_of(figures: list[int], path: tuple[int, ...]) -> DevicePass:
-    return DevicePass(
-        drafted=figures[Figure.DRAFTED],
-        drafted_from_table=figures[Figure.DRAFTED_FROM_TABLE],
-        accepted=figures[Figure.ACCEPTED],
-        accepted_from_table=figures[Figure.ACCEPTED_FROM_TABLE],
-        expected=figures[Figure.EXPECTED] / EXPECTED_UNIT,
-        expected_from_table=figures[Figure.EXPECTED_FROM_TABLE] / EXPECTED_UNIT,
-        prospects=tuple([expected / EXPECTED_UNIT for expected in figures[_PROSPECTS]]),
-        age=figures[Figure.AGE],
-        root_row=figures[Figure.FIRST_ROW],
-        path=path,
-    )
+def _passes_of(reports: Ints) -> Iterator[list[tuple[DevicePass, list[int]]]]:
+    """Of each sequence its passes and the tokens that these made, from reports [B, P, REPORT]: all are read at once,
+    since reading an integer from an array takes longer than what is done with it."""
+    figures = reports[:, :, :REPORT_TOKENS].tolist()
+    accepted_most = max([one[Figure.ACCEPTED] for passes in figures for one in passes], default=0)
+    tokens = reports[:, :, REPORT_TOKENS : REPORT_TOKENS + accepted_most + 1].tolist()
+    rows = reports[:, :, REPORT_ROWS : REPORT_ROWS + accepted_most].tolist()
+    for of_sequence in zip(figures, tokens, rows, strict=True):
+        yield [_pass_of(*of_pass) for of_pass in zip(*of_sequence, strict=True)]
+
+
+def _pass_of(figures: list[int], tokens: list[int], rows: list[int]) -> tuple[DevicePass, list[int]]:
+    """A pass and its tokens; behind these, and behind the accepted rows, there may be others."""
+    drafted, from_table, accepted, accepted_from_table, expected, expected_from_table, age, root_row = _COUNTS(figures)
+    prospects = tuple([each / EXPECTED_UNIT for each in figures[_PROSPECTS]])
+    one = DevicePass(
+        drafted, from_table, accepted, accepted_from_table, expected / EXPECTED_UNIT,
+        expected_from_table / EXPECTED_UNIT, prospects, age, root_row, tuple(rows[:accepted]),
+    )  # fmt: skip
+    return one, tokens[: accepted + 1]

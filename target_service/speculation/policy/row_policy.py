@@ -31,6 +31,8 @@ _SHARE = 0.02
 # Expected tokens of the best 1, 3, 7 .. rows of a sequence before any pass: those of prompt lookup alone, on the
 # answers that `lookup_costs.RIGHT` is from.
 _FIRST_PROSPECTS = (0.4, 0.7, 0.9, 1.0, 1.0, 1.0)
+# Of these rows, and between one number of them and the next.
+_COUNTS, _STEPS = np.array(PROSPECTS), np.diff(PROSPECTS, prepend=0)
 # Rows for each token that a sequence may still generate. Chosen: as many children as a head's nodes have. A page or two
 # are held for them at the end.
 _GUESSES = 8
@@ -80,8 +82,8 @@ class _Yield:
 
     def observe(self, passes: SequenceOf[DevicePass]) -> None:
         count = len(passes)
-        self._accepted.observe(sum(one.accepted for one in passes) / count)
-        self._expected.observe(sum(one.expected for one in passes) / count)
+        self._accepted.observe(sum([one.accepted for one in passes]) / count)
+        self._expected.observe(sum([one.expected for one in passes]) / count)
         for prospect, expected in zip(self._prospects, pooled([one.prospects for one in passes]), strict=True):
             prospect.observe(expected)
 
@@ -111,8 +113,9 @@ class RowPolicy:
         self._yields = {kind: _Yield() for kind in Kind}
         self._since_drafts, self._pause, self._left = 0, _PAUSE, 0
         self._was_alone = True
-        # Time of a pass by load in powers of two, rows (0 for a plain one) and kind, as a multiple of its roots' cost.
-        self._times: dict[tuple[int, int, Kind], StepTime] = {}
+        # By load in powers of two and kind: the time of a pass by its rows, 0 for a plain one, as a multiple of its
+        # roots' cost.
+        self._times: dict[tuple[int, Kind], dict[int, StepTime]] = {}
         self._since_timed = 0
         self._tokens_each = RunningMean.settled(_SHARE, 1.0)
         # See `NodeTables.trust`.
@@ -150,7 +153,7 @@ class RowPolicy:
         beside = _sizes(limits, read_rows, max_rows)
         if not beside or self._cost is None:
             return beside[-1] if beside else 0
-        rate = max(sequences * self._rate(sequences, rows, kind, waits) for rows in (0, *sizes))
+        rate = sequences * max(self._rates(sizes, sequences, kind, waits).values())
         tokens = {rows: sequences * self._tokens(sequences, rows - read_rows, kind) for rows in beside}
         # Rows pay if they bring more than passes without prompts do in the time that they take.
         profit = {rows: tokens[rows] - rate * self._cost(rows) for rows in beside}
@@ -159,17 +162,22 @@ class RowPolicy:
 
     def seconds(self, sequences: int, rows: int, kind: Kind) -> float:
         """Measured seconds of a pass with `rows`, 0 for a plain one; 0 while unknown."""
-        times = self._times.get((sequences.bit_length(), rows, kind))
-        if times is None or times.count < _ENOUGH or self._cost is None:
-            return 0.0
-        return times.value * self._cost(sequences)
+        measured = self._measured(sequences, kind).get(rows)
+        return 0.0 if measured is None or self._cost is None else measured * self._cost(sequences)
+
+    def _measured(self, sequences: int, kind: Kind) -> dict[int, float]:
+        """By rows, 0 for a plain pass, the measured times of passes as multiples of the cost of their roots."""
+        times = self._times.get((sequences.bit_length(), kind), {})
+        return {rows: one.value for rows, one in times.items() if one.count >= _ENOUGH}
 
     def observe_time(self, sequences: int, device_rows: DeviceRows | None, seconds: float, kind: Kind) -> None:
         """Observe the time of a pass."""
         if self._cost is not None:
             rows = device_rows.rows if device_rows is not None else 0
-            times = self._times.setdefault((sequences.bit_length(), rows, kind), StepTime.of(_ENOUGH))
-            times.observe(seconds / self._cost(sequences))
+            times = self._times.setdefault((sequences.bit_length(), kind), {})
+            if rows not in times:
+                times[rows] = StepTime.of(_ENOUGH)
+            times[rows].observe(seconds / self._cost(sequences))
 
     def observe(self, outcomes: SequenceOf[Verified | None], kind: Kind, drafted: SequenceOf[bool]) -> None:
         """Learn from passes whose rows the device chose. `drafted`: the sequence's table holds only a draft's nodes."""
@@ -178,12 +186,12 @@ class RowPolicy:
             self._tokens_each.observe(1.0)
             return
         self._yields[kind].observe(passes)
-        self._tokens_each.observe(1 + sum(one.accepted for one in passes) / len(passes))
+        self._tokens_each.observe(1 + sum([one.accepted for one in passes]) / len(passes))
         known = zip(outcomes, drafted, strict=True)
         followed = [one for outcome, has in known if has and outcome is not None for one in outcome.device_passes]
         if kind is not Kind.ALONE and followed:
-            from_table = sum(one.accepted_from_table for one in followed) / len(followed)
-            excess = from_table - sum(one.expected_from_table for one in followed) / len(followed)
+            from_table = sum([one.accepted_from_table for one in followed]) / len(followed)
+            excess = from_table - sum([one.expected_from_table for one in followed]) / len(followed)
             self.trust = min(_MOST_TRUST, max(_LEAST_TRUST, self.trust * (1 + _TRUST_SHARE * excess)))
 
     def _max_rows(self, live: LiveSequence) -> int:
@@ -203,13 +211,14 @@ class RowPolicy:
         self._since_timed += 1
         if self._since_timed > _REFRESH:
             self._since_timed = 0
+            times = self._times.get((sequences.bit_length(), kind), {})
             for rows in (0, *sizes):
-                self._times.pop((sequences.bit_length(), rows, kind), None)
-        rates = {rows: self._rate(sequences, rows, kind, waits) for rows in (0, *sizes)}
+                times.pop(rows, None)
+        rates, measured = self._rates(sizes, sequences, kind, waits), self._measured(sequences, kind)
         rates[0] *= _MARGIN
-        best = max(rates, key=lambda rows: rates[rows])
-        for rows in rates:
-            if not self.seconds(sequences, rows, kind) and rates[rows] > _WORTH_TIMING * rates[best]:
+        best = max(rates, key=rates.__getitem__)
+        for rows, rate in rates.items():
+            if rows not in measured and rate > _WORTH_TIMING * rates[best]:
                 return rows
         if best:
             self._since_drafts, self._pause = 0, _PAUSE
@@ -218,29 +227,36 @@ class RowPolicy:
             self._left -= 1
             return sizes[0]
         self._since_drafts += 1
-        slower = self._expected_seconds(sequences, sizes[0], kind) / self._expected_seconds(sequences, 0, kind) - 1
+        times = self._expected_times((0, sizes[0]), sequences, kind)
+        slower = times[sizes[0]] / times[0] - 1
         if self._since_drafts <= min(self._pause, max(_TRY, _TRY * slower / _TRYING)):
             return 0
         self._since_drafts, self._pause, self._left = 0, min(_LONGEST_PAUSE, 2 * self._pause), _TRY - 1
         return sizes[0]
 
-    def _rate(self, sequences: int, rows: int, kind: Kind, waits: float) -> float:
-        """Tokens a second of a sequence in passes with `rows`, 0 for plain ones, that wait `waits` seconds."""
-        tokens = self._tokens(sequences, rows, kind)
-        return tokens / (self._expected_seconds(sequences, rows, kind) + (waits if rows else 0.0))
+    def _rates(self, sizes: SequenceOf[int], sequences: int, kind: Kind, waits: float) -> dict[int, float]:
+        """Tokens a second of a sequence by the rows of a pass, 0 for a plain one; others wait `waits` seconds."""
+        assert self._cost is not None
+        cost = self._cost(sequences)
+        return {
+            rows: self._tokens(sequences, rows, kind) / (cost * multiple + (waits if rows else 0.0))
+            for rows, multiple in self._expected_times((0, *sizes), sequences, kind).items()
+        }
 
     def _tokens(self, sequences: int, rows: int, kind: Kind) -> float:
         """Tokens of each sequence in a pass with `rows`."""
         return self._yields[kind].tokens(max(0, rows - sequences) / sequences)
 
-    def _expected_seconds(self, sequences: int, rows: int, kind: Kind) -> float:
-        """Seconds of a pass: as measured, or scaled by the costs of its rows and of a plain pass."""
+    def _expected_times(self, sizes: SequenceOf[int], sequences: int, kind: Kind) -> dict[int, float]:
+        """By rows, the times of passes as multiples of the cost of their roots: as measured, or that of a plain pass
+        scaled by the cost of the rows."""
         assert self._cost is not None
-        measured = self.seconds(sequences, rows, kind)
-        if measured:
-            return measured
-        plain = self.seconds(sequences, 0, kind) or self._cost(sequences)
-        return plain * self._cost(max(sequences, rows)) / self._cost(sequences)
+        measured, cost = self._measured(sequences, kind), self._cost(sequences)
+        plain = measured.get(0, 1.0)
+        return {
+            rows: measured[rows] if rows in measured else plain * self._cost(max(sequences, rows)) / cost
+            for rows in sizes
+        }
 
 
 def _device_may_choose(live: LiveSequence) -> bool:
@@ -266,15 +282,15 @@ def pooled(prospects: SequenceOf[SequenceOf[float]]) -> SequenceOf[float]:
     """
     if len(prospects) == 1:
         return prospects[0]
-    expected = np.array(prospects)
-    steps = np.diff(PROSPECTS, prepend=0)
-    gains = np.diff(expected, prepend=0.0)
+    gains = np.array(prospects)
+    gains[:, 1:] -= gains[:, :-1].copy()
     # Ranges of rows, the best first.
-    order = np.argsort(-(gains / steps).ravel(), kind="stable")
-    rows = np.cumsum(np.broadcast_to(steps, gains.shape).ravel()[order])
-    wanted = np.array(PROSPECTS) * len(expected)
-    found = np.interp(wanted, np.append(0, rows), np.append(0.0, np.cumsum(gains.ravel()[order])))
-    return list((found / len(expected)).tolist())
+    order = np.argsort((gains / -_STEPS).ravel(), kind="stable")
+    rows, expected = np.zeros((2, 1 + gains.size))
+    np.cumsum(_STEPS[order % len(_STEPS)], out=rows[1:])
+    np.cumsum(gains.ravel()[order], out=expected[1:])
+    found = np.interp(_COUNTS * len(gains), rows, expected)
+    return list((found / len(gains)).tolist())
 
 
 def _between(drafted: float, prospects: SequenceOf[RunningMean]) -> float:
