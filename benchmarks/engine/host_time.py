@@ -33,6 +33,7 @@ from benchmarks.shared.report import (
     show,
     write_json,
 )
+from outrider.runtime import settled
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.wire.frames import (
     DraftEvents,
@@ -333,10 +334,11 @@ def measure(sequences: int, options: argparse.Namespace) -> dict[str, dict[str, 
         request = SequenceRequest(prompt, sampling, VerificationMode.GREEDY, 0, _LONGEST)
         loop.add(loop.make(number, request))
     _watch(loop, steps, times)
-    for number in range(options.warm_up + options.steps):
-        if number == options.warm_up:
-            times.ns.clear()
-        loop.step()
+    with settled():
+        for number in range(options.warm_up + options.steps):
+            if number == options.warm_up:
+                times.ns.clear()
+            loop.step()
     if len(loop.live) < sequences or not loop.drafting.follows:
         raise SystemExit("a sequence ended, or its draft is not followed: what was timed is no usual step")
     found = {phase: median_and_spread([ns / 1000 for ns in each]) for phase, each in times.ns.items()}

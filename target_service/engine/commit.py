@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from outrider.tree import TokenTree
-from target_service.core.sequence import DevicePass, SequenceState, SequenceTotals, Verdict, VerifiedTree
+from target_service.core.sequence import SequenceState, SequenceTotals, Verdict, VerifiedTree
 from target_service.sampling.verifier import Verified
 from target_service.speculation.merged_tree import PredictedTree
 from target_service.speculation.policy.live_sequence import LiveSequence
@@ -20,7 +20,7 @@ def commit(
     pages since.
     """
     sequence, walk, totals = live.sequence, outcome.walk, live.sequence.totals
-    device_passes, passes = outcome.device_passes, outcome.passes
+    device_passes, passes, by_step = outcome.device_passes, outcome.passes, outcome.accepted_by_pass
     # What was verified is unknown here where the device chose rows, and of passes launched at once.
     root, shows = sequence.root, sequence.request.trees and passes == 1 and not device_passes
     tokens = [*[tree.token_ids[row] for row in walk.accepted_rows], walk.next_token, *outcome.following]
@@ -29,11 +29,12 @@ def commit(
     accepted = tuple(walk.accepted_rows[:kept_tokens])
     sequence.token_ids += tokens
     if kept:
-        sequence.kv_length += min(len(accepted), kept_tokens - 1) + sum([one.accepted for one in device_passes])
+        sequence.kv_length += min(len(accepted), kept_tokens - 1) + sum(by_step)
         sequence.state = SequenceState.RUNNING
     sequence.external_tree = None
     queue_ns = totals.started_ns - totals.arrived_ns if sequence.step == 0 else 0
-    by_step = _kept_drafts(device_passes, kept_tokens)
+    if finish is not None:
+        by_step = _kept_drafts(by_step, kept_tokens)
     sequence.step += passes
     verdict = Verdict(
         sequence_id=sequence.sequence_id,
@@ -71,13 +72,13 @@ def commit(
     return verdict
 
 
-def _kept_drafts(passes: tuple[DevicePass, ...], tokens: int) -> tuple[int, ...]:
+def _kept_drafts(accepted_by_pass: tuple[int, ...], tokens: int) -> tuple[int, ...]:
     """Drafted tokens by pass among the first `tokens`, of passes that each accepted some and sampled one more."""
     kept: list[int] = []
-    for one in passes:
+    for accepted in accepted_by_pass:
         if tokens:
-            kept.append(min(one.accepted, tokens))
-            tokens -= min(one.accepted + 1, tokens)
+            kept.append(min(accepted, tokens))
+            tokens -= min(accepted + 1, tokens)
     return tuple(kept)
 
 
