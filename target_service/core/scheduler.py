@@ -204,7 +204,7 @@ class Scheduler:
 
     def _due(self, sequence: Sequence) -> int:
         """Known tokens to feed next. The root of a client that drafts is fed with its tree only."""
-        known = sequence.length - sequence.kv_length
+        known = len(sequence.token_ids) + sequence.pending_tokens - sequence.kv_length
         if sequence.request.external:
             if known == 1:
                 return 1 if sequence.external_tree is not None else 0

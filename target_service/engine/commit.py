@@ -51,7 +51,8 @@ def commit(
         # The tree of a step prepared before its root was known holds another token there.
         tree=VerifiedTree((root, *tree.token_ids[1:]), tuple(tree.parents), accepted) if shows else None,
     )
-    totals.lossy_tokens += sum(outcome.lossy[: verdict.drafted_tokens])
+    if outcome.lossy:
+        totals.lossy_tokens += sum(outcome.lossy[: verdict.drafted_tokens])
     if isinstance(tree, PredictedTree):
         totals.predicted_tokens += tree.predicted_rows
         totals.accepted_predicted_tokens += tree.accepted_predicted(accepted)

@@ -415,13 +415,13 @@ class EngineLoop:
     def _commit(self, step: Step, outcomes: SequenceOf[Verified | None]) -> list[Verdict]:
         """Commit the outcomes. Sequences that ended since the launch are skipped."""
         compute_ns, answered = step.clock.verified - step.clock.begun, step.gathered.answered
-        version, tables = self.model_version, self._steps.tables
+        version, tables, learns = self.model_version, self._steps.tables, answered or step.batch.drafted
         verdicts: list[Verdict] = []
         for item, outcome in zip(step.batch.items, outcomes, strict=True):
             live, tree = self.live.get(item.sequence.sequence_id), item.tree
             if live is None or tree is None or outcome is None:
                 continue
-            if answered or tree.drafted:
+            if learns and (answered or tree.drafted):
                 self._gathering.learn(live, tree, outcome, step.gathered.row_cost)
             verdict = commit(live, tree, outcome, compute_ns, model_version=version, kept=item.kept)
             verdicts.append(verdict)

@@ -92,8 +92,8 @@ class StepBatch:
         """The same without moving its rows, which a device that runs it has moved."""
         items = list(self.items)
         for place, moves in self.input.moves(accepted_counts):
-            sequence, start, *rest = items[place]
-            items[place] = StepItem(sequence, start + moves, *rest)
+            if moves:
+                items[place] = items[place]._replace(start=items[place].start + moves)
         return replace(self, items=tuple(items))
 
 
@@ -122,10 +122,12 @@ def lay_out(
     parents: list[tuple[int, ...] | None] = []
     items: list[StepItem] = []
     limits = device_rows.most if device_rows is not None else (None,) * len(chunks)
+    end = 0
     for chunk, tree, limit in zip(chunks, trees, limits, strict=True):
         sequence, count = chunk.sequence, chunk.count
-        start, first_row, shape = sequence.kv_length, len(token_ids), None
-        root_row, end = first_row + count - 1, first_row + count
+        start, first_row, shape = sequence.kv_length, end, None
+        end += count
+        root_row = end - 1
         token_ids += sequence.feed(start, count)
         positions += range(start, start + count)
         items.append(StepItem(sequence, start, count, tree, root_row, len(logit_rows), sequence.totals.preemptions))

@@ -77,41 +77,37 @@ class TableStep(CopiedLater):
         outcomes: list[Verified | None] = []
         for token, ends in zip(reports[:reading, 0, REPORT_TOKENS].tolist(), self._reading, strict=True):
             outcomes.append(Verified(Walk((), token), ()) if ends else None)
-        for place, passes in enumerate(_passes_of(reports[reading:, : self._passes]), start=reading):
-            tokens: list[int] = []
-            lossy: list[bool] = []
-            for number, (one, made) in enumerate(passes):
-                tokens += made
-                lossy += self._lossy_rows(place, number, one.root_row, one.accepted)
-            device_passes = tuple([one for one, _ in passes])
-            outcomes.append(Verified(Walk((), tokens[0]), (), tuple(tokens[1:]), device_passes, tuple(lossy)))
+        for place, (figures, made, rows) in enumerate(_read(reports[reading:, : self._passes]), start=reading):
+            passes, tokens = tuple(map(_pass_of, figures, rows)), list[int]()
+            for one, of_pass in zip(passes, made, strict=True):
+                tokens += of_pass[: one.accepted + 1]
+            lossy = self._lossy_rows(passes) if self._lossy and self._typical[place] else ()
+            outcomes.append(Verified(Walk((), tokens[0]), (), tuple(tokens[1:]), passes, lossy))
         return outcomes
 
-    def _lossy_rows(self, place: int, number: int, root_row: int, count: int) -> list[bool]:
-        """Of the rows that a pass accepted of a sequence, whether the model would have drawn another token."""
-        rows = self._lossy[number] if self._lossy else None
-        if rows is None or not self._typical[place]:
-            return []
-        return [bool(lossy) for lossy in rows[root_row : root_row + count].tolist()]
+    def _lossy_rows(self, passes: SequenceOf[DevicePass]) -> tuple[bool, ...]:
+        """Of the rows that passes accepted of a sequence, whether the model would have drawn another token."""
+        lossy: list[bool] = []
+        for one, rows in zip(passes, self._lossy, strict=True):
+            assert rows is not None, "a sequence is verified by typical acceptance"
+            lossy += [bool(each) for each in rows[one.root_row : one.root_row + one.accepted].tolist()]
+        return tuple(lossy)
 
 
-def _passes_of(reports: Ints) -> Iterator[list[tuple[DevicePass, list[int]]]]:
-    """Of each sequence its passes and the tokens that these made, from reports [B, P, REPORT]: all are read at once,
-    since reading an integer from an array takes longer than what is done with it."""
+def _read(reports: Ints) -> Iterator[tuple[list[list[int]], list[list[int]], list[list[int]]]]:
+    """Of each sequence the figures, tokens and accepted rows of its passes, from reports [B, P, REPORT]; behind a
+    pass's tokens and rows there may be others. All are read at once: to read one integer from an array takes longer
+    than what is done with it."""
     figures = reports[:, :, :REPORT_TOKENS].tolist()
-    accepted_most = max([one[Figure.ACCEPTED] for passes in figures for one in passes], default=0)
-    tokens = reports[:, :, REPORT_TOKENS : REPORT_TOKENS + accepted_most + 1].tolist()
-    rows = reports[:, :, REPORT_ROWS : REPORT_ROWS + accepted_most].tolist()
-    for of_sequence in zip(figures, tokens, rows, strict=True):
-        yield [_pass_of(*of_pass) for of_pass in zip(*of_sequence, strict=True)]
+    most = max([one[Figure.ACCEPTED] for passes in figures for one in passes], default=0)
+    tokens = reports[:, :, REPORT_TOKENS : REPORT_TOKENS + most + 1].tolist()
+    return zip(figures, tokens, reports[:, :, REPORT_ROWS : REPORT_ROWS + most].tolist(), strict=True)
 
 
-def _pass_of(figures: list[int], tokens: list[int], rows: list[int]) -> tuple[DevicePass, list[int]]:
-    """A pass and its tokens; behind these, and behind the accepted rows, there may be others."""
+def _pass_of(figures: list[int], rows: list[int]) -> DevicePass:
     drafted, from_table, accepted, accepted_from_table, expected, expected_from_table, age, root_row = _COUNTS(figures)
-    prospects = tuple([each / EXPECTED_UNIT for each in figures[_PROSPECTS]])
-    one = DevicePass(
+    return DevicePass(
         drafted, from_table, accepted, accepted_from_table, expected / EXPECTED_UNIT,
-        expected_from_table / EXPECTED_UNIT, prospects, age, root_row, tuple(rows[:accepted]),
+        expected_from_table / EXPECTED_UNIT, tuple([each / EXPECTED_UNIT for each in figures[_PROSPECTS]]), age,
+        root_row, tuple(rows[:accepted]),
     )  # fmt: skip
-    return one, tokens[: accepted + 1]

@@ -91,7 +91,7 @@ class SequenceVerifier:
         self._shapes_logits = sampling.shapes_logits
         # Whether `DeviceVerifier` supports all that this sequence's distribution depends on.
         self.on_device = not sampling.shapes_logits and sampling.logprobs is None
-        # Whether the device may choose which rows are drafted: by their tokens, which rejection sampling does not allow.
+        # Whether the device may choose its drafted rows: it does so by tokens, which rejection sampling does not allow.
         self.device_rows = self.on_device and request.mode is not VerificationMode.REJECTION
         self._shaper = LogitShaper(sampling, request.token_ids, end_token_ids, vocabulary_size)
         self.prompt_length = len(request.token_ids)

@@ -8,11 +8,15 @@ which are scaled by what was accepted. Its time is measured, by load and size.
 
 from __future__ import annotations
 
+import bisect
+import functools
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from enum import Enum
 
+import numba
 import numpy as np
+import numpy.typing as npt
 
 from target_service.core.running_means import RunningMean
 from target_service.core.schedule import Schedule
@@ -25,14 +29,16 @@ from target_service.speculation.policy.live_sequence import LiveSequence
 from target_service.speculation.policy.step_cost import StepCost
 from tree_kernels.node_table import KEPT, PROSPECTS
 
+Reals = npt.NDArray[np.float64]
+_all_sizes = functools.cache(row_sizes)
+
 # Weight of one launch in the means of expected and accepted tokens: some fifty launches, a quarter of a second at 8B
 # size.
 _SHARE = 0.02
 # Expected tokens of the best 1, 3, 7 .. rows of a sequence before any pass: those of prompt lookup alone, on the
 # answers that `lookup_costs.RIGHT` is from.
 _FIRST_PROSPECTS = (0.4, 0.7, 0.9, 1.0, 1.0, 1.0)
-# Of these rows, and between one number of them and the next.
-_COUNTS, _STEPS = np.array(PROSPECTS), np.diff(PROSPECTS, prepend=0)
+_COUNTS = np.array(PROSPECTS, np.float64)
 # Rows for each token that a sequence may still generate. Chosen: as many children as a head's nodes have. A page or two
 # are held for them at the end.
 _GUESSES = 8
@@ -89,6 +95,8 @@ class _Yield:
 
     def tokens(self, drafted: float) -> float:
         """Tokens of a sequence in a pass with `drafted` rows for each sequence, on average."""
+        if not drafted:
+            return 1.0
         scale = self._accepted.value / max(self._expected.value, _LEAST_EXPECTED)
         return 1 + scale * _between(drafted, self._prospects)
 
@@ -106,6 +114,9 @@ class RowPolicy:
         """A sequence gets at most `most` rows, and none above `disable_above` sequences; 0 turns the policy off. `cost`
         of None takes as many rows as are allowed. `live` is the engine's own table."""
         self.on = most > 0
+        if self.on:
+            # Compile now, not at the first pass.
+            pooled([_FIRST_PROSPECTS] * 2)
         self._limit = min(most, KEPT)
         self._cost = cost
         self._live = live
@@ -227,8 +238,8 @@ class RowPolicy:
             self._left -= 1
             return sizes[0]
         self._since_drafts += 1
-        times = self._expected_times((0, sizes[0]), sequences, kind)
-        slower = times[sizes[0]] / times[0] - 1
+        expected = self._expected_times((0, sizes[0]), sequences, kind)
+        slower = expected[sizes[0]] / expected[0] - 1
         if self._since_drafts <= min(self._pause, max(_TRY, _TRY * slower / _TRYING)):
             return 0
         self._since_drafts, self._pause, self._left = 0, min(_LONGEST_PAUSE, 2 * self._pause), _TRY - 1
@@ -266,9 +277,10 @@ def _device_may_choose(live: LiveSequence) -> bool:
 def _sizes(limits: SequenceOf[int], read_rows: int, max_rows: int) -> list[int]:
     """Sizes that a pass may have with rows of prompts, one root for each limit, and drafted rows up to the limits."""
     held = read_rows + len(limits)
-    larger = [size for size in row_sizes(max_rows) if size > held]
+    sizes = _all_sizes(max_rows)
+    first = bisect.bisect_right(sizes, held)
     # The smallest size that holds all, and those below.
-    return larger[: 1 + sum(size < held + sum(limits) for size in larger)]
+    return list(sizes[first : 1 + bisect.bisect_left(sizes, held + sum(limits), first)])
 
 
 def pooled(prospects: SequenceOf[SequenceOf[float]]) -> SequenceOf[float]:
@@ -280,17 +292,34 @@ def pooled(prospects: SequenceOf[SequenceOf[float]]) -> SequenceOf[float]:
     Returns:
         [len(PROSPECTS)], interpolated linearly.
     """
-    if len(prospects) == 1:
-        return prospects[0]
-    gains = np.array(prospects)
-    gains[:, 1:] -= gains[:, :-1].copy()
-    # Ranges of rows, the best first.
-    order = np.argsort((gains / -_STEPS).ravel(), kind="stable")
-    rows, expected = np.zeros((2, 1 + gains.size))
-    np.cumsum(_STEPS[order % len(_STEPS)], out=rows[1:])
-    np.cumsum(gains.ravel()[order], out=expected[1:])
-    found = np.interp(_COUNTS * len(gains), rows, expected)
-    return list((found / len(gains)).tolist())
+    return prospects[0] if len(prospects) == 1 else _pooled(np.array(prospects), _COUNTS).tolist()
+
+
+@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+def _pooled(prospects: Reals, counts: Reals) -> Reals:
+    """See `pooled`: of the sequences' next ranges of rows, that with the most tokens a row is taken, again and again.
+    Compiled, since arrays of a few hundred figures cost numpy more for its calls than for them.
+
+    Args:
+        prospects: [B, N].
+        counts: [N], rising.
+    """
+    sequences, sizes = prospects.shape
+    place = np.zeros(sequences, np.int64)
+    rates = prospects[:, 0] / counts[0]
+    found, size, rows, tokens = np.zeros(sizes), 0, 0.0, 0.0
+    while size < sizes:
+        best = np.argmax(rates)
+        here = place[best]
+        more = counts[here] - (counts[here - 1] if here else 0.0)
+        while size < sizes and rows + more >= counts[size] * sequences:
+            found[size] = (tokens + rates[best] * (counts[size] * sequences - rows)) / sequences
+            size += 1
+        rows, tokens, place[best] = rows + more, tokens + rates[best] * more, here + 1
+        rates[best] = -np.inf
+        if here + 1 < sizes:
+            rates[best] = (prospects[best, here + 1] - prospects[best, here]) / (counts[here + 1] - counts[here])
+    return found
 
 
 def _between(drafted: float, prospects: SequenceOf[RunningMean]) -> float:
