@@ -44,8 +44,9 @@ class SequencePages:
         wanted = [(sequence, count) for sequence, count in tokens if not self.held(sequence, count)]
         if not wanted:
             return not self._kept_out
-        missing = sum(self._missing(sequence, count) for sequence, count in wanted)
-        if missing > self._cache.free_pages - self._kept_out - sum(map(self._unread, running)):
+        missing = sum([self._missing(sequence, count) for sequence, count in wanted])
+        unread = sum([self._unread(one) for one in running if one.state is SequenceState.PREFILL])
+        if missing > self._cache.free_pages - self._kept_out - unread:
             return False
         for sequence, count in wanted:
             self.reserve(sequence, count)
@@ -99,7 +100,5 @@ class SequencePages:
         return self._cache.pages_for(tokens) - len(sequence.pages)
 
     def _unread(self, sequence: Sequence) -> int:
-        """Pages that a running sequence lacks for its known tokens."""
-        if sequence.state is not SequenceState.PREFILL:
-            return 0
+        """Pages that a sequence that reads lacks for its known tokens."""
         return max(0, self._missing(sequence, len(sequence.token_ids)))

@@ -110,10 +110,8 @@ class Step:
         """
         batch, clock, wait_ns = self.batch, self.clock, self.gathered.wait_ns
         chosen = [one for outcome in outcomes if outcome is not None for one in outcome.device_passes]
-        from_table = [one.drafted_from_table for one in chosen]
-        if batch.device_rows is not None:
-            drafted = [one.drafted for one in chosen]
-        else:
+        from_table, drafted = [one.drafted_from_table for one in chosen], [one.drafted for one in chosen]
+        if batch.device_rows is None:
             drafted = [item.tree.drafted for item in batch.items if item.tree is not None]
         return StepStats(
             sequences=len(batch.items),

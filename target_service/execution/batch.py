@@ -93,7 +93,8 @@ class StepBatch:
         items = list(self.items)
         for place, moves in self.input.moves(accepted_counts):
             if moves:
-                items[place] = items[place]._replace(start=items[place].start + moves)
+                item = items[place]
+                items[place] = StepItem(item.sequence, item.start + moves, *item[2:])
         return replace(self, items=tuple(items))
 
 
