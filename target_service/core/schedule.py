@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from target_service.core.sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Chunk:
-    """Known tokens that one sequence feeds in one step: `token_ids[kv_length : kv_length + count]`."""
+    """Known tokens that one sequence feeds in one step: `token_ids[kv_length : kv_length + count]`.
+
+    Attributes:
+        reaches_root: the last row is the root, so that the step yields a token.
+        takes_tree: the chunk is the root alone, so that drafted rows may follow.
+    """
 
     sequence: Sequence
     count: int
+    # As the sequence is when the chunk is made: a step asks several times for each of its sequences.
+    reaches_root: bool = field(init=False)
+    takes_tree: bool = field(init=False)
 
-    @property
-    def reaches_root(self) -> bool:
-        """Whether the last row is the root, so that the step yields a token."""
-        return self.sequence.kv_length + self.count == self.sequence.length
-
-    @property
-    def takes_tree(self) -> bool:
-        """Whether the chunk is the root alone, so that drafted rows may follow."""
-        return self.count == 1 and self.reaches_root
+    def __post_init__(self) -> None:
+        self.reaches_root = self.sequence.kv_length + self.count == self.sequence.length
+        self.takes_tree = self.count == 1 and self.reaches_root
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Schedule:
     """One step: sequences that read come first, then those that feed their root alone and may have drafted rows. Pages
     for every known token are reserved."""
@@ -39,7 +42,12 @@ class Schedule:
         """Rows of known tokens."""
         return sum(chunk.count for chunk in self.chunks)
 
-    @property
+    @cached_property
     def reading(self) -> int:
         """Sequences that read."""
-        return sum(not chunk.takes_tree for chunk in self.chunks)
+        return sum([not chunk.takes_tree for chunk in self.chunks])
+
+    @property
+    def read_rows(self) -> int:
+        """Rows of the sequences that read."""
+        return sum([chunk.count for chunk in self.chunks[: self.reading]])

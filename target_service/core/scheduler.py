@@ -7,6 +7,7 @@ import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 
 from outrider.tree import TokenTree
 from target_service.core.fairness import FairShare, Share, TimeShares
@@ -171,7 +172,7 @@ class Scheduler:
             if rows and self._holds_chunk(sequence, 1):
                 chunks.append(Chunk(sequence, 1))
                 rows -= 1
-        if rows:
+        if rows and self._waiting:
             reading += self._admit(free_places)
         if not own:
             rows = self._rows_within(seconds, len(chunks), reading, rows)
@@ -180,12 +181,11 @@ class Scheduler:
                 chunks.append(Chunk(sequence, count))
         # A sequence scheduled early may have been preempted for a later one.
         run = [chunk for chunk in chunks if chunk.sequence.state in _RUNS]
-        return Schedule(tuple(sorted(run, key=lambda chunk: chunk.takes_tree)), own)
+        return Schedule(tuple(sorted(run, key=attrgetter("takes_tree"))), own)
 
     def begin(self, schedule: Schedule) -> None:
         """Count a scheduled step as its tenants' share: it is launched."""
-        reading_rows = sum(chunk.count for chunk in schedule.chunks if not chunk.takes_tree)
-        seconds = self.times.seconds(sum(chunk.takes_tree for chunk in schedule.chunks), reading_rows)
+        seconds = self.times.seconds(len(schedule.chunks) - schedule.reading, schedule.read_rows)
         self._time.begin({chunk.sequence.request.tenant for chunk in schedule.chunks}, seconds)
 
     def _places_within(self, seconds: float, allowed: Mapping[str, int], places: int) -> int:
@@ -204,7 +204,7 @@ class Scheduler:
 
     def _due(self, sequence: Sequence) -> int:
         """Known tokens to feed next. The root of a client that drafts is fed with its tree only."""
-        known = sequence.length - sequence.kv_length
+        known = len(sequence.token_ids) + sequence.pending_tokens - sequence.kv_length
         if sequence.request.external:
             if known == 1:
                 return 1 if sequence.external_tree is not None else 0
@@ -225,17 +225,7 @@ class Scheduler:
         the seconds that the step may take: infinite where it is one tenant's own.
         """
         ready, demands = self._ready()
-        order, kept_out = self._once_ordered(), None
-        for tenant, queue in self._waiting.items():
-            if self._yielding(queue[0], order) is not None:
-                demand = demands.setdefault(tenant, _Demand(queue[0].request.share))
-                demand.sequences += len(queue)
-                if demand.rows < self.max_step_rows:
-                    # Only of the next in line: the others may have to wait anyway.
-                    demand.rows += self._due(queue[0])
-            elif kept_out is None:
-                kept_out = queue[0]
-        self._note_kept_out(kept_out)
+        self._note_kept_out(self._add_waiting(demands) if self._waiting else None)
         shares = {tenant: demand.share for tenant, demand in demands.items()}
         allowed = {
             tenant: min(demand.sequences, demand.share.running or demand.sequences)
@@ -290,6 +280,20 @@ class Scheduler:
             else:
                 demand.rows += due
         return ready, demands
+
+    def _add_waiting(self, demands: dict[str, _Demand]) -> Sequence | None:
+        """Add the demand of sequences that wait for a place. Returns the first that has to wait for pages too."""
+        order, kept_out = self._once_ordered(), None
+        for tenant, queue in self._waiting.items():
+            if self._yielding(queue[0], order) is not None:
+                demand = demands.setdefault(tenant, _Demand(queue[0].request.share))
+                demand.sequences += len(queue)
+                if demand.rows < self.max_step_rows:
+                    # Only of the next in line: the others may have to wait anyway.
+                    demand.rows += self._due(queue[0])
+            elif kept_out is None:
+                kept_out = queue[0]
+        return kept_out
 
     def _share_rows(self, reading: list[Sequence], rows: int) -> list[tuple[Sequence, int]]:
         """Known tokens that each of these feeds, at most `rows` together."""
@@ -402,6 +406,8 @@ class Scheduler:
 
     def _holds_chunk(self, sequence: Sequence, count: int) -> bool:
         """Reserve pages for `count` more tokens, preempting others if needed. False if `sequence` was preempted."""
+        if self.pages.held(sequence, sequence.kv_length + count):
+            return sequence.state in _RUNS
         while sequence.state in _RUNS:
             limited = self._at_limit(sequence, count)
             if not limited:

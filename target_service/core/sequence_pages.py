@@ -27,6 +27,10 @@ class SequencePages:
         free than are in use. Else the next pass is spared taking them again."""
         return bool(self._kept_out) or self._cache.free_pages < self._cache.used_pages
 
+    def held(self, sequence: Sequence, tokens: int) -> bool:
+        """Whether the sequence has pages for `tokens`, as nearly all have in nearly every step."""
+        return len(sequence.pages) * self._cache.page_size >= tokens
+
     def reserve(self, sequence: Sequence, tokens: int) -> None:
         """Reserve pages for `tokens` of the sequence, or raise `OutOfPages` and change nothing."""
         missing = self._missing(sequence, tokens)
@@ -37,11 +41,12 @@ class SequencePages:
     def reserve_for_drafts(self, tokens: Iterable[tuple[Sequence, int]], running: Iterable[Sequence]) -> bool:
         """Reserve pages for drafted rows: for so many tokens of each of these sequences. False, and nothing is changed,
         where known tokens of `running` or a newcomer need them."""
-        wanted = [(sequence, count) for sequence, count in tokens if self._missing(sequence, count) > 0]
+        wanted = [(sequence, count) for sequence, count in tokens if not self.held(sequence, count)]
         if not wanted:
             return not self._kept_out
-        missing = sum(self._missing(sequence, count) for sequence, count in wanted)
-        if missing > self._cache.free_pages - self._kept_out - sum(map(self._unread, running)):
+        missing = sum([self._missing(sequence, count) for sequence, count in wanted])
+        unread = sum([self._unread(one) for one in running if one.state is SequenceState.PREFILL])
+        if missing > self._cache.free_pages - self._kept_out - unread:
             return False
         for sequence, count in wanted:
             self.reserve(sequence, count)
@@ -51,10 +56,14 @@ class SequencePages:
         """Reserve pages for drafted tokens that the step under way may accept. False if they do not fit."""
         for chunk in schedule.chunks:
             sequence = chunk.sequence
-            if sequence.length + sequence.pending_drafts > max_context:
+            drafts = sequence.pending_drafts
+            if sequence.length + drafts > max_context:
                 return False
+            tokens = sequence.kv_length + chunk.count + drafts
+            if self.held(sequence, tokens):
+                continue
             try:
-                self.reserve(sequence, sequence.kv_length + chunk.count + sequence.pending_drafts)
+                self.reserve(sequence, tokens)
             except OutOfPages:
                 return False
         return True
@@ -91,7 +100,5 @@ class SequencePages:
         return self._cache.pages_for(tokens) - len(sequence.pages)
 
     def _unread(self, sequence: Sequence) -> int:
-        """Pages that a running sequence lacks for its known tokens."""
-        if sequence.state is not SequenceState.PREFILL:
-            return 0
+        """Pages that a sequence that reads lacks for its known tokens."""
         return max(0, self._missing(sequence, len(sequence.token_ids)))

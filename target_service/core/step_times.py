@@ -130,7 +130,8 @@ class _Curve:
         self._sizes: dict[int, _Size] = {}
         # Observations of all sizes.
         self._count = 0
-        self._points: list[tuple[float, float]] = []
+        # None after an observation, until they are needed.
+        self._points: list[tuple[float, float]] | None = []
 
     @property
     def known(self) -> bool:
@@ -146,7 +147,7 @@ class _Curve:
         observed.last = self._count
         observed.mean.observe(size)
         observed.time.observe(seconds)
-        self._points = list(self._rising())
+        self._points = None
 
     def _rising(self) -> Iterator[tuple[float, float]]:
         """The points by size. Times are made to rise with the size, which noise may hide.
@@ -168,6 +169,8 @@ class _Curve:
 
     def __call__(self, size: int) -> float:
         """The time of a size: that of the nearest point beyond the first and the last; 0 without points."""
+        if self._points is None:
+            self._points = list(self._rising())
         points = self._points
         i = bisect.bisect_left(points, (size,))
         if i == 0 or i == len(points):

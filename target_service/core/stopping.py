@@ -102,6 +102,7 @@ class StopChecker:
     ) -> None:
         self._ends = frozenset(() if params.ignore_eos else end_token_ids)
         self._stops = frozenset(params.stop_token_ids)
+        self._either = self._ends | self._stops
         self._min_tokens = params.min_tokens
         self._max_tokens = max_tokens
         self._text = Detokenizer(tokenizer, params.stop) if params.stop and tokenizer is not None else None
@@ -111,6 +112,10 @@ class StopChecker:
 
         Call once per commit.
         """
+        goes_on = length + len(new_ids) < self._max_tokens and self._either.isdisjoint(new_ids)
+        if goes_on and self._text is None:
+            # Nearly all commits.
+            return len(new_ids), None
         for count, token in enumerate(new_ids, start=1):
             finish = self._after(token, length + count)
             if finish is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from outrider.tree import TokenTree
-from target_service.core.sequence import Sequence, SequenceState, Verdict, VerifiedTree
+from target_service.core.sequence import SequenceState, SequenceTotals, Verdict, VerifiedTree
 from target_service.sampling.verifier import Verified
 from target_service.speculation.merged_tree import PredictedTree
 from target_service.speculation.policy.live_sequence import LiveSequence
@@ -19,21 +19,23 @@ def commit(
     The KV of its known tokens was counted at its launch; that of accepted ones counts if the sequence has `kept` its
     pages since.
     """
-    sequence, walk = live.sequence, outcome.walk
+    sequence, walk, totals = live.sequence, outcome.walk, live.sequence.totals
+    device_passes, passes, by_step = outcome.device_passes, outcome.passes, outcome.accepted_by_pass
     # What was verified is unknown here where the device chose rows, and of passes launched at once.
-    root, shows = sequence.root, sequence.request.trees and outcome.passes == 1 and not outcome.device_passes
-    tokens = [*(tree.token_ids[row] for row in walk.accepted_rows), walk.next_token, *outcome.following]
-    kept_tokens, finish = live.stops.cut(sequence.totals.completion_tokens, tokens)
+    root, shows = sequence.root, sequence.request.trees and passes == 1 and not device_passes
+    tokens = [*[tree.token_ids[row] for row in walk.accepted_rows], walk.next_token, *outcome.following]
+    kept_tokens, finish = live.stops.cut(totals.completion_tokens, tokens)
     del tokens[kept_tokens:]
     accepted = tuple(walk.accepted_rows[:kept_tokens])
-    sequence.token_ids.extend(tokens)
+    sequence.token_ids += tokens
     if kept:
-        sequence.kv_length += min(len(accepted), kept_tokens - 1) + sum(outcome.accepted_by_pass)
+        sequence.kv_length += min(len(accepted), kept_tokens - 1) + sum(by_step)
         sequence.state = SequenceState.RUNNING
     sequence.external_tree = None
-    queue_ns = sequence.totals.started_ns - sequence.totals.arrived_ns if sequence.step == 0 else 0
-    by_step = _kept_drafts(outcome.accepted_by_pass, kept_tokens)
-    sequence.step += outcome.passes
+    queue_ns = totals.started_ns - totals.arrived_ns if sequence.step == 0 else 0
+    if finish is not None:
+        by_step = _kept_drafts(by_step, kept_tokens)
+    sequence.step += passes
     verdict = Verdict(
         sequence_id=sequence.sequence_id,
         step=sequence.step - 1,
@@ -49,18 +51,19 @@ def commit(
         # The tree of a step prepared before its root was known holds another token there.
         tree=VerifiedTree((root, *tree.token_ids[1:]), tuple(tree.parents), accepted) if shows else None,
     )
-    sequence.totals.lossy_tokens += sum(outcome.lossy[: verdict.drafted_tokens])
+    if outcome.lossy:
+        totals.lossy_tokens += sum(outcome.lossy[: verdict.drafted_tokens])
     if isinstance(tree, PredictedTree):
-        sequence.totals.predicted_tokens += tree.predicted_rows
-        sequence.totals.accepted_predicted_tokens += tree.accepted_predicted(accepted)
+        totals.predicted_tokens += tree.predicted_rows
+        totals.accepted_predicted_tokens += tree.accepted_predicted(accepted)
     if tree.drafted:
-        _count_drafts(sequence, tree.drafted, max(tree.depths), len(accepted))
+        _count_drafts(totals, tree.drafted, max(tree.depths), len(accepted))
     # Passes after the end of the sequence do not count.
-    for rows, drafts in zip(outcome.drafted_by_pass, by_step, strict=False):
-        if rows:
+    for one, drafts in zip(device_passes, by_step, strict=False):
+        if one.drafted:
             # The depth of its tree is unknown: at least that of the accepted rows.
-            _count_drafts(sequence, rows, max(1, drafts), drafts)
-    totals, now = sequence.totals, time.monotonic_ns()
+            _count_drafts(totals, one.drafted, max(1, drafts), drafts)
+    now = time.monotonic_ns()
     totals.first_token_ns = totals.first_token_ns or now
     totals.completion_tokens += len(tokens)
     totals.steps += verdict.passes
@@ -80,9 +83,8 @@ def _kept_drafts(accepted_by_pass: tuple[int, ...], tokens: int) -> tuple[int, .
     return tuple(kept)
 
 
-def _count_drafts(sequence: Sequence, rows: int, depth: int, accepted: int) -> None:
+def _count_drafts(totals: SequenceTotals, rows: int, depth: int, accepted: int) -> None:
     """Count a pass that verified `rows` drafted rows, down to `depth`, and accepted some."""
-    totals = sequence.totals
     totals.drafted_steps += 1
     totals.drafted_tokens += rows
     _count_depths(totals.drafted_by_depth, depth)
@@ -91,6 +93,7 @@ def _count_drafts(sequence: Sequence, rows: int, depth: int, accepted: int) -> N
 
 def _count_depths(counts: list[int], depth: int) -> None:
     """Add one to the first `depth` counts."""
-    counts.extend([0] * (depth - len(counts)))
+    if depth > len(counts):
+        counts.extend([0] * (depth - len(counts)))
     for d in range(depth):
         counts[d] += 1

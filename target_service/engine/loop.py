@@ -414,18 +414,19 @@ class EngineLoop:
 
     def _commit(self, step: Step, outcomes: SequenceOf[Verified | None]) -> list[Verdict]:
         """Commit the outcomes. Sequences that ended since the launch are skipped."""
-        compute_ns = step.clock.verified - step.clock.begun
+        compute_ns, answered = step.clock.verified - step.clock.begun, step.gathered.answered
+        version, tables, learns = self.model_version, self._steps.tables, answered or step.batch.drafted
         verdicts: list[Verdict] = []
         for item, outcome in zip(step.batch.items, outcomes, strict=True):
-            live = self.live.get(item.sequence.sequence_id)
-            if live is None or item.tree is None or outcome is None:
+            live, tree = self.live.get(item.sequence.sequence_id), item.tree
+            if live is None or tree is None or outcome is None:
                 continue
-            if step.gathered.answered or item.tree.drafted:
-                self._gathering.learn(live, item.tree, outcome, step.gathered.row_cost)
-            verdict = commit(live, item.tree, outcome, compute_ns, model_version=self.model_version, kept=item.kept)
+            if learns and (answered or tree.drafted):
+                self._gathering.learn(live, tree, outcome, step.gathered.row_cost)
+            verdict = commit(live, tree, outcome, compute_ns, model_version=version, kept=item.kept)
             verdicts.append(verdict)
-            if outcome.device_passes and self._steps.tables is not None:
-                note_passes(live, outcome.device_passes, len(verdict.token_ids), self._steps.tables)
+            if live.prediction is not None and tables is not None:
+                note_passes(live, outcome.device_passes, len(verdict.token_ids), tables)
         return verdicts
 
     def _trim(self, step: Step) -> None:

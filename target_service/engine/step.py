@@ -57,7 +57,7 @@ class Step:
     @property
     def work(self) -> tuple[int, int]:
         """Sequences that decode in it, and rows of prompts."""
-        return sum(item.known == 1 for item in self.batch.items), self.batch.prefill_rows
+        return sum([item.known == 1 for item in self.batch.items]), self.batch.prefill_rows
 
     def seconds_since(self, ended_ns: int) -> float:
         """Seconds of one of its passes from the end of the step before; `ended_ns` is 0 after a pause."""
@@ -65,22 +65,25 @@ class Step:
 
     def await_tokens(self) -> None:
         """Lay out its sequences as if it had sampled their tokens and accepted no drafts, until `forget_tokens`."""
-        chosen = self.batch.device_rows.most if self.batch.device_rows is not None else None
-        for place, item in enumerate(self.batch.items):
+        items, stride = self.batch.items, self.stride
+        chosen = self.batch.device_rows.most if self.batch.device_rows is not None else (0,) * len(items)
+        for place, (item, most) in enumerate(zip(items, chosen, strict=True)):
             if item.tree is not None:
-                item.sequence.pending, item.sequence.pending_tokens = place, self.stride
-                most = min(chosen[place], MAX_PATH) * self.stride if chosen is not None else 0
-                item.sequence.pending_drafts = max(item.tree.depths) + most
+                sequence = item.sequence
+                sequence.pending, sequence.pending_tokens = place, stride
+                sequence.pending_drafts = max(item.tree.depths) + min(most, MAX_PATH) * stride
 
     def forget_tokens(self) -> None:
         """Undo `await_tokens`."""
         for item in self.batch.items:
-            item.sequence.pending, item.sequence.pending_tokens, item.sequence.pending_drafts = None, 0, 0
+            sequence = item.sequence
+            sequence.pending, sequence.pending_tokens, sequence.pending_drafts = None, 0, 0
 
     def moved_on(self, before: SequenceOf[Verified | None]) -> Step:
-        """This step, which was launched while another ran, moved by what that one accepted."""
+        """This step, which was launched while another ran, moved by what that one accepted. Its rows are not: the
+        executor has moved them."""
         counts = [0 if outcome is None else outcome.accepted for outcome in before]
-        return replace(self, batch=self.batch.moved_on(counts)) if any(counts) else self
+        return replace(self, batch=self.batch.items_moved_on(counts)) if any(counts) else self
 
     def stats(
         self,
@@ -107,18 +110,18 @@ class Step:
         """
         batch, clock, wait_ns = self.batch, self.clock, self.gathered.wait_ns
         chosen = [one for outcome in outcomes if outcome is not None for one in outcome.device_passes]
-        drafted = [item.tree.drafted for item in batch.items if item.tree is not None]
-        if batch.device_rows is not None:
-            drafted = [rows for outcome in outcomes if outcome is not None for rows in outcome.drafted_by_pass]
+        from_table, drafted = [one.drafted_from_table for one in chosen], [one.drafted for one in chosen]
+        if batch.device_rows is None:
+            drafted = [item.tree.drafted for item in batch.items if item.tree is not None]
         return StepStats(
             sequences=len(batch.items),
-            committed_sequences=sum(verdict.passes for verdict in verdicts),
-            drafted_sequences=sum(count > 0 for count in drafted),
+            committed_sequences=sum([verdict.passes for verdict in verdicts]),
+            drafted_sequences=len(drafted) - drafted.count(0),
             decode_rows=batch.decode_rows,
             prefill_rows=batch.prefill_rows,
             drafted_tokens=sum(drafted),
-            accepted_tokens=sum(verdict.drafted_tokens for verdict in verdicts),
-            committed_tokens=sum(len(verdict.token_ids) for verdict in verdicts),
+            accepted_tokens=sum([verdict.drafted_tokens for verdict in verdicts]),
+            committed_tokens=sum([len(verdict.token_ids) for verdict in verdicts]),
             fallback_sequences=self.gathered.fallbacks,
             draft_wait_ns=wait_ns,
             plan_ns=clock.planned - clock.begun - wait_ns,
@@ -130,13 +133,13 @@ class Step:
             total_ns=clock.committed - max(clock.begun, free_ns),
             feature_vectors=features[0],
             feature_bytes=features[1],
-            hits=sum(one.drafted_from_table > 0 for one in chosen),
-            misses=sum(not one.drafted_from_table for one in chosen) if followed else 0,
-            chosen_rows=sum(one.drafted for one in chosen),
-            chosen_accepted=sum(one.accepted for one in chosen),
-            table_rows=sum(one.drafted_from_table for one in chosen),
-            table_accepted=sum(one.accepted_from_table for one in chosen),
-            expected_tokens=sum(one.expected for one in chosen),
+            hits=len(from_table) - from_table.count(0),
+            misses=from_table.count(0) if followed else 0,
+            chosen_rows=sum([one.drafted for one in chosen]),
+            chosen_accepted=sum([one.accepted for one in chosen]),
+            table_rows=sum(from_table),
+            table_accepted=sum([one.accepted_from_table for one in chosen]),
+            expected_tokens=sum([one.expected for one in chosen]),
             round_trip_ns=round_trip_ns,
             busy_ns=device_ns[0],
             idle_ns=device_ns[1],

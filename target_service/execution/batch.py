@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from outrider.tree import TokenTree
@@ -37,7 +38,8 @@ class StepItem(NamedTuple):
         return self.preemptions == self.sequence.totals.preemptions
 
 
-class DeviceRows(NamedTuple):
+@dataclass(frozen=True)
+class DeviceRows:
     """Bounds of a pass whose drafted rows the device chooses from its node tables.
 
     Attributes:
@@ -54,11 +56,11 @@ class DeviceRows(NamedTuple):
     reading: int = 0
     read_rows: int = 0
 
-    @property
+    @cached_property
     def most(self) -> tuple[int, ...]:
         """Drafted rows that each sequence can get beside the rows of all roots and prompts."""
         room = self.rows - self.read_rows - (len(self.limits) - self.reading)
-        return tuple(min(limit, room) for limit in self.limits)
+        return tuple([min(limit, room) for limit in self.limits])
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +86,16 @@ class StepBatch:
     def moved_on(self, accepted_counts: SequenceOf[int]) -> StepBatch:
         """The batch, laid out as if the step before had accepted no drafted row, moved on by what it accepted, by place
         in that step."""
-        moves = dict(self.input.moves(accepted_counts))
-        items = (item._replace(start=item.start + moves.get(place, 0)) for place, item in enumerate(self.items))
-        return replace(self, items=tuple(items), input=self.input.moved_on(accepted_counts))
+        return replace(self.items_moved_on(accepted_counts), input=self.input.moved_on(accepted_counts))
+
+    def items_moved_on(self, accepted_counts: SequenceOf[int]) -> StepBatch:
+        """The same without moving its rows, which a device that runs it has moved."""
+        items = list(self.items)
+        for place, moves in self.input.moves(accepted_counts):
+            if moves:
+                item = items[place]
+                items[place] = StepItem(item.sequence, item.start + moves, *item[2:])
+        return replace(self, items=tuple(items))
 
 
 def keys_of(rows: int, stride: int, limit: int | None = None) -> int:
@@ -109,36 +118,37 @@ def lay_out(
     `Sequence.feed` gives it, and as if that step accepted no drafted row. Where the device chooses rows, every tree is
     its root, sequences that read come first, and the pages hold what all passes may accept.
     """
-    token_ids, positions, slots, logit_rows = (list[int]() for _ in range(4))
-    starts, pages = [0], list[SequenceOf[int]]()
+    token_ids, positions, slots, logit_rows, prefixes = (list[int]() for _ in range(5))
+    starts, pages, drafted = [0], list[SequenceOf[int]](), False
     parents: list[tuple[int, ...] | None] = []
     items: list[StepItem] = []
     limits = device_rows.most if device_rows is not None else (None,) * len(chunks)
+    end = 0
     for chunk, tree, limit in zip(chunks, trees, limits, strict=True):
-        sequence, start = chunk.sequence, chunk.sequence.kv_length
-        first_row = len(token_ids)
-        token_ids.extend(sequence.feed(start, chunk.count))
-        positions.extend(range(start, start + chunk.count))
-        root_row, rows, shape = first_row + chunk.count - 1, chunk.count, None
-        first_logit, preemptions = len(logit_rows), sequence.totals.preemptions
-        items.append(StepItem(sequence, start, chunk.count, tree, root_row, first_logit, preemptions))
+        sequence, count = chunk.sequence, chunk.count
+        start, first_row, shape = sequence.kv_length, end, None
+        end += count
+        root_row = end - 1
+        token_ids += sequence.feed(start, count)
+        positions += range(start, start + count)
+        items.append(StepItem(sequence, start, count, tree, root_row, len(logit_rows), sequence.totals.preemptions))
         if tree is not None:
             if tree.drafted:
-                rows += tree.drafted
-                token_ids.extend(tree.token_ids[1:])
-                positions.extend(start + depth for depth in tree.depths[1:])
+                drafted, end = True, end + tree.drafted
+                token_ids += tree.token_ids[1:]
+                positions += [start + depth for depth in tree.depths[1:]]
                 shape = None if tree.is_chain else tree.parents
-            logit_rows.extend(range(root_row, first_row + rows))
-        slots.extend(cache.slots(sequence.pages, start, rows))
-        starts.append(first_row + rows)
+            logit_rows += range(root_row, end)
+        rows = end - first_row
+        slots += cache.slots(sequence.pages, start, rows)
         keys = start + keys_of(rows, stride, limit if chunk.takes_tree else None) + sequence.pending_drafts
+        prefixes.append(start)
+        starts.append(end)
         pages.append(sequence.pages[: cache.pages_for(keys)])
         parents.append(shape)
-    prefixes = tuple(item.start for item in items)
-    attention = AttentionBatch(tuple(starts), prefixes, tuple(pages), cache.page_size, tuple(parents))
+    attention = AttentionBatch(tuple(starts), tuple(prefixes), tuple(pages), cache.page_size, tuple(parents))
     room, reading = (device_rows.rows, device_rows.reading) if device_rows is not None else (0, 0)
     rows_of_pass = tuple(token_ids), tuple(positions), tuple(slots)
     forward = ForwardInput(*rows_of_pass, attention, tuple(logit_rows), room, reading)
-    drafted = any(item.tree is not None and item.tree.drafted for item in items)
     decode_rows, prefill_rows = len(logit_rows), len(token_ids) - len(logit_rows)
     return StepBatch(tuple(items), forward, max(decode_rows, room - prefill_rows), prefill_rows, drafted, device_rows)

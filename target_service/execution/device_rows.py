@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
+from operator import itemgetter
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -14,6 +18,19 @@ from target_service.sampling.verifier import Verified
 from tree_kernels.node_table import EXPECTED_UNIT, PROSPECTS, REPORT, REPORT_ROWS, REPORT_TOKENS, Figure, NodeTable
 from tree_kernels.verification import Walk
 
+Ints = npt.NDArray[np.int32]
+
+# The figures of a report that are counts, in the order of `DevicePass`.
+_COUNTS = itemgetter(
+    Figure.DRAFTED,
+    Figure.DRAFTED_FROM_TABLE,
+    Figure.ACCEPTED,
+    Figure.ACCEPTED_FROM_TABLE,
+    Figure.EXPECTED,
+    Figure.EXPECTED_FROM_TABLE,
+    Figure.AGE,
+    Figure.FIRST_ROW,
+)
 _PROSPECTS = slice(Figure.FIRST_PROSPECT, Figure.FIRST_PROSPECT + len(PROSPECTS))
 
 
@@ -56,44 +73,41 @@ class TableStep(CopiedLater):
     def outcomes(self) -> list[Verified | None]:
         """See `Launched.outcomes`."""
         self.wait()
-        reports = self._reports.numpy()
+        reports, reading = self._reports.numpy(), len(self._reading)
         outcomes: list[Verified | None] = []
-        for sequence, ends in zip(reports[: len(self._reading)], self._reading, strict=True):
-            token = int(sequence[0, REPORT_TOKENS])
+        for token, ends in zip(reports[:reading, 0, REPORT_TOKENS].tolist(), self._reading, strict=True):
             outcomes.append(Verified(Walk((), token), ()) if ends else None)
-        for place, sequence in enumerate(reports[len(self._reading) :, : self._passes], start=len(self._reading)):
-            tokens: list[int] = []
-            passes: list[DevicePass] = []
-            lossy: list[bool] = []
-            for number, one in enumerate(sequence):
-                figures = one[:REPORT_TOKENS].tolist()
-                count = figures[Figure.ACCEPTED]
-                tokens += one[REPORT_TOKENS : REPORT_TOKENS + count + 1].tolist()
-                path = tuple(one[REPORT_ROWS : REPORT_ROWS + count].tolist())
-                passes.append(_pass_of(figures, path))
-                lossy += self._lossy_rows(place, number, figures[Figure.FIRST_ROW], count)
-            first, *following = tokens
-            outcomes.append(Verified(Walk((), first), (), tuple(following), tuple(passes), tuple(lossy)))
+        for place, (figures, made, rows) in enumerate(_read(reports[reading:, : self._passes]), start=reading):
+            passes, tokens = tuple(map(_pass_of, figures, rows)), list[int]()
+            for one, of_pass in zip(passes, made, strict=True):
+                tokens += of_pass[: one.accepted + 1]
+            lossy = self._lossy_rows(passes) if self._lossy and self._typical[place] else ()
+            outcomes.append(Verified(Walk((), tokens[0]), (), tuple(tokens[1:]), passes, lossy))
         return outcomes
 
-    def _lossy_rows(self, place: int, number: int, root_row: int, count: int) -> list[bool]:
-        """Of the rows that a pass accepted of a sequence, whether the model would have drawn another token."""
-        rows = self._lossy[number] if self._lossy else None
-        if rows is None or not self._typical[place]:
-            return []
-        return [bool(lossy) for lossy in rows[root_row : root_row + count].tolist()]
+    def _lossy_rows(self, passes: SequenceOf[DevicePass]) -> tuple[bool, ...]:
+        """Of the rows that passes accepted of a sequence, whether the model would have drawn another token."""
+        lossy: list[bool] = []
+        for one, rows in zip(passes, self._lossy, strict=True):
+            assert rows is not None, "a sequence is verified by typical acceptance"
+            lossy += [bool(each) for each in rows[one.root_row : one.root_row + one.accepted].tolist()]
+        return tuple(lossy)
 
 
-def _pass_of(figures: list[int], path: tuple[int, ...]) -> DevicePass:
+def _read(reports: Ints) -> Iterator[tuple[list[list[int]], list[list[int]], list[list[int]]]]:
+    """Of each sequence the figures, tokens and accepted rows of its passes, from reports [B, P, REPORT]; behind a
+    pass's tokens and rows there may be others. All are read at once: to read one integer from an array takes longer
+    than what is done with it."""
+    figures = reports[:, :, :REPORT_TOKENS].tolist()
+    most = max([one[Figure.ACCEPTED] for passes in figures for one in passes], default=0)
+    tokens = reports[:, :, REPORT_TOKENS : REPORT_TOKENS + most + 1].tolist()
+    return zip(figures, tokens, reports[:, :, REPORT_ROWS : REPORT_ROWS + most].tolist(), strict=True)
+
+
+def _pass_of(figures: list[int], rows: list[int]) -> DevicePass:
+    drafted, from_table, accepted, accepted_from_table, expected, expected_from_table, age, root_row = _COUNTS(figures)
     return DevicePass(
-        drafted=figures[Figure.DRAFTED],
-        drafted_from_table=figures[Figure.DRAFTED_FROM_TABLE],
-        accepted=figures[Figure.ACCEPTED],
-        accepted_from_table=figures[Figure.ACCEPTED_FROM_TABLE],
-        expected=figures[Figure.EXPECTED] / EXPECTED_UNIT,
-        expected_from_table=figures[Figure.EXPECTED_FROM_TABLE] / EXPECTED_UNIT,
-        prospects=tuple([expected / EXPECTED_UNIT for expected in figures[_PROSPECTS]]),
-        age=figures[Figure.AGE],
-        root_row=figures[Figure.FIRST_ROW],
-        path=path,
-    )
+        drafted, from_table, accepted, accepted_from_table, expected / EXPECTED_UNIT,
+        expected_from_table / EXPECTED_UNIT, tuple([each / EXPECTED_UNIT for each in figures[_PROSPECTS]]), age,
+        root_row, tuple(rows[:accepted]),
+    )  # fmt: skip

@@ -187,7 +187,7 @@ class _OnHost:
             rows = logits[item.first_logit : item.first_logit + 1]
             sequence = item.sequence
             verified = verifier.verify(item.tree, rows, sequence.output + before, sequence.step + passes)
-            followed.append(replace(outcome, following=(*outcome.following, verified.walk.next_token)))
+            followed.append(outcome._replace(following=(*outcome.following, verified.walk.next_token)))
         return followed
 
 

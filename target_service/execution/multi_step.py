@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from target_service.core.schedule import Schedule
 from target_service.core.scheduler import Scheduler
-from target_service.core.sequence import MAX_STRIDE
+from target_service.core.sequence import MAX_STRIDE, Sequence
 from target_service.execution.batch import DeviceRows, keys_of
 
 # A client gets the tokens of a stride together, and a new request waits for its end.
@@ -72,12 +72,13 @@ def _have_pages(
         return True
     reading = device_rows.reading if device_rows is not None and passes == 1 else 0
     # Sequences that read come first, and have their pages.
-    if not all(chunk.takes_tree for chunk in schedule.chunks[reading:]):
-        return False
-    sequences = [chunk.sequence for chunk in schedule.chunks[reading:]]
-    limits = device_rows.most[reading:] if device_rows is not None else (None,) * len(sequences)
-    keys = [one.pending_drafts + keys_of(1, passes, limit) for one, limit in zip(sequences, limits, strict=True)]
-    if any(one.length + more > max_context for one, more in zip(sequences, keys, strict=True)):
-        return False
-    tokens = [(one, one.kv_length + more) for one, more in zip(sequences, keys, strict=True)]
+    chunks = schedule.chunks[reading:]
+    limits = device_rows.most[reading:] if device_rows is not None else (None,) * len(chunks)
+    tokens: list[tuple[Sequence, int]] = []
+    for chunk, limit in zip(chunks, limits, strict=True):
+        sequence = chunk.sequence
+        more = sequence.pending_drafts + keys_of(1, passes, limit)
+        if not chunk.takes_tree or sequence.length + more > max_context:
+            return False
+        tokens.append((sequence, sequence.kv_length + more))
     return scheduler.pages.reserve_for_drafts(tokens, scheduler.running)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -36,9 +36,9 @@ _DEVICE_MODES = MappingProxyType(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Verified:
-    """The outcome for one tree: the walk, and the log-probabilities of its tokens if the request has them returned.
+class Verified(NamedTuple):
+    """The outcome for one tree: the walk, and the log-probabilities of its tokens if the request has them returned. A
+    named tuple, since a step makes one for every sequence.
 
     `following` are the tokens of further passes of the same launch, for sequences without drafts. Where the device
     chose the rows, they are all tokens after the first, and there is a `DevicePass` for each pass.
@@ -64,7 +64,7 @@ class Verified:
     @property
     def accepted(self) -> int:
         """Drafted tokens among those that were generated."""
-        return len(self.walk.accepted_rows) + sum(one.accepted for one in self.device_passes)
+        return len(self.walk.accepted_rows) + sum([one.accepted for one in self.device_passes])
 
     @property
     def passes(self) -> int:
@@ -91,6 +91,8 @@ class SequenceVerifier:
         self._shapes_logits = sampling.shapes_logits
         # Whether `DeviceVerifier` supports all that this sequence's distribution depends on.
         self.on_device = not sampling.shapes_logits and sampling.logprobs is None
+        # Whether the device may choose its drafted rows: it does so by tokens, which rejection sampling does not allow.
+        self.device_rows = self.on_device and request.mode is not VerificationMode.REJECTION
         self._shaper = LogitShaper(sampling, request.token_ids, end_token_ids, vocabulary_size)
         self.prompt_length = len(request.token_ids)
         self._coin_seed = _private_seed(request.seed)
@@ -108,7 +110,8 @@ class SequenceVerifier:
             seed, position = self._coin_seed, step
         else:
             seed, position = self._seed, length
-        rows = RowsToVerify(first_row, len(tree), self._device_mode, seed, position, *self._distribution, tree.is_chain)
+        count, sampled = len(tree.token_ids), self._distribution
+        rows = RowsToVerify(first_row, count, self._device_mode, seed, position, *sampled, tree.is_chain)
         if self._mode is not VerificationMode.TYPICAL:
             return rows
         rule = self._typical

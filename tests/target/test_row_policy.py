@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 from engine_harness import make_runner, request
 from transformers import PreTrainedModel
@@ -21,7 +22,7 @@ from target_service.model.cuda_graphs.sizes import row_sizes
 from target_service.model.runner import ModelRunner
 from target_service.sampling.verifier import Verified
 from target_service.speculation.policy.live_sequence import LiveSequence
-from target_service.speculation.policy.row_policy import Kind, RowPolicy
+from target_service.speculation.policy.row_policy import Kind, RowPolicy, pooled
 from target_service.speculation.policy.step_cost import StepCost
 from tree_kernels.node_table import KEPT, PROSPECTS
 from tree_kernels.verification import Walk
@@ -560,3 +561,24 @@ def test_tokens_of_a_pass_are_followed(runner: ModelRunner) -> None:
     for _ in range(300):
         engine.policy.observe([Verified(Walk((), 3), ()), None], Kind.ALONE, [False, False])
     assert engine.policy.tokens_each == pytest.approx(1.0, rel=0.01)
+
+
+def shared_out(prospects: Sequence[Sequence[float]]) -> list[float]:
+    """The definition of `pooled`: all sequences' ranges of rows in order of their tokens a row."""
+    steps, gains = np.diff(PROSPECTS, prepend=0), np.diff(np.array(prospects), prepend=0.0)
+    order = np.argsort(-(gains / steps).ravel(), kind="stable")
+    rows = np.cumsum(np.broadcast_to(steps, gains.shape).ravel()[order])
+    expected = np.append(0.0, np.cumsum(gains.ravel()[order]))
+    return list(np.interp(np.array(PROSPECTS) * len(gains), np.append(0, rows), expected) / len(gains))
+
+
+@pytest.mark.parametrize("sequences", [1, 2, 3, 32, 64])
+def test_rows_of_all_sequences_are_pooled(sequences: int) -> None:
+    dice = random.Random(sequences)
+    for _ in range(20):
+        # Some are alike, and some bring nothing.
+        a_row = [sorted((dice.choice([0.0, 0.25, dice.random()]) for _ in PROSPECTS), reverse=True)] * sequences
+        a_row = [[dice.choice([1.0, 0.5]) * chance for chance in one] for one in a_row]
+        counts = np.diff(PROSPECTS, prepend=0)
+        prospects = [tuple(np.cumsum(counts * sorted(one, reverse=True)).tolist()) for one in a_row]
+        assert pooled(prospects) == pytest.approx(shared_out(prospects), abs=1e-9)

@@ -240,9 +240,13 @@ def _pack(batch: AttentionBatch, pad_rows: int | None = None) -> array[int]:
     packed.extend(batch.prefix_lengths)
     packed.extend(parents is None for parents in batch.parents)
     packed.extend(list(accumulate(map(len, batch.pages), initial=0))[:-1])
-    for parents, rows in zip(batch.parents, batch.row_counts, strict=True):
-        packed.extend(parents if parents is not None else (0,) * rows)
-    packed.extend((0,) * ((pad_rows or batch.rows) - batch.rows))
+    first_parent, rows = len(packed), pad_rows or batch.rows
+    # Zeros, also where a tail has no tree.
+    packed.frombytes(bytes(rows * packed.itemsize))
+    for start, parents in zip(batch.query_starts, batch.parents, strict=False):
+        if parents is not None:
+            place = first_parent + start
+            packed[place : place + len(parents)] = array("i", parents)
     for pages in batch.pages:
         # A copy of memory where they come as an array, and most of the host's time where they do not.
         packed.extend(pages)

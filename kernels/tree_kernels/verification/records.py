@@ -118,6 +118,7 @@ def pack_parameters(
     packed = np.zeros(parameter_count(max_sequences, max_rows), dtype=np.int32)
     rows = packed[RECORD * max_sequences :]
     rows.fill(-1)
+    data, size = packed.data, _RECORD_BYTES.size
     for b, sequence in enumerate(sequences):
         first_row, count, mode, seed, position, temperature, top_k, top_p, min_p, is_chain, *typical = sequence
         end = first_row + count
@@ -129,7 +130,7 @@ def pack_parameters(
         top_k = top_k if top_k < vocabulary_size else 0
         filtered = drawn > 0 and (top_k > 0 or top_p < 1 or min_p > 0)
         _RECORD_BYTES.pack_into(
-            packed.data, _RECORD_BYTES.size * b, first_row, count, drawn, is_chain, seed & _MASK, position & _MASK,
+            data, size * b, first_row, count, drawn, is_chain, seed & _MASK, position & _MASK,
             top_k, filtered, temperature, top_p, min_p, *typical,
         )  # fmt: skip
     return packed

@@ -10,8 +10,7 @@ Sources: Leviathan et al. (arXiv 2211.17192) for one draft; Jeon et al., "Recurs
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,9 +21,9 @@ from tree_kernels.philox import exponentials, race_exponentials, race_words_of
 _SPARSE_SHARE = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Walk:
-    """The outcome of one verify step: accepted rows from the root's child down, and the target's own next token."""
+class Walk(NamedTuple):
+    """The outcome of one verify step: accepted rows from the root's child down, and the target's own next token. A
+    named tuple, since a step makes one for every sequence."""
 
     accepted_rows: tuple[int, ...]
     next_token: int

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from outrider.tree import TokenTree
 from target_service.core.sequence import Sequence
 from target_service.speculation.policy.draft_times import Use
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Gathered:
     """A tree per chunk, and what waiting for drafts cost."""
 
@@ -23,10 +24,10 @@ class Gathered:
     # The cost of its rows, in plain steps.
     row_cost: float = 1.0
 
-    @property
+    @cached_property
     def has_trees(self) -> bool:
         """Whether any tree has more rows than its root."""
-        return any(tree is not None and tree.drafted for tree in self.trees)
+        return any([tree is not None and tree.drafted for tree in self.trees])
 
     @property
     def answered(self) -> bool:

@@ -146,18 +146,17 @@ class Gathering:
 
     def awaits_tokens(self, running: SequenceOf[Sequence]) -> bool:
         """Whether the host needs the tokens of the step under way, to cut a prediction behind them."""
-        if self._device_chooses(running):
-            return False
-        predictions = (self._live[sequence.sequence_id].prediction for sequence in running)
-        return any(prediction is not None and prediction.has_offer for prediction in predictions)
+        lives = self._lives(running)
+        offers = any([live.prediction is not None and live.prediction.has_offer for live in lives])
+        return offers and not self._device_chooses(running)
 
     def _device_chooses(self, sequences: SequenceOf[Sequence]) -> bool:
         """Whether the device chooses the rows of all sequences, predicted ones too."""
-        return self._policy.on and all(
-            self._live[sequence.sequence_id].verifier.on_device
-            and sequence.request.mode is not VerificationMode.REJECTION
-            for sequence in sequences
-        )
+        return self._policy.on and all([live.verifier.device_rows for live in self._lives(sequences)])
+
+    def _lives(self, sequences: SequenceOf[Sequence]) -> list[LiveSequence]:
+        live = self._live
+        return [live[sequence.sequence_id] for sequence in sequences]
 
     def _may_be_drafted(self, sequence: Sequence) -> bool:
         """Whether the draft follows the sequence, or may while drafting is off. A head does not follow those that began

@@ -21,7 +21,8 @@ _CHAIN, _RENEWED = 160, 96
 def graft_predictions(sequences: Iterable[Sequence], live: Mapping[int, LiveSequence], tables: NodeTables) -> None:
     """Update the tables with the current predictions of a step's sequences."""
     for sequence in sequences:
-        prediction, sequence_id = live[sequence.sequence_id].prediction, sequence.sequence_id
+        sequence_id = sequence.sequence_id
+        prediction = live[sequence_id].prediction
         if prediction is None or not sequence.request.max_draft_nodes:
             continue
         known, places, base = tables.predicted(sequence_id), prediction.offsets, len(sequence.token_ids)

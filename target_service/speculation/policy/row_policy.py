@@ -8,13 +8,16 @@ which are scaled by what was accepted. Its time is measured, by load and size.
 
 from __future__ import annotations
 
+import bisect
+import functools
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from enum import Enum
 
+import numba
 import numpy as np
+import numpy.typing as npt
 
-from outrider.sampling import VerificationMode
 from target_service.core.running_means import RunningMean
 from target_service.core.schedule import Schedule
 from target_service.core.sequence import DevicePass
@@ -26,12 +29,16 @@ from target_service.speculation.policy.live_sequence import LiveSequence
 from target_service.speculation.policy.step_cost import StepCost
 from tree_kernels.node_table import KEPT, PROSPECTS
 
+Reals = npt.NDArray[np.float64]
+_all_sizes = functools.cache(row_sizes)
+
 # Weight of one launch in the means of expected and accepted tokens: some fifty launches, a quarter of a second at 8B
 # size.
 _SHARE = 0.02
 # Expected tokens of the best 1, 3, 7 .. rows of a sequence before any pass: those of prompt lookup alone, on the
 # answers that `lookup_costs.RIGHT` is from.
 _FIRST_PROSPECTS = (0.4, 0.7, 0.9, 1.0, 1.0, 1.0)
+_COUNTS = np.array(PROSPECTS, np.float64)
 # Rows for each token that a sequence may still generate. Chosen: as many children as a head's nodes have. A page or two
 # are held for them at the end.
 _GUESSES = 8
@@ -81,13 +88,15 @@ class _Yield:
 
     def observe(self, passes: SequenceOf[DevicePass]) -> None:
         count = len(passes)
-        self._accepted.observe(sum(one.accepted for one in passes) / count)
-        self._expected.observe(sum(one.expected for one in passes) / count)
+        self._accepted.observe(sum([one.accepted for one in passes]) / count)
+        self._expected.observe(sum([one.expected for one in passes]) / count)
         for prospect, expected in zip(self._prospects, pooled([one.prospects for one in passes]), strict=True):
             prospect.observe(expected)
 
     def tokens(self, drafted: float) -> float:
         """Tokens of a sequence in a pass with `drafted` rows for each sequence, on average."""
+        if not drafted:
+            return 1.0
         scale = self._accepted.value / max(self._expected.value, _LEAST_EXPECTED)
         return 1 + scale * _between(drafted, self._prospects)
 
@@ -105,6 +114,9 @@ class RowPolicy:
         """A sequence gets at most `most` rows, and none above `disable_above` sequences; 0 turns the policy off. `cost`
         of None takes as many rows as are allowed. `live` is the engine's own table."""
         self.on = most > 0
+        if self.on:
+            # Compile now, not at the first pass.
+            pooled([_FIRST_PROSPECTS] * 2)
         self._limit = min(most, KEPT)
         self._cost = cost
         self._live = live
@@ -112,8 +124,9 @@ class RowPolicy:
         self._yields = {kind: _Yield() for kind in Kind}
         self._since_drafts, self._pause, self._left = 0, _PAUSE, 0
         self._was_alone = True
-        # Time of a pass by load in powers of two, rows (0 for a plain one) and kind, as a multiple of its roots' cost.
-        self._times: dict[tuple[int, int, Kind], StepTime] = {}
+        # By load in powers of two and kind: the time of a pass by its rows, 0 for a plain one, as a multiple of its
+        # roots' cost.
+        self._times: dict[tuple[int, Kind], dict[int, StepTime]] = {}
         self._since_timed = 0
         self._tokens_each = RunningMean.settled(_SHARE, 1.0)
         # See `NodeTables.trust`.
@@ -129,14 +142,16 @@ class RowPolicy:
         is better, or the distribution of some sequence requires one."""
         if not self.on:
             return None
-        every = [self._max_rows(self._live[chunk.sequence.sequence_id]) for chunk in schedule.chunks]
-        reading, allowed = schedule.reading, [limit for limit in every if limit is not None]
-        if len(allowed) < len(every) or len(every) > self._disable_above or not any(allowed[reading:]):
+        live, chunks, reading = self._live, schedule.chunks, schedule.reading
+        lives = [live[chunk.sequence.sequence_id] for chunk in chunks]
+        if len(lives) > self._disable_above or not all([_device_may_choose(one) for one in lives]):
             return None
-        limits = (*[0] * reading, *allowed[reading:])
-        read_rows = sum(chunk.count for chunk in schedule.chunks[:reading])
-        best = self._best(limits[reading:], read_rows, max_rows, kind, waits)
-        return DeviceRows(best, limits, reading, read_rows) if best else None
+        limits = [self._max_rows(one) for one in lives[reading:]]
+        if not any(limits):
+            return None
+        read_rows = schedule.read_rows
+        best = self._best(limits, read_rows, max_rows, kind, waits)
+        return DeviceRows(best, (*[0] * reading, *limits), reading, read_rows) if best else None
 
     def _best(self, limits: SequenceOf[int], read_rows: int, max_rows: int, kind: Kind, waits: float) -> int:
         """Rows of a pass of sequences with these limits, beside `read_rows` of prompts; 0 for a plain one."""
@@ -149,7 +164,7 @@ class RowPolicy:
         beside = _sizes(limits, read_rows, max_rows)
         if not beside or self._cost is None:
             return beside[-1] if beside else 0
-        rate = max(sequences * self._rate(sequences, rows, kind, waits) for rows in (0, *sizes))
+        rate = sequences * max(self._rates(sizes, sequences, kind, waits).values())
         tokens = {rows: sequences * self._tokens(sequences, rows - read_rows, kind) for rows in beside}
         # Rows pay if they bring more than passes without prompts do in the time that they take.
         profit = {rows: tokens[rows] - rate * self._cost(rows) for rows in beside}
@@ -158,17 +173,22 @@ class RowPolicy:
 
     def seconds(self, sequences: int, rows: int, kind: Kind) -> float:
         """Measured seconds of a pass with `rows`, 0 for a plain one; 0 while unknown."""
-        times = self._times.get((sequences.bit_length(), rows, kind))
-        if times is None or times.count < _ENOUGH or self._cost is None:
-            return 0.0
-        return times.value * self._cost(sequences)
+        measured = self._measured(sequences, kind).get(rows)
+        return 0.0 if measured is None or self._cost is None else measured * self._cost(sequences)
+
+    def _measured(self, sequences: int, kind: Kind) -> dict[int, float]:
+        """By rows, 0 for a plain pass, the measured times of passes as multiples of the cost of their roots."""
+        times = self._times.get((sequences.bit_length(), kind), {})
+        return {rows: one.value for rows, one in times.items() if one.count >= _ENOUGH}
 
     def observe_time(self, sequences: int, device_rows: DeviceRows | None, seconds: float, kind: Kind) -> None:
         """Observe the time of a pass."""
         if self._cost is not None:
             rows = device_rows.rows if device_rows is not None else 0
-            times = self._times.setdefault((sequences.bit_length(), rows, kind), StepTime.of(_ENOUGH))
-            times.observe(seconds / self._cost(sequences))
+            times = self._times.setdefault((sequences.bit_length(), kind), {})
+            if rows not in times:
+                times[rows] = StepTime.of(_ENOUGH)
+            times[rows].observe(seconds / self._cost(sequences))
 
     def observe(self, outcomes: SequenceOf[Verified | None], kind: Kind, drafted: SequenceOf[bool]) -> None:
         """Learn from passes whose rows the device chose. `drafted`: the sequence's table holds only a draft's nodes."""
@@ -177,20 +197,17 @@ class RowPolicy:
             self._tokens_each.observe(1.0)
             return
         self._yields[kind].observe(passes)
-        self._tokens_each.observe(1 + sum(one.accepted for one in passes) / len(passes))
+        self._tokens_each.observe(1 + sum([one.accepted for one in passes]) / len(passes))
         known = zip(outcomes, drafted, strict=True)
         followed = [one for outcome, has in known if has and outcome is not None for one in outcome.device_passes]
         if kind is not Kind.ALONE and followed:
-            from_table = sum(one.accepted_from_table for one in followed) / len(followed)
-            excess = from_table - sum(one.expected_from_table for one in followed) / len(followed)
+            from_table = sum([one.accepted_from_table for one in followed]) / len(followed)
+            excess = from_table - sum([one.expected_from_table for one in followed]) / len(followed)
             self.trust = min(_MOST_TRUST, max(_LEAST_TRUST, self.trust * (1 + _TRUST_SHARE * excess)))
 
-    def _max_rows(self, live: LiveSequence) -> int | None:
-        """Rows that the sequence may have; None if the device may choose no rows in its passes."""
+    def _max_rows(self, live: LiveSequence) -> int:
+        """Drafted rows that the sequence may have."""
         request = live.sequence.request
-        # The device chooses rows by their tokens, which rejection sampling does not allow.
-        if not live.verifier.on_device or request.mode is VerificationMode.REJECTION or request.external:
-            return None
         if not request.speculate:
             return 0
         # The target samples the last token itself.
@@ -205,13 +222,14 @@ class RowPolicy:
         self._since_timed += 1
         if self._since_timed > _REFRESH:
             self._since_timed = 0
+            times = self._times.get((sequences.bit_length(), kind), {})
             for rows in (0, *sizes):
-                self._times.pop((sequences.bit_length(), rows, kind), None)
-        rates = {rows: self._rate(sequences, rows, kind, waits) for rows in (0, *sizes)}
+                times.pop(rows, None)
+        rates, measured = self._rates(sizes, sequences, kind, waits), self._measured(sequences, kind)
         rates[0] *= _MARGIN
-        best = max(rates, key=lambda rows: rates[rows])
-        for rows in rates:
-            if not self.seconds(sequences, rows, kind) and rates[rows] > _WORTH_TIMING * rates[best]:
+        best = max(rates, key=rates.__getitem__)
+        for rows, rate in rates.items():
+            if rows not in measured and rate > _WORTH_TIMING * rates[best]:
                 return rows
         if best:
             self._since_drafts, self._pause = 0, _PAUSE
@@ -220,37 +238,49 @@ class RowPolicy:
             self._left -= 1
             return sizes[0]
         self._since_drafts += 1
-        slower = self._expected_seconds(sequences, sizes[0], kind) / self._expected_seconds(sequences, 0, kind) - 1
+        expected = self._expected_times((0, sizes[0]), sequences, kind)
+        slower = expected[sizes[0]] / expected[0] - 1
         if self._since_drafts <= min(self._pause, max(_TRY, _TRY * slower / _TRYING)):
             return 0
         self._since_drafts, self._pause, self._left = 0, min(_LONGEST_PAUSE, 2 * self._pause), _TRY - 1
         return sizes[0]
 
-    def _rate(self, sequences: int, rows: int, kind: Kind, waits: float) -> float:
-        """Tokens a second of a sequence in passes with `rows`, 0 for plain ones, that wait `waits` seconds."""
-        tokens = self._tokens(sequences, rows, kind)
-        return tokens / (self._expected_seconds(sequences, rows, kind) + (waits if rows else 0.0))
+    def _rates(self, sizes: SequenceOf[int], sequences: int, kind: Kind, waits: float) -> dict[int, float]:
+        """Tokens a second of a sequence by the rows of a pass, 0 for a plain one; others wait `waits` seconds."""
+        assert self._cost is not None
+        cost = self._cost(sequences)
+        return {
+            rows: self._tokens(sequences, rows, kind) / (cost * multiple + (waits if rows else 0.0))
+            for rows, multiple in self._expected_times((0, *sizes), sequences, kind).items()
+        }
 
     def _tokens(self, sequences: int, rows: int, kind: Kind) -> float:
         """Tokens of each sequence in a pass with `rows`."""
         return self._yields[kind].tokens(max(0, rows - sequences) / sequences)
 
-    def _expected_seconds(self, sequences: int, rows: int, kind: Kind) -> float:
-        """Seconds of a pass: as measured, or scaled by the costs of its rows and of a plain pass."""
+    def _expected_times(self, sizes: SequenceOf[int], sequences: int, kind: Kind) -> dict[int, float]:
+        """By rows, the times of passes as multiples of the cost of their roots: as measured, or that of a plain pass
+        scaled by the cost of the rows."""
         assert self._cost is not None
-        measured = self.seconds(sequences, rows, kind)
-        if measured:
-            return measured
-        plain = self.seconds(sequences, 0, kind) or self._cost(sequences)
-        return plain * self._cost(max(sequences, rows)) / self._cost(sequences)
+        measured, cost = self._measured(sequences, kind), self._cost(sequences)
+        plain = measured.get(0, 1.0)
+        return {
+            rows: measured[rows] if rows in measured else plain * self._cost(max(sequences, rows)) / cost
+            for rows in sizes
+        }
+
+
+def _device_may_choose(live: LiveSequence) -> bool:
+    return live.verifier.device_rows and not live.sequence.request.external
 
 
 def _sizes(limits: SequenceOf[int], read_rows: int, max_rows: int) -> list[int]:
     """Sizes that a pass may have with rows of prompts, one root for each limit, and drafted rows up to the limits."""
     held = read_rows + len(limits)
-    larger = [size for size in row_sizes(max_rows) if size > held]
+    sizes = _all_sizes(max_rows)
+    first = bisect.bisect_right(sizes, held)
     # The smallest size that holds all, and those below.
-    return larger[: 1 + sum(size < held + sum(limits) for size in larger)]
+    return list(sizes[first : 1 + bisect.bisect_left(sizes, held + sum(limits), first)])
 
 
 def pooled(prospects: SequenceOf[SequenceOf[float]]) -> SequenceOf[float]:
@@ -262,17 +292,34 @@ def pooled(prospects: SequenceOf[SequenceOf[float]]) -> SequenceOf[float]:
     Returns:
         [len(PROSPECTS)], interpolated linearly.
     """
-    if len(prospects) == 1:
-        return prospects[0]
-    expected = np.array(prospects)
-    steps = np.diff(PROSPECTS, prepend=0)
-    gains = np.diff(expected, prepend=0.0)
-    # Ranges of rows, the best first.
-    order = np.argsort(-(gains / steps).ravel(), kind="stable")
-    rows = np.cumsum(np.broadcast_to(steps, gains.shape).ravel()[order])
-    wanted = np.array(PROSPECTS) * len(expected)
-    found = np.interp(wanted, np.append(0, rows), np.append(0.0, np.cumsum(gains.ravel()[order])))
-    return list((found / len(expected)).tolist())
+    return prospects[0] if len(prospects) == 1 else _pooled(np.array(prospects), _COUNTS).tolist()
+
+
+@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+def _pooled(prospects: Reals, counts: Reals) -> Reals:
+    """See `pooled`: of the sequences' next ranges of rows, that with the most tokens a row is taken, again and again.
+    Compiled, since arrays of a few hundred figures cost numpy more for its calls than for them.
+
+    Args:
+        prospects: [B, N].
+        counts: [N], rising.
+    """
+    sequences, sizes = prospects.shape
+    place = np.zeros(sequences, np.int64)
+    rates = prospects[:, 0] / counts[0]
+    found, size, rows, tokens = np.zeros(sizes), 0, 0.0, 0.0
+    while size < sizes:
+        best = np.argmax(rates)
+        here = place[best]
+        more = counts[here] - (counts[here - 1] if here else 0.0)
+        while size < sizes and rows + more >= counts[size] * sequences:
+            found[size] = (tokens + rates[best] * (counts[size] * sequences - rows)) / sequences
+            size += 1
+        rows, tokens, place[best] = rows + more, tokens + rates[best] * more, here + 1
+        rates[best] = -np.inf
+        if here + 1 < sizes:
+            rates[best] = (prospects[best, here + 1] - prospects[best, here]) / (counts[here + 1] - counts[here])
+    return found
 
 
 def _between(drafted: float, prospects: SequenceOf[RunningMean]) -> float:
