@@ -55,6 +55,7 @@ from target_service.execution.device_rows import TableStep
 from target_service.execution.device_time import DeviceSpan
 from target_service.execution.host_executor import Launched, Ready
 from target_service.execution.post_pass import TableWork
+from target_service.execution.pre_pass import PrePass
 from target_service.model.cuda_graphs.sizes import buckets_up_to, choose_bucket
 from target_service.model.cuda_graphs.step_buffer import StepBuffer
 from target_service.model.forward import ForwardInput, ForwardPass
@@ -64,7 +65,7 @@ from target_service.speculation.policy.step_cost import StepCost
 from target_service.telemetry.metrics import PrometheusObserver
 from tree_kernels.attention.triton_backend import TritonAttention
 from tree_kernels.attention.triton_planning import TritonSettings
-from tree_kernels.node_table import EXPECTED_UNIT, PROSPECTS, REPORT_ROWS, REPORT_TOKENS, Figure
+from tree_kernels.node_table import EXPECTED_UNIT, PROSPECTS, REPORT_ROWS, REPORT_TOKENS, Figure, StepIntegers
 
 VOCABULARY = 1000
 # Tokens of every prompt, and places of every sequence in the cache.
@@ -138,7 +139,8 @@ class _Runner(ModelRunner):
         self._buffers: dict[Any, StepBuffer] = {}
         self._planner = TritonAttention(torch.device("cpu"), TritonSettings(processors=132))
         nothing = torch.zeros(1, dtype=torch.int32)
-        self._done = ForwardPass(torch.zeros(1, 1), nothing, nothing, nothing, nothing)
+        step = StepIntegers(*[nothing] * 11)
+        self._done = ForwardPass(torch.zeros(1, 1), nothing, nothing, nothing, nothing, step=step)
 
     def run(self, batch: ForwardInput, parameters: NDArray[numpy.int32]) -> ForwardPass:
         """See `ModelRunner.run`."""
@@ -163,14 +165,12 @@ class _Runner(ModelRunner):
         self,
         batch: ForwardInput,
         parameters: NDArray[numpy.int32],
-        moves: Tensor | None = None,
-        before: Callable[[], None] | None = None,
+        begin: Callable[[StepIntegers, object | None], None],
     ) -> ForwardPass:
         """See `ModelRunner.run_device_rows`."""
-        del moves
         done = self.run(batch, parameters)
-        if before is not None:
-            before()
+        assert done.step is not None
+        begin(done.step, None)
         return done
 
     def run_again(self, batch: ForwardInput, done: ForwardPass) -> ForwardPass:
@@ -179,11 +179,20 @@ class _Runner(ModelRunner):
         return done
 
 
+class _NoRows(PrePass):
+    """Chooses no rows: a device does that."""
+
+    def run(self, *_: object) -> None:
+        """See `PrePass.run`."""
+
+
 class HostOnly(DeviceSteps):
     """`Steps` whose passes are reported, and not run."""
 
     def __init__(self, runner: _Runner, times: Times, one_pass: float, max_sequences: int, max_rows: int) -> None:
         super().__init__(runner, max_sequences=max_sequences, max_rows=max_rows, backend="torch")
+        assert runner.node_table is not None and self.tables is not None
+        self._pre_pass = _NoRows(runner, runner.node_table, self.tables.mail)
         self.in_background = False
         self._times, self._one_pass = times, one_pass
         self._begun, self._free_at = 0, 0.0
