@@ -85,13 +85,13 @@ def step_times(document: dict[str, Any]) -> Figure:
 
 
 _EIGHTH, _NINTH = "2026-11-23-h200-widened-eighth", "2026-11-24-h200-widened-ninth"
-_THIRTEENTH = "2026-11-25-h100-widened-thirteenth"
+_FIFTEENTH = "2026-11-25-h100-widened-fifteenth"
 # Bars of the widened model: a label, the mode and placement of the rows, and their runs, each of which measured plain
 # decoding too.
 WIDENED = (
     ("one GPU: lookup and a trie (H200)", "trie", "own process", (_EIGHTH, _NINTH)),
-    ("one GPU: lookup, trie and EAGLE head (H100)", "merged", "same GPU", (_THIRTEENTH,)),
-    ("second GPU: lookup, trie and EAGLE head (H100)", "merged", "second GPU", (_THIRTEENTH,)),
+    ("one GPU: lookup, trie and EAGLE head (H100)", "merged", "same GPU", (_FIFTEENTH,)),
+    ("second GPU: lookup, trie and EAGLE head (H100)", "merged", "second GPU", (_FIFTEENTH,)),
 )
 WIDENED_LOADS = (1, 8, 32)
 
