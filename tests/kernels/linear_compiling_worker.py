@@ -15,7 +15,7 @@ from triton.compiler import ASTSource, compile
 
 from tree_kernels.linear import triton_epilogues as epilogues
 from tree_kernels.linear import triton_kernels as few_rows
-from tree_kernels.linear.triton_tiling import choose_linear_tiling
+from tree_kernels.linear.triton_tiling import choose_linear_tiling, choose_mapped_tiling
 
 HALF = (
     "product", "rows", "scaled", "following", "bias", "residual", "norm_weight", "normed", "output", "cosines", "sines",
@@ -23,7 +23,8 @@ HALF = (
 )  # fmt: skip
 OTHERS = {
     "slots": "*i32", "counters": "*i32", "weight": "*i16", "row_scales": "*fp32", "squares": "*fp32",
-    "partials": "*fp32", "epsilon": "fp32", "count": "i32", "row_stride": "i32",
+    "partials": "*fp32", "epsilon": "fp32", "count": "i32", "row_stride": "i32", "rows_map": "*i16",
+    "weight_map": "*i16",
 }  # fmt: skip
 SHAPES = {"smollm2": (576, 9, 3, 64, 1536), "llama": (4096, 32, 8, 128, 14336), "width 96": (3072, 32, 32, 96, 8192)}
 
@@ -43,6 +44,8 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
         yield f"gated {name}", epilogues.gated_epilogue_kernel, {"OUTPUTS": inner, "BLOCK": 1024}, four
         for rows in (8, 16, 32, 64):
             yield from int8_kernels(f"int8 {name} {rows}", rows, hidden, heads, kv_heads, width, inner)
+        if hidden >= 2048:
+            yield from mapped_kernels(f"mapped {name}", hidden, inner)
 
 
 def int8_kernels(
@@ -67,7 +70,22 @@ def int8_kernels(
         }
         sizes |= {"INT8": True, "INNER": numbers, "PIECES": 64, "PIECE": 1024}
         if kind != "rotary":
-            sizes["OUTPUTS"] = outputs // 2 if kind == "gated" else outputs
+            sizes |= {"OUTPUTS": outputs // 2 if kind == "gated" else outputs, "MAPPED": False}
+        options = {"num_warps": tiling.warps, "num_stages": tiling.stages}
+        yield f"{name} {kind}", kernel, sizes | more, options
+
+
+def mapped_kernels(name: str, hidden: int, inner: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
+    """Those that read by tensor maps."""
+    for kind, kernel, outputs, numbers, more in (
+        ("add", few_rows.add_kernel, hidden, inner, {"HAS_BIAS": True, "ADDS": True, "SCALES": True}),
+        ("gated", few_rows.gated_kernel, 2 * inner, hidden, {"PARTS": 4, "BLOCK_PARTS": 4}),
+    ):
+        tiling = choose_mapped_tiling(64, outputs, numbers, gated=kind == "gated")
+        assert tiling is not None
+        sizes = {"BLOCK_M": 64, "BLOCK_N": tiling.block_outputs, "BLOCK_K": tiling.block_inner, "SPLITS": 1, "AHEAD": 0}
+        sizes |= {"INT8": False, "INNER": numbers, "PIECES": 64, "PIECE": 1024, "MAPPED": True}
+        sizes["OUTPUTS"] = outputs // 2 if kind == "gated" else outputs
         options = {"num_warps": tiling.warps, "num_stages": tiling.stages}
         yield f"{name} {kind}", kernel, sizes | more, options
 
@@ -76,6 +94,11 @@ def compiled(name: str, kernel: Any, constants: dict[str, Any], options: dict[st
     """Bytes of shared memory of one program."""
     names, constants = kernel.arg_names, constants | {"DEPENDENT": True}
     types = dict.fromkeys(HALF, "*bf16") | OTHERS
+    if name.startswith("mapped"):
+        outputs = constants["BLOCK_N"] // (2 if name.endswith("gated") else 1)
+        blocks = {"rows_map": constants["BLOCK_M"], "weight_map": outputs}
+        types |= {each: f"tensordesc<bf16[{size},{constants['BLOCK_K']}]>" for each, size in blocks.items()}
+        types["weight"] = "*bf16"
     signature = {each: "constexpr" if each in constants else types[each] for each in names}
     aligned = {
         (place,): [["tt.divisibility", 16]]
@@ -87,6 +110,7 @@ def compiled(name: str, kernel: Any, constants: dict[str, Any], options: dict[st
     # It waits for the launch before, and takes words apart on their way from shared memory to the matrix units.
     assert "griddepcontrol.wait" in found.asm["ptx"]
     assert ("min.bf16x2" in found.asm["ptx"]) == name.startswith("int8")
+    assert ("cp.async.bulk.tensor" in found.asm["ptx"]) == name.startswith("mapped")
     return int(found.metadata.shared)
 
 

@@ -62,6 +62,11 @@ def cases() -> dict[str, Sizes]:
     split = LinearTiling(16, 16, 16, 4, 4, 2, 0)
     found["parts"] = replace(tiny, rows=33, hidden=64, heads=4, inner=128, tiling=split)
     found["own tiling"] = replace(tiny, rows=33, width=32, tiling=None)
+    maps = LinearTiling(64, 32, 32, 1, 4, 3, 0, mapped=True)
+    for rows in (3, 40, 130):
+        found[f"tensor maps, {rows} rows"] = replace(tiny, rows=rows, width=32, tiling=maps, bias=rows == 40)
+    found["tensor maps past the edge"] = replace(tiny, hidden=40, inner=72, tiling=maps)
+    found["tensor maps not for int8"] = replace(tiny, tiling=replace(maps, block_rows=16), int8=True)
     found["half precision"] = replace(tiny, dtype=torch.float16)
     for name in ("16 rows", "17 rows", "bias", "blocks that end past the edge", "parts", "own tiling"):
         found[f"{name}, int8"] = replace(found[name], int8=True)

@@ -9,16 +9,19 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tree_kernels.linear.int8_weight import Int8Weight, Weight
 from tree_kernels.linear.layers import RowLinears
 from tree_kernels.linear.rows import HeadInput, HeadInputs, HeadRows, Norm, ScaledRows
 from tree_kernels.linear.triton_kernels import add_kernel, gated_kernel, head_input_kernel, norm_kernel, rotary_kernel
-from tree_kernels.linear.triton_tiling import LinearTiling, choose_linear_tiling
+from tree_kernels.linear.triton_tiling import LinearTiling, choose_linear_tiling, choose_mapped_tiling
 
 # Bytes of one prefetch, and of what its address must be a multiple.
 _PREFETCH_BYTES, _PREFETCH_ALIGNMENT = 256, 16
 _PREFETCH_THREADS = 128
+# Of the addresses and rows of what a tensor map describes, in bytes.
+_MAP_ALIGNMENT = 16
 _MIN_OUTPUTS = 16
 # Tiles of one launch that may be split: those of more than 60,000 rows.
 _MAX_TILES = 65536
@@ -75,7 +78,7 @@ class TritonLinears(RowLinears):
         norm: Norm | None = None,
         following: Weight | None = None,
     ) -> tuple[Tensor, ScaledRows | None]:
-        tiling = self._prepare(rows, weight)
+        tiling = self._prepare(rows, weight, mapped=True)
         check_contiguous(bias=bias, residual=residual, norm=None if norm is None else norm.weight)
         count, outputs = len(rows), weight.shape[0]
         output = rows.new_empty(count, outputs)
@@ -91,11 +94,12 @@ class TritonLinears(RowLinears):
             output if scaled is None else scaled.rows, output if scaled is None else scaled.squares,
             count=count, row_stride=rows.stride(0),
             HAS_BIAS=bias is not None, ADDS=residual is not None, SCALES=norm is not None, OUTPUTS=outputs, **options,
+            **_maps(tiling, rows, weight, tiling.block_outputs),
         )  # fmt: skip
         return output, scaled
 
     def gated_linear(self, rows: ScaledRows, weight: Weight) -> Tensor:
-        tiling = self._prepare(rows.rows, weight)
+        tiling = self._prepare(rows.rows, weight, mapped=True, gated=True)
         check_contiguous(rows=rows.rows, squares=rows.squares)
         count, outputs = len(rows.rows), weight.shape[0] // 2
         output = rows.rows.new_empty(count, outputs)
@@ -103,7 +107,7 @@ class TritonLinears(RowLinears):
         grid, options = self._launch(tiling, rows.rows, weight, tiles)
         gated_kernel[grid](
             rows.rows, rows.squares, output, count=count, epsilon=rows.epsilon, OUTPUTS=outputs,
-            **_parts(rows), **options,
+            **_parts(rows), **options, **_maps(tiling, rows.rows, weight, tiling.block_outputs // 2),
         )  # fmt: skip
         return output
 
@@ -133,12 +137,17 @@ class TritonLinears(RowLinears):
         )  # fmt: skip
         return query
 
-    def _prepare(self, rows: Tensor, weight: Weight) -> LinearTiling:
+    def _prepare(self, rows: Tensor, weight: Weight, *, mapped: bool = False, gated: bool = False) -> LinearTiling:
+        """The tiling of a product; `mapped` where the kernel can read by tensor maps."""
         check_product(rows, weight)
+        mapped = mapped and _mappable(rows, weight)
         if self._tiling is not None:
-            return self._tiling
+            return self._tiling if mapped or not self._tiling.mapped else replace(self._tiling, mapped=False)
+        found = None
+        if mapped and self._dependent and not self._invariant:
+            found = choose_mapped_tiling(len(rows), *weight.shape, gated=gated)
         int8 = isinstance(weight, Int8Weight)
-        return choose_linear_tiling(len(rows), *weight.shape, invariant=self._invariant, int8=int8)
+        return found or choose_linear_tiling(len(rows), *weight.shape, invariant=self._invariant, int8=int8)
 
     def _launch_norm(self, hidden: Tensor, norm: Norm, output: Tensor, squares: Tensor, *, whole: bool) -> None:
         width = hidden.shape[1]
@@ -225,6 +234,29 @@ def _prefetchable(weight: Tensor) -> bool:
     product. Weights in fp32 are not."""
     row_bytes = weight.shape[1] * weight.element_size()
     return row_bytes >= _PREFETCH_BYTES and row_bytes % _PREFETCH_ALIGNMENT == 0 and weight.element_size() <= 2
+
+
+def _mappable(rows: Tensor, weight: Weight) -> bool:
+    """Whether both factors of a product can be read by tensor maps: numbers of one type, in rows and from addresses
+    that are multiples of 16 bytes."""
+    if isinstance(weight, Int8Weight) or not len(rows):
+        return False
+    strides = (one.stride(0) * one.element_size() for one in (rows, weight))
+    return not any(each % _MAP_ALIGNMENT for each in (rows.data_ptr(), weight.data_ptr(), *strides))
+
+
+def _maps(tiling: LinearTiling, rows: Tensor, weight: Weight, outputs: int) -> dict[str, Any]:
+    """Tensor maps of a product's factors, in blocks of so many of the weight's rows; where the tiling has none, what
+    the kernel does not read."""
+    if not tiling.mapped:
+        unread = weight.words if isinstance(weight, Int8Weight) else weight
+        return {"MAPPED": False, "rows_map": unread, "weight_map": unread}
+    assert not isinstance(weight, Int8Weight), "see `_mappable`"
+    return {
+        "MAPPED": True,
+        "rows_map": TensorDescriptor.from_tensor(rows, [tiling.block_rows, tiling.block_inner]),
+        "weight_map": TensorDescriptor.from_tensor(weight, [outputs, tiling.block_inner]),
+    }
 
 
 def or_other(tensor: Tensor | None, other: Tensor) -> Tensor:

@@ -86,6 +86,34 @@ def _product(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _mapped_product(  # type: ignore[no-untyped-def]
+    rows_map, weight_map, row, column, INNER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_M, BLOCK_N] fp32 of the rows from `row` on and those of the weight from `column` on, by tensor maps, which
+    read zeros past their ends."""
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in range(0, INNER, BLOCK_K):
+        left, right = weight_map.load([column, start]), rows_map.load([row, start])
+        total = tl.dot(left, right.T, total, input_precision="ieee")
+    return tl.trans(total)
+
+
+@triton.jit
+def _mapped_products(  # type: ignore[no-untyped-def]
+    rows_map, weight_map, row, column, OUTPUTS: tl.constexpr, INNER: tl.constexpr, BLOCK_M: tl.constexpr,
+    HALF_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """As `_mapped_product`, two of [BLOCK_M, HALF_N]: of gate, and of up, which is `OUTPUTS` below it."""
+    gate, up = tl.zeros([HALF_N, BLOCK_M], tl.float32), tl.zeros([HALF_N, BLOCK_M], tl.float32)
+    for start in range(0, INNER, BLOCK_K):
+        right = rows_map.load([row, start]).T
+        gate = tl.dot(weight_map.load([column, start]), right, gate, input_precision="ieee")
+        up = tl.dot(weight_map.load([column + OUTPUTS, start]), right, up, input_precision="ieee")
+    return tl.trans(gate), tl.trans(up)
+
+
+@triton.jit
 def _prefetch(following, PIECES: tl.constexpr, PIECE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Bring weights that a later launch reads into the L2 cache: a share for each program, PIECE bytes a thread."""
     if PIECE > 0:
@@ -123,7 +151,7 @@ def _load_squares(squares, row, there, PARTS: tl.constexpr, BLOCK_PARTS: tl.cons
 @triton.jit
 def add_kernel(  # type: ignore[no-untyped-def]
     rows, bias, residual, norm_weight, output, scaled, squares, weight, row_scales, partials, counters, following,
-    count, row_stride,
+    rows_map, weight_map, count, row_stride, MAPPED: tl.constexpr,
     INT8: tl.constexpr, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, SCALES: tl.constexpr, OUTPUTS: tl.constexpr,
     INNER: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     AHEAD: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -137,10 +165,15 @@ def add_kernel(  # type: ignore[no-untyped-def]
     _await_inputs(weight, column, INNER // 2 if INT8 else INNER, SPLITS, AHEAD, DEPENDENT)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     there = row < count
-    total, there = _product(
-        rows, weight, row_scales, partials, counters, row, column, there, row_stride,
-        INT8=INT8, INNER=INNER, SPLITS=SPLITS, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
-    )  # fmt: skip
+    if MAPPED:
+        total = _mapped_product(
+            rows_map, weight_map, tl.program_id(0) * BLOCK_M, tile * BLOCK_N, INNER, BLOCK_M, BLOCK_N, BLOCK_K
+        )
+    else:
+        total, there = _product(
+            rows, weight, row_scales, partials, counters, row, column, there, row_stride,
+            INT8=INT8, INNER=INNER, SPLITS=SPLITS, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
+        )  # fmt: skip
     _prefetch(following, PIECES, PIECE)
     if HAS_BIAS:
         total += tl.load(bias + column).to(tl.float32)[None, :]
@@ -160,9 +193,9 @@ def add_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def gated_kernel(  # type: ignore[no-untyped-def]
-    rows, squares, output, weight, row_scales, partials, counters, following, count, epsilon,
-    INT8: tl.constexpr, PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, OUTPUTS: tl.constexpr, INNER: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    rows, squares, output, weight, row_scales, partials, counters, following, rows_map, weight_map, count, epsilon,
+    MAPPED: tl.constexpr, INT8: tl.constexpr, PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, OUTPUTS: tl.constexpr,
+    INNER: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     AHEAD: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Norm, gate_proj and up_proj, SiLU(gate) * up. A tile holds as many columns of gate as of up."""
@@ -175,13 +208,19 @@ def gated_kernel(  # type: ignore[no-untyped-def]
     there = row < count
     # Loaded before the product and used after it.
     found = _load_squares(squares, row, there, PARTS, BLOCK_PARTS)
-    total, there = _product(
-        rows, weight, row_scales, partials, counters, row, column, there, INNER,
-        INT8=INT8, INNER=INNER, SPLITS=SPLITS, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
-    )  # fmt: skip
+    if MAPPED:
+        gate, up = _mapped_products(
+            rows_map, weight_map, tl.program_id(0) * BLOCK_M, first, OUTPUTS, INNER, BLOCK_M, HALF_N, BLOCK_K
+        )
+    else:
+        total, there = _product(
+            rows, weight, row_scales, partials, counters, row, column, there, INNER,
+            INT8=INT8, INNER=INNER, SPLITS=SPLITS, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
+        )  # fmt: skip
+        gate, up = _halves(total, BLOCK_M, HALF_N)
     _prefetch(following, PIECES, PIECE)
-    total *= tl.rsqrt(tl.sum(found, 1) / INNER + epsilon)[:, None]
-    gate, up = _halves(total, BLOCK_M, HALF_N)
+    scale = tl.rsqrt(tl.sum(found, 1) / INNER + epsilon)[:, None]
+    gate, up = gate * scale, up * scale
     result = gate / (1.0 + tl.exp(-gate)) * up
     column = first + tl.arange(0, HALF_N)
     kept = there[:, None] & (column < OUTPUTS)[None, :]

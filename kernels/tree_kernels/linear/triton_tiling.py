@@ -22,6 +22,7 @@ class LinearTiling:
         stages: blocks of weights in flight at a time.
         ahead: pieces of 256 bytes of each row of the weight that are prefetched before the input is there. A power of
             two.
+        mapped: blocks are read by tensor maps (TMA, from Hopper on), without splits.
     """
 
     block_rows: int
@@ -31,6 +32,7 @@ class LinearTiling:
     warps: int
     stages: int
     ahead: int
+    mapped: bool = False
 
 
 # Outputs, inner, splits, warps, stages, ahead.
@@ -48,6 +50,10 @@ _WIDE: dict[int, tuple[_Sizes, _Sizes, _Sizes]] = {
 }
 # Of 64 rows and long rows of the weight, where there would be too few tiles without splits.
 _WIDE_64_SPLIT: _Sizes = (64, 128, 2, 4, 6, 8)
+# Of 64 rows by tensor maps: many outputs, gate and up together, and fewer outputs. MAPPED_SOURCE
+_MAPPED_MANY: _Sizes = (64, 128, 1, 4, 3, 0)
+_MAPPED_GATED: _Sizes = (128, 128, 1, 8, 3, 0)
+_MAPPED_FEW: _Sizes = (64, 128, 1, 4, 6, 0)
 # The same for weights in int8, each near the fastest of those tried on an H100:
 # benchmarks/results/2026-11-25-h100-linear-eight-bits.json. A program reads half the bytes, so few outputs take longer
 # blocks or more splits.
@@ -59,6 +65,15 @@ _INT8: dict[int, tuple[_Sizes, _Sizes, _Sizes]] = {
     16: _INT8_32,
     8: ((128, 256, 1, 4, 4, 8), (64, 256, 1, 4, 4, 8), (64, 256, 4, 4, 4, 8)),
 }
+
+
+def choose_mapped_tiling(rows: int, outputs: int, inner: int, *, gated: bool) -> LinearTiling | None:
+    """The tiling for `rows` times a weight [outputs, inner] that is read by tensor maps, with gate above up if it is
+    `gated`; None where that is no faster."""
+    if not MAX_BLOCK_ROWS // 2 < rows <= MAX_BLOCK_ROWS or inner < 2048:
+        return None
+    many = _MAPPED_GATED if gated else _MAPPED_MANY
+    return LinearTiling(MAX_BLOCK_ROWS, *(many if outputs >= 8192 else _MAPPED_FEW), mapped=True)
 
 
 def choose_linear_tiling(
