@@ -25,7 +25,7 @@ from tree_kernels.linear import (
 pytest.importorskip("triton")
 from tree_kernels.linear.cublas_backend import CublasLinears
 from tree_kernels.linear.triton_backend import TritonLinears
-from tree_kernels.linear.triton_tiling import choose_linear_tiling
+from tree_kernels.linear.triton_tiling import choose_linear_tiling, choose_mapped_tiling
 
 WORKER = "linear_worker.py"
 CPU = torch.device("cpu")
@@ -97,6 +97,18 @@ def test_a_tile_holds_the_rows_and_little_more(rows: int, shape: tuple[int, int]
     narrow = choose_linear_tiling(rows, *shape, int8=True)
     assert narrow.block_rows == tiling.block_rows
     assert (2 * narrow.block_rows + narrow.block_outputs) * narrow.block_inner * narrow.stages <= 227_000
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["alone", "gate and up"])
+@pytest.mark.parametrize("rows", [32, 33, 64, 65])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_tensor_maps_are_for_blocks_that_fill_the_matrix_units(rows: int, shape: tuple[int, int], gated: bool) -> None:
+    tiling = choose_mapped_tiling(rows, *shape, gated=gated)
+    if tiling is None:
+        return
+    assert 32 < rows <= 64 and tiling.mapped and tiling.splits == 1
+    assert tiling.block_outputs // (2 if gated else 1) >= 64
+    assert (tiling.block_rows + tiling.block_outputs) * tiling.block_inner * 2 * tiling.stages <= 227_000
 
 
 def test_the_definition_is_that_of_a_decoder_layer() -> None:

@@ -50,9 +50,9 @@ _WIDE: dict[int, tuple[_Sizes, _Sizes, _Sizes]] = {
 }
 # Of 64 rows and long rows of the weight, where there would be too few tiles without splits.
 _WIDE_64_SPLIT: _Sizes = (64, 128, 2, 4, 6, 8)
-# Of 64 rows by tensor maps: many outputs, gate and up together, and fewer outputs. MAPPED_SOURCE
-_MAPPED_MANY: _Sizes = (64, 128, 1, 4, 3, 0)
-_MAPPED_GATED: _Sizes = (128, 128, 1, 8, 3, 0)
+# Of 33 to 64 rows by tensor maps, for at least 8,192 outputs, and fewer. Each is the fastest of those tried on an H100:
+# benchmarks/results/2026-11-25-h100-mapped-products.json.
+_MAPPED_MANY: _Sizes = (128, 128, 1, 4, 3, 0)
 _MAPPED_FEW: _Sizes = (64, 128, 1, 4, 6, 0)
 # The same for weights in int8, each near the fastest of those tried on an H100:
 # benchmarks/results/2026-11-25-h100-linear-eight-bits.json. A program reads half the bytes, so few outputs take longer
@@ -67,13 +67,14 @@ _INT8: dict[int, tuple[_Sizes, _Sizes, _Sizes]] = {
 }
 
 
-def choose_mapped_tiling(rows: int, outputs: int, inner: int, *, gated: bool) -> LinearTiling | None:
+def choose_mapped_tiling(rows: int, outputs: int, inner: int, *, gated: bool = False) -> LinearTiling | None:
     """The tiling for `rows` times a weight [outputs, inner] that is read by tensor maps, with gate above up if it is
-    `gated`; None where that is no faster."""
-    if not MAX_BLOCK_ROWS // 2 < rows <= MAX_BLOCK_ROWS or inner < 2048:
+    `gated`. None where that is no faster, or was not tried."""
+    many = outputs >= 8192
+    # Half a narrow block, which is gate's or up's part of it, is too small for the matrix units.
+    if not MAX_BLOCK_ROWS // 2 < rows <= MAX_BLOCK_ROWS or inner < 2048 or (gated and not many):
         return None
-    many = _MAPPED_GATED if gated else _MAPPED_MANY
-    return LinearTiling(MAX_BLOCK_ROWS, *(many if outputs >= 8192 else _MAPPED_FEW), mapped=True)
+    return LinearTiling(MAX_BLOCK_ROWS, *(_MAPPED_MANY if many else _MAPPED_FEW), mapped=True)
 
 
 def choose_linear_tiling(
