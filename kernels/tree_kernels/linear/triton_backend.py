@@ -144,7 +144,8 @@ class TritonLinears(RowLinears):
         if self._tiling is not None:
             return self._tiling if mapped or not self._tiling.mapped else replace(self._tiling, mapped=False)
         found = None
-        if mapped and self._dependent and not self._invariant:
+        # In half precision: in fp32 the blocks would not fit into a processor.
+        if mapped and self._dependent and not self._invariant and rows.element_size() == 2:
             found = choose_mapped_tiling(len(rows), *weight.shape, gated=gated)
         int8 = isinstance(weight, Int8Weight)
         return found or choose_linear_tiling(len(rows), *weight.shape, invariant=self._invariant, int8=int8)
