@@ -1,0 +1,118 @@
+"""What is launched around captured passes becomes a graph once, for each of them. No GPU: graphs are recorded calls."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from target_service.execution.pass_graphs import PassGraphs
+from target_service.execution.pre_pass import PrePass
+
+CPU = torch.device("cpu")
+
+
+class Keeper:
+    """Stands for a captured pass."""
+
+
+class Graph:
+    def __init__(self) -> None:
+        self.replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+
+
+class Recorded(PassGraphs):
+    """Captures by a call, as a capture runs the host's part of a launch and not the device's."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.captured: list[Graph] = []
+
+    def _capture(self, launch: Callable[[], object]) -> tuple[Any, object]:
+        self.captured.append(Graph())
+        return self.captured[-1], launch()
+
+
+def test_a_launch_is_captured_once_and_replayed_from_then_on() -> None:
+    graphs, keeper, launched = Recorded(), Keeper(), list[int]()
+
+    def launch() -> int:
+        launched.append(len(launched))
+        return launched[-1]
+
+    # The first is launched as it is, so that everything is compiled, and then captured.
+    assert graphs.run(keeper, "work", launch) == 0 and launched == [0, 1]
+    # The tensors of the capture are those that replays write.
+    assert [graphs.run(keeper, "work", launch) for _ in range(3)] == [1, 1, 1]
+    assert launched == [0, 1] and [one.replays for one in graphs.captured] == [3]
+
+
+def test_each_pass_and_each_kind_of_work_has_its_graph() -> None:
+    graphs, keepers = Recorded(), [Keeper(), Keeper()]
+    for _ in range(2):
+        for number, keeper in enumerate(keepers):
+            for work in ("one", "other"):
+                assert graphs.run(keeper, work, lambda seen=(number, work): seen) == (number, work)  # type: ignore[misc]
+    assert [one.replays for one in graphs.captured] == [1] * 4
+
+
+def test_what_nobody_keeps_is_launched_each_time() -> None:
+    graphs, launched = Recorded(), list[int]()
+    for number in range(3):
+        graphs.run(None, "work", lambda number=number: launched.append(number))  # type: ignore[misc]
+    assert launched == [0, 1, 2] and not graphs.captured
+
+
+def test_graphs_of_a_pass_that_was_dropped_are_dropped_too() -> None:
+    graphs, keeper = Recorded(), Keeper()
+    graphs.run(keeper, "work", lambda: 0)
+    assert len(graphs._graphs) == 1
+    del keeper
+    gc.collect()
+    assert not len(graphs._graphs)
+
+
+class Table:
+    """Notes what is asked of a node table, and of its mailboxes."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any]] = []
+
+    def take_sent(self, mail: Table) -> None:
+        assert mail is self
+        self.calls.append(("take", None))
+
+    def begin(self, step: Any, pending: Any, moves: Any, reading: int) -> None:
+        assert pending == "pending"
+        self.calls.append(("begin", (step, moves, reading)))
+
+    def await_sent(self) -> None:
+        self.calls.append(("await", None))
+
+
+@pytest.mark.parametrize(
+    ("moves", "reading", "captured"),
+    [(None, 0, True), ("moves", 0, False), (None, 2, False)],
+    ids=["as mostly", "behind a step of another kind", "beside a prompt"],
+)
+def test_rows_are_chosen_by_a_graph_where_nothing_else_changes(moves: Any, reading: int, captured: bool) -> None:
+    """A graph keeps the arguments that it was captured with."""
+    table, keeper = Table(), Keeper()
+    runner: Any = type("Runner", (), {"pending": "pending", "device": CPU})
+    pre_pass = PrePass(runner, table, table)  # type: ignore[arg-type]
+    graphs = pre_pass._graphs = Recorded()
+    for step in ("first", "second"):
+        pre_pass.run(step, keeper, moves, reading)  # type: ignore[arg-type]
+    launches = [("take", None), ("begin", ("first", moves, reading))]
+    # What was sent is waited for outside, in front of every pass.
+    expected = [("await", None), *launches, *(launches if captured else ()), ("await", None)]
+    if not captured:
+        expected += [("take", None), ("begin", ("second", moves, reading))]
+    assert table.calls == expected
+    assert [one.replays for one in graphs.captured] == ([1] if captured else [])
