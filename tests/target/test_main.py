@@ -139,10 +139,10 @@ class TestPoller:
     def test_operator_wins(self) -> None:
         unset: dict[str, str] = {}
         prepare_grpc(unset)
-        assert unset == {"GRPC_EXPERIMENTS": GRPC_EXPERIMENTS}
-        chosen = {"GRPC_EXPERIMENTS": ""}
+        assert unset == {"GRPC_EXPERIMENTS": GRPC_EXPERIMENTS, "GRPC_ENABLE_FORK_SUPPORT": "0"}
+        chosen = {"GRPC_EXPERIMENTS": "", "GRPC_ENABLE_FORK_SUPPORT": "1"}
         prepare_grpc(chosen)
-        assert chosen == {"GRPC_EXPERIMENTS": ""}
+        assert chosen == {"GRPC_EXPERIMENTS": "", "GRPC_ENABLE_FORK_SUPPORT": "1"}
 
 
 class TestOpenMp:
