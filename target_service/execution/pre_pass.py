@@ -12,7 +12,7 @@ from tree_kernels.node_table import Mailboxes, NodeTable, StepIntegers
 class PrePass:
     """Launches what comes before a pass, for one engine: graphs read its mailboxes.
 
-    As single launches they took 0.35 to 0.45 ms of the host for each pass, of the 1.0 to 1.4 ms that it took to launch
+    As single launches they took 0.31 to 0.41 ms of the host for each pass, of the 1.0 to 1.4 ms that it took to launch
     one (H100, `benchmarks/results/2026-11-25-h100-host-time.md`).
     """
 

@@ -4,7 +4,7 @@ All rows of a pass that verifies trees are encoded right behind its launch; once
 only picks the committed rows. They share the stream of the pass: on another one they would hardly run before the next
 pass has ended. A pass with many rows of prompts is encoded later, when the needed rows are known.
 
-Where the states of few rows stay at one address, encoding is a CUDA graph: as single launches it took 0.40 to 0.55 ms
+Where the states of few rows stay at one address, encoding is a CUDA graph: as single launches it took 0.40 to 0.57 ms
 of the host for each pass (H100, `benchmarks/results/2026-11-25-h100-host-time.md`).
 """
 

@@ -143,22 +143,21 @@ class Features:
         ahead: list[SequenceFeatures] = []
         along: dict[int, Vectors] = {}
         going_on = {sequence.sequence_id: (sequence, committed) for sequence, committed in commits}
+        request = self._request if self._connected else None
         for sequence_id, (kept, committing) in self._fresh.items():
             sequence, committed = going_on.get(sequence_id, (None, 0))
-            if self._request is None or not self._connected or sequence_id not in followed:
-                pass
-            elif sequence is None:
-                # It reads its prompt, or else it has ended.
-                if not committing:
-                    ahead += self._pieces(sequence_id, kept, kept.end)
-            elif len(sequence.token_ids) - 1 == kept.end:
+            wanted = request is not None and sequence_id in followed
+            # Without a commit it reads its prompt, or else it has ended.
+            if wanted and sequence is None and not committing:
+                ahead += self._pieces(sequence_id, kept, kept.end)
+            elif request is not None and wanted and sequence is not None and len(sequence.token_ids) - 1 == kept.end:
                 most = max(1, MAX_FEATURE_BYTES // kept.row_bytes)
                 # The draft needs a commit before it can place the vectors of its tokens.
                 if kept.unsent < kept.end - max(most, committed):
                     ahead += self._pieces(sequence_id, kept, kept.end - max(most, committed))
                 # No more than the drafter's window: Medusa heads read one vector.
-                kept.sent = max(kept.sent, kept.end - min(most, self._request.window or most))
-                along[sequence_id] = kept.take(kept.end, self._request)
+                kept.sent = max(kept.sent, kept.end - min(most, request.window or most))
+                along[sequence_id] = kept.take(kept.end, request)
             kept.trim(self._keep)
         self._fresh.clear()
         self._count(along.values())
