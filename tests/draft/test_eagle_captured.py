@@ -144,7 +144,7 @@ def test_prompts_are_read_in_pieces_of_captured_sizes(length: int, beside: int) 
 
 @pytest.mark.parametrize("place", [0, 2, 5])
 def test_sequences_beside_a_prompt_share_their_passes(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or they would take one each: 40 passes where four do, which keep the device from the trees of all."""
+    """Or each would take one of its own, which keeps the device from the trees of all."""
     head, length = make_head(), 300
     drafters = [make_drafter(head), static_drafter(head)]
     known = [states_of(head, 320, i) for i in range(6)]

@@ -192,8 +192,8 @@ class CapturedDrafting(TreeDrafting):
         if len(rows.token_ids) <= _power_of_two(len(rows.parts)) * _COMMITTED:
             self._commit_few(rows, carried)
             return
-        # One prompt must not make all other sequences take a pass each: it lasted 10 ms instead of 4 for 32 sequences,
-        # in one frame of seven (H100, `benchmarks/results/2026-11-25-h100-host-time.md`).
+        # One prompt must not make all other sequences take a pass each: with some 30 sequences that took 7 to 26 ms
+        # instead of 4, in one frame of seven (H100, `benchmarks/results/2026-11-25-h100-host-time.md`).
         begin = 0
         for is_short, run in groupby(rows.parts, lambda part: part.rows <= _COMMITTED):
             parts = list(run)
