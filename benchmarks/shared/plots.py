@@ -1,5 +1,5 @@
 """Draws the GPU figures of docs/performance.md from their JSON files, as PNGs beside them; and the README's figure of
-speculation at the cost of an 8B model, from the JSON files of the widened model.
+speculation at the cost of an 8B model, from that of a run with the widened model.
 
     python -m benchmarks.shared.plots [--results benchmarks/results] [--prefix 2026-11-21-h200-]
     python -m benchmarks.shared.plots --widened docs/speed8b.png
@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 # Only this script needs matplotlib, which is no requirement of the benchmarks.
@@ -84,41 +83,31 @@ def step_times(document: dict[str, Any]) -> Figure:
     return figure
 
 
-_EIGHTH, _NINTH = "2026-11-23-h200-widened-eighth", "2026-11-24-h200-widened-ninth"
-_FIFTEENTH = "2026-11-25-h100-widened-fifteenth"
-# Bars of the widened model: a label, the mode and placement of the rows, and their runs, each of which measured plain
-# decoding too.
+# The run whose bars are drawn: a label, and the mode and placement of the rows.
+WIDENED_RUN = "2026-11-26-h200-widened-sixteenth"
 WIDENED = (
-    ("one GPU: lookup and a trie (H200)", "trie", "own process", (_EIGHTH, _NINTH)),
-    ("one GPU: lookup, trie and EAGLE head (H100)", "merged", "same GPU", (_FIFTEENTH,)),
-    ("second GPU: lookup, trie and EAGLE head (H100)", "merged", "second GPU", (_FIFTEENTH,)),
+    ("one H200: lookup and a trie", "trie", "own process"),
+    ("one H200: lookup, trie and EAGLE head", "merged", "same GPU"),
+    ("two H200: lookup, trie and EAGLE head on the second", "merged", "second GPU"),
 )
 WIDENED_LOADS = (1, 8, 32)
 
 
-def widened(read: Callable[[str], dict[str, Any]]) -> Figure:
-    """Speed of whole greedy answers, others' prompts in between, relative to plain decoding of the same run: bars are
-    means of the runs, and lines reach from the least to the largest."""
+def widened(document: dict[str, Any]) -> Figure:
+    """Speed of whole greedy answers, others' prompts in between, relative to plain decoding of the same run."""
     figure = Figure(figsize=(7.2, 3.8), layout="constrained")
     drawn = figure.subplots()
     width = 0.8 / len(WIDENED)
-    for number, (label, mode, placement, names) in enumerate(WIDENED):
-        runs = []
-        for name in names:
-            found = {
-                (row["mode"], row["concurrency"]): row["stream_tokens_per_second"]
-                for row in rows(read(name), temperature=0.0, prompts="new", delay_ms=0.0)
-                if row["placement"] in ("", placement)
-            }
-            runs.append([found[mode, load] / found["plain", load] for load in WIDENED_LOADS])
-        by_load = list(zip(*runs, strict=True))
-        ratios = [fmean(of_load) for of_load in by_load]
-        below = [ratio - min(of_load) for ratio, of_load in zip(ratios, by_load, strict=True)]
-        above = [max(of_load) - ratio for ratio, of_load in zip(ratios, by_load, strict=True)]
+    ratios = {
+        (row["mode"], row["placement"], row["concurrency"]): row["ratio_of_whole_answers"]
+        for row in rows(document, temperature=0.0, prompts="new", delay_ms=0.0)
+    }
+    for number, (label, mode, placement) in enumerate(WIDENED):
+        heights = [ratios[mode, placement, load] for load in WIDENED_LOADS]
         places = [place + (number - (len(WIDENED) - 1) / 2) * width for place in range(len(WIDENED_LOADS))]
-        drawn.bar(places, ratios, width, yerr=[below, above], capsize=3, label=label)
-        for place, ratio, top in zip(places, ratios, above, strict=True):
-            drawn.annotate(f"{ratio:.2f}", (place, ratio + top + 0.03), ha="center", fontsize=8)
+        drawn.bar(places, heights, width, label=label)
+        for place, height in zip(places, heights, strict=True):
+            drawn.annotate(f"{height:.2f}", (place, height + 0.03), ha="center", fontsize=8)
     drawn.axhline(1.0, color="grey", linestyle="--")
     drawn.set_xticks(range(len(WIDENED_LOADS)), [f"{load} request{'s' * (load > 1)}" for load in WIDENED_LOADS])
     drawn.set_ylabel("tokens/s, as a multiple of plain decoding")
@@ -135,8 +124,8 @@ def main() -> None:
     parser.add_argument("--widened", type=Path, help="draw only the figure of speculation at 8B cost, to this file")
     options = parser.parse_args()
     if options.widened:
-        results: Path = options.results
-        widened(lambda name: json.loads((results / f"{name}.json").read_text())).savefig(options.widened, dpi=110)
+        document = json.loads((options.results / f"{WIDENED_RUN}.json").read_text())
+        widened(document).savefig(options.widened, dpi=110)
         return
 
     def read(name: str) -> dict[str, Any]:
