@@ -67,7 +67,7 @@ from outrider.sampling import VerificationMode
 DEFAULT, TYPICAL = "default", str(VerificationMode.TYPICAL.value)
 Tasks = dict[str, list[Prompt]]
 # A service that takes longer for a request hangs. Chosen: many times the time of any.
-_REQUEST_SECONDS = 300.0
+REQUEST_SECONDS = 300.0
 
 
 class Record:
@@ -113,7 +113,7 @@ def sweep(options: argparse.Namespace, plan: Plan, tasks: Tasks, record: Record)
             try:
                 with (
                     started(plan, subject) as service,
-                    Clients(service.address, options.clients, _REQUEST_SECONDS) as clients,
+                    Clients(service.address, options.clients, REQUEST_SECONDS) as clients,
                 ):
                     for verification in verifications_of(options, subject, temperatures):
                         requested = "" if verification == DEFAULT else verification
@@ -202,8 +202,8 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = parser_of(__doc__)
+def parse(arguments: Sequence[str] | None = None, about: str | None = __doc__) -> argparse.Namespace:
+    parser = parser_of(about)
     parser.add_argument("--model", required=True, help="folder that benchmarks.widened.model wrote, or any model")
     parser.add_argument("--head", default="", help="folder of the head that it wrote, or a head's name")
     parser.add_argument("--medusa", default="", help="folder of Medusa heads that benchmarks.widened.medusa wrote")

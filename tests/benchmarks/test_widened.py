@@ -14,6 +14,7 @@ from benchmarks.serving.clients import Reply
 from benchmarks.serving.figures import Answer, Window
 from benchmarks.serving.services import flags_of
 from benchmarks.widened import metrics as widened_metrics
+from benchmarks.widened.cold import cold_figures
 from benchmarks.widened.metrics import (
     STEPS,
     Series,
@@ -162,6 +163,15 @@ def test_typical_acceptance_is_measured_where_it_differs(capsys: pytest.CaptureF
 def test_one_stream_is_measured_from_first_message_to_last() -> None:
     answers = [Answer(0.0, [1.0, 2.0, 4.0], [2, 3, 5]), Answer(10.0, [10.5, 12.5], [1, 4]), Answer(20.0, [21.0], [1])]
     assert decoding_rate(answers, 1) == (12, 5.0)
+
+
+def test_a_cold_start_is_compared_with_the_same_prompts_once_settled() -> None:
+    # Answers of a second each, half as fast in the first two seconds.
+    cold = [Answer(0.0, [0.1, 1.0], [1, 9]), Answer(1.0, [1.1, 2.0], [1, 9]), Answer(2.0, [2.1, 3.0], [1, 18])]
+    settled = [Answer(at, [at + 0.1, at + 1.0], [1, 18]) for at in (7.0, 8.0, 9.0)]
+    figures = cold_figures(cold, settled)
+    assert figures["first"] == {"answers": 2, "cold_per_second": 10.0, "settled_per_second": 20.0, "ratio": 0.5}
+    assert figures["later"] == {"answers": 1, "cold_per_second": 20.0, "settled_per_second": 20.0, "ratio": 1.0}
 
 
 def test_several_streams_are_measured_while_all_of_them_decode() -> None:
