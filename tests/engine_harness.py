@@ -217,7 +217,7 @@ def plain(model: PreTrainedModel, wanted: SequenceRequest) -> tuple[int, ...]:
     model.set_attn_implementation("eager")
     tokens = list(wanted.token_ids)
     ends = tuple(e for e in [model.config.eos_token_id] if e is not None)
-    shaper = LogitShaper(wanted.sampling, wanted.token_ids, ends, model.config.vocab_size)
+    shaper = LogitShaper(wanted.sampling, wanted.token_ids, ends)
     for _ in range(wanted.max_tokens):
         logits = model(torch.tensor([tokens]), use_cache=False).logits[0, -1]
         shaped = shaper.shaped(logits, tokens[len(wanted.token_ids) :])

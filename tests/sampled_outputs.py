@@ -29,7 +29,7 @@ _LEAST = 1e-6
 def distribution(model: PreTrainedModel, sampling: SamplingParams) -> Mapping[tuple[int, ...], float]:
     """The probability of every output of LENGTH tokens."""
     model.set_attn_implementation("eager")
-    shaper = LogitShaper(sampling, PROMPT, (), VOCABULARY)
+    shaper = LogitShaper(sampling, PROMPT, ())
     known: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(LENGTH):
         grown: dict[tuple[int, ...], float] = {}

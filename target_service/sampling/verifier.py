@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Callable, Sequence
-from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -19,21 +18,22 @@ from target_service.core.sequence import DevicePass, SequenceRequest
 from target_service.sampling.adjustments import ADJUSTMENT
 from target_service.sampling.distribution import LogitShaper, logprobs_of
 from tree_kernels.philox import uniforms
-from tree_kernels.verification import Mode, RowsToVerify, Walk, coupled_token, match_walk, rejection_walk, typical_walk
+from tree_kernels.verification import (
+    Chance,
+    Mode,
+    RowsToVerify,
+    Walk,
+    coupled_token,
+    match_walk,
+    rejection_walk,
+    typical_walk,
+)
 from tree_kernels.verification.typical import path_to
 
 # A draft gets the request's seed, and must not be able to derive rejection's coins from it: a secret per process.
 _COIN_SECRET = secrets.token_bytes(16)
 # One for each row of the largest tree and one for each token drawn.
 _COINS_PER_STEP = 1024
-_DEVICE_MODES = MappingProxyType(
-    {
-        VerificationMode.GREEDY: Mode.GREEDY,
-        VerificationMode.COUPLED: Mode.COUPLED,
-        VerificationMode.REJECTION: Mode.REJECTION,
-        VerificationMode.TYPICAL: Mode.TYPICAL,
-    }
-)
 
 
 class Verified(NamedTuple):
@@ -79,11 +79,11 @@ class SequenceVerifier:
     are. Batched device kernels must choose the same tokens.
     """
 
-    def __init__(self, request: SequenceRequest, end_token_ids: tuple[int, ...], vocabulary_size: int) -> None:
+    def __init__(self, request: SequenceRequest, end_token_ids: tuple[int, ...]) -> None:
         self._mode = request.mode
         self._seed = request.seed
         sampling = request.sampling
-        self._device_mode = _DEVICE_MODES[request.mode]
+        self._device_mode = Mode[request.mode.name]
         self.lossy = request.lossy
         self._typical = request.typical
         self._distribution = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
@@ -93,7 +93,7 @@ class SequenceVerifier:
         self.on_device = not sampling.shapes_logits and sampling.logprobs is None
         # Whether the device may choose its drafted rows: it does so by tokens, which rejection sampling does not allow.
         self.device_rows = self.on_device and request.mode is not VerificationMode.REJECTION
-        self._shaper = LogitShaper(sampling, request.token_ids, end_token_ids, vocabulary_size)
+        self._shaper = LogitShaper(sampling, request.token_ids, end_token_ids)
         self.prompt_length = len(request.token_ids)
         self._coin_seed = _private_seed(request.seed)
 
@@ -139,12 +139,9 @@ class SequenceVerifier:
             walk = rejection_walk(
                 tree.parents,
                 tree.token_ids,
-                {
-                    row: (distribution.token_ids, distribution.weights)
-                    for row, distribution in tree.distributions.items()
-                },
+                {row: (drawn.token_ids, drawn.weights) for row, drawn in tree.distributions.items()},
                 lambda row, _: self._probs(tree, row, logits, output),
-                self._coins(step),
+                Chance(iter(uniforms(self._coin_seed, step, _COINS_PER_STEP).tolist()).__next__),
             )
         elif self._mode is VerificationMode.TYPICAL:
             walk, lossy = typical_walk(
@@ -176,10 +173,6 @@ class SequenceVerifier:
 
     def _probs(self, tree: TokenTree, row: int, logits: Tensor, output: list[int]) -> Tensor:
         return self._shaper.probs(self._shaped(tree, row, logits, output))
-
-    def _coins(self, step: int) -> Callable[[], float]:
-        stream = iter(uniforms(self._coin_seed, step, _COINS_PER_STEP).tolist())
-        return lambda: float(next(stream))
 
     def _logprobs_of(self, tree: TokenTree, walk: Walk, logits: Tensor) -> tuple[TokenLogprobs, ...]:
         if self.logprobs is None:

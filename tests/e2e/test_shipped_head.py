@@ -146,7 +146,7 @@ def distribution(
     runner: ModelRunner, prompt: tuple[int, ...], sampling: SamplingParams, length: int
 ) -> dict[tuple[int, ...], float]:
     """The exact probability of every output of `length` tokens, by transformers' own attention."""
-    shaper = LogitShaper(sampling, prompt, (), runner.vocabulary_size)
+    shaper = LogitShaper(sampling, prompt, ())
     known: dict[tuple[int, ...], float] = {(): 1.0}
     runner.model.set_attn_implementation("sdpa")
     try:

@@ -69,7 +69,7 @@ def random_step(seed: int) -> tuple[list[Asked], torch.Tensor]:
         typical = TypicalAcceptance(0.05, 0.9)
         wanted = request(prompt, sampling=sampling, mode=mode, typical=typical)
         tree = random_tree(rng, logits[first:], drawn=mode is VerificationMode.REJECTION)
-        verifier = SequenceVerifier(wanted, ENDS, VOCABULARY)
+        verifier = SequenceVerifier(wanted, ENDS)
         asked.append(Asked(verifier, tree, first, output, step=rng.randrange(50)))
         first += len(tree) + rng.randrange(2)
     return asked, logits

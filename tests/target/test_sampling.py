@@ -53,7 +53,7 @@ def plain_probs(params: SamplingParams, shaped: Sequence[float]) -> list[float]:
 
 
 def shaper_of(params: SamplingParams, prompt: Sequence[int] = (), ends: Sequence[int] = ()) -> LogitShaper:
-    return LogitShaper(params, prompt, ends, VOCABULARY)
+    return LogitShaper(params, prompt, ends)
 
 
 TOKENS = st.integers(0, VOCABULARY - 1)
@@ -109,7 +109,7 @@ def test_shaping_leaves_the_row_it_was_given() -> None:
 
 def test_greedy_takes_the_lowest_id_among_equals() -> None:
     logits = torch.tensor([0.0, 2.0, 1.0, 2.0])
-    assert LogitShaper(SamplingParams(), (), (), 4).probs(logits).tolist() == [0.0, 1.0, 0.0, 0.0]
+    assert LogitShaper(SamplingParams(), (), ()).probs(logits).tolist() == [0.0, 1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_greedy_takes_the_lowest_id_among_equals() -> None:
 )
 def test_ties_are_kept_by_lowest_id(filters: dict[str, float], kept: list[int]) -> None:
     params = SamplingParams(temperature=1.0, **filters)  # type: ignore[arg-type]
-    probs = LogitShaper(params, (), (), 4).probs(torch.zeros(4))
+    probs = LogitShaper(params, (), ()).probs(torch.zeros(4))
     assert probs.nonzero()[:, 0].tolist() == kept
 
 
@@ -135,7 +135,7 @@ def test_a_large_vocabulary_takes_the_same_distribution_as_the_definition(top_k:
     torch.manual_seed(3)
     params = SamplingParams(temperature=0.8, top_k=top_k, top_p=0.93, min_p=1e-6)
     logits = torch.randn(6000) * spread
-    probs = LogitShaper(params, (), (), 6000).probs(logits)
+    probs = LogitShaper(params, (), ()).probs(logits)
     expected = torch.tensor(plain_probs(params, logits.tolist()), dtype=torch.float64)
     # One token at the edge of the nucleus may fall either way: sums of thousands differ in their last bit.
     assert int(((probs > 0) != (expected > 0)).sum()) <= 1

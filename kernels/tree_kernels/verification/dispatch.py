@@ -1,7 +1,6 @@
 """Verification of a whole step on the device of its logits: it does not wait for the host and can be captured.
 
-The rules are those of `tree_kernels.verification.walks`, for all sequences at once. Sources: as there, and for the
-noise `tree_kernels.philox`.
+The rules are those of `tree_kernels.verification.walks`, for all sequences at once.
 """
 
 from __future__ import annotations
@@ -25,19 +24,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Verdicts:
-    """What a step's sequences accepted, in one tensor, so that one small copy brings it to the host.
+    """What a step's sequences accepted, in one tensor, so that one small copy brings it to the host."""
 
-    Attributes:
-        tensor: [2 * max_sequences + max_rows] int32, of which the others are views.
-        accepted_counts: [max_sequences] rows accepted below the root; 0 where there was nothing to verify.
-        next_tokens: [max_sequences] the target's own token after the accepted path; -1 where nothing was verified.
-        accepted_rows: [max_rows] the rows that sequence b accepted, from its first row on, relative to its root and
-            rising; undefined after `accepted_counts[b]` of them.
-    """
-
-    tensor: Tensor
-    accepted_counts: Tensor
-    next_tokens: Tensor
+    tensor: Tensor  # [2 * max_sequences + max_rows] int32, of which the others are views
+    accepted_counts: Tensor  # [max_sequences] rows accepted below the root; 0 where there was nothing to verify
+    next_tokens: Tensor  # [max_sequences] the target's own token after the path; -1 where nothing was verified
+    # [max_rows] the rows that sequence b accepted, from its first row on, relative to its root and rising; undefined
+    # after `accepted_counts[b]` of them.
     accepted_rows: Tensor
 
     @classmethod
@@ -81,6 +74,8 @@ class DeviceVerifier:
         self._vocabulary_size = vocabulary_size
         self._max_sequences = max_sequences
         self._max_rows = max_rows
+        # Length of the packed parameters.
+        self.integers = parameter_count(max_sequences, max_rows)
         device = torch.device(device)
         # At one address for good.
         tensor = torch.zeros(2 * max_sequences + max_rows, dtype=torch.int32, device=device)
@@ -94,11 +89,6 @@ class DeviceVerifier:
             self._backend = TritonVerification(vocabulary_size, max_sequences, max_rows)
         else:
             self._backend = TorchVerification(vocabulary_size, max_sequences)
-
-    @property
-    def integers(self) -> int:
-        """Length of the packed parameters."""
-        return parameter_count(self._max_sequences, self._max_rows)
 
     def pack(self, sequences: Sequence[RowsToVerify]) -> NDArray[np.int32]:
         """The step's parameters, int32 [integers], to be copied to the device with the rest of the step.
@@ -117,16 +107,10 @@ class DeviceVerifier:
         return pack_distributions(by_row, self._max_rows)
 
     def greedy(self, logits: Tensor, token_ids: Tensor, parents: Tensor, parameters: Tensor) -> Verdicts:
-        """Verify a step whose sequences are all GREEDY. Takes what `sampled` takes.
-
-        Raises:
-            ValueError: see `sampled`.
-        """
+        """Verify a step whose sequences are all GREEDY. Takes and raises what `sampled` does."""
         self._check(logits, token_ids, parents, parameters)
-        step = (logits, token_ids, parents, parameters)
-        self._backend.verify(
-            *step, None, self.verdicts.tensor, self.lossy_rows, sampled=False, filtered=False, typical=False
-        )
+        step, verdicts = (logits, token_ids, parents, parameters), self.verdicts.tensor
+        self._backend.verify(*step, None, verdicts, self.lossy_rows, sampled=False, filtered=False, typical=False)
         return self.verdicts
 
     def sampled(
@@ -194,6 +178,6 @@ class DeviceVerifier:
             )
         if len(parameters) != self.integers:
             raise ValueError(f"expected {self.integers} parameters, got {len(parameters)}")
-        integers = {token_ids.dtype, parents.dtype, parameters.dtype}
-        if integers != {torch.int32}:
-            raise ValueError(f"expected int32 token ids, parents and parameters, got {integers}")
+        dtypes = {token_ids.dtype, parents.dtype, parameters.dtype}
+        if dtypes != {torch.int32}:
+            raise ValueError(f"expected int32 token ids, parents and parameters, got {dtypes}")

@@ -6,15 +6,13 @@ A slot is `page * page_size + offset`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from tree_kernels.verification.dispatch import Verdicts
 from tree_kernels.verification.records import unpack_parameters
-
-if TYPE_CHECKING:
-    from tree_kernels.verification.dispatch import Verdicts
 
 
 def move_kv(

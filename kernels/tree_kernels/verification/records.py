@@ -60,35 +60,20 @@ RACED = (Mode.COUPLED, Mode.TYPICAL)
 
 
 class RowsToVerify(NamedTuple):
-    """One sequence of the step. A named tuple, since a step makes one for every sequence.
+    """One sequence of the step. A named tuple, since a step makes one for every sequence."""
 
-    Attributes:
-        first_row: index of the tree's root among the step's rows.
-        rows: of the tree, the root included; 0 when there is nothing to verify.
-        mode: GREEDY uses no attribute below but `is_chain`.
-        seed: 64 bit, of the race (COUPLED, TYPICAL), or the secret one of the coins (REJECTION).
-        position: 64 bit, absolute position of the token after the root (COUPLED, TYPICAL), or the coins' stream
-            (REJECTION).
-        temperature: 0 gives the likeliest token probability 1, which makes every mode GREEDY.
-        top_k: 0 for no limit.
-        top_p: 1 for no limit.
-        min_p: 0 for no limit.
-        is_chain: every row's parent is the row before it; the packed parents are not read then.
-        begins: TYPICAL: 64 bit, absolute position of the first token that the model generates, which is its own draw.
-        epsilon: TYPICAL: a drafted token is kept if its probability exceeds min(epsilon, delta * exp(-entropy)).
-        delta: TYPICAL, see there.
-    """
-
-    first_row: int
-    rows: int
-    mode: Mode = Mode.GREEDY
-    seed: int = 0
-    position: int = 0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    is_chain: bool = False
+    first_row: int  # index of the tree's root among the step's rows
+    rows: int  # of the tree, the root included; 0 when there is nothing to verify
+    mode: Mode = Mode.GREEDY  # GREEDY uses no attribute below but `is_chain`
+    seed: int = 0  # 64 bit, of the race (COUPLED, TYPICAL), or the secret one of the coins (REJECTION)
+    position: int = 0  # 64 bit, absolute, of the token after the root, or the coins' stream (REJECTION)
+    temperature: float = 1.0  # 0 gives the likeliest token probability 1, which makes every mode GREEDY
+    top_k: int = 0  # 0 for no limit
+    top_p: float = 1.0  # 1 for no limit
+    min_p: float = 0.0  # 0 for no limit
+    is_chain: bool = False  # every row's parent is the row before it; the packed parents are not read then
+    # TYPICAL: 64 bit, absolute position of the first token that the model generates, which is its own draw; other
+    # drafted tokens are kept if their probability exceeds min(epsilon, delta * exp(-entropy)).
     begins: int = 0
     epsilon: float = 0.0
     delta: float = 0.0

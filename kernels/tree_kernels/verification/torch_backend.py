@@ -9,35 +9,12 @@ import torch
 from torch import Tensor
 
 from tree_kernels.philox import uniforms
+from tree_kernels.verification.distribution import distribution_of
 from tree_kernels.verification.records import Mode, RowsToVerify, unpack_distributions, unpack_parameters
 from tree_kernels.verification.typical import typical_walk
-from tree_kernels.verification.walks import Walk, coupled_token, match_walk, rejection_walk
+from tree_kernels.verification.walks import Chance, Walk, coupled_token, match_walk, rejection_walk
 
 Distributions = Mapping[int, tuple[Sequence[int], Sequence[int]]]
-
-
-def distribution_of(logits_row: Tensor, sequence: RowsToVerify) -> Tensor:
-    """The distribution [V] in fp64 of a row of logits [V] after temperature, min_p, top_k and top_p, in this order.
-
-    Of equally probable tokens the filters keep the lower ids. `top_p` is a share of what the filters before it left.
-
-    Args:
-        logits_row: [V] of any floating dtype, at least one finite.
-        sequence: its temperature, above 0, and filters.
-    """
-    shifted = logits_row.double() - logits_row.max().double()
-    distribution = torch.softmax(shifted / sequence.temperature, dim=-1)
-    if sequence.min_p > 0:
-        distribution = torch.where(distribution >= sequence.min_p * distribution.max(), distribution, 0.0)
-    ranked = torch.sort(distribution, descending=True, stable=True).indices
-    if sequence.top_k > 0:
-        ranked = ranked[: sequence.top_k]
-    if sequence.top_p < 1:
-        values = distribution[ranked]
-        before = values.cumsum(0) - values
-        ranked = ranked[before < sequence.top_p * values.sum()]
-    kept = torch.zeros_like(distribution).index_copy_(0, ranked, distribution[ranked])
-    return kept / kept.sum()
 
 
 class TorchVerification:
@@ -56,18 +33,15 @@ class TorchVerification:
         distributions: Tensor | None,
         verdicts: Tensor,
         lossy_rows: Tensor,
-        *,
-        sampled: bool,  # noqa: ARG002
-        filtered: bool,  # noqa: ARG002
-        typical: bool,  # noqa: ARG002
+        **_which_kernels: bool,
     ) -> None:
         """Write verdicts [2 * max_sequences + max_rows] int32, and lossy_rows [max_rows] int32 of TYPICAL sequences."""
         logits = logits[:, : self._vocabulary_size]
         count = self._max_sequences
         max_rows = len(verdicts) - 2 * count
-        by_row: Distributions = (
-            {} if distributions is None else unpack_distributions(distributions.cpu().numpy(), max_rows)
-        )
+        by_row: Distributions = {}
+        if distributions is not None:
+            by_row = unpack_distributions(distributions.cpu().numpy(), max_rows)
         found = torch.zeros(len(verdicts), dtype=torch.int32)
         found[count : 2 * count] = -1
         tokens, tree = token_ids.tolist(), parents.tolist()
@@ -98,7 +72,7 @@ def _walk_of(
         return match_walk(parents, token_ids, lambda row, _: int(torch.argmax(logits[row])))
 
     def probs_of(row: int, _: int) -> Tensor:
-        return distribution_of(logits[row], sequence)
+        return row_distribution(sequence, logits[row])
 
     if sequence.mode is Mode.COUPLED:
         seed, position = sequence.seed, sequence.position
@@ -109,7 +83,12 @@ def _walk_of(
     own = {row: distributions[first + row] for row in range(sequence.rows) if first + row in distributions}
     # One for each row below the root, and one for the next token.
     coins = iter(uniforms(sequence.seed, sequence.position, sequence.rows).tolist())
-    return rejection_walk(parents, token_ids, own, probs_of, lambda: next(coins))
+    return rejection_walk(parents, token_ids, own, probs_of, Chance(coins.__next__))
+
+
+def row_distribution(sequence: RowsToVerify, logits: Tensor) -> Tensor:
+    """The distribution [V] of logits [V] by a sequence's temperature and filters."""
+    return distribution_of(logits, sequence.temperature, sequence.top_k, sequence.top_p, sequence.min_p)
 
 
 def _typical_walk(
@@ -119,7 +98,7 @@ def _typical_walk(
     return typical_walk(
         parents,
         token_ids,
-        lambda row: distribution_of(logits[row], sequence),
+        lambda row: row_distribution(sequence, logits[row]),
         lambda probs, depth: coupled_token(probs, sequence.seed, sequence.position + depth),
         lambda entropy: min(sequence.epsilon, sequence.delta * math.exp(-entropy)),
         begins=sequence.position == sequence.begins,

@@ -10,7 +10,7 @@ Sources: Leviathan et al. (arXiv 2211.17192) for one draft; Jeon et al., "Recurs
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,27 +70,19 @@ def coupled_token(probs: Tensor, seed: int, position: int) -> int:
     return int(torch.argmin(race_exponentials(seed, position, len(probs), probs.device).div_(probs.double())))
 
 
-class Chance(Protocol):
-    """Every random decision of rejection sampling, so that a test can take all branches and weigh them."""
-
-    def accept(self, probability: float) -> bool:
-        """True with the given probability, which may exceed 1; never true for 0."""
-
-    def draw(self, weights: Tensor) -> int:
-        """An index of weights [V] in proportion to them, which are non-negative and not all zero."""
-
-
-class CoinChance:
-    """Chance from coins, uniforms in [0, 1): one coin for each decision."""
+class Chance:
+    """Every random decision of rejection sampling, by one coin each: uniforms in [0, 1)."""
 
     def __init__(self, coin: Callable[[], float]) -> None:
         self._coin = coin
 
     def accept(self, probability: float) -> bool:
+        """True with the given probability, which may exceed 1; never true for 0."""
         # Strict, so that a coin of 0 accepts nothing that has probability 0.
         return self._coin() < probability
 
     def draw(self, weights: Tensor) -> int:
+        """An index of weights [V] in proportion to them, which are non-negative and not all zero."""
         cumulative = weights.cumsum(0)
         token = int(torch.searchsorted(cumulative, self._coin() * float(cumulative[-1]), right=True))
         if token < len(cumulative):
@@ -104,7 +96,7 @@ def rejection_walk(
     token_ids: Sequence[int],
     distributions: Mapping[int, tuple[Sequence[int], Sequence[int]]],
     probs_of: Callable[[int, int], Tensor],
-    coin: Callable[[], float],
+    chance: Chance,
 ) -> Walk:
     """Recursive rejection sampling over a tree (REJECTION).
 
@@ -119,19 +111,8 @@ def rejection_walk(
             weights[i] / sum(weights).
         probs_of: the target's distribution [V] after a row, given the row and its depth below the root; it need not sum
             to 1. Called once per row of the path, root first.
-        coin: a fresh uniform in [0, 1); at most one for each row below the root, and one for the next token.
+        chance: takes at most one decision for each row below the root, and one for the next token.
     """
-    return rejection_walk_with(parents, token_ids, distributions, probs_of, CoinChance(coin))
-
-
-def rejection_walk_with(
-    parents: Sequence[int],
-    token_ids: Sequence[int],
-    distributions: Mapping[int, tuple[Sequence[int], Sequence[int]]],
-    probs_of: Callable[[int, int], Tensor],
-    chance: Chance,
-) -> Walk:
-    """`rejection_walk` with its decisions taken by `chance`."""
     children = children_of(parents)
     accepted: list[int] = []
     row = 0
