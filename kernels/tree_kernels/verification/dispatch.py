@@ -91,19 +91,13 @@ class DeviceVerifier:
             self._backend = TorchVerification(vocabulary_size, max_sequences)
 
     def pack(self, sequences: Sequence[RowsToVerify]) -> NDArray[np.int32]:
-        """The step's parameters, int32 [integers], to be copied to the device with the rest of the step.
-
-        Raises:
-            ValueError: more sequences than `max_sequences`, or rows out of range.
-        """
+        """The step's parameters, int32 [integers], to be copied to the device with the rest of the step. Raises
+        `ValueError` for more sequences than `max_sequences`, or rows out of range."""
         return pack_parameters(sequences, self._max_sequences, self._max_rows, self._vocabulary_size)
 
     def pack_distributions(self, by_row: Mapping[int, tuple[Sequence[int], Sequence[int]]]) -> NDArray[np.int32]:
-        """Draft distributions by the step's row of the parent, int32 [max_rows + 1 + 2 * pairs].
-
-        Raises:
-            ValueError: a row out of range, lengths that differ, or more than `MAX_SUPPORT` pairs in a row.
-        """
+        """Draft distributions by the step's row of the parent, int32 [max_rows + 1 + 2 * pairs]. Raises `ValueError`
+        for a row out of range, lengths that differ, or more than `MAX_SUPPORT` pairs in a row."""
         return pack_distributions(by_row, self._max_rows)
 
     def greedy(self, logits: Tensor, token_ids: Tensor, parents: Tensor, parameters: Tensor) -> Verdicts:

@@ -93,11 +93,7 @@ def parameter_count(max_sequences: int, max_rows: int) -> int:
 def pack_parameters(
     sequences: Sequence[RowsToVerify], max_sequences: int, max_rows: int, vocabulary_size: int
 ) -> NDArray[np.int32]:
-    """The step as int32 [parameter_count].
-
-    Raises:
-        ValueError: too many sequences, or rows out of range.
-    """
+    """The step as int32 [parameter_count]. Raises `ValueError` for too many sequences, or rows out of range."""
     if len(sequences) > max_sequences:
         raise ValueError(f"expected at most {max_sequences} sequences, got {len(sequences)}")
     packed = np.zeros(parameter_count(max_sequences, max_rows), dtype=np.int32)
