@@ -17,7 +17,9 @@ import numpy.typing as npt
 from outrider.errors import InvalidField
 from outrider.wire.frames import ROOT_ID, SequenceGrowth
 from target_service.execution.predicted_chain import PredictedChain
-from tree_kernels.node_table import COST_OF_HALVING, MOST_COST, NODES, TABLE, Mailboxes
+from tree_kernels.node_table import Mailboxes
+from tree_kernels.node_table.layout import MOST_COST, NODES, TABLE
+from tree_kernels.node_table.lookup_costs import COST_OF_HALVING
 
 Ints = npt.NDArray[np.int32]
 Ids = npt.NDArray[np.int64]

@@ -28,26 +28,26 @@ from random_tables import (
     table_for,
 )
 
-from tree_kernels.node_table import (
-    COST_OF_HALVING,
+from tree_kernels.node_table import Mailboxes, NodeTable, StepIntegers, longest_run, lookup_costs
+from tree_kernels.node_table import torch_backend as _torch_node_table
+from tree_kernels.node_table.layout import (
     KEPT,
+    KEYS_PER_COST,
     LONGEST,
     LOOKUP,
     MAX_PATH,
+    MEND_BORROWED,
+    MEND_EXCHANGED,
+    MEND_INSERTED,
     MOST_COST,
+    NO_KEY,
     NODES,
     PROSPECTS,
     REPORT,
     REPORT_TOKENS,
     TABLE,
-    Mailboxes,
-    NodeTable,
-    StepIntegers,
-    longest_run,
-    lookup_costs,
 )
-from tree_kernels.node_table import torch_backend as _torch_node_table
-from tree_kernels.node_table.layout import KEYS_PER_COST, MEND_BORROWED, MEND_EXCHANGED, MEND_INSERTED, NO_KEY
+from tree_kernels.node_table.lookup_costs import COST_OF_HALVING
 from tree_kernels.node_table.torch_backend import (
     Candidate,
     Chain,

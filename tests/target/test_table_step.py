@@ -7,7 +7,8 @@ import torch
 
 from target_service.core.sequence import DevicePass
 from target_service.execution.device_rows import TableStep, room_for_reports
-from tree_kernels.node_table import PROSPECTS, REPORT, REPORT_ROWS, REPORT_TOKENS, NodeTable
+from tree_kernels.node_table import NodeTable
+from tree_kernels.node_table.layout import PROSPECTS, REPORT, REPORT_ROWS, REPORT_TOKENS
 
 MAX_SEQUENCES, MAX_PASSES = 3, 4
 UNIT = 1024

@@ -14,7 +14,7 @@ A table's layout is that of `tree_kernels.node_table.layout`.
 
 from __future__ import annotations
 
-from types import ModuleType
+from importlib import import_module
 from typing import Literal
 
 import numpy as np
@@ -78,11 +78,8 @@ class NodeTable:
     ) -> None:
         """`tokens` [slots] int32 of the KV cache are written by every pass that feeds them; `last_position` is the
         model's largest; `max_sequences` are those that steps' parameters are packed for. `lookup_tokens` 0 looks
-        nothing up. `backend` None is "triton" on a GPU and "torch" elsewhere.
-
-        Raises:
-            ValueError: more `lookup_tokens` than `LOOKUP`.
-        """
+        nothing up. `backend` None is "triton" on a GPU and "torch" elsewhere. Raises `ValueError` for more
+        `lookup_tokens` than `LOOKUP`."""
         if not 0 <= lookup_tokens <= LOOKUP:
             raise ValueError(f"expected 0 to {LOOKUP} tokens of a lookup, got {lookup_tokens}")
         device = tokens.device
@@ -117,7 +114,8 @@ class NodeTable:
         # `accepted` of the launch before, while `begin` overwrites it.
         self._before = torch.zeros_like(self.accepted)
         self.backend: Literal["triton", "torch"] = backend or ("triton" if device.type == "cuda" else "torch")
-        self._backend = _implementation(self.backend)
+        # Only here: Triton may be absent.
+        self._backend = import_module(f"tree_kernels.node_table.{self.backend}_backend")
 
     def warm_up(self, step: StepIntegers) -> None:
         """Compile the kernels for the tensors of `step`, whose sequences have no rows yet. Another table's tensors are
@@ -138,31 +136,20 @@ class NodeTable:
         own.report(step, Verdicts.over(nothing, self.max_sequences))
 
     def seat(self, places: Tensor) -> None:
-        """Assign tables to the sequences of the next step, in stream order.
-
-        Args:
-            places: [B] int32, -1 for none.
-        """
+        """Assign tables to the sequences of the next step, in stream order. places: [B] int32, -1 for none."""
         self.places.copy_(places, non_blocking=True)
 
     def take(self, mail: Mailboxes) -> None:
         """Copy the newest table of every box that has a newer one than was taken last.
 
         All that was sent before the call is taken; what is sent until the device runs it may be. A box that is
-        overwritten while it is read yields no tree.
-
-        Raises:
-            ValueError: there are not as many boxes as slots.
+        overwritten while it is read yields no tree. `ValueError` where there are not as many boxes as slots.
         """
         mail.await_sent()
         self.take_sent(mail)
 
     def take_sent(self, mail: Mailboxes) -> None:
-        """As `take`, on a stream that waits for what was sent already. It can be captured.
-
-        Raises:
-            ValueError: there are not as many boxes as slots.
-        """
+        """As `take`, on a stream that waits for what was sent already. It can be captured."""
         if len(mail.newest) != self.max_sequences:
             raise ValueError(f"expected {self.max_sequences} boxes, got {len(mail.newest)}")
         self._backend.take(self, mail)
@@ -206,35 +193,14 @@ class NodeTable:
 
     def report(self, step: StepIntegers, verdicts: Verdicts) -> None:
         """Report what a pass of `step` generated, as `go_on` does, and choose no rows: `begin` comes next. The step is
-        not changed.
-
-        Raises:
-            ValueError: the step has no room for trees.
-        """
+        not changed."""
         _check(step)
         self._backend.go_on(self, step, verdicts, last=True)
 
     def keep_accepted(self, token_ids: Tensor, slots: Tensor, parameters: Tensor, verdicts: Verdicts) -> None:
-        """After a pass with trees, whose accepted keys were moved right behind their roots, write their tokens there.
-
-        Args:
-            token_ids: [R] int32, as the pass read them.
-            slots: [R] int32, as it wrote them.
-            parameters: of its verification, see `DeviceVerifier.pack`.
-            verdicts: of the pass.
-        """
+        """After a pass with trees, whose accepted keys were moved right behind their roots, write their tokens there:
+        of `token_ids` and `slots` [R] int32 as the pass read and wrote them, by the parameters of its verification."""
         self._backend.keep_accepted(self, token_ids, slots, parameters, verdicts)
-
-
-def _implementation(backend: Literal["triton", "torch"]) -> ModuleType:
-    """Imports the backend only when it is chosen: Triton may be absent."""
-    if backend == "triton":
-        from tree_kernels.node_table import triton_backend
-
-        return triton_backend
-    from tree_kernels.node_table import torch_backend
-
-    return torch_backend
 
 
 def _check(step: StepIntegers) -> None:

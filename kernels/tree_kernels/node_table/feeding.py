@@ -39,11 +39,7 @@ def advance(step: StepIntegers, page_size: int, last_position: int) -> None:
     """Turn a step in which every sequence has one row, or none, into the step after it. In place.
 
     Sequence b then feeds its pending token (-1 - b), one key further on in the pages that it already has.
-
-    Args:
-        step: see `StepIntegers`; the pages hold one key more than the step leaves.
-        page_size: tokens of a page.
-        last_position: the model's largest.
+    The pages hold one key more than the step leaves; `last_position` is the model's largest.
     """
     if step.token_ids.is_cuda:
         # Only here: Triton may be absent.
@@ -67,7 +63,7 @@ def move_on(step: StepIntegers, accepted_counts: Tensor, page_size: int, last_po
     is not moved.
 
     Args:
-        step: see `StepIntegers`; the pages hold the keys that may come.
+        step: its pages hold the keys that may come.
         accepted_counts: [any] int32 by the sequences' places in the step before, see `Verdicts`.
         page_size: tokens of a page.
         last_position: the model's largest.

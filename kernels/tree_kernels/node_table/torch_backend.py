@@ -264,10 +264,12 @@ def _find(table: NodeTable, step: StepIntegers, b: int, root: int, moves: int) -
     record = step.parameters[b * RECORD : (b + 1) * RECORD]
     if int(record[MODE]) in RACED:
         low = int(record[POSITION]) % 2**32 + moves
-        record[POSITION] = _signed(low % 2**32)
+        # 32 bit as int32 holds them.
+        record[POSITION] = (low + 2**31) % 2**32 - 2**31
         record[POSITION + 1] += low // 2**32
     prefix, slot = int(step.prefix_lengths[b]), int(table.places[b])
-    text = [*_text(table, step, b, max(0, prefix - WINDOW - LONGEST), prefix), root]
+    keys = torch.arange(max(0, prefix - WINDOW - LONGEST), prefix, device=table.tokens.device)
+    text = [*table.tokens[_slots(table, step, b, keys).long()].tolist(), root]
     nodes = nodes_of(table.tables[slot]) if slot >= 0 else _NO_TREE
     place = walk(nodes, text, prefix)
     before = walk(nodes, text[:-1], prefix - 1) if place < 0 else -1
@@ -338,19 +340,7 @@ def _slots(table: NodeTable, step: StepIntegers, b: int, keys: Tensor) -> Tensor
     return (pages[keys // table.page_size] * table.page_size + keys % table.page_size).int()
 
 
-def _text(table: NodeTable, step: StepIntegers, b: int, begin: int, end: int) -> list[int]:
-    """The tokens fed as these keys."""
-    keys = torch.arange(begin, end, device=table.tokens.device)
-    text: list[int] = table.tokens[_slots(table, step, b, keys).long()].tolist()
-    return text
-
-
 def _trees(step: StepIntegers) -> list[tuple[int, int, int]]:
     """(sequence, first row, rows) of those that have rows."""
     starts = step.query_starts.tolist()
     return [(b, row, end - row) for b, (row, end) in enumerate(itertools.pairwise(starts)) if end > row]
-
-
-def _signed(word: int) -> int:
-    """32 bit as int32 holds them."""
-    return word - 2**32 if word >= 2**31 else word

@@ -27,7 +27,7 @@ from target_service.sampling.verifier import Verified
 from target_service.speculation.policy.draft_times import StepTime
 from target_service.speculation.policy.live_sequence import LiveSequence
 from target_service.speculation.policy.step_cost import StepCost
-from tree_kernels.node_table import KEPT, PROSPECTS
+from tree_kernels.node_table.layout import KEPT, PROSPECTS
 
 Reals = npt.NDArray[np.float64]
 _all_sizes = functools.cache(row_sizes)
