@@ -17,10 +17,8 @@ class AttentionBatch:
     tree of one row; a prefill chunk is a causal tail.
     """
 
-    # [B + 1], rising from 0 to R.
-    query_starts: tuple[int, ...]
-    # [B] keys before the tail, all visible.
-    prefix_lengths: tuple[int, ...]
+    query_starts: tuple[int, ...]  # [B + 1], rising from 0 to R
+    prefix_lengths: tuple[int, ...]  # [B] keys before the tail, all visible
     # [B][..] page ids of each sequence, covering prefix and tail. `array("i")` costs the host least.
     pages: tuple[Sequence[int], ...]
     page_size: int

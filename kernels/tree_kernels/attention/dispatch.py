@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar, get_args
+from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor
@@ -26,46 +26,27 @@ class _Implementation(_Planner, Protocol):
 
 
 _Backend = TypeVar("_Backend", bound=_Planner)
-_Captured = TypeVar("_Captured")
 
 
 class PlannedAttention(Generic[_Backend]):
-    """Planning once per step, the same for every form of attention.
-
-    Attributes:
-        backend: name of the backend.
-        device: where the caches live.
-    """
+    """Planning once per step, the same for every form of attention. `device` is where the caches live."""
 
     def __init__(self, backend: str, device: torch.device, implementation: _Backend) -> None:
         self.backend = backend
         self.device = device
         self._implementation = implementation
 
-    def capturable_as(self, kind: type[_Captured]) -> _Captured:
-        """The backend as a `kind` whose plans keep their addresses, for captured steps.
-
-        Raises:
-            ValueError: the backend is another.
-        """
-        if not isinstance(self._implementation, kind):
+    def _capturable(self) -> _Backend:
+        """The triton backend, whose plans keep their addresses, for captured steps. `ValueError` for any other."""
+        if self.backend != "triton":
             raise ValueError(f"only the triton backend runs in captured steps, this is {self.backend}")
         return self._implementation
 
     def plan(self, batch: AttentionBatch) -> AttentionPlan:
-        """Do the index work of one step.
-
-        Raises:
-            ValueError: the batch's lengths disagree, or a sequence has too few pages.
-        """
+        """Do the index work of one step. Raises `ValueError` where the batch's lengths disagree, or a sequence has too
+        few pages."""
         batch.check()
         return self._implementation.plan(batch)
-
-
-def check_invariant(backend: str) -> None:
-    """Raise `ValueError` for a backend whose results may depend on what else is in the batch."""
-    if backend != "triton":
-        raise ValueError(f"only the triton backend is independent of the batch, this is {backend}")
 
 
 class TreeAttention(PlannedAttention[_Implementation]):
@@ -89,16 +70,14 @@ class TreeAttention(PlannedAttention[_Implementation]):
         self, backend: Backend = "torch", device: torch.device | str = "cpu", *, invariant: bool = False
     ) -> None:
         device = torch.device(device)
-        if invariant:
-            check_invariant(backend)
+        if invariant and backend != "triton":
+            raise ValueError(f"only the triton backend is independent of the batch, this is {backend}")
         super().__init__(backend, device, _create(backend, device, invariant))
 
     @property
     def capturable(self) -> TritonAttention:
-        """See `capturable_as`."""
-        from tree_kernels.attention.triton_backend import TritonAttention
-
-        return self.capturable_as(TritonAttention)
+        """See `_capturable`."""
+        return cast("TritonAttention", self._capturable())
 
     def run(self, plan: AttentionPlan, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
         """Attend in one layer. The tail's keys and values must be in the cache already (`paging.write_kv`).

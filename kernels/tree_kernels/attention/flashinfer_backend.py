@@ -24,8 +24,7 @@ class _FlashInferPlan(AttentionPlan):
     page_starts: Tensor
     page_table: Tensor
     last_page_lengths: Tensor
-    # [sum of rows * keys] bool; None where every tail is causal, which FlashInfer does without a mask.
-    mask: Tensor | None
+    mask: Tensor | None  # [sum of rows * keys] bool; None where every tail is causal, which needs no mask
 
 
 class FlashInferAttention:

@@ -19,11 +19,7 @@ MAX_TREE_ROWS = 256
 
 
 def tree_rows(batch: AttentionBatch) -> int:
-    """Rows of the largest tree; 0 where there is none.
-
-    Raises:
-        ValueError: it has more than `MAX_TREE_ROWS`.
-    """
+    """Rows of the largest tree; 0 where there is none. Raises `ValueError` where it has more than `MAX_TREE_ROWS`."""
     rows = max((len(parents) for parents in batch.parents if parents is not None), default=0)
     if rows > MAX_TREE_ROWS:
         raise ValueError(f"expected trees of at most {MAX_TREE_ROWS} rows, got {rows}")

@@ -43,12 +43,11 @@ def make_growth(sequences: int, levels: int, width: int, breadth: int, device: t
 
 
 def likeliest(logits: Tensor, temperatures: Tensor, breadth: int, token_ids: Tensor | None) -> Children:
-    """The most probable tokens of each row.
+    """The K = `breadth` most probable tokens of each row.
 
     Args:
         logits: [R, V'].
         temperatures: [B] float32, positive; each for R / B consecutive rows.
-        breadth: K.
         token_ids: [V'] int32 the target's ids of the network's, None when they are the same.
     """
     if logits.is_cuda and breadth <= MAX_KERNEL_WIDTH:
@@ -71,17 +70,9 @@ def race_winners(
 ) -> Children:
     """The tokens of each row that most likely win the target's race, with their chances.
 
-    The most probable `entrants` race, after the request's filters; all other tokens race with expected noise.
-
-    Args:
-        logits: [R, V'].
-        temperatures: [B] float32, positive; each for R / B consecutive rows.
-        breadth: K.
-        token_ids: see `likeliest`.
-        race: of the sequences.
-        level: depth of the children, from 1.
-        entrants: tokens of a row that race.
-        sharpness: how far the race over the network's distribution is taken for the target's own.
+    The most probable `entrants` of a row race, after the request's filters; all other tokens race with expected noise.
+    `level` is the depth of the children, from 1, and `sharpness` how far the race over the network's distribution is
+    taken for the target's own. The others are those of `likeliest`.
     """
     if logits.is_cuda and min(entrants, logits.shape[1]) <= MAX_KERNEL_ENTRANTS:
         from tree_kernels.growth import triton_children

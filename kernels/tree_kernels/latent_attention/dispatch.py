@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Literal, Protocol, cast, get_args
 
 import torch
 from torch import Tensor
@@ -42,10 +42,8 @@ class LatentAttention(PlannedAttention[_Implementation]):
 
     @property
     def capturable(self) -> TritonLatentAttention:
-        """See `capturable_as`."""
-        from tree_kernels.latent_attention.triton_backend import TritonLatentAttention
-
-        return self.capturable_as(TritonLatentAttention)
+        """See `_capturable`."""
+        return cast("TritonLatentAttention", self._capturable())
 
     def run(self, plan: AttentionPlan, query: Tensor, cache: Tensor, latent: int, scale: float) -> Tensor:
         """Attend in one layer. The tail's vectors must be in the cache already (`write_latents`).

@@ -20,34 +20,22 @@ class Rotary:
     Elements are rotated in pairs. Of P elements, a pair is 2 i and 2 i + 1 (interleaved: `pairs`), or i and P / 2 + i
     (halves). DeepSeek-V2's layers read and write interleaved pairs, DeepSeek-V3's read them and write halves, others
     read and write halves.
-
-    Attributes:
-        cosines, sines: [R, P / 2], of any strides and floating dtype.
-        pairs_in: the input is interleaved.
-        pairs_out: the output is interleaved.
     """
 
-    cosines: Tensor
+    cosines: Tensor  # [R, P / 2], of any strides and floating dtype, as the sines are
     sines: Tensor
-    pairs_in: bool
-    pairs_out: bool
+    pairs_in: bool  # the input is interleaved
+    pairs_out: bool  # the output is interleaved
 
 
 @dataclass(frozen=True, slots=True)
 class LatentRows:
-    """Projections of a layer for R rows, with the widths of `latent_attention`.
+    """Projections of a layer for R rows, with the widths of `latent_attention`."""
 
-    Attributes:
-        vectors: [R, L + P]: latents before their norm, and rotary keys before rotation.
-        queries: [R, H, N + P], of which the last P are read.
-        weight: [L], of the latents' RMSNorm.
-        epsilon: of the norm.
-    """
-
-    vectors: Tensor
-    queries: Tensor
-    weight: Tensor
-    epsilon: float
+    vectors: Tensor  # [R, L + P]: latents before their norm, and rotary keys before rotation
+    queries: Tensor  # [R, H, N + P], of which the last P are read
+    weight: Tensor  # [L], of the latents' RMSNorm
+    epsilon: float  # of the norm
 
 
 def norm_rope_write(rows: LatentRows, rotary: Rotary, cache: Tensor, slots: Tensor, absorbed: Tensor) -> None:

@@ -18,8 +18,6 @@ def attend_expanded(
     Args:
         plain, rotary: [R, H, N] and [R, H, P] queries without and with rotary embedding.
         cache: [pages, page_size, L + P].
-        projections: of the layer.
-        batch: the step.
         scale: factor of the scores, usually (N + P) ** -0.5.
 
     Returns:

@@ -36,9 +36,8 @@ class RowLinears:
     def scale_rows(self, hidden: Tensor, norm: Norm) -> ScaledRows:
         """The first half of a norm of `hidden` [R, H]."""
         wide = hidden.float()
-        return ScaledRows(
-            (wide * norm.weight.float()).to(hidden.dtype), (wide * wide).sum(1, keepdim=True), norm.epsilon
-        )
+        rows = (wide * norm.weight.float()).to(hidden.dtype)
+        return ScaledRows(rows, (wide * wide).sum(1, keepdim=True), norm.epsilon)
 
     def head_input(self, token_ids: Tensor, features: Tensor, positions: Tensor, of: HeadInputs) -> HeadInput:
         """What a draft head's first layer reads, each norm in fp32 and rounded once.
