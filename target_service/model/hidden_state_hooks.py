@@ -25,11 +25,8 @@ class LayerHooks:
     """
 
     def __init__(self, model: PreTrainedModel, layers: tuple[int, ...], max_rows: int, *, grows: bool = True) -> None:
-        """Room for `max_rows` of a pass; more only if it `grows`, which captured graphs do not support.
-
-        Raises:
-            NotSupported: the model has no such layer.
-        """
+        """Room for `max_rows` of a pass; more only if it `grows`, which captured graphs do not support. Raises
+        `NotSupported` where the model has no such layer."""
         self.layers = layers
         modules = [_module(model, layer) for layer in layers]
         self._each = int(model.config.hidden_size)

@@ -67,19 +67,16 @@ def attend_latents(
     latents: Tensor,
     scaling: float,
 ) -> Tensor:
-    """Write one layer's new vectors, and attend.
+    """Write one layer's new vectors, and attend: [1, R, H, V].
 
     Args:
         layer: whose weights are absorbed.
         attention, plan: of the step.
         cache: [pages, page_size, 1, L + P] of the layer.
-        slots: [R] of the rows.
+        slots: [R].
         query: [1, H, R, N + P], the last P rotated.
         rotary, latents: [1, 1, R, P] and [1, 1, R, L].
         scaling: of the scores.
-
-    Returns:
-        [1, R, H, V].
     """
     vectors, rows, plain = cache.squeeze(2), query[0].transpose(0, 1), int(layer.qk_nope_head_dim)
     projections = head_projections(layer)
@@ -98,7 +95,7 @@ def attend_absorbed(
     vectors: Tensor,
     scaling: float,
 ) -> Tensor:
-    """Absorb queries whose rotary parts are there already, and attend to a cache that has the step's vectors.
+    """[R, H, V]: absorb queries whose rotary parts are there already, and attend to a cache with the step's vectors.
 
     Args:
         plain: [R, H, N] queries without their rotary part.
@@ -107,9 +104,6 @@ def attend_absorbed(
         attention, plan: of the step.
         vectors: [pages, page_size, L + P] of the layer.
         scaling: of the scores.
-
-    Returns:
-        [R, H, V].
     """
     latent = projections.keys.shape[2]
     absorb_into(absorbed, plain, projections)

@@ -96,11 +96,7 @@ class StepBuffer:
 
     def load(self, batch: ForwardInput, last_position: int, parameters: NDArray[numpy.int32] | None = None) -> None:
         """Copy a step to the device, with its parameters if it is to be verified, without waiting. Call `loaded` once
-        the pass is launched.
-
-        Raises:
-            ValueError: the step does not fit.
-        """
+        the pass is launched. Raises `ValueError` where the step does not fit."""
         count, rows_end = len(batch.token_ids), 3 * self.bucket.rows
         positions = batch.positions
         if max(positions) > last_position:

@@ -81,14 +81,11 @@ class _FusedLatents:
         step, held = kwargs.get("outrider_step"), kwargs.get("outrider_held")
         is_step = (step is not None or held is not None) and past_key_values is None and position_embeddings is not None
         if not is_step or not takes_latents_now(self.config):
-            plain: tuple[Tensor, Any] = super().forward(  # type: ignore[misc]
-                hidden_states=hidden_states,
-                position_embeddings=position_embeddings,
-                attention_mask=attention_mask,
-                past_key_values=past_key_values,
-                **kwargs,
+            kwargs |= {"attention_mask": attention_mask, "past_key_values": past_key_values}
+            own: tuple[Tensor, Any] = super().forward(  # type: ignore[misc]
+                hidden_states=hidden_states, position_embeddings=position_embeddings, **kwargs
             )
-            return plain
+            return own
         if attention_mask is not None:
             raise ModelRefused("a mask of its own is not served")
         if self.q_lora_rank is None:
