@@ -40,21 +40,14 @@ class StepItem(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceRows:
-    """Bounds of a pass whose drafted rows the device chooses from its node tables.
+    """Bounds of a pass whose drafted rows the device chooses from its node tables."""
 
-    Attributes:
-        rows: of the pass, at most.
-        limits: drafted rows of each sequence at most, by place in the batch. They do not depend on the room of the
-            pass: so many candidates are ranked, and the prospects of the best 1, 3, 7 .. have to hold for passes of
-            other sizes too.
-        reading: sequences that read their prompts. They come first, with limits of 0.
-        read_rows: rows of all sequences that read.
-    """
-
-    rows: int
+    rows: int  # of the pass, at most
+    # Drafted rows of each sequence at most, by place in the batch. They do not depend on the room of the pass: so many
+    # candidates are ranked, and the prospects of the best 1, 3, 7 .. have to hold for passes of other sizes too.
     limits: tuple[int, ...]
-    reading: int = 0
-    read_rows: int = 0
+    reading: int = 0  # sequences that read their prompts; they come first, with limits of 0
+    read_rows: int = 0  # rows of all sequences that read
 
     @cached_property
     def most(self) -> tuple[int, ...]:

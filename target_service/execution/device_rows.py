@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
-from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -15,23 +14,11 @@ from target_service.core.sequence import DevicePass
 from target_service.execution.device_time import DeviceSpan
 from target_service.execution.host_executor import CopiedLater
 from target_service.sampling.verifier import Verified
-from tree_kernels.node_table import EXPECTED_UNIT, PROSPECTS, REPORT, REPORT_ROWS, REPORT_TOKENS, Figure, NodeTable
+from tree_kernels.node_table import NodeTable
+from tree_kernels.node_table.layout import EXPECTED_UNIT, PROSPECTS, REPORT, REPORT_ROWS, REPORT_TOKENS, Figure
 from tree_kernels.verification import Walk
 
 Ints = npt.NDArray[np.int32]
-
-# The figures of a report that are counts, in the order of `DevicePass`.
-_COUNTS = itemgetter(
-    Figure.DRAFTED,
-    Figure.DRAFTED_FROM_TABLE,
-    Figure.ACCEPTED,
-    Figure.ACCEPTED_FROM_TABLE,
-    Figure.EXPECTED,
-    Figure.EXPECTED_FROM_TABLE,
-    Figure.AGE,
-    Figure.FIRST_ROW,
-)
-_PROSPECTS = slice(Figure.FIRST_PROSPECT, Figure.FIRST_PROSPECT + len(PROSPECTS))
 
 
 def room_for_reports(turns: int, max_sequences: int, max_passes: int, *, on_gpu: bool) -> Tensor:
@@ -105,9 +92,10 @@ def _read(reports: Ints) -> Iterator[tuple[list[list[int]], list[list[int]], lis
 
 
 def _pass_of(figures: list[int], rows: list[int]) -> DevicePass:
-    drafted, from_table, accepted, accepted_from_table, expected, expected_from_table, age, root_row = _COUNTS(figures)
+    # In the order of `Figure`.
+    accepted, drafted, from_table, expected, root_row, accepted_from_table, age, expected_from_table, *others = figures
     return DevicePass(
         drafted, from_table, accepted, accepted_from_table, expected / EXPECTED_UNIT,
-        expected_from_table / EXPECTED_UNIT, tuple([each / EXPECTED_UNIT for each in figures[_PROSPECTS]]), age,
+        expected_from_table / EXPECTED_UNIT, tuple([each / EXPECTED_UNIT for each in others[: len(PROSPECTS)]]), age,
         root_row, tuple(rows[:accepted]),
     )  # fmt: skip

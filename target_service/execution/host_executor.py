@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -133,27 +133,19 @@ class HostSteps:
         return tuple(token if token >= 0 else sampled[-1 - token] for token in token_ids)
 
 
+@dataclass(eq=False)
 class _OnHost:
     """A step of `HostSteps`: its logits are there, and verified when `outcomes` is first called."""
 
-    def __init__(
-        self,
-        runner: ModelRunner,
-        batch: StepBatch,
-        verifiers: SequenceOf[SequenceVerifier],
-        logits: Tensor,
-        followable: bool,
-        stride: int,
-    ) -> None:
-        self.span: DeviceSpan | None = None
-        self._runner = runner
-        self._stride = stride
-        self._batch = batch
-        self._verifiers = verifiers
-        self._logits = logits
-        self._outcomes: list[Verified | None] | None = None
-        self.on_device = False
-        self.followable = followable
+    _runner: ModelRunner
+    _batch: StepBatch
+    _verifiers: SequenceOf[SequenceVerifier]
+    _logits: Tensor
+    followable: bool
+    _stride: int
+    _outcomes: list[Verified | None] | None = None
+    span: DeviceSpan | None = None
+    on_device: bool = False
 
     def wait(self) -> None:
         """Returns at once: the launch computed the logits."""
@@ -183,10 +175,9 @@ class _OnHost:
         followed: list[Verified | None] = []
         for item, verifier, outcome in zip(self._batch.items, self._verifiers, outcomes, strict=True):
             assert item.tree is not None and outcome is not None, "every sequence of a stride decodes"
-            before = [outcome.walk.next_token, *outcome.following]
+            output = [*item.sequence.output, outcome.walk.next_token, *outcome.following]
             rows = logits[item.first_logit : item.first_logit + 1]
-            sequence = item.sequence
-            verified = verifier.verify(item.tree, rows, sequence.output + before, sequence.step + passes)
+            verified = verifier.verify(item.tree, rows, output, item.sequence.step + passes)
             followed.append(outcome._replace(following=(*outcome.following, verified.walk.next_token)))
         return followed
 

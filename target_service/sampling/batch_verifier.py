@@ -32,21 +32,13 @@ _SPARE = 32
 
 
 class Asked(NamedTuple):
-    """One sequence to verify.
-
-    Attributes:
-        verifier: of the sequence.
-        tree: rows to verify, the root first.
-        first_row: the root's row of the logits.
-        output: tokens committed so far, without the prompt.
-        step: of the sequence.
-    """
+    """One sequence to verify."""
 
     verifier: SequenceVerifier
-    tree: TokenTree
-    first_row: int
-    output: Sequence[int]
-    step: int
+    tree: TokenTree  # rows to verify, the root first
+    first_row: int  # the root's row of the logits
+    output: Sequence[int]  # tokens committed so far, without the prompt
+    step: int  # of the sequence
 
 
 class BatchVerifier:
@@ -84,9 +76,8 @@ class BatchVerifier:
         self._shape(asked, shaped)
         walks, lossy = self._walks(asked, shaped)
         logprobs = self._logprobs(asked, walks, logits)
-        return [
-            Verified(walk, logprob, lossy=flags) for walk, logprob, flags in zip(walks, logprobs, lossy, strict=True)
-        ]
+        outcomes = zip(walks, logprobs, lossy, strict=True)
+        return [Verified(walk, logprob, lossy=flags) for walk, logprob, flags in outcomes]
 
     def _copied(self, *parts: NDArray[np.int32]) -> list[Tensor]:
         """These on the device, by one copy. Each begins at an address of 16 bytes, since Triton compiles kernels anew
@@ -103,13 +94,13 @@ class BatchVerifier:
 
     def _shape(self, asked: Sequence[Asked], logits: Tensor) -> None:
         """Apply biases, penalties and held-back tokens to logits [rows of these trees, V] fp32."""
-        first, parts = 0, list[NDArray[np.void]]()
+        first, parts = 0, [np.empty(0, ADJUSTMENT)]
         for one in asked:
             own = one.verifier.adjustments(one.tree, one.output)
             own["row"] += first
             parts.append(own)
             first += len(one.tree)
-        wanted = np.concatenate(parts) if parts else np.empty(0, ADJUSTMENT)
+        wanted = np.concatenate(parts)
         if len(wanted):
             adjusted(logits, torch.from_numpy(wanted.view(np.uint8)).to(self._device, non_blocking=True))
 
@@ -123,16 +114,12 @@ class BatchVerifier:
             for row, drawn in tree.distributions.items():
                 distributions[first + row] = (drawn.token_ids, drawn.weights)
             first += len(tree)
-        packed = self._verifier.pack(wanted)
-        drafts = self._verifier.pack_distributions(distributions) if distributions else np.empty(0, np.int32)
-        token_ids, tree_parents, parameters, drafted = self._copied(
-            np.array(tokens, np.int32), np.array(parents, np.int32), packed, drafts
-        )
+        parts = [np.array(tokens, np.int32), np.array(parents, np.int32), self._verifier.pack(wanted)]
+        if distributions:
+            parts.append(self._verifier.pack_distributions(distributions))
         # Always the same kernels, which are compiled: filters cost little beside the launches.
         typical = self._typical or any(one.verifier.lossy for one in asked)
-        verdicts = self._verifier.sampled(
-            logits, token_ids, tree_parents, parameters, drafted if distributions else None, typical=typical
-        )
+        verdicts = self._verifier.sampled(logits, *self._copied(*parts), typical=typical)
         found = torch.cat([verdicts.tensor, self._verifier.lossy_rows]).cpu()
         host = Verdicts.over(found[: len(verdicts.tensor)], len(verdicts.accepted_counts))
         lossy_rows = found[len(verdicts.tensor) :].tolist()

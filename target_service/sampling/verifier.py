@@ -98,18 +98,10 @@ class SequenceVerifier:
         self._coin_seed = _private_seed(request.seed)
 
     def rows_to_verify(self, tree: TokenTree, first_row: int, length: int, step: int) -> RowsToVerify:
-        """What `DeviceVerifier` needs for the same outcome as `verify`, given logits that are shaped already.
-
-        Args:
-            tree: rows to verify.
-            first_row: of the step, which is the tree's root.
-            length: tokens of the sequence, the root included.
-            step: of the sequence.
-        """
-        if self._mode is VerificationMode.REJECTION:
-            seed, position = self._coin_seed, step
-        else:
-            seed, position = self._seed, length
+        """What `DeviceVerifier` needs for the same outcome as `verify`, given logits that are shaped already: of the
+        tree with its root at `first_row` of the step, and `length` tokens of the sequence, the root included."""
+        rejects = self._mode is VerificationMode.REJECTION
+        seed, position = (self._coin_seed, step) if rejects else (self._seed, length)
         count, sampled = len(tree.token_ids), self._distribution
         rows = RowsToVerify(first_row, count, self._device_mode, seed, position, *sampled, tree.is_chain)
         if self._mode is not VerificationMode.TYPICAL:
@@ -126,14 +118,8 @@ class SequenceVerifier:
         return np.concatenate([shaping.of_row(row, path) for row, path in enumerate(paths)])
 
     def verify(self, tree: TokenTree, logits: Tensor, output: list[int], step: int) -> Verified:
-        """Walk the tree.
-
-        Args:
-            tree: rows to verify, the root first.
-            logits: [rows, vocabulary] of the tree's rows.
-            output: tokens committed so far, without the prompt.
-            step: of the sequence; each has a new stream of coins.
-        """
+        """Walk the tree, by logits [rows, vocabulary] of its rows. `output` are the tokens committed so far, without
+        the prompt; each `step` of the sequence has a new stream of coins."""
         lossy: tuple[bool, ...] = ()
         if self._mode is VerificationMode.REJECTION:
             walk = rejection_walk(
