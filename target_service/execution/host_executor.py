@@ -53,7 +53,8 @@ class Launched(Protocol):
 
 
 class CopiedLater:
-    """Results of a launch on their way to the host: there once the device has done what is queued now."""
+    """Results of a launch on their way to the host, see `Launched`: there once the device has done what is queued
+    now."""
 
     def __init__(self, source: Tensor) -> None:
         """All copies have been queued; copies of a `source` on a GPU are asynchronous."""
@@ -64,15 +65,12 @@ class CopiedLater:
 
     @property
     def on_device(self) -> bool:
-        """See `Launched.on_device`."""
         return self._done is not None
 
     def ended(self) -> bool:
-        """See `Launched.ended`."""
         return self._done is None or bool(self._done.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        """See `Launched.wait`."""
         if self._done is not None:
             self._done.synchronize()
 
@@ -151,7 +149,6 @@ class _OnHost:
         """Returns at once: the launch computed the logits."""
 
     def ended(self) -> bool:
-        """True: the launch computed the logits."""
         return True
 
     def outcomes(self) -> list[Verified | None]:

@@ -18,8 +18,7 @@ from outrider.errors import InvalidField
 from outrider.wire.frames import ROOT_ID, SequenceGrowth
 from target_service.execution.predicted_chain import PredictedChain
 from tree_kernels.node_table import Mailboxes
-from tree_kernels.node_table.layout import MOST_COST, NODES, TABLE
-from tree_kernels.node_table.lookup_costs import COST_OF_HALVING
+from tree_kernels.node_table.layout import COST_OF_HALVING, MOST_COST, NODES, TABLE
 
 Ints = npt.NDArray[np.int32]
 Ids = npt.NDArray[np.int64]
@@ -242,15 +241,13 @@ def child_of(nodes: Ints, place: int, token: int) -> int:
 
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
 def find_parents(ids: Ids, first: int, root: int, above: Ids) -> int:
-    """Find the parents of a growth's nodes, as `insert` takes them.
+    """Find the parents of a growth's nodes, as `insert` takes them. Returns how many are nodes of earlier growths, or
+    -1 where one is not an earlier node.
 
     Args:
         ids: [n] the parents' ids; the ids of the growth's own nodes begin with `first`.
         root: the place from which the growth starts.
         above: [n], written: `root`, or -2 - i for the i-th node of the growth; not for nodes of earlier growths.
-
-    Returns:
-        How many parents are nodes of earlier growths, or -1 where one is not an earlier node.
     """
     others = 0
     for i in range(len(ids)):
@@ -267,17 +264,14 @@ def find_parents(ids: Ids, first: int, root: int, above: Ids) -> int:
 
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
 def insert(nodes: Ints, scores: Reals, count: int, new_tokens: Ints, new_scores: Reals, places: Ids) -> int:
-    """Add nodes to a tree of `count` nodes, place 0 its root. A child that exists takes the newer score.
+    """Add nodes to a tree of `count` nodes, place 0 its root; returns the new number. A child that exists takes the
+    newer score.
 
     Args:
-        nodes: [4, room] as in `_Tree`, written.
-        scores: [room], written.
+        nodes, scores: [4, room] and [room] as in `_Tree`, written.
         new_tokens, new_scores: [n].
         places: [n] the place of each new node's parent, or -2 - i for the i-th new node; -1 leaves the node out. Then
             the place of each new node is written there, or -1 where there is no parent or no room.
-
-    Returns:
-        The new number of nodes.
     """
     for i in range(len(places)):
         parent = places[i] if places[i] >= -1 else places[-2 - places[i]]

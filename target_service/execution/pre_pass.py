@@ -23,12 +23,8 @@ class PrePass:
         self._graphs = PassGraphs(runner.device)
 
     def run(self, step: StepIntegers, keeper: object | None, moves: Tensor | None = None, reading: int = 0) -> None:
-        """Take the newest tables, move the step on and choose its rows.
-
-        Args:
-            step: laid out, see `NodeTable.begin`, as are `moves` and `reading`.
-            keeper: what keeps the step's tensors; None where they are new.
-        """
+        """Take the newest tables, move the step on and choose its rows; see `NodeTable.begin`. `keeper` keeps the
+        step's tensors; None where they are new."""
         table, mail = self._table, self._mail
         # Not a part of the graph: it depends on what was sent.
         mail.await_sent()

@@ -52,13 +52,8 @@ class Verified(NamedTuple):
     lossy: tuple[bool, ...] = ()
 
     @property
-    def drafted_by_pass(self) -> tuple[int, ...]:
-        """Drafted rows of each pass whose rows the device chose."""
-        return tuple([one.drafted for one in self.device_passes])
-
-    @property
     def accepted_by_pass(self) -> tuple[int, ...]:
-        """Accepted rows of each of those passes."""
+        """Accepted rows of each pass whose rows the device chose."""
         return tuple([one.accepted for one in self.device_passes])
 
     @property

@@ -28,9 +28,10 @@ from random_tables import (
     table_for,
 )
 
-from tree_kernels.node_table import Mailboxes, NodeTable, StepIntegers, longest_run, lookup_costs
+from tree_kernels.node_table import Mailboxes, NodeTable, StepIntegers, layout, longest_run
 from tree_kernels.node_table import torch_backend as _torch_node_table
 from tree_kernels.node_table.layout import (
+    COST_OF_HALVING,
     KEPT,
     KEYS_PER_COST,
     LONGEST,
@@ -47,7 +48,6 @@ from tree_kernels.node_table.layout import (
     REPORT_TOKENS,
     TABLE,
 )
-from tree_kernels.node_table.lookup_costs import COST_OF_HALVING
 from tree_kernels.node_table.torch_backend import (
     Candidate,
     Chain,
@@ -101,10 +101,10 @@ def test_it_is_a_longest_run(text: list[int]) -> None:
 
 def test_a_chain_goes_on_with_itself_and_costs_by_its_run() -> None:
     chain = look_up([5, 1, 2, 1, 2], 5)
-    assert chain == Chain([1, 2, 1, 2, 1], lookup_costs.FIRST_COST[2], lookup_costs.NEXT_COST[2])
+    assert chain == Chain([1, 2, 1, 2, 1], layout.FIRST_COST[2], layout.NEXT_COST[2])
     assert look_up([1, 2, 3], 5) == look_up([1, 1], 0) == Chain([], 0, 0)
     # A cost is of the chance that it is right.
-    assert lookup_costs.FIRST_COST[2] == round(-COST_OF_HALVING * torch.tensor(lookup_costs.RIGHT[2][0]).log2().item())
+    assert layout.FIRST_COST[2] == round(-COST_OF_HALVING * torch.tensor(layout.RIGHT[2][0]).log2().item())
 
 
 def test_what_fits() -> None:

@@ -17,8 +17,7 @@ from outrider.errors import InvalidField
 from outrider.wire.frames import SequenceGrowth
 from target_service.execution.node_tables import NodeTables
 from tree_kernels.node_table import Mailboxes
-from tree_kernels.node_table.layout import MOST_COST, NODES
-from tree_kernels.node_table.lookup_costs import COST_OF_HALVING
+from tree_kernels.node_table.layout import COST_OF_HALVING, MOST_COST, NODES
 from tree_kernels.node_table.mailboxes import LAST_NUMBER, TURNS
 
 SLOTS = 3

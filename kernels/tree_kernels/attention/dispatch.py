@@ -80,7 +80,8 @@ class TreeAttention(PlannedAttention[_Implementation]):
         return cast("TritonAttention", self._capturable())
 
     def run(self, plan: AttentionPlan, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
-        """Attend in one layer. The tail's keys and values must be in the cache already (`paging.write_kv`).
+        """Attend in one layer: [R, Hq, Dv], in query's dtype; not always contiguous. The tail's keys and values must be
+        in the cache already (`paging.write_kv`). Raises `ValueError` where a shape does not fit the plan.
 
         Args:
             plan: what `plan` of this object returned for this step.
@@ -88,12 +89,6 @@ class TreeAttention(PlannedAttention[_Implementation]):
             key_cache: [pages, page_size, Hkv, D], contiguous.
             value_cache: [pages, page_size, Hkv, Dv], contiguous.
             scale: factor of the scores, usually D ** -0.5; positive.
-
-        Returns:
-            [R, Hq, Dv], in query's dtype; not always contiguous.
-
-        Raises:
-            ValueError: a shape does not fit the plan.
         """
         check_tensors(plan.batch, query, key_cache, value_cache)
         if plan.batch.rows == 0:

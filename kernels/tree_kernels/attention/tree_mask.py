@@ -32,15 +32,9 @@ def mask_words(batch: AttentionBatch) -> int:
 
 
 def ancestor_mask(parents: Sequence[int] | None, rows: int) -> Tensor:
-    """[rows, rows] bool, true where the row may attend to the column.
-
-    Args:
-        parents: parents[i] < i for i > 0; parents[0] is ignored, row 0 being the root. None is a causal chain.
-        rows: of the tree.
-
-    Raises:
-        ValueError: a parent does not lie before its row, or there is not one per row.
-    """
+    """[rows, rows] bool, true where the row may attend to the column, by parents[i] < i for i > 0; parents[0] is
+    ignored, row 0 being the root. None is a causal chain. Raises `ValueError` where a parent does not lie before its
+    row, or there is not one per row."""
     if parents is None:
         return torch.ones(rows, rows, dtype=torch.bool).tril_()
     if len(parents) != rows:

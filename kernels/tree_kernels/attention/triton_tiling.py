@@ -46,15 +46,8 @@ def choose_tiling(
 
     Page ids come one pipeline stage before what they point at, so that two stages buy one tile in flight.
 
-    Args:
-        packed_rows: rows times query heads per key head, of the largest sequence.
-        width: of a key.
-        itemsize: bytes of an element.
-        keys: of all sequences.
-        sequences: of the step.
-        kv_heads: of a sequence.
-        processors: SMs of the device.
-        words: of a row's mask.
+    `packed_rows` are rows times query heads per key head, of the largest sequence, `width` a key's, `itemsize` bytes of
+    an element, `keys` those of all sequences, `processors` the SMs, and `words` those of a row's mask.
     """
     heads = sequences * kv_heads
     # More work than SMs: two programs on one hide each other's latency.

@@ -159,12 +159,8 @@ def _choose(growth: Growth, path_probs: Tensor, limits: Tensor, level: int, tail
 
 
 def make_kept(growth: Growth, nodes: int) -> Tensor:
-    """Room for the root and the `nodes` likeliest items of each tree, which `keep` writes.
-
-    Returns:
-        [B, 1 + 3 * N] int32, N = min(1 + nodes, C): how many rows there are, then tokens, parents (rows), and the bits
-        of the scores (float32).
-    """
+    """Room for the root and the `nodes` likeliest items of each tree, which `keep` writes: [B, 1 + 3 * N] int32,
+    N = min(1 + nodes, C): how many rows there are, then tokens, parents (rows), and the bits of the float32 scores."""
     sequences, items = growth.path_probs.shape
     columns = 1 + 3 * min(1 + nodes, items)
     return torch.zeros(sequences, columns, dtype=torch.int32, device=growth.path_probs.device)
@@ -198,11 +194,8 @@ def _most_probable(logits: Tensor, temperatures: Tensor, count: int, token_ids: 
 
 
 def _filtered(probs: Tensor, race: Race) -> tuple[Tensor, Tensor, Tensor]:
-    """Apply filters to falling probabilities [B, F, M], in the target's order: min_p, top_k, top_p.
-
-    Returns:
-        The probabilities of those that are kept, [B, F, M], what the rest holds, [B, F, 1], and which are kept.
-    """
+    """Apply filters to falling probabilities [B, F, M], in the target's order: min_p, top_k, top_p. Returns those of
+    the tokens that are kept, [B, F, M], what the rest holds, [B, F, 1], and which are kept."""
     known = probs.shape[2]
     place = torch.arange(known, device=probs.device)
     first = probs[..., :1]

@@ -46,7 +46,8 @@ class LatentAttention(PlannedAttention[_Implementation]):
         return cast("TritonLatentAttention", self._capturable())
 
     def run(self, plan: AttentionPlan, query: Tensor, cache: Tensor, latent: int, scale: float) -> Tensor:
-        """Attend in one layer. The tail's vectors must be in the cache already (`write_latents`).
+        """Attend in one layer: [R, H, L], in query's dtype, attended latents for `expanded_values`. The tail's vectors
+        must be in the cache already (`write_latents`). Raises `ValueError` where a shape does not fit the plan.
 
         Args:
             plan: what `plan` of this object returned for this step.
@@ -55,12 +56,6 @@ class LatentAttention(PlannedAttention[_Implementation]):
                 of every head, and the latent its value.
             latent: L.
             scale: factor of the scores, by the width of a head's own query, not of an absorbed one; positive.
-
-        Returns:
-            [R, H, L], in query's dtype: attended latents, for `expanded_values`.
-
-        Raises:
-            ValueError: a shape does not fit the plan.
         """
         batch = plan.batch
         rows, heads, width = query.shape

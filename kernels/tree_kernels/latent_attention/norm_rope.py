@@ -10,8 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tree_kernels.latent_attention.writing import write_latents
-
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
@@ -42,7 +40,7 @@ def norm_rope_write(rows: LatentRows, rotary: Rotary, cache: Tensor, slots: Tens
     """Write normed latents and rotated keys into the cache, and the rotated parts of queries into `absorbed`.
 
     Sums and rotations are computed in fp32. As in the models' own code, normed latents are rounded before they are
-    multiplied with the weight.
+    multiplied with the weight. Raises `ValueError` for shapes or layouts that do not fit.
 
     Args:
         rows: projections of one layer, contiguous in their last dimension.
@@ -50,9 +48,6 @@ def norm_rope_write(rows: LatentRows, rotary: Rotary, cache: Tensor, slots: Tens
         cache: [pages, page_size, L + P], contiguous, of their dtype. Written in place.
         slots: [R] int64, all different. On a GPU also int32, and rows whose slot is negative are left out of the cache.
         absorbed: [R, H, L + P], whose last P are written; see `absorbed_queries` for the others.
-
-    Raises:
-        ValueError: shapes or layouts that do not fit.
     """
     _check(rows, rotary, cache, slots, absorbed)
     if rows.vectors.is_cuda:
@@ -65,6 +60,26 @@ def norm_rope_write(rows: LatentRows, rotary: Rotary, cache: Tensor, slots: Tens
     latents = normed(rows.vectors[:, :latent], rows.weight, rows.epsilon)
     write_latents(latents, rotated(rows.vectors[:, latent:], rotary), cache, slots)
     absorbed[..., latent:] = rotated(rows.queries[..., -width:], rotary)
+
+
+def write_latents(latents: Tensor, rotary: Tensor, cache: Tensor, slots: Tensor) -> None:
+    """Write one layer's new rows into the cache, in place.
+
+    Args:
+        latents: [R, L].
+        rotary: [R, P], rotated.
+        cache: [pages, page_size, L + P], contiguous, of their dtype.
+        slots: [R] int64, all different. On a GPU also int32, and rows whose slot is negative are left out.
+    """
+    if latents.is_cuda:
+        # One launch, which can leave out the padding rows of a captured step.
+        from tree_kernels.latent_attention.triton_writing import write_rows
+
+        write_rows(latents, rotary, cache, slots)
+        return
+    vectors, width = cache.flatten(0, 1), latents.shape[1]
+    vectors[:, :width].index_copy_(0, slots, latents)
+    vectors[:, width:].index_copy_(0, slots, rotary)
 
 
 def normed(latents: Tensor, weight: Tensor, epsilon: float) -> Tensor:

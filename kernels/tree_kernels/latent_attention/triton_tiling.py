@@ -33,10 +33,7 @@ def choose_latent_tiling(packed_rows: int, latent: int, itemsize: int) -> Tiling
       227 KB: one program, and taller tiles would spill in the loop (as compiled, it reads back four words a tile).
       More rows are more blocks, which find the latents in L2.
 
-    Args:
-        packed_rows: rows times query heads, of the largest sequence.
-        latent: width of a latent.
-        itemsize: bytes of an element.
+    `packed_rows` are rows times query heads, of the largest sequence, and `itemsize` bytes of an element.
     """
     if itemsize > 2 or latent > _USUAL_LATENT:
         return Tiling(16, 16, 4, 2, 1)

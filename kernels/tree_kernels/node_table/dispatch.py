@@ -21,18 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tree_kernels.node_table.layout import (
-    COSTS_PER_CHANCE,
-    KEPT,
-    LOOKUP,
-    MOST_COST,
-    NO_KEY,
-    PROSPECTS,
-    REPORT,
-    SURE,
-    TABLE,
-)
-from tree_kernels.node_table.lookup_costs import COST_OF_HALVING, FIRST_COST, NEXT_COST
+from tree_kernels.node_table import layout
+from tree_kernels.node_table.layout import KEPT, LOOKUP, NO_KEY, PROSPECTS, REPORT, TABLE
 from tree_kernels.node_table.mailboxes import Mailboxes
 from tree_kernels.node_table.step_integers import StepIntegers
 from tree_kernels.verification.dispatch import Verdicts
@@ -45,15 +35,9 @@ class NodeTable:
     every tensor keeps its address, so that all calls can be captured.
 
     Attributes:
-        reports: [B, P, REPORT] int32 by sequence and pass. Its figures stand where `Figure` says: accepted rows,
-            drafted rows, those of them that are nodes of the table (also where lookup drafts the same, and of a mended
-            tree), the tokens that drafted rows are expected to bring in 1/`EXPECTED_UNIT` (the chances of their paths,
-            added up and rounded down as a whole), the first row, accepted rows that are nodes of the table, the age
-            (tokens between the table's root and the pass's, -1 where there was no table or it does not hold the text,
-            mended or not), what rows of the table are expected to bring, and what the best `PROSPECTS` candidates of
-            the sequence would, whether or not there was room for them. From `REPORT_TOKENS` on the accepted tokens and
-            then the target's own; from `REPORT_ROWS` on the accepted rows, relative to the root. What follows either
-            is undefined.
+        reports: [B, P, REPORT] int32 by sequence and pass: the figures of `Figure`; from `REPORT_TOKENS` on the
+            accepted tokens and then the target's own; from `REPORT_ROWS` on the accepted rows, relative to the root.
+            What follows either is undefined.
         passes: [B] int32, passes that were reported since `begin`.
         accepted: [B] int32, drafted rows that were accepted since `begin`.
         limits: [B] int32, rows that may be drafted for a sequence, since `begin`.
@@ -106,11 +90,12 @@ class NodeTable:
         # [B, 4, KEPT + 1] keys, tokens, depths and parents of the kept candidates, by rising numbers: scratch of a
         # kernel.
         self.unranked = torch.zeros(max_sequences, 4, KEPT + 1, dtype=torch.int32, device=device)
-        # [2, LONGEST + 1] int32, see `lookup_costs`.
-        self.lookup_costs = torch.tensor([FIRST_COST, NEXT_COST], dtype=torch.int32, device=device)
-        halvings = np.arange(MOST_COST // COSTS_PER_CHANCE) * (COSTS_PER_CHANCE / COST_OF_HALVING)
+        # [2, LONGEST + 1] int32.
+        self.lookup_costs = torch.tensor([layout.FIRST_COST, layout.NEXT_COST], dtype=torch.int32, device=device)
+        costs = np.arange(0, layout.MOST_COST, layout.COSTS_PER_CHANCE)
         # [MOST_COST / COSTS_PER_CHANCE] int32 of `SURE`. Computed on the host, so that all devices add up the same.
-        self.chances = torch.from_numpy(np.floor(SURE * 2.0**-halvings).astype(np.int32)).to(device)
+        chances = np.floor(layout.SURE * 2.0 ** -(costs / layout.COST_OF_HALVING)).astype(np.int32)
+        self.chances = torch.from_numpy(chances).to(device)
         # `accepted` of the launch before, while `begin` overwrites it.
         self._before = torch.zeros_like(self.accepted)
         self.backend: Literal["triton", "torch"] = backend or ("triton" if device.type == "cuda" else "torch")
@@ -155,7 +140,8 @@ class NodeTable:
         self._backend.take(self, mail)
 
     def begin(self, step: StepIntegers, pending: Tensor, moves: Tensor | None = None, reading: int = 0) -> None:
-        """Choose the rows of a step that was just laid out, after moving it on. In place.
+        """Choose the rows of a step that was just laid out, after moving it on. In place. Raises `ValueError`, as the
+        calls below do, where the step has no room for trees.
 
         Args:
             step: every sequence has one row, or none, and free rows stand behind them. A row feeds a token, or -1 - i
@@ -168,9 +154,6 @@ class NodeTable:
             reading: how many sequences, the first ones, read their prompts: any number of rows each, which stay as they
                 are. `go_on` reports for them that nothing was accepted, and their token; such a step must not be run
                 again.
-
-        Raises:
-            ValueError: the step has no room for trees.
         """
         _check(step)
         if moves is None:
@@ -179,15 +162,8 @@ class NodeTable:
 
     def go_on(self, step: StepIntegers, verdicts: Verdicts) -> None:
         """Report what a pass of `step` generated, turn the step into the next pass of its sequences, and choose its
-        rows. In place, after `keep_accepted`, and at most P times after a `begin`, for which `reports` has room.
-
-        Args:
-            step: as `begin` or the last call left it, and as it was run.
-            verdicts: of that pass, [at least as many sequences as the step].
-
-        Raises:
-            ValueError: the step has no room for trees.
-        """
+        rows. In place, after `keep_accepted`, and at most P times after a `begin`, for which `reports` has room. The
+        step is as `begin` or the last call left it, and as it was run."""
         _check(step)
         self._backend.go_on(self, step, verdicts, last=False)
 

@@ -12,16 +12,14 @@ from tree_kernels.verification.records import MODE, POSITION, RECORD, Mode
 def fill_pending(
     token_ids: Tensor, pending: Tensor, slots: Tensor | None = None, tokens: Tensor | None = None
 ) -> Tensor:
-    """`token_ids` with every -1 - i replaced by `pending[i]`; with `slots` and `tokens` also written beside their keys.
+    """`token_ids` [R] int32 with every -1 - i replaced by `pending[i]`, a new tensor; with `slots` and `tokens` also
+    written beside their keys.
 
     Args:
         token_ids: [R] int32.
         pending: [any] int32, longer than the largest i.
         slots: [R] int32, where each row's key goes; a negative one has none. With `tokens` or not at all.
         tokens: [slots of the cache] int32, written.
-
-    Returns:
-        [R] int32, a new tensor.
     """
     if token_ids.is_cuda:
         # Only here: Triton may be absent. One launch, where PyTorch takes four.

@@ -57,10 +57,7 @@ class DeviceVerifier:
         vocabulary_size: V; logits may be wider, the rest is ignored.
         max_sequences: of a step.
         max_rows: of a step; rows of no sequence cost next to nothing.
-        backend: "triton" or "torch"; None is "triton" on a GPU and "torch" elsewhere.
-
-    Raises:
-        ImportError: Triton is not installed.
+        backend: "triton", which has to be installed, or "torch"; None is "triton" on a GPU and "torch" elsewhere.
     """
 
     def __init__(
@@ -118,7 +115,7 @@ class DeviceVerifier:
         filtered: bool = True,
         typical: bool = True,
     ) -> Verdicts:
-        """Verify a step of any mixture of modes.
+        """Verify a step of any mixture of modes. Raises `ValueError` where shapes or dtypes differ from these.
 
         Args:
             logits: [R, at least V] bf16, fp16 or fp32, the last dimension contiguous.
@@ -128,9 +125,6 @@ class DeviceVerifier:
             distributions: [any] int32 that begins with what `pack_distributions` returns; None where no row has one.
             filtered: whether any sequence is `RowsToVerify.filtered`; False saves two launches.
             typical: whether any sequence is TYPICAL; False saves two launches.
-
-        Raises:
-            ValueError: shapes or dtypes differ from these.
         """
         self._check(logits, token_ids, parents, parameters)
         step, verdicts = (logits, token_ids, parents, parameters), self.verdicts.tensor
@@ -143,12 +137,7 @@ class DeviceVerifier:
         self, dtype: torch.dtype, *, filtered: Sequence[bool] = (False, True), typical: Sequence[bool] = (False,)
     ) -> None:
         """Compile every kernel for logits of this dtype, so that no step waits for it. Takes seconds for each, once.
-
-        Args:
-            dtype: of the logits.
-            filtered: with which values `sampled` will be called.
-            typical: likewise.
-        """
+        `filtered` and `typical` are the values that `sampled` will be called with."""
         device = self.verdicts.tensor.device
         drawn = torch.from_numpy(self.pack_distributions({0: ((0,), (1,))})).to(device)
         # Numbers that are 1 or multiples of 16 are compiled for.

@@ -137,13 +137,8 @@ def unpack_parameters(packed: NDArray[np.int32], max_sequences: int) -> list[Row
 def pack_distributions(by_row: Mapping[int, tuple[Sequence[int], Sequence[int]]], max_rows: int) -> NDArray[np.int32]:
     """Draft distributions of a step as int32 [max_rows + 1 + 2 * pairs]. A prefix of a longer tensor may hold them.
 
-    Args:
-        by_row: token ids and integer weights >= 1 by the step's row of the parent.
-        max_rows: rows of the step, those without a distribution included.
-
-    Raises:
-        ValueError: a row out of range, lengths that differ, or a support above `MAX_SUPPORT`.
-    """
+    `by_row` has token ids and integer weights >= 1 by the step's row of the parent. Raises `ValueError` for a row out
+    of range, lengths that differ, or a support above `MAX_SUPPORT`."""
     counts = np.zeros(max_rows + 1, dtype=np.int32)
     for row, (token_ids, weights) in by_row.items():
         if not 0 <= row < max_rows:

@@ -36,7 +36,8 @@ def typical_walk(
     *,
     begins: bool,
 ) -> tuple[Walk, tuple[bool, ...]]:
-    """The longest path of typical tokens, of several the most probable, and the model's own draw after it.
+    """The longest path of typical tokens, of several the most probable, and the model's own draw after it; and for each
+    accepted row whether the model's own draw is another token.
 
     Args:
         parents: [rows], parents[i] < i; row 0 is the root.
@@ -45,9 +46,6 @@ def typical_walk(
         draw: see `Draw`.
         threshold: the probability that a typical token exceeds, given the entropy of its distribution in nats.
         begins: no token was generated yet: the first one is the model's own draw, drafted or not.
-
-    Returns:
-        The walk, and for each accepted row whether the model's own draw is another token.
     """
     # Log-probability and depth of each row that is reached by typical tokens. Parents come before their children.
     reached, depths = {0: 0.0}, {0: 0}

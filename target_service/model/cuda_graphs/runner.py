@@ -199,13 +199,8 @@ class CapturedRunner(ModelRunner):
     def capture(
         self, buckets: Iterable[Bucket], *, seconds: float = inf, progress: Callable[[], object] | None = None
     ) -> int:
-        """Capture ahead of the first request, until `seconds` are over. Returns how many are captured.
-
-        Args:
-            buckets: in order of importance; the rest is captured when first used, unless `keep_to_captured`.
-            seconds: no capture begins later than this.
-            progress: called after each capture.
-        """
+        """Capture `buckets` ahead of the first request; none begins when `seconds` are over. Returns how many are
+        captured; the rest is when first used, unless `keep_to_captured`. `progress` is called after each capture."""
         start, done = time.monotonic(), 0
         for bucket in buckets:
             if time.monotonic() - start > seconds:

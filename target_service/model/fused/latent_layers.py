@@ -59,18 +59,8 @@ def fuse_latents(model: PreTrainedModel) -> int:
 class _FusedLatents:
     """Comes before a layer's own class in its method resolution order."""
 
-    config: Any
-    layout: tuple[bool, bool]
-    q_lora_rank: int | None
-    q_proj: Any
-    q_a_proj: Any
-    q_a_layernorm: Any
-    q_b_proj: Any
-    kv_a_proj_with_mqa: Any
-    o_proj: Any
-
     def forward(
-        self,
+        self: Any,
         hidden_states: Tensor,
         position_embeddings: Any = None,
         attention_mask: Tensor | None = None,

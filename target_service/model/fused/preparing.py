@@ -31,7 +31,7 @@ from target_service.model.fused.layers import (
     parts_of,
 )
 from target_service.model.support import longest_context
-from tree_kernels.linear import many_row_linears, row_linears
+from tree_kernels.linear import RowLinears, many_row_linears, row_linears
 
 log = logging.getLogger(__name__)
 # Above, cuBLAS multiplies faster: at 64 rows of an 8B layer both take the same time, at 96 cuBLAS takes three quarters
@@ -66,24 +66,24 @@ def prepare_layers(model: PreTrainedModel, options: LayerOptions) -> int:
     The model's attention has to be the runner's already: layers are tried with it. Raises `ValueError` where a layer
     cannot be made `invariant`.
     """
-    inner: Any = model.base_model
+    inner = model.base_model
     # The names in nearly every family; others run their own code.
     known = hasattr(inner, "layers") and hasattr(inner, "norm")
     if options.joined or options.invariant:
         join_linears(model)
     fused = 0
     linears = row_linears(model.device, invariant=options.invariant)
-    by_rows = LinearsByRows(((inf, linears),) if options.invariant else ((MAX_ROWS, linears),))
+    ranges: list[tuple[float, RowLinears]] = [(inf if options.invariant else MAX_ROWS, linears)]
     if options.many and not options.invariant:
-        by_rows = LinearsByRows((*by_rows.ranges, (MANY_ROWS, many_row_linears(model.device))))
+        ranges.append((MANY_ROWS, many_row_linears(model.device)))
     if known and (options.fused or options.invariant):
-        fused = _fuse(inner, by_rows)
+        fused = _fuse(inner, LinearsByRows(tuple(ranges)))
     if options.fused and not options.invariant:
         fuse_latents(model)
     if options.invariant:
         if not known or fused < len(inner.layers):
             raise ValueError(f"{model.config.model_type}: its layers cannot be made independent of the batch")
-        cast(Any, model).lm_head = RowsHead(cast(Any, model).lm_head, linears)
+        model.lm_head = RowsHead(model.lm_head, linears)
     if known and options.compiled and not options.invariant:
         for layer in (*inner.layers, inner.norm):
             plain = layer.plain if isinstance(layer, (FusedLayer, FusedNorm)) else layer

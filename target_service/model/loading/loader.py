@@ -58,8 +58,7 @@ def load_runner(config: TargetConfig) -> ModelRunner:
     if config.batch_invariant and has_latents(settings):
         raise ModelRefused(f"--batch-invariant: the layers of {settings.model_type} depend on the rest of the batch")
     backend = _backend(config, torch.device(config.device))
-    dtype = getattr(torch, config.dtype)
-    model = cast(PreTrainedModel, AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(config.device))
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, config.dtype)).to(config.device)
     check_supported(settings, model)
     latent = _settle_form(model, config, backend)
     if not config.threads and model.device.type == "cuda":

@@ -99,11 +99,7 @@ def _in_place(name: str, memory: Tensor, ties: Mapping[str, str]) -> WeightSlot:
 
 
 def _packed(
-    paths: Sequence[str],
-    kept: PackedLinear,
-    pack: Callable[..., None],
-    widths: Sequence[int],
-    ties: Mapping[str, str],
+    paths: Sequence[str], kept: PackedLinear, pack: Callable[..., None], widths: Sequence[int], ties: Mapping[str, str]
 ) -> WeightSlot:
     """Linear layers packed as one: their weights, then their biases if they have any."""
     specs = {
