@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from once import once
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from draft_service import in_process as inprocess
@@ -36,6 +37,7 @@ from target_service.sampling.distribution import LogitShaper
 from target_service.speculation.config import DraftingConfig
 from target_service.speculation.policy.step_cost import StepCost
 from tree_kernels.verification import coupled_token
+from tree_kernels.verification.distribution import distribution_of
 
 Propose = Callable[[Sequence[int], random.Random], TokenTree]
 Connect = Callable[[DraftEvents], DraftLink]
@@ -210,6 +212,11 @@ def run(
     ]
 
 
+def probs_of(params: SamplingParams, shaped: Tensor) -> Tensor:
+    """The distribution [V] of logits that are shaped already."""
+    return distribution_of(shaped, params.temperature, params.top_k, params.top_p, params.min_p)
+
+
 @once
 @torch.inference_mode()
 def plain(model: PreTrainedModel, wanted: SequenceRequest) -> tuple[int, ...]:
@@ -224,7 +231,7 @@ def plain(model: PreTrainedModel, wanted: SequenceRequest) -> tuple[int, ...]:
         if wanted.mode is VerificationMode.GREEDY:
             token = int(torch.argmax(shaped))
         else:
-            token = coupled_token(shaper.probs(shaped), wanted.seed, len(tokens))
+            token = coupled_token(probs_of(wanted.sampling, shaped), wanted.seed, len(tokens))
         tokens.append(token)
         if not wanted.sampling.ignore_eos and token in ends:
             break

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from chi_squared import chi_squared
-from engine_harness import Outcome
+from engine_harness import Outcome, probs_of
 from once import once
 from transformers import PreTrainedModel
 
@@ -35,7 +35,7 @@ def distribution(model: PreTrainedModel, sampling: SamplingParams) -> Mapping[tu
         grown: dict[tuple[int, ...], float] = {}
         for path, mass in known.items():
             logits = model(torch.tensor([[*PROMPT, *path]]), use_cache=False).logits[0, -1]
-            for token, probability in enumerate(shaper.probs(shaper.shaped(logits, path)).tolist()):
+            for token, probability in enumerate(probs_of(sampling, shaper.shaped(logits, path)).tolist()):
                 if probability:
                     grown[(*path, token)] = mass * probability
         known = grown

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from outrider.sampling import SamplingParams, TokenLogprobs
 from target_service.sampling.adjustments import Adjustments, adjusted
-from tree_kernels.verification.distribution import distribution_of, most_probable
+from tree_kernels.verification.distribution import most_probable
 
 
 class LogitShaper:
@@ -40,15 +40,6 @@ class LogitShaper:
     def adjustments(self, output_ids: Sequence[int]) -> Adjustments:
         """What `shaped` does to rows after `output_ids` and a path, for many rows at once."""
         return Adjustments(self._params, self._prompt_ids, self._held_back, output_ids)
-
-    def probs(self, shaped: Tensor) -> Tensor:
-        """The distribution [V] in fp64, see `distribution_of`. At temperature 0, all on the argmax."""
-        params = self._params
-        if params.greedy:
-            distribution = torch.zeros_like(shaped, dtype=torch.float64)
-            distribution[torch.argmax(shaped)] = 1.0
-            return distribution
-        return distribution_of(shaped, params.temperature, params.top_k, params.top_p, params.min_p)
 
 
 def logprobs_of(logits_row: Tensor, token_id: int, top: int) -> TokenLogprobs:

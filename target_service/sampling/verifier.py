@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -17,23 +16,12 @@ from outrider.tree import TokenTree
 from target_service.core.sequence import DevicePass, SequenceRequest
 from target_service.sampling.adjustments import ADJUSTMENT
 from target_service.sampling.distribution import LogitShaper, logprobs_of
-from tree_kernels.philox import uniforms
-from tree_kernels.verification import (
-    Chance,
-    Mode,
-    RowsToVerify,
-    Walk,
-    coupled_token,
-    match_walk,
-    rejection_walk,
-    typical_walk,
-)
+from tree_kernels.verification import Mode, RowsToVerify, Walk
+from tree_kernels.verification.torch_backend import walk_of
 from tree_kernels.verification.typical import path_to
 
 # A draft gets the request's seed, and must not be able to derive rejection's coins from it: a secret per process.
 _COIN_SECRET = secrets.token_bytes(16)
-# One for each row of the largest tree and one for each token drawn.
-_COINS_PER_STEP = 1024
 
 
 class Verified(NamedTuple):
@@ -115,45 +103,15 @@ class SequenceVerifier:
     def verify(self, tree: TokenTree, logits: Tensor, output: list[int], step: int) -> Verified:
         """Walk the tree, by logits [rows, vocabulary] of its rows. `output` are the tokens committed so far, without
         the prompt; each `step` of the sequence has a new stream of coins."""
-        lossy: tuple[bool, ...] = ()
-        if self._mode is VerificationMode.REJECTION:
-            walk = rejection_walk(
-                tree.parents,
-                tree.token_ids,
-                {row: (drawn.token_ids, drawn.weights) for row, drawn in tree.distributions.items()},
-                lambda row, _: self._probs(tree, row, logits, output),
-                Chance(iter(uniforms(self._coin_seed, step, _COINS_PER_STEP).tolist()).__next__),
-            )
-        elif self._mode is VerificationMode.TYPICAL:
-            walk, lossy = typical_walk(
-                tree.parents,
-                tree.token_ids,
-                lambda row: self._probs(tree, row, logits, output),
-                self._drawn(output),
-                self._typical.threshold,
-                begins=not output,
-            )
-        else:
-            walk = match_walk(tree.parents, tree.token_ids, self._choice(tree, logits, output))
+        asked = self.rows_to_verify(tree, 0, self.prompt_length + len(output), step)
+        drafts = {row: (drawn.token_ids, drawn.weights) for row, drawn in tree.distributions.items()}
+
+        def logits_of(row: int) -> Tensor:
+            path = [tree.token_ids[node] for node in path_to(tree.parents, row)]
+            return self._shaper.shaped(logits[row], output + path)
+
+        walk, lossy = walk_of(asked, tree.parents, tree.token_ids, drafts, logits_of)
         return Verified(walk, self._logprobs_of(tree, walk, logits), lossy=lossy)
-
-    def _choice(self, tree: TokenTree, logits: Tensor, output: list[int]) -> Callable[[int, int], int]:
-        if self._mode is VerificationMode.GREEDY:
-            return lambda row, _: int(torch.argmax(self._shaped(tree, row, logits, output)))
-        drawn = self._drawn(output)
-        return lambda row, depth: drawn(self._probs(tree, row, logits, output), depth)
-
-    def _drawn(self, output: list[int]) -> Callable[[Tensor, int], int]:
-        """The request's own draw from a distribution [V] at a depth below the root; see `typical.Draw`."""
-        position = self.prompt_length + len(output)
-        return lambda probs, depth: coupled_token(probs, self._seed, position + depth)
-
-    def _shaped(self, tree: TokenTree, row: int, logits: Tensor, output: list[int]) -> Tensor:
-        path = [tree.token_ids[node] for node in path_to(tree.parents, row)]
-        return self._shaper.shaped(logits[row], output + path)
-
-    def _probs(self, tree: TokenTree, row: int, logits: Tensor, output: list[int]) -> Tensor:
-        return self._shaper.probs(self._shaped(tree, row, logits, output))
 
     def _logprobs_of(self, tree: TokenTree, walk: Walk, logits: Tensor) -> tuple[TokenLogprobs, ...]:
         if self.logprobs is None:

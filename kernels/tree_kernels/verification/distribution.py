@@ -16,9 +16,11 @@ def distribution_of(logits: Tensor, temperature: float, top_k: int, top_p: float
 
     Args:
         logits: [V] of any floating dtype, at least one finite.
-        temperature: above 0.
+        temperature: 0 gives the likeliest token, the first of equals, probability 1.
         top_k, top_p, min_p: filters, none with 0, 1 and 0.
     """
+    if temperature == 0:
+        return torch.zeros_like(logits, dtype=torch.float64).index_fill_(0, logits.argmax()[None], 1.0)
     # The largest logit becomes 0 first, so that no temperature, however small, makes it infinite.
     distribution = torch.softmax((logits.double() - logits.max()) / temperature, dim=-1)
     if min_p > 0:

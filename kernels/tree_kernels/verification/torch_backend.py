@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -50,12 +50,9 @@ class TorchVerification:
                 continue
             first, end = sequence.first_row, sequence.first_row + sequence.rows
             own = [max(row - 1, 0) for row in range(sequence.rows)] if sequence.is_chain else tree[first:end]
-            step = (logits[first:end], tokens[first:end], own)
-            if sequence.mode is Mode.TYPICAL:
-                walk, lossy = _typical_walk(sequence, *step)
-                lossy_rows[first : first + len(lossy)] = torch.tensor(lossy, dtype=torch.int32)
-            else:
-                walk = _walk_of(sequence, *step, by_row)
+            drafts = {row - first: by_row[row] for row in range(first, end) if row in by_row}
+            walk, lossy = walk_of(sequence, own, tokens[first:end], drafts, logits[first:end].__getitem__)
+            lossy_rows[first : first + len(lossy)] = torch.tensor(lossy, dtype=torch.int32)
             accepted = len(walk.accepted_rows)
             found[b] = accepted
             found[count + b] = walk.next_token
@@ -63,43 +60,39 @@ class TorchVerification:
         verdicts.copy_(found)
 
 
-def _walk_of(
-    sequence: RowsToVerify, logits: Tensor, token_ids: list[int], parents: list[int], distributions: Distributions
-) -> Walk:
-    """One sequence's walk by a lossless mode, given logits [rows, V] of its tree and the distributions by row of the
-    step."""
-    if sequence.mode is Mode.GREEDY:
-        return match_walk(parents, token_ids, lambda row, _: int(torch.argmax(logits[row])))
+def walk_of(
+    sequence: RowsToVerify,
+    parents: Sequence[int],
+    token_ids: Sequence[int],
+    distributions: Distributions,
+    logits_of: Callable[[int], Tensor],
+) -> tuple[Walk, tuple[bool, ...]]:
+    """One sequence's walk by its mode, and of TYPICAL ones which accepted rows are lossy.
 
-    def probs_of(row: int, _: int) -> Tensor:
-        return row_distribution(sequence, logits[row])
+    Distributions are by row of the tree; `logits_of` gives the logits [V] after a row, when the walk comes to it.
+    """
+    if sequence.mode is Mode.GREEDY:
+        return match_walk(parents, token_ids, lambda row, _: int(torch.argmax(logits_of(row)))), ()
+
+    def probs_of(row: int, _: int = 0) -> Tensor:
+        return row_distribution(sequence, logits_of(row))
+
+    def draw(probs: Tensor, depth: int) -> int:
+        return coupled_token(probs, sequence.seed, sequence.position + depth)
+
+    def threshold(entropy: float) -> float:
+        return min(sequence.epsilon, sequence.delta * math.exp(-entropy))
 
     if sequence.mode is Mode.COUPLED:
-        seed, position = sequence.seed, sequence.position
-        return match_walk(
-            parents, token_ids, lambda row, depth: coupled_token(probs_of(row, depth), seed, position + depth)
-        )
-    first = sequence.first_row
-    own = {row: distributions[first + row] for row in range(sequence.rows) if first + row in distributions}
-    # One for each row below the root, and one for the next token.
-    coins = iter(uniforms(sequence.seed, sequence.position, sequence.rows).tolist())
-    return rejection_walk(parents, token_ids, own, probs_of, Chance(coins.__next__))
+        return match_walk(parents, token_ids, lambda row, depth: draw(probs_of(row), depth)), ()
+    if sequence.mode is Mode.REJECTION:
+        # One for each row below the root, and one for the next token.
+        coins = iter(uniforms(sequence.seed, sequence.position, sequence.rows).tolist())
+        return rejection_walk(parents, token_ids, distributions, probs_of, Chance(coins.__next__)), ()
+    begins = sequence.position == sequence.begins
+    return typical_walk(parents, token_ids, probs_of, draw, threshold, begins=begins)
 
 
 def row_distribution(sequence: RowsToVerify, logits: Tensor) -> Tensor:
     """The distribution [V] of logits [V] by a sequence's temperature and filters."""
     return distribution_of(logits, sequence.temperature, sequence.top_k, sequence.top_p, sequence.min_p)
-
-
-def _typical_walk(
-    sequence: RowsToVerify, logits: Tensor, token_ids: list[int], parents: list[int]
-) -> tuple[Walk, tuple[bool, ...]]:
-    """One TYPICAL sequence's walk, given logits [rows, V] of its tree, and which of the accepted rows are lossy."""
-    return typical_walk(
-        parents,
-        token_ids,
-        lambda row: row_distribution(sequence, logits[row]),
-        lambda probs, depth: coupled_token(probs, sequence.seed, sequence.position + depth),
-        lambda entropy: min(sequence.epsilon, sequence.delta * math.exp(-entropy)),
-        begins=sequence.position == sequence.begins,
-    )
