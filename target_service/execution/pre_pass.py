@@ -40,5 +40,5 @@ class PrePass:
     def capture_ahead(self) -> None:
         """Capture what comes before each captured pass. Before the first request."""
         for empty in self._runner.empty_passes():
-            if empty.step is not None and empty.step.parents is not None and len(empty.token_ids) > 1:
+            if empty.step is not None and len(empty.token_ids) > 1:
                 self.run(empty.step, empty.keeper)

@@ -248,7 +248,6 @@ class ModelRunner:
         starts, prefixes = tuple(step.query_starts.tolist()), tuple(step.prefix_lengths.tolist())
         by_row = step.token_ids, step.positions, step.slots
         token_ids, positions, slots = (tuple(each[: starts[-1]].tolist()) for each in by_row)
-        assert step.parents is not None and step.causal is not None, "the device chose the rows"
         parents, spans = step.parents.tolist(), zip(step.causal.tolist(), itertools.pairwise(starts), strict=False)
         trees = tuple(None if chain else tuple(parents[first:end]) for chain, (first, end) in spans)
         attention = replace(batch.attention, query_starts=starts, prefix_lengths=prefixes, parents=trees)

@@ -7,6 +7,7 @@ in one place: it applies min_p last.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,7 +16,9 @@ from torch import Tensor
 
 from outrider.sampling import SamplingParams, TokenLogprobs
 from target_service.sampling.adjustments import Adjustments, adjusted
-from tree_kernels.verification.distribution import most_probable
+
+# Candidates beyond those asked for: logits in bf16 are often equal, and of equals the device takes any. Chosen.
+_SPARE = 32
 
 
 class LogitShaper:
@@ -42,11 +45,28 @@ class LogitShaper:
         return Adjustments(self._params, self._prompt_ids, self._held_back, output_ids)
 
 
-def logprobs_of(logits_row: Tensor, token_id: int, top: int) -> TokenLogprobs:
-    """Log-probabilities of the raw logits [V]: the token's own, and the `top` most probable."""
-    logprobs = torch.log_softmax(logits_row.float(), dim=-1)
-    if top == 0:
-        return TokenLogprobs(float(logprobs[token_id]))
-    # In fp64, where 20 probabilities do not underflow to zero, which would drop them.
-    ids = most_probable(logprobs.double().exp(), min(top, len(logprobs)))
-    return TokenLogprobs(float(logprobs[token_id]), tuple(zip(ids.tolist(), logprobs[ids].tolist(), strict=True)))
+def logprobs_of(logits: Tensor, token_ids: Tensor, tops: Sequence[int]) -> list[TokenLogprobs]:
+    """Log-probabilities of rows of raw logits [n, V]: of each row's own token, [n] int64, and the most probable ones,
+    as many as its `top`."""
+    logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+    own = logprobs.gather(1, token_ids[:, None])[:, 0].tolist()
+    listed = _most_probable(logprobs, min(max(tops), logprobs.shape[1]))
+    rows = zip(own, listed, tops, strict=True)
+    return [TokenLogprobs(logprob, tuple(entries[:top])) for logprob, entries, top in rows]
+
+
+def _most_probable(logprobs: Tensor, count: int) -> list[list[tuple[int, float]]]:
+    """Of each row of logprobs [rows, V] fp32 the ids and values of the `count` greatest, the lower ids first among
+    equals. Those of no probability are left out."""
+    if not count:
+        return [[]] * len(logprobs)
+    values, ids = torch.topk(logprobs, min(count + _SPARE, logprobs.shape[1]), dim=1)
+    found = []
+    for row, (own_values, own_ids) in enumerate(zip(values.tolist(), ids.tolist(), strict=True)):
+        if own_values[-1] == own_values[count - 1] and len(own_ids) < logprobs.shape[1]:
+            # More are as probable as the last one than were asked for: any of them may have come.
+            ranked, order = torch.sort(logprobs[row], descending=True, stable=True)
+            own_values, own_ids = ranked[:count].tolist(), order[:count].tolist()
+        entries = sorted(zip(own_ids, own_values, strict=True), key=lambda entry: (-entry[1], entry[0]))
+        found.append([(token, value) for token, value in entries[:count] if math.exp(value) > 0])
+    return found

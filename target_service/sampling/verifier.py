@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -63,10 +64,9 @@ class SequenceVerifier:
     """
 
     def __init__(self, request: SequenceRequest, end_token_ids: tuple[int, ...]) -> None:
-        self._mode = request.mode
         self._seed = request.seed
         sampling = request.sampling
-        self._device_mode = Mode[request.mode.name]
+        self._mode = Mode[request.mode.name]
         self.lossy = request.lossy
         self._typical = request.typical
         self._distribution = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
@@ -83,11 +83,11 @@ class SequenceVerifier:
     def rows_to_verify(self, tree: TokenTree, first_row: int, length: int, step: int) -> RowsToVerify:
         """What `DeviceVerifier` needs for the same outcome as `verify`, given logits that are shaped already: of the
         tree with its root at `first_row` of the step, and `length` tokens of the sequence, the root included."""
-        rejects = self._mode is VerificationMode.REJECTION
+        rejects = self._mode is Mode.REJECTION
         seed, position = (self._coin_seed, step) if rejects else (self._seed, length)
         count, sampled = len(tree.token_ids), self._distribution
-        rows = RowsToVerify(first_row, count, self._device_mode, seed, position, *sampled, tree.is_chain)
-        if self._mode is not VerificationMode.TYPICAL:
+        rows = RowsToVerify(first_row, count, self._mode, seed, position, *sampled, tree.is_chain)
+        if self._mode is not Mode.TYPICAL:
             return rows
         rule = self._typical
         return rows._replace(begins=self.prompt_length, epsilon=rule.epsilon, delta=rule.delta)
@@ -116,9 +116,13 @@ class SequenceVerifier:
     def _logprobs_of(self, tree: TokenTree, walk: Walk, logits: Tensor) -> tuple[TokenLogprobs, ...]:
         if self.logprobs is None:
             return ()
-        rows = (0, *walk.accepted_rows)
-        tokens = (*(tree.token_ids[row] for row in walk.accepted_rows), walk.next_token)
-        return tuple(logprobs_of(logits[row], token, self.logprobs) for row, token in zip(rows, tokens, strict=True))
+        rows, tokens = said(tree, walk)
+        return tuple(logprobs_of(logits[rows], torch.tensor(tokens, device=logits.device), [self.logprobs] * len(rows)))
+
+
+def said(tree: TokenTree, walk: Walk) -> tuple[list[int], list[int]]:
+    """The rows of a walk, root first, and the token after each."""
+    return [0, *walk.accepted_rows], [*(tree.token_ids[row] for row in walk.accepted_rows), walk.next_token]
 
 
 def _private_seed(seed: int) -> int:

@@ -560,14 +560,8 @@ def test_deep_rows_are_left_out() -> None:
 
 
 def test_what_is_refused() -> None:
-    step, text = one_sequence(8, 20)
+    _, text = one_sequence(8, 20)
     table = table_for(Case(4, [8], 8, 20, 4), text, "torch")
-    bare = StepIntegers(*(getattr(step, name) for name in step.__slots__[:9]))
-    nothing = torch.zeros(2 * MAX_SEQUENCES + 8).int()
-    with pytest.raises(ValueError, match="parents"):
-        table.begin(bare, nothing)
-    with pytest.raises(ValueError, match="parents"):
-        table.go_on(bare, Verdicts.over(nothing, MAX_SEQUENCES))
     with pytest.raises(ValueError, match=f"{MAX_SEQUENCES} boxes, got {MAX_SEQUENCES - 1}"):
         table.take(Mailboxes(MAX_SEQUENCES - 1, torch.device("cpu")))
 

@@ -13,7 +13,8 @@ from engine_harness import request
 from outrider.sampling import SamplingParams, TypicalAcceptance, VerificationMode
 from outrider.tree import DraftDistribution, TokenTree
 from target_service.sampling import batch_verifier
-from target_service.sampling.batch_verifier import Asked, BatchVerifier, _most_probable
+from target_service.sampling.batch_verifier import Asked, BatchVerifier
+from target_service.sampling.distribution import _most_probable
 from target_service.sampling.verifier import SequenceVerifier
 from tree_kernels.verification import DeviceVerifier
 

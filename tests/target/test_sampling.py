@@ -172,8 +172,8 @@ def test_ends_have_no_probability_until_min_tokens(length: int) -> None:
 def test_logprobs_are_of_the_raw_row_and_ranked() -> None:
     row = torch.tensor([1.0, 3.0, -400.0, 3.0, 2.0])
     expected = torch.log_softmax(row, dim=-1)
-    entry = logprobs_of(row, 4, 5)
+    (entry,) = logprobs_of(row[None], torch.tensor([4]), [5])
     assert entry.logprob == pytest.approx(float(expected[4]))
     assert [token for token, _ in entry.top] == [1, 3, 4, 0, 2]
     assert [value for _, value in entry.top] == pytest.approx([float(expected[token]) for token in (1, 3, 4, 0, 2)])
-    assert logprobs_of(row, 0, 0).top == ()
+    assert logprobs_of(row[None], torch.tensor([0]), [0])[0].top == ()

@@ -140,14 +140,13 @@ class NodeTable:
         self._backend.take(self, mail)
 
     def begin(self, step: StepIntegers, pending: Tensor, moves: Tensor | None = None, reading: int = 0) -> None:
-        """Choose the rows of a step that was just laid out, after moving it on. In place. Raises `ValueError`, as the
-        calls below do, where the step has no room for trees.
+        """Choose the rows of a step that was just laid out, after moving it on. In place.
 
         Args:
             step: every sequence has one row, or none, and free rows stand behind them. A row feeds a token, or -1 - i
                 for `pending[i]`; it is laid out as if the step before had accepted no drafted row. Its sequence's
                 record has as many rows as the sequence may get, the first included. The pages hold the keys that may
-                come. It has `parents` and `causal`.
+                come.
             pending: [any] int32.
             moves: [any] int32, what the step before has accepted, by the sequences' places in it; None for `accepted`,
                 which then still is of the launch before.
@@ -155,7 +154,6 @@ class NodeTable:
                 are. `go_on` reports for them that nothing was accepted, and their token; such a step must not be run
                 again.
         """
-        _check(step)
         if moves is None:
             moves = self._before.copy_(self.accepted)
         self._backend.begin(self, step, pending, moves, reading)
@@ -164,21 +162,14 @@ class NodeTable:
         """Report what a pass of `step` generated, turn the step into the next pass of its sequences, and choose its
         rows. In place, after `keep_accepted`, and at most P times after a `begin`, for which `reports` has room. The
         step is as `begin` or the last call left it, and as it was run."""
-        _check(step)
         self._backend.go_on(self, step, verdicts, last=False)
 
     def report(self, step: StepIntegers, verdicts: Verdicts) -> None:
         """Report what a pass of `step` generated, as `go_on` does, and choose no rows: `begin` comes next. The step is
         not changed."""
-        _check(step)
         self._backend.go_on(self, step, verdicts, last=True)
 
     def keep_accepted(self, token_ids: Tensor, slots: Tensor, parameters: Tensor, verdicts: Verdicts) -> None:
         """After a pass with trees, whose accepted keys were moved right behind their roots, write their tokens there:
         of `token_ids` and `slots` [R] int32 as the pass read and wrote them, by the parameters of its verification."""
         self._backend.keep_accepted(self, token_ids, slots, parameters, verdicts)
-
-
-def _check(step: StepIntegers) -> None:
-    if step.parents is None or step.causal is None:
-        raise ValueError("expected a step with parents and causal, got one without")

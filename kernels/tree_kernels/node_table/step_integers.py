@@ -20,7 +20,5 @@ class StepIntegers:
     page_starts: Tensor  # [B]
     page_table: Tensor  # [pages of all sequences]
     owners: Tensor  # [at least R], the part of `parameters` with the sequence that each row is verified for
-    # Only where the device chooses the rows (`tree_kernels.node_table`): [R] parents, relative to each sequence's first
-    # row, and [B], 1 where a sequence's rows are a causal chain.
-    parents: Tensor | None = None
-    causal: Tensor | None = None
+    parents: Tensor  # [R], relative to each sequence's first row
+    causal: Tensor  # [B], 1 where a sequence's rows are a causal chain

@@ -270,7 +270,6 @@ def _find(table: NodeTable, step: StepIntegers, b: int, root: int, moves: int) -
 
 def _lay_out(table: NodeTable, step: StepIntegers) -> None:
     """Give every sequence its rows, behind those of sequences that read their prompts."""
-    assert step.parents is not None and step.causal is not None
     sequences, rows_in_all, reading = len(step.prefix_lengths), len(step.token_ids), int(table.reading)
     counts = table.counts[:sequences].tolist()
     keys = [table.keys[b, : max(0, count)].tolist() for b, count in enumerate(counts)]
@@ -294,7 +293,6 @@ def _lay_out(table: NodeTable, step: StepIntegers) -> None:
 
 
 def _lay_out_one(table: NodeTable, step: StepIntegers, b: int, rows: slice) -> None:
-    assert step.parents is not None
     taken, prefix = rows.stop - rows.start - 1, int(step.prefix_lengths[b])
     tokens, links, chances = table.ranked[b, :, :taken]
     below = slice(rows.start + 1, rows.stop)

@@ -25,7 +25,7 @@ def distribution_of(logits: Tensor, temperature: float, top_k: int, top_p: float
     distribution = torch.softmax((logits.double() - logits.max()) / temperature, dim=-1)
     if min_p > 0:
         distribution = torch.where(distribution >= min_p * distribution.max(), distribution, 0.0)
-    kept = most_probable(distribution, top_k) if 0 < top_k < len(distribution) else None
+    kept = _most_probable(distribution, top_k) if 0 < top_k < len(distribution) else None
     if top_p < 1:
         kept = _nucleus(distribution, kept, top_p)
     if kept is not None:
@@ -34,7 +34,7 @@ def distribution_of(logits: Tensor, temperature: float, top_k: int, top_p: float
     return distribution / distribution.sum()
 
 
-def most_probable(distribution: Tensor, count: int) -> Tensor:
+def _most_probable(distribution: Tensor, count: int) -> Tensor:
     """Ids of the `count` most probable tokens, most probable first, lower ids first among equals.
 
     [at most count]: tokens of probability 0 are left out, since sorting all of them would take most of the time.
@@ -55,9 +55,9 @@ def _nucleus(distribution: Tensor, ranked: Tensor | None, top_p: float) -> Tenso
     """
     if ranked is None:
         share = top_p * distribution.sum()
-        ranked = most_probable(distribution, min(_TOP_P_FIRST, len(distribution)))
+        ranked = _most_probable(distribution, min(_TOP_P_FIRST, len(distribution)))
         if distribution[ranked].sum() < share:
-            ranked = most_probable(distribution, len(distribution))
+            ranked = _most_probable(distribution, len(distribution))
     else:
         share = top_p * distribution[ranked].sum()
     values = distribution[ranked]

@@ -65,17 +65,12 @@ def check_hub(model: str) -> None:
         raise HubUnreachable(f"{error}; name a folder, or one of `outrider model list`") from None
 
 
-def snapshot(model: HubId) -> Path | None:
-    """The folder with the fetched files of a model, which may not be all; None if nothing was fetched."""
+def whole_snapshot(model: HubId) -> Path | None:
+    """The folder of a model in the cache with all of its weights; None if any are missing."""
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(model.name, "config.json", revision=model.revision)
-    return Path(found).parent if isinstance(found, str) else None
-
-
-def whole_snapshot(model: HubId) -> Path | None:
-    """The folder of a model in the cache with all of its weights; None if any are missing."""
-    folder = snapshot(model)
+    folder = Path(found).parent if isinstance(found, str) else None
     return folder if folder is not None and not missing_weights(folder) else None
 
 
