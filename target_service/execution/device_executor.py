@@ -199,7 +199,13 @@ class DeviceSteps:
         self, batch: StepBatch, rows: SequenceOf[RowsToVerify], done: ForwardPass, table: TableWork = TableWork.NONE
     ) -> None:
         """Launch what follows a pass: verification, accepted keys and values into place, tokens for the next pass."""
-        distributions, typical = _distributions_of(batch), any(map(_is_typical, rows))
+        typical = any(map(_is_typical, rows))
+        distributions = {
+            item.first_row + row: (drawn.token_ids, drawn.weights)
+            for item in batch.items
+            if item.tree is not None
+            for row, drawn in item.tree.distributions.items()
+        }
         if distributions:
             packed = torch.from_numpy(self._verifier.pack_distributions(distributions))
             self._post_pass.run(PostPassWork(batch.drafted, typical=typical), done, packed.to(done.logits.device))
@@ -213,16 +219,6 @@ class DeviceSteps:
 def _is_typical(rows: RowsToVerify) -> bool:
     """Whether they are verified by typical acceptance, which at temperature 0 is GREEDY."""
     return rows.mode is Mode.TYPICAL and rows.temperature > 0
-
-
-def _distributions_of(batch: StepBatch) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Draft distributions by row of the step."""
-    return {
-        item.first_row + row: (distribution.token_ids, distribution.weights)
-        for item in batch.items
-        if item.tree is not None
-        for row, distribution in item.tree.distributions.items()
-    }
 
 
 @dataclass(eq=False)

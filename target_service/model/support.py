@@ -53,8 +53,14 @@ def check_supported(config: PretrainedConfig, model: PreTrainedModel | None = No
         longest = getattr(config, "max_position_embeddings", 0)
         if window < longest:
             raise ModelRefused(f"{kind}: a sliding window of {window} tokens is not served")
-    if model is not None:
-        _check_model(kind, model)
+    if model is None:
+        return
+    if not getattr(model, "_supports_attention_backend", False):
+        raise ModelRefused(f"{kind}: its attention cannot be replaced in this version of transformers")
+    if any(getattr(module, "is_causal", True) is False for module in model.modules()):
+        raise ModelRefused(f"{kind}: its tokens see later ones")
+    if any("sinks" in name for name, _ in model.named_parameters()):
+        raise ModelRefused(f"{kind}: attention sinks are not served")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +116,3 @@ def _rope_types(config: PretrainedConfig) -> set[str]:
     # One set of parameters, or one per type of layer.
     every = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
     return {str(one["rope_type"]) for one in every if "rope_type" in one}
-
-
-def _check_model(kind: str, model: PreTrainedModel) -> None:
-    if not getattr(model, "_supports_attention_backend", False):
-        raise ModelRefused(f"{kind}: its attention cannot be replaced in this version of transformers")
-    if any(getattr(module, "is_causal", True) is False for module in model.modules()):
-        raise ModelRefused(f"{kind}: its tokens see later ones")
-    if any("sinks" in name for name, _ in model.named_parameters()):
-        raise ModelRefused(f"{kind}: attention sinks are not served")

@@ -78,7 +78,8 @@ class SequenceVerifier:
         self.device_rows = self.on_device and request.mode is not VerificationMode.REJECTION
         self._shaper = LogitShaper(sampling, request.token_ids, end_token_ids)
         self.prompt_length = len(request.token_ids)
-        self._coin_seed = _private_seed(request.seed)
+        digest = hashlib.blake2b(request.seed.to_bytes(8, "little"), key=_COIN_SECRET, digest_size=8).digest()
+        self._coin_seed = int.from_bytes(digest, "little")
 
     def rows_to_verify(self, tree: TokenTree, first_row: int, length: int, step: int) -> RowsToVerify:
         """What `DeviceVerifier` needs for the same outcome as `verify`, given logits that are shaped already: of the
@@ -123,8 +124,3 @@ class SequenceVerifier:
 def said(tree: TokenTree, walk: Walk) -> tuple[list[int], list[int]]:
     """The rows of a walk, root first, and the token after each."""
     return [0, *walk.accepted_rows], [*(tree.token_ids[row] for row in walk.accepted_rows), walk.next_token]
-
-
-def _private_seed(seed: int) -> int:
-    digest = hashlib.blake2b(seed.to_bytes(8, "little"), key=_COIN_SECRET, digest_size=8).digest()
-    return int.from_bytes(digest, "little")

@@ -142,12 +142,6 @@ class TritonPlanner:
     def _programs(self, tiling: Tiling) -> int:
         return self.processors * tiling.programs_per_sm
 
-    def _fixed_tiles(self, tiling: Tiling) -> int:
-        split = self._settings.split_keys or 0
-        if split % tiling.block_keys:
-            raise ValueError(f"expected split_keys to be a multiple of {tiling.block_keys}, got {split}")
-        return split // tiling.block_keys
-
     def _max_chunks(self, batch: AttentionBatch, layout: HeadLayout, reserved: bool = False) -> int:
         """Chunks of the batch, or with `reserved` the most of any batch of its sequences, rows and pages."""
         split = self._settings.split_keys
@@ -173,7 +167,11 @@ class TritonPlanner:
         if layout in plan.schedules:
             return plan.schedules[layout]
         batch, tiling = plan.batch, layout.tiling
-        fixed_tiles = self._fixed_tiles(tiling)
+        fixed_tiles, rest = divmod(self._settings.split_keys or 0, tiling.block_keys)
+        if rest:
+            raise ValueError(
+                f"expected split_keys to be a multiple of {tiling.block_keys}, got {self._settings.split_keys}"
+            )
         max_chunks = self._max_chunks(batch, layout, plan.reserved)
         # As in `_max_chunks`; and one more that begins before `output_rows`.
         rows = batch.rows if plan.output_rows is None else max_output_rows(plan) * batch.sequences
