@@ -89,7 +89,7 @@ class DeviceSteps:
         self._nothing = torch.zeros(max_sequences, dtype=torch.int32, device=runner.device)
         # Drafted rows that it accepts, by place in the batch; None where the device chose its rows.
         self._moves: Tensor | None = self._nothing
-        self._post_pass = PostPass(runner, self._verifier, backend, typical=typical)
+        self._post_pass = PostPass(runner, self._verifier, backend, typical)
 
     def warm_up(self) -> None:
         """Compile every kernel that a request may need, so that none waits for it. Takes seconds for each, once."""

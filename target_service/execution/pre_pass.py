@@ -17,9 +17,7 @@ class PrePass:
     """
 
     def __init__(self, runner: ModelRunner, table: NodeTable, mail: Mailboxes) -> None:
-        self._runner = runner
-        self._table = table
-        self._mail = mail
+        self._runner, self._table, self._mail = runner, table, mail
         self._graphs = PassGraphs(runner.device)
 
     def run(self, step: StepIntegers, keeper: object | None, moves: Tensor | None = None, reading: int = 0) -> None:

@@ -84,31 +84,23 @@ for _latent in (False, True):
     AttentionInterface.register(implementation_name(ATTENTION, latent=_latent), attend)
 
 
+@dataclass(eq=False, repr=False)
 class ModelRunner:
     """A model with its KV cache: rows in, logits out. Independent of sequences and trees."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: Any | None,
-        cache: KVCache,
-        attention: Attention,
-        *,
-        name: str,
-        max_context: int,
-        end_token_ids: tuple[int, ...],
-        tokenizer_fingerprint: str,
-    ) -> None:
-        # With its layers as they are prepared by now.
-        self.model = model
-        self._attention = attention
+    # With its layers as they are prepared by now.
+    model: PreTrainedModel
+    tokenizer: Any | None
+    cache: KVCache
+    _attention: Attention
+    name: str
+    max_context: int
+    end_token_ids: tuple[int, ...]
+    tokenizer_fingerprint: str
+
+    def __post_init__(self) -> None:
+        model = self.model
         self._attend_by(ATTENTION)
-        self.cache = cache
-        self.tokenizer = tokenizer
-        self.tokenizer_fingerprint = tokenizer_fingerprint
-        self.name = name
-        self.max_context = max_context
-        self.end_token_ids = end_token_ids
         self.vocabulary_size = int(model.config.vocab_size)
         self._last_position = longest_context(model.config) - 1
         # [MAX_SEQUENCES] int32: tokens that are not on the host yet, written and read on the device.
@@ -310,16 +302,8 @@ def runner_for(
         over_cache = LatentAttention(cast(LatentBackend, attention), model.device)
     else:
         over_cache = TreeAttention(attention, model.device, invariant=invariant)
-    return ModelRunner(
-        model.eval(),
-        tokenizer,
-        cache,
-        over_cache,
-        name=name,
-        max_context=max_context or longest_context(config),
-        end_token_ids=end_tokens_of(model),
-        tokenizer_fingerprint=tokenizer_fingerprint,
-    )
+    max_context, ends = max_context or longest_context(config), end_tokens_of(model)
+    return ModelRunner(model.eval(), tokenizer, cache, over_cache, name, max_context, ends, tokenizer_fingerprint)
 
 
 def takes_latents(attention: Backend) -> bool:

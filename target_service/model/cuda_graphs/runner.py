@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from math import inf
 from typing import Any
 
@@ -81,16 +81,7 @@ class CapturedRunner(ModelRunner):
     def __init__(self, runner: ModelRunner, options: CaptureOptions | None = None) -> None:
         """Take over the runner's model, which is changed for good. Raises `ValueError` where the runner's attention is
         not Triton's."""
-        super().__init__(
-            runner.model,
-            runner.tokenizer,
-            runner.cache,
-            runner._attention,
-            name=runner.name,
-            max_context=runner.max_context,
-            end_token_ids=runner.end_token_ids,
-            tokenizer_fingerprint=runner.tokenizer_fingerprint,
-        )
+        super().__init__(**{each.name: getattr(runner, each.name) for each in fields(ModelRunner)})
         self._options = options or CaptureOptions()
         self._triton = runner._attention.capturable
         # Every size that a step can be captured for, smallest first.
