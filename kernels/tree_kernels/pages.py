@@ -35,11 +35,8 @@ class Pages:
         return -(-tokens // self.page_size)
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """Take `count` pages, or raise `OutOfPages` and take none.
-
-        They follow page `after`, the last of the sequence that grows, as far as those are free. The others are
-        consecutive if any free run has room for them.
-        """
+        """Take `count` pages, or raise `OutOfPages` and take none. They follow page `after`, the last of the sequence
+        that grows, as far as those are free. The others are consecutive if any free run has room for them."""
         if count > self.free_pages:
             raise OutOfPages(f"expected {count} free pages, have {self.free_pages}")
         taken: list[int] = []

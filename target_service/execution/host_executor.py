@@ -28,8 +28,7 @@ Ready = Callable[[], None]
 class Launched(Protocol):
     """A step under way."""
 
-    # When the device is busy with it, if the host is free meanwhile.
-    span: DeviceSpan | None
+    span: DeviceSpan | None  # when the device is busy with it, if the host is free meanwhile
 
     @property
     def on_device(self) -> bool:

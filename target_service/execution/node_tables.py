@@ -42,15 +42,13 @@ class _Tree:
     slot: int
     base: int = 0
     count: int = 0
-    # Whether it differs from what was published last.
-    changed: bool = True
+    changed: bool = True  # whether it differs from what was published last
     # [4, NODES]: each node's token, parent, first child and next sibling; 0 for no child or sibling.
     nodes: Ints = field(default_factory=lambda: np.zeros((4, NODES), np.int32))
     scores: Reals = field(default_factory=lambda: np.ones(NODES, np.float64))
     # (first id, places of its nodes) of every growth, in order; -1 is the place of a node that was left out.
     growths: list[tuple[int, Ids]] = field(default_factory=list)
-    # Nodes that the request predicts, merged when the tree is published.
-    predicted: PredictedNodes | None = None
+    predicted: PredictedNodes | None = None  # nodes that the request predicts, merged when the tree is published
 
     def begin(self, base: int, root: int) -> None:
         """Start over with token `root` alone."""
@@ -69,17 +67,13 @@ class _Tree:
 
 @dataclass(frozen=True, slots=True)
 class PredictedNodes:
-    """Chains that were predicted when the sequence had `base` tokens.
-
-    `places` are the places in the prediction where they begin, less `base`: constant for as long as the sequence
-    follows the prediction.
-    """
+    """Chains that were predicted when the sequence had `base` tokens."""
 
     base: int
+    # Places in the prediction where they begin, less `base`: constant for as long as the sequence follows it.
     places: tuple[int, ...]
     chains: tuple[PredictedChain, ...]
-    # The sequence's own list, which grows with each commit.
-    token_ids: SequenceOf[int]
+    token_ids: SequenceOf[int]  # the sequence's own list, which grows with each commit
 
     def from_base(self, base: int) -> list[tuple[SequenceOf[int], SequenceOf[float]]]:
         """Tokens and scores of every chain that agrees with the sequence's first `base` tokens, from there on."""
@@ -146,10 +140,8 @@ class NodeTables:
         return None if tree is None else tree.predicted
 
     def grow(self, growth: SequenceGrowth, base: int, token_ids: SequenceOf[int]) -> None:
-        """Add nodes to a sequence that had `base` of its `token_ids` when they were drafted.
-
-        Raises `InvalidField` where a parent is not an earlier node.
-        """
+        """Add nodes to a sequence that had `base` of its `token_ids` when they were drafted. Raises `InvalidField`
+        where a parent is not an earlier node."""
         tree = self._trees.get(growth.sequence_id)
         if tree is None:
             return

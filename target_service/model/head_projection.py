@@ -74,8 +74,7 @@ class DraftHead:
 
     layers: tuple[int, ...]
     projection: HeadProjection | None
-    # As `FeatureRequest.projection_fingerprint`; empty without a projection.
-    fingerprint: str = ""
+    fingerprint: str = ""  # as `FeatureRequest.projection_fingerprint`; empty without a projection
 
 
 def read_draft_head(source: str, target_layers: int, target_hidden: int) -> DraftHead:
@@ -84,8 +83,7 @@ def read_draft_head(source: str, target_layers: int, target_hidden: int) -> Draf
     Args:
         source: the name of a head that comes with Outrider, a folder with config.json and safetensors in any published
             layout, or a hub id, which is fetched; the target's own for its MTP module.
-        target_layers: decoder layers of the target.
-        target_hidden: width of its hidden states.
+        target_layers, target_hidden: decoder layers of the target, and width of its hidden states.
 
     Raises:
         NotSupported: it is no head in safetensors, a file of it cannot be read, or it does not fit the target; or there

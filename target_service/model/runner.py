@@ -88,8 +88,7 @@ for _latent in (False, True):
 class ModelRunner:
     """A model with its KV cache: rows in, logits out. Independent of sequences and trees."""
 
-    # With its layers as they are prepared by now.
-    model: PreTrainedModel
+    model: PreTrainedModel  # with its layers as they are prepared by now
     tokenizer: Any | None
     cache: KVCache
     _attention: Attention

@@ -52,11 +52,10 @@ class HeadLayout:
 class Schedule:
     """Work space of one layout; see `attention.triton_schedule` for the integers."""
 
-    # [groups, 8], [chunks, 16], [groups] and [3] int32.
-    groups: Tensor
-    chunk_table: Tensor
-    arrivals: Tensor
-    totals: Tensor
+    groups: Tensor  # [groups, 8] int32
+    chunk_table: Tensor  # [chunks, 16] int32
+    arrivals: Tensor  # [groups] int32
+    totals: Tensor  # [3] int32
     partials: Tensor  # [2 * chunks, packed rows of a block, Dv] fp32
     partial_lse: Tensor  # [2 * chunks, packed rows of a block] fp32
     max_chunks: int
@@ -74,13 +73,11 @@ class TritonPlan(AttentionPlan):
     parents: Tensor
     page_table: Tensor
     words: Tensor  # [R, 1 or 4] int64
-    # Whether steps up to all of the batch's pages follow, whatever its lengths.
-    reserved: bool = False
+    reserved: bool = False  # whether steps up to all of the batch's pages follow, whatever its lengths
     # First and end of the rows of every tail that `run` computes; its output for the others is undefined. None is all.
     # A schedule is made for them: clear `schedules` after a change.
     output_rows: tuple[int, int] | None = None
-    # By layout, made by the first layer that has it.
-    schedules: dict[HeadLayout, Schedule] = field(default_factory=dict)
+    schedules: dict[HeadLayout, Schedule] = field(default_factory=dict)  # made by the first layer of a layout
 
 
 class TritonPlanner:

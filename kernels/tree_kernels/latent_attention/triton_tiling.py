@@ -2,9 +2,7 @@
 
 The choices follow from sizes, and from what the compiler reports for an sm_90 target (shared memory, registers, spills;
 `tests/kernels/test_tiling.py` holds the first). Of some sixteen that a Hopper GPU has room for they were the fastest or
-nearly so in a sweep on an H200 whose table was not kept. The table beside FlashInfer's kernel
-(`benchmarks/results/2026-11-24-h200-latent-attention.md`) is of the tilings before them;
-`benchmarks/kernels/latent_attention.py` times either, and others by `--sweep`.
+nearly so in a sweep on an H200 (`benchmarks/kernels/latent_attention.py --sweep`; its table was not kept).
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
 """Drafted rows chosen on the device: from trees that a draft sent some passes ago, and from sequences' own texts.
 
 No pass waits for a draft: each sequence has a table of drafted nodes in device memory, a token tree rooted at a token
-that was generated some passes ago. Between two passes two kernels find, without the host, where every sequence is in
-its table now, add what prompt lookup finds in its own text, and lay out the likeliest nodes of all sequences as the
-next pass, so that several drafted passes can be launched at once. The text's tokens lie beside their keys, one for each
-slot of the KV cache, so they are shared and released with the pages.
+that was generated some passes ago (`layout`). Between two passes two kernels find, without the host, where every
+sequence is in its table now, add what prompt lookup finds in its own text, and lay out the likeliest nodes of all
+sequences as the next pass, so that several drafted passes can be launched at once. The text's tokens lie beside their
+keys, one for each slot of the KV cache, so they are shared and released with the pages.
 
 Prompt lookup's rule (Saxena, "Prompt lookup decoding", 2023): the longest run of tokens up to `LONGEST` that ends the
 text and occurs in it before, of equally long ones the last; what followed it is drafted, as a chain.
-
-A table's layout is that of `tree_kernels.node_table.layout`.
 """
 
 from __future__ import annotations

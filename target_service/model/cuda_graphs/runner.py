@@ -67,9 +67,8 @@ class CaptureOptions:
 class _Captured:
     graph: torch.cuda.CUDAGraph
     buffer: StepBuffer
-    # [bucket rows, vocabulary] and [bucket rows] int32, overwritten by every replay.
-    logits: Tensor
-    token_ids: Tensor
+    logits: Tensor  # [bucket rows, vocabulary], overwritten by every replay
+    token_ids: Tensor  # [bucket rows] int32, likewise
 
 
 class CapturedRunner(ModelRunner):

@@ -93,9 +93,7 @@ class FusedLayer(nn.Module):
 
     def __init__(self, plain: nn.Module, parts: LayerParts, linears: LinearsByRows) -> None:
         super().__init__()
-        self.plain = plain
-        self.parts = parts
-        self.linears = linears
+        self.plain, self.parts, self.linears = plain, parts, linears
         # Of the layer after this one.
         self.next_norm: Norm | None = None
 
