@@ -4,8 +4,6 @@ On a CPU attention reads a sequence in place if its pages are consecutive, and g
 pages are allocated in runs that can grow.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 

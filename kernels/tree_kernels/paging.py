@@ -3,8 +3,6 @@
 A slot is `page * page_size + offset`.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 

@@ -1,7 +1,5 @@
 """Predicted tokens, as passed from the alignment of predictions to their verification."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

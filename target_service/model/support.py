@@ -1,7 +1,5 @@
 """Which models can be served."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from transformers import PretrainedConfig, PreTrainedModel

@@ -1,7 +1,5 @@
 """Triton kernels that merge the partials of a group. The words are those of `attention.triton_schedule`."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """Tilings of the attention kernel."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import triton

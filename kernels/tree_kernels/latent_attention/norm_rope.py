@@ -3,8 +3,6 @@
 One launch on a GPU, where PyTorch takes some twenty, most of them longer to launch than to run for a few rows.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

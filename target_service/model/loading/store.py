@@ -3,8 +3,6 @@
 python -m target_service.model.loading.store pull|list|path NAME
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os
