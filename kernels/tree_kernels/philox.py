@@ -101,11 +101,6 @@ def exponentials(words: Tensor) -> Tensor:
     return words.double().add_(0.5).mul_(-(2.0**-32)).log1p_().neg_()
 
 
-def race_exponentials(seed: int, position: int, vocabulary_size: int, device: torch.device | str = "cpu") -> Tensor:
-    """[V] float64: E of every token at one position."""
-    return exponentials(race_words(seed, position, vocabulary_size, device))
-
-
 def uniforms(seed: int, stream: int, count: int) -> Tensor:
     """[count] float64 in [0, 1), multiples of 2**-53: coins of one request that no draft ever sees. `stream` is a
     64-bit number that differs for every use, such as the absolute position of the root."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -24,56 +25,47 @@ def room_for_reports(turns: int, max_sequences: int, max_passes: int, *, on_gpu:
     return torch.zeros(turns, max_sequences, max_passes, REPORT, dtype=torch.int32, pin_memory=on_gpu)
 
 
+@dataclass(eq=False)
 class TableStep(CopiedLater):
     """A step of one or several passes whose rows the device chooses; see `Launched`. Its result is valid until the next
     but one is launched."""
 
+    sequences: int
+    passes: int
+    table: NodeTable
+    host: Tensor  # [max_sequences, max_passes, REPORT], receives the table's reports of this step's passes
+    span: DeviceSpan | None = None
+    # Of the first sequences, which read their prompts: whether they come to its end, which a token follows.
+    reading: SequenceOf[bool] = ()
+    typical: SequenceOf[bool] = ()  # whether sequences are verified by typical acceptance
+    # If any is, for each pass [max_rows] int32, which receives what `DeviceVerifier.lossy_rows` had.
+    lossy: SequenceOf[Tensor | None] = ()
     followable = True
 
-    def __init__(
-        self,
-        sequences: int,
-        passes: int,
-        table: NodeTable,
-        host: Tensor,
-        span: DeviceSpan | None = None,
-        reading: SequenceOf[bool] = (),
-        typical: SequenceOf[bool] = (),
-        lossy: SequenceOf[Tensor | None] = (),
-    ) -> None:
-        """`host` [max_sequences, max_passes, REPORT] receives the table's reports of this step's passes. The first
-        sequences read their prompts: `reading` is True for those that come to its end, which a token follows.
-
-        `typical` is True for sequences that are verified by typical acceptance. If any is, `lossy` has for each pass
-        [max_rows] int32, which receives what `DeviceVerifier.lossy_rows` had."""
-        self.span = span
-        self._passes = passes
-        self._reading = reading
-        self._typical = typical
-        self._lossy = lossy
-        self._reports = host[:sequences]
-        self._reports.copy_(table.reports[:sequences], non_blocking=True)
-        super().__init__(table.reports)
+    def __post_init__(self) -> None:
+        self._reports = self.host[: self.sequences]
+        self._reports.copy_(self.table.reports[: self.sequences], non_blocking=True)
+        super().__init__(self.table.reports)
 
     def outcomes(self) -> list[Verified | None]:
         """See `Launched.outcomes`."""
         self.wait()
-        reports, reading = self._reports.numpy(), len(self._reading)
+        reports, reading = self._reports.numpy(), len(self.reading)
         outcomes: list[Verified | None] = []
-        for token, ends in zip(reports[:reading, 0, REPORT_TOKENS].tolist(), self._reading, strict=True):
+        for token, ends in zip(reports[:reading, 0, REPORT_TOKENS].tolist(), self.reading, strict=True):
             outcomes.append(Verified(Walk((), token), ()) if ends else None)
-        for place, (figures, made, rows) in enumerate(_read(reports[reading:, : self._passes]), start=reading):
+        for place, (figures, made, rows) in enumerate(_read(reports[reading:, : self.passes]), start=reading):
             passes, tokens = tuple(map(_pass_of, figures, rows)), list[int]()
             for one, of_pass in zip(passes, made, strict=True):
                 tokens += of_pass[: one.accepted + 1]
-            lossy = self._lossy_rows(passes) if self._lossy and self._typical[place] else ()
+            lossy = self._lossy_rows(passes) if self.lossy and self.typical[place] else ()
             outcomes.append(Verified(Walk((), tokens[0]), (), tuple(tokens[1:]), passes, lossy))
         return outcomes
 
     def _lossy_rows(self, passes: SequenceOf[DevicePass]) -> tuple[bool, ...]:
         """Of the rows that passes accepted of a sequence, whether the model would have drawn another token."""
         lossy: list[bool] = []
-        for one, rows in zip(passes, self._lossy, strict=True):
+        for one, rows in zip(passes, self.lossy, strict=True):
             assert rows is not None, "a sequence is verified by typical acceptance"
             lossy += [bool(each) for each in rows[one.root_row : one.root_row + one.accepted].tolist()]
         return tuple(lossy)

@@ -43,10 +43,8 @@ class Launched(Protocol):
         """Whether its results are on the host."""
 
     def outcomes(self) -> list[Verified | None]:
-        """The outcome of each tree; None for prompts that are still being read. Waits for the results.
-
-        The keys and values of accepted rows are in place then, or will be before any later step reads them.
-        """
+        """The outcome of each tree; None for prompts that are still being read. Waits for the results. The keys and
+        values of accepted rows are in place then, or will be before any later step reads them."""
 
 
 class CopiedLater:
@@ -89,7 +87,7 @@ class Steps(Protocol):
 
         Args:
             batch: the step. Where the device chooses rows, all sequences are GREEDY or COUPLED and verified on it.
-            verifiers: `verifiers[i]` belongs to `batch.items[i]`.
+            verifiers: those of `batch.items`.
             stride: passes to run, each of which reads the tokens of the one before. With more than one, every tree is
                 its root.
             ready: called once, before any of the step runs. Where the device chooses rows it is called after all that

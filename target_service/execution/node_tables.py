@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numba
 import numpy as np
@@ -16,7 +17,6 @@ import numpy.typing as npt
 
 from outrider.errors import InvalidField
 from outrider.wire.frames import ROOT_ID, SequenceGrowth
-from target_service.execution.predicted_chain import PredictedChain
 from tree_kernels.node_table import Mailboxes
 from tree_kernels.node_table.layout import COST_OF_HALVING, MOST_COST, NODES, TABLE
 
@@ -33,6 +33,13 @@ _MOST_CHANCE = 0.98
 # Growths that a tree keeps the ids of; one more starts it over. Chosen, not measured: a draft sends one or two a step,
 # most of which replace the tree.
 _MAX_GROWTHS = 64
+
+
+class PredictedChain(NamedTuple):
+    """Tokens that may follow the sequence's last one, and the probability of each given the one before."""
+
+    token_ids: tuple[int, ...]
+    scores: tuple[float, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -289,8 +296,7 @@ def build_table(nodes: Ints, scores: Reals, count: int, trust: float, base: int,
     """Write a tree as the device reads it: depth first, with depths and the costs of paths.
 
     Args:
-        nodes: [4, at least `count`] as in `_Tree`, place 0 the root, parents before children.
-        scores: [at least `count`].
+        nodes, scores: [4, at least `count`] and [at least `count`] as in `_Tree`, parents before children.
         trust: scores are multiplied by it.
         base: tokens of the sequence up to and with the root.
         table: [TABLE] int32, written; see `tree_kernels.node_table`.

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from torch import Tensor
-
 
 @dataclass(frozen=True)
 class AttentionBatch:
@@ -64,19 +62,6 @@ class AttentionPlan:
     """The index work of one step, done once and used by every layer. Backends add their own tensors."""
 
     batch: AttentionBatch
-
-
-def check_tensors(batch: AttentionBatch, query: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
-    """Raise `ValueError` unless shapes fit the batch and each other. Cheap: a few integer comparisons."""
-    _, page_size, kv_heads, key_width = key_cache.shape
-    rows, query_heads, query_width = query.shape
-    if rows != batch.rows or query_width != key_width or query_heads % kv_heads:
-        raise ValueError(f"expected query [{batch.rows}, n * {kv_heads}, {key_width}], got {list(query.shape)}")
-    if page_size != batch.page_size or value_cache.shape[:3] != key_cache.shape[:3]:
-        raise ValueError(
-            f"expected caches [pages, {batch.page_size}, heads, width], "
-            f"got {list(key_cache.shape)} and {list(value_cache.shape)}"
-        )
 
 
 def plan_integers(batch: AttentionBatch) -> int:

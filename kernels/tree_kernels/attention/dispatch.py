@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar, cast, get
 import torch
 from torch import Tensor
 
-from tree_kernels.attention.batch import AttentionBatch, AttentionPlan, check_tensors
+from tree_kernels.attention.batch import AttentionBatch, AttentionPlan
 
 if TYPE_CHECKING:
     from tree_kernels.attention.triton_backend import TritonAttention
@@ -54,17 +54,10 @@ class TreeAttention(PlannedAttention[_Implementation]):
 
     Symbols: R rows of all sequences, Hq query heads, Hkv key heads (Hq a multiple of Hkv), D key width, Dv value width.
 
-    Args:
-        backend: "reference" is the fp32 definition; "torch" is the fast path on a CPU; "triton" and "flashinfer" need a
-            GPU and those packages.
-        device: where the caches live.
-        invariant: split keys the same way in every batch, so that no bit of a row's result depends on the other rows.
-            Rows of a chain then get what they would get one at a time. Only "triton" can.
-
-    Raises:
-        ValueError: an unknown backend, or `invariant` with another than "triton".
-        ImportError: the backend's package is not installed.
-    """
+    Of the backends "reference" is the fp32 definition, and "torch" the fast path on a CPU; "triton" and "flashinfer"
+    need a GPU, and those packages or they raise `ImportError`. With `invariant`, which only "triton" can, keys are
+    split the same way in every batch, so that no bit of a row's result depends on the other rows: rows of a chain get
+    what they would get one at a time."""
 
     def __init__(
         self, backend: Backend = "torch", device: torch.device | str = "cpu", *, invariant: bool = False
@@ -90,9 +83,17 @@ class TreeAttention(PlannedAttention[_Implementation]):
             value_cache: [pages, page_size, Hkv, Dv], contiguous.
             scale: factor of the scores, usually D ** -0.5; positive.
         """
-        check_tensors(plan.batch, query, key_cache, value_cache)
-        if plan.batch.rows == 0:
-            return query.new_empty(0, query.shape[1], value_cache.shape[-1])
+        batch, (rows, query_heads, query_width) = plan.batch, query.shape
+        _, page_size, kv_heads, key_width = key_cache.shape
+        if rows != batch.rows or query_width != key_width or query_heads % kv_heads:
+            raise ValueError(f"expected query [{batch.rows}, n * {kv_heads}, {key_width}], got {list(query.shape)}")
+        if page_size != batch.page_size or value_cache.shape[:3] != key_cache.shape[:3]:
+            raise ValueError(
+                f"expected caches [pages, {batch.page_size}, heads, width], "
+                f"got {list(key_cache.shape)} and {list(value_cache.shape)}"
+            )
+        if rows == 0:
+            return query.new_empty(0, query_heads, value_cache.shape[-1])
         return self._implementation.run(plan, query, key_cache, value_cache, scale)
 
 

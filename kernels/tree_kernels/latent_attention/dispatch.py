@@ -27,14 +27,8 @@ class LatentAttention(PlannedAttention[_Implementation]):
 
     Symbols: R rows of all sequences, H query heads, L width of a latent, P width of the rotary key.
 
-    Args:
-        backend: "reference" is the fp32 definition; "torch" is the fast path on a CPU; "triton" needs a GPU.
-        device: where the cache lives.
-
-    Raises:
-        ValueError: an unknown backend.
-        ImportError: the backend's package is not installed.
-    """
+    Of the backends "reference" is the fp32 definition, and "torch" the fast path on a CPU; "triton" needs a GPU, and
+    its package or it raises `ImportError`."""
 
     def __init__(self, backend: LatentBackend = "torch", device: torch.device | str = "cpu") -> None:
         device = torch.device(device)

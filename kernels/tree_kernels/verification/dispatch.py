@@ -53,10 +53,8 @@ class DeviceVerifier:
             model's own draw is another token than the row's; undefined elsewhere.
 
     Args:
-        device: of the logits.
         vocabulary_size: V; logits may be wider, the rest is ignored.
-        max_sequences: of a step.
-        max_rows: of a step; rows of no sequence cost next to nothing.
+        max_sequences, max_rows: of a step; rows of no sequence cost next to nothing.
         backend: "triton", which has to be installed, or "torch"; None is "triton" on a GPU and "torch" elsewhere.
     """
 

@@ -51,8 +51,7 @@ def move_accepted(
         keys: [layers, pages, page_size, Hkv, D], contiguous.
         values: [layers, pages, page_size, Hkv, Dv], contiguous. Dv may be 0.
         slots: [R] int32 of the step's rows, all different; a negative slot is neither read nor written.
-        parameters: of the step's verification, see `DeviceVerifier.pack`.
-        verdicts: of the step.
+        parameters, verdicts: of the step's verification, see `DeviceVerifier.pack`.
         backend: "triton" or "torch"; None is "triton" on a GPU and "torch" elsewhere.
     """
     if keys.shape[:4] != values.shape[:4] or not (keys.is_contiguous() and values.is_contiguous()):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tree_kernels.philox import exponentials, race_exponentials, race_words_of
+from tree_kernels.philox import exponentials, race_words, race_words_of
 
 # Below this share of the vocabulary, drawing the noise of single tokens costs less than that of all.
 _SPARSE_SHARE = 8
@@ -65,7 +65,8 @@ def coupled_token(probs: Tensor, seed: int, position: int) -> int:
         noise = exponentials(race_words_of(seed, position, entrants))
         return int(entrants[torch.argmin(noise / probs[entrants].double())])
     # Noise is positive, so a token of probability zero finishes at infinity.
-    return int(torch.argmin(race_exponentials(seed, position, len(probs), probs.device).div_(probs.double())))
+    noise = exponentials(race_words(seed, position, len(probs), probs.device))
+    return int(torch.argmin(noise.div_(probs.double())))
 
 
 class Chance:

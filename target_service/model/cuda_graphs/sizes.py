@@ -98,9 +98,5 @@ def capacity(bucket: Bucket, page_size: int, pages_each: int) -> AttentionBatch:
         prefix_lengths=(prefix,) * bucket.sequences,
         pages=((0,) * pages_each,) * bucket.sequences,
         page_size=page_size,
-        parents=tuple(_chain(count) for count in rows),
+        parents=tuple((0, *range(count - 1)) if count <= _LARGEST_TREE else None for count in rows),
     )
-
-
-def _chain(rows: int) -> tuple[int, ...] | None:
-    return tuple(max(0, row - 1) for row in range(rows)) if rows <= _LARGEST_TREE else None
