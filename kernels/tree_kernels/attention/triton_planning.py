@@ -93,13 +93,9 @@ class TritonPlanner:
         self._launch = {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
 
     def plan(self, batch: AttentionBatch, integers: Tensor | None = None) -> TritonPlan:
-        """See `TreeAttention.plan`.
-
-        Args:
-            batch: the step, or with `integers` the largest that the plan is to hold.
-            integers: [plan_integers(batch)] int32 on the device that the plan becomes views of, not written here:
-                what `pack` returns must be there before the plan is run. None allocates and fills them.
-        """
+        """See `TreeAttention.plan`. With `integers` [plan_integers(batch)] int32 on the device the plan becomes views
+        of them, for steps up to the batch; they are not written here: what `pack` returns must be there before the plan
+        is run. None allocates and fills them."""
         reserved = integers is not None
         if integers is None:
             integers = torch.frombuffer(_pack(batch), dtype=torch.int32).to(self._device, non_blocking=True)

@@ -41,13 +41,10 @@ def make_growth(sequences: int, levels: int, width: int, breadth: int, device: t
 
 
 def likeliest(logits: Tensor, temperatures: Tensor, breadth: int, token_ids: Tensor | None) -> Children:
-    """The K = `breadth` most probable tokens of each row.
+    """The K = `breadth` most probable tokens of each row of logits [R, V'].
 
-    Args:
-        logits: [R, V'].
-        temperatures: [B] float32, positive; each for R / B consecutive rows.
-        token_ids: [V'] int32 the target's ids of the network's, None when they are the same.
-    """
+    Temperatures [B] float32 are positive, each for R / B consecutive rows; `token_ids` [V'] int32 are the target's ids
+    of the network's, None when they are the same."""
     if logits.is_cuda and breadth <= MAX_KERNEL_WIDTH:
         # Only here: Triton may be absent.
         from tree_kernels.growth import triton_children
@@ -103,9 +100,8 @@ def grow(growth: Growth, children: Children, limits: Tensor, level: int, floor: 
 
     Args:
         growth: written in place.
-        children: of the frontier, F rows of each sequence.
+        children: of the frontier, F rows of each sequence; their depth is `level`, from 1.
         limits: [2, B] int32: most nodes and most depth of each tree.
-        level: depth of the children, from 1.
         floor: least path probability of a node.
         tail_parents: [B, T] int32, rows of the tail; those of the new frontier are written, if there is another level.
     """

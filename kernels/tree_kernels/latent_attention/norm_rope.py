@@ -61,14 +61,8 @@ def norm_rope_write(rows: LatentRows, rotary: Rotary, cache: Tensor, slots: Tens
 
 
 def write_latents(latents: Tensor, rotary: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """Write one layer's new rows into the cache, in place.
-
-    Args:
-        latents: [R, L].
-        rotary: [R, P], rotated.
-        cache: [pages, page_size, L + P], contiguous, of their dtype.
-        slots: [R] int64, all different. On a GPU also int32, and rows whose slot is negative are left out.
-    """
+    """Write one layer's new latents [R, L] and rotated keys [R, P] into the cache [pages, page_size, L + P], contiguous
+    and of their dtype, in place; `slots` as in `paging.write_kv`."""
     if latents.is_cuda:
         # One launch, which can leave out the padding rows of a captured step.
         from tree_kernels.latent_attention.triton_writing import write_rows

@@ -41,8 +41,6 @@ class NodeTable:
         reading: [1] int32, how many of the step's sequences, the first ones, read their prompts.
         tables: [B, TABLE] int32, see `layout`.
         taken: [B] int32, the number of the table in each slot; see `Mailboxes`.
-        lookup_tokens: longest chain that is looked up.
-        backend: "triton" or "torch".
     """
 
     def __init__(

@@ -11,11 +11,8 @@ def distribution_of(logits: Tensor, temperature: float, top_k: int, top_p: float
     """The distribution [V] in fp64 of logits [V] after temperature, min_p, top_k and top_p, in this order.
 
     Of equally probable tokens a filter keeps the lower ids. `top_p` is a share of what the filters before it left.
-
-    Args:
-        logits: [V] of any floating dtype, at least one finite.
-        temperature: 0 gives the likeliest token, the first of equals, probability 1.
-        top_k, top_p, min_p: filters, none with 0, 1 and 0.
+    Logits are of any floating dtype, at least one finite. Temperature 0 gives the likeliest token, the first of equals,
+    probability 1; a top_k of 0, a top_p of 1 and a min_p of 0 are no filters.
     """
     if temperature == 0:
         return torch.zeros_like(logits, dtype=torch.float64).index_fill_(0, logits.argmax()[None], 1.0)

@@ -53,12 +53,8 @@ def match_walk(parents: Sequence[int], token_ids: Sequence[int], choose: Callabl
 def coupled_token(probs: Tensor, seed: int, position: int) -> int:
     """The winner of the exponential race: argmin of E(seed, position, y) / probs[y]. A draw from `probs`.
 
-    Tokens of probability zero never win; ties go to the lowest id.
-
-    Args:
-        probs: [V], non-negative, at least one positive; need not sum to 1.
-        seed: 64-bit seed of the request.
-        position: absolute index of the token that is chosen.
+    Tokens of probability zero never win; ties go to the lowest id. `probs` [V] are non-negative, at least one positive,
+    and need not sum to 1; `seed` is the request's, of 64 bits; `position` is the absolute index of the chosen token.
     """
     if int(probs.count_nonzero()) * _SPARSE_SHARE < len(probs):
         entrants = probs.nonzero()[:, 0]

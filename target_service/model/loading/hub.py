@@ -75,14 +75,9 @@ def whole_snapshot(model: HubId) -> Path | None:
 
 
 def fetch(model: HubId) -> Path:
-    """Fetch what loading reads of a model into the hub's cache, unless it is there already.
-
-    A model in the cache is returned when the hub does not answer.
-
-    Raises:
-        HubUnreachable: it is not in the cache, and the hub does not answer.
-        PullFailed: the hub does not have it or refuses it, it does not fit the disk, or it cannot be served.
-    """
+    """Fetch what loading reads of a model into the hub's cache, unless it is there already. A model in the cache is
+    returned when the hub does not answer; without one that raises `HubUnreachable`. Raises `PullFailed` where the hub
+    does not have it or refuses it, it does not fit the disk, or it cannot be served."""
     from huggingface_hub import HfApi, constants, hf_hub_download
 
     cached = whole_snapshot(model)
@@ -109,13 +104,9 @@ def fetch(model: HubId) -> Path:
 
 
 def fetch_head(name: str) -> None:
-    """Fetch what the target reads of a draft's head, a hub id, into the hub's cache, unless it is there already.
-
-    Raises:
-        HubUnreachable: it is not in the cache, and the hub does not answer.
-        PullFailed: the hub does not have it or refuses it.
-        ValueError: no hub can have such a name.
-    """
+    """Fetch what the target reads of a draft's head, a hub id, into the hub's cache, unless it is there already. Raises
+    `HubUnreachable` where the hub does not answer, `PullFailed` where it does not have it or refuses it, and
+    `ValueError` where no hub can have such a name."""
     head = HubId(name)
     if whole_snapshot(head) is None:
         check_fetchable(name)

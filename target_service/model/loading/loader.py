@@ -37,13 +37,9 @@ _BESIDE_GPU = 1
 
 
 def load_runner(config: TargetConfig) -> ModelRunner:
-    """Load the model that `config` names, with a KV cache sized for this machine.
-
-    Raises:
-        ModelRefused: the model cannot be served; the message has the reason.
-        NotSupported: the draft's head does not fit it.
-        OSError: no such model, or no such head.
-    """
+    """Load the model that `config` names, with a KV cache sized for this machine. Raises `ModelRefused` with the reason
+    where it cannot be served, `NotSupported` where the draft's head does not fit it, and `OSError` where there is no
+    such model, or no such head."""
     if 0 < config.kv_tokens < _LEAST_KV_TOKENS:
         raise ModelRefused(f"--kv-tokens must be at least {_LEAST_KV_TOKENS}, or 0")
     choose_device(config.device)
