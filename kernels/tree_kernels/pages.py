@@ -4,6 +4,8 @@ On a CPU attention reads a sequence in place if its pages are consecutive, and g
 pages are allocated in runs that can grow.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 
 

@@ -8,6 +8,8 @@ meet the shared noise.
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from typing import TypeVar
 

@@ -1,5 +1,7 @@
 """Writes new keys and values into the paged cache, in one launch."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 from torch import Tensor

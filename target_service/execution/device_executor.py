@@ -4,6 +4,8 @@ Sequences for which more than logits and parameters is needed (penalties, biases
 together when the pass has ended, from the same logits: what their tokens were is known to the host alone.
 """
 
+from __future__ import annotations
+
 import importlib.util
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass

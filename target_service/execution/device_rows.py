@@ -1,5 +1,7 @@
 """Passes whose rows the device chose from its node tables: the host reads the results of all of them at once."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass

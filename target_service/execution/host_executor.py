@@ -3,6 +3,8 @@
 `HostSteps` is the plain form, which verifies logits on the host; `device_executor.DeviceSteps` must generate the same.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace

@@ -1,5 +1,7 @@
 """How many passes are launched at once where neither the host nor a client needs their tokens in between."""
 
+from __future__ import annotations
+
 from target_service.core.schedule import Schedule
 from target_service.core.scheduler import Scheduler
 from target_service.core.sequence import MAX_STRIDE, Sequence

@@ -1,5 +1,7 @@
 """The earliest time at which a running pass can end, so that its host may do something else until then."""
 
+from __future__ import annotations
+
 # Factors of the next estimate where a pass still ran at its estimated end, and where it had ended by then. Passes take
 # longer as contexts grow; growth of less than a hundredth a pass is followed. Chosen, not measured.
 _LATER, _SOONER = 1.01, 0.98

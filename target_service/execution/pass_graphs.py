@@ -1,6 +1,8 @@
 """Launches around captured passes, as CUDA graphs of their own: single launches cost the host more than their kernels
 cost the device."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary

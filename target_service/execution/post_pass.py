@@ -4,6 +4,8 @@ Where a pass's tensors keep their addresses, what follows it is a CUDA graph, si
 than the kernels cost the device.
 """
 
+from __future__ import annotations
+
 import logging
 import time
 from collections.abc import Iterator

@@ -1,5 +1,7 @@
 """What a pass begins with whose rows the device chooses: the newest drafts are taken, and rows are chosen."""
 
+from __future__ import annotations
+
 from torch import Tensor
 
 from target_service.execution.pass_graphs import PassGraphs

@@ -1,5 +1,7 @@
 """Whether another way to compute a layer agrees with the layer's own code on the same random rows."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 
 from torch import Tensor

@@ -5,6 +5,8 @@ checkpoints, so the target reads the few weights that it needs from the same fol
 `tests/target/test_head_projection.py` holds this to the draft's own reading of every layout.
 """
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Iterable, Mapping

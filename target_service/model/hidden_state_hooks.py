@@ -4,6 +4,8 @@ A hook on each layer copies into memory of a fixed address, so that a CUDA graph
 every replay.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, cast
 

@@ -5,6 +5,8 @@ Here attention gets the latent and the rotary key unexpanded, and the expanding 
 outputs (`tree_kernels.latent_attention`).
 """
 
+from __future__ import annotations
+
 from functools import cache
 from typing import Any
 

@@ -1,5 +1,7 @@
 """One forward pass of a transformers model over our paged KV cache."""
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace

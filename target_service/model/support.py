@@ -1,5 +1,7 @@
 """Which models can be served."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 from transformers import PretrainedConfig, PreTrainedModel

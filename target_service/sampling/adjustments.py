@@ -1,5 +1,7 @@
 """Changes to single logits: the sparse form of `LogitShaper.shaped`, for many rows at once."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import numpy as np

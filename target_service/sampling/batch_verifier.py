@@ -4,6 +4,8 @@
 row; here the launches are those of one step, whatever its number of rows.
 """
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple

@@ -5,6 +5,8 @@ penalties over the output, end tokens held back until min_tokens, temperature, m
 in one place: it applies min_p last.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 

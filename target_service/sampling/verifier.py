@@ -1,5 +1,7 @@
 """The target's own token after each row, and which drafted rows agree with it."""
 
+from __future__ import annotations
+
 import hashlib
 import secrets
 from collections.abc import Sequence

@@ -1,5 +1,7 @@
 """The rows that a step computes attention for: ragged, of several sequences, over one paged cache."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

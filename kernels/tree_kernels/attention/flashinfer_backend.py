@@ -1,5 +1,7 @@
 """Tree attention through FlashInfer's paged prefill kernel (FA2), with a custom mask where the batch holds a tree."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate, chain

@@ -1,5 +1,7 @@
 """Tree attention in plain fp32 PyTorch: the definition that every backend is held to."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

@@ -1,5 +1,7 @@
 """Tree attention through PyTorch's scaled_dot_product_attention, one call per sequence: the fast path on a CPU."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import torch

@@ -4,6 +4,8 @@ Bit order of the words: bit `j % 64` of word `j // 64` of row i is set if and on
 its ancestors, that is, if row i may attend to the key of row j.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,5 +1,7 @@
 """Tree attention in Triton: one launch prepares the step, one attends and mostly merges; nothing is read back."""
 
+from __future__ import annotations
+
 import triton
 from torch import Tensor
 

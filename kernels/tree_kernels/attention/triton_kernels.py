@@ -1,5 +1,7 @@
 """The Triton kernel of tree attention. The words are those of `attention.triton_schedule`."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

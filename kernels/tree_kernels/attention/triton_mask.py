@@ -1,5 +1,7 @@
 """Which keys of the tail a row of a tree sees, in Triton. Words are those of `tree_mask`."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -1,5 +1,7 @@
 """Triton kernels that merge the partials of a group. The words are those of `attention.triton_schedule`."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -12,6 +12,8 @@ of its first group, then first group, last group and the tiles of a chunk. An ab
 first.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

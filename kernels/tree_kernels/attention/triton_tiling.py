@@ -1,5 +1,7 @@
 """Tilings of the attention kernel."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import triton

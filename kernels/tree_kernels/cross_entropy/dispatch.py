@@ -3,6 +3,8 @@
 PyTorch goes over the logits a dozen times, in fp32; the kernel reads them twice and writes them once.
 """
 
+from __future__ import annotations
+
 import functools
 import logging
 from importlib.util import find_spec

@@ -1,5 +1,7 @@
 """Triton: soft cross-entropy of a row, and its gradient in place of the logits; see `tree_kernels.cross_entropy`."""
 
+from __future__ import annotations
+
 import torch
 import triton
 import triton.language as tl

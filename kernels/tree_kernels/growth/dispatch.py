@@ -4,6 +4,8 @@ Symbols are those of `growth.types`. Nothing here waits for the device, so that 
 graph.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

@@ -4,6 +4,8 @@ Places are found by counting better items, ties going to the lower index, so tha
 sorts.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 from torch import Tensor

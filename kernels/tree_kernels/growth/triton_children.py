@@ -3,6 +3,8 @@
 A *chunk* is CHUNK logits of a row, one program's share.
 """
 
+from __future__ import annotations
+
 import torch
 import triton
 import triton.language as tl

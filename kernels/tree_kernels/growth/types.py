@@ -7,6 +7,8 @@ order. Absent items have a path probability of 0: children of an absent item, a 
 are computed like the rest and never kept.
 """
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 from torch import Tensor

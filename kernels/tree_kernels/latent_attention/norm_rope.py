@@ -3,6 +3,8 @@
 One launch on a GPU, where PyTorch takes some twenty, most of them longer to launch than to run for a few rows.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import torch

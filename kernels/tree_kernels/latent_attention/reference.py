@@ -1,5 +1,7 @@
 """Latent attention in plain PyTorch: the expanded form, which is the definition, and the absorbed one in fp32."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

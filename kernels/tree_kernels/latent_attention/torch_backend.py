@@ -5,6 +5,8 @@ rows, it took 2 to 14 times as long in bf16 on a CPU, at 16 heads, 1 to 256 rows
 thread with AMX, torch 2.13, medians of 7).
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

@@ -1,5 +1,7 @@
 """Latent attention in Triton: plans, schedules and merging of tree attention around a kernel of its own."""
 
+from __future__ import annotations
+
 import triton
 from torch import Tensor
 

@@ -4,6 +4,8 @@ The words are those of `attention.triton_schedule`; all query heads share the on
 rows times heads. Masks, partials and their merging are those of tree attention.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -5,6 +5,8 @@ The choices follow from sizes, and from what the compiler reports for an sm_90 t
 nearly so in a sweep on an H200 (`benchmarks/kernels/latent_attention.py --sweep`; its table was not kept).
 """
 
+from __future__ import annotations
+
 import triton
 
 from tree_kernels.attention.triton_tiling import Tiling

@@ -5,6 +5,8 @@ Meaning, shapes and errors are those of `tree_kernels.linear.RowLinears`. A prod
 that is one rounding more, in fp32 none. So that products fit float16, a norm is done whole before its product.
 """
 
+from __future__ import annotations
+
 import torch
 import triton
 from torch import Tensor

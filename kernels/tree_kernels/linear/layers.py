@@ -10,6 +10,8 @@ So a decoder layer is four launches and its attention:
 takes cuBLAS's products for many rows, with a launch behind each.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 from torch.nn import functional

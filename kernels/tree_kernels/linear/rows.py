@@ -1,5 +1,7 @@
 """Inputs and outputs of linear layers beside their products: norms, rows whose norm is half done, and heads."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import torch

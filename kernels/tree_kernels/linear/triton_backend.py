@@ -1,5 +1,7 @@
 """Launches of the linear kernels. Meaning, shapes and errors are those of `tree_kernels.linear.RowLinears`."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,5 +1,7 @@
 """What a decoder layer does after a product of many rows: one launch between two products."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait

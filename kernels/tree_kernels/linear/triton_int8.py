@@ -5,6 +5,8 @@ To bfloat16 by four instructions for two of them. A byte b, which stands for b -
 is b - 128 or twice that, whichever is larger, and half of it is the other: the smaller of both is the number.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

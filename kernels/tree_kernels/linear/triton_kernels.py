@@ -1,5 +1,7 @@
 """Kernels of a decoder layer's linear parts: each reads its weights once and ends in what the layer does next."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait

@@ -1,5 +1,7 @@
 """How the linear kernels cut their work."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 # Rows of one tile. More rows take more tiles, which read the weights again.

@@ -10,6 +10,8 @@ Prompt lookup's rule (Saxena, "Prompt lookup decoding", 2023): the longest run o
 text and occurs in it before, of equally long ones the last; what followed it is drafted, as a chain.
 """
 
+from __future__ import annotations
+
 from importlib import import_module
 from typing import Literal
 

@@ -1,5 +1,7 @@
 """Tokens that the device has before the host: what the last step generated, fed to the next."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

@@ -23,6 +23,8 @@ table, or `NODES` + its place in the chain that was looked up. A node's key is a
 is a tree, and no two nodes of a sequence have the same.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from enum import IntEnum

@@ -9,6 +9,8 @@ The boxes are in the device's memory. A kernel that read them from the host's to
 pass, 8 and 32 sequences at 8B size (H200, `benchmarks/results/2026-11-23-h200-widened-seventh.md`).
 """
 
+from __future__ import annotations
+
 import numpy as np
 import numpy.typing as npt
 import torch

@@ -1,5 +1,7 @@
 """The integers of a step in device memory."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 from torch import Tensor

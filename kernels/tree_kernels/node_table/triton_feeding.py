@@ -1,5 +1,7 @@
 """See `tree_kernels.node_table.feeding`."""
 
+from __future__ import annotations
+
 import torch
 import triton
 import triton.language as tl

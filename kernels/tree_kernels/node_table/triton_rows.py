@@ -1,5 +1,7 @@
 """The kernels of `tree_kernels.node_table` that choose rows and lay them out, and two that copy."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -1,5 +1,7 @@
 """From a row of logits to the distribution that a token is drawn from, by temperature and filters."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

@@ -3,6 +3,8 @@
 A slot is `page * page_size + offset`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Literal
 

@@ -7,6 +7,8 @@ Layout of the distributions, int32: `max_rows` + 1 starts, then pairs of token i
 between its start and the next row's.
 """
 
+from __future__ import annotations
+
 import struct
 from collections.abc import Mapping, Sequence
 from enum import IntEnum

@@ -1,5 +1,7 @@
 """Batched verification as a loop over sequences: the definition that the kernels are held to, and the CPU's backend."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Mapping, Sequence
 

@@ -1,5 +1,7 @@
 """Verification in Triton: the launches, and the tensors between them."""
 
+from __future__ import annotations
+
 import torch
 import triton
 from torch import Tensor

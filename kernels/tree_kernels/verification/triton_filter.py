@@ -6,6 +6,8 @@ weights are known. These few are listed in order of their ids, and the cut is se
 of the weights' bits.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

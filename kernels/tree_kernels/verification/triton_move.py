@@ -1,5 +1,7 @@
 """Triton: moves the accepted path's keys and values to their slots, in one launch for all layers."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 from torch import Tensor

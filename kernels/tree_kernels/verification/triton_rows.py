@@ -5,6 +5,8 @@ skips if its greatest logit is too small. Distributions are not normalised: the 
 a record is that of `verification.records`.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

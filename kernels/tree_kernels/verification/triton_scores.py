@@ -1,6 +1,8 @@
 """Triton: the race of COUPLED and TYPICAL rows, which of the latter are typical (see `verification.typical`), and the
 weight of REJECTION rows without the draft's tokens."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -3,6 +3,8 @@
 Verdicts are those of `verification.dispatch.Verdicts`: accepted counts, next tokens, accepted rows.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

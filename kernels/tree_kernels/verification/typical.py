@@ -9,6 +9,8 @@ At temperature 0 all probability is on the most probable token, so nothing else 
 code.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
 

@@ -7,6 +7,8 @@ Sources: Leviathan et al. (arXiv 2211.17192) for one draft; Jeon et al., "Recurs
 2402.14160) for siblings drawn without replacement; Daliri, Musco, Suresh (arXiv 2408.07978) for the coupled race.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 

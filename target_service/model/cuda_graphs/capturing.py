@@ -1,5 +1,7 @@
 """Captures steps at start: the memory they take, the memory left for keys and values, and the order of sizes."""
 
+from __future__ import annotations
+
 import logging
 import sys
 

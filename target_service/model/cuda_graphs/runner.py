@@ -4,6 +4,8 @@ A graph reads its step from tensors with fixed addresses, all of them parts of o
 one copy from pinned memory fills. Rows that a step leaves free have no sequence, no slot and no effect.
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields

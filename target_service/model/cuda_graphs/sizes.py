@@ -1,5 +1,7 @@
 """Sizes for which steps are captured, and how a step fills one."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate, product

@@ -1,5 +1,7 @@
 """The integers of a captured step, in one tensor of a fixed address, and the pinned memory that fills it."""
 
+from __future__ import annotations
+
 from array import array
 
 import numpy

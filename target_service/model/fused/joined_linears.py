@@ -1,5 +1,7 @@
 """Linear layers that read the same input as one matrix product, on a GPU and without forking model files."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 

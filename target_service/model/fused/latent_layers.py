@@ -5,6 +5,8 @@ attention and its merging. A layer is recognised by the names of its parts and t
 rows; one that computes anything else keeps its code.
 """
 
+from __future__ import annotations
+
 import logging
 from functools import cache
 from types import SimpleNamespace

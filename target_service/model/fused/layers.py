@@ -4,6 +4,8 @@ For families whose layers are built like Llama's: two RMSNorms, projections that
 embedding of whole heads, SiLU. `preparing` decides which layers are replaced.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 

@@ -4,6 +4,8 @@ PyTorch reorders a bf16 weight in every call of `linear`. Packed once, SmolLM2-1
 at 1 to 16 rows and its lm_head 0.3, with the same sums in the same order.
 """
 
+from __future__ import annotations
+
 from collections.abc import Collection, Sequence
 
 import torch

@@ -4,6 +4,8 @@ A layer is recognised by the names of its parts and then run beside its own code
 anything else keeps its code.
 """
 
+from __future__ import annotations
+
 import logging
 from dataclasses import dataclass
 from itertools import pairwise

@@ -1,5 +1,7 @@
 """What a model's folder holds and whether it can be served, by its file names and config.json alone."""
 
+from __future__ import annotations
+
 import json
 from dataclasses import dataclass
 from pathlib import Path

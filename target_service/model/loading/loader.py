@@ -1,5 +1,7 @@
 """From a target's settings to a model that runs."""
 
+from __future__ import annotations
+
 import logging
 from typing import Any, cast
 

@@ -4,6 +4,8 @@ Configurations do not show everything: an encoder, a layer that ignores the atte
 to scores. A short text run both ways does.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel

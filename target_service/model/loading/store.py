@@ -3,6 +3,8 @@
 python -m target_service.model.loading.store pull|list|path NAME
 """
 
+from __future__ import annotations
+
 import hashlib
 import logging
 import os

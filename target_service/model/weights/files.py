@@ -4,6 +4,8 @@ The model itself is not changed here. Headers have names, shapes and types, so w
 tensor is read; values are checked as they are read.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack

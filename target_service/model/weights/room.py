@@ -7,6 +7,8 @@ The memory has the size of the weights, and is not kept from one exchange to the
 exchange that may never come.
 """
 
+from __future__ import annotations
+
 import logging
 import mmap
 import threading

@@ -4,6 +4,8 @@ New weights overwrite the old ones, so that their addresses stay valid in captur
 fused layers. Packed layouts of a CPU are made again; nothing holds their addresses.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
