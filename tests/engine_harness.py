@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from once import once
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from draft_service import in_process as inprocess
@@ -36,6 +37,7 @@ from target_service.sampling.distribution import LogitShaper
 from target_service.speculation.config import DraftingConfig
 from target_service.speculation.policy.step_cost import StepCost
 from tree_kernels.verification import coupled_token
+from tree_kernels.verification.distribution import distribution_of
 
 Propose = Callable[[Sequence[int], random.Random], TokenTree]
 Connect = Callable[[DraftEvents], DraftLink]
@@ -210,6 +212,11 @@ def run(
     ]
 
 
+def probs_of(params: SamplingParams, shaped: Tensor) -> Tensor:
+    """The distribution [V] of logits that are shaped already."""
+    return distribution_of(shaped, params.temperature, params.top_k, params.top_p, params.min_p)
+
+
 @once
 @torch.inference_mode()
 def plain(model: PreTrainedModel, wanted: SequenceRequest) -> tuple[int, ...]:
@@ -217,14 +224,14 @@ def plain(model: PreTrainedModel, wanted: SequenceRequest) -> tuple[int, ...]:
     model.set_attn_implementation("eager")
     tokens = list(wanted.token_ids)
     ends = tuple(e for e in [model.config.eos_token_id] if e is not None)
-    shaper = LogitShaper(wanted.sampling, wanted.token_ids, ends, model.config.vocab_size)
+    shaper = LogitShaper(wanted.sampling, wanted.token_ids, ends)
     for _ in range(wanted.max_tokens):
         logits = model(torch.tensor([tokens]), use_cache=False).logits[0, -1]
         shaped = shaper.shaped(logits, tokens[len(wanted.token_ids) :])
         if wanted.mode is VerificationMode.GREEDY:
             token = int(torch.argmax(shaped))
         else:
-            token = coupled_token(shaper.probs(shaped), wanted.seed, len(tokens))
+            token = coupled_token(probs_of(wanted.sampling, shaped), wanted.seed, len(tokens))
         tokens.append(token)
         if not wanted.sampling.ignore_eos and token in ends:
             break

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tree_kernels.node_table import NODES, TABLE
+from tree_kernels.node_table.layout import NODES, TABLE
 
 
 def preorder(tokens: Sequence[int], parents: Sequence[int], costs: Sequence[int], base: int) -> NDArray[np.int32]:

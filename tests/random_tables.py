@@ -11,7 +11,8 @@ import torch
 from preorder_tables import preorder
 from random_steps import DEVICE, integers, random_step
 
-from tree_kernels.node_table import LOOKUP, NODES, REPORT_ROWS, REPORT_TOKENS, Mailboxes, NodeTable, StepIntegers
+from tree_kernels.node_table import Mailboxes, NodeTable, StepIntegers
+from tree_kernels.node_table.layout import LOOKUP, NODES, REPORT_ROWS, REPORT_TOKENS
 from tree_kernels.verification import RECORD, Mode, Verdicts
 from tree_kernels.verification.records import MODE, ROWS
 

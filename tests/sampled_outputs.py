@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from chi_squared import chi_squared
-from engine_harness import Outcome
+from engine_harness import Outcome, probs_of
 from once import once
 from transformers import PreTrainedModel
 
@@ -29,13 +29,13 @@ _LEAST = 1e-6
 def distribution(model: PreTrainedModel, sampling: SamplingParams) -> Mapping[tuple[int, ...], float]:
     """The probability of every output of LENGTH tokens."""
     model.set_attn_implementation("eager")
-    shaper = LogitShaper(sampling, PROMPT, (), VOCABULARY)
+    shaper = LogitShaper(sampling, PROMPT, ())
     known: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(LENGTH):
         grown: dict[tuple[int, ...], float] = {}
         for path, mass in known.items():
             logits = model(torch.tensor([[*PROMPT, *path]]), use_cache=False).logits[0, -1]
-            for token, probability in enumerate(shaper.probs(shaper.shaped(logits, path)).tolist()):
+            for token, probability in enumerate(probs_of(sampling, shaper.shaped(logits, path)).tolist()):
                 if probability:
                     grown[(*path, token)] = mass * probability
         known = grown

@@ -65,7 +65,8 @@ from target_service.speculation.policy.step_cost import StepCost
 from target_service.telemetry.metrics import PrometheusObserver
 from tree_kernels.attention.triton_backend import TritonAttention
 from tree_kernels.attention.triton_planning import TritonSettings
-from tree_kernels.node_table import EXPECTED_UNIT, PROSPECTS, REPORT_ROWS, REPORT_TOKENS, Figure, StepIntegers
+from tree_kernels.node_table import StepIntegers
+from tree_kernels.node_table.layout import EXPECTED_UNIT, PROSPECTS, REPORT_ROWS, REPORT_TOKENS, Figure
 
 VOCABULARY = 1000
 # Tokens of every prompt, and places of every sequence in the cache.

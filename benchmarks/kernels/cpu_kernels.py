@@ -18,7 +18,7 @@ import torch
 from benchmarks.shared.report import median_and_spread, parser_of, show, write_json
 from tree_kernels.attention import AttentionBatch, TreeAttention
 from tree_kernels.paging import write_kv
-from tree_kernels.verification import coupled_token, move_kv, rejection_walk
+from tree_kernels.verification import Chance, coupled_token, move_kv, rejection_walk
 
 QUERY_HEADS, KV_HEADS, WIDTH, LAYERS, VOCABULARY = 9, 3, 64, 30, 49_152
 PAGE_SIZE, PAGES = 16, 256
@@ -72,7 +72,7 @@ def others(clock: Clock) -> Iterator[Measured]:
     parents, tokens = (0,) * 9, (0, *range(8))
     yield clock.us(
         "rejection_walk: 8 siblings",
-        lambda: rejection_walk(parents, tokens, distribution, lambda *_: probs, lambda: 0.99),
+        lambda: rejection_walk(parents, tokens, distribution, lambda *_: probs, Chance(lambda: 0.99)),
     )
 
 

@@ -21,7 +21,8 @@ from benchmarks.shared.gpu_timing import captured_us
 from benchmarks.shared.machine import describe
 from benchmarks.shared.report import parser_of, show, write_json
 from target_service.execution.node_tables import build_table
-from tree_kernels.node_table import NODES, Mailboxes, NodeTable, StepIntegers
+from tree_kernels.node_table import Mailboxes, NodeTable, StepIntegers
+from tree_kernels.node_table.layout import NODES
 from tree_kernels.verification import DeviceVerifier, RowsToVerify
 
 _CALLS = 20

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 from draft_service.drafters.merging import merge_trees
 from outrider.tree import TokenTree
-from tree_kernels.node_table import LOOKUP, RIGHT, longest_run
+from tree_kernels.node_table import longest_run
+from tree_kernels.node_table.layout import LOOKUP, RIGHT
 
 NOWHERE = -1
 # After a token that was not drafted: the probability that the text continues as after the likeliest draft in its place,

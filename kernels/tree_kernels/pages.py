@@ -24,28 +24,21 @@ class Pages:
         # Free pages as maximal runs start .. end, indexed by either bound.
         self._end_of = {0: num_pages}
         self._start_of = {num_pages: 0}
-        self._free_pages = num_pages
-
-    @property
-    def free_pages(self) -> int:
-        return self._free_pages
+        self.free_pages = num_pages
 
     @property
     def used_pages(self) -> int:
-        return self.num_pages - self._free_pages
+        return self.num_pages - self.free_pages
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold this many tokens."""
         return -(-tokens // self.page_size)
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """Take `count` pages, or raise `OutOfPages` and take none.
-
-        They follow page `after`, the last of the sequence that grows, as far as those are free. The others are
-        consecutive if any free run has room for them.
-        """
-        if count > self._free_pages:
-            raise OutOfPages(f"expected {count} free pages, have {self._free_pages}")
+        """Take `count` pages, or raise `OutOfPages` and take none. They follow page `after`, the last of the sequence
+        that grows, as far as those are free. The others are consecutive if any free run has room for them."""
+        if count > self.free_pages:
+            raise OutOfPages(f"expected {count} free pages, have {self.free_pages}")
         taken: list[int] = []
         if after is not None and after + 1 in self._end_of:
             taken = self._take(after + 1, count, at=after + 1)
@@ -78,14 +71,14 @@ class Pages:
         for low, high in ((start, at), (stop, end)):
             if low < high:
                 self._end_of[low], self._start_of[high] = high, low
-        self._free_pages -= stop - at
+        self.free_pages -= stop - at
         return list(range(at, stop))
 
     def _give(self, start: int, end: int) -> None:
         """Free the pages start .. end, and join them with the free runs they touch."""
         if start == end:
             return
-        self._free_pages += end - start
+        self.free_pages += end - start
         start, end = self._start_of.pop(start, start), self._end_of.pop(end, end)
         self._end_of[start], self._start_of[end] = end, start
 
@@ -98,7 +91,7 @@ class Pages:
         """Raise AssertionError unless every page is free or owned, and exactly once."""
         assert self._start_of == {end: start for start, end in self._end_of.items()}, "a free run has two bounds"
         free = [page for start, end in self._end_of.items() for page in range(start, end)]
-        assert len(free) == self._free_pages, f"{len(free)} pages are free, {self._free_pages} were counted"
+        assert len(free) == self.free_pages, f"{len(free)} pages are free, {self.free_pages} were counted"
         pages = [*free, *(page for sequence in owned for page in sequence)]
         assert len(pages) == self.num_pages, f"{len(pages)} pages accounted for, of {self.num_pages}"
         assert sorted(pages) == list(range(self.num_pages)), "a page is accounted for twice"

@@ -34,14 +34,7 @@ _Word = TypeVar("_Word", int, Tensor)
 def philox(blocks: Tensor, middle: int, domain: int, seed: int) -> Tensor:
     """Philox4x32-10 of the counters (block, middle mod 2**32, middle >> 32, domain) under key `seed`.
 
-    Args:
-        blocks: [n] int64, below 2**32.
-        middle: 64-bit integer.
-        domain: last counter word.
-        seed: 64-bit integer.
-
-    Returns:
-        [4, n] int64, random words below 2**32.
+    Blocks are [n] int64, below 2**32; `middle` and `seed` have 64 bits. Returns [4, n] int64, random words below 2**32.
     """
     if blocks.device.type == "cpu":
         return torch.from_numpy(_philox_on_host(blocks.numpy(), middle, domain, seed))
@@ -96,13 +89,8 @@ def race_words_of(seed: int, position: int, token_ids: Tensor) -> Tensor:
 
 
 def race_words_by_sequence(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-    """[B, n] int64: `race_words_of` for every sequence with its own seed and position, good in a captured graph.
-
-    Args:
-        seeds: [B] int64, of the same 64 bits.
-        positions: [B] int64.
-        token_ids: [B, n] int64.
-    """
+    """[B, n] int64: `race_words_of` for every sequence with its own seed [B] int64 (of the same 64 bits) and position
+    [B] int64, good in a captured graph. token_ids: [B, n] int64."""
     even = torch.stack([token_ids >> 2, (positions >> 32 & _LOW)[:, None].expand_as(token_ids)])
     odd = torch.stack([positions & _LOW, torch.full_like(positions, _RACE)])[..., None]
     keys = _round_keys(seeds & _LOW, seeds >> 32 & _LOW)
@@ -115,19 +103,9 @@ def exponentials(words: Tensor) -> Tensor:
     return words.double().add_(0.5).mul_(-(2.0**-32)).log1p_().neg_()
 
 
-def race_exponentials(seed: int, position: int, vocabulary_size: int, device: torch.device | str = "cpu") -> Tensor:
-    """[V] float64: E of every token at one position."""
-    return exponentials(race_words(seed, position, vocabulary_size, device))
-
-
 def uniforms(seed: int, stream: int, count: int) -> Tensor:
-    """[count] float64 in [0, 1), multiples of 2**-53: coins of one request that no draft ever sees.
-
-    Args:
-        seed: 64-bit seed of the request.
-        stream: 64-bit number that differs for every use, such as the absolute position of the root.
-        count: how many.
-    """
+    """[count] float64 in [0, 1), multiples of 2**-53: coins of one request that no draft ever sees. `stream` is a
+    64-bit number that differs for every use, such as the absolute position of the root."""
     words = philox(torch.arange((count + 1) // 2), stream, _COINS, seed)
     # 53 bits from each pair of words, as in numpy's Generator.random.
     high, low = words[0::2], words[1::2]

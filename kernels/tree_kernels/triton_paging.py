@@ -37,11 +37,8 @@ def _write_kernel(  # type: ignore[no-untyped-def]
 
 
 def write_rows(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
-    """See `paging.write_kv`. Rows whose slot is negative are left out.
-
-    Raises:
-        ValueError: the last dimension of `key` or `value` is not contiguous.
-    """
+    """See `paging.write_kv`. Rows whose slot is negative are left out. Raises `ValueError` where the last dimension of
+    `key` or `value` is not contiguous."""
     rows, heads, width = key.shape
     value_width = value.shape[2]
     if key.stride(2) != 1 or value.stride(2) != 1:

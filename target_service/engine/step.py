@@ -13,7 +13,7 @@ from target_service.sampling.verifier import Verified
 from target_service.speculation.hidden_states.encoding import StepFeatures
 from target_service.speculation.policy.gathered import Gathered
 from target_service.speculation.policy.launch_modes import Launch
-from tree_kernels.node_table import MAX_PATH
+from tree_kernels.node_table.layout import MAX_PATH
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,20 +17,15 @@ from tree_kernels.attention import AttentionBatch
 
 
 class StepItem(NamedTuple):
-    """One sequence's part of a step: `known` tokens, and the tree whose root is the last of them.
-
-    `tree` is None while the prompt is being read. The tree's rows begin at `first_row` of the step's rows, and at
-    `first_logit` of those with logits. `start` is how many keys the sequence had before the step, and `preemptions` how
-    often it had been preempted.
-    """
+    """One sequence's part of a step: `known` tokens, and the tree whose root is the last of them."""
 
     sequence: Sequence
-    start: int
+    start: int  # keys that the sequence had before the step
     known: int
-    tree: TokenTree | None
-    first_row: int
-    first_logit: int
-    preemptions: int
+    tree: TokenTree | None  # None while the prompt is being read
+    first_row: int  # where the tree's rows begin among the step's rows
+    first_logit: int  # and among those with logits
+    preemptions: int  # how often the sequence had been preempted
 
     @property
     def kept(self) -> bool:
@@ -40,21 +35,14 @@ class StepItem(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceRows:
-    """Bounds of a pass whose drafted rows the device chooses from its node tables.
+    """Bounds of a pass whose drafted rows the device chooses from its node tables."""
 
-    Attributes:
-        rows: of the pass, at most.
-        limits: drafted rows of each sequence at most, by place in the batch. They do not depend on the room of the
-            pass: so many candidates are ranked, and the prospects of the best 1, 3, 7 .. have to hold for passes of
-            other sizes too.
-        reading: sequences that read their prompts. They come first, with limits of 0.
-        read_rows: rows of all sequences that read.
-    """
-
-    rows: int
+    rows: int  # of the pass, at most
+    # Drafted rows of each sequence at most, by place in the batch. They do not depend on the room of the pass: so many
+    # candidates are ranked, and the prospects of the best 1, 3, 7 .. have to hold for passes of other sizes too.
     limits: tuple[int, ...]
-    reading: int = 0
-    read_rows: int = 0
+    reading: int = 0  # sequences that read their prompts; they come first, with limits of 0
+    read_rows: int = 0  # rows of all sequences that read
 
     @cached_property
     def most(self) -> tuple[int, ...]:
@@ -71,10 +59,8 @@ class StepBatch:
     input: ForwardInput
     decode_rows: int
     prefill_rows: int
-    # Whether any tree has more rows than its root.
-    drafted: bool
-    # Bounds of the rows that the device chooses; None where the host chose them.
-    device_rows: DeviceRows | None = None
+    drafted: bool  # whether any tree has more rows than its root
+    device_rows: DeviceRows | None = None  # bounds of the rows that the device chooses; None where the host chose them
 
     def keys(self, stride: int) -> Iterator[tuple[StepItem, int]]:
         """Each item, and the most keys that its sequence has behind `stride` passes of the batch."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy
@@ -21,14 +22,7 @@ from target_service.execution import node_tables
 from target_service.execution.batch import StepBatch, StepItem
 from target_service.execution.device_rows import TableStep, room_for_reports
 from target_service.execution.device_time import DeviceSpan, DeviceSpans
-from target_service.execution.host_executor import (
-    CopiedLater,
-    HostSteps,
-    Launched,
-    Ready,
-    Steps,
-    move_on_host,
-)
+from target_service.execution.host_executor import CopiedLater, HostSteps, Launched, Ready, Steps, move_on_host
 from target_service.execution.node_tables import NodeTables
 from target_service.execution.post_pass import PostPass, PostPassWork, TableWork
 from target_service.execution.pre_pass import PrePass
@@ -72,10 +66,9 @@ class DeviceSteps:
         bounds = (runner.device, runner.vocabulary_size, max_sequences, max_rows)
         self._verifier = DeviceVerifier(*bounds, backend=backend)
         self._batch_verifier = BatchVerifier(*bounds, backend, typical=typical)
-        if runner.node_table is not None and runner.node_table.max_sequences != max_sequences:
-            raise ValueError(
-                f"drafts are looked up for steps of {runner.node_table.max_sequences}, not {max_sequences}"
-            )
+        table = runner.node_table
+        if table is not None and table.max_sequences != max_sequences:
+            raise ValueError(f"drafts are looked up for steps of {table.max_sequences}, not {max_sequences}")
         size = 2 * max_sequences + max_rows
         pinned = torch.zeros(_RESULTS, size, dtype=torch.int32, pin_memory=on_gpu)
         self._results = [Verdicts.over(tensor, max_sequences) for tensor in pinned]
@@ -86,9 +79,9 @@ class DeviceSteps:
         self._reports = room_for_reports(_RESULTS, max_sequences, MAX_STRIDE, on_gpu=on_gpu)
         self.tables: NodeTables | None = None
         self._pre_pass: PrePass | None = None
-        if runner.node_table is not None:
+        if table is not None:
             mail = Mailboxes(max_sequences, runner.device)
-            self.tables, self._pre_pass = NodeTables(max_sequences, mail), PrePass(runner, runner.node_table, mail)
+            self.tables, self._pre_pass = NodeTables(max_sequences, mail), PrePass(runner, table, mail)
         self._count = 0
         self._spans = DeviceSpans() if on_gpu else None
         # Of the last step that was launched.
@@ -96,7 +89,7 @@ class DeviceSteps:
         self._nothing = torch.zeros(max_sequences, dtype=torch.int32, device=runner.device)
         # Drafted rows that it accepts, by place in the batch; None where the device chose its rows.
         self._moves: Tensor | None = self._nothing
-        self._post_pass = PostPass(runner, self._verifier, backend, typical=typical)
+        self._post_pass = PostPass(runner, self._verifier, backend, typical)
 
     def warm_up(self) -> None:
         """Compile every kernel that a request may need, so that none waits for it. Takes seconds for each, once."""
@@ -140,9 +133,8 @@ class DeviceSteps:
             done = self._runner.run_later(batch.input, passes, parameters)
             self._conclude(batch, rows, done)
             following[passes - 1].copy_(verdicts.next_tokens[:count], non_blocking=True)
-        return _OnDevice(
-            self._runner.cache, self._batch_verifier, batch, verifiers, done.logits, result, lossy, following, span
-        )
+        cache, apart = self._runner.cache, self._batch_verifier
+        return _OnDevice(cache, apart, batch, verifiers, done.logits, result, lossy, following, span)
 
     def _lossy_of(self, rows: SequenceOf[RowsToVerify], place: int, number: int) -> Tensor | None:
         """[max_rows] on the host: receives `DeviceVerifier.lossy_rows` of the launch's `number`th pass. None where no
@@ -207,7 +199,13 @@ class DeviceSteps:
         self, batch: StepBatch, rows: SequenceOf[RowsToVerify], done: ForwardPass, table: TableWork = TableWork.NONE
     ) -> None:
         """Launch what follows a pass: verification, accepted keys and values into place, tokens for the next pass."""
-        distributions, typical = _distributions_of(batch), any(map(_is_typical, rows))
+        typical = any(map(_is_typical, rows))
+        distributions = {
+            item.first_row + row: (drawn.token_ids, drawn.weights)
+            for item in batch.items
+            if item.tree is not None
+            for row, drawn in item.tree.distributions.items()
+        }
         if distributions:
             packed = torch.from_numpy(self._verifier.pack_distributions(distributions))
             self._post_pass.run(PostPassWork(batch.drafted, typical=typical), done, packed.to(done.logits.device))
@@ -223,44 +221,23 @@ def _is_typical(rows: RowsToVerify) -> bool:
     return rows.mode is Mode.TYPICAL and rows.temperature > 0
 
 
-def _distributions_of(batch: StepBatch) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Draft distributions by row of the step."""
-    return {
-        item.first_row + row: (distribution.token_ids, distribution.weights)
-        for item in batch.items
-        if item.tree is not None
-        for row, distribution in item.tree.distributions.items()
-    }
-
-
+@dataclass(eq=False)
 class _OnDevice(CopiedLater):
     """A step of `DeviceSteps`. Its result is valid until the next but one is launched, its logits until the next one:
     where sequences are verified from them later, `followable` is False, so that none is launched before they are."""
 
-    def __init__(
-        self,
-        cache: KVCache,
-        batch_verifier: BatchVerifier,
-        batch: StepBatch,
-        verifiers: SequenceOf[SequenceVerifier],
-        logits: Tensor,
-        result: Verdicts,
-        lossy: Tensor | None,
-        following: Tensor,
-        span: DeviceSpan | None,
-    ) -> None:
-        """`following` [passes after the first, sequences] receives the tokens of those passes, and `lossy` [max_rows]
-        what `DeviceVerifier.lossy_rows` had; None where no sequence is TYPICAL."""
-        self.span = span
-        self._cache = cache
-        self._batch_verifier = batch_verifier
-        self._batch = batch
-        self._verifiers = verifiers
-        self._logits = logits
-        self._result = result
-        self._lossy = lossy
-        self._following = following
-        super().__init__(logits)
+    _cache: KVCache
+    _batch_verifier: BatchVerifier
+    _batch: StepBatch
+    _verifiers: SequenceOf[SequenceVerifier]
+    _logits: Tensor
+    _result: Verdicts
+    _lossy: Tensor | None  # [max_rows], receives what `DeviceVerifier.lossy_rows` had; None where none is TYPICAL
+    _following: Tensor  # [passes after the first, sequences], receives the tokens of those passes
+    span: DeviceSpan | None
+
+    def __post_init__(self) -> None:
+        super().__init__(self._logits)
 
     @property
     def followable(self) -> bool:
@@ -286,20 +263,15 @@ class _OnDevice(CopiedLater):
 
     def _verified_apart(self, pairs: SequenceOf[tuple[StepItem, SequenceVerifier]]) -> list[Verified | None]:
         """Outcomes of the sequences that the pass itself did not verify; None for the others."""
-        places = [
-            place for place, (item, verifier) in enumerate(pairs) if item.tree is not None and not verifier.on_device
-        ]
+        asked = {
+            place: Asked(verifier, item.tree, item.first_row, item.sequence.output, item.sequence.step)
+            for place, (item, verifier) in enumerate(pairs)
+            if item.tree is not None and not verifier.on_device
+        }
         outcomes: list[Verified | None] = [None] * len(pairs)
-        if places:
-            asked = [_asked(*pairs[place]) for place in places]
-            for place, outcome in zip(places, self._batch_verifier.verify(asked, self._logits), strict=True):
-                outcomes[place] = outcome
+        for place, outcome in zip(asked, self._batch_verifier.verify(list(asked.values()), self._logits), strict=True):
+            outcomes[place] = outcome
         return outcomes
-
-
-def _asked(item: StepItem, verifier: SequenceVerifier) -> Asked:
-    assert item.tree is not None, "there is nothing to verify"
-    return Asked(verifier, item.tree, item.first_row, item.sequence.output, item.sequence.step)
 
 
 def _on_device(item: StepItem, verifier: SequenceVerifier) -> RowsToVerify | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
-from operator import itemgetter
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -15,23 +15,11 @@ from target_service.core.sequence import DevicePass
 from target_service.execution.device_time import DeviceSpan
 from target_service.execution.host_executor import CopiedLater
 from target_service.sampling.verifier import Verified
-from tree_kernels.node_table import EXPECTED_UNIT, PROSPECTS, REPORT, REPORT_ROWS, REPORT_TOKENS, Figure, NodeTable
+from tree_kernels.node_table import NodeTable
+from tree_kernels.node_table.layout import EXPECTED_UNIT, PROSPECTS, REPORT, REPORT_ROWS, REPORT_TOKENS, Figure
 from tree_kernels.verification import Walk
 
 Ints = npt.NDArray[np.int32]
-
-# The figures of a report that are counts, in the order of `DevicePass`.
-_COUNTS = itemgetter(
-    Figure.DRAFTED,
-    Figure.DRAFTED_FROM_TABLE,
-    Figure.ACCEPTED,
-    Figure.ACCEPTED_FROM_TABLE,
-    Figure.EXPECTED,
-    Figure.EXPECTED_FROM_TABLE,
-    Figure.AGE,
-    Figure.FIRST_ROW,
-)
-_PROSPECTS = slice(Figure.FIRST_PROSPECT, Figure.FIRST_PROSPECT + len(PROSPECTS))
 
 
 def room_for_reports(turns: int, max_sequences: int, max_passes: int, *, on_gpu: bool) -> Tensor:
@@ -39,56 +27,47 @@ def room_for_reports(turns: int, max_sequences: int, max_passes: int, *, on_gpu:
     return torch.zeros(turns, max_sequences, max_passes, REPORT, dtype=torch.int32, pin_memory=on_gpu)
 
 
+@dataclass(eq=False)
 class TableStep(CopiedLater):
     """A step of one or several passes whose rows the device chooses; see `Launched`. Its result is valid until the next
     but one is launched."""
 
+    sequences: int
+    passes: int
+    table: NodeTable
+    host: Tensor  # [max_sequences, max_passes, REPORT], receives the table's reports of this step's passes
+    span: DeviceSpan | None = None
+    # Of the first sequences, which read their prompts: whether they come to its end, which a token follows.
+    reading: SequenceOf[bool] = ()
+    typical: SequenceOf[bool] = ()  # whether sequences are verified by typical acceptance
+    # If any is, for each pass [max_rows] int32, which receives what `DeviceVerifier.lossy_rows` had.
+    lossy: SequenceOf[Tensor | None] = ()
     followable = True
 
-    def __init__(
-        self,
-        sequences: int,
-        passes: int,
-        table: NodeTable,
-        host: Tensor,
-        span: DeviceSpan | None = None,
-        reading: SequenceOf[bool] = (),
-        typical: SequenceOf[bool] = (),
-        lossy: SequenceOf[Tensor | None] = (),
-    ) -> None:
-        """`host` [max_sequences, max_passes, REPORT] receives the table's reports of this step's passes. The first
-        sequences read their prompts: `reading` is True for those that come to its end, which a token follows.
-
-        `typical` is True for sequences that are verified by typical acceptance. If any is, `lossy` has for each pass
-        [max_rows] int32, which receives what `DeviceVerifier.lossy_rows` had."""
-        self.span = span
-        self._passes = passes
-        self._reading = reading
-        self._typical = typical
-        self._lossy = lossy
-        self._reports = host[:sequences]
-        self._reports.copy_(table.reports[:sequences], non_blocking=True)
-        super().__init__(table.reports)
+    def __post_init__(self) -> None:
+        self._reports = self.host[: self.sequences]
+        self._reports.copy_(self.table.reports[: self.sequences], non_blocking=True)
+        super().__init__(self.table.reports)
 
     def outcomes(self) -> list[Verified | None]:
         """See `Launched.outcomes`."""
         self.wait()
-        reports, reading = self._reports.numpy(), len(self._reading)
+        reports, reading = self._reports.numpy(), len(self.reading)
         outcomes: list[Verified | None] = []
-        for token, ends in zip(reports[:reading, 0, REPORT_TOKENS].tolist(), self._reading, strict=True):
+        for token, ends in zip(reports[:reading, 0, REPORT_TOKENS].tolist(), self.reading, strict=True):
             outcomes.append(Verified(Walk((), token), ()) if ends else None)
-        for place, (figures, made, rows) in enumerate(_read(reports[reading:, : self._passes]), start=reading):
+        for place, (figures, made, rows) in enumerate(_read(reports[reading:, : self.passes]), start=reading):
             passes, tokens = tuple(map(_pass_of, figures, rows)), list[int]()
             for one, of_pass in zip(passes, made, strict=True):
                 tokens += of_pass[: one.accepted + 1]
-            lossy = self._lossy_rows(passes) if self._lossy and self._typical[place] else ()
+            lossy = self._lossy_rows(passes) if self.lossy and self.typical[place] else ()
             outcomes.append(Verified(Walk((), tokens[0]), (), tuple(tokens[1:]), passes, lossy))
         return outcomes
 
     def _lossy_rows(self, passes: SequenceOf[DevicePass]) -> tuple[bool, ...]:
         """Of the rows that passes accepted of a sequence, whether the model would have drawn another token."""
         lossy: list[bool] = []
-        for one, rows in zip(passes, self._lossy, strict=True):
+        for one, rows in zip(passes, self.lossy, strict=True):
             assert rows is not None, "a sequence is verified by typical acceptance"
             lossy += [bool(each) for each in rows[one.root_row : one.root_row + one.accepted].tolist()]
         return tuple(lossy)
@@ -105,9 +84,10 @@ def _read(reports: Ints) -> Iterator[tuple[list[list[int]], list[list[int]], lis
 
 
 def _pass_of(figures: list[int], rows: list[int]) -> DevicePass:
-    drafted, from_table, accepted, accepted_from_table, expected, expected_from_table, age, root_row = _COUNTS(figures)
+    # In the order of `Figure`.
+    accepted, drafted, from_table, expected, root_row, accepted_from_table, age, expected_from_table, *others = figures
     return DevicePass(
         drafted, from_table, accepted, accepted_from_table, expected / EXPECTED_UNIT,
-        expected_from_table / EXPECTED_UNIT, tuple([each / EXPECTED_UNIT for each in figures[_PROSPECTS]]), age,
+        expected_from_table / EXPECTED_UNIT, tuple([each / EXPECTED_UNIT for each in others[: len(PROSPECTS)]]), age,
         root_row, tuple(rows[:accepted]),
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -39,13 +40,11 @@ class DeviceSpans:
     """Spans of launches, used in turn: to make two events takes the host longer than to record one."""
 
     def __init__(self) -> None:
-        self._spans = [DeviceSpan() for _ in range(_SPANS)]
-        self._turn = 0
+        self._spans = cycle([DeviceSpan() for _ in range(_SPANS)])
 
     def begin(self) -> DeviceSpan:
         """The span of what is launched next. It is used again for the fourth launch after it."""
-        self._turn = (self._turn + 1) % _SPANS
-        span = self._spans[self._turn]
+        span = next(self._spans)
         span.begin()
         return span
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -28,8 +28,7 @@ Ready = Callable[[], None]
 class Launched(Protocol):
     """A step under way."""
 
-    # When the device is busy with it, if the host is free meanwhile.
-    span: DeviceSpan | None
+    span: DeviceSpan | None  # when the device is busy with it, if the host is free meanwhile
 
     @property
     def on_device(self) -> bool:
@@ -46,14 +45,13 @@ class Launched(Protocol):
         """Whether its results are on the host."""
 
     def outcomes(self) -> list[Verified | None]:
-        """The outcome of each tree; None for prompts that are still being read. Waits for the results.
-
-        The keys and values of accepted rows are in place then, or will be before any later step reads them.
-        """
+        """The outcome of each tree; None for prompts that are still being read. Waits for the results. The keys and
+        values of accepted rows are in place then, or will be before any later step reads them."""
 
 
 class CopiedLater:
-    """Results of a launch on their way to the host: there once the device has done what is queued now."""
+    """Results of a launch on their way to the host, see `Launched`: there once the device has done what is queued
+    now."""
 
     def __init__(self, source: Tensor) -> None:
         """All copies have been queued; copies of a `source` on a GPU are asynchronous."""
@@ -64,15 +62,12 @@ class CopiedLater:
 
     @property
     def on_device(self) -> bool:
-        """See `Launched.on_device`."""
         return self._done is not None
 
     def ended(self) -> bool:
-        """See `Launched.ended`."""
         return self._done is None or bool(self._done.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        """See `Launched.wait`."""
         if self._done is not None:
             self._done.synchronize()
 
@@ -94,7 +89,7 @@ class Steps(Protocol):
 
         Args:
             batch: the step. Where the device chooses rows, all sequences are GREEDY or COUPLED and verified on it.
-            verifiers: `verifiers[i]` belongs to `batch.items[i]`.
+            verifiers: those of `batch.items`.
             stride: passes to run, each of which reads the tokens of the one before. With more than one, every tree is
                 its root.
             ready: called once, before any of the step runs. Where the device chooses rows it is called after all that
@@ -133,33 +128,24 @@ class HostSteps:
         return tuple(token if token >= 0 else sampled[-1 - token] for token in token_ids)
 
 
+@dataclass(eq=False)
 class _OnHost:
     """A step of `HostSteps`: its logits are there, and verified when `outcomes` is first called."""
 
-    def __init__(
-        self,
-        runner: ModelRunner,
-        batch: StepBatch,
-        verifiers: SequenceOf[SequenceVerifier],
-        logits: Tensor,
-        followable: bool,
-        stride: int,
-    ) -> None:
-        self.span: DeviceSpan | None = None
-        self._runner = runner
-        self._stride = stride
-        self._batch = batch
-        self._verifiers = verifiers
-        self._logits = logits
-        self._outcomes: list[Verified | None] | None = None
-        self.on_device = False
-        self.followable = followable
+    _runner: ModelRunner
+    _batch: StepBatch
+    _verifiers: SequenceOf[SequenceVerifier]
+    _logits: Tensor
+    followable: bool
+    _stride: int
+    _outcomes: list[Verified | None] | None = None
+    span: DeviceSpan | None = None
+    on_device: bool = False
 
     def wait(self) -> None:
         """Returns at once: the launch computed the logits."""
 
     def ended(self) -> bool:
-        """True: the launch computed the logits."""
         return True
 
     def outcomes(self) -> list[Verified | None]:
@@ -183,10 +169,9 @@ class _OnHost:
         followed: list[Verified | None] = []
         for item, verifier, outcome in zip(self._batch.items, self._verifiers, outcomes, strict=True):
             assert item.tree is not None and outcome is not None, "every sequence of a stride decodes"
-            before = [outcome.walk.next_token, *outcome.following]
+            output = [*item.sequence.output, outcome.walk.next_token, *outcome.following]
             rows = logits[item.first_logit : item.first_logit + 1]
-            sequence = item.sequence
-            verified = verifier.verify(item.tree, rows, sequence.output + before, sequence.step + passes)
+            verified = verifier.verify(item.tree, rows, output, item.sequence.step + passes)
             followed.append(outcome._replace(following=(*outcome.following, verified.walk.next_token)))
         return followed
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numba
 import numpy as np
@@ -16,8 +17,8 @@ import numpy.typing as npt
 
 from outrider.errors import InvalidField
 from outrider.wire.frames import ROOT_ID, SequenceGrowth
-from target_service.execution.predicted_chain import PredictedChain
-from tree_kernels.node_table import COST_OF_HALVING, MOST_COST, NODES, TABLE, Mailboxes
+from tree_kernels.node_table import Mailboxes
+from tree_kernels.node_table.layout import COST_OF_HALVING, MOST_COST, NODES, TABLE
 
 Ints = npt.NDArray[np.int32]
 Ids = npt.NDArray[np.int64]
@@ -34,6 +35,13 @@ _MOST_CHANCE = 0.98
 _MAX_GROWTHS = 64
 
 
+class PredictedChain(NamedTuple):
+    """Tokens that may follow the sequence's last one, and the probability of each given the one before."""
+
+    token_ids: tuple[int, ...]
+    scores: tuple[float, ...]
+
+
 @dataclass(slots=True, eq=False)
 class _Tree:
     """The nodes of one sequence since its tree last started over. Place 0 is the root, at token `base` - 1."""
@@ -41,15 +49,13 @@ class _Tree:
     slot: int
     base: int = 0
     count: int = 0
-    # Whether it differs from what was published last.
-    changed: bool = True
+    changed: bool = True  # whether it differs from what was published last
     # [4, NODES]: each node's token, parent, first child and next sibling; 0 for no child or sibling.
     nodes: Ints = field(default_factory=lambda: np.zeros((4, NODES), np.int32))
     scores: Reals = field(default_factory=lambda: np.ones(NODES, np.float64))
     # (first id, places of its nodes) of every growth, in order; -1 is the place of a node that was left out.
     growths: list[tuple[int, Ids]] = field(default_factory=list)
-    # Nodes that the request predicts, merged when the tree is published.
-    predicted: PredictedNodes | None = None
+    predicted: PredictedNodes | None = None  # nodes that the request predicts, merged when the tree is published
 
     def begin(self, base: int, root: int) -> None:
         """Start over with token `root` alone."""
@@ -68,17 +74,13 @@ class _Tree:
 
 @dataclass(frozen=True, slots=True)
 class PredictedNodes:
-    """Chains that were predicted when the sequence had `base` tokens.
-
-    `places` are the places in the prediction where they begin, less `base`: constant for as long as the sequence
-    follows the prediction.
-    """
+    """Chains that were predicted when the sequence had `base` tokens."""
 
     base: int
+    # Places in the prediction where they begin, less `base`: constant for as long as the sequence follows it.
     places: tuple[int, ...]
     chains: tuple[PredictedChain, ...]
-    # The sequence's own list, which grows with each commit.
-    token_ids: SequenceOf[int]
+    token_ids: SequenceOf[int]  # the sequence's own list, which grows with each commit
 
     def from_base(self, base: int) -> list[tuple[SequenceOf[int], SequenceOf[float]]]:
         """Tokens and scores of every chain that agrees with the sequence's first `base` tokens, from there on."""
@@ -145,10 +147,8 @@ class NodeTables:
         return None if tree is None else tree.predicted
 
     def grow(self, growth: SequenceGrowth, base: int, token_ids: SequenceOf[int]) -> None:
-        """Add nodes to a sequence that had `base` of its `token_ids` when they were drafted.
-
-        Raises `InvalidField` where a parent is not an earlier node.
-        """
+        """Add nodes to a sequence that had `base` of its `token_ids` when they were drafted. Raises `InvalidField`
+        where a parent is not an earlier node."""
         tree = self._trees.get(growth.sequence_id)
         if tree is None:
             return
@@ -240,15 +240,13 @@ def child_of(nodes: Ints, place: int, token: int) -> int:
 
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
 def find_parents(ids: Ids, first: int, root: int, above: Ids) -> int:
-    """Find the parents of a growth's nodes, as `insert` takes them.
+    """Find the parents of a growth's nodes, as `insert` takes them. Returns how many are nodes of earlier growths, or
+    -1 where one is not an earlier node.
 
     Args:
         ids: [n] the parents' ids; the ids of the growth's own nodes begin with `first`.
         root: the place from which the growth starts.
         above: [n], written: `root`, or -2 - i for the i-th node of the growth; not for nodes of earlier growths.
-
-    Returns:
-        How many parents are nodes of earlier growths, or -1 where one is not an earlier node.
     """
     others = 0
     for i in range(len(ids)):
@@ -265,17 +263,14 @@ def find_parents(ids: Ids, first: int, root: int, above: Ids) -> int:
 
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
 def insert(nodes: Ints, scores: Reals, count: int, new_tokens: Ints, new_scores: Reals, places: Ids) -> int:
-    """Add nodes to a tree of `count` nodes, place 0 its root. A child that exists takes the newer score.
+    """Add nodes to a tree of `count` nodes, place 0 its root; returns the new number. A child that exists takes the
+    newer score.
 
     Args:
-        nodes: [4, room] as in `_Tree`, written.
-        scores: [room], written.
+        nodes, scores: [4, room] and [room] as in `_Tree`, written.
         new_tokens, new_scores: [n].
         places: [n] the place of each new node's parent, or -2 - i for the i-th new node; -1 leaves the node out. Then
             the place of each new node is written there, or -1 where there is no parent or no room.
-
-    Returns:
-        The new number of nodes.
     """
     for i in range(len(places)):
         parent = places[i] if places[i] >= -1 else places[-2 - places[i]]
@@ -301,8 +296,7 @@ def build_table(nodes: Ints, scores: Reals, count: int, trust: float, base: int,
     """Write a tree as the device reads it: depth first, with depths and the costs of paths.
 
     Args:
-        nodes: [4, at least `count`] as in `_Tree`, place 0 the root, parents before children.
-        scores: [at least `count`].
+        nodes, scores: [4, at least `count`] and [at least `count`] as in `_Tree`, parents before children.
         trust: scores are multiplied by it.
         base: tokens of the sequence up to and with the root.
         table: [TABLE] int32, written; see `tree_kernels.node_table`.

@@ -27,13 +27,13 @@ class PassGraphs:
             self._pool: Any = torch.cuda.graph_pool_handle()
 
     def run(self, keeper: object | None, work: Hashable, launch: Callable[[], Result]) -> Result:
-        """Replay what `launch` launches, captured now if it was not yet.
+        """Replay what `launch` launches, captured now if it was not yet; tensors that it returns are overwritten by
+        every replay.
 
         Args:
             keeper: what keeps the tensors that it reads and writes at their addresses, such as `ForwardPass.keeper`;
                 with None it is launched as it is.
             work: what is launched, of all that there is for this keeper.
-            launch: launches it; tensors that it returns are overwritten by every replay.
         """
         if keeper is None:
             return launch()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Literal, NamedTuple
 
@@ -44,24 +45,18 @@ class PostPassWork(NamedTuple):
     typical: bool = False
 
 
+@dataclass(eq=False)
 class PostPass:
     """Runs what follows a pass, for one engine: graphs write to the verdicts of its verifier, so another engine that
     runs the same model cannot use them."""
 
-    def __init__(
-        self,
-        runner: ModelRunner,
-        verifier: DeviceVerifier,
-        backend: Literal["triton", "torch"] | None,
-        *,
-        typical: bool = False,
-    ) -> None:
-        """`backend` is that of the verifier; `typical`: capture ahead what typical acceptance needs too."""
-        self._runner = runner
-        self._typical = typical
-        self._verifier = verifier
-        self._backend = backend
-        self._graphs = PassGraphs(runner.device)
+    _runner: ModelRunner
+    _verifier: DeviceVerifier
+    _backend: Literal["triton", "torch"] | None  # that of the verifier
+    _typical: bool  # capture ahead what typical acceptance needs too
+
+    def __post_init__(self) -> None:
+        self._graphs = PassGraphs(self._runner.device)
 
     def run(self, work: PostPassWork, done: ForwardPass, distributions: Tensor | None = None) -> None:
         """Run what follows this pass, captured now if it was not yet. Never captured with `distributions`, which are

@@ -17,18 +17,12 @@ class PrePass:
     """
 
     def __init__(self, runner: ModelRunner, table: NodeTable, mail: Mailboxes) -> None:
-        self._runner = runner
-        self._table = table
-        self._mail = mail
+        self._runner, self._table, self._mail = runner, table, mail
         self._graphs = PassGraphs(runner.device)
 
     def run(self, step: StepIntegers, keeper: object | None, moves: Tensor | None = None, reading: int = 0) -> None:
-        """Take the newest tables, move the step on and choose its rows.
-
-        Args:
-            step: laid out, see `NodeTable.begin`, as are `moves` and `reading`.
-            keeper: what keeps the step's tensors; None where they are new.
-        """
+        """Take the newest tables, move the step on and choose its rows; see `NodeTable.begin`. `keeper` keeps the
+        step's tensors; None where they are new."""
         table, mail = self._table, self._mail
         # Not a part of the graph: it depends on what was sent.
         mail.await_sent()
@@ -44,5 +38,5 @@ class PrePass:
     def capture_ahead(self) -> None:
         """Capture what comes before each captured pass. Before the first request."""
         for empty in self._runner.empty_passes():
-            if empty.step is not None and empty.step.parents is not None and len(empty.token_ids) > 1:
+            if empty.step is not None and len(empty.token_ids) > 1:
                 self.run(empty.step, empty.keeper)

@@ -17,11 +17,9 @@ from tree_kernels.node_table import StepIntegers
 class ForwardInput:
     """One packed pass: R rows of all sequences, and the rows whose logits are needed."""
 
-    # [R] each. A token id of -1 - i stands for `ModelRunner.pending[i]`.
-    token_ids: tuple[int, ...]
-    positions: tuple[int, ...]
-    # Where each row's key and value go: page * page_size + offset.
-    slots: tuple[int, ...]
+    token_ids: tuple[int, ...]  # [R]; -1 - i stands for `ModelRunner.pending[i]`
+    positions: tuple[int, ...]  # [R]
+    slots: tuple[int, ...]  # [R], where each row's key and value go: page * page_size + offset
     attention: AttentionBatch
     logit_rows: tuple[int, ...]
     # Rows of the pass with those that the device drafts, and sequences that read their prompts, which come first and
@@ -68,18 +66,13 @@ class ForwardInput:
 class ForwardPass:
     """A pass on the device: at least R rows, of which only the first R are used."""
 
-    # [rows, vocabulary], in the model's dtype.
-    logits: Tensor
-    # [rows] int32 each; `parents` are relative to each sequence's first row.
-    token_ids: Tensor
-    parents: Tensor
-    slots: Tensor
-    # [any] int32, as the caller gave them.
-    parameters: Tensor
-    # What owns these tensors, pass after pass; None where they are new each time.
-    keeper: object | None = None
-    # The step's integers on the device, of a captured pass or one whose rows were drafted there.
-    step: StepIntegers | None = None
+    logits: Tensor  # [rows, vocabulary], in the model's dtype
+    token_ids: Tensor  # [rows] int32
+    parents: Tensor  # [rows] int32, relative to each sequence's first row
+    slots: Tensor  # [rows] int32
+    parameters: Tensor  # [any] int32, as the caller gave them
+    keeper: object | None = None  # what owns these tensors, pass after pass; None where they are new each time
+    step: StepIntegers | None = None  # the step's integers, of a captured pass or one whose rows were drafted there
 
 
 def rows_of(values: Tensor, rows: tuple[int, ...]) -> Tensor:

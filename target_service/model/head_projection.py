@@ -74,18 +74,14 @@ class DraftHead:
 
     layers: tuple[int, ...]
     projection: HeadProjection | None
-    # As `FeatureRequest.projection_fingerprint`; empty without a projection.
-    fingerprint: str = ""
+    fingerprint: str = ""  # as `FeatureRequest.projection_fingerprint`; empty without a projection
 
 
 def read_draft_head(source: str, target_layers: int, target_hidden: int) -> DraftHead:
-    """Read a head's layers and projection.
+    """Read a head's layers and projection, for a target of so many decoder layers and such a width of hidden states.
 
-    Args:
-        source: the name of a head that comes with Outrider, a folder with config.json and safetensors in any published
-            layout, or a hub id, which is fetched; the target's own for its MTP module.
-        target_layers: decoder layers of the target.
-        target_hidden: width of its hidden states.
+    `source` is the name of a head that comes with Outrider, a folder with config.json and safetensors in any published
+    layout, or a hub id, which is fetched; the target's own for its MTP module.
 
     Raises:
         NotSupported: it is no head in safetensors, a file of it cannot be read, or it does not fit the target; or there

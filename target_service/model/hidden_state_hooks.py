@@ -17,19 +17,12 @@ from outrider.errors import NotSupported
 
 
 class LayerHooks:
-    """Hooks on decoder layers, and the memory they fill.
-
-    Attributes:
-        layers: outputs of decoder layers from 0; the number of layers stands for the state after the last norm.
-        width: of the outputs of all `layers`, joined.
-    """
+    """Hooks on decoder layers, and the memory they fill. `layers` are outputs of decoder layers from 0; the number of
+    layers stands for the state after the last norm. `width` is that of all these outputs, joined."""
 
     def __init__(self, model: PreTrainedModel, layers: tuple[int, ...], max_rows: int, *, grows: bool = True) -> None:
-        """Room for `max_rows` of a pass; more only if it `grows`, which captured graphs do not support.
-
-        Raises:
-            NotSupported: the model has no such layer.
-        """
+        """Room for `max_rows` of a pass; more only if it `grows`, which captured graphs do not support. Raises
+        `NotSupported` where the model has no such layer."""
         self.layers = layers
         modules = [_module(model, layer) for layer in layers]
         self._each = int(model.config.hidden_size)

@@ -67,19 +67,10 @@ def attend_latents(
     latents: Tensor,
     scaling: float,
 ) -> Tensor:
-    """Write one layer's new vectors, and attend.
+    """[1, R, H, V]: write one layer's new vectors into its cache [pages, page_size, 1, L + P] at `slots` [R], and
+    attend.
 
-    Args:
-        layer: whose weights are absorbed.
-        attention, plan: of the step.
-        cache: [pages, page_size, 1, L + P] of the layer.
-        slots: [R] of the rows.
-        query: [1, H, R, N + P], the last P rotated.
-        rotary, latents: [1, 1, R, P] and [1, 1, R, L].
-        scaling: of the scores.
-
-    Returns:
-        [1, R, H, V].
+    The query is [1, H, R, N + P], the last P rotated; rotary keys and latents are [1, 1, R, P] and [1, 1, R, L].
     """
     vectors, rows, plain = cache.squeeze(2), query[0].transpose(0, 1), int(layer.qk_nope_head_dim)
     projections = head_projections(layer)
@@ -98,18 +89,10 @@ def attend_absorbed(
     vectors: Tensor,
     scaling: float,
 ) -> Tensor:
-    """Absorb queries whose rotary parts are there already, and attend to a cache that has the step's vectors.
+    """[R, H, V]: absorb queries whose rotary parts are there already, and attend to a cache with the step's vectors.
 
-    Args:
-        plain: [R, H, N] queries without their rotary part.
-        absorbed: [R, H, L + P], of which the last P are set.
-        projections: of the layer.
-        attention, plan: of the step.
-        vectors: [pages, page_size, L + P] of the layer.
-        scaling: of the scores.
-
-    Returns:
-        [R, H, V].
+    Queries without their rotary part are [R, H, N]; of `absorbed` [R, H, L + P] the last P are set; `vectors` are
+    [pages, page_size, L + P] of the layer.
     """
     latent = projections.keys.shape[2]
     absorb_into(absorbed, plain, projections)

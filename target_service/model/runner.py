@@ -24,13 +24,16 @@ from target_service.model.latent_attention import attend_latents, implementation
 from target_service.model.support import ModelRefused, kv_shape, longest_context
 from tree_kernels.attention import AttentionPlan, Backend, TreeAttention
 from tree_kernels.latent_attention import LatentAttention, LatentBackend
-from tree_kernels.node_table import LOOKUP, NodeTable, StepIntegers, fill_pending
+from tree_kernels.node_table import NodeTable, StepIntegers, fill_pending
+from tree_kernels.node_table.layout import LOOKUP
 from tree_kernels.paging import write_kv
 from tree_kernels.verification import RACED, RECORD, records_of
 
 ATTENTION = "outrider_tree"
 # Attention over keys and values of heads, or over latents that are both.
 Attention = TreeAttention | LatentAttention
+# See `ModelRunner.run_device_rows`.
+Begin = Callable[[StepIntegers, object | None], None]
 # Rows that hooks have room for until a pass has more.
 _HOOKED_ROWS = 64
 
@@ -81,31 +84,22 @@ for _latent in (False, True):
     AttentionInterface.register(implementation_name(ATTENTION, latent=_latent), attend)
 
 
+@dataclass(eq=False, repr=False)
 class ModelRunner:
     """A model with its KV cache: rows in, logits out. Independent of sequences and trees."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: Any | None,
-        cache: KVCache,
-        attention: Attention,
-        *,
-        name: str,
-        max_context: int,
-        end_token_ids: tuple[int, ...],
-        tokenizer_fingerprint: str,
-    ) -> None:
-        # With its layers as they are prepared by now.
-        self.model = model
-        self._attention = attention
+    model: PreTrainedModel  # with its layers as they are prepared by now
+    tokenizer: Any | None
+    cache: KVCache
+    _attention: Attention
+    name: str
+    max_context: int
+    end_token_ids: tuple[int, ...]
+    tokenizer_fingerprint: str
+
+    def __post_init__(self) -> None:
+        model = self.model
         self._attend_by(ATTENTION)
-        self.cache = cache
-        self.tokenizer = tokenizer
-        self.tokenizer_fingerprint = tokenizer_fingerprint
-        self.name = name
-        self.max_context = max_context
-        self.end_token_ids = end_token_ids
         self.vocabulary_size = int(model.config.vocab_size)
         self._last_position = longest_context(model.config) - 1
         # [MAX_SEQUENCES] int32: tokens that are not on the host yet, written and read on the device.
@@ -137,11 +131,8 @@ class ModelRunner:
         return 0, 0
 
     def hook(self, layers: tuple[int, ...]) -> None:
-        """Keep the outputs of these decoder layers only, from the next pass on; see `LayerHooks`.
-
-        Raises:
-            NotSupported: the model has no such layers, or others were chosen before steps were captured.
-        """
+        """Keep the outputs of these decoder layers only, from the next pass on; see `LayerHooks`. Raises `NotSupported`
+        where the model has no such layers, or others were chosen before steps were captured."""
         if self.hooks is None or self.hooks.layers != layers:
             hooks = LayerHooks(self.model, layers, _HOOKED_ROWS)
             if self.hooks is not None:
@@ -180,13 +171,8 @@ class ModelRunner:
         token_ids = fill_pending(self._to_device(batch.token_ids), self.pending, *kept)
         trees = zip(batch.attention.parents, batch.attention.row_counts, strict=True)
         parents = [parent for tree, rows in trees for parent in tree or (0,) * rows]
-        return ForwardPass(
-            self._logits(batch, token_ids.long(), 0),
-            token_ids,
-            self._to_device(parents),
-            slots,
-            torch.from_numpy(parameters).to(self.device),
-        )
+        logits, on_device = self._logits(batch, token_ids.long(), 0), torch.from_numpy(parameters).to(self.device)
+        return ForwardPass(logits, token_ids, self._to_device(parents), slots, on_device)
 
     def run_later(self, first: ForwardInput, passes: int, parameters: NDArray[numpy.int32]) -> ForwardPass:
         """Run `first.later(passes)` right after the pass before that one, which left the pending tokens.
@@ -210,12 +196,7 @@ class ModelRunner:
                 records["position"][b] += numpy.uint64(moves)
         return self.run(batch.moved_on(counts), moved)
 
-    def run_device_rows(
-        self,
-        batch: ForwardInput,
-        parameters: NDArray[numpy.int32],
-        begin: Callable[[StepIntegers, object | None], None],
-    ) -> ForwardPass:
+    def run_device_rows(self, batch: ForwardInput, parameters: NDArray[numpy.int32], begin: Begin) -> ForwardPass:
         """Run a step whose drafted rows the device chooses.
 
         `batch` has the rows of sequences that read and then the roots of the others. Once it is laid out, `begin` is
@@ -256,15 +237,10 @@ class ModelRunner:
     def _run_from_device(self, batch: ForwardInput, step: StepIntegers) -> ForwardPass:
         """Run `batch` with the rows that the integers of `step` have by now."""
         starts, prefixes = tuple(step.query_starts.tolist()), tuple(step.prefix_lengths.tolist())
-        token_ids, positions, slots = (
-            tuple(each[: starts[-1]].tolist()) for each in (step.token_ids, step.positions, step.slots)
-        )
-        assert step.parents is not None, "the device chose the rows"
-        parents, chains = step.parents.tolist(), (step.causal.tolist() if step.causal is not None else [])
-        trees = tuple(
-            None if chains[b] else tuple(parents[first:end])
-            for b, (first, end) in enumerate(itertools.pairwise(starts))
-        )
+        by_row = step.token_ids, step.positions, step.slots
+        token_ids, positions, slots = (tuple(each[: starts[-1]].tolist()) for each in by_row)
+        parents, spans = step.parents.tolist(), zip(step.causal.tolist(), itertools.pairwise(starts), strict=False)
+        trees = tuple(None if chain else tuple(parents[first:end]) for chain, (first, end) in spans)
         attention = replace(batch.attention, query_starts=starts, prefix_lengths=prefixes, parents=trees)
         laid_out = replace(batch, token_ids=token_ids, positions=positions, slots=slots, attention=attention)
         return replace(self.run(laid_out, step.parameters.cpu().numpy()), step=step)
@@ -274,12 +250,8 @@ class ModelRunner:
 
     def _logits(self, batch: ForwardInput, token_ids: Tensor, rows: Tensor | int) -> Tensor:
         """Logits of the given rows, 0 for all; `token_ids` [R] int64."""
-        step = PassContext(
-            self._attention,
-            self._attention.plan(batch.attention),
-            torch.tensor(batch.slots, device=self.device),
-            self.cache,
-        )
+        slots = torch.tensor(batch.slots, device=self.device)
+        step = PassContext(self._attention, self._attention.plan(batch.attention), slots, self.cache)
         output = self.model(
             input_ids=token_ids[None],
             # A tree may reach past the end of position tables; no such row can be committed.
@@ -288,14 +260,12 @@ class ModelRunner:
             logits_to_keep=rows,
             outrider_step=step,
         )
-        logits: Tensor = output.logits[0]
-        return logits
+        return cast(Tensor, output.logits[0])
 
 
 def end_tokens_of(model: PreTrainedModel) -> tuple[int, ...]:
     """The ids that end a sequence, from the generation config or else the model's config."""
-    generation = getattr(model, "generation_config", None)
-    ends = getattr(generation, "eos_token_id", None)
+    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ends = model.config.eos_token_id if ends is None else ends
     if ends is None:
         return ()
@@ -323,32 +293,16 @@ def runner_for(
     config = model.config
     if latent := latent and not invariant and takes_latents(attention) and keeps_latents(model):
         leave_latents(model)
-    shape = kv_shape(config, latent=latent)
-    cache = KVCache(
-        num_pages,
-        page_size,
-        config.num_hidden_layers,
-        shape.heads,
-        shape.key_width,
-        shape.value_width,
-        model.dtype,
-        model.device,
-    )
+    shape, layers = kv_shape(config, latent=latent), config.num_hidden_layers
+    heads = shape.heads, shape.key_width, shape.value_width
+    cache = KVCache(num_pages, page_size, layers, *heads, model.dtype, model.device)
     over_cache: Attention
     if latent:
         over_cache = LatentAttention(cast(LatentBackend, attention), model.device)
     else:
         over_cache = TreeAttention(attention, model.device, invariant=invariant)
-    return ModelRunner(
-        model.eval(),
-        tokenizer,
-        cache,
-        over_cache,
-        name=name,
-        max_context=max_context or longest_context(config),
-        end_token_ids=end_tokens_of(model),
-        tokenizer_fingerprint=tokenizer_fingerprint,
-    )
+    max_context, ends = max_context or longest_context(config), end_tokens_of(model)
+    return ModelRunner(model.eval(), tokenizer, cache, over_cache, name, max_context, ends, tokenizer_fingerprint)
 
 
 def takes_latents(attention: Backend) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -54,8 +53,14 @@ def check_supported(config: PretrainedConfig, model: PreTrainedModel | None = No
         longest = getattr(config, "max_position_embeddings", 0)
         if window < longest:
             raise ModelRefused(f"{kind}: a sliding window of {window} tokens is not served")
-    if model is not None:
-        _check_model(kind, model)
+    if model is None:
+        return
+    if not getattr(model, "_supports_attention_backend", False):
+        raise ModelRefused(f"{kind}: its attention cannot be replaced in this version of transformers")
+    if any(getattr(module, "is_causal", True) is False for module in model.modules()):
+        raise ModelRefused(f"{kind}: its tokens see later ones")
+    if any("sinks" in name for name, _ in model.named_parameters()):
+        raise ModelRefused(f"{kind}: attention sinks are not served")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,28 +82,21 @@ def has_latents(config: PretrainedConfig) -> bool:
 
 
 def kv_shape(config: PretrainedConfig, *, latent: bool = False) -> KVShape:
-    """Widths of keys and values in the cache.
-
-    Args:
-        config: of the model.
-        latent: cache one vector for all heads of a model with latents: the latent and the rotary key. Otherwise they
-            are expanded for all heads, keys and values of unequal widths.
-    """
-    any_config: Any = config
-    heads = int(any_config.num_attention_heads)
+    """Widths of keys and values in the cache. With `latent` it has one vector for all heads of a model with latents:
+    the latent and the rotary key. Otherwise they are expanded for all heads, keys and values of unequal widths."""
+    heads = int(config.num_attention_heads)
     if has_latents(config):
-        rotary = int(any_config.qk_rope_head_dim)
+        rotary = int(config.qk_rope_head_dim)
         if latent:
-            return KVShape(1, int(any_config.kv_lora_rank) + rotary, 0)
-        return KVShape(heads, any_config.qk_nope_head_dim + rotary, any_config.v_head_dim)
-    width = getattr(config, "head_dim", None) or any_config.hidden_size // heads
+            return KVShape(1, int(config.kv_lora_rank) + rotary, 0)
+        return KVShape(heads, config.qk_nope_head_dim + rotary, config.v_head_dim)
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
     return KVShape(getattr(config, "num_key_value_heads", None) or heads, width, width)
 
 
 def kv_bytes(config: PretrainedConfig, itemsize: int, *, latent: bool) -> int:
     """Bytes of a token in the cache, all layers; `latent` as in `kv_shape`."""
-    any_config: Any = config
-    return int(any_config.num_hidden_layers) * kv_shape(config, latent=latent).elements * itemsize
+    return int(config.num_hidden_layers) * kv_shape(config, latent=latent).elements * itemsize
 
 
 def longest_context(config: PretrainedConfig) -> int:
@@ -106,11 +104,10 @@ def longest_context(config: PretrainedConfig) -> int:
 
     longrope takes other frequencies, and so other keys for all tokens, once a text is longer than the original context.
     """
-    any_config: Any = config
-    longest = int(any_config.max_position_embeddings)
+    longest = int(config.max_position_embeddings)
     if "longrope" not in _rope_types(config):
         return longest
-    original = any_config.rope_parameters.get("original_max_position_embeddings", longest)
+    original = config.rope_parameters.get("original_max_position_embeddings", longest)
     return min(longest, int(original))
 
 
@@ -119,12 +116,3 @@ def _rope_types(config: PretrainedConfig) -> set[str]:
     # One set of parameters, or one per type of layer.
     every = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
     return {str(one["rope_type"]) for one in every if "rope_type" in one}
-
-
-def _check_model(kind: str, model: PreTrainedModel) -> None:
-    if not getattr(model, "_supports_attention_backend", False):
-        raise ModelRefused(f"{kind}: its attention cannot be replaced in this version of transformers")
-    if any(getattr(module, "is_causal", True) is False for module in model.modules()):
-        raise ModelRefused(f"{kind}: its tokens see later ones")
-    if any("sinks" in name for name, _ in model.named_parameters()):
-        raise ModelRefused(f"{kind}: attention sinks are not served")

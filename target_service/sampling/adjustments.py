@@ -35,32 +35,30 @@ class Adjustments:
         are generated."""
         self._params = params
         self._length = len(output_ids)
-        generated = np.empty(0, np.int64), np.empty(0, np.int64)
-        if params.has_penalties:
-            generated = np.unique(np.asarray(output_ids, np.int64), return_counts=True)
-        repeats = params.repetition_penalty != 1.0
-        known = [np.fromiter(params.logit_bias, np.int64), generated[0]]
-        known += [prompt_ids] if repeats else []
-        known += [held_back] if self._length < params.min_tokens else []
-        self._token_ids = np.unique(np.concatenate(known))
+        counted = output_ids if params.has_penalties else ()
+        generated, times = np.unique(np.asarray(counted, np.int64), return_counts=True)
+        biased = np.fromiter(params.logit_bias, np.int64)
+        seen = np.concatenate([prompt_ids, generated] if params.repetition_penalty != 1.0 else [generated])
+        held = held_back if self._length < params.min_tokens else held_back[:0]
+        self._token_ids = np.unique(np.concatenate([biased, seen, held]))
         self._table = np.zeros(len(self._token_ids), ADJUSTMENT)
         self._table["token"] = self._token_ids
-        if params.logit_bias:
-            at = np.searchsorted(self._token_ids, np.fromiter(params.logit_bias, np.int64))
-            self._table["bias"][at] = np.fromiter(params.logit_bias.values(), np.float32)
+        self._table["bias"][self._at(biased)] = np.fromiter(params.logit_bias.values(), np.float32)
         self._counts = np.zeros(len(self._token_ids), np.int64)
-        self._counts[np.searchsorted(self._token_ids, generated[0])] = generated[1]
-        if repeats:
-            seen = np.concatenate([prompt_ids, generated[0]])
-            self._table["factor"][np.searchsorted(self._token_ids, seen)] = params.repetition_penalty
+        self._counts[self._at(generated)] = times
+        if params.repetition_penalty != 1.0:
+            self._table["factor"][self._at(seen)] = params.repetition_penalty
         self._held = np.isin(self._token_ids, held_back)
+
+    def _at(self, token_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.searchsorted(self._token_ids, token_ids)
 
     def of_row(self, row: int, path: Sequence[int]) -> NDArray[np.void]:
         """[tokens] of type `ADJUSTMENT`: what happens to the logits of `row`, which comes after the tokens `path`."""
         params, table, counts = self._params, self._table.copy(), self._counts
         if params.has_penalties and path:
             tokens, times = np.unique(np.asarray(path, np.int64), return_counts=True)
-            at = np.searchsorted(self._token_ids, tokens)
+            at = self._at(tokens)
             known = np.zeros(len(tokens), bool)
             inside = at < len(self._token_ids)
             known[inside] = self._token_ids[at[inside]] == tokens[inside]

@@ -7,7 +7,6 @@ row; here the launches are those of one step, whatever its number of rows.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
@@ -19,7 +18,8 @@ from torch import Tensor
 from outrider.sampling import TokenLogprobs
 from outrider.tree import TokenTree
 from target_service.sampling.adjustments import ADJUSTMENT, adjusted
-from target_service.sampling.verifier import SequenceVerifier, Verified
+from target_service.sampling.distribution import logprobs_of
+from target_service.sampling.verifier import SequenceVerifier, Verified, said
 from tree_kernels.verification import DeviceVerifier, Verdicts, Walk
 
 # Integers of 16 bytes.
@@ -27,26 +27,16 @@ _ALIGNED = 4
 # Rows at once, whose logits are copied: 33 MB for 128,256 tokens. Keys and values leave a tenth of what a GPU has free.
 # One tree may have more.
 _MOST_ROWS = 64
-# Candidates beyond those asked for: logits in bf16 are often equal, and of equals the device takes any. Chosen.
-_SPARE = 32
 
 
 class Asked(NamedTuple):
-    """One sequence to verify.
-
-    Attributes:
-        verifier: of the sequence.
-        tree: rows to verify, the root first.
-        first_row: the root's row of the logits.
-        output: tokens committed so far, without the prompt.
-        step: of the sequence.
-    """
+    """One sequence to verify."""
 
     verifier: SequenceVerifier
-    tree: TokenTree
-    first_row: int
-    output: Sequence[int]
-    step: int
+    tree: TokenTree  # rows to verify, the root first
+    first_row: int  # the root's row of the logits
+    output: Sequence[int]  # tokens committed so far, without the prompt
+    step: int  # of the sequence
 
 
 class BatchVerifier:
@@ -84,9 +74,8 @@ class BatchVerifier:
         self._shape(asked, shaped)
         walks, lossy = self._walks(asked, shaped)
         logprobs = self._logprobs(asked, walks, logits)
-        return [
-            Verified(walk, logprob, lossy=flags) for walk, logprob, flags in zip(walks, logprobs, lossy, strict=True)
-        ]
+        outcomes = zip(walks, logprobs, lossy, strict=True)
+        return [Verified(walk, logprob, lossy=flags) for walk, logprob, flags in outcomes]
 
     def _copied(self, *parts: NDArray[np.int32]) -> list[Tensor]:
         """These on the device, by one copy. Each begins at an address of 16 bytes, since Triton compiles kernels anew
@@ -103,13 +92,13 @@ class BatchVerifier:
 
     def _shape(self, asked: Sequence[Asked], logits: Tensor) -> None:
         """Apply biases, penalties and held-back tokens to logits [rows of these trees, V] fp32."""
-        first, parts = 0, list[NDArray[np.void]]()
+        first, parts = 0, [np.empty(0, ADJUSTMENT)]
         for one in asked:
             own = one.verifier.adjustments(one.tree, one.output)
             own["row"] += first
             parts.append(own)
             first += len(one.tree)
-        wanted = np.concatenate(parts) if parts else np.empty(0, ADJUSTMENT)
+        wanted = np.concatenate(parts)
         if len(wanted):
             adjusted(logits, torch.from_numpy(wanted.view(np.uint8)).to(self._device, non_blocking=True))
 
@@ -123,16 +112,12 @@ class BatchVerifier:
             for row, drawn in tree.distributions.items():
                 distributions[first + row] = (drawn.token_ids, drawn.weights)
             first += len(tree)
-        packed = self._verifier.pack(wanted)
-        drafts = self._verifier.pack_distributions(distributions) if distributions else np.empty(0, np.int32)
-        token_ids, tree_parents, parameters, drafted = self._copied(
-            np.array(tokens, np.int32), np.array(parents, np.int32), packed, drafts
-        )
+        parts = [np.array(tokens, np.int32), np.array(parents, np.int32), self._verifier.pack(wanted)]
+        if distributions:
+            parts.append(self._verifier.pack_distributions(distributions))
         # Always the same kernels, which are compiled: filters cost little beside the launches.
         typical = self._typical or any(one.verifier.lossy for one in asked)
-        verdicts = self._verifier.sampled(
-            logits, token_ids, tree_parents, parameters, drafted if distributions else None, typical=typical
-        )
+        verdicts = self._verifier.sampled(logits, *self._copied(*parts), typical=typical)
         found = torch.cat([verdicts.tensor, self._verifier.lossy_rows]).cpu()
         host = Verdicts.over(found[: len(verdicts.tensor)], len(verdicts.accepted_counts))
         lossy_rows = found[len(verdicts.tensor) :].tolist()
@@ -150,25 +135,18 @@ class BatchVerifier:
         self, asked: Sequence[Asked], walks: Sequence[Walk], logits: Tensor
     ) -> list[tuple[TokenLogprobs, ...]]:
         """Log-probabilities of every walk's tokens, by the raw logits, where they are returned."""
-        rows, tokens, most = list[int](), list[int](), 0
+        rows, tokens, tops, counts = (list[int]() for _ in range(4))
         for one, walk in zip(asked, walks, strict=True):
-            if one.verifier.logprobs is not None:
-                rows += [one.first_row + row for row in (0, *walk.accepted_rows)]
-                tokens += [*(one.tree.token_ids[row] for row in walk.accepted_rows), walk.next_token]
-                most = max(most, one.verifier.logprobs)
+            own_rows, own_tokens = said(one.tree, walk) if one.verifier.logprobs is not None else ([], [])
+            rows += [one.first_row + row for row in own_rows]
+            tokens += own_tokens
+            tops += [one.verifier.logprobs or 0] * len(own_rows)
+            counts.append(len(own_rows))
         if not rows:
             return [()] * len(asked)
         own_logits = logits[self._integers(rows), : self._vocabulary_size]
-        found = torch.log_softmax(own_logits, dim=-1, dtype=torch.float32)
-        own = found.gather(1, self._integers(tokens)[:, None])[:, 0].tolist()
-        listed, at = _most_probable(found, min(most, self._vocabulary_size)), 0
-        results: list[tuple[TokenLogprobs, ...]] = []
-        for one, walk in zip(asked, walks, strict=True):
-            count = len(walk.accepted_rows) + 1 if one.verifier.logprobs is not None else 0
-            top = one.verifier.logprobs or 0
-            results.append(tuple(TokenLogprobs(own[row], tuple(listed[row][:top])) for row in range(at, at + count)))
-            at += count
-        return results
+        found = iter(logprobs_of(own_logits, self._integers(tokens), tops))
+        return [tuple(itertools.islice(found, count)) for count in counts]
 
 
 def _parts(asked: Sequence[Asked]) -> Iterator[list[Asked]]:
@@ -182,20 +160,3 @@ def _parts(asked: Sequence[Asked]) -> Iterator[list[Asked]]:
         rows += len(one.tree)
     if part:
         yield part
-
-
-def _most_probable(logprobs: Tensor, count: int) -> list[list[tuple[int, float]]]:
-    """Of each row of logprobs [rows, V] fp32 the ids and values of the `count` greatest, the lower ids first among
-    equals. Those of no probability are left out."""
-    if not count:
-        return [[]] * len(logprobs)
-    values, ids = torch.topk(logprobs, min(count + _SPARE, logprobs.shape[1]), dim=1)
-    found = []
-    for row, (own_values, own_ids) in enumerate(zip(values.tolist(), ids.tolist(), strict=True)):
-        if own_values[-1] == own_values[count - 1] and len(own_ids) < logprobs.shape[1]:
-            # More are as probable as the last one than were asked for: any of them may have come.
-            ranked, order = torch.sort(logprobs[row], descending=True, stable=True)
-            own_values, own_ids = ranked[:count].tolist(), order[:count].tolist()
-        entries = sorted(zip(own_ids, own_values, strict=True), key=lambda entry: (-entry[1], entry[0]))
-        found.append([(token, value) for token, value in entries[:count] if math.exp(value) > 0])
-    return found

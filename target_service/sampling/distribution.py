@@ -7,128 +7,66 @@ in one place: it applies min_p last.
 
 from __future__ import annotations
 
-from collections import Counter
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from outrider.sampling import SamplingParams, TokenLogprobs
-from target_service.sampling.adjustments import LARGEST, Adjustments
+from target_service.sampling.adjustments import Adjustments, adjusted
 
-# Without top_k, top_p sorts this many of the most probable tokens first, and the whole vocabulary only if it has to.
-_TOP_P_FIRST = 1024
+# Candidates beyond those asked for: logits in bf16 are often equal, and of equals the device takes any. Chosen.
+_SPARE = 32
 
 
 class LogitShaper:
     """One request's parameters, applied to rows of logits. Symbols: V is the vocabulary size."""
 
-    def __init__(
-        self,
-        params: SamplingParams,
-        prompt_ids: Sequence[int],
-        end_token_ids: Sequence[int],
-        vocabulary_size: int,
-    ) -> None:
+    def __init__(self, params: SamplingParams, prompt_ids: Sequence[int], end_token_ids: Sequence[int]) -> None:
         self._params = params
-        self._vocabulary_size = vocabulary_size
-        self._bias_ids = torch.tensor(list(params.logit_bias), dtype=torch.int64)
-        self._bias = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
         held_back = {*params.stop_token_ids, *(() if params.ignore_eos else end_token_ids)}
-        self._held_back = torch.tensor(sorted(held_back), dtype=torch.int64)
-        self._prompt_ids = torch.tensor(sorted(set(prompt_ids)), dtype=torch.int64)
+        self._held_back = np.array(sorted(held_back), np.int64)
+        self._prompt_ids = np.array(sorted(set(prompt_ids)), np.int64)
 
     def shaped(self, logits_row: Tensor, output_ids: Sequence[int]) -> Tensor:
         """Logits [V] in fp32 after bias, min_tokens and penalties; `output_ids` includes the row's own path."""
-        params, logits = self._params, logits_row.float()
-        if not params.shapes_logits:
+        logits = logits_row.float()
+        if not self._params.shapes_logits:
             return logits
         logits = logits.clone()
-        if len(self._bias_ids):
-            logits[self._bias_ids] += self._bias.to(logits.device)
-        if params.has_penalties:
-            self._penalise(logits, output_ids)
-        if len(output_ids) < params.min_tokens:
-            logits[self._held_back] = -torch.inf
+        wanted = self.adjustments(output_ids).of_row(0, ())
+        adjusted(logits[None], torch.from_numpy(wanted.view(np.uint8)).to(logits.device))
         return logits
 
     def adjustments(self, output_ids: Sequence[int]) -> Adjustments:
         """What `shaped` does to rows after `output_ids` and a path, for many rows at once."""
-        return Adjustments(self._params, self._prompt_ids.numpy(), self._held_back.numpy(), output_ids)
-
-    def _penalise(self, logits: Tensor, output_ids: Sequence[int]) -> None:
-        params = self._params
-        counts, device = Counter(output_ids), logits.device
-        generated = torch.tensor(list(counts), dtype=torch.int64, device=device)
-        if params.repetition_penalty != 1.0:
-            seen = torch.unique(torch.cat([self._prompt_ids.to(device), generated]))
-            values, factor = logits[seen].double(), params.repetition_penalty
-            scaled = torch.where(values > 0, values / factor, values * factor)
-            # Any finite penalty is legal; an infinite logit would make the distribution undefined.
-            logits[seen] = scaled.clamp(-LARGEST, LARGEST).float()
-        if len(generated):
-            times = torch.tensor(list(counts.values()), dtype=torch.float32, device=device)
-            logits[generated] -= params.presence_penalty + params.frequency_penalty * times
-
-    def probs(self, shaped: Tensor) -> Tensor:
-        """The distribution [V] in fp64 after temperature, min_p, top_k and top_p. At temperature 0, all on the argmax.
-
-        Of equally probable tokens a filter keeps the lower ids.
-        """
-        params = self._params
-        if params.greedy:
-            distribution = torch.zeros_like(shaped, dtype=torch.float64)
-            distribution[torch.argmax(shaped)] = 1.0
-            return distribution
-        # The largest logit becomes 0 first, so that no temperature, however small, makes it infinite.
-        distribution = torch.softmax((shaped.double() - shaped.max()) / params.temperature, dim=-1)
-        if params.min_p > 0:
-            distribution = torch.where(distribution >= params.min_p * distribution.max(), distribution, 0.0)
-        kept = _most_probable(distribution, params.top_k) if 0 < params.top_k < len(distribution) else None
-        if params.top_p < 1:
-            kept = _nucleus(distribution, kept, params.top_p)
-        if kept is not None:
-            values = distribution[kept]
-            distribution = torch.zeros_like(distribution).index_copy_(0, kept, values)
-        return distribution / distribution.sum()
+        return Adjustments(self._params, self._prompt_ids, self._held_back, output_ids)
 
 
-def _most_probable(distribution: Tensor, count: int) -> Tensor:
-    """Ids of the `count` most probable tokens, most probable first, lower ids first among equals.
-
-    [at most count]: tokens of probability 0 are left out, since sorting all of them would take most of the time.
-    """
-    threshold = torch.topk(distribution, count).values[-1]
-    # Every token at the threshold takes part, so that which of them stay is decided by id alone.
-    candidates = distribution >= threshold if threshold > 0 else distribution > 0
-    ids = candidates.nonzero()[:, 0]
-    order = torch.sort(distribution[ids], descending=True, stable=True).indices
-    return ids[order[:count]]
+def logprobs_of(logits: Tensor, token_ids: Tensor, tops: Sequence[int]) -> list[TokenLogprobs]:
+    """Log-probabilities of rows of raw logits [n, V]: of each row's own token, [n] int64, and the most probable ones,
+    as many as its `top`."""
+    logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+    own = logprobs.gather(1, token_ids[:, None])[:, 0].tolist()
+    listed = _most_probable(logprobs, min(max(tops), logprobs.shape[1]))
+    rows = zip(own, listed, tops, strict=True)
+    return [TokenLogprobs(logprob, tuple(entries[:top])) for logprob, entries, top in rows]
 
 
-def _nucleus(distribution: Tensor, ranked: Tensor | None, top_p: float) -> Tensor:
-    """Ids of the smallest set of most probable tokens that reaches `top_p`; at least one.
-
-    `ranked` are the remaining tokens, most probable first; None for the whole vocabulary [V]. `top_p` is a share of
-    their total probability.
-    """
-    if ranked is None:
-        share = top_p * distribution.sum()
-        ranked = _most_probable(distribution, min(_TOP_P_FIRST, len(distribution)))
-        if distribution[ranked].sum() < share:
-            ranked = _most_probable(distribution, len(distribution))
-    else:
-        share = top_p * distribution[ranked].sum()
-    values = distribution[ranked]
-    before = values.cumsum(0) - values
-    return ranked[before < share]
-
-
-def logprobs_of(logits_row: Tensor, token_id: int, top: int) -> TokenLogprobs:
-    """Log-probabilities of the raw logits [V]: the token's own, and the `top` most probable."""
-    logprobs = torch.log_softmax(logits_row.float(), dim=-1)
-    if top == 0:
-        return TokenLogprobs(float(logprobs[token_id]))
-    # In fp64, where 20 probabilities do not underflow to zero, which would drop them.
-    ids = _most_probable(logprobs.double().exp(), min(top, len(logprobs)))
-    return TokenLogprobs(float(logprobs[token_id]), tuple(zip(ids.tolist(), logprobs[ids].tolist(), strict=True)))
+def _most_probable(logprobs: Tensor, count: int) -> list[list[tuple[int, float]]]:
+    """Of each row of logprobs [rows, V] fp32 the ids and values of the `count` greatest, the lower ids first among
+    equals. Those of no probability are left out."""
+    if not count:
+        return [[]] * len(logprobs)
+    values, ids = torch.topk(logprobs, min(count + _SPARE, logprobs.shape[1]), dim=1)
+    found = []
+    for row, (own_values, own_ids) in enumerate(zip(values.tolist(), ids.tolist(), strict=True)):
+        if own_values[-1] == own_values[count - 1] and len(own_ids) < logprobs.shape[1]:
+            # More are as probable as the last one than were asked for: any of them may have come.
+            ranked, order = torch.sort(logprobs[row], descending=True, stable=True)
+            own_values, own_ids = ranked[:count].tolist(), order[:count].tolist()
+        entries = sorted(zip(own_ids, own_values, strict=True), key=lambda entry: (-entry[1], entry[0]))
+        found.append([(token, value) for token, value in entries[:count] if math.exp(value) > 0])
+    return found

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Callable, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,22 +17,12 @@ from outrider.tree import TokenTree
 from target_service.core.sequence import DevicePass, SequenceRequest
 from target_service.sampling.adjustments import ADJUSTMENT
 from target_service.sampling.distribution import LogitShaper, logprobs_of
-from tree_kernels.philox import uniforms
-from tree_kernels.verification import Mode, RowsToVerify, Walk, coupled_token, match_walk, rejection_walk, typical_walk
+from tree_kernels.verification import Mode, RowsToVerify, Walk
+from tree_kernels.verification.torch_backend import walk_of
 from tree_kernels.verification.typical import path_to
 
 # A draft gets the request's seed, and must not be able to derive rejection's coins from it: a secret per process.
 _COIN_SECRET = secrets.token_bytes(16)
-# One for each row of the largest tree and one for each token drawn.
-_COINS_PER_STEP = 1024
-_DEVICE_MODES = MappingProxyType(
-    {
-        VerificationMode.GREEDY: Mode.GREEDY,
-        VerificationMode.COUPLED: Mode.COUPLED,
-        VerificationMode.REJECTION: Mode.REJECTION,
-        VerificationMode.TYPICAL: Mode.TYPICAL,
-    }
-)
 
 
 class Verified(NamedTuple):
@@ -52,13 +41,8 @@ class Verified(NamedTuple):
     lossy: tuple[bool, ...] = ()
 
     @property
-    def drafted_by_pass(self) -> tuple[int, ...]:
-        """Drafted rows of each pass whose rows the device chose."""
-        return tuple([one.drafted for one in self.device_passes])
-
-    @property
     def accepted_by_pass(self) -> tuple[int, ...]:
-        """Accepted rows of each of those passes."""
+        """Accepted rows of each pass whose rows the device chose."""
         return tuple([one.accepted for one in self.device_passes])
 
     @property
@@ -79,11 +63,10 @@ class SequenceVerifier:
     are. Batched device kernels must choose the same tokens.
     """
 
-    def __init__(self, request: SequenceRequest, end_token_ids: tuple[int, ...], vocabulary_size: int) -> None:
-        self._mode = request.mode
+    def __init__(self, request: SequenceRequest, end_token_ids: tuple[int, ...]) -> None:
         self._seed = request.seed
         sampling = request.sampling
-        self._device_mode = _DEVICE_MODES[request.mode]
+        self._mode = Mode[request.mode.name]
         self.lossy = request.lossy
         self._typical = request.typical
         self._distribution = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
@@ -93,26 +76,19 @@ class SequenceVerifier:
         self.on_device = not sampling.shapes_logits and sampling.logprobs is None
         # Whether the device may choose its drafted rows: it does so by tokens, which rejection sampling does not allow.
         self.device_rows = self.on_device and request.mode is not VerificationMode.REJECTION
-        self._shaper = LogitShaper(sampling, request.token_ids, end_token_ids, vocabulary_size)
+        self._shaper = LogitShaper(sampling, request.token_ids, end_token_ids)
         self.prompt_length = len(request.token_ids)
-        self._coin_seed = _private_seed(request.seed)
+        digest = hashlib.blake2b(request.seed.to_bytes(8, "little"), key=_COIN_SECRET, digest_size=8).digest()
+        self._coin_seed = int.from_bytes(digest, "little")
 
     def rows_to_verify(self, tree: TokenTree, first_row: int, length: int, step: int) -> RowsToVerify:
-        """What `DeviceVerifier` needs for the same outcome as `verify`, given logits that are shaped already.
-
-        Args:
-            tree: rows to verify.
-            first_row: of the step, which is the tree's root.
-            length: tokens of the sequence, the root included.
-            step: of the sequence.
-        """
-        if self._mode is VerificationMode.REJECTION:
-            seed, position = self._coin_seed, step
-        else:
-            seed, position = self._seed, length
+        """What `DeviceVerifier` needs for the same outcome as `verify`, given logits that are shaped already: of the
+        tree with its root at `first_row` of the step, and `length` tokens of the sequence, the root included."""
+        rejects = self._mode is Mode.REJECTION
+        seed, position = (self._coin_seed, step) if rejects else (self._seed, length)
         count, sampled = len(tree.token_ids), self._distribution
-        rows = RowsToVerify(first_row, count, self._device_mode, seed, position, *sampled, tree.is_chain)
-        if self._mode is not VerificationMode.TYPICAL:
+        rows = RowsToVerify(first_row, count, self._mode, seed, position, *sampled, tree.is_chain)
+        if self._mode is not Mode.TYPICAL:
             return rows
         rule = self._typical
         return rows._replace(begins=self.prompt_length, epsilon=rule.epsilon, delta=rule.delta)
@@ -126,69 +102,25 @@ class SequenceVerifier:
         return np.concatenate([shaping.of_row(row, path) for row, path in enumerate(paths)])
 
     def verify(self, tree: TokenTree, logits: Tensor, output: list[int], step: int) -> Verified:
-        """Walk the tree.
+        """Walk the tree, by logits [rows, vocabulary] of its rows. `output` are the tokens committed so far, without
+        the prompt; each `step` of the sequence has a new stream of coins."""
+        asked = self.rows_to_verify(tree, 0, self.prompt_length + len(output), step)
+        drafts = {row: (drawn.token_ids, drawn.weights) for row, drawn in tree.distributions.items()}
 
-        Args:
-            tree: rows to verify, the root first.
-            logits: [rows, vocabulary] of the tree's rows.
-            output: tokens committed so far, without the prompt.
-            step: of the sequence; each has a new stream of coins.
-        """
-        lossy: tuple[bool, ...] = ()
-        if self._mode is VerificationMode.REJECTION:
-            walk = rejection_walk(
-                tree.parents,
-                tree.token_ids,
-                {
-                    row: (distribution.token_ids, distribution.weights)
-                    for row, distribution in tree.distributions.items()
-                },
-                lambda row, _: self._probs(tree, row, logits, output),
-                self._coins(step),
-            )
-        elif self._mode is VerificationMode.TYPICAL:
-            walk, lossy = typical_walk(
-                tree.parents,
-                tree.token_ids,
-                lambda row: self._probs(tree, row, logits, output),
-                self._drawn(output),
-                self._typical.threshold,
-                begins=not output,
-            )
-        else:
-            walk = match_walk(tree.parents, tree.token_ids, self._choice(tree, logits, output))
+        def logits_of(row: int) -> Tensor:
+            path = [tree.token_ids[node] for node in path_to(tree.parents, row)]
+            return self._shaper.shaped(logits[row], output + path)
+
+        walk, lossy = walk_of(asked, tree.parents, tree.token_ids, drafts, logits_of)
         return Verified(walk, self._logprobs_of(tree, walk, logits), lossy=lossy)
-
-    def _choice(self, tree: TokenTree, logits: Tensor, output: list[int]) -> Callable[[int, int], int]:
-        if self._mode is VerificationMode.GREEDY:
-            return lambda row, _: int(torch.argmax(self._shaped(tree, row, logits, output)))
-        drawn = self._drawn(output)
-        return lambda row, depth: drawn(self._probs(tree, row, logits, output), depth)
-
-    def _drawn(self, output: list[int]) -> Callable[[Tensor, int], int]:
-        """The request's own draw from a distribution [V] at a depth below the root; see `typical.Draw`."""
-        position = self.prompt_length + len(output)
-        return lambda probs, depth: coupled_token(probs, self._seed, position + depth)
-
-    def _shaped(self, tree: TokenTree, row: int, logits: Tensor, output: list[int]) -> Tensor:
-        path = [tree.token_ids[node] for node in path_to(tree.parents, row)]
-        return self._shaper.shaped(logits[row], output + path)
-
-    def _probs(self, tree: TokenTree, row: int, logits: Tensor, output: list[int]) -> Tensor:
-        return self._shaper.probs(self._shaped(tree, row, logits, output))
-
-    def _coins(self, step: int) -> Callable[[], float]:
-        stream = iter(uniforms(self._coin_seed, step, _COINS_PER_STEP).tolist())
-        return lambda: float(next(stream))
 
     def _logprobs_of(self, tree: TokenTree, walk: Walk, logits: Tensor) -> tuple[TokenLogprobs, ...]:
         if self.logprobs is None:
             return ()
-        rows = (0, *walk.accepted_rows)
-        tokens = (*(tree.token_ids[row] for row in walk.accepted_rows), walk.next_token)
-        return tuple(logprobs_of(logits[row], token, self.logprobs) for row, token in zip(rows, tokens, strict=True))
+        rows, tokens = said(tree, walk)
+        return tuple(logprobs_of(logits[rows], torch.tensor(tokens, device=logits.device), [self.logprobs] * len(rows)))
 
 
-def _private_seed(seed: int) -> int:
-    digest = hashlib.blake2b(seed.to_bytes(8, "little"), key=_COIN_SECRET, digest_size=8).digest()
-    return int.from_bytes(digest, "little")
+def said(tree: TokenTree, walk: Walk) -> tuple[list[int], list[int]]:
+    """The rows of a walk, root first, and the token after each."""
+    return [0, *walk.accepted_rows], [*(tree.token_ids[row] for row in walk.accepted_rows), walk.next_token]

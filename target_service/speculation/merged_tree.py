@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from outrider.drafting.draft_tree import GrowingTree
 from outrider.tree import MAX_ROWS, TokenTree
-from target_service.execution.predicted_chain import PredictedChain
+from target_service.execution.node_tables import PredictedChain
 
 _ROOT = 0
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import pairwise
 
-from target_service.execution.predicted_chain import PredictedChain
+from target_service.execution.node_tables import PredictedChain
 
 # All of these are chosen, not measured; scores are calibrated later (`row_budget.Calibration`).
 # By the length of the run, from 0 on: the probability that the next token comes as predicted.

@@ -19,7 +19,7 @@ from draft_service.neural.tree_config import CacheShape, TreeShape
 from draft_service.neural.tree_drafting import CacheEntry, Extension, TreeDrafting, TreeRequest
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import TokenTree
-from tree_kernels.verification import rejection_walk
+from tree_kernels.verification import Chance, rejection_walk
 
 VOCABULARY = 4
 BATCH = 500
@@ -93,7 +93,7 @@ def outputs(tree: TokenTree, seed: int, length: int) -> tuple[int, ...]:
         tree.token_ids,
         distributions,
         lambda row, _: distribution_of(TARGET_LOGITS, codes[row]),
-        coins.random,
+        Chance(coins.random),
     )
     said = [*(tree.token_ids[row] for row in walk.accepted_rows), walk.next_token]
     code = 1

@@ -22,7 +22,7 @@ from outrider import noise
 from outrider.sampling import LOSSLESS_MODES, SamplingParams, VerificationMode
 from outrider.tree import TokenTree
 from outrider.wire.frames import TreeLimits
-from tree_kernels.verification import rejection_walk
+from tree_kernels.verification import Chance, rejection_walk
 
 VOCABULARY = 12
 NOTHING = NgramTrie(2, 4).arrays()
@@ -209,7 +209,7 @@ def test_rejection_over_drawn_trees_keeps_the_targets_distribution() -> None:
         distributions = {
             row: (distribution.token_ids, distribution.weights) for row, distribution in tree.distributions.items()
         }
-        walk = rejection_walk(tree.parents, tree.token_ids, distributions, lambda _row, _depth: target, coins.random)
+        walk = rejection_walk(tree.parents, tree.token_ids, distributions, lambda *_: target, Chance(coins.random))
         outputs[tree.token_ids[walk.accepted_rows[0]] if walk.accepted_rows else walk.next_token] += 1
     expected = target.numpy() * samples
     likely = expected > 5

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine_harness import Outcome, engine_config, real_drafter, request, run
+from engine_harness import Outcome, engine_config, probs_of, real_drafter, request, run
 from sampled_outputs import assert_follow
 
 from draft_service.eagle.config import EagleConfig
@@ -146,7 +146,7 @@ def distribution(
     runner: ModelRunner, prompt: tuple[int, ...], sampling: SamplingParams, length: int
 ) -> dict[tuple[int, ...], float]:
     """The exact probability of every output of `length` tokens, by transformers' own attention."""
-    shaper = LogitShaper(sampling, prompt, (), runner.vocabulary_size)
+    shaper = LogitShaper(sampling, prompt, ())
     known: dict[tuple[int, ...], float] = {(): 1.0}
     runner.model.set_attn_implementation("sdpa")
     try:
@@ -155,7 +155,7 @@ def distribution(
             logits = runner.model(torch.tensor([[*prompt, *path] for path in paths]), use_cache=False).logits[:, -1]
             grown = {}
             for path, of_path in zip(paths, logits, strict=True):
-                for token, probability in enumerate(shaper.probs(shaper.shaped(of_path, path)).tolist()):
+                for token, probability in enumerate(probs_of(sampling, shaper.shaped(of_path, path)).tolist()):
                     if probability:
                         grown[(*path, token)] = known[path] * probability
             known = grown

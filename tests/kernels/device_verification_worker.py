@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tree_kernels.verification import RACED, DeviceVerifier, Mode, RowsToVerify, Verdicts, coupled_token, move_accepted
-from tree_kernels.verification.torch_backend import distribution_of
+from tree_kernels.verification.torch_backend import row_distribution
 
 INTERPRETED = not torch.cuda.is_available()
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -42,7 +42,7 @@ def choice_of(asked: RowsToVerify, logits_row: Tensor, depth: int) -> int:
     TYPICAL mode the likeliest."""
     if asked.mode in (Mode.GREEDY, Mode.TYPICAL) or asked.temperature == 0:
         return int(logits_row.argmax())
-    return coupled_token(distribution_of(logits_row, asked), asked.seed, asked.position + depth)
+    return coupled_token(row_distribution(asked, logits_row), asked.seed, asked.position + depth)
 
 
 def grow(asked: RowsToVerify, logits: Tensor, shape: str, rng: random.Random) -> tuple[list[int], list[int]]:

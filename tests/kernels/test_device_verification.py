@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.sampling import SamplingParams
-from target_service.sampling.distribution import LogitShaper
 from tree_kernels.philox import uniforms
 from tree_kernels.verification import (
+    Chance,
     DeviceVerifier,
     Mode,
     RowsToVerify,
@@ -27,7 +26,7 @@ from tree_kernels.verification.records import (
     unpack_distributions,
     unpack_parameters,
 )
-from tree_kernels.verification.torch_backend import distribution_of
+from tree_kernels.verification.torch_backend import row_distribution
 
 V = 60
 FILTERS: dict[str, dict[str, Any]] = {
@@ -48,17 +47,6 @@ def random_logits(rows: int, seed: int, ties: bool = False) -> Tensor:
 
 def integers(values: list[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
-
-
-@pytest.mark.parametrize("parameters", FILTERS.values(), ids=FILTERS)
-@pytest.mark.parametrize("ties", [False, True], ids=["distinct", "ties"])
-def test_a_distribution_is_the_one_that_the_target_samples_from(parameters: dict[str, Any], ties: bool) -> None:
-    shaper = LogitShaper(SamplingParams(**{"temperature": 1.0, **parameters}), (), (), V)
-    for seed in range(20):
-        row = random_logits(1, seed, ties)[0]
-        expected, distribution = shaper.probs(row), distribution_of(row, RowsToVerify(0, 1, Mode.COUPLED, **parameters))
-        assert torch.equal(distribution > 0, expected > 0)
-        torch.testing.assert_close(distribution, expected, rtol=1e-14, atol=0.0)
 
 
 def test_a_step_of_every_mode_says_what_each_sequence_says_alone() -> None:
@@ -82,13 +70,13 @@ def test_a_step_of_every_mode_says_what_each_sequence_says_alone() -> None:
         parents[4:8],
         tokens[4:8],
         {0: distributions[4]},
-        lambda row, _: distribution_of(logits[4 + row], asked[3]),
-        lambda: next(coins),
+        lambda row, _: row_distribution(asked[3], logits[4 + row]),
+        Chance(lambda: next(coins)),
     )
     accepted = len(rejection.accepted_rows)
     count = verdicts.accepted_counts.tolist()
     assert count == [2 if best[1] == 5 else 1, 0, 0, accepted, 0, 0]
-    coupled = coupled_token(distribution_of(logits[3], asked[2]), 11, 2**40)
+    coupled = coupled_token(row_distribution(asked[2], logits[3]), 11, 2**40)
     assert verdicts.next_tokens.tolist() == [best[count[0]], -1, coupled, rejection.next_token, -1, -1]
     assert verdicts.accepted_rows[:1].tolist() == [1]
     assert verdicts.accepted_rows[4 : 4 + accepted].tolist() == list(rejection.accepted_rows)

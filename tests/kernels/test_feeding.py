@@ -49,7 +49,7 @@ def test_a_step_moves_on_by_what_was_accepted() -> None:
     parameters = [0] * 4 * RECORD
     integers = [[-2, -1, 7, 5, -3], [3, 7, 9, 4, 5], [3, 7, 9, 4, 5], parameters, [0, 1, 2, 3, 5], [3, 7, 9, 4]]
     pages = [[0, 2, 5, 7], [3, 5, 1, 9, 0, 2, 4, 6, 8]]
-    step = StepIntegers(*(torch.tensor(values, dtype=torch.int32) for values in [*integers, *pages, [0] * 5]))
+    step = StepIntegers(*(torch.tensor(values, dtype=torch.int32) for values in [*integers, *pages, *[[0] * 5] * 3]))
     records = step.parameters.view(-1, RECORD)
     records[:, MODE] = torch.tensor([Mode.COUPLED, Mode.REJECTION, Mode.COUPLED, Mode.COUPLED])
     records[:, POSITION] = -1
@@ -73,7 +73,7 @@ def test_a_step_becomes_the_one_after_it() -> None:
         [3, 5, 6],
         [0, 2, 2],
         [3, 5, 1, 9],
-        [],
+        *[[]] * 3,
     ]
     step = StepIntegers(*(torch.tensor(values, dtype=torch.int32) for values in integers))
     advance(step, page_size=4, last_position=8)

@@ -28,26 +28,26 @@ from random_tables import (
     table_for,
 )
 
-from tree_kernels.node_table import (
+from tree_kernels.node_table import Mailboxes, NodeTable, StepIntegers, layout, longest_run
+from tree_kernels.node_table import torch_backend as _torch_node_table
+from tree_kernels.node_table.layout import (
     COST_OF_HALVING,
     KEPT,
+    KEYS_PER_COST,
     LONGEST,
     LOOKUP,
     MAX_PATH,
+    MEND_BORROWED,
+    MEND_EXCHANGED,
+    MEND_INSERTED,
     MOST_COST,
+    NO_KEY,
     NODES,
     PROSPECTS,
     REPORT,
     REPORT_TOKENS,
     TABLE,
-    Mailboxes,
-    NodeTable,
-    StepIntegers,
-    longest_run,
-    lookup_costs,
 )
-from tree_kernels.node_table import torch_backend as _torch_node_table
-from tree_kernels.node_table.layout import KEYS_PER_COST, MEND_BORROWED, MEND_EXCHANGED, MEND_INSERTED, NO_KEY
 from tree_kernels.node_table.torch_backend import (
     Candidate,
     Chain,
@@ -101,10 +101,10 @@ def test_it_is_a_longest_run(text: list[int]) -> None:
 
 def test_a_chain_goes_on_with_itself_and_costs_by_its_run() -> None:
     chain = look_up([5, 1, 2, 1, 2], 5)
-    assert chain == Chain([1, 2, 1, 2, 1], lookup_costs.FIRST_COST[2], lookup_costs.NEXT_COST[2])
+    assert chain == Chain([1, 2, 1, 2, 1], layout.FIRST_COST[2], layout.NEXT_COST[2])
     assert look_up([1, 2, 3], 5) == look_up([1, 1], 0) == Chain([], 0, 0)
     # A cost is of the chance that it is right.
-    assert lookup_costs.FIRST_COST[2] == round(-COST_OF_HALVING * torch.tensor(lookup_costs.RIGHT[2][0]).log2().item())
+    assert layout.FIRST_COST[2] == round(-COST_OF_HALVING * torch.tensor(layout.RIGHT[2][0]).log2().item())
 
 
 def test_what_fits() -> None:
@@ -560,14 +560,8 @@ def test_deep_rows_are_left_out() -> None:
 
 
 def test_what_is_refused() -> None:
-    step, text = one_sequence(8, 20)
+    _, text = one_sequence(8, 20)
     table = table_for(Case(4, [8], 8, 20, 4), text, "torch")
-    bare = StepIntegers(*(getattr(step, name) for name in step.__slots__[:9]))
-    nothing = torch.zeros(2 * MAX_SEQUENCES + 8).int()
-    with pytest.raises(ValueError, match="parents"):
-        table.begin(bare, nothing)
-    with pytest.raises(ValueError, match="parents"):
-        table.go_on(bare, Verdicts.over(nothing, MAX_SEQUENCES))
     with pytest.raises(ValueError, match=f"{MAX_SEQUENCES} boxes, got {MAX_SEQUENCES - 1}"):
         table.take(Mailboxes(MAX_SEQUENCES - 1, torch.device("cpu")))
 

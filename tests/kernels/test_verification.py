@@ -11,8 +11,7 @@ from torch import Tensor
 
 from outrider.noise import exponentials, noise_words
 from tree_kernels.philox import uniforms
-from tree_kernels.verification import Walk, coupled_token, match_walk, rejection_walk
-from tree_kernels.verification.walks import CoinChance
+from tree_kernels.verification import Chance, Walk, coupled_token, match_walk, rejection_walk
 
 V = 7
 
@@ -110,7 +109,7 @@ def test_rejection_with_coins_follows_the_distribution() -> None:
         drafted = rng.choice(ids, size=2, replace=False, p=np.array(weights) / 100)
         coins = iter(uniforms(7, i, 8).tolist())
         walk = rejection_walk(
-            [0, 0, 0], [0, *map(int, drafted)], {0: (ids, weights)}, lambda *_: target, lambda c=coins: next(c)
+            [0, 0, 0], [0, *map(int, drafted)], {0: (ids, weights)}, lambda *_: target, Chance(lambda c=coins: next(c))
         )
         samples.append(int(drafted[walk.accepted_rows[0] - 1]) if walk.accepted_rows else walk.next_token)
     assert_shrinks(samples, target)
@@ -119,22 +118,22 @@ def test_rejection_with_coins_follows_the_distribution() -> None:
 def test_a_coin_of_zero_accepts_no_token_of_probability_zero() -> None:
     target = torch.tensor([0.0, 0.0, 0.25, 0.75])
     for distributions in ({}, {0: ((0, 1), (1, 1))}):
-        walk = rejection_walk([0, 0, 0], [3, 0, 1], distributions, lambda *_: target, lambda: 0.0)
+        walk = rejection_walk([0, 0, 0], [3, 0, 1], distributions, lambda *_: target, Chance(lambda: 0.0))
         assert walk == Walk((), 2)
 
 
 def test_the_largest_coin_still_draws_a_token_of_positive_probability() -> None:
-    chance = CoinChance(lambda: 1.0 - 2.0**-53)
+    chance = Chance(lambda: 1.0 - 2.0**-53)
     weights = torch.cat([torch.full((1000,), 0.1, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)])
     assert chance.draw(weights) == 999
-    assert CoinChance(lambda: 0.0).draw(torch.tensor([0.0, 0.0, 1e-300, 1.0], dtype=torch.float64)) == 2
+    assert Chance(lambda: 0.0).draw(torch.tensor([0.0, 0.0, 1e-300, 1.0], dtype=torch.float64)) == 2
 
 
 @pytest.mark.parametrize("drawn", [False, True], ids=["fixed", "drawn"])
 def test_a_tree_of_one_row_says_the_targets_own_token(drawn: bool) -> None:
     target = torch.tensor([0.5, 0.5])
     distributions = {0: ((0,), (1,))} if drawn else {}
-    assert rejection_walk([0], [0], distributions, lambda *_: target, lambda: 0.7) == Walk((), 1)
+    assert rejection_walk([0], [0], distributions, lambda *_: target, Chance(lambda: 0.7)) == Walk((), 1)
     assert match_walk([0], [0], lambda *_: 1) == Walk((), 1)
 
 
@@ -143,7 +142,9 @@ def test_a_tree_that_is_all_right_is_accepted_to_the_leaf() -> None:
     target = {0: 2, 2: 3, 3: 4, 4: 5}
     walk = match_walk(parents, tokens, lambda row, _: target[row])
     assert walk == Walk((2, 3, 4), 5)
-    distribution = rejection_walk(parents, tokens, {}, lambda row, _: torch.eye(V)[target[row]], lambda: 0.999999)
+    distribution = rejection_walk(
+        parents, tokens, {}, lambda row, _: torch.eye(V)[target[row]], Chance(lambda: 0.999999)
+    )
     assert distribution == walk
 
 
@@ -151,7 +152,7 @@ def test_a_tree_that_is_all_wrong_costs_nothing_but_its_rows() -> None:
     parents, tokens = random_tree(3, rows=20)
     tokens = [0] + [t if t != 4 else 5 for t in tokens[1:]]
     assert match_walk(parents, tokens, lambda *_: 4) == Walk((), 4)
-    assert rejection_walk(parents, tokens, {}, lambda *_: torch.eye(V)[4], lambda: 0.0) == Walk((), 4)
+    assert rejection_walk(parents, tokens, {}, lambda *_: torch.eye(V)[4], Chance(lambda: 0.0)) == Walk((), 4)
 
 
 @pytest.mark.parametrize("form", ["chain", "star"])
@@ -170,7 +171,7 @@ def test_the_largest_tree(form: str) -> None:
     assert len(asked) == len(walk.accepted_rows) + 1
     coins = iter(uniforms(1, 1, 600).tolist())
     wanted = torch.full((300,), 1 / 300)
-    drawn = rejection_walk(parents, tokens, {}, lambda *_: wanted, lambda: next(coins))
+    drawn = rejection_walk(parents, tokens, {}, lambda *_: wanted, Chance(lambda: next(coins)))
     assert 0 <= drawn.next_token < 300
     if form == "star" and not drawn.accepted_rows:
         assert drawn.next_token >= 255
@@ -179,7 +180,7 @@ def test_the_largest_tree(form: str) -> None:
 def test_an_exhausted_support_leaves_what_the_draft_could_not_say() -> None:
     target = torch.tensor([0.1, 0.1, 0.8])
     coins = iter([0.9, 0.9, 0.5])
-    walk = rejection_walk([0, 0, 0], [0, 0, 1], {0: ((0, 1), (1, 1))}, lambda *_: target, lambda: next(coins))
+    walk = rejection_walk([0, 0, 0], [0, 0, 1], {0: ((0, 1), (1, 1))}, lambda *_: target, Chance(lambda: next(coins)))
     assert walk == Walk((), 2)
 
 
@@ -189,7 +190,9 @@ def test_equal_distributions_never_leave_an_empty_residual() -> None:
     for i in range(300):
         coins = iter([1.0 - 2.0**-53, 1.0 - 2.0**-53, 0.5])
         drafted = i % V
-        walk = rejection_walk([0, 0], [0, drafted], {0: (ids, weights)}, lambda *_: target, lambda c=coins: next(c))
+        walk = rejection_walk(
+            [0, 0], [0, drafted], {0: (ids, weights)}, lambda *_: target, Chance(lambda c=coins: next(c))
+        )
         assert 0 <= walk.next_token < V
 
 
@@ -203,6 +206,6 @@ def test_probs_are_asked_once_for_each_row_of_the_path_and_left_as_they_were() -
         rows.append(row)
         return target
 
-    walk = rejection_walk([0, 0, 1, 2], [0, 1, 2, 3], {}, probs_of, lambda: 0.0)
+    walk = rejection_walk([0, 0, 1, 2], [0, 1, 2, 3], {}, probs_of, Chance(lambda: 0.0))
     assert rows == [0, 1, 2, 3] and walk.accepted_rows == (1, 2, 3)
     assert torch.equal(target, before)

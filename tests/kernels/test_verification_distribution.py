@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tree_kernels.verification import Walk, match_walk
-from tree_kernels.verification.walks import rejection_walk_with
+from tree_kernels.verification import Walk, match_walk, rejection_walk
 
 Path = tuple[int, ...]
 Distribution = tuple[tuple[int, ...], tuple[int, ...]]
@@ -155,7 +154,7 @@ def rejection_outputs(trees: Iterator[tuple[float, Tree]], target_of: Callable[[
                 assert depth == len(tree.paths[row])
                 return target_of(tree.paths[row])
 
-            return rejection_walk_with(tree.parents, tree.tokens, tree.distributions, probs_of, chance)
+            return rejection_walk(tree.parents, tree.tokens, tree.distributions, probs_of, chance)
 
         for chance, walk in every_run(run):
             path = tree.paths[walk.accepted_rows[-1]] if walk.accepted_rows else ()
@@ -243,7 +242,7 @@ def test_rejection_accepts_every_draft_where_draft_and_target_agree() -> None:
     for _, tree in drawn_trees(SHAPES["chain"], draft_distributions("full", vocabulary=3)):
 
         def run(chance: BranchingChance, tree: Tree = tree) -> Walk:
-            return rejection_walk_with(
+            return rejection_walk(
                 tree.parents, tree.tokens, tree.distributions, lambda row, _: target_of(tree.paths[row]), chance
             )
 

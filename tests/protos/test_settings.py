@@ -19,7 +19,7 @@ from outrider.settings import SECTIONS, Settings, SettingsError, add_flags, load
 from outrider.tree import MAX_ROWS
 from outrider_gateway.config import GatewayConfig
 from target_service.config import MOST_DRAFTED, MOST_LOOKED_UP, TargetConfig
-from tree_kernels.node_table import LOOKUP
+from tree_kernels.node_table.layout import LOOKUP
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,7 +13,8 @@ from engine_harness import request
 from outrider.sampling import SamplingParams, TypicalAcceptance, VerificationMode
 from outrider.tree import DraftDistribution, TokenTree
 from target_service.sampling import batch_verifier
-from target_service.sampling.batch_verifier import Asked, BatchVerifier, _most_probable
+from target_service.sampling.batch_verifier import Asked, BatchVerifier
+from target_service.sampling.distribution import _most_probable
 from target_service.sampling.verifier import SequenceVerifier
 from tree_kernels.verification import DeviceVerifier
 
@@ -69,7 +70,7 @@ def random_step(seed: int) -> tuple[list[Asked], torch.Tensor]:
         typical = TypicalAcceptance(0.05, 0.9)
         wanted = request(prompt, sampling=sampling, mode=mode, typical=typical)
         tree = random_tree(rng, logits[first:], drawn=mode is VerificationMode.REJECTION)
-        verifier = SequenceVerifier(wanted, ENDS, VOCABULARY)
+        verifier = SequenceVerifier(wanted, ENDS)
         asked.append(Asked(verifier, tree, first, output, step=rng.randrange(50)))
         first += len(tree) + rng.randrange(2)
     return asked, logits

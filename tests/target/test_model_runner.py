@@ -257,7 +257,7 @@ def test_a_pass_moves_on_on_the_host_as_it_does_on_the_device(page_size: int) ->
     starts = [sum(map(len, pages[:b])) for b in range(len(pages))]
     records = [0] * (4 * RECORD)
     integers = (laid_out.token_ids, laid_out.positions, laid_out.slots, records, attention.query_starts, prefixes)
-    step = StepIntegers(*(torch.tensor(values, dtype=torch.int32) for values in (*integers, starts, flat, ())))
+    step = StepIntegers(*(torch.tensor(values, dtype=torch.int32) for values in (*integers, starts, flat, (), (), ())))
     move_on(step, torch.tensor(counts, dtype=torch.int32), page_size, last_position=100)
     assert moved.positions == tuple(step.positions.tolist()) == (7, 9, 3, 4, 5, 15)
     assert moved.slots == tuple(step.slots.tolist())

@@ -16,7 +16,8 @@ from preorder_tables import preorder
 from outrider.errors import InvalidField
 from outrider.wire.frames import SequenceGrowth
 from target_service.execution.node_tables import NodeTables
-from tree_kernels.node_table import COST_OF_HALVING, MOST_COST, NODES, Mailboxes
+from tree_kernels.node_table import Mailboxes
+from tree_kernels.node_table.layout import COST_OF_HALVING, MOST_COST, NODES
 from tree_kernels.node_table.mailboxes import LAST_NUMBER, TURNS
 
 SLOTS = 3

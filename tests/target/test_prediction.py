@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.drafting.draft_tree import GrowingTree
-from target_service.execution.node_tables import PredictedNodes
-from target_service.execution.predicted_chain import PredictedChain
+from target_service.execution.node_tables import PredictedChain, PredictedNodes
 from target_service.speculation.merged_tree import MergedTree, PredictedTree
 from target_service.speculation.prediction import PredictedAnswer, predicted_answer
 

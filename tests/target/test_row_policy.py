@@ -24,7 +24,7 @@ from target_service.sampling.verifier import Verified
 from target_service.speculation.policy.live_sequence import LiveSequence
 from target_service.speculation.policy.row_policy import Kind, RowPolicy, pooled
 from target_service.speculation.policy.step_cost import StepCost
-from tree_kernels.node_table import KEPT, PROSPECTS
+from tree_kernels.node_table.layout import KEPT, PROSPECTS
 from tree_kernels.verification import Walk
 
 MAX_ROWS = 256

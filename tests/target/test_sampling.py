@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from engine_harness import probs_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -53,7 +54,7 @@ def plain_probs(params: SamplingParams, shaped: Sequence[float]) -> list[float]:
 
 
 def shaper_of(params: SamplingParams, prompt: Sequence[int] = (), ends: Sequence[int] = ()) -> LogitShaper:
-    return LogitShaper(params, prompt, ends, VOCABULARY)
+    return LogitShaper(params, prompt, ends)
 
 
 TOKENS = st.integers(0, VOCABULARY - 1)
@@ -87,7 +88,7 @@ def test_shaped_logits_and_distribution_equal_the_definition(
     assert shaped.dtype is torch.float32
     torch.testing.assert_close(shaped, torch.tensor(expected), rtol=1e-5, atol=1e-5)
     # From the same logits, so that rounding does not part tokens that are tied.
-    probs = shaper.probs(shaped)
+    probs = probs_of(params, shaped)
     assert probs.dtype is torch.float64
     assert float(probs.sum()) == pytest.approx(1.0, abs=1e-12)
     torch.testing.assert_close(
@@ -109,7 +110,7 @@ def test_shaping_leaves_the_row_it_was_given() -> None:
 
 def test_greedy_takes_the_lowest_id_among_equals() -> None:
     logits = torch.tensor([0.0, 2.0, 1.0, 2.0])
-    assert LogitShaper(SamplingParams(), (), (), 4).probs(logits).tolist() == [0.0, 1.0, 0.0, 0.0]
+    assert probs_of(SamplingParams(), logits).tolist() == [0.0, 1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,7 @@ def test_greedy_takes_the_lowest_id_among_equals() -> None:
 )
 def test_ties_are_kept_by_lowest_id(filters: dict[str, float], kept: list[int]) -> None:
     params = SamplingParams(temperature=1.0, **filters)  # type: ignore[arg-type]
-    probs = LogitShaper(params, (), (), 4).probs(torch.zeros(4))
+    probs = probs_of(params, torch.zeros(4))
     assert probs.nonzero()[:, 0].tolist() == kept
 
 
@@ -135,7 +136,7 @@ def test_a_large_vocabulary_takes_the_same_distribution_as_the_definition(top_k:
     torch.manual_seed(3)
     params = SamplingParams(temperature=0.8, top_k=top_k, top_p=0.93, min_p=1e-6)
     logits = torch.randn(6000) * spread
-    probs = LogitShaper(params, (), (), 6000).probs(logits)
+    probs = probs_of(params, logits)
     expected = torch.tensor(plain_probs(params, logits.tolist()), dtype=torch.float64)
     # One token at the edge of the nucleus may fall either way: sums of thousands differ in their last bit.
     assert int(((probs > 0) != (expected > 0)).sum()) <= 1
@@ -155,7 +156,7 @@ def test_a_large_vocabulary_takes_the_same_distribution_as_the_definition(top_k:
 )
 def test_extremes_still_make_a_distribution(params: SamplingParams) -> None:
     shaper = shaper_of(params, prompt=range(VOCABULARY))
-    probs = shaper.probs(shaper.shaped(torch.linspace(-4, 4, VOCABULARY), [1, 2, 0]))
+    probs = probs_of(params, shaper.shaped(torch.linspace(-4, 4, VOCABULARY), [1, 2, 0]))
     assert bool(torch.isfinite(probs).all())
     assert float(probs.sum()) == pytest.approx(1.0)
 
@@ -164,15 +165,15 @@ def test_extremes_still_make_a_distribution(params: SamplingParams) -> None:
 def test_ends_have_no_probability_until_min_tokens(length: int) -> None:
     params = SamplingParams(temperature=1.0, min_tokens=3, stop_token_ids=(5,))
     shaper = shaper_of(params, ends=(7,))
-    probs = shaper.probs(shaper.shaped(torch.zeros(VOCABULARY), [1] * length))
+    probs = probs_of(params, shaper.shaped(torch.zeros(VOCABULARY), [1] * length))
     assert (float(probs[5]) == 0.0) == (float(probs[7]) == 0.0) == (length < 3)
 
 
 def test_logprobs_are_of_the_raw_row_and_ranked() -> None:
     row = torch.tensor([1.0, 3.0, -400.0, 3.0, 2.0])
     expected = torch.log_softmax(row, dim=-1)
-    entry = logprobs_of(row, 4, 5)
+    (entry,) = logprobs_of(row[None], torch.tensor([4]), [5])
     assert entry.logprob == pytest.approx(float(expected[4]))
     assert [token for token, _ in entry.top] == [1, 3, 4, 0, 2]
     assert [value for _, value in entry.top] == pytest.approx([float(expected[token]) for token in (1, 3, 4, 0, 2)])
-    assert logprobs_of(row, 0, 0).top == ()
+    assert logprobs_of(row[None], torch.tensor([0]), [0])[0].top == ()

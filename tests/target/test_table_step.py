@@ -7,7 +7,8 @@ import torch
 
 from target_service.core.sequence import DevicePass
 from target_service.execution.device_rows import TableStep, room_for_reports
-from tree_kernels.node_table import PROSPECTS, REPORT, REPORT_ROWS, REPORT_TOKENS, NodeTable
+from tree_kernels.node_table import NodeTable
+from tree_kernels.node_table.layout import PROSPECTS, REPORT, REPORT_ROWS, REPORT_TOKENS
 
 MAX_SEQUENCES, MAX_PASSES = 3, 4
 UNIT = 1024
@@ -57,7 +58,8 @@ def test_passes_become_outcomes(table: NodeTable) -> None:
         DevicePass(7, 0, 0, 0, 0.25, 0.0, nothing, -1, 2, ()),
     )
     assert second.device_passes[1].path == (2,) and second.device_passes[1].expected == 100 / UNIT
-    assert (first.passes, first.accepted, first.drafted_by_pass, first.accepted_by_pass) == (2, 2, (7, 7), (2, 0))
+    assert (first.passes, first.accepted, first.accepted_by_pass) == (2, 2, (2, 0))
+    assert [one.drafted for one in first.device_passes] == [7, 7]
     assert (second.passes, second.accepted, second.accepted_by_pass) == (2, 1, (0, 1))
     # Nobody asked for them.
     assert first.logprobs == second.logprobs == ()

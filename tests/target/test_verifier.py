@@ -15,7 +15,7 @@ TREE = TokenTree((0, 1, 2, 3, 1), (0, 0, 0, 1, 3), (1.0,) * 5)
 
 
 def verify(sampling: SamplingParams, logits: torch.Tensor, *, step: int = 0, **options: object) -> Verified:
-    verifier = SequenceVerifier(request([4, 0], sampling=sampling, **options), (), VOCABULARY)
+    verifier = SequenceVerifier(request([4, 0], sampling=sampling, **options), ())
     return verifier.verify(TREE, logits, [], step)
 
 
@@ -52,7 +52,7 @@ def test_coupled_says_what_plain_seeded_sampling_says_row_by_row() -> None:
     logits = torch.randn(5, VOCABULARY)
     sampling = SamplingParams(temperature=1.0, seed=7)
     whole = verify(sampling, logits).walk
-    verifier = SequenceVerifier(request([4, 0], sampling=sampling), (), VOCABULARY)
+    verifier = SequenceVerifier(request([4, 0], sampling=sampling), ())
     row, output = 0, []
     for accepted in (*whole.accepted_rows, None):
         alone = verifier.verify(TokenTree.root_only(TREE.token_ids[row]), logits[row : row + 1], output, 0)

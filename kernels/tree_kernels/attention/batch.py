@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from torch import Tensor
-
 
 @dataclass(frozen=True)
 class AttentionBatch:
@@ -17,10 +15,8 @@ class AttentionBatch:
     tree of one row; a prefill chunk is a causal tail.
     """
 
-    # [B + 1], rising from 0 to R.
-    query_starts: tuple[int, ...]
-    # [B] keys before the tail, all visible.
-    prefix_lengths: tuple[int, ...]
+    query_starts: tuple[int, ...]  # [B + 1], rising from 0 to R
+    prefix_lengths: tuple[int, ...]  # [B] keys before the tail, all visible
     # [B][..] page ids of each sequence, covering prefix and tail. `array("i")` costs the host least.
     pages: tuple[Sequence[int], ...]
     page_size: int
@@ -68,19 +64,6 @@ class AttentionPlan:
     """The index work of one step, done once and used by every layer. Backends add their own tensors."""
 
     batch: AttentionBatch
-
-
-def check_tensors(batch: AttentionBatch, query: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
-    """Raise `ValueError` unless shapes fit the batch and each other. Cheap: a few integer comparisons."""
-    _, page_size, kv_heads, key_width = key_cache.shape
-    rows, query_heads, query_width = query.shape
-    if rows != batch.rows or query_width != key_width or query_heads % kv_heads:
-        raise ValueError(f"expected query [{batch.rows}, n * {kv_heads}, {key_width}], got {list(query.shape)}")
-    if page_size != batch.page_size or value_cache.shape[:3] != key_cache.shape[:3]:
-        raise ValueError(
-            f"expected caches [pages, {batch.page_size}, heads, width], "
-            f"got {list(key_cache.shape)} and {list(value_cache.shape)}"
-        )
 
 
 def plan_integers(batch: AttentionBatch) -> int:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar, get_args
+from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor
 
-from tree_kernels.attention.batch import AttentionBatch, AttentionPlan, check_tensors
+from tree_kernels.attention.batch import AttentionBatch, AttentionPlan
 
 if TYPE_CHECKING:
     from tree_kernels.attention.triton_backend import TritonAttention
@@ -26,46 +26,27 @@ class _Implementation(_Planner, Protocol):
 
 
 _Backend = TypeVar("_Backend", bound=_Planner)
-_Captured = TypeVar("_Captured")
 
 
 class PlannedAttention(Generic[_Backend]):
-    """Planning once per step, the same for every form of attention.
-
-    Attributes:
-        backend: name of the backend.
-        device: where the caches live.
-    """
+    """Planning once per step, the same for every form of attention. `device` is where the caches live."""
 
     def __init__(self, backend: str, device: torch.device, implementation: _Backend) -> None:
         self.backend = backend
         self.device = device
         self._implementation = implementation
 
-    def capturable_as(self, kind: type[_Captured]) -> _Captured:
-        """The backend as a `kind` whose plans keep their addresses, for captured steps.
-
-        Raises:
-            ValueError: the backend is another.
-        """
-        if not isinstance(self._implementation, kind):
+    def _capturable(self) -> _Backend:
+        """The triton backend, whose plans keep their addresses, for captured steps. `ValueError` for any other."""
+        if self.backend != "triton":
             raise ValueError(f"only the triton backend runs in captured steps, this is {self.backend}")
         return self._implementation
 
     def plan(self, batch: AttentionBatch) -> AttentionPlan:
-        """Do the index work of one step.
-
-        Raises:
-            ValueError: the batch's lengths disagree, or a sequence has too few pages.
-        """
+        """Do the index work of one step. Raises `ValueError` where the batch's lengths disagree, or a sequence has too
+        few pages."""
         batch.check()
         return self._implementation.plan(batch)
-
-
-def check_invariant(backend: str) -> None:
-    """Raise `ValueError` for a backend whose results may depend on what else is in the batch."""
-    if backend != "triton":
-        raise ValueError(f"only the triton backend is independent of the batch, this is {backend}")
 
 
 class TreeAttention(PlannedAttention[_Implementation]):
@@ -73,35 +54,27 @@ class TreeAttention(PlannedAttention[_Implementation]):
 
     Symbols: R rows of all sequences, Hq query heads, Hkv key heads (Hq a multiple of Hkv), D key width, Dv value width.
 
-    Args:
-        backend: "reference" is the fp32 definition; "torch" is the fast path on a CPU; "triton" and "flashinfer" need a
-            GPU and those packages.
-        device: where the caches live.
-        invariant: split keys the same way in every batch, so that no bit of a row's result depends on the other rows.
-            Rows of a chain then get what they would get one at a time. Only "triton" can.
-
-    Raises:
-        ValueError: an unknown backend, or `invariant` with another than "triton".
-        ImportError: the backend's package is not installed.
-    """
+    Of the backends "reference" is the fp32 definition, and "torch" the fast path on a CPU; "triton" and "flashinfer"
+    need a GPU, and those packages or they raise `ImportError`. With `invariant`, which only "triton" can, keys are
+    split the same way in every batch, so that no bit of a row's result depends on the other rows: rows of a chain get
+    what they would get one at a time."""
 
     def __init__(
         self, backend: Backend = "torch", device: torch.device | str = "cpu", *, invariant: bool = False
     ) -> None:
         device = torch.device(device)
-        if invariant:
-            check_invariant(backend)
+        if invariant and backend != "triton":
+            raise ValueError(f"only the triton backend is independent of the batch, this is {backend}")
         super().__init__(backend, device, _create(backend, device, invariant))
 
     @property
     def capturable(self) -> TritonAttention:
-        """See `capturable_as`."""
-        from tree_kernels.attention.triton_backend import TritonAttention
-
-        return self.capturable_as(TritonAttention)
+        """See `_capturable`."""
+        return cast("TritonAttention", self._capturable())
 
     def run(self, plan: AttentionPlan, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
-        """Attend in one layer. The tail's keys and values must be in the cache already (`paging.write_kv`).
+        """Attend in one layer: [R, Hq, Dv], in query's dtype; not always contiguous. The tail's keys and values must be
+        in the cache already (`paging.write_kv`). Raises `ValueError` where a shape does not fit the plan.
 
         Args:
             plan: what `plan` of this object returned for this step.
@@ -109,16 +82,18 @@ class TreeAttention(PlannedAttention[_Implementation]):
             key_cache: [pages, page_size, Hkv, D], contiguous.
             value_cache: [pages, page_size, Hkv, Dv], contiguous.
             scale: factor of the scores, usually D ** -0.5; positive.
-
-        Returns:
-            [R, Hq, Dv], in query's dtype; not always contiguous.
-
-        Raises:
-            ValueError: a shape does not fit the plan.
         """
-        check_tensors(plan.batch, query, key_cache, value_cache)
-        if plan.batch.rows == 0:
-            return query.new_empty(0, query.shape[1], value_cache.shape[-1])
+        batch, (rows, query_heads, query_width) = plan.batch, query.shape
+        _, page_size, kv_heads, key_width = key_cache.shape
+        if rows != batch.rows or query_width != key_width or query_heads % kv_heads:
+            raise ValueError(f"expected query [{batch.rows}, n * {kv_heads}, {key_width}], got {list(query.shape)}")
+        if page_size != batch.page_size or value_cache.shape[:3] != key_cache.shape[:3]:
+            raise ValueError(
+                f"expected caches [pages, {batch.page_size}, heads, width], "
+                f"got {list(key_cache.shape)} and {list(value_cache.shape)}"
+            )
+        if rows == 0:
+            return query.new_empty(0, query_heads, value_cache.shape[-1])
         return self._implementation.run(plan, query, key_cache, value_cache, scale)
 
 

@@ -24,8 +24,7 @@ class _FlashInferPlan(AttentionPlan):
     page_starts: Tensor
     page_table: Tensor
     last_page_lengths: Tensor
-    # [sum of rows * keys] bool; None where every tail is causal, which FlashInfer does without a mask.
-    mask: Tensor | None
+    mask: Tensor | None  # [sum of rows * keys] bool; None where every tail is causal, which needs no mask
 
 
 class FlashInferAttention:
@@ -42,7 +41,8 @@ class FlashInferAttention:
         present = [b for b in range(batch.sequences) if batch.row_counts[b]]
         keys = [batch.prefix_lengths[b] + batch.row_counts[b] for b in present]
         pages = [batch.pages[b][: -(-count // batch.page_size)] for b, count in zip(present, keys, strict=True)]
-        causal = all(_is_causal(batch.parents[b]) for b in present)
+        trees = [batch.parents[b] for b in present]
+        causal = all(parents is None or parents[1:] == tuple(range(len(parents) - 1)) for parents in trees)
         masks = [] if causal else [sequence_mask(batch, b).flatten() for b in present]
         return _FlashInferPlan(
             batch,
@@ -76,10 +76,6 @@ class FlashInferAttention:
             self._planned = (plan, heads)
         output: Tensor = self._wrapper.run(query, (key_cache, value_cache))
         return output
-
-
-def _is_causal(parents: tuple[int, ...] | None) -> bool:
-    return parents is None or all(parents[i] == i - 1 for i in range(1, len(parents)))
 
 
 def _integers(values: Iterable[int]) -> Tensor:

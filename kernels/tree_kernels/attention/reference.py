@@ -29,16 +29,12 @@ class ReferenceAttention:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """softmax(scale * query @ key^T, masked) @ value.
+    """softmax(scale * query @ key^T, masked) @ value: [R, Hq, Dv] in fp32, or fp64 if query is.
 
     Args:
         query: [R, Hq, D]; query head h reads key head h // (Hq / Hkv).
         key, value: [L, Hkv, D] and [L, Hkv, Dv].
         mask: [R, L] bool, true where the row may attend; at least one true per row.
-        scale: factor of the scores, usually D ** -0.5.
-
-    Returns:
-        [R, Hq, Dv] in fp32, or fp64 if query is.
     """
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     group = query.shape[1] // key.shape[1]

@@ -14,17 +14,13 @@ from tree_kernels.attention.reference import sequence_mask
 
 @dataclass
 class SequencePlan:
-    """One sequence's share of a plan.
-
-    Exactly one of `first_slot` (its pages lie in one run, so keys are a view) and `page_index` (they do not, so keys
-    are gathered) is set.
-    """
+    """One sequence's share of a plan."""
 
     start: int
     end: int
     keys: int
-    first_slot: int | None
-    page_index: Tensor | None
+    first_slot: int
+    page_index: Tensor | None  # None where its pages lie in one run, so that keys are a view; else they are gathered
     # [rows, keys]; None where every row sees every key, or where the tail is all there is and causal.
     mask: Tensor | None
     causal: bool
@@ -71,7 +67,7 @@ class TorchAttention:
             start=batch.query_starts[b],
             end=batch.query_starts[b + 1],
             keys=keys,
-            first_slot=pages[0] * batch.page_size if consecutive else None,
+            first_slot=pages[0] * batch.page_size,
             page_index=None if consecutive else torch.tensor(pages, device=self._device),
             mask=sequence_mask(batch, b).to(self._device) if masked else None,
             causal=causal,
@@ -89,14 +85,9 @@ class TorchAttention:
             # So PyTorch takes a quarter to a third of the time for one row in bfloat16, from 1,000 keys on (0.6 of it
             # at 64; two EPYC cores). 8 rows take as long either way.
             query, keys, values = query.float(), keys.float(), values.float()
+        heads_first, mask = query.transpose(0, 1)[None], one.bias
         output = functional.scaled_dot_product_attention(
-            query.transpose(0, 1)[None],
-            keys,
-            values,
-            attn_mask=one.bias,
-            is_causal=one.causal,
-            scale=scale,
-            enable_gqa=True,
+            heads_first, keys, values, attn_mask=mask, is_causal=one.causal, scale=scale, enable_gqa=True
         )
         return output[0].transpose(0, 1).to(dtype)
 
@@ -104,7 +95,6 @@ class TorchAttention:
 def keys_of(one: SequencePlan, cache: Tensor) -> Tensor:
     """[1, Hkv, keys, width] of one sequence, a view where its pages allow."""
     if one.page_index is None:
-        assert one.first_slot is not None
         rows = cache.flatten(0, 1)[one.first_slot : one.first_slot + one.keys]
     else:
         rows = cache.index_select(0, one.page_index).flatten(0, 1)[: one.keys]

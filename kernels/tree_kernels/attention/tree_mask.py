@@ -19,11 +19,7 @@ MAX_TREE_ROWS = 256
 
 
 def tree_rows(batch: AttentionBatch) -> int:
-    """Rows of the largest tree; 0 where there is none.
-
-    Raises:
-        ValueError: it has more than `MAX_TREE_ROWS`.
-    """
+    """Rows of the largest tree; 0 where there is none. Raises `ValueError` where it has more than `MAX_TREE_ROWS`."""
     rows = max((len(parents) for parents in batch.parents if parents is not None), default=0)
     if rows > MAX_TREE_ROWS:
         raise ValueError(f"expected trees of at most {MAX_TREE_ROWS} rows, got {rows}")
@@ -36,15 +32,9 @@ def mask_words(batch: AttentionBatch) -> int:
 
 
 def ancestor_mask(parents: Sequence[int] | None, rows: int) -> Tensor:
-    """[rows, rows] bool, true where the row may attend to the column.
-
-    Args:
-        parents: parents[i] < i for i > 0; parents[0] is ignored, row 0 being the root. None is a causal chain.
-        rows: of the tree.
-
-    Raises:
-        ValueError: a parent does not lie before its row, or there is not one per row.
-    """
+    """[rows, rows] bool, true where the row may attend to the column, by parents[i] < i for i > 0; parents[0] is
+    ignored, row 0 being the root. None is a causal chain. Raises `ValueError` where a parent does not lie before its
+    row, or there is not one per row."""
     if parents is None:
         return torch.ones(rows, rows, dtype=torch.bool).tril_()
     if len(parents) != rows:

@@ -28,18 +28,13 @@ _ALL = (0, 1 << 30)
 
 @dataclass(frozen=True)
 class TritonSettings:
-    """Options of the Triton backends.
+    """Options of the Triton backends."""
 
-    Attributes:
-        split_keys: cut every sequence's keys into splits of this size, a multiple of the tile's, so that no result
-            depends on the rest of the batch. None balances the work over the device instead.
-        tiling: None chooses by the packed rows of the largest sequence.
-        processors: SMs to fill; None is all of the device.
-    """
-
+    # Cut every sequence's keys into splits of this size, a multiple of the tile's, so that no result depends on the
+    # rest of the batch. None balances the work over the device instead.
     split_keys: int | None = None
-    tiling: Tiling | None = None
-    processors: int | None = None
+    tiling: Tiling | None = None  # None chooses by the packed rows of the largest sequence
+    processors: int | None = None  # SMs to fill; None is all of the device
 
 
 @dataclass(frozen=True)
@@ -57,14 +52,12 @@ class HeadLayout:
 class Schedule:
     """Work space of one layout; see `attention.triton_schedule` for the integers."""
 
-    # [groups, 8], [chunks, 16], [groups] and [3] int32.
-    groups: Tensor
-    chunk_table: Tensor
-    arrivals: Tensor
-    totals: Tensor
-    # [2 * chunks, packed rows of a block, Dv] and [2 * chunks, packed rows of a block] fp32.
-    partials: Tensor
-    partial_lse: Tensor
+    groups: Tensor  # [groups, 8] int32
+    chunk_table: Tensor  # [chunks, 16] int32
+    arrivals: Tensor  # [groups] int32
+    totals: Tensor  # [3] int32
+    partials: Tensor  # [2 * chunks, packed rows of a block, Dv] fp32
+    partial_lse: Tensor  # [2 * chunks, packed rows of a block] fp32
     max_chunks: int
 
 
@@ -79,70 +72,47 @@ class TritonPlan(AttentionPlan):
     page_starts: Tensor
     parents: Tensor
     page_table: Tensor
-    # [R, 1 or 4] int64.
-    words: Tensor
-    # Whether steps up to all of the batch's pages follow, whatever its lengths.
-    reserved: bool = False
+    words: Tensor  # [R, 1 or 4] int64
+    reserved: bool = False  # whether steps up to all of the batch's pages follow, whatever its lengths
     # First and end of the rows of every tail that `run` computes; its output for the others is undefined. None is all.
     # A schedule is made for them: clear `schedules` after a change.
     output_rows: tuple[int, int] | None = None
-    # By layout, made by the first layer that has it.
-    schedules: dict[HeadLayout, Schedule] = field(default_factory=dict)
+    schedules: dict[HeadLayout, Schedule] = field(default_factory=dict)  # made by the first layer of a layout
 
 
 class TritonPlanner:
-    """What the Triton backends of attention share: plans at fixed addresses, and how work is divided.
-
-    Attributes:
-        processors: SMs to fill.
-    """
+    """What the Triton backends of attention share: plans at fixed addresses, and how work is divided."""
 
     def __init__(self, device: torch.device, settings: TritonSettings | None = None) -> None:
         self._device = device
         self._settings = settings or TritonSettings()
-        processors = self._settings.processors
-        if processors is None:
-            processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self.processors = processors
+        # SMs to fill.
+        self.processors = self._settings.processors or torch.cuda.get_device_properties(device).multi_processor_count
         early = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
         # From Hopper on, a launch may be put in place while the one before it ends.
         self._launch = {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
 
     def plan(self, batch: AttentionBatch, integers: Tensor | None = None) -> TritonPlan:
-        """See `TreeAttention.plan`.
-
-        Args:
-            batch: the step, or with `integers` the largest that the plan is to hold.
-            integers: [plan_integers(batch)] int32 on the device that the plan becomes views of, not written here:
-                what `pack` returns must be there before the plan is run. None allocates and fills them.
-        """
+        """See `TreeAttention.plan`. With `integers` [plan_integers(batch)] int32 on the device the plan becomes views
+        of them, for steps up to the batch; they are not written here: what `pack` returns must be there before the plan
+        is run. None allocates and fills them."""
         reserved = integers is not None
         if integers is None:
             integers = torch.frombuffer(_pack(batch), dtype=torch.int32).to(self._device, non_blocking=True)
         count, rows = batch.sequences, batch.rows
         sizes = [count + 1, count, count, count, rows, sum(map(len, batch.pages))]
+        words = torch.empty(rows, mask_words(batch), dtype=torch.int64, device=self._device)
         query_starts, prefix_lengths, causal, page_starts, parents, page_table = torch.split(integers, sizes)
         return TritonPlan(
-            batch=batch,
-            integers=integers,
-            query_starts=query_starts,
-            prefix_lengths=prefix_lengths,
-            causal=causal,
-            page_starts=page_starts,
-            parents=parents,
-            page_table=page_table,
-            words=torch.empty(rows, mask_words(batch), dtype=torch.int64, device=self._device),
-            reserved=reserved,
+            batch, integers, query_starts, prefix_lengths, causal, page_starts, parents, page_table, words, reserved
         )
 
     def pack(self, plan: TritonPlan, batch: AttentionBatch) -> array[int]:
         """Another step for a plan: [n] int32, for the first n of the plan's `integers`.
 
         The batch has the plan's number of sequences (absent ones have no rows and no pages) and at most its rows, its
-        pages in all, and its largest tree's words; with `split_keys` also at most its chunks.
-
-        Raises:
-            ValueError: the batch does not fit.
+        pages in all, and its largest tree's words; with `split_keys` also at most its chunks. Raises `ValueError` where
+        the batch does not fit.
         """
         old = plan.batch
         fits = (
@@ -164,12 +134,6 @@ class TritonPlanner:
 
     def _programs(self, tiling: Tiling) -> int:
         return self.processors * tiling.programs_per_sm
-
-    def _fixed_tiles(self, tiling: Tiling) -> int:
-        split = self._settings.split_keys or 0
-        if split % tiling.block_keys:
-            raise ValueError(f"expected split_keys to be a multiple of {tiling.block_keys}, got {split}")
-        return split // tiling.block_keys
 
     def _max_chunks(self, batch: AttentionBatch, layout: HeadLayout, reserved: bool = False) -> int:
         """Chunks of the batch, or with `reserved` the most of any batch of its sequences, rows and pages."""
@@ -196,7 +160,11 @@ class TritonPlanner:
         if layout in plan.schedules:
             return plan.schedules[layout]
         batch, tiling = plan.batch, layout.tiling
-        fixed_tiles = self._fixed_tiles(tiling)
+        fixed_tiles, rest = divmod(self._settings.split_keys or 0, tiling.block_keys)
+        if rest:
+            raise ValueError(
+                f"expected split_keys to be a multiple of {tiling.block_keys}, got {self._settings.split_keys}"
+            )
         max_chunks = self._max_chunks(batch, layout, plan.reserved)
         # As in `_max_chunks`; and one more that begins before `output_rows`.
         rows = batch.rows if plan.output_rows is None else max_output_rows(plan) * batch.sequences

@@ -9,24 +9,15 @@ import triton
 
 @dataclass(frozen=True)
 class Tiling:
-    """Sizes of a kernel's tiles, and how it is launched.
+    """Sizes of a kernel's tiles, and how it is launched."""
 
-    Attributes:
-        block_rows: packed rows of a tile.
-        block_keys: keys of a tile.
-        warps: of a program.
-        stages: of the pipeline that loads keys and values.
-        programs_per_sm: resident at a time.
-        merge_rows: rows that the last program of a group merges at a time; 0 merges in a separate launch.
-        apart: a separate loop for keys that every row sees, which needs no mask, at the price of a second start.
-    """
-
-    block_rows: int
-    block_keys: int
-    warps: int
-    stages: int
-    programs_per_sm: int
-    merge_rows: int = 0
+    block_rows: int  # packed rows of a tile
+    block_keys: int  # keys of a tile
+    warps: int  # of a program
+    stages: int  # of the pipeline that loads keys and values
+    programs_per_sm: int  # resident at a time
+    merge_rows: int = 0  # rows that the last program of a group merges at a time; 0 merges in a separate launch
+    # A separate loop for keys that every row sees, which needs no mask, at the price of a second start.
     apart: bool = False
 
     def merge_parts(self, value_width: int) -> int:
@@ -55,15 +46,8 @@ def choose_tiling(
 
     Page ids come one pipeline stage before what they point at, so that two stages buy one tile in flight.
 
-    Args:
-        packed_rows: rows times query heads per key head, of the largest sequence.
-        width: of a key.
-        itemsize: bytes of an element.
-        keys: of all sequences.
-        sequences: of the step.
-        kv_heads: of a sequence.
-        processors: SMs of the device.
-        words: of a row's mask.
+    `packed_rows` are rows times query heads per key head, of the largest sequence, `width` a key's, `itemsize` bytes of
+    an element, `keys` those of all sequences, `processors` the SMs, and `words` those of a row's mask.
     """
     heads = sequences * kv_heads
     # More work than SMs: two programs on one hide each other's latency.

@@ -59,11 +59,8 @@ def _trusts(device: torch.device, dtype: torch.dtype, probs_dtype: torch.dtype) 
 
 @functools.cache
 def _trusted(device: torch.device, dtype: torch.dtype, probs_dtype: torch.dtype) -> bool:
-    """Whether the kernel is available and agrees with PyTorch on this device.
-
-    Raises:
-        OutOfMemoryError: there was no memory to try it.
-    """
+    """Whether the kernel is available and agrees with PyTorch on this device. Raises `OutOfMemoryError` where there was
+    no memory to try it."""
     if find_spec("triton") is None:
         return False
     generator = torch.Generator().manual_seed(0)

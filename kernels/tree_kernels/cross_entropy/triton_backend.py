@@ -18,19 +18,11 @@ def soft_cross_entropy_(logits: Tensor, probs: Tensor, distributions: Tensor, we
         raise ValueError("expected contiguous rows of logits and probs")
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     if len(logits):
-        _row_kernel[(len(logits),)](
-            logits,
-            probs,
-            distributions.contiguous(),
-            losses if weights is None else weights.contiguous(),
-            losses,
-            logits.shape[1],
-            logits.stride(0),
-            probs.stride(0),
-            GRADIENT=weights is not None,
-            BLOCK=_BLOCK,
-            num_warps=_WARPS,
-        )
+        factors = losses if weights is None else weights.contiguous()
+        arrays = logits, probs, distributions.contiguous(), factors, losses
+        sizes = logits.shape[1], logits.stride(0), probs.stride(0)
+        gradient = weights is not None
+        _row_kernel[(len(logits),)](*arrays, *sizes, GRADIENT=gradient, BLOCK=_BLOCK, num_warps=_WARPS)
     return losses
 
 

@@ -43,14 +43,10 @@ def make_growth(sequences: int, levels: int, width: int, breadth: int, device: t
 
 
 def likeliest(logits: Tensor, temperatures: Tensor, breadth: int, token_ids: Tensor | None) -> Children:
-    """The most probable tokens of each row.
+    """The K = `breadth` most probable tokens of each row of logits [R, V'].
 
-    Args:
-        logits: [R, V'].
-        temperatures: [B] float32, positive; each for R / B consecutive rows.
-        breadth: K.
-        token_ids: [V'] int32 the target's ids of the network's, None when they are the same.
-    """
+    Temperatures [B] float32 are positive, each for R / B consecutive rows; `token_ids` [V'] int32 are the target's ids
+    of the network's, None when they are the same."""
     if logits.is_cuda and breadth <= MAX_KERNEL_WIDTH:
         # Only here: Triton may be absent.
         from tree_kernels.growth import triton_children
@@ -71,17 +67,9 @@ def race_winners(
 ) -> Children:
     """The tokens of each row that most likely win the target's race, with their chances.
 
-    The most probable `entrants` race, after the request's filters; all other tokens race with expected noise.
-
-    Args:
-        logits: [R, V'].
-        temperatures: [B] float32, positive; each for R / B consecutive rows.
-        breadth: K.
-        token_ids: see `likeliest`.
-        race: of the sequences.
-        level: depth of the children, from 1.
-        entrants: tokens of a row that race.
-        sharpness: how far the race over the network's distribution is taken for the target's own.
+    The most probable `entrants` of a row race, after the request's filters; all other tokens race with expected noise.
+    `level` is the depth of the children, from 1, and `sharpness` how far the race over the network's distribution is
+    taken for the target's own. The others are those of `likeliest`.
     """
     if logits.is_cuda and min(entrants, logits.shape[1]) <= MAX_KERNEL_ENTRANTS:
         from tree_kernels.growth import triton_children
@@ -114,9 +102,8 @@ def grow(growth: Growth, children: Children, limits: Tensor, level: int, floor: 
 
     Args:
         growth: written in place.
-        children: of the frontier, F rows of each sequence.
+        children: of the frontier, F rows of each sequence; their depth is `level`, from 1.
         limits: [2, B] int32: most nodes and most depth of each tree.
-        level: depth of the children, from 1.
         floor: least path probability of a node.
         tail_parents: [B, T] int32, rows of the tail; those of the new frontier are written, if there is another level.
     """
@@ -168,12 +155,8 @@ def _choose(growth: Growth, path_probs: Tensor, limits: Tensor, level: int, tail
 
 
 def make_kept(growth: Growth, nodes: int) -> Tensor:
-    """Room for the root and the `nodes` likeliest items of each tree, which `keep` writes.
-
-    Returns:
-        [B, 1 + 3 * N] int32, N = min(1 + nodes, C): how many rows there are, then tokens, parents (rows), and the bits
-        of the scores (float32).
-    """
+    """Room for the root and the `nodes` likeliest items of each tree, which `keep` writes: [B, 1 + 3 * N] int32,
+    N = min(1 + nodes, C): how many rows there are, then tokens, parents (rows), and the bits of the float32 scores."""
     sequences, items = growth.path_probs.shape
     columns = 1 + 3 * min(1 + nodes, items)
     return torch.zeros(sequences, columns, dtype=torch.int32, device=growth.path_probs.device)
@@ -207,11 +190,8 @@ def _most_probable(logits: Tensor, temperatures: Tensor, count: int, token_ids: 
 
 
 def _filtered(probs: Tensor, race: Race) -> tuple[Tensor, Tensor, Tensor]:
-    """Apply filters to falling probabilities [B, F, M], in the target's order: min_p, top_k, top_p.
-
-    Returns:
-        The probabilities of those that are kept, [B, F, M], what the rest holds, [B, F, 1], and which are kept.
-    """
+    """Apply filters to falling probabilities [B, F, M], in the target's order: min_p, top_k, top_p. Returns those of
+    the tokens that are kept, [B, F, M], what the rest holds, [B, F, 1], and which are kept."""
     known = probs.shape[2]
     place = torch.arange(known, device=probs.device)
     first = probs[..., :1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Literal, Protocol, cast, get_args
 
 import torch
 from torch import Tensor
@@ -27,14 +27,8 @@ class LatentAttention(PlannedAttention[_Implementation]):
 
     Symbols: R rows of all sequences, H query heads, L width of a latent, P width of the rotary key.
 
-    Args:
-        backend: "reference" is the fp32 definition; "torch" is the fast path on a CPU; "triton" needs a GPU.
-        device: where the cache lives.
-
-    Raises:
-        ValueError: an unknown backend.
-        ImportError: the backend's package is not installed.
-    """
+    Of the backends "reference" is the fp32 definition, and "torch" the fast path on a CPU; "triton" needs a GPU, and
+    its package or it raises `ImportError`."""
 
     def __init__(self, backend: LatentBackend = "torch", device: torch.device | str = "cpu") -> None:
         device = torch.device(device)
@@ -42,13 +36,12 @@ class LatentAttention(PlannedAttention[_Implementation]):
 
     @property
     def capturable(self) -> TritonLatentAttention:
-        """See `capturable_as`."""
-        from tree_kernels.latent_attention.triton_backend import TritonLatentAttention
-
-        return self.capturable_as(TritonLatentAttention)
+        """See `_capturable`."""
+        return cast("TritonLatentAttention", self._capturable())
 
     def run(self, plan: AttentionPlan, query: Tensor, cache: Tensor, latent: int, scale: float) -> Tensor:
-        """Attend in one layer. The tail's vectors must be in the cache already (`write_latents`).
+        """Attend in one layer: [R, H, L], in query's dtype, attended latents for `expanded_values`. The tail's vectors
+        must be in the cache already (`write_latents`). Raises `ValueError` where a shape does not fit the plan.
 
         Args:
             plan: what `plan` of this object returned for this step.
@@ -57,12 +50,6 @@ class LatentAttention(PlannedAttention[_Implementation]):
                 of every head, and the latent its value.
             latent: L.
             scale: factor of the scores, by the width of a head's own query, not of an absorbed one; positive.
-
-        Returns:
-            [R, H, L], in query's dtype: attended latents, for `expanded_values`.
-
-        Raises:
-            ValueError: a shape does not fit the plan.
         """
         batch = plan.batch
         rows, heads, width = query.shape

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tree_kernels.latent_attention.writing import write_latents
-
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
@@ -20,41 +18,29 @@ class Rotary:
     Elements are rotated in pairs. Of P elements, a pair is 2 i and 2 i + 1 (interleaved: `pairs`), or i and P / 2 + i
     (halves). DeepSeek-V2's layers read and write interleaved pairs, DeepSeek-V3's read them and write halves, others
     read and write halves.
-
-    Attributes:
-        cosines, sines: [R, P / 2], of any strides and floating dtype.
-        pairs_in: the input is interleaved.
-        pairs_out: the output is interleaved.
     """
 
-    cosines: Tensor
+    cosines: Tensor  # [R, P / 2], of any strides and floating dtype, as the sines are
     sines: Tensor
-    pairs_in: bool
-    pairs_out: bool
+    pairs_in: bool  # the input is interleaved
+    pairs_out: bool  # the output is interleaved
 
 
 @dataclass(frozen=True, slots=True)
 class LatentRows:
-    """Projections of a layer for R rows, with the widths of `latent_attention`.
+    """Projections of a layer for R rows, with the widths of `latent_attention`."""
 
-    Attributes:
-        vectors: [R, L + P]: latents before their norm, and rotary keys before rotation.
-        queries: [R, H, N + P], of which the last P are read.
-        weight: [L], of the latents' RMSNorm.
-        epsilon: of the norm.
-    """
-
-    vectors: Tensor
-    queries: Tensor
-    weight: Tensor
-    epsilon: float
+    vectors: Tensor  # [R, L + P]: latents before their norm, and rotary keys before rotation
+    queries: Tensor  # [R, H, N + P], of which the last P are read
+    weight: Tensor  # [L], of the latents' RMSNorm
+    epsilon: float  # of the norm
 
 
 def norm_rope_write(rows: LatentRows, rotary: Rotary, cache: Tensor, slots: Tensor, absorbed: Tensor) -> None:
     """Write normed latents and rotated keys into the cache, and the rotated parts of queries into `absorbed`.
 
     Sums and rotations are computed in fp32. As in the models' own code, normed latents are rounded before they are
-    multiplied with the weight.
+    multiplied with the weight. Raises `ValueError` for shapes or layouts that do not fit.
 
     Args:
         rows: projections of one layer, contiguous in their last dimension.
@@ -62,9 +48,6 @@ def norm_rope_write(rows: LatentRows, rotary: Rotary, cache: Tensor, slots: Tens
         cache: [pages, page_size, L + P], contiguous, of their dtype. Written in place.
         slots: [R] int64, all different. On a GPU also int32, and rows whose slot is negative are left out of the cache.
         absorbed: [R, H, L + P], whose last P are written; see `absorbed_queries` for the others.
-
-    Raises:
-        ValueError: shapes or layouts that do not fit.
     """
     _check(rows, rotary, cache, slots, absorbed)
     if rows.vectors.is_cuda:
@@ -77,6 +60,20 @@ def norm_rope_write(rows: LatentRows, rotary: Rotary, cache: Tensor, slots: Tens
     latents = normed(rows.vectors[:, :latent], rows.weight, rows.epsilon)
     write_latents(latents, rotated(rows.vectors[:, latent:], rotary), cache, slots)
     absorbed[..., latent:] = rotated(rows.queries[..., -width:], rotary)
+
+
+def write_latents(latents: Tensor, rotary: Tensor, cache: Tensor, slots: Tensor) -> None:
+    """Write one layer's new latents [R, L] and rotated keys [R, P] into the cache [pages, page_size, L + P], contiguous
+    and of their dtype, in place; `slots` as in `paging.write_kv`."""
+    if latents.is_cuda:
+        # One launch, which can leave out the padding rows of a captured step.
+        from tree_kernels.latent_attention.triton_writing import write_rows
+
+        write_rows(latents, rotary, cache, slots)
+        return
+    vectors, width = cache.flatten(0, 1), latents.shape[1]
+    vectors[:, :width].index_copy_(0, slots, latents)
+    vectors[:, width:].index_copy_(0, slots, rotary)
 
 
 def normed(latents: Tensor, weight: Tensor, epsilon: float) -> Tensor:

@@ -14,15 +14,10 @@ from torch import Tensor
 
 
 class HeadProjections(NamedTuple):
-    """Projections from latents to keys and values; views of one weight, so that writing to it changes both.
+    """Projections from latents to keys and values; views of one weight, so that writing to it changes both."""
 
-    Attributes:
-        keys: [H, N, L], to a head's keys without their rotary part.
-        values: [H, V, L].
-    """
-
-    keys: Tensor
-    values: Tensor
+    keys: Tensor  # [H, N, L], to a head's keys without their rotary part
+    values: Tensor  # [H, V, L]
 
     @classmethod
     def of(cls, weight: Tensor, heads: int, plain: int) -> HeadProjections:
@@ -32,16 +27,8 @@ class HeadProjections(NamedTuple):
 
 
 def absorbed_queries(plain: Tensor, rotary: Tensor, projections: HeadProjections) -> Tensor:
-    """Queries over latents and rotary keys.
-
-    Args:
-        plain: [R, H, N] queries without their rotary part.
-        rotary: [R, H, P] their rotary part, rotated.
-        projections: of the layer.
-
-    Returns:
-        [R, H, L + P], contiguous, in their dtype. The launches depend on shapes alone.
-    """
+    """Queries over latents and rotary keys, [R, H, L + P], contiguous, in their dtype, by queries [R, H, N] without
+    their rotary part and [R, H, P], that part, rotated. The launches depend on shapes alone."""
     rows, heads, _ = plain.shape
     latent = projections.keys.shape[2]
     absorbed = plain.new_empty(rows, heads, latent + rotary.shape[2])
@@ -51,28 +38,15 @@ def absorbed_queries(plain: Tensor, rotary: Tensor, projections: HeadProjections
 
 
 def absorb_into(absorbed: Tensor, plain: Tensor, projections: HeadProjections) -> None:
-    """Write the part of absorbed queries that latents are multiplied with, in place.
-
-    Args:
-        absorbed: [R, H, L + P], of which the first L are written.
-        plain: [R, H, N] queries without their rotary part.
-        projections: of the layer.
-    """
+    """Write the part of absorbed queries that latents are multiplied with, the first L of `absorbed` [R, H, L + P], by
+    queries [R, H, N] without their rotary part."""
     latent = projections.keys.shape[2]
     # Written in place, head by head, so that nothing is concatenated afterwards.
     torch.bmm(plain.transpose(0, 1), projections.keys, out=absorbed[..., :latent].transpose(0, 1))
 
 
 def expanded_values(attended: Tensor, projections: HeadProjections) -> Tensor:
-    """A head's output of attended latents.
-
-    Args:
-        attended: [R, H, L].
-        projections: of the layer.
-
-    Returns:
-        [R, H, V], contiguous, in attended's dtype.
-    """
+    """A head's output [R, H, V], contiguous, of attended latents [R, H, L], in their dtype."""
     rows, heads, _ = attended.shape
     output = attended.new_empty(rows, heads, projections.values.shape[1])
     torch.bmm(attended.transpose(0, 1), projections.values.transpose(1, 2), out=output.transpose(0, 1))

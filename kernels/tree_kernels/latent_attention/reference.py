@@ -13,17 +13,13 @@ from tree_kernels.latent_attention.projections import HeadProjections
 def attend_expanded(
     plain: Tensor, rotary: Tensor, cache: Tensor, projections: HeadProjections, batch: AttentionBatch, scale: float
 ) -> Tensor:
-    """Attention over keys and values that every head makes of the latents: the result that absorbing must equal.
+    """Attention over keys and values that every head makes of the latents: the result that absorbing must equal,
+    [R, H, V] in fp32, or fp64 if the queries are.
 
     Args:
         plain, rotary: [R, H, N] and [R, H, P] queries without and with rotary embedding.
         cache: [pages, page_size, L + P].
-        projections: of the layer.
-        batch: the step.
         scale: factor of the scores, usually (N + P) ** -0.5.
-
-    Returns:
-        [R, H, V] in fp32, or fp64 if the queries are.
     """
     dtype = torch.float64 if plain.dtype == torch.float64 else torch.float32
     heads, latent = plain.shape[1], projections.keys.shape[2]

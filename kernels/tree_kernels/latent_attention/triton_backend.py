@@ -7,13 +7,7 @@ from torch import Tensor
 
 from tree_kernels.attention import AttentionPlan
 from tree_kernels.attention.triton_merge import merge_kernel
-from tree_kernels.attention.triton_planning import (
-    LOG2_E,
-    HeadLayout,
-    TritonPlan,
-    TritonPlanner,
-    max_output_rows,
-)
+from tree_kernels.attention.triton_planning import LOG2_E, HeadLayout, TritonPlan, TritonPlanner, max_output_rows
 from tree_kernels.latent_attention.triton_kernels import latent_kernel
 from tree_kernels.latent_attention.triton_tiling import choose_latent_tiling
 

@@ -27,16 +27,10 @@ def _tile(  # type: ignore[no-untyped-def]
     offsets = tl.minimum(first + tl.arange(0, BLOCK_N), prefix + rows - 1)
     at = cache + key_slots(page_table, offsets, first, PAGE_SIZE, BLOCK_N, FAR)[:, None] * (LATENT + ROTARY)
     # Without a mask where the block has no extra columns.
-    latents = (
-        tl.load(at + c[None, :])
-        if BLOCK_LATENT == LATENT
-        else tl.load(at + c[None, :], mask=(c < LATENT)[None, :], other=0.0)
-    )
-    rotary_key = (
-        tl.load(at + LATENT + r[None, :])
-        if BLOCK_ROTARY == ROTARY
-        else tl.load(at + LATENT + r[None, :], mask=(r < ROTARY)[None, :], other=0.0)
-    )
+    to = at + c[None, :]
+    latents = tl.load(to) if BLOCK_LATENT == LATENT else tl.load(to, mask=(c < LATENT)[None, :], other=0.0)
+    to = at + LATENT + r[None, :]
+    rotary_key = tl.load(to) if BLOCK_ROTARY == ROTARY else tl.load(to, mask=(r < ROTARY)[None, :], other=0.0)
     scores = tl.dot(q_rotary, tl.trans(rotary_key), input_precision="ieee")
     scores = tl.dot(q, tl.trans(latents), scores, input_precision="ieee")
     if first + BLOCK_N > open_keys:

@@ -2,9 +2,7 @@
 
 The choices follow from sizes, and from what the compiler reports for an sm_90 target (shared memory, registers, spills;
 `tests/kernels/test_tiling.py` holds the first). Of some sixteen that a Hopper GPU has room for they were the fastest or
-nearly so in a sweep on an H200 whose table was not kept. The table beside FlashInfer's kernel
-(`benchmarks/results/2026-11-24-h200-latent-attention.md`) is of the tilings before them;
-`benchmarks/kernels/latent_attention.py` times either, and others by `--sweep`.
+nearly so in a sweep on an H200 (`benchmarks/kernels/latent_attention.py --sweep`; its table was not kept).
 """
 
 from __future__ import annotations
@@ -33,10 +31,7 @@ def choose_latent_tiling(packed_rows: int, latent: int, itemsize: int) -> Tiling
       227 KB: one program, and taller tiles would spill in the loop (as compiled, it reads back four words a tile).
       More rows are more blocks, which find the latents in L2.
 
-    Args:
-        packed_rows: rows times query heads, of the largest sequence.
-        latent: width of a latent.
-        itemsize: bytes of an element.
+    `packed_rows` are rows times query heads, of the largest sequence, and `itemsize` bytes of an element.
     """
     if itemsize > 2 or latent > _USUAL_LATENT:
         return Tiling(16, 16, 4, 2, 1)

@@ -29,11 +29,8 @@ def _write_kernel(  # type: ignore[no-untyped-def]
 
 
 def write_rows(latents: Tensor, rotary: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """See `writing.write_latents`. Rows whose slot is negative are left out.
-
-    Raises:
-        ValueError: the last dimension of `latents` or `rotary` is not contiguous.
-    """
+    """See `norm_rope.write_latents`. Rows whose slot is negative are left out. Raises `ValueError` where the last
+    dimension of `latents` or `rotary` is not contiguous."""
     rows, latent = latents.shape
     if latents.stride(1) != 1 or rotary.stride(1) != 1:
         raise ValueError("expected latents and rotary keys whose last dimension is contiguous")

@@ -6,18 +6,7 @@ from tree_kernels.linear.int8_weight import Int8Weight, Weight
 from tree_kernels.linear.layers import RowLinears
 from tree_kernels.linear.rows import HeadInput, HeadInputs, HeadRows, Norm, ScaledRows
 
-__all__ = [
-    "HeadInput",
-    "HeadInputs",
-    "HeadRows",
-    "Int8Weight",
-    "Norm",
-    "RowLinears",
-    "ScaledRows",
-    "Weight",
-    "many_row_linears",
-    "row_linears",
-]
+__all__ = ["HeadInput", "HeadInputs", "HeadRows", "Int8Weight", "Norm", "RowLinears", "ScaledRows", "Weight"]
 
 
 def row_linears(device: torch.device, *, invariant: bool = False) -> RowLinears:

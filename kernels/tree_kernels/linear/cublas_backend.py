@@ -26,12 +26,9 @@ _FOUR_WARPS = 2048
 class CublasLinears(TritonLinears):
     """See `tree_kernels.linear.RowLinears`. For any number of rows; made for more than a tile of `TritonLinears`.
 
-    No weight is prefetched: a product of many rows leaves the memory no time for it.
+    No weight is prefetched: a product of many rows leaves the memory no time for it. Nor are they invariant or of a
+    given tiling: how a product treats its rows is the library's own matter.
     """
-
-    def __init__(self, device: torch.device) -> None:
-        # Neither invariant nor of a given tiling: how a product treats its rows is the library's own matter.
-        super().__init__(device)
 
     def scale_rows(self, hidden: Tensor, norm: Norm) -> ScaledRows:
         return ScaledRows(self.norm_rows(hidden, norm), None, norm.epsilon)

@@ -14,16 +14,11 @@ _QUANTIZED_AT_ONCE = 4096
 
 @dataclass(frozen=True, slots=True)
 class Int8Weight:
-    """A weight [N, K] of integers from -127 to 127, times the scale of their row.
+    """A weight [N, K] of integers from -127 to 127, times the scale of their row."""
 
-    Attributes:
-        words: [N, K / 2] int16, contiguous: number k of a row, plus 128, in the low byte of word k, and number
-            K / 2 + k in its high byte.
-        row_scales: [N] fp32.
-    """
-
+    # [N, K / 2] int16, contiguous: number k of a row, plus 128, in the low byte of word k, K / 2 + k in its high one.
     words: Tensor
-    row_scales: Tensor
+    row_scales: Tensor  # [N] fp32
 
     @classmethod
     def of(cls, weight: Tensor) -> Int8Weight:

@@ -36,18 +36,12 @@ class RowLinears:
     def scale_rows(self, hidden: Tensor, norm: Norm) -> ScaledRows:
         """The first half of a norm of `hidden` [R, H]."""
         wide = hidden.float()
-        return ScaledRows(
-            (wide * norm.weight.float()).to(hidden.dtype), (wide * wide).sum(1, keepdim=True), norm.epsilon
-        )
+        rows = (wide * norm.weight.float()).to(hidden.dtype)
+        return ScaledRows(rows, (wide * wide).sum(1, keepdim=True), norm.epsilon)
 
     def head_input(self, token_ids: Tensor, features: Tensor, positions: Tensor, of: HeadInputs) -> HeadInput:
-        """What a draft head's first layer reads, each norm in fp32 and rounded once.
-
-        Args:
-            token_ids: [R] integers.
-            features: [R, H], last dimension contiguous, of the embedding's dtype.
-            positions: [R] integers.
-        """
+        """What a draft head's first layer reads, each norm in fp32 and rounded once, for [R] integers each and features
+        [R, H], last dimension contiguous, of the embedding's dtype."""
         embeddings = functional.embedding(token_ids, of.embedding)
         normed = self.norm_rows(embeddings, of.embedding_norm), self.norm_rows(features, of.feature_norm)
         angles = positions[:, None] * of.frequencies
@@ -62,7 +56,9 @@ class RowLinears:
         norm: Norm | None = None,
         following: Weight | None = None,  # noqa: ARG002
     ) -> tuple[Tensor, ScaledRows | None]:
-        """A linear layer, the residual added, and the first half of the norm that reads the sum next.
+        """A linear layer, the residual added, and the first half of the norm that reads the sum next: [R, N] in the
+        rows' dtype, and its `ScaledRows` where a norm was given. Raises `ValueError` for dtypes or strides that do not
+        fit.
 
         Args:
             rows: [R, K], last dimension contiguous.
@@ -70,13 +66,6 @@ class RowLinears:
             bias: [N].
             residual: [R, N], contiguous.
             norm: over N.
-            following: see the class.
-
-        Returns:
-            [R, N] in the rows' dtype, and its `ScaledRows` where a norm was given.
-
-        Raises:
-            ValueError: dtypes or strides that do not fit.
         """
         total = _product(rows, weight, bias)
         if residual is not None:
@@ -97,20 +86,14 @@ class RowLinears:
         heads: HeadRows,
         following: Weight | None = None,  # noqa: ARG002
     ) -> Tensor:
-        """Queries, keys and values of the normed rows; queries and keys rotated, keys and values cached.
+        """Queries [R, Hq, D], keys and values of the normed rows; queries and keys rotated, keys and values cached.
+        Raises `ValueError` on a GPU where D is no multiple of a tile's columns, or a tensor is not contiguous.
 
         Args:
             rows: [R, K], contiguous as all tensors are.
             weight: [(Hq + 2 * Hkv) * D, K], that of queries above that of keys above that of values.
             bias: [(Hq + 2 * Hkv) * D].
             heads: angles, slots and caches of the rows.
-            following: see the class.
-
-        Returns:
-            [R, Hq, D] queries.
-
-        Raises:
-            ValueError: on a GPU, where D is no multiple of a tile's columns, or a tensor is not contiguous.
         """
         kv_heads, width = heads.key_cache.shape[-2:]
         total = _product(rows.rows, weight) * rows.scale

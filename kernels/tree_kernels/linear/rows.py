@@ -18,17 +18,11 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class ScaledRows:
-    """Hidden rows whose norm is half done, or whole where `squares` is None.
+    """Hidden rows whose norm is half done, or whole where `squares` is None."""
 
-    Attributes:
-        rows: [R, H] the hidden rows times the norm's weight; without squares the normed rows.
-        squares: [R, parts] fp32; their sum over the parts is that of the hidden row's squares.
-        epsilon: of the norm.
-    """
-
-    rows: Tensor
-    squares: Tensor | None
-    epsilon: float
+    rows: Tensor  # [R, H] the hidden rows times the norm's weight; without squares the normed rows
+    squares: Tensor | None  # [R, parts] fp32; their sum over the parts is that of the hidden row's squares
+    epsilon: float  # of the norm
 
     @property
     def scale(self) -> Tensor:
@@ -40,52 +34,30 @@ class ScaledRows:
 
 @dataclass(frozen=True, slots=True)
 class HeadRows:
-    """Angles of the heads of R rows, and where their keys and values go.
+    """Angles of the heads of R rows, and where their keys and values go."""
 
-    Attributes:
-        cosines: [R, D], of the angles by which the numbers of a head are rotated; number i is paired with D / 2 + i.
-        sines: [R, D].
-        slots: [R] integers as in `paging.write_kv`: where keys and values go. On a GPU a negative one is left out.
-        key_cache: [pages, page_size, Hkv, D], contiguous.
-        value_cache: [pages, page_size, Hkv, D], contiguous.
-    """
-
-    cosines: Tensor
-    sines: Tensor
-    slots: Tensor
-    key_cache: Tensor
-    value_cache: Tensor
+    cosines: Tensor  # [R, D], of the angles by which a head's numbers are rotated; i is paired with D / 2 + i
+    sines: Tensor  # [R, D]
+    slots: Tensor  # [R] integers as in `paging.write_kv`: where keys and values go
+    key_cache: Tensor  # [pages, page_size, Hkv, D], contiguous
+    value_cache: Tensor  # [pages, page_size, Hkv, D], contiguous
 
 
 @dataclass(frozen=True, slots=True)
 class HeadInput:
-    """Input of a draft head's first layer.
+    """Input of a draft head's first layer."""
 
-    Attributes:
-        rows: [R, 2 * H] normed embeddings of tokens, and beside them normed features.
-        cosines: [R, D] fp32, of the angles of rotary embedding.
-        sines: [R, D] fp32.
-    """
-
-    rows: Tensor
-    cosines: Tensor
-    sines: Tensor
+    rows: Tensor  # [R, 2 * H] normed embeddings of tokens, and beside them normed features
+    cosines: Tensor  # [R, D] fp32, of the angles of rotary embedding
+    sines: Tensor  # [R, D] fp32
 
 
 @dataclass(frozen=True, slots=True)
 class HeadInputs:
-    """What a draft head's input is made with, the same for every pass.
+    """What a draft head's input is made with, the same for every pass."""
 
-    Attributes:
-        embedding: [V, H] of tokens.
-        embedding_norm: over H.
-        feature_norm: over H.
-        frequencies: [D] fp32, the angle per position of each number of a head; both halves are equal.
-        scaling: factor of cosines and sines.
-    """
-
-    embedding: Tensor
-    embedding_norm: Norm
-    feature_norm: Norm
-    frequencies: Tensor
-    scaling: float = 1.0
+    embedding: Tensor  # [V, H] of tokens
+    embedding_norm: Norm  # over H
+    feature_norm: Norm  # over H
+    frequencies: Tensor  # [D] fp32, the angle per position of each number of a head; both halves are equal
+    scaling: float = 1.0  # factor of cosines and sines

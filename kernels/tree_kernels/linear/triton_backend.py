@@ -112,12 +112,7 @@ class TritonLinears(RowLinears):
         return output
 
     def rotary_linear(
-        self,
-        rows: ScaledRows,
-        weight: Weight,
-        bias: Tensor | None,
-        heads: HeadRows,
-        following: Weight | None = None,
+        self, rows: ScaledRows, weight: Weight, bias: Tensor | None, heads: HeadRows, following: Weight | None = None
     ) -> Tensor:
         kv_heads, width = heads.key_cache.shape[-2:]
         tiling = self._prepare(rows.rows, weight)
@@ -142,7 +137,7 @@ class TritonLinears(RowLinears):
         check_product(rows, weight)
         mapped = mapped and _mappable(rows, weight)
         if self._tiling is not None:
-            return self._tiling if mapped or not self._tiling.mapped else replace(self._tiling, mapped=False)
+            return replace(self._tiling, mapped=mapped and self._tiling.mapped)
         found = None
         # In half precision: in fp32 the blocks would not fit into a processor.
         if mapped and self._dependent and not self._invariant and rows.element_size() == 2:

@@ -11,28 +11,16 @@ _MIN_BLOCK_ROWS = 8
 
 @dataclass(frozen=True, slots=True)
 class LinearTiling:
-    """Sizes of one program's tile, and how it is compiled.
+    """Sizes of one program's tile, and how it is compiled."""
 
-    Attributes:
-        block_rows: rows of the input.
-        block_outputs: rows of the weight.
-        block_inner: numbers of either that are multiplied at a time.
-        splits: programs that share a tile, each with its part of the numbers.
-        warps: of a program.
-        stages: blocks of weights in flight at a time.
-        ahead: pieces of 256 bytes of each row of the weight that are prefetched before the input is there. A power of
-            two.
-        mapped: blocks are read by tensor maps (TMA, from Hopper on), without splits.
-    """
-
-    block_rows: int
-    block_outputs: int
-    block_inner: int
-    splits: int
-    warps: int
-    stages: int
-    ahead: int
-    mapped: bool = False
+    block_rows: int  # rows of the input
+    block_outputs: int  # rows of the weight
+    block_inner: int  # numbers of either that are multiplied at a time
+    splits: int  # programs that share a tile, each with its part of the numbers
+    warps: int  # of a program
+    stages: int  # blocks of weights in flight at a time
+    ahead: int  # pieces of 256 bytes of each row of the weight, prefetched before the input is there; a power of two
+    mapped: bool = False  # blocks are read by tensor maps (TMA, from Hopper on), without splits
 
 
 # Outputs, inner, splits, warps, stages, ahead.

@@ -1,38 +1,26 @@
 """Drafted rows chosen on the device: from trees that a draft sent some passes ago, and from sequences' own texts.
 
 No pass waits for a draft: each sequence has a table of drafted nodes in device memory, a token tree rooted at a token
-that was generated some passes ago. Between two passes two kernels find, without the host, where every sequence is in
-its table now, add what prompt lookup finds in its own text, and lay out the likeliest nodes of all sequences as the
-next pass, so that several drafted passes can be launched at once. The text's tokens lie beside their keys, one for each
-slot of the KV cache, so they are shared and released with the pages.
+that was generated some passes ago (`layout`). Between two passes two kernels find, without the host, where every
+sequence is in its table now, add what prompt lookup finds in its own text, and lay out the likeliest nodes of all
+sequences as the next pass, so that several drafted passes can be launched at once. The text's tokens lie beside their
+keys, one for each slot of the KV cache, so they are shared and released with the pages.
 
 Prompt lookup's rule (Saxena, "Prompt lookup decoding", 2023): the longest run of tokens up to `LONGEST` that ends the
 text and occurs in it before, of equally long ones the last; what followed it is drafted, as a chain.
-
-A table's layout is that of `tree_kernels.node_table.layout`.
 """
 
 from __future__ import annotations
 
-from types import ModuleType
+from importlib import import_module
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tree_kernels.node_table.layout import (
-    COSTS_PER_CHANCE,
-    KEPT,
-    LOOKUP,
-    MOST_COST,
-    NO_KEY,
-    PROSPECTS,
-    REPORT,
-    SURE,
-    TABLE,
-)
-from tree_kernels.node_table.lookup_costs import COST_OF_HALVING, FIRST_COST, NEXT_COST
+from tree_kernels.node_table import layout
+from tree_kernels.node_table.layout import KEPT, LOOKUP, NO_KEY, PROSPECTS, REPORT, TABLE
 from tree_kernels.node_table.mailboxes import Mailboxes
 from tree_kernels.node_table.step_integers import StepIntegers
 from tree_kernels.verification.dispatch import Verdicts
@@ -45,15 +33,9 @@ class NodeTable:
     every tensor keeps its address, so that all calls can be captured.
 
     Attributes:
-        reports: [B, P, REPORT] int32 by sequence and pass. Its figures stand where `Figure` says: accepted rows,
-            drafted rows, those of them that are nodes of the table (also where lookup drafts the same, and of a mended
-            tree), the tokens that drafted rows are expected to bring in 1/`EXPECTED_UNIT` (the chances of their paths,
-            added up and rounded down as a whole), the first row, accepted rows that are nodes of the table, the age
-            (tokens between the table's root and the pass's, -1 where there was no table or it does not hold the text,
-            mended or not), what rows of the table are expected to bring, and what the best `PROSPECTS` candidates of
-            the sequence would, whether or not there was room for them. From `REPORT_TOKENS` on the accepted tokens and
-            then the target's own; from `REPORT_ROWS` on the accepted rows, relative to the root. What follows either
-            is undefined.
+        reports: [B, P, REPORT] int32 by sequence and pass: the figures of `Figure`; from `REPORT_TOKENS` on the
+            accepted tokens and then the target's own; from `REPORT_ROWS` on the accepted rows, relative to the root.
+            What follows either is undefined.
         passes: [B] int32, passes that were reported since `begin`.
         accepted: [B] int32, drafted rows that were accepted since `begin`.
         limits: [B] int32, rows that may be drafted for a sequence, since `begin`.
@@ -61,8 +43,6 @@ class NodeTable:
         reading: [1] int32, how many of the step's sequences, the first ones, read their prompts.
         tables: [B, TABLE] int32, see `layout`.
         taken: [B] int32, the number of the table in each slot; see `Mailboxes`.
-        lookup_tokens: longest chain that is looked up.
-        backend: "triton" or "torch".
     """
 
     def __init__(
@@ -78,11 +58,8 @@ class NodeTable:
     ) -> None:
         """`tokens` [slots] int32 of the KV cache are written by every pass that feeds them; `last_position` is the
         model's largest; `max_sequences` are those that steps' parameters are packed for. `lookup_tokens` 0 looks
-        nothing up. `backend` None is "triton" on a GPU and "torch" elsewhere.
-
-        Raises:
-            ValueError: more `lookup_tokens` than `LOOKUP`.
-        """
+        nothing up. `backend` None is "triton" on a GPU and "torch" elsewhere. Raises `ValueError` for more
+        `lookup_tokens` than `LOOKUP`."""
         if not 0 <= lookup_tokens <= LOOKUP:
             raise ValueError(f"expected 0 to {LOOKUP} tokens of a lookup, got {lookup_tokens}")
         device = tokens.device
@@ -109,15 +86,17 @@ class NodeTable:
         # [B, 4, KEPT + 1] keys, tokens, depths and parents of the kept candidates, by rising numbers: scratch of a
         # kernel.
         self.unranked = torch.zeros(max_sequences, 4, KEPT + 1, dtype=torch.int32, device=device)
-        # [2, LONGEST + 1] int32, see `lookup_costs`.
-        self.lookup_costs = torch.tensor([FIRST_COST, NEXT_COST], dtype=torch.int32, device=device)
-        halvings = np.arange(MOST_COST // COSTS_PER_CHANCE) * (COSTS_PER_CHANCE / COST_OF_HALVING)
+        # [2, LONGEST + 1] int32.
+        self.lookup_costs = torch.tensor([layout.FIRST_COST, layout.NEXT_COST], dtype=torch.int32, device=device)
+        costs = np.arange(0, layout.MOST_COST, layout.COSTS_PER_CHANCE)
         # [MOST_COST / COSTS_PER_CHANCE] int32 of `SURE`. Computed on the host, so that all devices add up the same.
-        self.chances = torch.from_numpy(np.floor(SURE * 2.0**-halvings).astype(np.int32)).to(device)
+        chances = np.floor(layout.SURE * 2.0 ** -(costs / layout.COST_OF_HALVING)).astype(np.int32)
+        self.chances = torch.from_numpy(chances).to(device)
         # `accepted` of the launch before, while `begin` overwrites it.
         self._before = torch.zeros_like(self.accepted)
         self.backend: Literal["triton", "torch"] = backend or ("triton" if device.type == "cuda" else "torch")
-        self._backend = _implementation(self.backend)
+        # Only here: Triton may be absent.
+        self._backend = import_module(f"tree_kernels.node_table.{self.backend}_backend")
 
     def warm_up(self, step: StepIntegers) -> None:
         """Compile the kernels for the tensors of `step`, whose sequences have no rows yet. Another table's tensors are
@@ -138,31 +117,20 @@ class NodeTable:
         own.report(step, Verdicts.over(nothing, self.max_sequences))
 
     def seat(self, places: Tensor) -> None:
-        """Assign tables to the sequences of the next step, in stream order.
-
-        Args:
-            places: [B] int32, -1 for none.
-        """
+        """Assign tables to the sequences of the next step, in stream order. places: [B] int32, -1 for none."""
         self.places.copy_(places, non_blocking=True)
 
     def take(self, mail: Mailboxes) -> None:
         """Copy the newest table of every box that has a newer one than was taken last.
 
         All that was sent before the call is taken; what is sent until the device runs it may be. A box that is
-        overwritten while it is read yields no tree.
-
-        Raises:
-            ValueError: there are not as many boxes as slots.
+        overwritten while it is read yields no tree. `ValueError` where there are not as many boxes as slots.
         """
         mail.await_sent()
         self.take_sent(mail)
 
     def take_sent(self, mail: Mailboxes) -> None:
-        """As `take`, on a stream that waits for what was sent already. It can be captured.
-
-        Raises:
-            ValueError: there are not as many boxes as slots.
-        """
+        """As `take`, on a stream that waits for what was sent already. It can be captured."""
         if len(mail.newest) != self.max_sequences:
             raise ValueError(f"expected {self.max_sequences} boxes, got {len(mail.newest)}")
         self._backend.take(self, mail)
@@ -174,69 +142,30 @@ class NodeTable:
             step: every sequence has one row, or none, and free rows stand behind them. A row feeds a token, or -1 - i
                 for `pending[i]`; it is laid out as if the step before had accepted no drafted row. Its sequence's
                 record has as many rows as the sequence may get, the first included. The pages hold the keys that may
-                come. It has `parents` and `causal`.
+                come.
             pending: [any] int32.
             moves: [any] int32, what the step before has accepted, by the sequences' places in it; None for `accepted`,
                 which then still is of the launch before.
             reading: how many sequences, the first ones, read their prompts: any number of rows each, which stay as they
                 are. `go_on` reports for them that nothing was accepted, and their token; such a step must not be run
                 again.
-
-        Raises:
-            ValueError: the step has no room for trees.
         """
-        _check(step)
         if moves is None:
             moves = self._before.copy_(self.accepted)
         self._backend.begin(self, step, pending, moves, reading)
 
     def go_on(self, step: StepIntegers, verdicts: Verdicts) -> None:
         """Report what a pass of `step` generated, turn the step into the next pass of its sequences, and choose its
-        rows. In place, after `keep_accepted`, and at most P times after a `begin`, for which `reports` has room.
-
-        Args:
-            step: as `begin` or the last call left it, and as it was run.
-            verdicts: of that pass, [at least as many sequences as the step].
-
-        Raises:
-            ValueError: the step has no room for trees.
-        """
-        _check(step)
+        rows. In place, after `keep_accepted`, and at most P times after a `begin`, for which `reports` has room. The
+        step is as `begin` or the last call left it, and as it was run."""
         self._backend.go_on(self, step, verdicts, last=False)
 
     def report(self, step: StepIntegers, verdicts: Verdicts) -> None:
         """Report what a pass of `step` generated, as `go_on` does, and choose no rows: `begin` comes next. The step is
-        not changed.
-
-        Raises:
-            ValueError: the step has no room for trees.
-        """
-        _check(step)
+        not changed."""
         self._backend.go_on(self, step, verdicts, last=True)
 
     def keep_accepted(self, token_ids: Tensor, slots: Tensor, parameters: Tensor, verdicts: Verdicts) -> None:
-        """After a pass with trees, whose accepted keys were moved right behind their roots, write their tokens there.
-
-        Args:
-            token_ids: [R] int32, as the pass read them.
-            slots: [R] int32, as it wrote them.
-            parameters: of its verification, see `DeviceVerifier.pack`.
-            verdicts: of the pass.
-        """
+        """After a pass with trees, whose accepted keys were moved right behind their roots, write their tokens there:
+        of `token_ids` and `slots` [R] int32 as the pass read and wrote them, by the parameters of its verification."""
         self._backend.keep_accepted(self, token_ids, slots, parameters, verdicts)
-
-
-def _implementation(backend: Literal["triton", "torch"]) -> ModuleType:
-    """Imports the backend only when it is chosen: Triton may be absent."""
-    if backend == "triton":
-        from tree_kernels.node_table import triton_backend
-
-        return triton_backend
-    from tree_kernels.node_table import torch_backend
-
-    return torch_backend
-
-
-def _check(step: StepIntegers) -> None:
-    if step.parents is None or step.causal is None:
-        raise ValueError("expected a step with parents and causal, got one without")

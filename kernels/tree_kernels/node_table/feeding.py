@@ -12,17 +12,9 @@ from tree_kernels.verification.records import MODE, POSITION, RECORD, Mode
 def fill_pending(
     token_ids: Tensor, pending: Tensor, slots: Tensor | None = None, tokens: Tensor | None = None
 ) -> Tensor:
-    """`token_ids` with every -1 - i replaced by `pending[i]`; with `slots` and `tokens` also written beside their keys.
-
-    Args:
-        token_ids: [R] int32.
-        pending: [any] int32, longer than the largest i.
-        slots: [R] int32, where each row's key goes; a negative one has none. With `tokens` or not at all.
-        tokens: [slots of the cache] int32, written.
-
-    Returns:
-        [R] int32, a new tensor.
-    """
+    """`token_ids` [R] int32 with every -1 - i replaced by `pending[i]` int32, a new tensor; with `slots` [R] int32,
+    where each row's key goes (a negative one has none), also written beside their keys to `tokens` [slots of the
+    cache]."""
     if token_ids.is_cuda:
         # Only here: Triton may be absent. One launch, where PyTorch takes four.
         from tree_kernels.node_table.triton_feeding import fill
@@ -39,11 +31,7 @@ def advance(step: StepIntegers, page_size: int, last_position: int) -> None:
     """Turn a step in which every sequence has one row, or none, into the step after it. In place.
 
     Sequence b then feeds its pending token (-1 - b), one key further on in the pages that it already has.
-
-    Args:
-        step: see `StepIntegers`; the pages hold one key more than the step leaves.
-        page_size: tokens of a page.
-        last_position: the model's largest.
+    The pages hold one key more than the step leaves; `last_position` is the model's largest.
     """
     if step.token_ids.is_cuda:
         # Only here: Triton may be absent.
@@ -64,13 +52,8 @@ def move_on(step: StepIntegers, accepted_counts: Tensor, page_size: int, last_po
     """Move every row that feeds a pending token on by the drafted rows that the step before accepted. In place.
 
     The step is laid out as if nothing had been accepted. A sequence without a pending token, or with more than one row,
-    is not moved.
-
-    Args:
-        step: see `StepIntegers`; the pages hold the keys that may come.
-        accepted_counts: [any] int32 by the sequences' places in the step before, see `Verdicts`.
-        page_size: tokens of a page.
-        last_position: the model's largest.
+    is not moved. `accepted_counts` are by the sequences' places in the step before, see `Verdicts`; the pages hold the
+    keys that may come.
     """
     if step.token_ids.is_cuda:
         # Only here: Triton may be absent.

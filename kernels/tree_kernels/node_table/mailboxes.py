@@ -31,16 +31,13 @@ _IN_FLIGHT = 2
 
 
 class Mailboxes:
-    """A box for each slot of a `NodeTable`, and the host's own copy of it.
-
-    Attributes:
-        newest: [B] int32 on the device, the number of the last table that came into each box; 0 before the first.
-        tables: [B, TURNS, TABLE] int32 on the device, that with number n at n % `TURNS`.
-    """
+    """A box for each slot of a `NodeTable`, and the host's own copy of it."""
 
     def __init__(self, slots: int, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
+        # [B] int32, the number of the last table that came into each box; 0 before the first.
         self.newest = torch.zeros(slots, dtype=torch.int32, device=device)
+        # [B, TURNS, TABLE] int32, that with number n at n % `TURNS`.
         self.tables = torch.zeros(slots, TURNS, TABLE, dtype=torch.int32, device=device)
         own = torch.zeros(slots, TURNS, TABLE, dtype=torch.int32, pin_memory=on_gpu)
         self._written: npt.NDArray[np.int32] = own.numpy()

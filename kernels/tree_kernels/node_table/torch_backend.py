@@ -9,29 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from tree_kernels.node_table.layout import (
-    COSTS_PER_CHANCE,
-    EXPECTED_UNIT,
-    KEPT,
-    KEYS_PER_COST,
-    LONGEST,
-    MAX_PATH,
-    MEND_BORROWED,
-    MEND_EXCHANGED,
-    MEND_INSERTED,
-    MOST_COST,
-    NO_KEY,
-    NODES,
-    PROSPECTS,
-    REPORT_ROWS,
-    REPORT_TOKENS,
-    SURE,
-    WINDOW,
-    Figure,
-    link_of,
-    longest_run,
-)
-from tree_kernels.node_table.lookup_costs import FIRST_COST, NEXT_COST
+from tree_kernels.node_table import layout
+from tree_kernels.node_table.layout import NODES, PROSPECTS, REPORT_ROWS, REPORT_TOKENS, Figure, link_of, longest_run
 from tree_kernels.node_table.mailboxes import TURNS
 from tree_kernels.node_table.step_integers import StepIntegers
 from tree_kernels.verification.dispatch import Verdicts
@@ -77,7 +56,7 @@ class Candidate(NamedTuple):
     @property
     def key(self) -> int:
         """Ranks candidates, the smallest first."""
-        return self.cost * KEYS_PER_COST + self.number
+        return self.cost * layout.KEYS_PER_COST + self.number
 
 
 def take(table: NodeTable, mail: Mailboxes) -> None:
@@ -175,7 +154,7 @@ def look_up(text: Sequence[int], limit: int) -> Chain:
         return Chain([], 0, 0)
     behind = text[run.end :]
     tokens = [behind[k % len(behind)] for k in range(limit)]
-    return Chain(tokens, FIRST_COST[run.length], NEXT_COST[run.length])
+    return Chain(tokens, layout.FIRST_COST[run.length], layout.NEXT_COST[run.length])
 
 
 def lender(nodes: Nodes, token: int) -> int:
@@ -200,7 +179,7 @@ def candidates(nodes: Nodes, root: int, chain: Chain, before: int = -1, borrowed
         hung = _mended(nodes, before)
     if borrowed >= 0:
         below = range(borrowed + 1, nodes.ends[borrowed])
-        hung = [one for one in hung if one.number not in below] + _hung(nodes, borrowed, MEND_BORROWED)
+        hung = [one for one in hung if one.number not in below] + _hung(nodes, borrowed, layout.MEND_BORROWED)
     found = {one.number: one for one in hung}
     place, above, cost, chain_cost = root, -1, 0, 0
     for k, token in enumerate(chain.tokens):
@@ -219,14 +198,14 @@ def candidates(nodes: Nodes, root: int, chain: Chain, before: int = -1, borrowed
 
 def best(every: Sequence[Candidate], limit: int) -> list[Candidate]:
     """The cheapest candidates, up to `limit` and `KEPT`, all below `MOST_COST`, by rising keys."""
-    ranked = sorted((one for one in every if one.cost < MOST_COST), key=lambda one: one.key)
-    return ranked[: max(0, min(limit, KEPT))]
+    ranked = sorted((one for one in every if one.cost < layout.MOST_COST), key=lambda one: one.key)
+    return ranked[: max(0, min(limit, layout.KEPT))]
 
 
 def bound_for(keys: Sequence[int], room: int) -> int:
     """The largest bound with at most `room` keys below it: of equal keys all or none."""
     rising = sorted(keys)
-    return rising[room] if len(rising) > room else NO_KEY
+    return rising[room] if len(rising) > room else layout.NO_KEY
 
 
 def _child(nodes: Nodes, place: int, token: int) -> int:
@@ -240,7 +219,7 @@ def _hung(nodes: Nodes, root: int, added: int) -> list[Candidate]:
     for place in range(root + 1, nodes.ends[root]):
         parent = -1 if nodes.parents[place] == root else nodes.parents[place]
         depth, cost = nodes.depths[place] - nodes.depths[root], nodes.costs[place] - nodes.costs[root] + added
-        if depth <= MAX_PATH:
+        if depth <= layout.MAX_PATH:
             found.append(Candidate(place, nodes.tokens[place], parent, depth, cost))
     return found
 
@@ -252,10 +231,10 @@ def _mended(nodes: Nodes, before: int) -> list[Candidate]:
         return []
     likeliest = min(children, key=lambda place: (nodes.costs[place], place))
     inserted = [
-        Candidate(place, nodes.tokens[place], -1, 1, nodes.costs[place] - nodes.costs[before] + MEND_INSERTED)
+        Candidate(place, nodes.tokens[place], -1, 1, nodes.costs[place] - nodes.costs[before] + layout.MEND_INSERTED)
         for place in children
     ]
-    return inserted + _hung(nodes, likeliest, MEND_EXCHANGED)
+    return inserted + _hung(nodes, likeliest, layout.MEND_EXCHANGED)
 
 
 def _find(table: NodeTable, step: StepIntegers, b: int, root: int, moves: int) -> None:
@@ -264,32 +243,33 @@ def _find(table: NodeTable, step: StepIntegers, b: int, root: int, moves: int) -
     record = step.parameters[b * RECORD : (b + 1) * RECORD]
     if int(record[MODE]) in RACED:
         low = int(record[POSITION]) % 2**32 + moves
-        record[POSITION] = _signed(low % 2**32)
+        # 32 bit as int32 holds them.
+        record[POSITION] = (low + 2**31) % 2**32 - 2**31
         record[POSITION + 1] += low // 2**32
     prefix, slot = int(step.prefix_lengths[b]), int(table.places[b])
-    text = [*_text(table, step, b, max(0, prefix - WINDOW - LONGEST), prefix), root]
+    keys = torch.arange(max(0, prefix - layout.WINDOW - layout.LONGEST), prefix, device=table.tokens.device)
+    text = [*table.tokens[_slots(table, step, b, keys).long()].tolist(), root]
     nodes = nodes_of(table.tables[slot]) if slot >= 0 else _NO_TREE
     place = walk(nodes, text, prefix)
     before = walk(nodes, text[:-1], prefix - 1) if place < 0 else -1
     nothing_below = place < 0 or nodes.ends[place] == place + 1
-    borrows = nothing_below and 0 <= prefix + 1 - nodes.base <= MAX_PATH
+    borrows = nothing_below and 0 <= prefix + 1 - nodes.base <= layout.MAX_PATH
     borrowed = lender(nodes, root) if borrows else -1
     chain = look_up(text, table.lookup_tokens)
     kept = best(candidates(nodes, place, chain, before, borrowed), int(table.limits[b]))
     table.counts[b], table.roots[b] = len(kept), root
     table.ages[b] = nodes.depths[place] if place >= 0 else -1
     rows = {-1: 0} | {one.number: 1 + rank for rank, one in enumerate(kept)}
-    table.keys[b] = NO_KEY
+    table.keys[b] = layout.NO_KEY
     for rank, one in enumerate(kept):
         link = link_of(rows[one.parent], one.depth, one.number < NODES)
         table.keys[b, rank] = one.key
-        chance = table.chances[one.cost // COSTS_PER_CHANCE]
+        chance = table.chances[one.cost // layout.COSTS_PER_CHANCE]
         table.ranked[b, :, rank] = torch.tensor([one.token, link, int(chance)], dtype=torch.int32)
 
 
 def _lay_out(table: NodeTable, step: StepIntegers) -> None:
     """Give every sequence its rows, behind those of sequences that read their prompts."""
-    assert step.parents is not None and step.causal is not None
     sequences, rows_in_all, reading = len(step.prefix_lengths), len(step.token_ids), int(table.reading)
     counts = table.counts[:sequences].tolist()
     keys = [table.keys[b, : max(0, count)].tolist() for b, count in enumerate(counts)]
@@ -313,7 +293,6 @@ def _lay_out(table: NodeTable, step: StepIntegers) -> None:
 
 
 def _lay_out_one(table: NodeTable, step: StepIntegers, b: int, rows: slice) -> None:
-    assert step.parents is not None
     taken, prefix = rows.stop - rows.start - 1, int(step.prefix_lengths[b])
     tokens, links, chances = table.ranked[b, :, :taken]
     below = slice(rows.start + 1, rows.stop)
@@ -325,7 +304,7 @@ def _lay_out_one(table: NodeTable, step: StepIntegers, b: int, rows: slice) -> N
     step.owners[rows] = b
     record = step.parameters[b * RECORD : (b + 1) * RECORD]
     record[FIRST_ROW], record[ROWS], record[IS_CHAIN] = rows.start, 1 + taken, 0
-    unit, of_table = SURE // EXPECTED_UNIT, (links >> 16).bool()
+    unit, of_table = layout.SURE // layout.EXPECTED_UNIT, (links >> 16).bool()
     table.noted[0, b], table.noted[1, b] = of_table.sum(), chances.sum() // unit
     table.noted[2, b] = chances[of_table].sum() // unit
     kept = table.ranked[b, 2, : max(0, int(table.counts[b]))]
@@ -338,19 +317,7 @@ def _slots(table: NodeTable, step: StepIntegers, b: int, keys: Tensor) -> Tensor
     return (pages[keys // table.page_size] * table.page_size + keys % table.page_size).int()
 
 
-def _text(table: NodeTable, step: StepIntegers, b: int, begin: int, end: int) -> list[int]:
-    """The tokens fed as these keys."""
-    keys = torch.arange(begin, end, device=table.tokens.device)
-    text: list[int] = table.tokens[_slots(table, step, b, keys).long()].tolist()
-    return text
-
-
 def _trees(step: StepIntegers) -> list[tuple[int, int, int]]:
     """(sequence, first row, rows) of those that have rows."""
     starts = step.query_starts.tolist()
     return [(b, row, end - row) for b, (row, end) in enumerate(itertools.pairwise(starts)) if end > row]
-
-
-def _signed(word: int) -> int:
-    """32 bit as int32 holds them."""
-    return word - 2**32 if word >= 2**31 else word

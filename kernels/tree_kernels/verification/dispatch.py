@@ -1,7 +1,6 @@
 """Verification of a whole step on the device of its logits: it does not wait for the host and can be captured.
 
-The rules are those of `tree_kernels.verification.walks`, for all sequences at once. Sources: as there, and for the
-noise `tree_kernels.philox`.
+The rules are those of `tree_kernels.verification.walks`, for all sequences at once.
 """
 
 from __future__ import annotations
@@ -25,19 +24,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Verdicts:
-    """What a step's sequences accepted, in one tensor, so that one small copy brings it to the host.
+    """What a step's sequences accepted, in one tensor, so that one small copy brings it to the host."""
 
-    Attributes:
-        tensor: [2 * max_sequences + max_rows] int32, of which the others are views.
-        accepted_counts: [max_sequences] rows accepted below the root; 0 where there was nothing to verify.
-        next_tokens: [max_sequences] the target's own token after the accepted path; -1 where nothing was verified.
-        accepted_rows: [max_rows] the rows that sequence b accepted, from its first row on, relative to its root and
-            rising; undefined after `accepted_counts[b]` of them.
-    """
-
-    tensor: Tensor
-    accepted_counts: Tensor
-    next_tokens: Tensor
+    tensor: Tensor  # [2 * max_sequences + max_rows] int32, of which the others are views
+    accepted_counts: Tensor  # [max_sequences] rows accepted below the root; 0 where there was nothing to verify
+    next_tokens: Tensor  # [max_sequences] the target's own token after the path; -1 where nothing was verified
+    # [max_rows] the rows that sequence b accepted, from its first row on, relative to its root and rising; undefined
+    # after `accepted_counts[b]` of them.
     accepted_rows: Tensor
 
     @classmethod
@@ -60,14 +53,9 @@ class DeviceVerifier:
             model's own draw is another token than the row's; undefined elsewhere.
 
     Args:
-        device: of the logits.
         vocabulary_size: V; logits may be wider, the rest is ignored.
-        max_sequences: of a step.
-        max_rows: of a step; rows of no sequence cost next to nothing.
-        backend: "triton" or "torch"; None is "triton" on a GPU and "torch" elsewhere.
-
-    Raises:
-        ImportError: Triton is not installed.
+        max_sequences, max_rows: of a step; rows of no sequence cost next to nothing.
+        backend: "triton", which has to be installed, or "torch"; None is "triton" on a GPU and "torch" elsewhere.
     """
 
     def __init__(
@@ -81,6 +69,8 @@ class DeviceVerifier:
         self._vocabulary_size = vocabulary_size
         self._max_sequences = max_sequences
         self._max_rows = max_rows
+        # Length of the packed parameters.
+        self.integers = parameter_count(max_sequences, max_rows)
         device = torch.device(device)
         # At one address for good.
         tensor = torch.zeros(2 * max_sequences + max_rows, dtype=torch.int32, device=device)
@@ -95,38 +85,21 @@ class DeviceVerifier:
         else:
             self._backend = TorchVerification(vocabulary_size, max_sequences)
 
-    @property
-    def integers(self) -> int:
-        """Length of the packed parameters."""
-        return parameter_count(self._max_sequences, self._max_rows)
-
     def pack(self, sequences: Sequence[RowsToVerify]) -> NDArray[np.int32]:
-        """The step's parameters, int32 [integers], to be copied to the device with the rest of the step.
-
-        Raises:
-            ValueError: more sequences than `max_sequences`, or rows out of range.
-        """
+        """The step's parameters, int32 [integers], to be copied to the device with the rest of the step. Raises
+        `ValueError` for more sequences than `max_sequences`, or rows out of range."""
         return pack_parameters(sequences, self._max_sequences, self._max_rows, self._vocabulary_size)
 
     def pack_distributions(self, by_row: Mapping[int, tuple[Sequence[int], Sequence[int]]]) -> NDArray[np.int32]:
-        """Draft distributions by the step's row of the parent, int32 [max_rows + 1 + 2 * pairs].
-
-        Raises:
-            ValueError: a row out of range, lengths that differ, or more than `MAX_SUPPORT` pairs in a row.
-        """
+        """Draft distributions by the step's row of the parent, int32 [max_rows + 1 + 2 * pairs]. Raises `ValueError`
+        for a row out of range, lengths that differ, or more than `MAX_SUPPORT` pairs in a row."""
         return pack_distributions(by_row, self._max_rows)
 
     def greedy(self, logits: Tensor, token_ids: Tensor, parents: Tensor, parameters: Tensor) -> Verdicts:
-        """Verify a step whose sequences are all GREEDY. Takes what `sampled` takes.
-
-        Raises:
-            ValueError: see `sampled`.
-        """
+        """Verify a step whose sequences are all GREEDY. Takes and raises what `sampled` does."""
         self._check(logits, token_ids, parents, parameters)
-        step = (logits, token_ids, parents, parameters)
-        self._backend.verify(
-            *step, None, self.verdicts.tensor, self.lossy_rows, sampled=False, filtered=False, typical=False
-        )
+        step, verdicts = (logits, token_ids, parents, parameters), self.verdicts.tensor
+        self._backend.verify(*step, None, verdicts, self.lossy_rows, sampled=False, filtered=False, typical=False)
         return self.verdicts
 
     def sampled(
@@ -140,7 +113,7 @@ class DeviceVerifier:
         filtered: bool = True,
         typical: bool = True,
     ) -> Verdicts:
-        """Verify a step of any mixture of modes.
+        """Verify a step of any mixture of modes. Raises `ValueError` where shapes or dtypes differ from these.
 
         Args:
             logits: [R, at least V] bf16, fp16 or fp32, the last dimension contiguous.
@@ -150,9 +123,6 @@ class DeviceVerifier:
             distributions: [any] int32 that begins with what `pack_distributions` returns; None where no row has one.
             filtered: whether any sequence is `RowsToVerify.filtered`; False saves two launches.
             typical: whether any sequence is TYPICAL; False saves two launches.
-
-        Raises:
-            ValueError: shapes or dtypes differ from these.
         """
         self._check(logits, token_ids, parents, parameters)
         step, verdicts = (logits, token_ids, parents, parameters), self.verdicts.tensor
@@ -165,12 +135,7 @@ class DeviceVerifier:
         self, dtype: torch.dtype, *, filtered: Sequence[bool] = (False, True), typical: Sequence[bool] = (False,)
     ) -> None:
         """Compile every kernel for logits of this dtype, so that no step waits for it. Takes seconds for each, once.
-
-        Args:
-            dtype: of the logits.
-            filtered: with which values `sampled` will be called.
-            typical: likewise.
-        """
+        `filtered` and `typical` are the values that `sampled` will be called with."""
         device = self.verdicts.tensor.device
         drawn = torch.from_numpy(self.pack_distributions({0: ((0,), (1,))})).to(device)
         # Numbers that are 1 or multiples of 16 are compiled for.
@@ -194,6 +159,6 @@ class DeviceVerifier:
             )
         if len(parameters) != self.integers:
             raise ValueError(f"expected {self.integers} parameters, got {len(parameters)}")
-        integers = {token_ids.dtype, parents.dtype, parameters.dtype}
-        if integers != {torch.int32}:
-            raise ValueError(f"expected int32 token ids, parents and parameters, got {integers}")
+        dtypes = {token_ids.dtype, parents.dtype, parameters.dtype}
+        if dtypes != {torch.int32}:
+            raise ValueError(f"expected int32 token ids, parents and parameters, got {dtypes}")

@@ -6,31 +6,23 @@ A slot is `page * page_size + offset`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from tree_kernels.verification.dispatch import Verdicts
 from tree_kernels.verification.records import unpack_parameters
-
-if TYPE_CHECKING:
-    from tree_kernels.verification.dispatch import Verdicts
 
 
 def move_kv(
     caches: Sequence[Tensor], source_slots: Tensor | Sequence[int], target_slots: Tensor | Sequence[int]
 ) -> None:
-    """Copy slot `source_slots[i]` onto `target_slots[i]` in every cache, in place.
+    """Copy slot `source_slots[i]` onto `target_slots[i]`, all different, in every cache, in place.
 
-    All sources are read before any target is written, so the two may overlap.
-
-    Args:
-        caches: [pages, page_size, Hkv, width] each, contiguous; keys and values of every layer. A width may be 0.
-        source_slots: [n] slots to read.
-        target_slots: [n] slots to write, all different.
-
-    Raises:
-        ValueError: the two do not have the same length.
+    All sources are read before any target is written, so the two may overlap. Raises `ValueError` where they do not
+    have the same length. Caches are [pages, page_size, Hkv, width] each, contiguous; keys and values of every layer. A
+    width may be 0.
     """
     if len(source_slots) != len(target_slots):
         raise ValueError(f"expected {len(source_slots)} target slots, got {len(target_slots)}")
@@ -54,18 +46,15 @@ def move_accepted(
     """Move the accepted path of every sequence of a step to the slots behind its root, in place.
 
     The i-th accepted row, counted from 1, goes to the slot of row i of its tree. On a GPU that is one launch for all
-    layers, which waits for nothing and costs next to nothing where every row is in place already.
+    layers, which waits for nothing and costs next to nothing where every row is in place already. Raises `ValueError`
+    where the shapes of keys and values do not fit, or they are not contiguous.
 
     Args:
         keys: [layers, pages, page_size, Hkv, D], contiguous.
         values: [layers, pages, page_size, Hkv, Dv], contiguous. Dv may be 0.
         slots: [R] int32 of the step's rows, all different; a negative slot is neither read nor written.
-        parameters: of the step's verification, see `DeviceVerifier.pack`.
-        verdicts: of the step.
+        parameters, verdicts: of the step's verification, see `DeviceVerifier.pack`.
         backend: "triton" or "torch"; None is "triton" on a GPU and "torch" elsewhere.
-
-    Raises:
-        ValueError: the shapes of keys and values do not fit, or they are not contiguous.
     """
     if keys.shape[:4] != values.shape[:4] or not (keys.is_contiguous() and values.is_contiguous()):
         raise ValueError(

@@ -60,35 +60,20 @@ RACED = (Mode.COUPLED, Mode.TYPICAL)
 
 
 class RowsToVerify(NamedTuple):
-    """One sequence of the step. A named tuple, since a step makes one for every sequence.
+    """One sequence of the step. A named tuple, since a step makes one for every sequence."""
 
-    Attributes:
-        first_row: index of the tree's root among the step's rows.
-        rows: of the tree, the root included; 0 when there is nothing to verify.
-        mode: GREEDY uses no attribute below but `is_chain`.
-        seed: 64 bit, of the race (COUPLED, TYPICAL), or the secret one of the coins (REJECTION).
-        position: 64 bit, absolute position of the token after the root (COUPLED, TYPICAL), or the coins' stream
-            (REJECTION).
-        temperature: 0 gives the likeliest token probability 1, which makes every mode GREEDY.
-        top_k: 0 for no limit.
-        top_p: 1 for no limit.
-        min_p: 0 for no limit.
-        is_chain: every row's parent is the row before it; the packed parents are not read then.
-        begins: TYPICAL: 64 bit, absolute position of the first token that the model generates, which is its own draw.
-        epsilon: TYPICAL: a drafted token is kept if its probability exceeds min(epsilon, delta * exp(-entropy)).
-        delta: TYPICAL, see there.
-    """
-
-    first_row: int
-    rows: int
-    mode: Mode = Mode.GREEDY
-    seed: int = 0
-    position: int = 0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    is_chain: bool = False
+    first_row: int  # index of the tree's root among the step's rows
+    rows: int  # of the tree, the root included; 0 when there is nothing to verify
+    mode: Mode = Mode.GREEDY  # GREEDY uses no attribute below but `is_chain`
+    seed: int = 0  # 64 bit, of the race (COUPLED, TYPICAL), or the secret one of the coins (REJECTION)
+    position: int = 0  # 64 bit, absolute, of the token after the root, or the coins' stream (REJECTION)
+    temperature: float = 1.0  # 0 gives the likeliest token probability 1, which makes every mode GREEDY
+    top_k: int = 0  # 0 for no limit
+    top_p: float = 1.0  # 1 for no limit
+    min_p: float = 0.0  # 0 for no limit
+    is_chain: bool = False  # every row's parent is the row before it; the packed parents are not read then
+    # TYPICAL: 64 bit, absolute position of the first token that the model generates, which is its own draw; other
+    # drafted tokens are kept if their probability exceeds min(epsilon, delta * exp(-entropy)).
     begins: int = 0
     epsilon: float = 0.0
     delta: float = 0.0
@@ -108,11 +93,7 @@ def parameter_count(max_sequences: int, max_rows: int) -> int:
 def pack_parameters(
     sequences: Sequence[RowsToVerify], max_sequences: int, max_rows: int, vocabulary_size: int
 ) -> NDArray[np.int32]:
-    """The step as int32 [parameter_count].
-
-    Raises:
-        ValueError: too many sequences, or rows out of range.
-    """
+    """The step as int32 [parameter_count]. Raises `ValueError` for too many sequences, or rows out of range."""
     if len(sequences) > max_sequences:
         raise ValueError(f"expected at most {max_sequences} sequences, got {len(sequences)}")
     packed = np.zeros(parameter_count(max_sequences, max_rows), dtype=np.int32)
@@ -156,13 +137,8 @@ def unpack_parameters(packed: NDArray[np.int32], max_sequences: int) -> list[Row
 def pack_distributions(by_row: Mapping[int, tuple[Sequence[int], Sequence[int]]], max_rows: int) -> NDArray[np.int32]:
     """Draft distributions of a step as int32 [max_rows + 1 + 2 * pairs]. A prefix of a longer tensor may hold them.
 
-    Args:
-        by_row: token ids and integer weights >= 1 by the step's row of the parent.
-        max_rows: rows of the step, those without a distribution included.
-
-    Raises:
-        ValueError: a row out of range, lengths that differ, or a support above `MAX_SUPPORT`.
-    """
+    `by_row` has token ids and integer weights >= 1 by the step's row of the parent. Raises `ValueError` for a row out
+    of range, lengths that differ, or a support above `MAX_SUPPORT`."""
     counts = np.zeros(max_rows + 1, dtype=np.int32)
     for row, (token_ids, weights) in by_row.items():
         if not 0 <= row < max_rows:

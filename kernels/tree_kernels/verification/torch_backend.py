@@ -3,41 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from tree_kernels.philox import uniforms
+from tree_kernels.verification.distribution import distribution_of
 from tree_kernels.verification.records import Mode, RowsToVerify, unpack_distributions, unpack_parameters
 from tree_kernels.verification.typical import typical_walk
-from tree_kernels.verification.walks import Walk, coupled_token, match_walk, rejection_walk
+from tree_kernels.verification.walks import Chance, Walk, coupled_token, match_walk, rejection_walk
 
 Distributions = Mapping[int, tuple[Sequence[int], Sequence[int]]]
-
-
-def distribution_of(logits_row: Tensor, sequence: RowsToVerify) -> Tensor:
-    """The distribution [V] in fp64 of a row of logits [V] after temperature, min_p, top_k and top_p, in this order.
-
-    Of equally probable tokens the filters keep the lower ids. `top_p` is a share of what the filters before it left.
-
-    Args:
-        logits_row: [V] of any floating dtype, at least one finite.
-        sequence: its temperature, above 0, and filters.
-    """
-    shifted = logits_row.double() - logits_row.max().double()
-    distribution = torch.softmax(shifted / sequence.temperature, dim=-1)
-    if sequence.min_p > 0:
-        distribution = torch.where(distribution >= sequence.min_p * distribution.max(), distribution, 0.0)
-    ranked = torch.sort(distribution, descending=True, stable=True).indices
-    if sequence.top_k > 0:
-        ranked = ranked[: sequence.top_k]
-    if sequence.top_p < 1:
-        values = distribution[ranked]
-        before = values.cumsum(0) - values
-        ranked = ranked[before < sequence.top_p * values.sum()]
-    kept = torch.zeros_like(distribution).index_copy_(0, ranked, distribution[ranked])
-    return kept / kept.sum()
 
 
 class TorchVerification:
@@ -56,18 +33,15 @@ class TorchVerification:
         distributions: Tensor | None,
         verdicts: Tensor,
         lossy_rows: Tensor,
-        *,
-        sampled: bool,  # noqa: ARG002
-        filtered: bool,  # noqa: ARG002
-        typical: bool,  # noqa: ARG002
+        **_which_kernels: bool,
     ) -> None:
         """Write verdicts [2 * max_sequences + max_rows] int32, and lossy_rows [max_rows] int32 of TYPICAL sequences."""
         logits = logits[:, : self._vocabulary_size]
         count = self._max_sequences
         max_rows = len(verdicts) - 2 * count
-        by_row: Distributions = (
-            {} if distributions is None else unpack_distributions(distributions.cpu().numpy(), max_rows)
-        )
+        by_row: Distributions = {}
+        if distributions is not None:
+            by_row = unpack_distributions(distributions.cpu().numpy(), max_rows)
         found = torch.zeros(len(verdicts), dtype=torch.int32)
         found[count : 2 * count] = -1
         tokens, tree = token_ids.tolist(), parents.tolist()
@@ -76,12 +50,9 @@ class TorchVerification:
                 continue
             first, end = sequence.first_row, sequence.first_row + sequence.rows
             own = [max(row - 1, 0) for row in range(sequence.rows)] if sequence.is_chain else tree[first:end]
-            step = (logits[first:end], tokens[first:end], own)
-            if sequence.mode is Mode.TYPICAL:
-                walk, lossy = _typical_walk(sequence, *step)
-                lossy_rows[first : first + len(lossy)] = torch.tensor(lossy, dtype=torch.int32)
-            else:
-                walk = _walk_of(sequence, *step, by_row)
+            drafts = {row - first: by_row[row] for row in range(first, end) if row in by_row}
+            walk, lossy = walk_of(sequence, own, tokens[first:end], drafts, logits[first:end].__getitem__)
+            lossy_rows[first : first + len(lossy)] = torch.tensor(lossy, dtype=torch.int32)
             accepted = len(walk.accepted_rows)
             found[b] = accepted
             found[count + b] = walk.next_token
@@ -89,38 +60,39 @@ class TorchVerification:
         verdicts.copy_(found)
 
 
-def _walk_of(
-    sequence: RowsToVerify, logits: Tensor, token_ids: list[int], parents: list[int], distributions: Distributions
-) -> Walk:
-    """One sequence's walk by a lossless mode, given logits [rows, V] of its tree and the distributions by row of the
-    step."""
-    if sequence.mode is Mode.GREEDY:
-        return match_walk(parents, token_ids, lambda row, _: int(torch.argmax(logits[row])))
+def walk_of(
+    sequence: RowsToVerify,
+    parents: Sequence[int],
+    token_ids: Sequence[int],
+    distributions: Distributions,
+    logits_of: Callable[[int], Tensor],
+) -> tuple[Walk, tuple[bool, ...]]:
+    """One sequence's walk by its mode, and of TYPICAL ones which accepted rows are lossy.
 
-    def probs_of(row: int, _: int) -> Tensor:
-        return distribution_of(logits[row], sequence)
+    Distributions are by row of the tree; `logits_of` gives the logits [V] after a row, when the walk comes to it.
+    """
+    if sequence.mode is Mode.GREEDY:
+        return match_walk(parents, token_ids, lambda row, _: int(torch.argmax(logits_of(row)))), ()
+
+    def probs_of(row: int, _: int = 0) -> Tensor:
+        return row_distribution(sequence, logits_of(row))
+
+    def draw(probs: Tensor, depth: int) -> int:
+        return coupled_token(probs, sequence.seed, sequence.position + depth)
+
+    def threshold(entropy: float) -> float:
+        return min(sequence.epsilon, sequence.delta * math.exp(-entropy))
 
     if sequence.mode is Mode.COUPLED:
-        seed, position = sequence.seed, sequence.position
-        return match_walk(
-            parents, token_ids, lambda row, depth: coupled_token(probs_of(row, depth), seed, position + depth)
-        )
-    first = sequence.first_row
-    own = {row: distributions[first + row] for row in range(sequence.rows) if first + row in distributions}
-    # One for each row below the root, and one for the next token.
-    coins = iter(uniforms(sequence.seed, sequence.position, sequence.rows).tolist())
-    return rejection_walk(parents, token_ids, own, probs_of, lambda: next(coins))
+        return match_walk(parents, token_ids, lambda row, depth: draw(probs_of(row), depth)), ()
+    if sequence.mode is Mode.REJECTION:
+        # One for each row below the root, and one for the next token.
+        coins = iter(uniforms(sequence.seed, sequence.position, sequence.rows).tolist())
+        return rejection_walk(parents, token_ids, distributions, probs_of, Chance(coins.__next__)), ()
+    begins = sequence.position == sequence.begins
+    return typical_walk(parents, token_ids, probs_of, draw, threshold, begins=begins)
 
 
-def _typical_walk(
-    sequence: RowsToVerify, logits: Tensor, token_ids: list[int], parents: list[int]
-) -> tuple[Walk, tuple[bool, ...]]:
-    """One TYPICAL sequence's walk, given logits [rows, V] of its tree, and which of the accepted rows are lossy."""
-    return typical_walk(
-        parents,
-        token_ids,
-        lambda row: distribution_of(logits[row], sequence),
-        lambda probs, depth: coupled_token(probs, sequence.seed, sequence.position + depth),
-        lambda entropy: min(sequence.epsilon, sequence.delta * math.exp(-entropy)),
-        begins=sequence.position == sequence.begins,
-    )
+def row_distribution(sequence: RowsToVerify, logits: Tensor) -> Tensor:
+    """The distribution [V] of logits [V] by a sequence's temperature and filters."""
+    return distribution_of(logits, sequence.temperature, sequence.top_k, sequence.top_p, sequence.min_p)

@@ -9,8 +9,7 @@ from torch import Tensor
 from tree_kernels.attention.tree_mask import MAX_TREE_ROWS
 from tree_kernels.verification.triton_filter import filter_kernel
 from tree_kernels.verification.triton_rows import RUNGS, mass_kernel, peak_kernel
-from tree_kernels.verification.triton_scores import score_kernel
-from tree_kernels.verification.triton_typical import gain_kernel, moment_kernel
+from tree_kernels.verification.triton_scores import gain_kernel, moment_kernel, score_kernel
 from tree_kernels.verification.triton_walk import walk_kernel
 
 _CHUNK = 2048

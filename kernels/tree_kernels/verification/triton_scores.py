@@ -1,4 +1,5 @@
-"""Triton: the race of COUPLED and TYPICAL rows, and the weight of REJECTION rows without the draft's tokens."""
+"""Triton: the race of COUPLED and TYPICAL rows, which of the latter are typical (see `verification.typical`), and the
+weight of REJECTION rows without the draft's tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +8,10 @@ import triton.language as tl
 
 from tree_kernels.verification.records import MAX_SUPPORT
 from tree_kernels.verification.triton_rows import (
+    BEGINS,
     COUPLED,
+    DELTA,
+    EPSILON,
     FIRST_ROW,
     GREEDY,
     IS_CHAIN,
@@ -32,6 +36,7 @@ SUPPORT = tl.constexpr(MAX_SUPPORT)
 # fp32 scores are accurate to 1e-4 where a token can win at all; what they cannot separate is decided in fp64.
 _MARGIN = tl.constexpr(1e-3)
 _NONE = tl.constexpr(2**31 - 1)
+NEVER = tl.constexpr(float("-inf"))
 
 
 @triton.jit
@@ -186,3 +191,87 @@ def score_kernel(  # type: ignore[no-untyped-def]
                     nothing = tl.zeros([SUPPORT], tl.float64)
                     weights = put(weights, ids, support, nothing, drafted > 0, chunk * CHUNK, CHUNK)
                 tl.store(scores + at, tl.sum(weights, 0))
+
+
+@triton.jit(do_not_specialize=["sequences", "chunks"])
+def moment_kernel(  # type: ignore[no-untyped-def]
+    logits,
+    row_stride,
+    parameters,
+    sequences,
+    peaks,
+    cuts,
+    cut_ids,
+    moments,
+    vocabulary,
+    chunks,
+    CHUNK: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr,
+    CUT: tl.constexpr,
+):
+    """moments [R, chunks, 2] fp64: of a chunk's weights w the sums of w and of w * log w. Only for TYPICAL rows."""
+    row = tl.program_id(0)
+    chunk = tl.program_id(1)
+    sequence = sequence_of(parameters, row, sequences)
+    if sequence >= 0:
+        record = record_of(parameters, sequence)
+        if tl.load(record + MODE) == TYPICAL:
+            ids = chunk * CHUNK + tl.arange(0, CHUNK)
+            x = load_logits(logits, row, row_stride, ids, vocabulary)
+            peak = peak_of(peaks, row, chunks, BLOCK_CHUNKS)
+            temperature = load_double(record + TEMPERATURE)
+            cut, cut_id = cut_of(cuts, cut_ids, row, CUT)
+            weight = weight_of(x, ids, peak, temperature, cut, cut_id)
+            shifted = (x.to(tl.float64) - peak.to(tl.float64)) / temperature
+            at = moments + 2 * (row * chunks + chunk)
+            tl.store(at, tl.sum(weight, 0))
+            tl.store(at + 1, tl.sum(tl.where(weight > 0.0, weight * shifted, 0.0), 0))
+
+
+@triton.jit(do_not_specialize=["sequences", "chunks"])
+def gain_kernel(  # type: ignore[no-untyped-def]
+    logits,
+    row_stride,
+    token_ids,
+    parents,
+    parameters,
+    sequences,
+    peaks,
+    cuts,
+    cut_ids,
+    moments,
+    gains,
+    vocabulary,
+    chunks,
+    BLOCK_CHUNKS: tl.constexpr,
+    CUT: tl.constexpr,
+):
+    """gains [R] fp64: the log-probability of a drafted row's token after its parent; -inf where it is not typical.
+
+    Below a root whose next token is the first that the model generates, none is left out: the walk takes the row of
+    the model's own draw. Only for TYPICAL rows.
+    """
+    row = tl.program_id(0)
+    sequence = sequence_of(parameters, row, sequences)
+    if sequence >= 0:
+        record = record_of(parameters, sequence)
+        first = tl.load(record + FIRST_ROW)
+        if (tl.load(record + MODE) == TYPICAL) & (row > first):
+            above = row - 1
+            if tl.load(record + IS_CHAIN) == 0:
+                above = first + tl.load(parents + row)
+            chunk = tl.arange(0, BLOCK_CHUNKS)
+            at = moments + 2 * (above * chunks + chunk)
+            mass = tl.sum(tl.load(at, mask=chunk < chunks, other=0.0), 0)
+            weighted = tl.sum(tl.load(at + 1, mask=chunk < chunks, other=0.0), 0)
+            # -sum p log p, where p = w / mass.
+            entropy = tl.log(mass) - weighted / mass
+            least = tl.minimum(load_double(record + EPSILON), load_double(record + DELTA) * tl.exp(-entropy))
+            peak = peak_of(peaks, above, chunks, BLOCK_CHUNKS)
+            cut, cut_id = cut_of(cuts, cut_ids, above, CUT)
+            token = tl.load(token_ids + row)
+            x = load_logits(logits, above, row_stride, token, vocabulary)
+            probability = weight_of(x, token, peak, load_double(record + TEMPERATURE), cut, cut_id) / mass
+            begins = (above == first) & (load_long(record + POSITION) == load_long(record + BEGINS))
+            kept = (probability > least) | (begins & (probability > 0.0))
+            tl.store(gains + row, tl.where(kept, tl.log(probability), NEVER))

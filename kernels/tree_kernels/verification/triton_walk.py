@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from tree_kernels.verification.triton_rows import (
+    BEGINS,
     FIRST_ROW,
     MODE,
     POSITION,
@@ -26,10 +27,11 @@ from tree_kernels.verification.triton_rows import (
     record_of,
     weight_of,
 )
-from tree_kernels.verification.triton_scores import SUPPORT, load_support, load_tree, put
-from tree_kernels.verification.triton_typical import typical_path
+from tree_kernels.verification.triton_scores import NEVER, SUPPORT, load_support, load_tree, put
+from tree_kernels.verification.typical import SAME_PATH
 
 _STEP = tl.constexpr(16)
+_SAME_PATH = tl.constexpr(SAME_PATH)
 
 
 @triton.jit
@@ -67,6 +69,44 @@ def _match(parent, tokens, choices, accepted_rows, BLOCK_R: tl.constexpr):  # ty
         accepted += 1
         token = tl.sum(tl.where(index == child, choices, 0), 0)
         child = tl.min(tl.where((parent == child) & (tokens == token), index, BLOCK_R), 0)
+    return accepted, token
+
+
+@triton.jit
+def _typical_path(  # type: ignore[no-untyped-def]
+    record, parent, tokens, choices, gains, rows, accepted_rows, lossy_rows, BLOCK_R: tl.constexpr
+):
+    """The longest path of typical rows. Returns the number of accepted rows and the model's own token after them.
+
+    `choices` [BLOCK_R] are the model's own draws after each row; `gains` are those of the sequence's rows.
+    """
+    index = tl.arange(0, BLOCK_R)
+    gain = tl.load(gains + index, mask=(index > 0) & (index < rows), other=NEVER)
+    begins = load_long(record + POSITION) == load_long(record + BEGINS)
+    own = tl.sum(tl.where(index == 0, choices, 0), 0)
+    gain = tl.where(begins & (parent == 0) & (tokens != own), NEVER, gain)
+    # Log-probability and depth of each row that typical tokens lead to. Parents come before their children.
+    reached = tl.where(index == 0, tl.full([BLOCK_R], 0.0, tl.float64), NEVER)
+    depth = tl.zeros([BLOCK_R], tl.int32)
+    for row in tl.range(1, rows):
+        here = index == row
+        above = index == tl.sum(tl.where(here, parent, 0), 0)
+        to_here = tl.sum(tl.where(above, reached, 0.0), 0) + tl.sum(tl.where(here, gain, 0.0), 0)
+        reached = tl.where(here, to_here, reached)
+        depth = tl.where(here & (reached > NEVER), tl.sum(tl.where(above, depth, 0), 0) + 1, depth)
+    accepted = tl.max(depth, 0)
+    likeliest = tl.max(tl.where(depth == accepted, reached, NEVER), 0)
+    at = tl.min(tl.where((depth == accepted) & (reached > likeliest - _SAME_PATH), index, BLOCK_R), 0)
+    token = tl.sum(tl.where(index == at, choices, 0), 0)
+    place = accepted
+    while place > 0:
+        place -= 1
+        above = tl.sum(tl.where(index == at, parent, 0), 0)
+        drafted = tl.sum(tl.where(index == at, tokens, 0), 0)
+        own = tl.sum(tl.where(index == above, choices, 0), 0)
+        tl.store(accepted_rows + place, at)
+        tl.store(lossy_rows + place, (drafted != own).to(tl.int32))
+        at = above
     return accepted, token
 
 
@@ -235,7 +275,7 @@ def walk_kernel(  # type: ignore[no-untyped-def]
             choices = _choices(scores, winners, first, rows, vocabulary, chunks, BLOCK_R)
             if TYPICAL_ROWS:
                 if tl.load(record + MODE) == TYPICAL:
-                    accepted, token = typical_path(
+                    accepted, token = _typical_path(
                         record, parent, tokens, choices, gains + first, rows, accepted_rows, lossy_rows + first, BLOCK_R
                     )
                 else:

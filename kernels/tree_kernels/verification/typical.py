@@ -36,18 +36,15 @@ def typical_walk(
     *,
     begins: bool,
 ) -> tuple[Walk, tuple[bool, ...]]:
-    """The longest path of typical tokens, of several the most probable, and the model's own draw after it.
+    """The longest path of typical tokens, of several the most probable, and the model's own draw after it; and for each
+    accepted row whether the model's own draw is another token.
 
     Args:
         parents: [rows], parents[i] < i; row 0 is the root.
         token_ids: [rows]; siblings carry different tokens.
         probs_of: called once for each row of a typical path.
-        draw: see `Draw`.
         threshold: the probability that a typical token exceeds, given the entropy of its distribution in nats.
         begins: no token was generated yet: the first one is the model's own draw, drafted or not.
-
-    Returns:
-        The walk, and for each accepted row whether the model's own draw is another token.
     """
     # Log-probability and depth of each row that is reached by typical tokens. Parents come before their children.
     reached, depths = {0: 0.0}, {0: 0}
@@ -57,7 +54,8 @@ def typical_walk(
             continue
         probs = cached[row] = probs_of(row)
         own = draw(probs, 0) if begins and row == 0 else None
-        least = threshold(entropy_of(probs))
+        # Given the entropy in nats.
+        least = threshold(float(torch.special.entr(probs).sum()))
         tokens = [token_ids[child] for child in children]
         # All children at once: reading one number of a GPU waits for it.
         for child, token, probability in zip(children, tokens, probs[tokens].tolist(), strict=True):
@@ -76,11 +74,6 @@ def _last_row(reached: dict[int, float], depths: dict[int, int]) -> int:
     deepest = max(depths.values())
     likeliest = max(reached[row] for row, depth in depths.items() if depth == deepest)
     return min(row for row, depth in depths.items() if depth == deepest and reached[row] > likeliest - SAME_PATH)
-
-
-def entropy_of(probs: Tensor) -> float:
-    """Entropy in nats of a distribution [V] of sum 1."""
-    return float(torch.special.entr(probs).sum())
 
 
 def path_to(parents: Sequence[int], row: int) -> tuple[int, ...]:

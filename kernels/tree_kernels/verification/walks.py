@@ -10,12 +10,12 @@ Sources: Leviathan et al. (arXiv 2211.17192) for one draft; Jeon et al., "Recurs
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tree_kernels.philox import exponentials, race_exponentials, race_words_of
+from tree_kernels.philox import exponentials, race_words, race_words_of
 
 # Below this share of the vocabulary, drawing the noise of single tokens costs less than that of all.
 _SPARSE_SHARE = 8
@@ -55,42 +55,31 @@ def match_walk(parents: Sequence[int], token_ids: Sequence[int], choose: Callabl
 def coupled_token(probs: Tensor, seed: int, position: int) -> int:
     """The winner of the exponential race: argmin of E(seed, position, y) / probs[y]. A draw from `probs`.
 
-    Tokens of probability zero never win; ties go to the lowest id.
-
-    Args:
-        probs: [V], non-negative, at least one positive; need not sum to 1.
-        seed: 64-bit seed of the request.
-        position: absolute index of the token that is chosen.
+    Tokens of probability zero never win; ties go to the lowest id. `probs` [V] are non-negative, at least one positive,
+    and need not sum to 1; `seed` is the request's, of 64 bits; `position` is the absolute index of the chosen token.
     """
     if int(probs.count_nonzero()) * _SPARSE_SHARE < len(probs):
         entrants = probs.nonzero()[:, 0]
         noise = exponentials(race_words_of(seed, position, entrants))
         return int(entrants[torch.argmin(noise / probs[entrants].double())])
     # Noise is positive, so a token of probability zero finishes at infinity.
-    return int(torch.argmin(race_exponentials(seed, position, len(probs), probs.device).div_(probs.double())))
+    noise = exponentials(race_words(seed, position, len(probs), probs.device))
+    return int(torch.argmin(noise.div_(probs.double())))
 
 
-class Chance(Protocol):
-    """Every random decision of rejection sampling, so that a test can take all branches and weigh them."""
-
-    def accept(self, probability: float) -> bool:
-        """True with the given probability, which may exceed 1; never true for 0."""
-
-    def draw(self, weights: Tensor) -> int:
-        """An index of weights [V] in proportion to them, which are non-negative and not all zero."""
-
-
-class CoinChance:
-    """Chance from coins, uniforms in [0, 1): one coin for each decision."""
+class Chance:
+    """Every random decision of rejection sampling, by one coin each: uniforms in [0, 1)."""
 
     def __init__(self, coin: Callable[[], float]) -> None:
         self._coin = coin
 
     def accept(self, probability: float) -> bool:
+        """True with the given probability, which may exceed 1; never true for 0."""
         # Strict, so that a coin of 0 accepts nothing that has probability 0.
         return self._coin() < probability
 
     def draw(self, weights: Tensor) -> int:
+        """An index of weights [V] in proportion to them, which are non-negative and not all zero."""
         cumulative = weights.cumsum(0)
         token = int(torch.searchsorted(cumulative, self._coin() * float(cumulative[-1]), right=True))
         if token < len(cumulative):
@@ -104,7 +93,7 @@ def rejection_walk(
     token_ids: Sequence[int],
     distributions: Mapping[int, tuple[Sequence[int], Sequence[int]]],
     probs_of: Callable[[int, int], Tensor],
-    coin: Callable[[], float],
+    chance: Chance,
 ) -> Walk:
     """Recursive rejection sampling over a tree (REJECTION).
 
@@ -119,19 +108,8 @@ def rejection_walk(
             weights[i] / sum(weights).
         probs_of: the target's distribution [V] after a row, given the row and its depth below the root; it need not sum
             to 1. Called once per row of the path, root first.
-        coin: a fresh uniform in [0, 1); at most one for each row below the root, and one for the next token.
+        chance: takes at most one decision for each row below the root, and one for the next token.
     """
-    return rejection_walk_with(parents, token_ids, distributions, probs_of, CoinChance(coin))
-
-
-def rejection_walk_with(
-    parents: Sequence[int],
-    token_ids: Sequence[int],
-    distributions: Mapping[int, tuple[Sequence[int], Sequence[int]]],
-    probs_of: Callable[[int, int], Tensor],
-    chance: Chance,
-) -> Walk:
-    """`rejection_walk` with its decisions taken by `chance`."""
     children = children_of(parents)
     accepted: list[int] = []
     row = 0

@@ -28,11 +28,9 @@ def capture_steps(
 ) -> CapturedRunner:
     """Take over `runner`, capture the largest step, give the KV cache the memory that is left, and capture the others.
 
-    Args:
-        runner: with a cache that is just large enough to run a step and will be replaced.
-        options: bounds of a step.
-        seconds: no capture begins later than this. Steps of sizes that are not captured run as the next larger ones.
-        memory_share: of the memory that is free then, for the KV cache. 0 keeps the runner's cache.
+    No capture begins later than after `seconds`; steps of sizes that are not captured run as the next larger ones. The
+    runner's cache, just large enough to run a step, is replaced by one of `memory_share` of the memory that is free
+    then, or kept with 0.
     """
     captured = CapturedRunner(runner, options)
     # Joining layers leaves as much memory as they weigh with PyTorch, which capturing gives back to the device. Counted

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from math import inf
 from typing import Any
 
 import numpy
@@ -25,8 +26,8 @@ from target_service.model.forward import ForwardInput, ForwardPass, rows_of
 from target_service.model.fused.preparing import LayerOptions, prepare_layers
 from target_service.model.hidden_state_hooks import LayerHooks
 from target_service.model.latent_attention import implementation_name
-from target_service.model.runner import ModelRunner, PassContext, attend
-from tree_kernels.node_table import StepIntegers, fill_pending
+from target_service.model.runner import Begin, ModelRunner, PassContext, attend
+from tree_kernels.node_table import fill_pending
 
 ATTENTION = "outrider_captured"
 # Versions of a layer that the compiler may make: one for each number of rows and each frame of a layer.
@@ -54,28 +55,20 @@ for _latent in (False, True):
 
 @dataclass(frozen=True, slots=True)
 class CaptureOptions:
-    """What is captured.
+    """What is captured."""
 
-    Attributes:
-        max_rows: of all sequences of a step; larger steps run eagerly.
-        max_sequences: of a step; at most `config.MAX_SEQUENCES`.
-        layers: how layers are prepared.
-        hooked: decoder layers whose outputs every step keeps; see `LayerHooks`.
-    """
-
-    max_rows: int = 512
-    max_sequences: int = 256
-    layers: LayerOptions = field(default_factory=LayerOptions)
-    hooked: tuple[int, ...] = ()
+    max_rows: int = 512  # of all sequences of a step; larger steps run eagerly
+    max_sequences: int = 256  # of a step; at most `config.MAX_SEQUENCES`
+    layers: LayerOptions = field(default_factory=LayerOptions)  # how layers are prepared
+    hooked: tuple[int, ...] = ()  # decoder layers whose outputs every step keeps; see `LayerHooks`
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
     buffer: StepBuffer
-    # [bucket rows, vocabulary] and [bucket rows] int32, overwritten by every replay.
-    logits: Tensor
-    token_ids: Tensor
+    logits: Tensor  # [bucket rows, vocabulary], overwritten by every replay
+    token_ids: Tensor  # [bucket rows] int32, likewise
 
 
 class CapturedRunner(ModelRunner):
@@ -85,21 +78,9 @@ class CapturedRunner(ModelRunner):
     """
 
     def __init__(self, runner: ModelRunner, options: CaptureOptions | None = None) -> None:
-        """Take over the runner's model, which is changed for good.
-
-        Raises:
-            ValueError: the runner's attention is not Triton's.
-        """
-        super().__init__(
-            runner.model,
-            runner.tokenizer,
-            runner.cache,
-            runner._attention,
-            name=runner.name,
-            max_context=runner.max_context,
-            end_token_ids=runner.end_token_ids,
-            tokenizer_fingerprint=runner.tokenizer_fingerprint,
-        )
+        """Take over the runner's model, which is changed for good. Raises `ValueError` where the runner's attention is
+        not Triton's."""
+        super().__init__(**{each.name: getattr(runner, each.name) for each in fields(ModelRunner)})
         self._options = options or CaptureOptions()
         self._triton = runner._attention.capturable
         # Every size that a step can be captured for, smallest first.
@@ -124,7 +105,6 @@ class CapturedRunner(ModelRunner):
 
     @property
     def captured_steps(self) -> tuple[int, int]:
-        """See `ModelRunner.captured_steps`."""
         return len(self._captured), self._capturable
 
     @property
@@ -166,18 +146,12 @@ class CapturedRunner(ModelRunner):
     @torch.inference_mode()
     def run_after(self, batch: ForwardInput, accepted_counts: Tensor, parameters: NDArray[numpy.int32]) -> ForwardPass:
         """See `ModelRunner.run_after`. The step moves on in device memory, and the host does not wait."""
-        captured = self._replay(
-            batch, parameters, lambda step: step.buffer.move_on(accepted_counts, self._last_position)
-        )
+        last = self._last_position
+        captured = self._replay(batch, parameters, lambda step: step.buffer.move_on(accepted_counts, last))
         return super().run_after(batch, accepted_counts, parameters) if captured is None else _pass_of(captured)
 
     @torch.inference_mode()
-    def run_device_rows(
-        self,
-        batch: ForwardInput,
-        parameters: NDArray[numpy.int32],
-        begin: Callable[[StepIntegers, object | None], None],
-    ) -> ForwardPass:
+    def run_device_rows(self, batch: ForwardInput, parameters: NDArray[numpy.int32], begin: Begin) -> ForwardPass:
         """See `ModelRunner.run_device_rows`. The host does not wait."""
         captured = self._replay(batch, parameters, lambda step: begin(step.buffer.step, step))
         return super().run_device_rows(batch, parameters, begin) if captured is None else _pass_of(captured)
@@ -192,7 +166,6 @@ class CapturedRunner(ModelRunner):
 
     @torch.inference_mode()
     def empty_passes(self) -> Iterator[ForwardPass]:
-        """See `ModelRunner.empty_passes`."""
         for captured in self._captured.values():
             captured.buffer.integers.zero_()
             yield _pass_of(captured)
@@ -214,19 +187,10 @@ class CapturedRunner(ModelRunner):
         self.buckets = tuple(sorted(self._captured))
 
     def capture(
-        self,
-        buckets: Iterable[Bucket],
-        *,
-        seconds: float = float("inf"),
-        progress: Callable[[], object] | None = None,
+        self, buckets: Iterable[Bucket], *, seconds: float = inf, progress: Callable[[], object] | None = None
     ) -> int:
-        """Capture ahead of the first request, until `seconds` are over. Returns how many are captured.
-
-        Args:
-            buckets: in order of importance; the rest is captured when first used, unless `keep_to_captured`.
-            seconds: no capture begins later than this.
-            progress: called after each capture.
-        """
+        """Capture `buckets` ahead of the first request; none begins when `seconds` are over. Returns how many are
+        captured; the rest is when first used, unless `keep_to_captured`. `progress` is called after each capture."""
         start, done = time.monotonic(), 0
         for bucket in buckets:
             if time.monotonic() - start > seconds:

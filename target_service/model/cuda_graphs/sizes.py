@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, product
 
 from tree_kernels.attention import AttentionBatch
-from tree_kernels.node_table import KEPT
+from tree_kernels.node_table.layout import KEPT
 
 # Rows of a tree with one mask word per row; a larger tree needs four words.
 _ONE_WORD = 64
@@ -58,11 +58,8 @@ def sequence_sizes(largest: int) -> tuple[int, ...]:
 
 def buckets_up_to(max_rows: int, max_sequences: int) -> tuple[Bucket, ...]:
     """Every number of rows with every number of sequences, and with as many as rows. Smallest first."""
-    return tuple(
-        sorted(
-            {Bucket(rows, min(rows, count)) for rows in row_sizes(max_rows) for count in sequence_sizes(max_sequences)}
-        )
-    )
+    sizes = product(row_sizes(max_rows), sequence_sizes(max_sequences))
+    return tuple(sorted({Bucket(rows, min(rows, count)) for rows, count in sizes}))
 
 
 def choose_bucket(buckets: Iterable[Bucket], batch: AttentionBatch, room: int = 0) -> Bucket | None:
@@ -103,9 +100,5 @@ def capacity(bucket: Bucket, page_size: int, pages_each: int) -> AttentionBatch:
         prefix_lengths=(prefix,) * bucket.sequences,
         pages=((0,) * pages_each,) * bucket.sequences,
         page_size=page_size,
-        parents=tuple(_chain(count) for count in rows),
+        parents=tuple((0, *range(count - 1)) if count <= _LARGEST_TREE else None for count in rows),
     )
-
-
-def _chain(rows: int) -> tuple[int, ...] | None:
-    return tuple(max(0, row - 1) for row in range(rows)) if rows <= _LARGEST_TREE else None

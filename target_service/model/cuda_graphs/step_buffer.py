@@ -74,20 +74,11 @@ class StepBuffer:
         # [parameters] int32
         self.parameters = self.integers[3 * rows : self._plan_at]
         self.plan: TritonPlan = attention.plan(largest, self.integers[self._plan_at :])
+        plan, of_rows = self.plan, (self.token_ids, self.positions, self.slots, self.parameters)
+        of_sequences = plan.query_starts, plan.prefix_lengths, plan.page_starts, plan.page_table
+        owners = self.parameters[RECORD * verified[0] :]
+        self.step = StepIntegers(*of_rows, *of_sequences, owners, plan.parents, plan.causal)
         self._page_size = page_size
-        self.step = StepIntegers(
-            self.token_ids,
-            self.positions,
-            self.slots,
-            self.parameters,
-            self.plan.query_starts,
-            self.plan.prefix_lengths,
-            self.plan.page_starts,
-            self.plan.page_table,
-            self.parameters[RECORD * verified[0] :],
-            self.plan.parents,
-            self.plan.causal,
-        )
 
     def rehearsal(self) -> ForwardInput:
         """A step that fills the bucket and writes no key."""
@@ -96,11 +87,7 @@ class StepBuffer:
 
     def load(self, batch: ForwardInput, last_position: int, parameters: NDArray[numpy.int32] | None = None) -> None:
         """Copy a step to the device, with its parameters if it is to be verified, without waiting. Call `loaded` once
-        the pass is launched.
-
-        Raises:
-            ValueError: the step does not fit.
-        """
+        the pass is launched. Raises `ValueError` where the step does not fit."""
         count, rows_end = len(batch.token_ids), 3 * self.bucket.rows
         positions = batch.positions
         if max(positions) > last_position:

@@ -59,18 +59,8 @@ def fuse_latents(model: PreTrainedModel) -> int:
 class _FusedLatents:
     """Comes before a layer's own class in its method resolution order."""
 
-    config: Any
-    layout: tuple[bool, bool]
-    q_lora_rank: int | None
-    q_proj: Any
-    q_a_proj: Any
-    q_a_layernorm: Any
-    q_b_proj: Any
-    kv_a_proj_with_mqa: Any
-    o_proj: Any
-
     def forward(
-        self,
+        self: Any,
         hidden_states: Tensor,
         position_embeddings: Any = None,
         attention_mask: Tensor | None = None,
@@ -81,14 +71,11 @@ class _FusedLatents:
         step, held = kwargs.get("outrider_step"), kwargs.get("outrider_held")
         is_step = (step is not None or held is not None) and past_key_values is None and position_embeddings is not None
         if not is_step or not takes_latents_now(self.config):
-            plain: tuple[Tensor, Any] = super().forward(  # type: ignore[misc]
-                hidden_states=hidden_states,
-                position_embeddings=position_embeddings,
-                attention_mask=attention_mask,
-                past_key_values=past_key_values,
-                **kwargs,
+            kwargs |= {"attention_mask": attention_mask, "past_key_values": past_key_values}
+            own: tuple[Tensor, Any] = super().forward(  # type: ignore[misc]
+                hidden_states=hidden_states, position_embeddings=position_embeddings, **kwargs
             )
-            return plain
+            return own
         if attention_mask is not None:
             raise ModelRefused("a mask of its own is not served")
         if self.q_lora_rank is None:

@@ -7,14 +7,13 @@ embedding of whole heads, SiLU. `preparing` decides which layers are replaced.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from target_service.model.fused.joined_linears import JointLinear
-from target_service.model.runner import PassContext
-from tree_kernels.linear import HeadRows, Norm, RowLinears, ScaledRows
+from tree_kernels.linear import HeadRows, Norm, RowLinears
 
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -22,8 +21,7 @@ _MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _SCALED = "outrider_scaled_rows"
 
 
-@dataclass(frozen=True, slots=True)
-class _Product:
+class _Product(NamedTuple):
     weight: Tensor
     bias: Tensor | None
 
@@ -63,17 +61,8 @@ def parts_of(layer: nn.Module) -> LayerParts | None:
     if gate_up.bias is not None:
         return None
     input_norm, inner_norm = cast(list[Norm], norms)
-    return LayerParts(
-        int(owner.layer_idx),
-        int(owner.head_dim),
-        float(owner.scaling),
-        input_norm,
-        qkv,
-        out,
-        inner_norm,
-        gate_up.weight,
-        down,
-    )
+    numbers = int(owner.layer_idx), int(owner.head_dim), float(owner.scaling)
+    return LayerParts(*numbers, input_norm, qkv, out, inner_norm, gate_up.weight, down)
 
 
 def norm_of(module: nn.Module) -> Norm | None:
@@ -86,12 +75,9 @@ def norm_of(module: nn.Module) -> Norm | None:
 
 @dataclass(frozen=True, slots=True)
 class LinearsByRows:
-    """What computes the linear layers of a pass.
+    """What computes the linear layers of a pass."""
 
-    Attributes:
-        ranges: (maximum of rows, what computes up to so many), rising. Passes of more rows run the model's own code.
-    """
-
+    # (maximum of rows, what computes up to so many), rising. Passes of more rows run the model's own code.
     ranges: tuple[tuple[float, RowLinears], ...]
 
     def of(self, rows: int) -> RowLinears | None:
@@ -107,9 +93,7 @@ class FusedLayer(nn.Module):
 
     def __init__(self, plain: nn.Module, parts: LayerParts, linears: LinearsByRows) -> None:
         super().__init__()
-        self.plain = plain
-        self.parts = parts
-        self.linears = linears
+        self.plain, self.parts, self.linears = plain, parts, linears
         # Of the layer after this one.
         self.next_norm: Norm | None = None
 
@@ -127,35 +111,21 @@ class FusedLayer(nn.Module):
         linears = self.linears.of(hidden_states.shape[1])
         if step is None or args or kwargs.get("attention_mask") is not None or linears is None:
             return self.plain(hidden_states, *args, **kwargs)
-        scaled = getattr(hidden_states, _SCALED, None)
-        output, scaled = self._rows(linears, hidden_states[0], scaled, step, *kwargs["position_embeddings"])
-        output = output.unsqueeze(0)
-        setattr(output, _SCALED, scaled)
-        return output
-
-    def _rows(
-        self,
-        linears: RowLinears,
-        hidden: Tensor,
-        scaled: ScaledRows | None,
-        step: PassContext,
-        cosines: Tensor,
-        sines: Tensor,
-    ) -> tuple[Tensor, ScaledRows | None]:
-        """Rows [R, H] after the layer, and the first half of the next norm."""
-        parts = self.parts
-        if scaled is None:
-            scaled = linears.scale_rows(hidden, parts.input_norm)
+        parts, hidden = self.parts, hidden_states[0]
+        scaled = getattr(hidden_states, _SCALED, None) or linears.scale_rows(hidden, parts.input_norm)
         keys, values = step.cache.keys[parts.index], step.cache.values[parts.index]
+        cosines, sines = kwargs["position_embeddings"]
         heads = HeadRows(cosines[0], sines[0], step.slots, keys, values)
         # Attention leaves the memory idle: the weight that is multiplied after it is fetched meanwhile.
         query = linears.rotary_linear(scaled, parts.qkv.weight, parts.qkv.bias, heads, parts.out.weight)
-        attention: Any = step.attention
-        attended = attention.run(step.plan, query, keys, values, parts.scaling).flatten(1)
+        attended = step.attention.run(step.plan, query, keys, values, parts.scaling).flatten(1)
         hidden, scaled = linears.add_linear(attended, parts.out.weight, parts.out.bias, hidden, parts.inner_norm, None)
         assert scaled is not None
         gated = linears.gated_linear(scaled, parts.gate_up)
-        return linears.add_linear(gated, parts.down.weight, parts.down.bias, hidden, self.next_norm)
+        output, scaled = linears.add_linear(gated, parts.down.weight, parts.down.bias, hidden, self.next_norm)
+        output = output.unsqueeze(0)
+        setattr(output, _SCALED, scaled)
+        return output
 
 
 class FusedNorm(nn.Module):

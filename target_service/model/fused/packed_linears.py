@@ -7,7 +7,6 @@ at 1 to 16 rows and its lm_head 0.3, with the same sums in the same order.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,17 +19,6 @@ _ROWS = 16
 # Narrow layers that read the same input: one product for all three takes 4 % off a one-row step of SmolLM2-135M. The
 # wide gate_proj and up_proj gain nothing.
 _SIBLINGS = ("q_proj", "k_proj", "v_proj")
-
-
-class Packed(Protocol):
-    """One or several linear layers of the same input in one packed weight."""
-
-    @property
-    def in_features(self) -> int: ...
-    @property
-    def has_bias(self) -> bool: ...
-    def pack(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
-        """Replace `weights` [out, in] and `biases` [out], one for each layer; no `biases` where layers have none."""
 
 
 class PackedLinear(nn.Module):
@@ -48,7 +36,8 @@ class PackedLinear(nn.Module):
         return self._bias is not None
 
     def pack(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
-        """See `Packed`; several layers are joined."""
+        """Replace `weights` [out, in] and `biases` [out], one for each layer that is joined here; no `biases` where
+        layers have none."""
         weight = torch.cat(tuple(weights)) if len(weights) > 1 else weights[0]
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
         self._bias = torch.cat(tuple(biases)) if biases else None
@@ -64,7 +53,7 @@ class _Joint:
     """Several linear layers as one. Keeps its last product, of which each sibling takes its part."""
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
-        self._packed = PackedLinear(*joined_parameters(linears))
+        self.packed = PackedLinear(*joined_parameters(linears))
         self.widths = [linear.out_features for linear in linears]
         self._rows: Tensor | None = None
         self._parts: Sequence[Tensor] = ()
@@ -72,20 +61,12 @@ class _Joint:
     def part(self, index: int, rows: Tensor) -> Tensor:
         """The output of sibling `index` for `rows`."""
         if rows is not self._rows:
-            self._rows, self._parts = rows, self._packed(rows).split(self.widths, dim=-1)
+            self._rows, self._parts = rows, self.packed(rows).split(self.widths, dim=-1)
         return self._parts[index]
 
-    @property
-    def in_features(self) -> int:
-        return self._packed.in_features
-
-    @property
-    def has_bias(self) -> bool:
-        return self._packed.has_bias
-
     def pack(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
-        """See `Packed`. Drops the last product."""
-        self._packed.pack(weights, biases)
+        """See `PackedLinear.pack`. Drops the last product."""
+        self.packed.pack(weights, biases)
         self._rows, self._parts = None, ()
 
 

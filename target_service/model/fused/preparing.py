@@ -31,7 +31,7 @@ from target_service.model.fused.layers import (
     parts_of,
 )
 from target_service.model.support import longest_context
-from tree_kernels.linear import many_row_linears, row_linears
+from tree_kernels.linear import RowLinears, many_row_linears, row_linears
 
 log = logging.getLogger(__name__)
 # Above, cuBLAS multiplies faster: at 64 rows of an 8B layer both take the same time, at 96 cuBLAS takes three quarters
@@ -47,51 +47,43 @@ _HEAD_MULTIPLE = 16
 
 @dataclass(frozen=True, slots=True)
 class LayerOptions:
-    """How layers are prepared.
+    """How layers are prepared."""
 
-    Attributes:
-        joined: compute products that share their input as one.
-        compiled: fuse what lies between the products with the compiler, where no kernel does.
-        fused: run passes of few rows through `tree_kernels.linear`, where products are joined. In layers of latent
-            attention, run what lies before attention as one launch, for any number of rows; see `latent_layers`.
-        many: where layers are fused, run passes of more rows as cuBLAS's products with kernels between them instead
-            of by the model's own code.
-        invariant: no bit of a row's result depends on the number of rows: every product runs through the kernels.
-    """
-
-    joined: bool = True
-    compiled: bool = True
+    joined: bool = True  # compute products that share their input as one
+    compiled: bool = True  # fuse what lies between the products with the compiler, where no kernel does
+    # Run passes of few rows through `tree_kernels.linear`, where products are joined. In layers of latent attention,
+    # run what lies before attention as one launch, for any number of rows; see `latent_layers`.
     fused: bool = True
+    # Where layers are fused, run passes of more rows as cuBLAS's products with kernels between them instead of by the
+    # model's own code.
     many: bool = True
-    invariant: bool = False
+    invariant: bool = False  # no bit of a row's result depends on the number of rows: all products run by the kernels
 
 
 def prepare_layers(model: PreTrainedModel, options: LayerOptions) -> int:
     """Prepare a runner's model, in place and for good. Returns how many layers are fused whole.
 
-    The model's attention has to be the runner's already: layers are tried with it.
-
-    Raises:
-        ValueError: a layer cannot be made `invariant`.
+    The model's attention has to be the runner's already: layers are tried with it. Raises `ValueError` where a layer
+    cannot be made `invariant`.
     """
-    inner: Any = model.base_model
+    inner = model.base_model
     # The names in nearly every family; others run their own code.
     known = hasattr(inner, "layers") and hasattr(inner, "norm")
     if options.joined or options.invariant:
         join_linears(model)
     fused = 0
     linears = row_linears(model.device, invariant=options.invariant)
-    by_rows = LinearsByRows(((inf, linears),) if options.invariant else ((MAX_ROWS, linears),))
+    ranges: list[tuple[float, RowLinears]] = [(inf if options.invariant else MAX_ROWS, linears)]
     if options.many and not options.invariant:
-        by_rows = LinearsByRows((*by_rows.ranges, (MANY_ROWS, many_row_linears(model.device))))
+        ranges.append((MANY_ROWS, many_row_linears(model.device)))
     if known and (options.fused or options.invariant):
-        fused = _fuse(inner, by_rows)
+        fused = _fuse(inner, LinearsByRows(tuple(ranges)))
     if options.fused and not options.invariant:
         fuse_latents(model)
     if options.invariant:
         if not known or fused < len(inner.layers):
             raise ValueError(f"{model.config.model_type}: its layers cannot be made independent of the batch")
-        cast(Any, model).lm_head = RowsHead(cast(Any, model).lm_head, linears)
+        model.lm_head = RowsHead(model.lm_head, linears)
     if known and options.compiled and not options.invariant:
         for layer in (*inner.layers, inner.norm):
             plain = layer.plain if isinstance(layer, (FusedLayer, FusedNorm)) else layer
@@ -110,9 +102,8 @@ def _fuse(inner: Any, linears: LinearsByRows) -> int:
         return 0
     if any(parts is None or not _can_be_launched(parts) for parts in found):
         return 0
-    fused = [
-        FusedLayer(layer, parts, linears) for layer, parts in zip(layers, cast(list[LayerParts], found), strict=True)
-    ]
+    pairs = zip(layers, cast(list[LayerParts], found), strict=True)
+    fused = [FusedLayer(layer, parts, linears) for layer, parts in pairs]
     if not all(computes_the_same(layer, inner.rotary_emb) for layer in fused):
         log.info("layers of %s compute something else and keep their own code", type(inner).__name__)
         return 0
@@ -159,10 +150,8 @@ class _ProbeAttention:
     slots: Tensor
 
     def run(self, _plan: Any, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
-        group = query.shape[1] // key_cache.shape[2]
-        key, value = (
-            cache.flatten(0, 1)[self.slots].repeat_interleave(group, dim=1) for cache in (key_cache, value_cache)
-        )
+        group, caches = query.shape[1] // key_cache.shape[2], (key_cache, value_cache)
+        key, value = (cache.flatten(0, 1)[self.slots].repeat_interleave(group, dim=1) for cache in caches)
         return (8 * scale * query * key + value).contiguous()
 
 

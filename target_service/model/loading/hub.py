@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from outrider.hub import HubUnreachable, check_fetchable, reach_hub
 from target_service.model.loading.inspection import Inspected, in_words, inspect, missing_weights, refusal_of
@@ -26,8 +27,6 @@ _HEAD_PATTERNS = ("*.json", "*.safetensors")
 # For a list of files, from a hub that has just answered. Chosen, not measured.
 _LIST_SECONDS = 30.0
 _COMMIT = re.compile("[0-9a-f]{40}")
-
-Answer = TypeVar("Answer")
 
 
 class PullFailed(OSError):
@@ -66,30 +65,20 @@ def check_hub(model: str) -> None:
         raise HubUnreachable(f"{error}; name a folder, or one of `outrider model list`") from None
 
 
-def snapshot(model: HubId) -> Path | None:
-    """The folder with the fetched files of a model, which may not be all; None if nothing was fetched."""
+def whole_snapshot(model: HubId) -> Path | None:
+    """The folder of a model in the cache with all of its weights; None if any are missing."""
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(model.name, "config.json", revision=model.revision)
-    return Path(found).parent if isinstance(found, str) else None
-
-
-def whole_snapshot(model: HubId) -> Path | None:
-    """The folder of a model in the cache with all of its weights; None if any are missing."""
-    folder = snapshot(model)
+    folder = Path(found).parent if isinstance(found, str) else None
     return folder if folder is not None and not missing_weights(folder) else None
 
 
 def fetch(model: HubId) -> Path:
-    """Fetch what loading reads of a model into the hub's cache, unless it is there already.
-
-    A model in the cache is returned when the hub does not answer.
-
-    Raises:
-        HubUnreachable: it is not in the cache, and the hub does not answer.
-        PullFailed: the hub does not have it or refuses it, it does not fit the disk, or it cannot be served.
-    """
-    from huggingface_hub import constants, hf_hub_download
+    """Fetch what loading reads of a model into the hub's cache, unless it is there already. A model in the cache is
+    returned when the hub does not answer; without one that raises `HubUnreachable`. Raises `PullFailed` where the hub
+    does not have it or refuses it, it does not fit the disk, or it cannot be served."""
+    from huggingface_hub import HfApi, constants, hf_hub_download
 
     cached = whole_snapshot(model)
     if cached is not None and model.revision is not None and _COMMIT.fullmatch(model.revision):
@@ -102,23 +91,22 @@ def fetch(model: HubId) -> Path:
         if cached is not None:
             return cached
         raise
-    _check_files(model, _list(model))
-    endpoint, revision = constants.ENDPOINT, model.revision
-    # Before the weights, which may take hours.
-    config = _ask_hub(model, lambda: hf_hub_download(model.name, "config.json", revision=revision, endpoint=endpoint))
+    name, revision = model.name, model.revision
+    with _asking_for(model):
+        listed = HfApi().model_info(name, revision=revision, files_metadata=True, timeout=_LIST_SECONDS)
+    _check_files(model, listed)
+    with _asking_for(model):
+        # Before the weights, which may take hours.
+        config = hf_hub_download(name, "config.json", revision=revision, endpoint=constants.ENDPOINT)
     if refusal := refusal_of(Path(config).parent):
         raise PullFailed(f"{model} is not fetched, for it cannot be served: {refusal}")
     return _download(model, _PATTERNS, _IGNORED)
 
 
 def fetch_head(name: str) -> None:
-    """Fetch what the target reads of a draft's head, a hub id, into the hub's cache, unless it is there already.
-
-    Raises:
-        HubUnreachable: it is not in the cache, and the hub does not answer.
-        PullFailed: the hub does not have it or refuses it.
-        ValueError: no hub can have such a name.
-    """
+    """Fetch what the target reads of a draft's head, a hub id, into the hub's cache, unless it is there already. Raises
+    `HubUnreachable` where the hub does not answer, `PullFailed` where it does not have it or refuses it, and
+    `ValueError` where no hub can have such a name."""
     head = HubId(name)
     if whole_snapshot(head) is None:
         check_fetchable(name)
@@ -144,32 +132,19 @@ def check_space(model: str, needed: int, folder: Path) -> None:
         raise PullFailed(f"{model} takes {in_words(needed)} more, and {folder} has {in_words(free)} free")
 
 
-def _list(model: HubId) -> ModelInfo:
-    """The model's files, with their sizes."""
-    from huggingface_hub import HfApi
-
-    return _ask_hub(
-        model,
-        lambda: HfApi().model_info(model.name, revision=model.revision, files_metadata=True, timeout=_LIST_SECONDS),
-    )
-
-
 def _download(model: HubId, patterns: Sequence[str], ignored: Sequence[str] = ()) -> Path:
     """The folder of the cache that now has the model's files of these patterns."""
     from huggingface_hub import constants, snapshot_download
 
-    return Path(
-        _ask_hub(
-            model,
-            lambda: snapshot_download(
-                model.name,
-                revision=model.revision,
-                endpoint=constants.ENDPOINT,
-                allow_patterns=list(patterns),
-                ignore_patterns=list(ignored),
-            ),
+    with _asking_for(model):
+        folder = snapshot_download(
+            model.name,
+            revision=model.revision,
+            endpoint=constants.ENDPOINT,
+            allow_patterns=list(patterns),
+            ignore_patterns=list(ignored),
         )
-    )
+    return Path(folder)
 
 
 def _check_files(model: HubId, listed: ModelInfo) -> None:
@@ -209,13 +184,15 @@ def _cached_repos() -> list[CachedRepoInfo]:
         return []
 
 
-def _ask_hub(model: HubId, call: Callable[[], Answer]) -> Answer:
-    """What `call` returns. Its failures become a `PullFailed` of one line."""
+@contextmanager
+def _asking_for(model: HubId) -> Iterator[None]:
+    """Failures of the hub become a `PullFailed` of one line."""
     import httpx
     from huggingface_hub import constants, errors
 
     try:
-        return call()
+        yield
+        return
     except errors.GatedRepoError:
         reason = f"is gated: accept its terms at {constants.ENDPOINT}/{model.name}, and set HF_TOKEN"
     except errors.RepositoryNotFoundError:
@@ -225,4 +202,4 @@ def _ask_hub(model: HubId, call: Callable[[], Answer]) -> Answer:
     except (httpx.HTTPError, OSError) as error:
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
         reason = f"could not be fetched: {first} (complete files are kept; pull it again)"
-    raise PullFailed(f"{model} {reason}")
+    raise PullFailed(f"{model} {reason}") from None

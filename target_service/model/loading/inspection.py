@@ -13,19 +13,12 @@ _INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
-    """A folder with a model.
+    """A folder with a model."""
 
-    Attributes:
-        architecture: the class that config.json names.
-        size: bytes of all files.
-        refusal: why it cannot be served; empty when it can by its configuration. Loading checks the weights too.
-        form: what is cached of a model with latents; else empty.
-    """
-
-    architecture: str
-    size: int
-    refusal: str
-    form: str = ""
+    architecture: str  # the class that config.json names
+    size: int  # bytes of all files
+    refusal: str  # why it cannot be served; empty when it can by its configuration. Loading checks the weights too
+    form: str = ""  # what is cached of a model with latents; else empty
 
     @property
     def verdict(self) -> str:
@@ -41,12 +34,9 @@ class Inspected:
 def inspect(folder: Path) -> Inspected:
     """Inspect a folder. Loads only its configuration."""
     refusal = refusal_of(folder) or missing_weights(folder)
-    return Inspected(_architecture(folder), size_of(folder), refusal, "" if refusal else form_of(folder))
-
-
-def size_of(folder: Path) -> int:
-    """Bytes of all files below `folder`, links followed."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    # Links are followed.
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return Inspected(_architecture(folder), size, refusal, "" if refusal else _form(folder))
 
 
 def refusal_of(folder: Path) -> str:
@@ -67,14 +57,15 @@ def refusal_of(folder: Path) -> str:
         return str(refused)
     # A foreign configuration may make it raise anything, which is the reason.
     except Exception as error:
-        return _first_sentence(str(error)) or type(error).__name__
+        first = next(iter(str(error).strip().splitlines()), "").partition(". ")[0]
+        return first or type(error).__name__
     architecture = _architecture(folder)
     if architecture and architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         return f"{architecture} is no causal language model of transformers"
     return ""
 
 
-def form_of(folder: Path) -> str:
+def _form(folder: Path) -> str:
     """What the KV cache keeps of a model whose attention is over latents; empty for others."""
     from transformers import AutoConfig
 
@@ -110,7 +101,3 @@ def _architecture(folder: Path) -> str:
         return str(json.loads((folder / "config.json").read_text())["architectures"][0])
     except (OSError, ValueError, KeyError, IndexError, TypeError):
         return ""
-
-
-def _first_sentence(text: str) -> str:
-    return next(iter(text.strip().splitlines()), "").partition(". ")[0]

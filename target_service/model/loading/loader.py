@@ -39,13 +39,9 @@ _BESIDE_GPU = 1
 
 
 def load_runner(config: TargetConfig) -> ModelRunner:
-    """Load the model that `config` names, with a KV cache sized for this machine.
-
-    Raises:
-        ModelRefused: the model cannot be served; the message has the reason.
-        NotSupported: the draft's head does not fit it.
-        OSError: no such model, or no such head.
-    """
+    """Load the model that `config` names, with a KV cache sized for this machine. Raises `ModelRefused` with the reason
+    where it cannot be served, `NotSupported` where the draft's head does not fit it, and `OSError` where there is no
+    such model, or no such head."""
     if 0 < config.kv_tokens < _LEAST_KV_TOKENS:
         raise ModelRefused(f"--kv-tokens must be at least {_LEAST_KV_TOKENS}, or 0")
     choose_device(config.device)
@@ -58,7 +54,8 @@ def load_runner(config: TargetConfig) -> ModelRunner:
     if config.batch_invariant and has_latents(settings):
         raise ModelRefused(f"--batch-invariant: the layers of {settings.model_type} depend on the rest of the batch")
     backend = _backend(config, torch.device(config.device))
-    model = _load_model(source, settings, config)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, config.dtype)).to(config.device)
+    check_supported(settings, model)
     latent = _settle_form(model, config, backend)
     if not config.threads and model.device.type == "cuda":
         torch.set_num_threads(_BESIDE_GPU)
@@ -104,13 +101,6 @@ def _tokenizer(source: str) -> Any:
         raise ModelRefused(f"its tokenizer cannot be read (is there a tokenizer.json?): {reason}") from None
 
 
-def _load_model(source: str, settings: PretrainedConfig, config: TargetConfig) -> PreTrainedModel:
-    dtype = getattr(torch, config.dtype)
-    model = cast(PreTrainedModel, AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(config.device))
-    check_supported(settings, model)
-    return model
-
-
 def _settle_form(model: PreTrainedModel, config: TargetConfig, backend: Backend) -> bool:
     """Pack weights where that pays, but for those that absorb latents. Returns whether latents are cached."""
     latent = config.latent_cache and takes_latents(backend) and keeps_latents(model)
@@ -138,19 +128,13 @@ def _captured(runner: ModelRunner, config: TargetConfig) -> ModelRunner:
 
     if config.speculation:
         runner.keep_tokens(config.max_running, config.lookup_rows)
-    head = runner.draft_head
-    options = CaptureOptions(
-        config.step_rows,
-        config.max_running,
-        layers=LayerOptions(invariant=config.batch_invariant),
-        hooked=head.layers if head is not None else (),
+    layers, hooked = (
+        LayerOptions(invariant=config.batch_invariant),
+        runner.draft_head.layers if runner.draft_head else (),
     )
-    return capture_steps(
-        runner,
-        options,
-        seconds=config.capture_seconds,
-        memory_share=0.0 if config.kv_tokens else config.memory_share,
-    )
+    options = CaptureOptions(config.step_rows, config.max_running, layers, hooked)
+    share = 0.0 if config.kv_tokens else config.memory_share
+    return capture_steps(runner, options, seconds=config.capture_seconds, memory_share=share)
 
 
 def _backend(config: TargetConfig, device: torch.device) -> Backend:

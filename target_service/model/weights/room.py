@@ -49,11 +49,8 @@ class HostRoom:
         return sum(min(PIECE, self._used - offset) for offset in self._locked)
 
     def reserve(self, sizes: Iterable[int]) -> None:
-        """Reserve addresses for tensors of `sizes` bytes; the system adds memory as they are filled.
-
-        Raises:
-            MemoryError: the system has too little.
-        """
+        """Reserve addresses for tensors of `sizes` bytes; the system adds memory as they are filled. Raises
+        `MemoryError` where the system has too little."""
         if self._device.type != "cuda":
             return
         self._size = sum(map(_aligned, sizes))

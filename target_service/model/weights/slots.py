@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from target_service.model.fused.joined_linears import JointLinear
 from target_service.model.fused.layers import FusedLayer, FusedNorm, RowsHead
-from target_service.model.fused.packed_linears import JoinedLinear, Packed, PackedLinear
+from target_service.model.fused.packed_linears import JoinedLinear, PackedLinear
 from target_service.model.weights.files import TensorSpec
 from target_service.model.weights.room import copy_in_pieces
 
@@ -66,7 +66,7 @@ def _slots(module: nn.Module, path: str, ties: Mapping[str, str]) -> Iterator[We
         if module.joint_bias is not None:
             yield _in_place(f"{path}bias", module.joint_bias[rows], ties)
     elif isinstance(module, PackedLinear):
-        yield _packed([path], module, [module.out_features], ties)
+        yield _packed([path], module, module.pack, [module.out_features], ties)
     else:
         yield from _plain(module, path, ties)
         yield from _joined(module, path, ties)
@@ -88,29 +88,25 @@ def _joined(module: nn.Module, path: str, ties: Mapping[str, str]) -> Iterator[W
     """Child layers that are computed together."""
     names = [name for name, child in module.named_children() if isinstance(child, JoinedLinear)]
     if names:
-        first: Any = getattr(module, names[0])
+        joint: Any = getattr(module, names[0]).joint
         by_place = sorted(names, key=lambda name: getattr(module, name).index)
-        yield _packed([f"{path}{name}." for name in by_place], first.joint, first.joint.widths, ties)
+        yield _packed([f"{path}{name}." for name in by_place], joint.packed, joint.pack, joint.widths, ties)
 
 
 def _in_place(name: str, memory: Tensor, ties: Mapping[str, str]) -> WeightSlot:
-    def write(tensors: Sequence[Tensor]) -> None:
-        copy_in_pieces(memory, tensors[0])
-
-    return WeightSlot({name: TensorSpec(tuple(memory.shape), memory.dtype, ties.get(name, ""))}, write)
+    spec = TensorSpec(tuple(memory.shape), memory.dtype, ties.get(name, ""))
+    return WeightSlot({name: spec}, lambda tensors: copy_in_pieces(memory, tensors[0]))
 
 
-def _packed(paths: Sequence[str], packed: Packed, widths: Sequence[int], ties: Mapping[str, str]) -> WeightSlot:
+def _packed(
+    paths: Sequence[str], kept: PackedLinear, pack: Callable[..., None], widths: Sequence[int], ties: Mapping[str, str]
+) -> WeightSlot:
     """Linear layers packed as one: their weights, then their biases if they have any."""
     specs = {
-        f"{path}weight": TensorSpec((width, packed.in_features), torch.bfloat16, ties.get(f"{path}weight", ""))
+        f"{path}weight": TensorSpec((width, kept.in_features), torch.bfloat16, ties.get(f"{path}weight", ""))
         for path, width in zip(paths, widths, strict=True)
     }
-    if packed.has_bias:
+    if kept.has_bias:
         specs |= {f"{path}bias": TensorSpec((w,), torch.bfloat16) for path, w in zip(paths, widths, strict=True)}
     count = len(paths)
-
-    def write(tensors: Sequence[Tensor]) -> None:
-        packed.pack(tensors[:count], tensors[count:])
-
-    return WeightSlot(specs, write)
+    return WeightSlot(specs, lambda tensors: pack(tensors[:count], tensors[count:]))

@@ -31,7 +31,7 @@ class LiveSequence:
         sequence = Sequence(sequence_id, request, list(request.token_ids), totals)
         return cls(
             sequence,
-            SequenceVerifier(request, runner.end_token_ids, runner.vocabulary_size),
+            SequenceVerifier(request, runner.end_token_ids),
             StopChecker(request.sampling, runner.end_token_ids, request.max_tokens, runner.tokenizer),
             SequenceRecord(),
             predicted_answer(request.prediction, sequence.token_ids),

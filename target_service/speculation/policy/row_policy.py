@@ -27,7 +27,7 @@ from target_service.sampling.verifier import Verified
 from target_service.speculation.policy.draft_times import StepTime
 from target_service.speculation.policy.live_sequence import LiveSequence
 from target_service.speculation.policy.step_cost import StepCost
-from tree_kernels.node_table import KEPT, PROSPECTS
+from tree_kernels.node_table.layout import KEPT, PROSPECTS
 
 Reals = npt.NDArray[np.float64]
 _all_sizes = functools.cache(row_sizes)
@@ -36,7 +36,7 @@ _all_sizes = functools.cache(row_sizes)
 # size.
 _SHARE = 0.02
 # Expected tokens of the best 1, 3, 7 .. rows of a sequence before any pass: those of prompt lookup alone, on the
-# answers that `lookup_costs.RIGHT` is from.
+# answers that `layout.RIGHT` is from.
 _FIRST_PROSPECTS = (0.4, 0.7, 0.9, 1.0, 1.0, 1.0)
 _COUNTS = np.array(PROSPECTS, np.float64)
 # Rows for each token that a sequence may still generate. Chosen: as many children as a head's nodes have. A page or two

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from target_service.core.sequence import Sequence
-from tree_kernels.node_table import LONGEST, WINDOW
+from tree_kernels.node_table.layout import LONGEST, WINDOW
 
 Ints = npt.NDArray[np.int32]
 
