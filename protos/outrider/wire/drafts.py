@@ -25,6 +25,7 @@ from outrider.wire.frames import (
     is_self_contained,
 )
 from outrider.wire.hidden_states import request_from_pb, request_to_pb, vectors_from_pb, vectors_to_pb
+from outrider.wire.same_names import message_of, value_of
 from outrider.wire.trees import (
     check_token_ids,
     check_vocabulary_size,
@@ -57,8 +58,7 @@ def limits_from_pb(pb: draft_pb2.TreeLimits, field_path: str = "limits") -> Tree
 
 
 def limits_to_pb(limits: TreeLimits) -> draft_pb2.TreeLimits:
-    """The limits as a message."""
-    return draft_pb2.TreeLimits(max_nodes=limits.max_nodes, max_depth=limits.max_depth)
+    return message_of(draft_pb2.TreeLimits, limits)
 
 
 def open_from_pb(pb: draft_pb2.OpenSequence, max_context: int) -> OpenSequence:
@@ -84,39 +84,25 @@ def open_from_pb(pb: draft_pb2.OpenSequence, max_context: int) -> OpenSequence:
     asked = mode_from_pb(pb.mode, "open.mode")
     if asked is VerificationMode.TYPICAL:
         raise InvalidField("open.mode", "takes drafts of GREEDY; nothing is drafted for TYPICAL")
-    return OpenSequence(
-        sequence_id=pb.sequence_id,
+    return value_of(
+        OpenSequence,
+        pb,
         token_ids=token_ids,
-        prompt_length=pb.prompt_length,
-        step=pb.step,
-        seed=pb.seed,
         mode=sampling.mode() if asked is None else asked,
         sampling=sampling,
         limits=limits_from_pb(pb.limits, "open.limits"),
-        vocabulary_size=vocabulary_size,
         tenant=tenant_from_pb(pb.tenant, "open.tenant"),
         corpus=name_from_pb(pb.corpus, "open.corpus"),
-        traceparent=pb.traceparent,
-        model_version=pb.model_version,
     )
 
 
 def open_to_pb(sequence: OpenSequence) -> draft_pb2.OpenSequence:
-    """The open as a message."""
-    return draft_pb2.OpenSequence(
-        sequence_id=sequence.sequence_id,
-        tenant=sequence.tenant,
-        corpus=sequence.corpus,
-        token_ids=sequence.token_ids,
-        prompt_length=sequence.prompt_length,
-        step=sequence.step,
-        seed=sequence.seed,
+    return message_of(
+        draft_pb2.OpenSequence,
+        sequence,
         mode=mode_to_pb(sequence.mode),
         sampling=sampling_to_pb(sequence.sampling),
         limits=limits_to_pb(sequence.limits),
-        vocabulary_size=sequence.vocabulary_size,
-        traceparent=sequence.traceparent,
-        model_version=sequence.model_version,
     )
 
 
@@ -135,7 +121,6 @@ def advance_from_pb(
 
 
 def advance_to_pb(advance: SequenceAdvance) -> draft_pb2.SequenceAdvance:
-    """The advance of one sequence."""
     return draft_pb2.SequenceAdvance(
         sequence_id=advance.sequence_id,
         step=advance.step,
@@ -196,7 +181,6 @@ def growth_from_pb(
 
 
 def growth_to_pb(growth: SequenceGrowth) -> draft_pb2.SequenceGrowth:
-    """The growth of one sequence."""
     return draft_pb2.SequenceGrowth(
         sequence_id=growth.sequence_id,
         base_step=growth.base_step,
@@ -210,13 +194,11 @@ def growth_to_pb(growth: SequenceGrowth) -> draft_pb2.SequenceGrowth:
 
 
 def failure_from_pb(pb: draft_pb2.SequenceStatus) -> SequenceFailure:
-    """The failure of one sequence, with the reason and message of its status."""
     error = error_of(pb.status)
     return SequenceFailure(pb.sequence_id, error.reason, error.message)
 
 
 def failure_to_pb(sequence_id: int, error: OutriderError) -> draft_pb2.SequenceStatus:
-    """The failure of one sequence, with the status of `error`."""
     return draft_pb2.SequenceStatus(sequence_id=sequence_id, status=status_of(error))
 
 
@@ -225,32 +207,17 @@ def info_from_pb(pb: draft_pb2.GetDraftInfoResponse) -> DraftInfo:
     if len(pb.drafter) > _MAX_DRAFTER_NAME:
         raise InvalidField("drafter", f"is longer than {_MAX_DRAFTER_NAME} characters")
     check_vocabulary_size(pb.vocabulary_size, "vocabulary_size")
-    return DraftInfo(
-        drafter=pb.drafter,
-        vocabulary_size=pb.vocabulary_size,
-        tokenizer_fingerprint=pb.tokenizer_fingerprint,
-        limits=limits_from_pb(pb.limits),
-        max_context=pb.max_context,
-        version=pb.version,
-        features=request_from_pb(pb.features) if pb.HasField("features") else None,
-    )
+    features = request_from_pb(pb.features) if pb.HasField("features") else None
+    return value_of(DraftInfo, pb, limits=limits_from_pb(pb.limits), features=features)
 
 
 def info_to_pb(info: DraftInfo) -> draft_pb2.GetDraftInfoResponse:
-    """A draft's description of itself as a message."""
-    return draft_pb2.GetDraftInfoResponse(
-        drafter=info.drafter,
-        vocabulary_size=info.vocabulary_size,
-        tokenizer_fingerprint=info.tokenizer_fingerprint,
-        limits=limits_to_pb(replace(info.limits, max_nodes=min(info.limits.max_nodes, _MAX_NODES_SAID))),
-        max_context=info.max_context,
-        version=info.version,
-        features=None if info.features is None else request_to_pb(info.features),
-    )
+    limits = replace(info.limits, max_nodes=min(info.limits.max_nodes, _MAX_NODES_SAID))
+    features = None if info.features is None else request_to_pb(info.features)
+    return message_of(draft_pb2.GetDraftInfoResponse, info, limits=limits_to_pb(limits), features=features)
 
 
 def corpus_to_pb(corpus: CorpusInfo) -> draft_pb2.Corpus:
-    """One entry of a list of corpora."""
     return draft_pb2.Corpus(
         corpus=corpus.name,
         tenant=corpus.owner,
@@ -263,5 +230,4 @@ def corpus_to_pb(corpus: CorpusInfo) -> draft_pb2.Corpus:
 
 
 def corpus_from_pb(pb: draft_pb2.Corpus) -> CorpusInfo:
-    """The entry that `corpus_to_pb` encoded."""
     return CorpusInfo(pb.corpus, pb.tenant, pb.tokens, pb.documents, pb.nodes, pb.bytes)
