@@ -111,8 +111,7 @@ class SequenceAdvance(NamedTuple):
     features: Vectors | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceFeatures:
+class SequenceFeatures(NamedTuple):
     """Features of tokens that the draft already has: row i of `vectors` is that of token `position` + i."""
 
     sequence_id: int
