@@ -22,17 +22,19 @@ from outrider.errors import (
     QuotaExceeded,
     Unauthenticated,
 )
+from outrider.log_limit import LogLimit
 from outrider.serving import health
 from outrider.serving.calls import Calls, Unread
 from outrider.serving.pacing import RefusalPace, is_large
-from outrider.serving.refusals import RefusalLog
 from outrider.serving.tenancy import Authenticator, set_current_caller
 from outrider.wire.trees import status_of
 
 logger = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
-Guard = Callable[[Context], AbstractAsyncContextManager[None]]
+Parser = Callable[[bytes], Any]
+# Given a call's request, or requests, and its context; yields the request that the handler gets.
+Guard = Callable[[Any, Context], AbstractAsyncContextManager[Any]]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]"
 
@@ -48,25 +50,26 @@ _KINDS: Mapping[tuple[bool, bool], tuple[str, Any]] = {
 }
 
 
-def guarded(handler: Handler, guard: Guard) -> Handler:
-    """`handler` with every call run inside `guard(context)`, its writes included. A generator is turned into a
-    coroutine that calls `context.write`: gRPC would leave the generator of a cancelled call to the garbage
-    collector."""
-    kind, make = _KINDS[bool(handler.request_streaming), bool(handler.response_streaming)]
+def guarded(handler: Handler, guard: Guard, parse: Parser | None = None, *, reads: bool = False) -> Handler:
+    """`handler` with every call run inside `guard`, its writes included. `parse` takes the place of its own parser;
+    with `reads` gRPC leaves a single request to be read by the guard."""
+    kind, _ = _KINDS[bool(handler.request_streaming), bool(handler.response_streaming)]
+    _, make = _KINDS[reads or bool(handler.request_streaming), bool(handler.response_streaming)]
     behaviour = getattr(handler, kind)
 
     async def call(request: Any, context: Context) -> Any:
-        async with guard(context):
-            return await behaviour(request, context)
+        async with guard(request, context) as given:
+            return await behaviour(given, context)
 
+    # A coroutine for a generator: gRPC would leave that of a cancelled call to the garbage collector.
     async def iterate(request: Any, context: Context) -> None:
         # `aclosing` frees what a cancelled call holds at once.
-        async with guard(context), aclosing(behaviour(request, context)) as responses:
+        async with guard(request, context) as given, aclosing(behaviour(given, context)) as responses:
             async for response in responses:
                 await context.write(response)
 
     handle: Any = iterate if inspect.isasyncgenfunction(behaviour) else call
-    wrapped: Handler = make(handle, handler.request_deserializer, handler.response_serializer)
+    wrapped: Handler = make(handle, parse or handler.request_deserializer, handler.response_serializer)
     return wrapped
 
 
@@ -79,29 +82,13 @@ _NOT_THE_CALLERS_FAULT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_
 _first_message: ContextVar[asyncio.Timeout] = ContextVar("outrider_first_message")
 
 
-def _reading(behaviour: Any, entered: Callable[[Any, Context], AbstractAsyncContextManager[Any]]) -> Any:
-    """`behaviour` run inside `entered(requests, context)`, on what that yields in place of the requests."""
-
-    async def answer(requests: Any, context: Context) -> Any:
-        async with entered(requests, context) as given:
-            return await behaviour(given, context)
-
-    async def answers(requests: Any, context: Context) -> AsyncIterator[Any]:
-        async with entered(requests, context) as given, aclosing(behaviour(given, context)) as responses:
-            async for response in responses:
-                yield response
-
-    return answers if inspect.isasyncgenfunction(behaviour) else answer
-
-
 def _first_message_within(handler: Handler, seconds: float) -> Handler:
     """`handler` of a stream of requests, ended with `DeadlineExceeded` when no message arrives within `seconds`.
 
     Messages are parsed where they are read, in the handler's task or one that it started. Both inherit the call's
     context variables, and so its deadline, which the first message removes.
     """
-    kind, make = _KINDS[True, bool(handler.response_streaming)]
-    parse, inner = _checked(handler.request_deserializer), getattr(handler, kind)
+    parse = _checked(handler.request_deserializer)
 
     def parse_in_time(payload: bytes) -> Any:
         deadline = _first_message.get()
@@ -122,8 +109,7 @@ def _first_message_within(handler: Handler, seconds: float) -> Handler:
                 raise
             raise DeadlineExceeded(f"no message has come on the stream in {seconds:g} s") from None
 
-    wrapped: Handler = make(_reading(inner, begun), parse_in_time, handler.response_serializer)
-    return wrapped
+    return guarded(handler, begun, parse_in_time)
 
 
 def _request_within(handler: Handler, seconds: float, most_bytes: int, unread: Unread | None = None) -> Handler:
@@ -136,9 +122,6 @@ def _request_within(handler: Handler, seconds: float, most_bytes: int, unread: U
     its caller gets gRPC's own status.
     """
     within = asyncio.timeout if unread is None else unread.within
-    kind, _ = _KINDS[False, bool(handler.response_streaming)]
-    _, make = _KINDS[True, bool(handler.response_streaming)]
-    parse, inner = _checked(handler.request_deserializer), getattr(handler, kind)
 
     @asynccontextmanager
     async def read(_requests: Any, context: Context) -> AsyncIterator[Any]:
@@ -151,11 +134,10 @@ def _request_within(handler: Handler, seconds: float, most_bytes: int, unread: U
             raise InvalidField("request", f"is missing, or larger than the {most_bytes} bytes of --max-message-bytes")
         yield request
 
-    wrapped: Handler = make(_reading(inner, read), parse, handler.response_serializer)
-    return wrapped
+    return guarded(handler, read, _checked(handler.request_deserializer), reads=True)
 
 
-def _checked(parse: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
+def _checked(parse: Parser | None) -> Parser:
     """A parser that records the message's size and raises `InvalidField` for malformed bytes. A `parse` of None keeps
     the bytes."""
 
@@ -180,7 +162,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Turns `OutriderError` into its status with `google.rpc` details, and any bug into a bare INTERNAL."""
 
     def __init__(self) -> None:
-        self._refusals = RefusalLog()
+        # Of refused callers, by reason.
+        self._refusal_lines = LogLimit()
         self._running: set[asyncio.Task[Any]] = set()
         self._ending: OutriderError | None = None
 
@@ -198,21 +181,23 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         method = str(handler_call_details.method)
 
         @asynccontextmanager
-        async def guard(context: Context) -> AsyncIterator[None]:
+        async def guard(request: Any, context: Context) -> AsyncIterator[Any]:
             task = asyncio.current_task()
             assert task is not None
             self._running.add(task)
             # Asked for now: a call that gRPC has ended has none.
             peer = context.peer()
             try:
-                yield
+                yield request
             except asyncio.CancelledError:
                 if self._ending is None or context.done():
                     raise
                 await _abort(context, self._ending)
             except OutriderError as error:
-                if isinstance(error, Unauthenticated | PermissionDenied) or _is_malformed(error):
-                    self._refusals.add(method, peer, error)
+                # Bytes that are no message come from none of our clients.
+                malformed = isinstance(error, InvalidField) and error.field == "request"
+                if malformed or isinstance(error, Unauthenticated | PermissionDenied):
+                    self._log_refusal(method, peer, error)
                 await _abort(context, error)
             except grpc.aio.AbortError:
                 raise
@@ -225,6 +210,12 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 self._running.discard(task)
 
         return None if handler is None else guarded(handler, guard)
+
+    def _log_refusal(self, method: str, peer: str, error: OutriderError) -> None:
+        """Log few of them. Messages of errors hold nothing that callers wrote."""
+        others = self._refusal_lines.due(error.reason)
+        if others is not None:
+            logger.warning("refused %s from %s: %s (and %d like it)", method, peer, error.message, others)
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
@@ -262,18 +253,18 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         watches = method == f"/{health.SERVICE_NAME}/Watch"
 
         @asynccontextmanager
-        async def guard(context: Context) -> AsyncIterator[None]:
+        async def guard(request: Any, context: Context) -> AsyncIterator[Any]:
             tenant = _UNKNOWN_CALLER
             try:
                 if for_health:
                     with self._calls.health(watches=watches):
-                        yield
+                        yield request
                     return
                 caller = self.authenticator.caller(context.invocation_metadata() or ())
                 set_current_caller(caller)
                 tenant = caller.tenant
                 with self._calls.of(tenant):
-                    yield
+                    yield request
             except OutriderError as error:
                 size = _request_bytes.get()
                 refused_large = is_large(size) and error.code not in _NOT_THE_CALLERS_FAULT
@@ -290,8 +281,3 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         if handler.request_streaming:
             return guarded(_first_message_within(handler, self._first_message_seconds), guard)
         return guarded(_request_within(handler, self._request_seconds, self._most_bytes), guard)
-
-
-def _is_malformed(error: OutriderError) -> bool:
-    """Whether a call's bytes were no message, which none of our clients sends."""
-    return isinstance(error, InvalidField) and error.field == "request"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, TypeAlias
+from typing import NoReturn
 
 import grpc
 from google.protobuf import descriptor_pool
 
 from outrider.errors import Loading
-
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+from outrider.serving.interceptors import Handler
 
 
 class PendingService(grpc.GenericRpcHandler):

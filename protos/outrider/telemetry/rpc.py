@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 
@@ -48,11 +49,11 @@ class RpcMetricsInterceptor(grpc.aio.ServerInterceptor):
         method = str(handler_call_details.method).lstrip("/")
 
         @asynccontextmanager
-        async def guard(context: Context) -> AsyncIterator[None]:
+        async def guard(request: Any, context: Context) -> AsyncIterator[Any]:
             self._in_flight[method] = self._in_flight.get(method, 0) + 1
             ended: BaseException | None = None
             try:
-                yield
+                yield request
             except BaseException as error:
                 ended = error
                 raise
