@@ -13,7 +13,8 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,6 @@ class LinkOptions:
     max_waiting_feature_bytes: int = 32 * 1024 * 1024
     # After each frame, for a link in its own process.
     busy_poll_seconds: float = BUSY_POLL_SECONDS
-    channel_options: tuple[tuple[str, Any], ...] = field(default=())
 
     def channel(self, address: str) -> grpc.aio.Channel:
         options = [
@@ -115,7 +115,6 @@ class LinkOptions:
             ("grpc.max_send_message_length", -1),
             # We do the backoff; a subchannel shared with an earlier attempt would add gRPC's.
             ("grpc.use_local_subchannel_pool", 1),
-            *self.channel_options,
         ]
         if self.tls is not None:
             return grpc.aio.secure_channel(address, self.tls.credentials(), options=options)
@@ -152,18 +151,15 @@ def prepare_draft(address: str, options: LinkOptions | None = None) -> Connect:
     if address.startswith(INPROCESS_SCHEME):
         return _prepare_in_process(address)
     if "," not in address:
-        return lambda events, vocabulary_size, fingerprint: GrpcDraftLink(
-            address, events, vocabulary_size, fingerprint, options
-        )
+        return partial(GrpcDraftLink, address, options=options)
     addresses = comma_words(address)
     if len(set(addresses)) < len(addresses) or any(part.startswith(INPROCESS_SCHEME) for part in addresses):
         raise SettingsError(f"{address}: several drafts are services of their own, each named once")
 
     def connect(events: DraftEvents, vocabulary_size: int, fingerprint: str) -> StoppableLink:
-        def connect_one(one: str, member: DraftEvents) -> StoppableLink:
-            return GrpcDraftLink(one, member, vocabulary_size, fingerprint, options)
-
-        return SeveralDrafts(addresses, connect_one, events)
+        return SeveralDrafts(
+            addresses, lambda one, member: GrpcDraftLink(one, member, vocabulary_size, fingerprint, options), events
+        )
 
     return connect
 

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 
@@ -43,11 +44,7 @@ _RECEIVE_BYTES = 1 << 17
 
 def connect_apart(address: str, options: LinkOptions) -> Connect:
     """A function that connects to an address of `prepare_draft` through a process of its own."""
-
-    def connect(events: DraftEvents, vocabulary_size: int, tokenizer_fingerprint: str) -> LinkProcess:
-        return LinkProcess(address, events, vocabulary_size, tokenizer_fingerprint, options)
-
-    return connect
+    return partial(LinkProcess, address, options=options)
 
 
 class _Worker:
@@ -105,7 +102,7 @@ class LinkProcess:
         self._stopping = threading.Event()
         # Whether the process has reported a connected draft.
         self._connected = False
-        self._worker = self._start()
+        self._worker = _Worker(self._command, self._connect)
         self._thread = threading.Thread(target=self._follow, name="draft-link", daemon=True)
         self._thread.start()
 
@@ -115,26 +112,22 @@ class LinkProcess:
         return self._worker.process.pid
 
     def open(self, sequence: OpenSequence) -> None:
-        """See `DraftLink.open`."""
         self._send(messages.Open(sequence))
 
     def advance(self, advances: Sequence[SequenceAdvance]) -> None:
-        """See `DraftLink.advance`. Features are left out while too many wait for the process."""
+        # Features are left out while too many wait for the process.
         if not self._has_room():
             advances = [one._replace(features=None) for one in advances]
         self._send(messages.Advance(list(advances)))
 
     def send_features(self, features: Sequence[SequenceFeatures]) -> None:
-        """See `DraftLink.send_features`."""
         if self._has_room():
             self._send(messages.SendFeatures(list(features)))
 
     def close(self, sequence_ids: Sequence[int]) -> None:
-        """See `DraftLink.close`."""
         self._send(messages.Close(list(sequence_ids)))
 
     def cut_off(self, reason: str) -> None:
-        """See `DraftLink.cut_off`."""
         self._send(messages.CutOff(reason))
 
     def stop(self) -> None:
@@ -142,9 +135,6 @@ class LinkProcess:
         self._stopping.set()
         self._worker.hang_up()
         self._thread.join()
-
-    def _start(self) -> _Worker:
-        return _Worker(self._command, self._connect)
 
     def _has_room(self) -> bool:
         return self._worker.outbox.waiting_bytes <= self._options.max_waiting_feature_bytes
@@ -175,7 +165,7 @@ class LinkProcess:
             pause = _PAUSE_SECONDS if worker.had_draft else min(2 * pause, _MOST_PAUSE_SECONDS)
             while not self._stopping.wait(pause):
                 try:
-                    self._worker = self._start()
+                    self._worker = _Worker(self._command, self._connect)
                 except OSError as error:
                     # The machine may have descriptors, processes or memory again.
                     log.error("its link's process cannot be started: %s", error)

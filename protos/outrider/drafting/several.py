@@ -78,7 +78,6 @@ class SeveralDrafts:
                 member.link = connect(member.address, member)
 
     def open(self, sequence: OpenSequence) -> None:
-        """See `DraftLink.open`."""
         with self._lock:
             member = self._home_of(sequence)
             if member is not None:
@@ -86,19 +85,17 @@ class SeveralDrafts:
                 member.link.open(sequence)
 
     def advance(self, advances: Sequence[SequenceAdvance]) -> None:
-        """See `DraftLink.advance`. One frame to each draft that follows any of them."""
+        """Send one frame to each draft that follows any of them."""
         with self._lock:
             for member, ids in self._by_home([one.sequence_id for one in advances]):
                 member.link.advance([one for one in advances if one.sequence_id in ids])
 
     def send_features(self, features: Sequence[SequenceFeatures]) -> None:
-        """See `DraftLink.send_features`."""
         with self._lock:
             for member, ids in self._by_home([one.sequence_id for one in features]):
                 member.link.send_features([one for one in features if one.sequence_id in ids])
 
     def close(self, sequence_ids: Sequence[int]) -> None:
-        """See `DraftLink.close`."""
         with self._lock:
             for member, ids in self._by_home(sequence_ids):
                 member.link.close(sorted(ids))
@@ -106,8 +103,8 @@ class SeveralDrafts:
                 self._homes.pop(sequence_id, None)
 
     def cut_off(self, reason: str) -> None:
-        """See `DraftLink.cut_off`: of several drafts, the one that sent most. The receiver has given up all sequences,
-        and none is opened again: late growth of the old draft would be taken for growth of the new one."""
+        """Cut off the one that sent most. The receiver has given up all sequences, and none is opened again: late growth
+        of the old draft would be taken for growth of the new one."""
         with self._lock:
             busiest = max(self._members, key=lambda member: member.nodes)
             for member in self._members:
@@ -117,7 +114,6 @@ class SeveralDrafts:
             busiest.link.cut_off(reason)
 
     def stop(self) -> None:
-        """See `StoppableLink.stop`."""
         for member in self._members:
             member.link.stop()
 

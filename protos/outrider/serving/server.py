@@ -135,7 +135,10 @@ class GrpcServer:
             reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
         self._admin: grpc.aio.Server | None = None
         if options.admin_listen:
-            _require_loopback(options.admin_listen)
+            if not _is_local(options.admin_listen):
+                raise SettingsError(
+                    f"the admin port {options.admin_listen} must be a loopback address or a unix socket"
+                )
             self._admin = self._make(16)
             channelz_pb2_grpc.add_ChannelzServicer_to_server(channelz.aio.ChannelzServicer(), self._admin)
 
@@ -256,11 +259,4 @@ def _refuse_taken(path: Path) -> None:
 
 
 def _is_local(address: str) -> bool:
-    if address.startswith("unix:"):
-        return True
-    return is_loopback(address.rpartition(":")[0])
-
-
-def _require_loopback(address: str) -> None:
-    if not _is_local(address):
-        raise SettingsError(f"the admin port {address} must be a loopback address or a unix socket")
+    return address.startswith("unix:") or is_loopback(address.rpartition(":")[0])
