@@ -41,10 +41,8 @@ class _OpenRequest:
 
 
 class Drafting(DraftInbox):
-    """The draft's tree of each request. A late, dead or lying draft costs speed and nothing else.
-
-    All but the inbox belongs to the thread that proposes.
-    """
+    """The draft's tree of each request. A late, dead or lying draft costs speed and nothing else. All but the inbox
+    belongs to the thread that proposes."""
 
     def __init__(self, config: ProposerConfig, vocabulary_size: int) -> None:
         super().__init__()
@@ -60,10 +58,8 @@ class Drafting(DraftInbox):
         self.late = 0
 
     def follow(self, seen: Iterable[tuple[Seen, Tokens, int]]) -> None:
-        """Open or advance every request of a step at the draft.
-
-        `seen` has, for each, what the tracker saw, its whole text [length], and how many of its tokens are the step's.
-        """
+        """Open or advance every request of a step at the draft. `seen` has, for each, what the tracker saw, its whole
+        text [length], and how many of its tokens are the step's."""
         self.listen()
         if self._link is None or not self.connected:
             return

@@ -34,18 +34,14 @@ class _Counts:
 
 
 class Proposer:
-    """vLLM's `custom_class` proposer over Outrider's draft service.
-
-    vLLM reads the drafts of one worker, the first of the tensor-parallel group, and sends them to all of them with the
-    next step. So that worker talks to the draft; the others have no connection and propose nothing.
-    """
+    """vLLM's `custom_class` proposer over Outrider's draft service. vLLM reads the drafts of one worker, the first of
+    the tensor-parallel group, and sends them to all of them with the next step. So that worker talks to the draft; the
+    others have no connection and propose nothing."""
 
     def __init__(self, vllm_config: Any) -> None:
         """Begin to connect, in the background, to the draft that vLLM's `additional_config["outrider"]` or the
-        environment names (`ProposerConfig`).
-
-        Raises `SettingsError` for settings that cannot be meant: vLLM then does not start.
-        """
+        environment names (`ProposerConfig`). Raises `SettingsError` for settings that cannot be meant: vLLM then does
+        not start."""
         self._config = ProposerConfig.of(getattr(vllm_config, "additional_config", None), os.environ)
         self._max_tokens: int = vllm_config.speculative_config.num_speculative_tokens
         self._max_length: int = vllm_config.model_config.max_model_len
@@ -160,12 +156,9 @@ class Proposer:
 
 
 def _is_draft_rank(parallel_config: Any) -> bool:
-    """Whether this worker's drafts are the ones that vLLM reads.
-
-    Of the workers of a stage those are the first one's (`MultiprocExecutor._get_output_rank`). Engines that are
-    launched side by side have to schedule alike without exchanging anything, and drafts do not reach all of them in the
-    same step.
-    """
+    """Whether this worker's drafts are the ones that vLLM reads. Of the workers of a stage those are the first one's
+    (`MultiprocExecutor._get_output_rank`). Engines that are launched side by side have to schedule alike without
+    exchanging anything, and drafts do not reach all of them in the same step."""
     if parallel_config.distributed_executor_backend == _EXTERNAL_LAUNCHER:
         log.warning("no drafts: engines of an external launcher cannot be given the same ones")
         return False

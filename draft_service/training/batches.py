@@ -50,10 +50,8 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The texts of every batch, as pairs of their padded length and their indices [b].
-
-    The same texts, settings, seed and pass give the same batches.
-    """
+    """The texts of every batch, as pairs of their padded length and their indices [b]. The same texts, settings, seed
+    and pass give the same batches."""
 
     texts: Texts
     batch_tokens: int

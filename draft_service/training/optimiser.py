@@ -35,10 +35,8 @@ class MasterAdamW:
         masters: nn.Module,
         average: Callable[[Tensor], None] | None = None,
     ) -> None:
-        """`masters` is the same module in fp32, whose values are copied.
-
-        `average` replaces a vector of all gradients, [weights] fp32, by the mean over several devices.
-        """
+        """`masters` is the same module in fp32, whose values are copied. `average` replaces a vector of all gradients,
+        [weights] fp32, by the mean over several devices."""
         self._names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
         own, wide = dict(module.named_parameters()), dict(masters.named_parameters())
         self._weights: list[Tensor] = [own[name] for name in self._names]

@@ -66,11 +66,9 @@ def unroll(head: EagleHead, states: Tensor, token_ids: Tensor, steps: int) -> Te
 
 
 class UnrolledAttention:
-    """An `Attend` over the keys of all steps so far: causal over those of step 0, row by row over the later ones.
-
-    The keys of all steps are concatenated under one mask, which a fused kernel takes: no scores are stored, and the
-    masked work is small beside the head's matrix products.
-    """
+    """An `Attend` over the keys of all steps so far: causal over those of step 0, row by row over the later ones. The
+    keys of all steps are concatenated under one mask, which a fused kernel takes: no scores are stored, and the masked
+    work is small beside the head's matrix products."""
 
     def __init__(self, length: int, device: torch.device) -> None:
         self._step = 0

@@ -47,9 +47,7 @@ class Acceptance:
 
 def hold_out(texts: Texts, wanted: int, temperatures: int) -> tuple[Texts, Texts]:
     """Texts to train on, and the first `wanted` greedy ones to validate with: a quarter of these at most, one at least.
-
-    Answers to a held-out prompt at its other `temperatures` are not trained on either.
-    """
+    Answers to a held-out prompt at its other `temperatures` are not trained on either."""
     greedy = np.flatnonzero(texts.temperatures == 0)
     held = greedy[: min(wanted, max(1, len(greedy) // _SHARE))]
     questions = np.unique(texts.numbers[held] // temperatures)

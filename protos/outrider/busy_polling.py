@@ -23,11 +23,8 @@ LEAST_CORES = 8
 
 
 class BusyPolling:
-    """Keeps the running event loop polling for some seconds after each `start`.
-
-    Each poll releases the interpreter. For a process whose other threads compute little: they must acquire the
-    interpreter again after each poll.
-    """
+    """Keeps the running event loop polling for some seconds after each `start`. Each poll releases the interpreter. For
+    a process whose other threads compute little: they must acquire the interpreter again after each poll."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         """With 0 seconds the loop never polls. `clock` is in seconds."""

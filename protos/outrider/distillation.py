@@ -87,10 +87,8 @@ class WritingOrder:
 
 
 class WrittenText(NamedTuple):
-    """One prompt with its answer.
-
-    `token_ids` are both, with the end token if there was one; the answer begins at `prompt_length`.
-    """
+    """One prompt with its answer. `token_ids` are both, with the end token if there was one; the answer begins at
+    `prompt_length`."""
 
     number: int
     token_ids: tuple[int, ...]
@@ -99,12 +97,9 @@ class WrittenText(NamedTuple):
 
 
 class Lesson(NamedTuple):
-    """The target's outputs for texts.
-
-    `states` [B, L, F * W] are the hidden states of the wanted layers, concatenated. `probs` [R, V'] are the
-    probabilities, at temperature 1, of the wanted tokens to follow each wanted row; over part of the vocabulary they
-    sum to less than 1.
-    """
+    """The target's outputs for texts. `states` [B, L, F * W] are the hidden states of the wanted layers, concatenated.
+    `probs` [R, V'] are the probabilities, at temperature 1, of the wanted tokens to follow each wanted row; over part
+    of the vocabulary they sum to less than 1."""
 
     states: Tensor
     probs: Tensor

@@ -11,10 +11,8 @@ DOMAIN = "outrider"
 
 
 class OutriderError(Exception):
-    """An error with a stable reason, a gRPC status and metadata for programs.
-
-    Messages never hold prompt text or token ids: they are logged.
-    """
+    """An error with a stable reason, a gRPC status and metadata for programs. Messages never hold prompt text or token
+    ids: they are logged."""
 
     code: ClassVar[StatusCode] = StatusCode.INTERNAL
     reason: ClassVar[str] = "INTERNAL"

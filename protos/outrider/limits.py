@@ -74,10 +74,8 @@ class TenantTable:
 
     @classmethod
     def from_file(cls, path: str, default: TenantLimits) -> TenantTable:
-        """Read `tenant NAME limit=number ...` lines, and skip all others. An empty path has none.
-
-        Raises `SettingsError` for an unreadable file and malformed lines.
-        """
+        """Read `tenant NAME limit=number ...` lines, and skip all others. An empty path has none. Raises
+        `SettingsError` for an unreadable file and malformed lines."""
         if not path:
             return cls(default)
         named: dict[str, TenantLimits] = {}

@@ -149,11 +149,9 @@ async def until_first_ends(*awaitables: Awaitable[object], timeout: float | None
 
 
 def leave(status: int) -> NoReturn:
-    """End the process without having the interpreter free each object: of a target these take it a second.
-
-    Threads end and exit handlers run first, but for a thread that was abandoned while working: PyTorch aborts when that
-    thread's objects are freed, and it may never end.
-    """
+    """End the process without having the interpreter free each object: of a target these take it a second. Threads end
+    and exit handlers run first, but for a thread that was abandoned while working: PyTorch aborts when that thread's
+    objects are freed, and it may never end."""
     if all(thread.name != LEFT_BEHIND for thread in threading.enumerate()):
         # As `multiprocessing` ends its children.
         threading._shutdown()  # type: ignore[attr-defined]

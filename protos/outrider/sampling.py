@@ -59,10 +59,8 @@ class TypicalAcceptance:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is drawn. Limits and meaning: `SamplingParameters` in tree.proto.
-
-    `max_tokens` of None means the rest of the model's context, at most 1024; `logprobs` of None means none.
-    """
+    """How the next token is drawn. Limits and meaning: `SamplingParameters` in tree.proto. `max_tokens` of None means
+    the rest of the model's context, at most 1024; `logprobs` of None means none."""
 
     temperature: float = 0.0
     top_k: int = 0

@@ -29,18 +29,14 @@ _FIRST_ID = 1
 
 
 class GrowingTree:
-    """The tree that the draft has sent for one sequence.
-
-    Nodes are numbered in order of arrival, 0 being the root, so parents come before children. A node id refers to a
-    *place*: a live node (its number) or a committed token (minus the sequence's length up to it).
-    """
+    """The tree that the draft has sent for one sequence. Nodes are numbered in order of arrival, 0 being the root, so
+    parents come before children. A node id refers to a *place*: a live node (its number) or a committed token (minus
+    the sequence's length up to it)."""
 
     def __init__(self, token_ids: list[int], step: int, *, reopened: bool = False) -> None:
-        """Start at the last of `token_ids`, which stays the sequence's own list and grows with each commit.
-
-        `reopened`: the sequence was opened at this draft before, so growths of that time may come until the first one
-        of this opening, whose ids begin at 1 again.
-        """
+        """Start at the last of `token_ids`, which stays the sequence's own list and grows with each commit. `reopened`:
+        the sequence was opened at this draft before, so growths of that time may come until the first one of this
+        opening, whose ids begin at 1 again."""
         self._reopened = reopened
         self._committed = token_ids
         self._length = len(token_ids)

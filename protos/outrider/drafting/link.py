@@ -40,10 +40,8 @@ _LAST_EVENTS_SECONDS = 0.05
 
 
 def bearer_metadata(token_file: str) -> tuple[tuple[str, str], ...]:
-    """The metadata of every call that carries the token in a file; empty without a file.
-
-    Raises `SettingsError` for a file that cannot be read or holds anything but one token.
-    """
+    """The metadata of every call that carries the token in a file; empty without a file. Raises `SettingsError` for a
+    file that cannot be read or holds anything but one token."""
     if not token_file:
         return ()
     token = _read(token_file).strip()
@@ -133,10 +131,8 @@ def connect_draft(
     options: LinkOptions | None = None,
 ) -> StoppableLink:
     """The link for an address: `HOST:PORT`, `unix:PATH`, several of these with commas between them, or
-    `inprocess:DRAFTER`, with the drafter's flags behind its name.
-
-    Raises `SettingsError` for a wrong address, or a drafter that cannot draft for this target.
-    """
+    `inprocess:DRAFTER`, with the drafter's flags behind its name. Raises `SettingsError` for a wrong address, or a
+    drafter that cannot draft for this target."""
     return prepare_draft(address, options)(events, vocabulary_size, tokenizer_fingerprint)
 
 
@@ -183,10 +179,8 @@ def _prepare_in_process(address: str) -> Connect:
 
 
 class GrpcDraftLink:
-    """A `DraftLink` to a draft service. Calls are thread-safe, return at once, and never raise.
-
-    Calls while no draft is connected are dropped: at `on_connected` the receiver opens every live sequence again.
-    """
+    """A `DraftLink` to a draft service. Calls are thread-safe, return at once, and never raise. Calls while no draft is
+    connected are dropped: at `on_connected` the receiver opens every live sequence again."""
 
     def __init__(
         self,

@@ -80,10 +80,7 @@ class _Worker:
 class LinkProcess:
     """A `StoppableLink` whose stream is held by another process. Calls are thread-safe, return at once, and never
     raise. Calls while no draft is connected are dropped: at `on_connected` the receiver opens every live sequence
-    again.
-
-    A process that ends or is stuck is replaced; until then the draft is reported as disconnected.
-    """
+    again. A process that ends or is stuck is replaced; until then the draft is reported as disconnected."""
 
     def __init__(
         self,

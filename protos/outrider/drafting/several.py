@@ -103,8 +103,8 @@ class SeveralDrafts:
                 self._homes.pop(sequence_id, None)
 
     def cut_off(self, reason: str) -> None:
-        """Cut off the one that sent most. The receiver has given up all sequences, and none is opened again: late growth
-        of the old draft would be taken for growth of the new one."""
+        """Cut off the one that sent most. The receiver has given up all sequences, and none is opened again: late
+        growth of the old draft would be taken for growth of the new one."""
         with self._lock:
             busiest = max(self._members, key=lambda member: member.nodes)
             for member in self._members:

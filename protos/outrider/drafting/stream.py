@@ -47,11 +47,8 @@ _Part = TypeVar("_Part", draft_pb2.SequenceAdvance, draft_pb2.SequenceFeatures)
 
 
 class DraftConversation:
-    """The state of one stream, and the frames to send next (`outgoing`).
-
-    A bad growth ends drafting for its sequence only. `CreditExceeded` and `InvalidField` from `receive` mean that the
-    whole stream cannot be trusted.
-    """
+    """The state of one stream, and the frames to send next (`outgoing`). A bad growth ends drafting for its sequence
+    only. `CreditExceeded` and `InvalidField` from `receive` mean that the whole stream cannot be trusted."""
 
     def __init__(self, events: DraftEvents, vocabulary_size: int) -> None:
         self._events = events
@@ -136,11 +133,8 @@ class DraftConversation:
             self._owing_since = None
 
     def receive(self, frame: draft_pb2.ProposeResponse) -> None:
-        """Check one frame of the draft and deliver its events.
-
-        Raises `CreditExceeded` for more frames, or more in them, than was allowed, and `InvalidField` for an unreadable
-        failure.
-        """
+        """Check one frame of the draft and deliver its events. Raises `CreditExceeded` for more frames, or more in
+        them, than was allowed, and `InvalidField` for an unreadable failure."""
         self._owing_since = None
         kind = frame.WhichOneof("frame")
         if kind in ("opened", "status"):

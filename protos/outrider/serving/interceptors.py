@@ -84,10 +84,8 @@ _first_message: ContextVar[asyncio.Timeout] = ContextVar("outrider_first_message
 
 def _first_message_within(handler: Handler, seconds: float) -> Handler:
     """`handler` of a stream of requests, ended with `DeadlineExceeded` when no message arrives within `seconds`.
-
     Messages are parsed where they are read, in the handler's task or one that it started. Both inherit the call's
-    context variables, and so its deadline, which the first message removes.
-    """
+    context variables, and so its deadline, which the first message removes."""
     parse = _checked(handler.request_deserializer)
 
     def parse_in_time(payload: bytes) -> Any:
@@ -220,10 +218,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
     """Finds the tenant of every call by its headers: unknown callers and calls over the limits are refused before a
-    message is read. Health needs no token: probes have none, and it reveals only whether the service serves.
-
-    Must be last in the list, after `ErrorInterceptor`, which turns what this one raises into a status.
-    """
+    message is read. Health needs no token: probes have none, and it reveals only whether the service serves. Must be
+    last in the list, after `ErrorInterceptor`, which turns what this one raises into a status."""
 
     def __init__(
         self,

@@ -13,12 +13,9 @@ from outrider.serving.interceptors import Handler
 
 
 class PendingService(grpc.GenericRpcHandler):
-    """Refuses calls of the service `name` with `Loading`, until its handlers are added.
-
-    gRPC takes no handlers once a server has started, but calls those it has for every request. So this one is
-    registered before; it has a server's methods for the generated `add_...Servicer_to_server`, and forwards to what was
-    added.
-    """
+    """Refuses calls of the service `name` with `Loading`, until its handlers are added. gRPC takes no handlers once a
+    server has started, but calls those it has for every request. So this one is registered before; it has a server's
+    methods for the generated `add_...Servicer_to_server`, and forwards to what was added."""
 
     def __init__(self, name: str, loading: str) -> None:
         """`loading` is the message that callers get. The generated code of `name` must have been imported."""

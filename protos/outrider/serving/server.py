@@ -38,10 +38,8 @@ LAST_WORDS_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Service:
-    """One service to serve: its full name, and the function that adds its servicer to a server.
-
-    Without `add` the servicer is added by `GrpcServer.provide`; callers get the message `loading` until then.
-    """
+    """One service to serve: its full name, and the function that adds its servicer to a server. Without `add` the
+    servicer is added by `GrpcServer.provide`; callers get the message `loading` until then."""
 
     name: str
     add: Callable[[Any], None] | None = None
@@ -103,10 +101,8 @@ class GrpcServer:
         services: Sequence[Service],
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     ) -> None:
-        """`interceptors` run outermost, so that a tracing one sees the final status of each call.
-
-        Must be called from a running event loop. Raises `SettingsError` for settings that cannot work.
-        """
+        """`interceptors` run outermost, so that a tracing one sees the final status of each call. Must be called from a
+        running event loop. Raises `SettingsError` for settings that cannot work."""
         self.options = options
         self.health = HealthServicer(service.name for service in services)
         self.address = ""

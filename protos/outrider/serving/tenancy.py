@@ -48,11 +48,9 @@ def set_current_caller(caller: Caller) -> None:
 
 
 class Authenticator:
-    """Turns the metadata of a call into a tenant.
-
-    With tokens: `authorization: Bearer TOKEN` is required and decides the tenant; a caller that also sends
-    `outrider-tenant` must send that one. Without: `outrider-tenant`, or "default", and no caller is an operator.
-    """
+    """Turns the metadata of a call into a tenant. With tokens: `authorization: Bearer TOKEN` is required and decides
+    the tenant; a caller that also sends `outrider-tenant` must send that one. Without: `outrider-tenant`, or "default",
+    and no caller is an operator."""
 
     def __init__(self, tenants: Mapping[str, str | Caller] | None = None) -> None:
         """`tenants` maps a token to its tenant, or to its `Caller`; None requires no tokens."""
@@ -66,10 +64,8 @@ class Authenticator:
     @classmethod
     def from_file(cls, path: str) -> Authenticator:
         """Read `TOKEN TENANT` and `TOKEN TENANT operator` lines; `#` begins a comment, and `tenant` a line that
-        `TenantTable` reads. An empty path requires no tokens.
-
-        Raises `SettingsError` for an unreadable file and malformed lines.
-        """
+        `TenantTable` reads. An empty path requires no tokens. Raises `SettingsError` for an unreadable file and
+        malformed lines."""
         if not path:
             return cls()
         tenants: dict[str, str | Caller] = {}

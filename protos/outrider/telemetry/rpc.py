@@ -20,10 +20,8 @@ DEADLINE_SLACK_S = 0.05
 
 
 def ended_with(context: Context, error: BaseException | None) -> str:
-    """The name of the gRPC status that a call ends with, as seen inside its handler.
-
-    A call whose caller disconnected has no status yet: CANCELLED, or DEADLINE_EXCEEDED once its time is over.
-    """
+    """The name of the gRPC status that a call ends with, as seen inside its handler. A call whose caller disconnected
+    has no status yet: CANCELLED, or DEADLINE_EXCEEDED once its time is over."""
     if isinstance(error, asyncio.CancelledError):
         remaining = context.time_remaining()
         return "DEADLINE_EXCEEDED" if remaining is not None and remaining <= DEADLINE_SLACK_S else "CANCELLED"

@@ -107,11 +107,9 @@ def sampled_trace_id(traceparent: str) -> str:
 
 
 def end_rpc(span: Span, code: str, reason: str = "", *, server: bool = True) -> None:
-    """End the span of a call with its gRPC status by name, such as "OK" or "CANCELLED".
-
-    By the conventions a server's span is an error only if the server is at fault, and not when a caller cancels or
-    sends an invalid request; `error.type` has the reason in every case.
-    """
+    """End the span of a call with its gRPC status by name, such as "OK" or "CANCELLED". By the conventions a server's
+    span is an error only if the server is at fault, and not when a caller cancels or sends an invalid request;
+    `error.type` has the reason in every case."""
     span.set_attribute("rpc.response.status_code", code)
     if code != "OK":
         span.set_attribute("error.type", reason or code)

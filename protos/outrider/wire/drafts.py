@@ -62,10 +62,8 @@ def limits_to_pb(limits: TreeLimits) -> draft_pb2.TreeLimits:
 
 
 def open_from_pb(pb: draft_pb2.OpenSequence, max_context: int) -> OpenSequence:
-    """A checked open. Token ids must be below the vocabulary size that the open itself declares.
-
-    Raises `PositionOutOfRange` for more token ids than `max_context`, before any is read.
-    """
+    """A checked open. Token ids must be below the vocabulary size that the open itself declares. Raises
+    `PositionOutOfRange` for more token ids than `max_context`, before any is read."""
     if len(pb.token_ids) > max_context:
         raise PositionOutOfRange("the sequence is longer than the drafter follows", limit=max_context)
     vocabulary_size = pb.vocabulary_size

@@ -63,10 +63,8 @@ class FeatureRequest:
 
 
 class Vectors(NamedTuple):
-    """Vectors of consecutive tokens on the wire: `data` holds `rows` rows of `width` little-endian elements.
-
-    `scales` has one factor per row; empty means factors of 1. A named tuple for the same reason as `SequenceAdvance`.
-    """
+    """Vectors of consecutive tokens on the wire: `data` holds `rows` rows of `width` little-endian elements. `scales`
+    has one factor per row; empty means factors of 1. A named tuple for the same reason as `SequenceAdvance`."""
 
     dtype: str
     width: int
@@ -99,11 +97,9 @@ class OpenSequence:
 
 
 class SequenceAdvance(NamedTuple):
-    """What one step committed for one sequence. `step` counts the commits, this one included.
-
-    `features` are those of the last tokens before the new root, which has none yet. A named tuple, because every step
-    makes one for each sequence: creating a frozen dataclass takes almost three times as long.
-    """
+    """What one step committed for one sequence. `step` counts the commits, this one included. `features` are those of
+    the last tokens before the new root, which has none yet. A named tuple, because every step makes one for each
+    sequence: creating a frozen dataclass takes almost three times as long."""
 
     sequence_id: int
     step: int
@@ -121,11 +117,9 @@ class SequenceFeatures(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SequenceGrowth:
-    """Nodes added to one sequence's tree; meaning as in draft.proto.
-
-    Node i has id `first_node_id + i`; `parent_ids[i]` is an earlier id, or ROOT_ID for the root at `base_step`. Numbers
-    are in tuples, or in `array.array`s where an engine receives many: numpy reads those without a copy.
-    """
+    """Nodes added to one sequence's tree; meaning as in draft.proto. Node i has id `first_node_id + i`; `parent_ids[i]`
+    is an earlier id, or ROOT_ID for the root at `base_step`. Numbers are in tuples, or in `array.array`s where an
+    engine receives many: numpy reads those without a copy."""
 
     sequence_id: int
     base_step: int

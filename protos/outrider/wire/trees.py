@@ -190,10 +190,8 @@ def error_of(status: status_pb2.Status) -> OutriderError:
 
 
 def error_of_rpc(error: grpc.RpcError) -> OutriderError:
-    """The typed error behind a failed call, from its status details.
-
-    A transport failure, which has no details, becomes a plain `OutriderError` with the code's name in its metadata.
-    """
+    """The typed error behind a failed call, from its status details. A transport failure, which has no details, becomes
+    a plain `OutriderError` with the code's name in its metadata."""
     try:
         status = rpc_status.from_call(error)
     except ValueError:
