@@ -37,11 +37,8 @@ _MLP_GRAIN = 64
 
 
 def new_head_config(config: TrainingConfig, facts: TeacherFacts, draft_vocab_size: int) -> HeadConfig:
-    """The shape of a new EAGLE-3 head: that of the target's layers, but for what the settings change.
-
-    Raises:
-        SettingsError: attention heads do not divide the width.
-    """
+    """The shape of a new EAGLE-3 head: that of the target's layers, but for what the settings change. Raises
+    `SettingsError` where attention heads do not divide the width."""
     hidden = config.hidden or facts.hidden_size
     heads, kv_heads, head_dim = facts.num_heads, facts.num_kv_heads, facts.head_dim
     intermediate = config.intermediate or facts.intermediate_size
@@ -118,14 +115,11 @@ def new_head(shape: HeadConfig | MedusaShape, tokens: Tensor | None, weights: Te
 
 
 def new_medusa_head(shape: MedusaShape, tokens: Tensor | None, lm_head: Tensor) -> MedusaHead:
-    """Medusa heads that start as the target's lm_head, with residual blocks of zeros (arXiv 2401.10774, section 2.1).
+    """Medusa heads that start as the target's lm_head [vocab_size, H], with residual blocks of zeros (arXiv 2401.10774,
+    section 2.1).
 
     So all of them first predict the target's next token, and learn to look further ahead from there. A block of zeros
     has a gradient, since that of `silu` at 0 is one half.
-
-    Args:
-        tokens: [V'] target ids of the heads' vocabulary; None for all.
-        lm_head: [vocab_size, H] of the target.
     """
     heads = MedusaHead(shape, tokens)
     rows = lm_head.float().cpu()
@@ -142,9 +136,6 @@ def new_eagle_head(shape: HeadConfig, tokens: Tensor | None, weights: TeacherWei
 
     Its token embedding is the target's and is not trained, nor is a tied lm_head. Where the head has another width than
     the target, embedding, lm_head and features are mapped by the same random orthonormal matrix.
-
-    Args:
-        tokens: [V'] target ids of the head's vocabulary; None for all.
     """
     generator = torch.Generator().manual_seed(seed)
     head = EagleHead(shape, tokens)
@@ -167,11 +158,8 @@ def new_eagle_head(shape: HeadConfig, tokens: Tensor | None, weights: TeacherWei
 
 
 def initial_head(config: TrainingConfig, facts: TeacherFacts) -> Head | None:
-    """The head of `--init` in fp32 on the CPU, ready to be trained for this teacher; None without that setting.
-
-    Raises:
-        SettingsError: there is no such head, or it is for another target or of another kind.
-    """
+    """The head of `--init` in fp32 on the CPU, ready to be trained for this teacher; None without that setting. Raises
+    `SettingsError` when there is no such head, or it is for another target or of another kind."""
     if not config.init:
         return None
     medusa = config.kind == "medusa"
@@ -213,18 +201,12 @@ def deepened(head: EagleHead, layers: int, seed: int) -> EagleHead:
 
 
 def with_vocabulary(head: EagleHead, tokens: Tensor | None, target_lm_head: Tensor) -> EagleHead:
-    """A copy of the head with another draft vocabulary, to be trained.
+    """A copy of the head, in fp32 on the CPU, with another draft vocabulary, to be trained: `tokens` [V'] in ascending
+    order, None for all.
 
-    Tokens that it had keep their rows of the lm_head. New ones start with the target's rows, mapped linearly as fits
-    the rows that both have.
-
-    Args:
-        head: in fp32 on the CPU.
-        tokens: [V'] target ids in ascending order; None for all.
-        target_lm_head: [vocab_size, target_hidden_size].
-
-    Raises:
-        SettingsError: its lm_head is the target's, or has another width.
+    Tokens that it had keep their rows of the lm_head. New ones start with the rows of `target_lm_head` [vocab_size,
+    target_hidden_size], mapped linearly as fits the rows that both have. Raises `SettingsError` when its lm_head is the
+    target's, or has another width.
     """
     if head.config.tied_lm_head or head.config.hidden_size != head.config.target_hidden_size:
         raise SettingsError("--new-vocabulary takes a head of the target's width with an lm_head of its own")

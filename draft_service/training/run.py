@@ -39,12 +39,9 @@ _FOLLOWER = "draft_service.training.workers.follower"
 
 
 def train_head(config: TrainingConfig, command: Sequence[str]) -> Path:
-    """Write text, train a head on it, and save it with its record. Returns the head's folder.
-
-    Raises:
-        SettingsError: settings that do not fit the model, the machine or the run in the folder.
-        WriterFailed, TrainingDiverged, FollowerFailed: see there.
-    """
+    """Write text, train a head on it, and save it with its record. Returns the head's folder. Raises `SettingsError`
+    for settings that do not fit the model, the machine or the run in the folder; `WriterFailed`, `TrainingDiverged`,
+    `FollowerFailed`."""
     budget = Budget(60.0 * config.minutes)
     for device in config.devices:
         check_device(device)
@@ -80,14 +77,7 @@ def train_head(config: TrainingConfig, command: Sequence[str]) -> Path:
 
 def follow(config: TrainingConfig, group: Group) -> None:
     """Take part in `train_head` on a device other than the first: every step with the leader, and nothing else.
-
-    Args:
-        config: the leader's, with `resume`, since the run's folder exists.
-        group: this process's place.
-
-    Raises:
-        GroupLost, DevicesDisagree: see there.
-    """
+    `config` is the leader's, with `resume`, since the run's folder exists. Raises `GroupLost`, `DevicesDisagree`."""
     device = config.devices[group.rank]
     choose_device(device)
     folder = RunFolder(config)

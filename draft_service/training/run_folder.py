@@ -36,12 +36,9 @@ class RunFolder:
     """What a run needs to be resumed. Every file is written beside its place and then moved there."""
 
     def __init__(self, config: TrainingConfig) -> None:
-        """Check that the run can be started or resumed. Call `begin` next.
-
-        Raises:
-            SettingsError: the folder holds a run that is not to be resumed, or that has other settings; there is no run
-                to resume; or the folder cannot be written.
-        """
+        """Check that the run can be started or resumed; call `begin` next. Raises `SettingsError` when the folder holds
+        a run that is not to be resumed, or that has other settings; there is no run to resume; or the folder cannot be
+        written."""
         self._config = config
         self._folder = config.run_folder
         self._settings = self._folder / "settings.json"
@@ -137,12 +134,8 @@ def training_record(
     progress: Progress,
     seconds: Mapping[str, float],
 ) -> dict[str, Any]:
-    """The contents of training.json.
-
-    Args:
-        counts: [vocab_size] how often each token occurs in answers.
-        seconds: wall time of each part.
-    """
+    """The contents of training.json. `counts` [vocab_size] is how often each token occurs in answers, `seconds` the
+    wall time of each part."""
     step = max(1, -(-len(progress.losses) // _CURVE_POINTS))
     return {
         "model": config.model,

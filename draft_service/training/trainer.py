@@ -113,12 +113,8 @@ class Trainer:
         self.progress = Progress(**state)
 
     def synchronise(self, check: Callable[[], None] = lambda: None) -> None:
-        """Take over the weights of the group's leader. `check` as in `Group.connect`.
-
-        Raises:
-            DevicesDisagree: this follower read other text than the leader, or is at another batch.
-            GroupLost: see there.
-        """
+        """Take over the weights of the group's leader. `check` as in `Group.connect`. Raises `DevicesDisagree` when
+        this follower read other text than the leader, or is at another batch; `GroupLost`."""
         group, progress, texts = self._group, self.progress, self._plan.texts
         if group is None:
             return
@@ -147,14 +143,9 @@ class Trainer:
     def run(
         self, seconds: float, shown: Phase, on_validated: Callable[[Acceptance], None], until: int | None = None
     ) -> None:
-        """Train to the end of the schedule, or up to step `until`.
-
-        The schedule ends after `seconds`, or with the last pass if that comes first.
-
-        Raises:
-            TrainingDiverged: the loss is not finite.
-            GroupLost: a device of the group, which this process leads, was lost.
-        """
+        """Train to the end of the schedule, or up to step `until`. The schedule ends after `seconds`, or with the last
+        pass if that comes first. Raises `TrainingDiverged` when the loss is not finite; `GroupLost` when a device of
+        the group, which this process leads, was lost."""
         progress, began = self.progress, time.monotonic()
         first, seconds_before = progress.fraction, progress.seconds
         validated = reported = began

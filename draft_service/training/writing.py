@@ -33,10 +33,7 @@ class WriterFailed(Exception):
 
 def read_prompts(path: str) -> tuple[tuple[str, ...], ...]:
     """User turns of every conversation in a file: JSON lines with `turns`, or a prompt per line. Empty without a path.
-
-    Raises:
-        SettingsError: the file cannot be read, or a line has another form.
-    """
+    Raises `SettingsError` when the file cannot be read, or a line has another form."""
     if not path:
         return ()
     try:
@@ -101,12 +98,8 @@ def write_here(
 
 
 def write_texts(teacher: Teacher, config: TrainingConfig, corpus: Corpus, budget: Budget, shown: Phase) -> None:
-    """Write text until there is enough or its share of the budget is over.
-
-    Raises:
-        WriterFailed: all of several writers have ended, and some failed.
-        SettingsError: see `Teacher.write`.
-    """
+    """Write text until there is enough or its share of the budget is over. Raises `WriterFailed` when all of several
+    writers have ended, and some failed; `SettingsError` as `Teacher.write`."""
     seconds, before, began = budget.part(config.writing_share), corpus.tokens, time.monotonic()
 
     def show() -> None:

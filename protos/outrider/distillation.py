@@ -32,13 +32,8 @@ class TeacherSettings:
 
 @dataclass(frozen=True, slots=True)
 class TeacherFacts:
-    """The target's shape.
-
-    Attributes:
-        model: the name it was loaded by.
-        rope: transformers' `rope_parameters`.
-        max_context: tokens of prompt and output together.
-    """
+    """The target's shape. `model` is the name it was loaded by, `rope` transformers' `rope_parameters`, and
+    `max_context` counts prompt and output together."""
 
     model: str
     vocab_size: int
@@ -135,22 +130,16 @@ class Teacher(Protocol):
 
     def write(self, order: WritingOrder) -> Iterator[WrittenText]:
         """Texts in the order in which they are completed, without end if `sampled_prompts`. Closing the iterator frees
-        its memory.
-
-        Raises:
-            SettingsError: the order cannot be fulfilled, such as sampled prompts of a model without a chat template.
-        """
+        its memory. Raises `SettingsError` for an order that cannot be fulfilled, such as sampled prompts of a model
+        without a chat template."""
 
     def reader(self, layers: tuple[int, ...]) -> Reader:
         """A reader of the outputs of these layers, counted as in `outrider.wire.frames.FeatureRequest`."""
 
 
 def load_teacher(name: str, settings: TeacherSettings) -> Teacher:
-    """The teacher that an entry point of `TEACHER_GROUP`, or a function MODULE:FUNCTION, makes.
-
-    Raises:
-        SettingsError: there is none of this name, or the model cannot be a teacher.
-    """
+    """The teacher that an entry point of `TEACHER_GROUP`, or a function MODULE:FUNCTION, makes. Raises `SettingsError`
+    when there is none of this name, or the model cannot be a teacher."""
     load: Callable[[TeacherSettings], Teacher] | None
     if ":" in name:
         try:

@@ -75,11 +75,8 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 
 def head_source(head: str) -> str:
-    """Where to load a head from: the folder of a known name; folders and hub ids are returned unchanged.
-
-    Raises:
-        NotSupported: it is none of them; the message lists the known names.
-    """
+    """Where to load a head from: the folder of a known name; folders and hub ids are returned unchanged. Raises
+    `NotSupported` for anything else, with a list of the known names."""
     if Path(head).is_dir():
         return head
     heads = {shipped.name: shipped for shipped in shipped_heads()}

@@ -27,11 +27,8 @@ class TextReader:
     """See `outrider.distillation.Reader`."""
 
     def __init__(self, source: str, layers: tuple[int, ...], *, device: str, dtype: str) -> None:
-        """Load the model from a folder or hub id. `layers` as in `Teacher.reader`.
-
-        Raises:
-            ModelRefused: the model is not built as this reader expects.
-        """
+        """Load the model from a folder or hub id. `layers` as in `Teacher.reader`. Raises `ModelRefused` for a model
+        that is not built as this reader expects."""
         loaded = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), attn_implementation="sdpa")
         self._model = cast(PreTrainedModel, loaded.to(device)).eval().requires_grad_(False)
         check_supported(self._model.config, self._model)

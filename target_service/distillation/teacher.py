@@ -18,11 +18,8 @@ from target_service.model.support import ModelRefused, check_supported, longest_
 
 
 def load(settings: TeacherSettings) -> LocalTeacher:
-    """A teacher for the entry point `outrider.teachers`. Fetches a known model; loads no weights yet.
-
-    Raises:
-        SettingsError: there is no such model, or it cannot be served.
-    """
+    """A teacher for the entry point `outrider.teachers`. Fetches a known model; loads no weights yet. Raises
+    `SettingsError` when there is no such model, or it cannot be served."""
     try:
         return LocalTeacher(settings)
     except (OSError, ModelRefused) as error:

@@ -85,12 +85,9 @@ class ChatTexts:
 
 
 def writing_runner(settings: TeacherSettings, sequences: int, max_length: int) -> ModelRunner:
-    """The model with room for `sequences` of `max_length` tokens each; on a GPU its steps are captured.
-
-    Raises:
-        SettingsError: more sequences than a step may have, or texts longer than the model's context.
-        ModelRefused: the model cannot be served.
-    """
+    """The model with room for `sequences` of `max_length` tokens each; on a GPU its steps are captured. Raises
+    `SettingsError` for more sequences than a step may have, or texts longer than the model's context; `ModelRefused`
+    for a model that cannot be served."""
     if not 1 <= sequences <= MAX_SEQUENCES:
         raise SettingsError(f"1 to {MAX_SEQUENCES} sequences can be written at once, not {sequences}")
     page = TargetConfig.page_size

@@ -31,11 +31,7 @@ class FollowerFailed(Exception):
 
 
 class Followers:
-    """The processes of a run's followers.
-
-    Attributes:
-        group: the leader's membership.
-    """
+    """The processes of a run's followers, and the leader's membership in their `group`."""
 
     def __init__(self, group: Group, devices: Sequence[str], processes: Sequence[subprocess.Popen[bytes]]) -> None:
         self.group = group
@@ -94,10 +90,7 @@ def followers(module: str, settings: str, devices: Sequence[str]) -> Iterator[Fo
     """Run one process for each of `devices` but the first during the block: `python -m module SETTINGS RANK STORE`.
 
     At the end of the block they are dismissed; if it fails, they are killed. They also exit when this process does, see
-    `end_with_leader`.
-
-    Raises:
-        FollowerFailed: in place of a `GroupLost` raised by the block.
+    `end_with_leader`. Raises `FollowerFailed` in place of a `GroupLost` of the block.
     """
     environment = shared_cores(len(devices))
     over = threading.Event()

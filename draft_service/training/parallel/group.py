@@ -37,12 +37,7 @@ class GroupLost(Exception):
 
 
 class Group:
-    """This process's membership in its group.
-
-    Attributes:
-        rank: of this process; 0 leads.
-        size: number of processes.
-    """
+    """This process's membership in its group, as number `rank` of `size`; 0 leads."""
 
     def __init__(self, store: Path, rank: int, size: int) -> None:
         """`store` is the path of a file for this group alone, which does not exist yet."""
@@ -51,11 +46,8 @@ class Group:
         self._connected = False
 
     def connect(self, check: Callable[[], None] = lambda: None) -> None:
-        """Wait until every process has called this. `check` is called while waiting, and may raise to give up.
-
-        Raises:
-            GroupLost: the processes cannot reach each other.
-        """
+        """Wait until every process has called this. `check` is called while waiting, and may raise to give up. Raises
+        `GroupLost` when the processes cannot reach each other."""
         store = dist.FileStore(str(self._store), self.size)  # type: ignore[attr-defined]
         store.set(f"ready {self.rank}", "1")
         while not store.check([f"ready {rank}" for rank in range(self.size)]):

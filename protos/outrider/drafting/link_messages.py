@@ -86,13 +86,8 @@ class Disconnected(_Message, frozen=True):
 
 
 class GrowthArrays(msgspec.Struct, frozen=True, array_like=True):
-    """A `SequenceGrowth` with its numbers as raw C arrays, which numpy reads without a copy.
-
-    Attributes:
-        parent_ids: int64.
-        token_ids: int32.
-        scores: float64.
-    """
+    """A `SequenceGrowth` with its numbers as raw C arrays, which numpy reads without a copy: parents as int64, tokens
+    as int32, scores as float64."""
 
     sequence_id: int
     base_step: int
