@@ -68,7 +68,6 @@ class ProposerConfig(Settings):
 
     @property
     def wait_seconds(self) -> float:
-        """The bound of a wait."""
         return self.wait_ms / 1000
 
     def link_options(self) -> LinkOptions:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from outrider.drafting.draft_tree import GrowingTree
 from outrider.drafting.inbox import Connected, Disconnected, DraftEvent, DraftInbox, Lost
@@ -29,15 +29,11 @@ from outrider_vllm.tracking import Request, Seen, Tokens
 log = logging.getLogger("vllm.outrider")
 
 
-@dataclass(eq=False)
-class _OpenRequest:
+class _OpenRequest(NamedTuple):
     """A request at the draft. `token_ids` begin with the last token that the open had: a tree looks no further back."""
 
     token_ids: list[int]
-    tree: GrowingTree = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.tree = GrowingTree(self.token_ids, 0)
+    tree: GrowingTree
 
 
 class Drafting(DraftInbox):
@@ -73,7 +69,7 @@ class Drafting(DraftInbox):
                 self._open(number, text, max(1, len(text) - sampled))
             elif len(one.fresh) and self._are_tokens(number, one.fresh):
                 tokens = one.fresh.tolist()
-                followed.token_ids += tokens
+                followed.token_ids.extend(tokens)
                 followed.tree.advance(len(tokens))
                 advances.append(SequenceAdvance(number, followed.tree.step, tuple(tokens)))
         self._sent_at = time.monotonic()
@@ -85,7 +81,8 @@ class Drafting(DraftInbox):
         if not self._are_tokens(number, text):
             return
         token_ids = text.tolist()
-        self._open_requests[number] = _OpenRequest(token_ids[-1:])
+        followed = token_ids[-1:]
+        self._open_requests[number] = _OpenRequest(followed, GrowingTree(followed, 0))
         self._link.open(
             OpenSequence(
                 sequence_id=number,

@@ -59,7 +59,6 @@ class BatchPlan:
     seed: int
 
     def padded_length(self, length: int) -> int:
-        """The length that a text of this length is padded to."""
         longest = -(-self.max_length // _GRAIN) * _GRAIN
         edge = _GRAIN
         while edge < length:

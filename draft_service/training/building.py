@@ -227,7 +227,6 @@ def with_vocabulary(head: EagleHead, tokens: Tensor | None, target_lm_head: Tens
 
 
 def _randomise(module: nn.Module, generator: torch.Generator) -> None:
-    """Draw the matrices of a module."""
     for parameter in module.parameters():
         if parameter.ndim == 2:
             parameter.normal_(0.0, _DEVIATION, generator=generator)

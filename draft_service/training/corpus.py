@@ -90,7 +90,6 @@ class Corpus:
 
     @property
     def tokens(self) -> int:
-        """Tokens in all files so far."""
         return sum(tokens for tokens, _ in self._scan().values())
 
     def next_number(self, writer: int, writers: int) -> int:

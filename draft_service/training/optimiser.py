@@ -97,7 +97,6 @@ class MasterAdamW:
         return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore `state`."""
         for name, master in zip(self._names, self._masters, strict=True):
             master.copy_(tensors[f"master.{name}"])
             moments = {key: tensors[f"{key}.{name}"] for key in ("exp_avg", "exp_avg_sq", "step")}

@@ -74,7 +74,6 @@ class Budget:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the start."""
         return time.monotonic() - self.began
 
     @property

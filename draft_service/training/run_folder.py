@@ -66,7 +66,6 @@ class RunFolder:
         return self.corpus()
 
     def corpus(self) -> Corpus:
-        """The text that is trained on."""
         return Corpus(Path(self._config.text) if self._config.text else self._folder / "text")
 
     @property
@@ -90,7 +89,6 @@ class RunFolder:
         self._move("checkpoint.safetensors", lambda path: save_file(dict(tensors), path, metadata=metadata))
 
     def checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Tensors and state of the last checkpoint, if there is one."""
         path = self._folder / "checkpoint.safetensors"
         if not path.exists():
             return None

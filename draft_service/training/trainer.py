@@ -104,11 +104,9 @@ class Trainer:
         self.progress = Progress()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors and progress, for a checkpoint."""
         return self._optimiser.state(), asdict(self.progress)
 
     def load(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """Restore `state`."""
         self._optimiser.load(tensors)
         self.progress = Progress(**state)
 
@@ -191,7 +189,6 @@ class Trainer:
         return losses
 
     def _next_batch(self) -> Batch:
-        """This device's batch of the step."""
         rank, size = (0, 1) if self._group is None else (self._group.rank, self._group.size)
         padded, chosen = [self._take() for _ in range(size)][rank]
         rows = self._plan.batch_tokens // padded

@@ -31,7 +31,6 @@ class ShippedHead:
 
     @property
     def megabytes(self) -> float:
-        """Size of its files."""
         return sum(file.stat().st_size for file in self.folder.iterdir()) / 1e6
 
     @property

@@ -69,7 +69,6 @@ class TenantTable:
         self._named = dict(named or {})
 
     def of(self, tenant: str) -> TenantLimits:
-        """The tenant's limits."""
         return self._named.get(tenant, self.default)
 
     @classmethod

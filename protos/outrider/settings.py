@@ -90,7 +90,6 @@ class Settings:
     """Checks the bounds of numbers also where a program makes the settings without `load`."""
 
     def __post_init__(self) -> None:
-        """Raise `SettingsError` for the first number out of bounds."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if value is not None:
@@ -169,13 +168,10 @@ def add_flags(parser: argparse.ArgumentParser, config: type[Any], but: Collectio
             continue
         flag, help_text = "--" + field.name.replace("_", "-"), _help_of(field).replace("%", "%%")
         kind, _ = _type_of(config, field.name)
-        if kind is bool:
-            parser.add_argument(
-                flag, dest=field.name, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=help_text
-            )
-        else:
-            metavar = "|".join(map(str, field.metadata["choices"])) or kind.__name__.upper()
-            parser.add_argument(flag, dest=field.name, default=argparse.SUPPRESS, help=help_text, metavar=metavar)
+        more: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+        if kind is not bool:
+            more = {"metavar": "|".join(map(str, field.metadata["choices"])) or kind.__name__.upper()}
+        parser.add_argument(flag, dest=field.name, default=argparse.SUPPRESS, help=help_text, **more)
 
 
 def _help_of(field: dataclasses.Field[Any]) -> str:

@@ -41,14 +41,12 @@ class TextReader:
         self._check()
 
     def weights(self) -> TeacherWeights:
-        """See `Reader.weights`."""
         embedding: Any = self._model.get_input_embeddings()
         return TeacherWeights(embedding.weight, self._head.weight)
 
     # Not inference_mode: a head's gradients are computed with these tensors.
     @torch.no_grad()
     def read(self, token_ids: Tensor, rows: Tensor, wanted: Tensor | None) -> Lesson:
-        """See `Reader.read`."""
         last = self._states(token_ids)
         count = len(self._inner.layers)
         states = torch.cat([last if layer == count else self._captured[layer] for layer in self._layers], dim=-1)

@@ -39,13 +39,11 @@ class LocalTeacher:
         self.facts = _facts(settings.model, config, tokenizer_fingerprint(self._tokenizer))
 
     def write(self, order: WritingOrder) -> Iterator[WrittenText]:
-        """See `Teacher.write`."""
         chat = ChatTexts(self._tokenizer, sampled=order.sampled_prompts)
         runner = writing_runner(self._settings, order.sequences, order.max_length)
         return TextWriter(runner, order, chat).texts()
 
     def reader(self, layers: tuple[int, ...]) -> Reader:
-        """See `Teacher.reader`."""
         return TextReader(self._source, layers, device=self._settings.device, dtype=self._settings.dtype)
 
 

@@ -109,7 +109,6 @@ def writing_runner(settings: TeacherSettings, sequences: int, max_length: int) -
 
 
 def _step_rows(sequences: int) -> int:
-    """The most rows of a step."""
     return max(2 * sequences, _LEAST_STEP_ROWS)
 
 
@@ -166,7 +165,6 @@ class TextWriter:
         self._exhausted = False
 
     def texts(self) -> Iterator[WrittenText]:
-        """See `Teacher.write`."""
         while True:
             while len(self._under_way) < self._order.sequences and not self._exhausted:
                 self._begin(next(self._numbers))

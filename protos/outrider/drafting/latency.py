@@ -41,11 +41,9 @@ class DraftLatency:
         self._late = 0
 
     def received(self) -> None:
-        """The draft has drafted something."""
         self._begun_at = -_BEGINNING
 
     def sent(self) -> None:
-        """A step was sent to the draft."""
         self._sent_at = time.monotonic()
 
     def answered(self, at: float) -> None:

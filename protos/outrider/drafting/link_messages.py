@@ -101,7 +101,6 @@ class GrowthArrays(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, growth: SequenceGrowth) -> GrowthArrays:
-        """The growth with its numbers as raw arrays."""
         return cls(
             growth.sequence_id,
             growth.base_step,
@@ -115,7 +114,6 @@ class GrowthArrays(msgspec.Struct, frozen=True, array_like=True):
         )
 
     def growth(self) -> SequenceGrowth:
-        """The growth with its numbers in `array.array`s."""
         return SequenceGrowth(
             self.sequence_id,
             self.base_step,

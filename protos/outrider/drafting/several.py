@@ -128,7 +128,6 @@ class SeveralDrafts:
             self._events.on_growth(own)
 
     def failed(self, member: _Member, failure: SequenceFailure) -> None:
-        """A draft closed one sequence."""
         with self._lock:
             own = self._homes.get(failure.sequence_id) is member
             if own:
@@ -149,7 +148,6 @@ class SeveralDrafts:
             self._events.on_connected(first)
 
     def left(self, member: _Member, reason: str) -> None:
-        """A draft is disconnected, or could not be reached."""
         with self._lock:
             was_connected, member.info, member.offered = member.info is not None, None, None
             others = any(one.info is not None for one in self._members)

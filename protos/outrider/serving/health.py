@@ -59,7 +59,6 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             self._ready.turn(serving)
 
     def set_live(self, live: bool) -> None:
-        """Change liveness, and wake watchers."""
         self._live.turn(live)
 
     def close(self) -> None:

@@ -69,7 +69,6 @@ class ServingOptions:
 
     @property
     def call_limits(self) -> CallLimits:
-        """Limits on concurrent calls."""
         return CallLimits(self.max_concurrent_calls)
 
     def channel_options(self) -> list[tuple[str, Any]]:

@@ -88,7 +88,6 @@ class Authenticator:
 
     @property
     def required(self) -> bool:
-        """Whether callers need a token."""
         return self._callers is not None
 
     def caller(self, metadata: Metadata) -> Caller:

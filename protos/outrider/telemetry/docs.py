@@ -6,7 +6,6 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 
 from outrider.telemetry.names import ATTRIBUTES, SPANS
 from outrider.telemetry.table import DRAFT, GATEWAY, RPC, TARGET, MetricSpec
@@ -47,17 +46,15 @@ def _vllm() -> str:
     return _table(("vLLM", "Outrider"), rows)
 
 
-_TABLES: Mapping[str, Callable[[], str]] = MappingProxyType(
-    {
-        "spans": _spans,
-        "attributes": _attributes,
-        "target": lambda: _metrics(TARGET),
-        "draft": lambda: _metrics(DRAFT),
-        "rpc": lambda: _metrics(RPC),
-        "gateway": lambda: _metrics(GATEWAY),
-        "vllm": _vllm,
-    }
-)
+_TABLES: Mapping[str, Callable[[], str]] = {
+    "spans": _spans,
+    "attributes": _attributes,
+    "target": lambda: _metrics(TARGET),
+    "draft": lambda: _metrics(DRAFT),
+    "rpc": lambda: _metrics(RPC),
+    "gateway": lambda: _metrics(GATEWAY),
+    "vllm": _vllm,
+}
 
 
 def render(page: str) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,31 +53,28 @@ LENGTHS = (1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.
 # Depths counted one by one; deeper nodes count under the last.
 MAX_DEPTH = 64
 
-_VLLM = MappingProxyType(
-    {
-        "outrider_spec_decode_num_drafts": "vllm:spec_decode_num_drafts",
-        "outrider_spec_decode_num_draft_tokens": "vllm:spec_decode_num_draft_tokens",
-        "outrider_spec_decode_num_accepted_tokens": "vllm:spec_decode_num_accepted_tokens",
-        "outrider_spec_decode_num_accepted_tokens_per_depth": "vllm:spec_decode_num_accepted_tokens_per_pos",
-        "outrider_step_rows": "vllm:iteration_tokens_total",
-        "outrider_prompt_tokens": "vllm:prompt_tokens",
-        "outrider_generation_tokens": "vllm:generation_tokens",
-        "outrider_preemptions": "vllm:num_preemptions",
-        "outrider_requests_running": "vllm:num_requests_running",
-        "outrider_requests_waiting": "vllm:num_requests_waiting",
-        "outrider_kv_usage_ratio": "vllm:kv_cache_usage_perc",
-        "outrider_requests": "vllm:request_success",
-        "outrider_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
-        "outrider_time_per_output_token_seconds": "vllm:request_time_per_output_token_seconds",
-        "outrider_request_seconds": "vllm:e2e_request_latency_seconds",
-        "outrider_request_queue_seconds": "vllm:request_queue_time_seconds",
-        "outrider_request_prefill_seconds": "vllm:request_prefill_time_seconds",
-        "outrider_request_decode_seconds": "vllm:request_decode_time_seconds",
-        "outrider_request_prompt_tokens": "vllm:request_prompt_tokens",
-        "outrider_request_generation_tokens": "vllm:request_generation_tokens",
-    }
-)
-
+_VLLM: Mapping[str, str] = {
+    "outrider_spec_decode_num_drafts": "vllm:spec_decode_num_drafts",
+    "outrider_spec_decode_num_draft_tokens": "vllm:spec_decode_num_draft_tokens",
+    "outrider_spec_decode_num_accepted_tokens": "vllm:spec_decode_num_accepted_tokens",
+    "outrider_spec_decode_num_accepted_tokens_per_depth": "vllm:spec_decode_num_accepted_tokens_per_pos",
+    "outrider_step_rows": "vllm:iteration_tokens_total",
+    "outrider_prompt_tokens": "vllm:prompt_tokens",
+    "outrider_generation_tokens": "vllm:generation_tokens",
+    "outrider_preemptions": "vllm:num_preemptions",
+    "outrider_requests_running": "vllm:num_requests_running",
+    "outrider_requests_waiting": "vllm:num_requests_waiting",
+    "outrider_kv_usage_ratio": "vllm:kv_cache_usage_perc",
+    "outrider_requests": "vllm:request_success",
+    "outrider_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
+    "outrider_time_per_output_token_seconds": "vllm:request_time_per_output_token_seconds",
+    "outrider_request_seconds": "vllm:e2e_request_latency_seconds",
+    "outrider_request_queue_seconds": "vllm:request_queue_time_seconds",
+    "outrider_request_prefill_seconds": "vllm:request_prefill_time_seconds",
+    "outrider_request_decode_seconds": "vllm:request_decode_time_seconds",
+    "outrider_request_prompt_tokens": "vllm:request_prompt_tokens",
+    "outrider_request_generation_tokens": "vllm:request_generation_tokens",
+}
 _SPECULATION = (
     _counter("outrider_spec_decode_num_drafts", "Trees verified that had at least one drafted row."),
     _counter("outrider_spec_decode_num_draft_tokens", "Drafted rows verified."),

@@ -8,8 +8,7 @@ global provider is not used, so that two services in one process have their own.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import Iterable
 
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -24,7 +23,6 @@ _FIELDS = ("traceparent", "tracestate")
 EXPORT_TIMEOUT_SECONDS = 5.0
 # Statuses that are a server's fault, by the RPC conventions; for a client every status but OK is an error.
 _SERVER_ERRORS = frozenset(("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"))
-_NO_CONTEXT: Mapping[str, str] = MappingProxyType({})
 
 
 class Tracing:
@@ -83,7 +81,7 @@ def context_from_metadata(metadata: Metadata | None) -> Context:
 
 def context_from_traceparent(traceparent: str) -> Context:
     """The trace context of a `traceparent` field; empty if that is empty or malformed."""
-    return _PROPAGATOR.extract({"traceparent": traceparent} if traceparent else _NO_CONTEXT, Context())
+    return _PROPAGATOR.extract({"traceparent": traceparent}, Context())
 
 
 def metadata_of(span: Span) -> tuple[tuple[str, str], ...]:
