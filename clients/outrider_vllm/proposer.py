@@ -29,9 +29,8 @@ class Proposer:
     others have no connection and propose nothing."""
 
     def __init__(self, vllm_config: Any) -> None:
-        """Begin to connect, in the background, to the draft that vLLM's `additional_config["outrider"]` or the
-        environment names (`ProposerConfig`). Raises `SettingsError` for settings that cannot be meant: vLLM then does
-        not start."""
+        """Begin to connect, in the background, to the draft of `additional_config["outrider"]` or the environment
+        (`ProposerConfig`). Raises `SettingsError` for settings that cannot be meant: vLLM then does not start."""
         self._config = ProposerConfig.of(getattr(vllm_config, "additional_config", None), os.environ)
         self._max_tokens: int = vllm_config.speculative_config.num_speculative_tokens
         self._max_length: int = vllm_config.model_config.max_model_len

@@ -50,8 +50,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The texts of every batch, as pairs of their padded length and their indices [b]. The same texts, settings, seed
-    and pass give the same batches."""
+    """The texts of every batch, as pairs of their padded length and indices [b]. Equal arguments give equal batches."""
 
     texts: Texts
     batch_tokens: int

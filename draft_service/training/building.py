@@ -30,9 +30,8 @@ from outrider.settings import SettingsError
 _DEVIATION = 0.02
 # As a share of the mean square of the target's rows. Chosen, not measured: small beside 1, large beside rounding.
 _RIDGE = 1e-3
-# The MLP of a head with another width than its target is 8/3 of that width, rounded up to a multiple of this, where
-# Llama takes 256. Chosen, not measured: multiples of 8 fill the tiles of tensor cores, and 256 would add an eighth to
-# a width of 256.
+# The MLP of a head with another width than its target is 8/3 of that width, rounded up to a multiple of this. Chosen,
+# not measured: multiples of 8 fill the tiles of tensor cores, and Llama's 256 would add an eighth to a width of 256.
 _MLP_GRAIN = 64
 
 
@@ -115,8 +114,7 @@ def new_head(shape: HeadConfig | MedusaShape, tokens: Tensor | None, weights: Te
 
 
 def new_medusa_head(shape: MedusaShape, tokens: Tensor | None, lm_head: Tensor) -> MedusaHead:
-    """Medusa heads that start as the target's lm_head [vocab_size, H], with residual blocks of zeros (arXiv 2401.10774,
-    section 2.1).
+    """Medusa heads that start as the target's lm_head, with residual blocks of zeros (arXiv 2401.10774, section 2.1).
 
     So all of them first predict the target's next token, and learn to look further ahead from there. A block of zeros
     has a gradient, since that of `silu` at 0 is one half.
@@ -201,8 +199,7 @@ def deepened(head: EagleHead, layers: int, seed: int) -> EagleHead:
 
 
 def with_vocabulary(head: EagleHead, tokens: Tensor | None, target_lm_head: Tensor) -> EagleHead:
-    """A copy of the head, in fp32 on the CPU, with another draft vocabulary, to be trained: `tokens` [V'] in ascending
-    order, None for all.
+    """A copy of the head, in fp32 on the CPU, to be trained with the ascending `tokens` [V'], None for all.
 
     Tokens that it had keep their rows of the lm_head. New ones start with the rows of `target_lm_head` [vocab_size,
     target_hidden_size], mapped linearly as fits the rows that both have. Raises `SettingsError` when its lm_head is the

@@ -132,8 +132,7 @@ def answer_counts(texts: Texts, vocab_size: int) -> NDArray[np.int64]:
 
 
 def choose_tokens(counts: NDArray[np.int64], size: int) -> Tensor | None:
-    """[size] int64: the most frequent token ids in ascending order, of equals the lower ids. None for the whole
-    vocabulary."""
+    """[size] int64: the most frequent token ids in ascending order, of equals the lower ids; None for all."""
     if size == 0 or size >= len(counts):
         return None
     return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:size]))

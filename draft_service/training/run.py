@@ -39,9 +39,8 @@ _FOLLOWER = "draft_service.training.workers.follower"
 
 
 def train_head(config: TrainingConfig, command: Sequence[str]) -> Path:
-    """Write text, train a head on it, and save it with its record. Returns the head's folder. Raises `SettingsError`
-    for settings that do not fit the model, the machine or the run in the folder; `WriterFailed`, `TrainingDiverged`,
-    `FollowerFailed`."""
+    """Write text, train a head on it, and save it with its record; returns its folder. Raises `SettingsError` for
+    settings that do not fit the model, the machine or the run; `WriterFailed`, `TrainingDiverged`, `FollowerFailed`."""
     budget = Budget(60.0 * config.minutes)
     for device in config.devices:
         check_device(device)

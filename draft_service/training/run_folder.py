@@ -36,19 +36,25 @@ class RunFolder:
     """What a run needs to be resumed. Every file is written beside its place and then moved there."""
 
     def __init__(self, config: TrainingConfig) -> None:
-        """Check that the run can be started or resumed; call `begin` next. Raises `SettingsError` when the folder holds
-        a run that is not to be resumed, or that has other settings; there is no run to resume; or the folder cannot be
-        written."""
+        """Check that the run can be started or resumed; call `begin` next. Raises `SettingsError` for a folder with a
+        run that is not to be resumed or has other settings, without one to resume, or that cannot be written."""
         self._config = config
         self._folder = config.run_folder
         self._settings = self._folder / "settings.json"
         if self._settings.exists():
             if not config.resume:
                 raise SettingsError(f"{self._folder} holds a run: --resume goes on with it, or name another --out")
-            before = json.loads(self._settings.read_text())
-            _check_same(before, config)
-            if not (self.written or config.text):
-                _check_writers(before, config)
+            before, now = json.loads(self._settings.read_text()), asdict(config)
+            changed = [name for name in _FIXED if name in before and before[name] != now[name]]
+            if changed:
+                wanted = ", ".join(f"--{name.replace('_', '-')} {before[name]}" for name in changed)
+                raise SettingsError(f"the run that is there was begun with {wanted}")
+            # Texts are numbered by writer, and every device has at least one.
+            writers = max(before["writers"], len(before["device"].split(",")))
+            if not (self.written or config.text) and writers != config.writers_at_once:
+                raise SettingsError(
+                    f"the text that is there was begun by {writers} writers on --device {before['device']}"
+                )
         elif config.resume:
             raise SettingsError(f"{self._folder} holds no run to go on with")
         above = next(folder for folder in self._folder.absolute().parents if folder.exists())
@@ -102,21 +108,6 @@ class RunFolder:
         partial.rename(self._folder / name)
 
 
-def _check_same(before: Mapping[str, Any], config: TrainingConfig) -> None:
-    now = asdict(config)
-    changed = [name for name in _FIXED if name in before and before[name] != now[name]]
-    if changed:
-        wanted = ", ".join(f"--{name.replace('_', '-')} {before[name]}" for name in changed)
-        raise SettingsError(f"the run that is there was begun with {wanted}")
-
-
-def _check_writers(before: Mapping[str, Any], config: TrainingConfig) -> None:
-    """Texts are numbered by writer, and every device has at least one writer."""
-    begun = max(before["writers"], len(before["device"].split(",")))
-    if begun != config.writers_at_once:
-        raise SettingsError(f"the text that is there was begun by {begun} writers on --device {before['device']}")
-
-
 # Packages whose versions are recorded beside the usual ones.
 _PACKAGES = ("triton", "safetensors")
 # Losses in a record, at most.
@@ -132,8 +123,7 @@ def training_record(
     progress: Progress,
     seconds: Mapping[str, float],
 ) -> dict[str, Any]:
-    """The contents of training.json. `counts` [vocab_size] is how often each token occurs in answers, `seconds` the
-    wall time of each part."""
+    """The contents of training.json, given how often each token occurs in answers [vocab_size], and seconds by part."""
     step = max(1, -(-len(progress.losses) // _CURVE_POINTS))
     return {
         "model": config.model,

@@ -17,8 +17,7 @@ from pathlib import Path
 # (two H100, `benchmarks/results/2026-11-25-h100-widened-eleventh.md`).
 BUSY_POLL_SECONDS = 0.01
 MOST_BUSY_POLL_SECONDS = 0.1
-# With fewer cores no loop polls. One each for an engine, its service's front, two polling loops and gRPC's threads
-# behind them, and two spare.
+# With fewer cores no loop polls. One each for engine, front, two polling loops, gRPC's threads behind them; two spare.
 LEAST_CORES = 8
 
 

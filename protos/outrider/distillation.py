@@ -1,8 +1,7 @@
 """What a drafter learns from its target, as plain values: text that the target wrote, hidden states and distributions.
 
 The trainer is in the draft service and the model in the target service, and neither imports the other: a trainer finds
-its teacher through the entry points of `TEACHER_GROUP`, as a target finds an in-process draft. PyTorch is used for
-types only and not imported.
+its teacher through the entry points of `TEACHER_GROUP`. PyTorch is not imported.
 """
 
 from __future__ import annotations
@@ -82,8 +81,7 @@ class WritingOrder:
 
 
 class WrittenText(NamedTuple):
-    """One prompt with its answer. `token_ids` are both, with the end token if there was one; the answer begins at
-    `prompt_length`."""
+    """One prompt with its answer, which begins at `prompt_length`. `token_ids` are both, with the end token if any."""
 
     number: int
     token_ids: tuple[int, ...]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from outrider.settings import SettingsError, read_text
@@ -78,18 +78,25 @@ class TenantTable:
         if not path:
             return cls(default)
         named: dict[str, TenantLimits] = {}
-        for number, line in enumerate(read_text(path).splitlines(), start=1):
-            words = line.split()
-            if words[:1] != [TENANT_WORD]:
+        for where, words in lines_of_words(path):
+            if words[0] != TENANT_WORD:
                 continue
             try:
                 tenant, limits = _parse(words[1:], default)
             except SettingsError as error:
-                raise SettingsError(f"{path}:{number}: {error}") from None
+                raise SettingsError(f"{where}: {error}") from None
             if tenant in named:
-                raise SettingsError(f"{path}:{number}: {tenant} has a line already")
+                raise SettingsError(f"{where}: {tenant} has a line already")
             named[tenant] = limits
         return cls(default, named)
+
+
+def lines_of_words(path: str) -> Iterator[tuple[str, list[str]]]:
+    """Where each line of a tokens' file stands, and its words; `#` begins a comment. Raises `SettingsError`."""
+    for number, line in enumerate(read_text(path).splitlines(), start=1):
+        words = line.split()
+        if words and not words[0].startswith("#"):
+            yield f"{path}:{number}", words
 
 
 def _parse(words: list[str], default: TenantLimits) -> tuple[str, TenantLimits]:

@@ -17,11 +17,9 @@ from typing import Any, NoReturn, TypeVar
 
 Result = TypeVar("Result")
 
-# grpcio 1.80 and later poll through EventEngine, which costs some 90 us per round trip in Python. Only both switch it
-# off.
+# grpcio 1.80 and later poll through EventEngine, which costs some 90 us per round trip. Only both switch it off.
 GRPC_EXPERIMENTS = "-event_engine_client,-event_engine_listener"
-# Python's thread switch interval. With CPython's 5 ms a commit waits in the draft link for as long as the engine
-# computes, and the draft starts after that.
+# Python's thread switch interval. With CPython's 5 ms a commit waits in the draft link while the engine computes.
 SWITCH_SECONDS = 0.0002
 # Iterations for which a thread of libgomp spins for the others before it sleeps: some 10 us, instead of milliseconds.
 # Processes that compute on the same cores otherwise make each other's steps tens of times as long, since threads spin
@@ -31,8 +29,7 @@ GOMP_SPINCOUNT = "10000"
 # Control characters and what some readers take for line breaks, with their escapes in Python.
 _CONTROLS = (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029)
 _VISIBLE = {number: repr(chr(number))[1:-1] for number in _CONTROLS if number != ord("\t")}
-# Thresholds of the garbage collector: usual, and while a process starts up, for some ten collections instead of
-# hundreds.
+# Thresholds of the garbage collector: usual, and while a process starts, for some ten collections, not hundreds.
 _USUAL_THRESHOLDS = gc.get_threshold()
 _START_THRESHOLDS = (100_000, 50, 1000)
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -68,17 +65,15 @@ class OneLineFormatter(logging.Formatter):
 
 
 def collect_seldom() -> None:
-    """Run the garbage collector rarely until `settled`, while a process starts up. Objects of imported libraries live
-    as long as the process, and a fifth of the import time of PyTorch and transformers was spent collecting (1.1 of 5.1
-    s on a slow core)."""
+    """Run the garbage collector rarely until `settled`, while a process starts up. A fifth of the import time of
+    PyTorch and transformers was spent collecting what lives as long as the process (1.1 of 5.1 s)."""
     gc.set_threshold(*_START_THRESHOLDS)
 
 
 @contextmanager
 def settled() -> Iterator[None]:
     """Exclude all existing objects from garbage collection while a started process serves. Libraries and a model leave
-    hundreds of thousands that live as long as the process, and a full collection would stop it for over 0.1 s. New
-    objects are collected as usual."""
+    hundreds of thousands that live as long as the process: a full collection would stop it for over 0.1 s."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_USUAL_THRESHOLDS)

@@ -1,8 +1,7 @@
 """Settings: frozen dataclasses filled from flags, environment and a TOML file, each default in one place.
 
 A settings class is a frozen dataclass whose fields are made with `setting(default, help)`; where they have bounds, it
-inherits `Settings`. Precedence: flag, then environment (`OUTRIDER_<SECTION>_<FIELD>`), then the `[section]` table of
-the file, then the default.
+inherits `Settings`. Precedence: flag, environment (`OUTRIDER_<SECTION>_<FIELD>`), the file's `[section]`, default.
 
     @dataclass(frozen=True)
     class DraftConfig(Settings):

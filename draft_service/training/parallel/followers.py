@@ -127,8 +127,7 @@ def followers(module: str, settings: str, devices: Sequence[str]) -> Iterator[Fo
 
 
 def shared_cores(processes: int) -> dict[str, str]:
-    """The environment of one of several processes that share the cores. By default each would start threads and
-    compilers for all cores."""
+    """The environment of one of several processes: by default each would start threads and compilers for all cores."""
     threads = str(max(1, (os.cpu_count() or 1) // processes))
     return {"OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": threads} | dict(os.environ)
 

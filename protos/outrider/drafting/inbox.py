@@ -36,8 +36,7 @@ class Lost:
 
 DraftEvent = SequenceGrowth | SequenceFailure | Connected | Disconnected | Lost
 
-# Seconds that one `listen` may take; later events wait for the next, one step later at most. 64 growths of 64 nodes
-# take a tenth of it.
+# Seconds that one `listen` may take; later events wait a step at most. 64 growths of 64 nodes take a tenth of it.
 LISTEN_SECONDS = 0.02
 # A draft is cut off after so many calls of `listen` in a row, over so many seconds, that left events: it sends faster
 # than the engine can read. One long step between two calls is not counted against it.
@@ -82,8 +81,7 @@ class DraftInbox(ABC):
             self._wake.notify_all()
 
     def listen(self) -> None:
-        """Handle the events that have arrived, in order and without waiting: all of them, unless that takes too
-        long."""
+        """Handle the events that have arrived, in order: all of them, unless that takes too long."""
         begun = time.monotonic()
         while self._events:
             self._handle(self._events.popleft())

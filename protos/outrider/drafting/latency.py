@@ -6,8 +6,7 @@ import time
 
 # Weight of the newest answer in the moving average (EWMA).
 _SHARE = 0.1
-# Seconds that a draft without sequences may take to read the next prompt, and to compile for it, before it counts as
-# late.
+# Seconds that a draft without sequences may take to read the next prompt, and compile for it, before it is late.
 _BEGINNING = 5.0
 
 

@@ -258,8 +258,7 @@ class GrpcDraftLink:
         self._busy_polling.seconds = seconds
 
     def _has_room(self, size: int) -> bool:
-        """Whether features of `size` more bytes may wait. Without them a slow draft has lower acceptance, but keeps
-        up."""
+        """Whether features of `size` more bytes may wait. A slow draft without them drafts worse, but keeps up."""
         return self._bytes_posted - self._bytes_sent + size <= self._options.max_waiting_feature_bytes
 
     def _post(self, command: Callable[[DraftConversation], None], size: int = 0) -> None:

@@ -86,8 +86,7 @@ class Disconnected(_Message, frozen=True):
 
 
 class GrowthArrays(msgspec.Struct, frozen=True, array_like=True):
-    """A `SequenceGrowth` with its numbers as raw C arrays, which numpy reads without a copy: parents as int64, tokens
-    as int32, scores as float64."""
+    """A `SequenceGrowth` with its numbers as raw C arrays, which numpy reads uncopied: int64, int32 and float64."""
 
     sequence_id: int
     base_step: int

@@ -217,9 +217,8 @@ class LinkProcess:
 
 
 def _wait_at_most(connection: socket.socket, seconds: float) -> None:
-    """Set the receive timeout of the connection. `settimeout` would apply to sends too, and a call that waits before
-    each receive costs 0.2 ms: after every system call this thread must acquire the interpreter from a computing
-    engine."""
+    """Set the receive timeout of the connection. `settimeout` would apply to sends too, and one more call before each
+    receive costs 0.2 ms, as this thread must get the interpreter back from a computing engine."""
     whole, rest = divmod(round(seconds * 1e6), 1_000_000)
     # Some systems refuse it for a socket that is shut down; the next receive reports that.
     with contextlib.suppress(OSError):

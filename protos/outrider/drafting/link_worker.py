@@ -65,8 +65,7 @@ class _Calls:
         self._link: StoppableLink | None = None
 
     def receive(self, flags: int = 0) -> None:
-        """Receive and make calls; with `MSG_DONTWAIT` in `flags`, without waiting. Ends the process when the socket is
-        closed."""
+        """Receive and make calls, without waiting if `flags` say so. Ends the process when the socket is closed."""
         try:
             data = self._connection.recv(_RECEIVE_BYTES, flags)
         except BlockingIOError:

@@ -138,12 +138,17 @@ class DraftConversation:
         self._owing_since = None
         kind = frame.WhichOneof("frame")
         if kind in ("opened", "status"):
-            self._charge_answer()
+            if not self._answers:
+                raise CreditExceeded("the draft acknowledges what was never sent")
+            self._answers -= 1
             if kind == "status":
                 self._fail(failure_from_pb(frame.status))
         else:
             # A frame of an unknown kind, from a newer draft, is ignored, but takes credit.
-            self._charge_credit()
+            if not self._credit:
+                raise CreditExceeded("the draft sends more than it has credit for")
+            self._credit -= 1
+            self._grant()
             self._charge_work(frame.growth.sequences)
             self._grow(frame.growth.sequences)
         self.received = True
@@ -184,17 +189,6 @@ class DraftConversation:
         most = WORK_PER_ANSWER * max(MAX_ANSWERS_KEPT, len(self._wire_ids))
         self._work = min(self._work + WORK_PER_ANSWER * answers, most)
         self._allowance = min(self._allowance + GROWTHS_PER_FRAME, MAX_ALLOWANCE)
-        self._grant()
-
-    def _charge_answer(self) -> None:
-        if not self._answers:
-            raise CreditExceeded("the draft acknowledges what was never sent")
-        self._answers -= 1
-
-    def _charge_credit(self) -> None:
-        if not self._credit:
-            raise CreditExceeded("the draft sends more than it has credit for")
-        self._credit -= 1
         self._grant()
 
     def _charge_work(self, parts: Sequence[draft_pb2.SequenceGrowth]) -> None:

@@ -136,8 +136,7 @@ def _request_within(handler: Handler, seconds: float, most_bytes: int, unread: U
 
 
 def _checked(parse: Parser | None) -> Parser:
-    """A parser that records the message's size and raises `InvalidField` for malformed bytes. A `parse` of None keeps
-    the bytes."""
+    """A parser that records the message's size and raises `InvalidField` for malformed bytes; None keeps the bytes."""
 
     def checked(payload: bytes) -> Any:
         _request_bytes.set(len(payload))

@@ -37,14 +37,11 @@ class PendingService(grpc.GenericRpcHandler):
         if handler_call_details.method not in self._methods:
             return None
         if not self._handlers:
-            return self._refusal()
+            # Refused at the headers, so this kind does for methods of all kinds.
+            refusal: Handler = grpc.stream_stream_rpc_method_handler(self._refuse)
+            return refusal
         found = (handler.service(handler_call_details) for handler in self._handlers)
         return next((handler for handler in found if handler is not None), None)
 
-    def _refusal(self) -> Handler:
-        async def refuse(_requests: object, _context: object) -> NoReturn:
-            raise Loading(self._loading)
-
-        # Refused at the headers, so this kind does for methods of all kinds.
-        handler: Handler = grpc.stream_stream_rpc_method_handler(refuse)
-        return handler
+    async def _refuse(self, _requests: object, _context: object) -> NoReturn:
+        raise Loading(self._loading)

@@ -201,8 +201,7 @@ def _buckets(histogram: Histogram) -> list[tuple[str, float] | tuple[str, float,
     return buckets
 
 
-# Concurrent requests, and seconds for one to arrive; connections past these limits are closed. A scraper sends a few
-# hundred bytes every few seconds.
+# Concurrent requests, and seconds for one to arrive; connections past these limits are closed. Scrapers send little.
 _MOST_REQUESTS = 16
 _REQUEST_SECONDS = 5.0
 

@@ -43,8 +43,7 @@ from outrider.wire.trees import (
 
 # Node ids are uint32 on the wire; at two growths of 1,023 a step they last for 2 million steps.
 MAX_NODE_ID = 2**32 - 1
-# Nodes that a draft says it has at most: targets of before larger trees refuse a draft that says more. Those that can
-# use more ask for as many as there are.
+# Nodes that a draft says it has at most: older targets refuse one that says more, and newer ones ask for all.
 _MAX_NODES_SAID = 255
 _MAX_TRACEPARENT = 128
 _MAX_DRAFTER_NAME = 64

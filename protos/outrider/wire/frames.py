@@ -23,8 +23,7 @@ MAX_OUTSTANDING_CREDIT = 1024
 MAX_VOCABULARY = 2**31 - 1
 # Nodes of one growth, which may be more than a pass verifies: a target that runs ahead chooses among them.
 MAX_NODES = 1023
-# Parts of one frame, each for one sequence: 2.5 MB with trees of 1,023 nodes, or 65,536 tokens with as many as a step
-# can commit.
+# Parts of one frame, each for one sequence: 2.5 MB with trees of 1,023 nodes, or 65,536 committed tokens.
 MAX_SEQUENCES_PER_FRAME = 256
 # Sequences that one frame closes.
 MAX_CLOSED_PER_FRAME = 4096
@@ -205,8 +204,7 @@ class DraftEvents(Protocol):
 
 
 class DraftLink(Protocol):
-    """A target's connection to its draft, remote or in process. Calls return at once and raise nothing for a lost
-    one."""
+    """A target's connection to its draft. Calls return at once and raise nothing for a lost one."""
 
     def open(self, sequence: OpenSequence) -> None:
         """Start or resume a sequence."""
