@@ -72,12 +72,8 @@ class Validator:
     @torch.inference_mode()
     def measure(self, head: Head) -> Acceptance:
         """Draft a chain from every place of every text."""
-        matches, agreed = [], []
-        for batch in self._batches:
-            found, agreeing = self._matches(head, batch)
-            matches.append(found.cpu())
-            agreed.append(agreeing.cpu())
-        return acceptance_of(torch.cat(matches), torch.cat(agreed))
+        matches, agreeing = zip(*(self._matches(head, batch) for batch in self._batches), strict=True)
+        return acceptance_of(torch.cat(matches).cpu(), torch.cat(agreeing).cpu())
 
     def _matches(self, head: Head, batch: Batch) -> tuple[Tensor, Tensor]:
         """[roots, depth] whether each guess is the text's token, and [roots] whether the target's first one is."""

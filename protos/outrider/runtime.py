@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
 Result = TypeVar("Result")
-
 # grpcio 1.80 and later poll through EventEngine, which costs some 90 us per round trip. Only both switch it off.
 GRPC_EXPERIMENTS = "-event_engine_client,-event_engine_listener"
 # Python's thread switch interval. With CPython's 5 ms a commit waits in the draft link while the engine computes.

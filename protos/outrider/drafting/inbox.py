@@ -35,7 +35,6 @@ class Lost:
 
 
 DraftEvent = SequenceGrowth | SequenceFailure | Connected | Disconnected | Lost
-
 # Seconds that one `listen` may take; later events wait a step at most. 64 growths of 64 nodes take a tenth of it.
 LISTEN_SECONDS = 0.02
 # A draft is cut off after so many calls of `listen` in a row, over so many seconds, that left events: it sends faster

@@ -1,5 +1,8 @@
 """Messages between the user of a draft and the process that holds its link, in frames of `outrider.processes.framing`:
 one msgpack struct each, and behind it the hidden states, uncopied. Decoding them cannot run code.
+
+To the link: Open Advance SendFeatures Close CutOff (calls of `DraftLink`).
+From the link: Connected Disconnected Grown Failed Lost (calls of `DraftEvents`).
 """
 
 from __future__ import annotations
@@ -28,9 +31,6 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """One of the messages below."""
 
 
-# To the link.
-
-
 class Connect(_Message, frozen=True):
     """The first message: the arguments of `outrider.drafting.link.connect_draft`."""
 
@@ -41,47 +41,30 @@ class Connect(_Message, frozen=True):
 
 
 class Open(_Message, frozen=True):
-    """See `DraftLink.open`."""
-
     sequence: OpenSequence
 
 
 class Advance(_Message, frozen=True):
-    """See `DraftLink.advance`."""
-
     advances: list[SequenceAdvance]
 
 
 class SendFeatures(_Message, frozen=True):
-    """See `DraftLink.send_features`."""
-
     features: list[SequenceFeatures]
 
 
 class Close(_Message, frozen=True):
-    """See `DraftLink.close`."""
-
     sequence_ids: list[int]
 
 
 class CutOff(_Message, frozen=True):
-    """See `DraftLink.cut_off`."""
-
     reason: str
 
 
-# From the link: calls of `DraftEvents`.
-
-
 class Connected(_Message, frozen=True):
-    """See `DraftEvents.on_connected`."""
-
     info: DraftInfo
 
 
 class Disconnected(_Message, frozen=True):
-    """See `DraftEvents.on_disconnected`."""
-
     reason: str
 
 
@@ -127,20 +110,14 @@ class GrowthArrays(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Grown(_Message, frozen=True):
-    """See `DraftEvents.on_growth`."""
-
     growths: list[GrowthArrays]
 
 
 class Failed(_Message, frozen=True):
-    """See `DraftEvents.on_failure`."""
-
     failure: SequenceFailure
 
 
 class Lost(_Message, frozen=True):
-    """See `DraftEvents.on_lost`."""
-
     sequence_ids: list[int]
 
 

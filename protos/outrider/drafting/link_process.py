@@ -28,7 +28,6 @@ from outrider.processes.outbox import Outbox
 from outrider.wire.frames import DraftEvents, OpenSequence, SequenceAdvance, SequenceFeatures
 
 log = logging.getLogger(__name__)
-
 LINK_COMMAND = (sys.executable, "-m", "outrider.drafting.link_worker")
 # A process without a heartbeat for this long is stuck, and is replaced: five heartbeats.
 SILENT_SECONDS = 5.0

@@ -42,7 +42,6 @@ WORK_PER_ANSWER = 4 * (1 + 2 * MAX_NODES)
 MAX_ANSWERS_KEPT = 16
 # Bytes of features in one frame. With one more piece a frame is still well below a draft's message limit of 4 MiB.
 MAX_FRAME_FEATURE_BYTES = 2 * MAX_FEATURE_BYTES
-
 _Part = TypeVar("_Part", draft_pb2.SequenceAdvance, draft_pb2.SequenceFeatures)
 
 

@@ -12,7 +12,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from outrider.healthcheck import LIVENESS, READINESS
 
 _Status = health_pb2.HealthCheckResponse
-
 SERVICE_NAME = "grpc.health.v1.Health"
 
 

@@ -30,7 +30,6 @@ from outrider.serving.tenancy import Authenticator, set_current_caller
 from outrider.wire.trees import status_of
 
 logger = logging.getLogger(__name__)
-
 Context = grpc.aio.ServicerContext[Any, Any]
 Parser = Callable[[bytes], Any]
 # Given a call's request, or requests, and its context; yields the request that the handler gets.

@@ -15,7 +15,6 @@ from outrider.runtime import until_first_ends
 from outrider.serving.server import LAST_WORDS_SECONDS, GrpcServer
 
 logger = logging.getLogger(__name__)
-
 HEARTBEAT_INTERVAL = 0.25
 STOP_GRACE = 2.0
 

@@ -30,7 +30,6 @@ from outrider.serving.tenancy import Authenticator
 from outrider.settings import FIRST_MESSAGE_SECONDS, MAX_MESSAGE_BYTES, SettingsError
 
 logger = logging.getLogger(__name__)
-
 MAX_METADATA_BYTES = 16 * 1024
 # Seconds to send the statuses of calls that a stop ends; a caller that reads nothing gets none. Chosen, not measured.
 LAST_WORDS_SECONDS = 5.0
