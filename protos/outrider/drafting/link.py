@@ -119,24 +119,21 @@ class LinkOptions:
         return grpc.aio.insecure_channel(address, options=options)
 
 
+USUAL = LinkOptions()
 # Connects a target, given the receiver of events, its vocabulary size and its tokenizer's fingerprint.
 Connect = Callable[[DraftEvents, int, str], StoppableLink]
 
 
 def connect_draft(
-    address: str,
-    events: DraftEvents,
-    vocabulary_size: int,
-    tokenizer_fingerprint: str,
-    options: LinkOptions | None = None,
+    address: str, events: DraftEvents, vocabulary_size: int, fingerprint: str, options: LinkOptions = USUAL
 ) -> StoppableLink:
     """The link for an address: `HOST:PORT`, `unix:PATH`, several of these with commas between them, or
     `inprocess:DRAFTER`, with the drafter's flags behind its name. Raises `SettingsError` for a wrong address, or a
     drafter that cannot draft for this target."""
-    return prepare_draft(address, options)(events, vocabulary_size, tokenizer_fingerprint)
+    return prepare_draft(address, options)(events, vocabulary_size, fingerprint)
 
 
-def prepare_draft(address: str, options: LinkOptions | None = None) -> Connect:
+def prepare_draft(address: str, options: LinkOptions = USUAL) -> Connect:
     """A function that connects to an address of `connect_draft`, for a target that has a model to load first.
 
     `inprocess:DRAFTER` is found through the entry points of `LINK_GROUP`, so that this package imports no drafters; the
@@ -183,19 +180,14 @@ class GrpcDraftLink:
     connected are dropped: at `on_connected` the receiver opens every live sequence again."""
 
     def __init__(
-        self,
-        address: str,
-        events: DraftEvents,
-        vocabulary_size: int,
-        tokenizer_fingerprint: str,
-        options: LinkOptions | None = None,
+        self, address: str, events: DraftEvents, vocabulary_size: int, fingerprint: str, options: LinkOptions = USUAL
     ) -> None:
         """Start connecting. `events` receives the outcome and every later change."""
         self._address = address
         self._events = events
         self._vocabulary_size = vocabulary_size
-        self._fingerprint = tokenizer_fingerprint
-        self._options = options or LinkOptions()
+        self._fingerprint = fingerprint
+        self._options = options
         # Calls to send, and the bytes of features in each.
         self._outbox: deque[tuple[Callable[[DraftConversation], None], int]] = deque()
         # Of features, in total: posted is counted by the caller, sent by the link's thread.

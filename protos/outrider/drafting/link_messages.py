@@ -36,7 +36,7 @@ class Connect(_Message, frozen=True):
 
     address: str
     vocabulary_size: int
-    tokenizer_fingerprint: str
+    fingerprint: str
     options: LinkOptions
 
 

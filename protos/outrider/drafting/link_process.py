@@ -21,7 +21,7 @@ from functools import partial
 import msgspec
 
 from outrider.drafting import link_messages as messages
-from outrider.drafting.link import Connect, LinkOptions
+from outrider.drafting.link import USUAL, Connect, LinkOptions
 from outrider.processes.children import start_child
 from outrider.processes.framing import FrameCutter
 from outrider.processes.outbox import Outbox
@@ -86,15 +86,15 @@ class LinkProcess:
         address: str,
         events: DraftEvents,
         vocabulary_size: int,
-        tokenizer_fingerprint: str,
-        options: LinkOptions | None = None,
+        fingerprint: str,
+        options: LinkOptions = USUAL,
         command: Sequence[str] = LINK_COMMAND,
     ) -> None:
         """Start connecting. `events` receives the outcome and every later change, on the link's thread."""
         self._events = events
-        self._options = options or LinkOptions()
+        self._options = options
         self._command = command
-        self._connect = messages.Connect(address, vocabulary_size, tokenizer_fingerprint, self._options)
+        self._connect = messages.Connect(address, vocabulary_size, fingerprint, options)
         self._stopping = threading.Event()
         # Whether the process has reported a connected draft.
         self._connected = False
