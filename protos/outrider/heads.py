@@ -17,9 +17,6 @@ from outrider.errors import NotSupported
 if TYPE_CHECKING:
     from torch import Tensor
 
-_HOLDER, _FOLDER = "draft_service", "heads"
-_CONFIG, _RECORD = "config.json", "training.json"
-
 
 @dataclass(frozen=True, slots=True)
 class ShippedHead:
@@ -36,17 +33,17 @@ class ShippedHead:
     @property
     def accepted_length(self) -> float | None:
         """Tokens per step with chains on its target's own greedy text, from its training record; None without one."""
-        record = self.folder / _RECORD
+        record = self.folder / "training.json"
         measured = json.loads(record.read_text()).get("acceptance") if record.is_file() else None
         return float(measured["mean_length"]) if measured else None
 
 
 def shipped_heads() -> tuple[ShippedHead, ...]:
     """Every installed head, by name. Empty if the draft service is not installed."""
-    spec = importlib.util.find_spec(_HOLDER)
+    spec = importlib.util.find_spec("draft_service")
     found = []
     for package in (spec.submodule_search_locations or ()) if spec is not None else ():
-        for config in sorted((Path(package) / _FOLDER).glob(f"*/{_CONFIG}")):
+        for config in sorted(Path(package).glob("heads/*/config.json")):
             target = json.loads(config.read_text()).get("outrider", {}).get("target", "")
             found.append(ShippedHead(config.parent.name, config.parent, str(target)))
     return tuple(found)

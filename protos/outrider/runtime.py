@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
@@ -34,21 +34,19 @@ _START_THRESHOLDS = (100_000, 50, 1000)
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
-def prepare_grpc(environment: MutableMapping[str, str] | None = None) -> None:
+def prepare_grpc() -> None:
     """Choose gRPC's poller, and leave out its fork handlers. Must run before the first `import grpc`; values set by the
     operator win."""
-    variables = os.environ if environment is None else environment
-    variables.setdefault("GRPC_EXPERIMENTS", GRPC_EXPERIMENTS)
+    os.environ.setdefault("GRPC_EXPERIMENTS", GRPC_EXPERIMENTS)
     # Nothing here forks without a program to run. Beside threads in calls, 58 of 1,500 children crashed in the handlers
     # before they came to theirs, and none without (two CPU cores, grpcio 1.85).
-    variables.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 
-def prepare_openmp(environment: MutableMapping[str, str] | None = None) -> None:
+def prepare_openmp() -> None:
     """Bound the spinning of OpenMP's threads. Must run before the first `import torch`; the operator's settings win."""
-    variables = os.environ if environment is None else environment
-    if "OMP_WAIT_POLICY" not in variables:
-        variables.setdefault("GOMP_SPINCOUNT", GOMP_SPINCOUNT)
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", GOMP_SPINCOUNT)
 
 
 def switch_threads_often() -> None:
