@@ -66,29 +66,6 @@ class ServingOptions:
     # Pings in too quick succession before a client is disconnected; 0 allows any number.
     ping_strikes: int = 2
 
-    @property
-    def call_limits(self) -> CallLimits:
-        return CallLimits(self.max_concurrent_calls)
-
-    def channel_options(self) -> list[tuple[str, Any]]:
-        """gRPC's channel arguments. Keepalive alone does not notice a frozen peer; the ping timeout does."""
-        return [
-            ("grpc.max_receive_message_length", self.max_message_bytes),
-            ("grpc.max_send_message_length", -1),
-            # Both the same: between them gRPC refuses by chance.
-            ("grpc.max_metadata_size", MAX_METADATA_BYTES),
-            ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
-            ("grpc.max_concurrent_streams", self.call_limits.per_connection),
-            ("grpc.keepalive_time_ms", 20_000),
-            ("grpc.keepalive_timeout_ms", 5_000),
-            ("grpc.http2.ping_timeout_ms", 5_000),
-            ("grpc.keepalive_permit_without_calls", 1),
-            ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
-            ("grpc.http2.max_ping_strikes", self.ping_strikes),
-            # A second server on the same port must fail, not share its traffic.
-            ("grpc.so_reuseport", 0),
-        ]
-
 
 class GrpcServer:
     """A server with its services, health, reflection and admin port. NOT_SERVING until health is set."""
@@ -105,7 +82,8 @@ class GrpcServer:
         self.health = HealthServicer(service.name for service in services)
         self.address = ""
         self.admin_address = ""
-        calls = Calls(options.call_limits, by_tenant=options.authenticator.required)
+        limits = CallLimits(options.max_concurrent_calls)
+        calls = Calls(limits, by_tenant=options.authenticator.required)
         self._auth = AuthInterceptor(
             options.authenticator,
             calls,
@@ -115,7 +93,7 @@ class GrpcServer:
         )
         self._errors = ErrorInterceptor()
         self._interceptors = [*interceptors, self._errors, self._auth]
-        self._server = self._make(options.call_limits.backstop)
+        self._server = self._make(limits.backstop, limits.per_connection)
         self._pending: dict[str, PendingService] = {}
         for service in services:
             if service.add is None:
@@ -133,15 +111,28 @@ class GrpcServer:
                 raise SettingsError(
                     f"the admin port {options.admin_listen} must be a loopback address or a unix socket"
                 )
-            self._admin = self._make(16)
+            self._admin = self._make(16, limits.per_connection)
             channelz_pb2_grpc.add_ChannelzServicer_to_server(channelz.aio.ChannelzServicer(), self._admin)
 
-    def _make(self, max_calls: int) -> grpc.aio.Server:
-        return grpc.aio.server(
-            interceptors=self._interceptors,
-            options=self.options.channel_options(),
-            maximum_concurrent_rpcs=max_calls,
-        )
+    def _make(self, max_calls: int, max_streams: int) -> grpc.aio.Server:
+        # Keepalive alone does not notice a frozen peer; the ping timeout does.
+        options = [
+            ("grpc.max_receive_message_length", self.options.max_message_bytes),
+            ("grpc.max_send_message_length", -1),
+            # Both the same: between them gRPC refuses by chance.
+            ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+            ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+            ("grpc.max_concurrent_streams", max_streams),
+            ("grpc.keepalive_time_ms", 20_000),
+            ("grpc.keepalive_timeout_ms", 5_000),
+            ("grpc.http2.ping_timeout_ms", 5_000),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+            ("grpc.http2.max_ping_strikes", self.options.ping_strikes),
+            # A second server on the same port must fail, not share its traffic.
+            ("grpc.so_reuseport", 0),
+        ]
+        return grpc.aio.server(interceptors=self._interceptors, options=options, maximum_concurrent_rpcs=max_calls)
 
     async def start(self) -> None:
         """Bind and serve; `address` then has the port chosen for port 0. Raises `SettingsError`."""
