@@ -13,6 +13,7 @@ from outrider.errors import InvalidField, OutriderError, PositionOutOfRange
 from outrider.sampling import VerificationMode
 from outrider.tree import MAX_ROWS, DraftDistribution
 from outrider.v1 import draft_pb2
+from outrider.wire import trees
 from outrider.wire.frames import (
     MAX_NODES,
     CorpusInfo,
@@ -26,20 +27,6 @@ from outrider.wire.frames import (
 )
 from outrider.wire.hidden_states import request_from_pb, request_to_pb, vectors_from_pb, vectors_to_pb
 from outrider.wire.same_names import message_of, value_of
-from outrider.wire.trees import (
-    check_token_ids,
-    check_vocabulary_size,
-    distributions_from_pb,
-    distributions_to_pb,
-    error_of,
-    mode_from_pb,
-    mode_to_pb,
-    name_from_pb,
-    sampling_from_pb,
-    sampling_to_pb,
-    status_of,
-    tenant_from_pb,
-)
 
 # Node ids are uint32 on the wire; at two growths of 1,023 a step they last for 2 million steps.
 MAX_NODE_ID = 2**32 - 1
@@ -68,17 +55,17 @@ def open_from_pb(pb: draft_pb2.OpenSequence, max_context: int) -> OpenSequence:
     vocabulary_size = pb.vocabulary_size
     if vocabulary_size < 1:
         raise InvalidField("open.vocabulary_size", "must be at least 1")
-    check_vocabulary_size(vocabulary_size, "open.vocabulary_size")
+    trees.check_vocabulary_size(vocabulary_size, "open.vocabulary_size")
     token_ids = tuple(pb.token_ids)
     if not token_ids:
         raise InvalidField("open.token_ids", "needs at least 1 entry")
-    check_token_ids(token_ids, vocabulary_size, "open.token_ids")
+    trees.check_token_ids(token_ids, vocabulary_size, "open.token_ids")
     if not 1 <= pb.prompt_length <= len(token_ids):
         raise InvalidField("open.prompt_length", f"is not in 1..{len(token_ids)}")
     if len(pb.traceparent) > _MAX_TRACEPARENT:
         raise InvalidField("open.traceparent", f"is longer than {_MAX_TRACEPARENT} characters")
-    sampling = sampling_from_pb(pb.sampling, vocabulary_size, "open.sampling")
-    asked = mode_from_pb(pb.mode, "open.mode")
+    sampling = trees.sampling_from_pb(pb.sampling, vocabulary_size, "open.sampling")
+    asked = trees.mode_from_pb(pb.mode, "open.mode")
     if asked is VerificationMode.TYPICAL:
         raise InvalidField("open.mode", "takes drafts of GREEDY; nothing is drafted for TYPICAL")
     return value_of(
@@ -88,8 +75,8 @@ def open_from_pb(pb: draft_pb2.OpenSequence, max_context: int) -> OpenSequence:
         mode=sampling.mode() if asked is None else asked,
         sampling=sampling,
         limits=limits_from_pb(pb.limits, "open.limits"),
-        tenant=tenant_from_pb(pb.tenant, "open.tenant"),
-        corpus=name_from_pb(pb.corpus, "open.corpus"),
+        tenant=trees.tenant_from_pb(pb.tenant, "open.tenant"),
+        corpus=trees.name_from_pb(pb.corpus, "open.corpus"),
     )
 
 
@@ -97,8 +84,8 @@ def open_to_pb(sequence: OpenSequence) -> draft_pb2.OpenSequence:
     return message_of(
         draft_pb2.OpenSequence,
         sequence,
-        mode=mode_to_pb(sequence.mode),
-        sampling=sampling_to_pb(sequence.sampling),
+        mode=trees.mode_to_pb(sequence.mode),
+        sampling=trees.sampling_to_pb(sequence.sampling),
         limits=limits_to_pb(sequence.limits),
     )
 
@@ -112,7 +99,7 @@ def advance_from_pb(
         raise InvalidField(f"{field_path}.token_ids", f"needs 1 to {MAX_ROWS} entries, has {len(token_ids)}")
     # Field paths are built only for errors: every step has such a frame, and most are valid.
     if max(token_ids) >= vocabulary_size:
-        check_token_ids(token_ids, vocabulary_size, f"{field_path}.token_ids")
+        trees.check_token_ids(token_ids, vocabulary_size, f"{field_path}.token_ids")
     features = vectors_from_pb(pb.features, f"{field_path}.features") if pb.HasField("features") else None
     return SequenceAdvance(pb.sequence_id, pb.step, token_ids, features)
 
@@ -152,7 +139,7 @@ def growth_from_pb(
         and isfinite(sum(scores))
     )
     if not valid:
-        check_token_ids(token_ids, vocabulary_size, f"{field_path}.token_ids")
+        trees.check_token_ids(token_ids, vocabulary_size, f"{field_path}.token_ids")
         for i, (parent, score) in enumerate(zip(parent_ids, scores, strict=True)):
             if parent >= first + i:
                 raise InvalidField(f"{field_path}.parent_ids[{i}]", "is not an earlier node")
@@ -161,7 +148,7 @@ def growth_from_pb(
                 raise InvalidField(f"{field_path}.scores[{i}]", "is not in [0, 1]")
     distributions: dict[int, DraftDistribution] = {}
     if pb.distributions:
-        distributions = distributions_from_pb(pb.distributions, vocabulary_size, f"{field_path}.distributions")
+        distributions = trees.distributions_from_pb(pb.distributions, vocabulary_size, f"{field_path}.distributions")
         if max(distributions) >= first + nodes:
             raise InvalidField(f"{field_path}.distributions", "names a node that was never given")
     return SequenceGrowth(
@@ -185,25 +172,25 @@ def growth_to_pb(growth: SequenceGrowth) -> draft_pb2.SequenceGrowth:
         parent_ids=growth.parent_ids,
         token_ids=growth.token_ids,
         scores=growth.scores,
-        distributions=distributions_to_pb(growth.distributions),
+        distributions=trees.distributions_to_pb(growth.distributions),
         replaces=growth.replaces,
     )
 
 
 def failure_from_pb(pb: draft_pb2.SequenceStatus) -> SequenceFailure:
-    error = error_of(pb.status)
+    error = trees.error_of(pb.status)
     return SequenceFailure(pb.sequence_id, error.reason, error.message)
 
 
 def failure_to_pb(sequence_id: int, error: OutriderError) -> draft_pb2.SequenceStatus:
-    return draft_pb2.SequenceStatus(sequence_id=sequence_id, status=status_of(error))
+    return draft_pb2.SequenceStatus(sequence_id=sequence_id, status=trees.status_of(error))
 
 
 def info_from_pb(pb: draft_pb2.GetDraftInfoResponse) -> DraftInfo:
     """A draft's description of itself, within bounds."""
     if len(pb.drafter) > _MAX_DRAFTER_NAME:
         raise InvalidField("drafter", f"is longer than {_MAX_DRAFTER_NAME} characters")
-    check_vocabulary_size(pb.vocabulary_size, "vocabulary_size")
+    trees.check_vocabulary_size(pb.vocabulary_size, "vocabulary_size")
     features = request_from_pb(pb.features) if pb.HasField("features") else None
     return value_of(DraftInfo, pb, limits=limits_from_pb(pb.limits), features=features)
 
