@@ -86,12 +86,9 @@ class Trainer:
         self._device = reader.weights().lm_head.device
         self.head = computing_copy(head, self._device, getattr(torch, config.dtype))
         self._group = group
+        average = None if group is None else group.average
         self._optimiser = MasterAdamW(
-            self.head,
-            weight_decay=config.weight_decay,
-            clip=config.clip,
-            masters=head,
-            average=None if group is None else group.average,
+            self.head, weight_decay=config.weight_decay, clip=config.clip, masters=head, average=average
         )
         self._reader = reader
         self._plan = plan

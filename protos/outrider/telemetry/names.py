@@ -98,6 +98,7 @@ _REQUEST = (
     *("gen_ai.request.temperature", "gen_ai.request.top_k", "gen_ai.request.top_p", "gen_ai.response.model"),
     *("outrider.sequence_id", "outrider.tenant", "outrider.verification_mode", "outrider.lossy"),
 )
+_SERVED = (*_RPC, *_REQUEST, *_TOTALS)
 
 GENERATE = "outrider.v1.TargetService/Generate"
 VERIFY_METHOD = "outrider.v1.TargetService/Verify"
@@ -122,19 +123,13 @@ SPANS = (
             *("outrider.sequence_id", "outrider.steps", "outrider.accepted_tokens"),
         ),
     ),
-    SpanSpec(
-        GENERATE,
-        "SERVER",
-        TARGET_SERVICE,
-        "One generation, from arrival to its last event.",
-        (*_RPC, *_REQUEST, *_TOTALS),
-    ),
+    SpanSpec(GENERATE, "SERVER", TARGET_SERVICE, "One generation, from arrival to its last event.", _SERVED),
     SpanSpec(
         VERIFY_SEQUENCE,
         "SERVER",
         TARGET_SERVICE,
         "One sequence of a Verify stream, in the trace of the stream's caller.",
-        (*_RPC, *_REQUEST, *_TOTALS),
+        _SERVED,
     ),
     SpanSpec(QUEUE, "INTERNAL", TARGET_SERVICE, "From arrival to the first prefill."),
     SpanSpec(PREFILL, "INTERNAL", TARGET_SERVICE, "From there to the first token.", ("gen_ai.usage.input_tokens",)),

@@ -63,9 +63,7 @@ def set_up_tracing(
     if version:
         attributes["service.version"] = version
     provider = SdkTracerProvider(
-        sampler=ParentBased(TraceIdRatioBased(ratio)),
-        resource=Resource.create(attributes),
-        shutdown_on_exit=False,
+        sampler=ParentBased(TraceIdRatioBased(ratio)), resource=Resource.create(attributes), shutdown_on_exit=False
     )
     insecure = not endpoint.startswith("https://")
     exporter = OTLPSpanExporter(endpoint=endpoint, insecure=insecure, timeout=EXPORT_TIMEOUT_SECONDS)

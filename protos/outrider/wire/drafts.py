@@ -151,16 +151,9 @@ def growth_from_pb(
         distributions = trees.distributions_from_pb(pb.distributions, vocabulary_size, f"{field_path}.distributions")
         if max(distributions) >= first + nodes:
             raise InvalidField(f"{field_path}.distributions", "names a node that was never given")
+    contained = is_self_contained(parent_ids, first)
     return SequenceGrowth(
-        pb.sequence_id,
-        pb.base_step,
-        first,
-        parent_ids,
-        token_ids,
-        scores,
-        distributions,
-        pb.replaces,
-        is_self_contained(parent_ids, first),
+        pb.sequence_id, pb.base_step, first, parent_ids, token_ids, scores, distributions, pb.replaces, contained
     )
 
 
