@@ -22,21 +22,13 @@ from outrider.distillation import WrittenText
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Texts in ascending order of their numbers.
+    """Texts in ascending order of their numbers."""
 
-    Attributes:
-        token_ids: [N] int32 of all texts, one after the other.
-        starts: [n + 1] int64; text i is `token_ids[starts[i] : starts[i + 1]]`.
-        prompt_lengths: [n] int32.
-        temperatures: [n] float32.
-        numbers: [n] int64, as in `WrittenText`.
-    """
-
-    token_ids: NDArray[np.int32]
-    starts: NDArray[np.int64]
-    prompt_lengths: NDArray[np.int32]
-    temperatures: NDArray[np.float32]
-    numbers: NDArray[np.int64]
+    token_ids: NDArray[np.int32]  # [N] of all texts, one after the other
+    starts: NDArray[np.int64]  # [n + 1] text i is `token_ids[starts[i] : starts[i + 1]]`
+    prompt_lengths: NDArray[np.int32]  # [n]
+    temperatures: NDArray[np.float32]  # [n]
+    numbers: NDArray[np.int64]  # [n] as in `WrittenText`
 
     def __len__(self) -> int:
         return len(self.numbers)

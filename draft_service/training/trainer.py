@@ -38,25 +38,17 @@ class DevicesDisagree(Exception):
 
 @dataclass(slots=True)
 class Progress:
-    """The state of training that a checkpoint holds.
+    """The state of training that a checkpoint holds."""
 
-    Attributes:
-        step: steps done, each of one batch per device.
-        epoch, index: the pass and the batch in it that come next.
-        fraction: share of the training that is done, by steps or by time.
-        tokens: text tokens read, without padding.
-        seconds: time spent, over all runs.
-        losses: one entry per report: step, seconds, tokens, mean loss by step of the unrolling, on the first device.
-        validations: one entry each: step, seconds, tokens, and the fields of `Acceptance`.
-    """
-
-    step: int = 0
-    epoch: int = 0
-    index: int = 0
-    fraction: float = 0.0
-    tokens: int = 0
-    seconds: float = 0.0
+    step: int = 0  # steps done, each of one batch per device
+    epoch: int = 0  # the pass that comes next
+    index: int = 0  # the batch in it
+    fraction: float = 0.0  # share of the training that is done, by steps or by time
+    tokens: int = 0  # text tokens read, without padding
+    seconds: float = 0.0  # time spent, over all runs
+    # One entry per report: step, seconds, tokens, mean loss by step of the unrolling, on the first device.
     losses: list[dict[str, Any]] = field(default_factory=list)
+    # One entry each: step, seconds, tokens, and the fields of `Acceptance`.
     validations: list[dict[str, Any]] = field(default_factory=list)
 
 

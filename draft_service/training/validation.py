@@ -27,21 +27,15 @@ _SHARE = 4
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Results of greedy chains of guesses: of `DEPTH` each, or of one for each Medusa head.
+    """Results of greedy chains of guesses: of `DEPTH` each, or of one for each Medusa head."""
 
-    Attributes:
-        roots: places that a chain was drafted from.
-        reached: [depth] share of the chains that were accepted up to each depth or beyond.
-        by_depth: [depth] share of the guesses at each depth that were accepted, given that those before them were.
-        mean_length: tokens per step, the target's own included.
-        agreement: share of the text's tokens that are the teacher's most probable ones of the draft vocabulary. Less
-            than one where the text's token is not in the vocabulary, or reading and writing round differently.
-    """
-
-    roots: int
-    reached: tuple[float, ...]
+    roots: int  # places that a chain was drafted from
+    reached: tuple[float, ...]  # [depth] share of the chains that were accepted up to each depth or beyond
+    # [depth] share of the guesses at each depth that were accepted, given that those before them were.
     by_depth: tuple[float, ...]
-    mean_length: float
+    mean_length: float  # tokens per step, the target's own included
+    # Share of the text's tokens that are the teacher's most probable ones of the draft vocabulary. Less than one where
+    # the text's token is not in the vocabulary, or reading and writing round differently.
     agreement: float
 
 

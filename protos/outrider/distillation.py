@@ -50,34 +50,20 @@ class TeacherFacts:
 
 @dataclass(frozen=True, slots=True)
 class WritingOrder:
-    """The text that the teacher shall write.
+    """The text that the teacher shall write, by number: each has its own seed, and temperatures are taken in turn."""
 
-    Texts are numbered; each number has its own seed, and temperatures are taken in turn.
-
-    Attributes:
-        conversations: user turns to answer, before any sampled prompt; each is answered once per temperature.
-        sampled_prompts: whether the target then continues with prompts that it samples itself, without end.
-        temperatures: of answers; prompts are sampled at 1.
-        max_length: tokens of prompt and answer together.
-        max_prompt: tokens of a sampled user turn; longer ones are dropped.
-        max_answer: most tokens of an answer.
-        turns: most user turns of a sampled conversation; numbers take 1, 2 .. of them in turn.
-        sequences: texts written at once.
-        seed: of all sampling.
-        first, stride: the numbers to write are first, first + stride ..
-    """
-
+    # User turns to answer, before any sampled prompt; each is answered once per temperature.
     conversations: Sequence[tuple[str, ...]]
-    sampled_prompts: bool
-    temperatures: tuple[float, ...]
-    max_length: int
-    max_prompt: int
-    max_answer: int
-    turns: int
-    sequences: int
-    seed: int
+    sampled_prompts: bool  # whether the target then continues with prompts that it samples itself, without end
+    temperatures: tuple[float, ...]  # of answers; prompts are sampled at 1
+    max_length: int  # tokens of prompt and answer together
+    max_prompt: int  # tokens of a sampled user turn; longer ones are dropped
+    max_answer: int  # most tokens of an answer
+    turns: int  # most user turns of a sampled conversation; numbers take 1, 2 .. of them in turn
+    sequences: int  # texts written at once
+    seed: int  # of all sampling
     first: int = 0
-    stride: int = 1
+    stride: int = 1  # the numbers to write are first, first + stride ..
 
 
 class WrittenText(NamedTuple):

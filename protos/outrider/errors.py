@@ -16,8 +16,7 @@ class OutriderError(Exception):
 
     code: ClassVar[StatusCode] = StatusCode.INTERNAL
     reason: ClassVar[str] = "INTERNAL"
-    # Seconds after which a retry makes sense; None if it does not.
-    retry_after: float | None = None
+    retry_after: float | None = None  # seconds after which a retry makes sense; None if it does not
 
     def __init_subclass__(
         cls, *, code: StatusCode | None = None, reason: str = "", retry_after: float | None = None

@@ -23,28 +23,17 @@ _MOST_WEIGHT = 1000.0
 
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
-    """Bounds of one tenant; 0 is no bound. The service's bounds hold for all tenants together.
+    """Bounds of one tenant; 0 is no bound. The service's bounds hold for all tenants together."""
 
-    Attributes:
-        weight: share relative to other tenants' weights while resources are short; 0.001 .. 1000.
-        running: sequences in one step of the engine.
-        waiting: requests without a first token.
-        sequences: open sequences: running, waiting, or between two trees of a client.
-        streams: concurrent calls.
-        kv_tokens: tokens of running sequences in the KV cache.
-        requests_per_second, burst: average rate of requests, and how many may arrive at once after a pause.
-        texts: texts that wait for the tokenizer.
-    """
-
-    weight: float = 1.0
-    running: int = 0
-    waiting: int = 0
-    sequences: int = 0
-    streams: int = 0
-    kv_tokens: int = 0
-    requests_per_second: float = 0.0
-    burst: int = 0
-    texts: int = 0
+    weight: float = 1.0  # share relative to other tenants' weights while resources are short; 0.001 .. 1000
+    running: int = 0  # sequences in one step of the engine
+    waiting: int = 0  # requests without a first token
+    sequences: int = 0  # open sequences: running, waiting, or between two trees of a client
+    streams: int = 0  # concurrent calls
+    kv_tokens: int = 0  # tokens of running sequences in the KV cache
+    requests_per_second: float = 0.0  # on average
+    burst: int = 0  # requests that may arrive at once after a pause
+    texts: int = 0  # texts that wait for the tokenizer
 
     def __post_init__(self) -> None:
         if not 1 / _MOST_WEIGHT <= self.weight <= _MOST_WEIGHT:

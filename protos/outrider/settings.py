@@ -62,23 +62,14 @@ def setting(
     default: Any,
     help: str,
     *,
-    choices: tuple[Any, ...] = (),
-    ge: float | None = None,
-    gt: float | None = None,
-    le: float | None = None,
-    deprecated: str = "",
-    secret: bool = False,
+    choices: tuple[Any, ...] = (),  # the allowed values; empty for any
+    ge: float | None = None,  # a number must be at least this
+    gt: float | None = None,  # a number must be above this
+    le: float | None = None,  # a number must be at most this; without it a whole number must fit 64 bits with a sign
+    deprecated: str = "",  # why it is not needed any more; it is accepted with a warning
+    secret: bool = False,  # it gets no flag, since every user of a machine can read the flags of its processes
 ) -> Any:
-    """A dataclass field with a help text.
-
-    Args:
-        choices: the allowed values; empty for any.
-        ge: a number must be at least this.
-        gt: a number must be above this.
-        le: a number must be at most this; without it a whole number must fit 64 bits with a sign.
-        deprecated: why it is not needed any more; it is accepted with a warning.
-        secret: it gets no flag, since every user of a machine can read the flags of its processes.
-    """
+    """A dataclass field with a help text."""
     bounds = {"ge": ge, "gt": gt, "le": le}
     metadata = {"help": help, "choices": choices, "bounds": bounds, "deprecated": deprecated, "secret": secret}
     return dataclasses.field(default=default, metadata=metadata)

@@ -133,14 +133,11 @@ class _Task:
 
     number: int
     temperature: float
-    # User turns that have no answer yet.
-    unanswered: deque[str]
-    # How many user turns are still to be sampled.
-    to_sample: int = 0
+    unanswered: deque[str]  # user turns that have no answer yet
+    to_sample: int = 0  # how many user turns are still to be sampled
     conversation: list[Turn] = field(default_factory=list)
     prompt_length: int = 0
-    # Whether a user turn is being sampled.
-    sampling: bool = False
+    sampling: bool = False  # whether a user turn is being sampled
     live: LiveSequence | None = None
 
 

@@ -83,10 +83,8 @@ class ChannelTls:
 class LinkOptions:
     """How a link connects, and when it closes a connection. Times in seconds."""
 
-    # Sent with every call, for example ("authorization", "Bearer ...").
-    metadata: tuple[tuple[str, str], ...] = ()
-    # None is plaintext.
-    tls: ChannelTls | None = None
+    metadata: tuple[tuple[str, str], ...] = ()  # sent with every call, for example ("authorization", "Bearer ...")
+    tls: ChannelTls | None = None  # None is plaintext
     min_backoff: float = 0.05
     max_backoff: float = 2.0
     # Before connecting again to a draft that broke the protocol; doubled each time, until a stream goes well.
@@ -98,10 +96,8 @@ class LinkOptions:
     keepalive: float = 10.0
     ping_timeout: float = 2.0
     max_message_bytes: int = MAX_MESSAGE_BYTES
-    # Of features that wait for a slow draft; more are dropped.
-    max_waiting_feature_bytes: int = 32 * 1024 * 1024
-    # After each frame, for a link in its own process.
-    busy_poll_seconds: float = BUSY_POLL_SECONDS
+    max_waiting_feature_bytes: int = 32 * 1024 * 1024  # of features that wait for a slow draft; more are dropped
+    busy_poll_seconds: float = BUSY_POLL_SECONDS  # after each frame, for a link in its own process
 
     def channel(self, address: str) -> grpc.aio.Channel:
         options = [

@@ -34,11 +34,9 @@ class _Member:
 
     address: str
     shared: SeveralDrafts
-    # What it is while it is connected, and the same while it is used.
-    offered: DraftInfo | None = None
-    info: DraftInfo | None = None
-    # Nodes received from it since a draft was last cut off.
-    nodes: int = 0
+    offered: DraftInfo | None = None  # what it is while it is connected
+    info: DraftInfo | None = None  # the same while it is used
+    nodes: int = 0  # nodes received from it since a draft was last cut off
     link: StoppableLink = field(init=False)
 
     def on_growth(self, growths: Sequence[SequenceGrowth]) -> None:

@@ -53,18 +53,14 @@ class ServingOptions:
     max_message_bytes: int = MAX_MESSAGE_BYTES
     # Concurrent calls, without health checks; more are refused with RESOURCE_EXHAUSTED.
     max_concurrent_calls: int = 1024
-    # From the headers of a call to its single request.
-    request_seconds: float = 10.0
-    # From the headers of a stream to its first message.
-    first_message_seconds: float = FIRST_MESSAGE_SECONDS
+    request_seconds: float = 10.0  # from the headers of a call to its single request
+    first_message_seconds: float = FIRST_MESSAGE_SECONDS  # from the headers of a stream to its first message
     authenticator: Authenticator = field(default_factory=Authenticator)
-    # Reads the tokens again, for `GrpcServer.reload`.
-    read_tokens: Callable[[], Authenticator] | None = None
+    read_tokens: Callable[[], Authenticator] | None = None  # reads the tokens again, for `GrpcServer.reload`
     tls: TlsFiles = field(default_factory=TlsFiles)
     reflection: bool = False
     admin_listen: str = ""
-    # Pings in too quick succession before a client is disconnected; 0 allows any number.
-    ping_strikes: int = 2
+    ping_strikes: int = 2  # pings in too quick succession before a client is disconnected; 0 allows any number
 
 
 class GrpcServer:

@@ -39,26 +39,18 @@ class TreeLimits:
 
 @dataclass(frozen=True, slots=True)
 class FeatureRequest:
-    """The hidden states of the target that a drafter reads: one vector per token.
+    """The hidden states of the target that a drafter reads: one vector per token."""
 
-    Attributes:
-        layers: decoder layers whose outputs are read, counted from 0; their number means the state after the last
-            norm, which the target's lm_head reads. Vectors of several layers are concatenated in this order.
-        width: elements of the vector on the wire.
-        dtype: on the wire: "float32", "bfloat16" or "float8_e4m3".
-        projected: the target applies the head's projection to the concatenated vectors and sends the result.
-        required: the drafter cannot draft without them; one that only drafts better with them is used without.
-        window: tokens before the root that the drafter reads; 0 is all.
-        projection_fingerprint: SHA-256, in hex, of the projection's weight as bfloat16; empty when unknown.
-    """
-
+    # Decoder layers whose outputs are read, counted from 0; their number means the state after the last norm, which the
+    # target's lm_head reads. Vectors of several layers are concatenated in this order.
     layers: tuple[int, ...]
-    width: int
-    dtype: str = "bfloat16"
-    projected: bool = False
+    width: int  # elements of the vector on the wire
+    dtype: str = "bfloat16"  # on the wire: "float32", "bfloat16" or "float8_e4m3"
+    projected: bool = False  # the target applies the head's projection to the concatenated vectors and sends the result
+    # The drafter cannot draft without them; one that only drafts better with them is used without.
     required: bool = True
-    window: int = 0
-    projection_fingerprint: str = ""
+    window: int = 0  # tokens before the root that the drafter reads; 0 is all
+    projection_fingerprint: str = ""  # SHA-256, in hex, of the projection's weight as bfloat16; empty when unknown
 
 
 class Vectors(NamedTuple):
@@ -91,8 +83,7 @@ class OpenSequence:
     tenant: str = DEFAULT_TENANT
     corpus: str = ""
     traceparent: str = ""
-    # Version of the target's weights; 0 where the target reports none.
-    model_version: int = 0
+    model_version: int = 0  # version of the target's weights; 0 where the target reports none
 
 
 class SequenceAdvance(NamedTuple):
@@ -161,21 +152,14 @@ class DraftInfo:
 
 @dataclass(frozen=True, slots=True)
 class CorpusInfo:
-    """An entry of a list of tries: a shared corpus, or a tenant's own trie, whose name is empty.
-
-    Attributes:
-        owner: the tenant that made it.
-        tokens: tokens learnt; a tenant's own trie also counts those of prompts and outputs.
-        documents: documents learnt; each piece of a long one counts.
-        nodes, bytes: size and memory.
-    """
+    """An entry of a list of tries: a shared corpus, or a tenant's own trie, whose name is empty."""
 
     name: str
-    owner: str
-    tokens: int
-    documents: int
+    owner: str  # the tenant that made it
+    tokens: int  # tokens learnt; a tenant's own trie also counts those of prompts and outputs
+    documents: int  # documents learnt; each piece of a long one counts
     nodes: int
-    bytes: int
+    bytes: int  # of memory
 
     @property
     def shared(self) -> bool:
