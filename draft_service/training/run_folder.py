@@ -1,27 +1,21 @@
-"""The folder of a run: settings, text, draft vocabulary, last checkpoint; and the record of a training."""
+"""The folder of a run: settings, text, draft vocabulary, last checkpoint."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draft_service.training.config import TrainingConfig
-from draft_service.training.corpus import Corpus, Texts, coverage
-from draft_service.training.trainer import Progress
-from draft_service.training.unrolling import Head
-from outrider.machine import describe_machine, describe_versions
+from draft_service.training.corpus import Corpus
 from outrider.settings import SettingsError, unreadable
 
 # Settings that text and weights depend on, which cannot change when a run is resumed.
@@ -106,57 +100,3 @@ class RunFolder:
         partial = self._folder / f"{name}.partial"
         write(partial)
         partial.rename(self._folder / name)
-
-
-# Packages whose versions are recorded beside the usual ones.
-_PACKAGES = ("triton", "safetensors")
-# Losses in a record, at most.
-_CURVE_POINTS = 200
-
-
-def training_record(
-    config: TrainingConfig,
-    command: Sequence[str],
-    texts: Texts,
-    counts: NDArray[np.int64],
-    head: Head,
-    progress: Progress,
-    seconds: Mapping[str, float],
-) -> dict[str, Any]:
-    """The contents of training.json, given how often each token occurs in answers [vocab_size], and seconds by part."""
-    step = max(1, -(-len(progress.losses) // _CURVE_POINTS))
-    return {
-        "model": config.model,
-        "command": list(command),
-        "finished": progress.fraction >= 1,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": describe_machine() | _gpus(config.devices),
-        "versions": describe_versions(_PACKAGES),
-        "text": {
-            "texts": len(texts),
-            "tokens": len(texts.token_ids),
-            "answer_tokens": int(counts.sum()),
-            "mean_length": round(len(texts.token_ids) / max(1, len(texts)), 1),
-            "vocabulary_coverage": round(coverage(counts, head.token_ids), 5),
-        },
-        "training": {
-            "steps": progress.step,
-            "passes": round(progress.tokens / max(1, len(texts.token_ids)), 2),
-            "tokens_read": progress.tokens,
-            "tokens_per_second": round(progress.tokens / max(1e-9, progress.seconds)),
-        },
-        "seconds": {name: round(value, 1) for name, value in seconds.items()},
-        "parameters": sum(one.numel() for one in head.parameters() if one.requires_grad),
-        "acceptance": progress.validations[-1] if progress.validations else None,
-        "validations": progress.validations,
-        "losses": progress.losses[::step],
-        "settings": asdict(config),
-    }
-
-
-def _gpus(devices: Sequence[str]) -> dict[str, Any]:
-    """The first GPU's name and memory used, and the number of GPUs; empty on a CPU."""
-    if not devices[0].startswith("cuda"):
-        return {}
-    used = torch.cuda.max_memory_reserved(devices[0]) / 2**30
-    return {"gpu": torch.cuda.get_device_name(devices[0]), "gpus": len(devices), "gpu_gib_used": round(used, 1)}
