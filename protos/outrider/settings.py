@@ -167,18 +167,13 @@ def add_flags(parser: argparse.ArgumentParser, config: type[Any], but: Collectio
 def _help_of(field: dataclasses.Field[Any]) -> str:
     """The help text of a field: its meaning, deprecation, bounds and default."""
     note = f"; deprecated: {field.metadata['deprecated']}" if field.metadata["deprecated"] else ""
-    bounds = _bounds_in_words(field.metadata["bounds"])
+    least, above, most = (field.metadata["bounds"][name] for name in ("ge", "gt", "le"))
+    words = {"at least": least, "above": above, "at most": most}
+    bounds = ", ".join(f"{word} {bound}" for word, bound in words.items() if bound is not None)
+    if least is not None and most is not None:
+        bounds = f"{least} to {most}"
     default = "none" if field.default is None else "empty" if field.default == "" else field.default
     return f"{field.metadata['help']}{note} ({f'{bounds}; ' if bounds else ''}default: {default})"
-
-
-def _bounds_in_words(bounds: Mapping[str, float | None]) -> str:
-    """Such as "0 to 1"; empty without bounds."""
-    least, above, most = (bounds[name] for name in ("ge", "gt", "le"))
-    if least is not None and most is not None:
-        return f"{least} to {most}"
-    words = {"at least": least, "above": above, "at most": most}
-    return ", ".join(f"{word} {bound}" for word, bound in words.items() if bound is not None)
 
 
 def load(
