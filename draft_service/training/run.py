@@ -72,7 +72,10 @@ def train_head(config: TrainingConfig, command: Sequence[str]) -> Path:
             "--resume goes on, with more --tokens or --minutes"
         )
     counts = answer_counts(texts, teacher.facts.vocab_size)
-    tokens = _token_map(config, folder, counts, first)
+    if not folder.written:
+        kept = None if config.new_vocabulary else first
+        folder.save_tokens(choose_tokens(counts, config.vocabulary) if kept is None else kept.token_ids)
+    tokens = folder.tokens()
     log.info(
         "%d texts of %d tokens in %.0f s; the head's tokens cover %.2f %% of the answers",
         *(len(texts), len(texts.token_ids), budget.elapsed, 100 * coverage(counts, tokens)),
@@ -122,19 +125,6 @@ def _trainer(
     if checkpoint is not None:
         trainer.load(*checkpoint)
     return trainer
-
-
-def _token_map(
-    config: TrainingConfig, folder: RunFolder, counts: NDArray[np.int64], first: Head | None
-) -> Tensor | None:
-    """The run's draft vocabulary. A new run chooses it by the text, or takes that of its initial head."""
-    if not folder.written:
-        if first is None or config.new_vocabulary:
-            tokens = choose_tokens(counts, config.vocabulary)
-        else:
-            tokens = first.token_ids
-        folder.save_tokens(tokens)
-    return folder.tokens()
 
 
 @dataclass(frozen=True, slots=True)

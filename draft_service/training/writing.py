@@ -51,9 +51,15 @@ def read_prompts(path: str) -> tuple[tuple[str, ...], ...]:
     return tuple(conversations)
 
 
-def writing_order(config: TrainingConfig, corpus: Corpus, writer: int) -> WritingOrder:
-    """The texts that one of the writers is to write next."""
-    return WritingOrder(
+def write_here(
+    teacher: Teacher, config: TrainingConfig, corpus: Corpus, seconds: float, shown: Callable[[], None], writer: int = 0
+) -> None:
+    """Write in this process. When it is interrupted, finished texts are saved."""
+    deadline, saved = time.monotonic() + seconds, time.monotonic()
+    # Updated with the text of other writers at each save.
+    missing = config.token_goal - corpus.tokens
+    waiting: list[WrittenText] = []
+    order = WritingOrder(
         conversations=read_prompts(config.prompts),
         sampled_prompts=config.sampled_prompts,
         temperatures=config.temperature_list,
@@ -66,17 +72,7 @@ def writing_order(config: TrainingConfig, corpus: Corpus, writer: int) -> Writin
         first=corpus.next_number(writer, config.writers_at_once),
         stride=config.writers_at_once,
     )
-
-
-def write_here(
-    teacher: Teacher, config: TrainingConfig, corpus: Corpus, seconds: float, shown: Callable[[], None], writer: int = 0
-) -> None:
-    """Write in this process. When it is interrupted, finished texts are saved."""
-    deadline, saved = time.monotonic() + seconds, time.monotonic()
-    # Updated with the text of other writers at each save.
-    missing = config.token_goal - corpus.tokens
-    waiting: list[WrittenText] = []
-    texts = teacher.write(writing_order(config, corpus, writer))
+    texts = teacher.write(order)
     try:
         for text in texts:
             waiting.append(text)

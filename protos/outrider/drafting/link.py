@@ -301,7 +301,10 @@ class GrpcDraftLink:
             except Exception as error:
                 # Such as gRPC's for wrong arguments. A link that ended here would be silent for ever.
                 reason = repr(error)
-            self._lost(reason)
+            # Once when it is lost, and again whenever the reason changes.
+            if self._connected or reason != self._last_reason:
+                self._connected, self._last_reason = False, reason
+                self._events.on_disconnected(reason)
             # Connect again at once to a draft that had answered, and ever more slowly to one that never does. Spread,
             # so that the many targets of a draft that restarts do not reconnect together.
             backoff = options.min_backoff if conversation.received else min(2 * backoff, options.max_backoff)
@@ -310,12 +313,6 @@ class GrpcDraftLink:
             elif conversation.received:
                 fault_backoff = 0.0
             await asyncio.sleep(max(backoff, fault_backoff) * random.uniform(0.5, 1.0))
-
-    def _lost(self, reason: str) -> None:
-        """Report why there is no draft: once when it is lost, and again whenever the reason changes."""
-        if self._connected or reason != self._last_reason:
-            self._connected, self._last_reason = False, reason
-            self._events.on_disconnected(reason)
 
     async def _converse(self, stub: Any, conversation: DraftConversation) -> None:
         """Check the draft's description, then exchange frames until the stream ends or breaks."""

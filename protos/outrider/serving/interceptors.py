@@ -193,7 +193,10 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 # Bytes that are no message come from none of our clients.
                 malformed = isinstance(error, InvalidField) and error.field == "request"
                 if malformed or isinstance(error, Unauthenticated | PermissionDenied):
-                    self._log_refusal(method, peer, error)
+                    # Messages of errors hold nothing that callers wrote.
+                    others = self._refusal_lines.due(error.reason)
+                    if others is not None:
+                        logger.warning("refused %s from %s: %s (and %d like it)", method, peer, error.message, others)
                 await _abort(context, error)
             except grpc.aio.AbortError:
                 raise
@@ -206,12 +209,6 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 self._running.discard(task)
 
         return None if handler is None else guarded(handler, guard)
-
-    def _log_refusal(self, method: str, peer: str, error: OutriderError) -> None:
-        """Log few of them. Messages of errors hold nothing that callers wrote."""
-        others = self._refusal_lines.due(error.reason)
-        if others is not None:
-            logger.warning("refused %s from %s: %s (and %d like it)", method, peer, error.message, others)
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
