@@ -115,10 +115,8 @@ def new_head(shape: HeadConfig | MedusaShape, tokens: Tensor | None, weights: Te
 
 def new_medusa_head(shape: MedusaShape, tokens: Tensor | None, lm_head: Tensor) -> MedusaHead:
     """Medusa heads that start as the target's lm_head, with residual blocks of zeros (arXiv 2401.10774, section 2.1).
-
     So all of them first predict the target's next token, and learn to look further ahead from there. A block of zeros
-    has a gradient, since that of `silu` at 0 is one half.
-    """
+    has a gradient, since that of `silu` at 0 is one half."""
     heads = MedusaHead(shape, tokens)
     rows = lm_head.float().cpu()
     with torch.no_grad():
@@ -130,11 +128,9 @@ def new_medusa_head(shape: MedusaShape, tokens: Tensor | None, lm_head: Tensor) 
 
 
 def new_eagle_head(shape: HeadConfig, tokens: Tensor | None, weights: TeacherWeights, seed: int) -> EagleHead:
-    """An EAGLE-3 head that starts as the target's lm_head over its high layer, plus small noise.
-
-    Its token embedding is the target's and is not trained, nor is a tied lm_head. Where the head has another width than
-    the target, embedding, lm_head and features are mapped by the same random orthonormal matrix.
-    """
+    """An EAGLE-3 head that starts as the target's lm_head over its high layer, plus small noise. Its token embedding is
+    the target's and is not trained, nor is a tied lm_head. Where the head has another width than the target, embedding,
+    lm_head and features are mapped by the same random orthonormal matrix."""
     generator = torch.Generator().manual_seed(seed)
     head = EagleHead(shape, tokens)
     lm_head, embedding = weights.lm_head.float().cpu(), weights.embedding.float().cpu()

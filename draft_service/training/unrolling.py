@@ -43,11 +43,9 @@ def lm_heads(head: Head) -> tuple[Tensor, ...]:
 
 
 def unroll(head: EagleHead, states: Tensor, token_ids: Tensor, steps: int) -> Tensor:
-    """Inputs of `EagleHead.logits` for every row of every step: [steps, B, L, H].
-
-    Rows whose token would be past the end of the text read token 0; their output is meaningless. `states` [B, L, F * W]
-    are the target's hidden states, `token_ids` [B, L] int64.
-    """
+    """Inputs of `EagleHead.logits` for every row of every step: [steps, B, L, H]. Rows whose token would be past the
+    end of the text read token 0; their output is meaningless. `states` [B, L, F * W] are the target's hidden states,
+    `token_ids` [B, L] int64."""
     length = token_ids.shape[1]
     positions = torch.arange(length, device=token_ids.device).expand_as(token_ids)
     attention = UnrolledAttention(length, token_ids.device)

@@ -87,11 +87,9 @@ class Followers:
 
 @contextlib.contextmanager
 def followers(module: str, settings: str, devices: Sequence[str]) -> Iterator[Followers]:
-    """Run one process for each of `devices` but the first during the block: `python -m module SETTINGS RANK STORE`.
-
-    At the end of the block they are dismissed; if it fails, they are killed. They also exit when this process does, see
-    `end_with_leader`. Raises `FollowerFailed` in place of a `GroupLost` of the block.
-    """
+    """Run one process for each of `devices` but the first during the block: `python -m module SETTINGS RANK STORE`. At
+    the end of the block they are dismissed; if it fails, they are killed. They also exit when this process does, see
+    `end_with_leader`. Raises `FollowerFailed` in place of a `GroupLost` of the block."""
     environment = shared_cores(len(devices))
     over = threading.Event()
     with tempfile.TemporaryDirectory(prefix="outrider-") as folder:
