@@ -24,7 +24,7 @@ from outrider.errors import (
 )
 from outrider.log_limit import LogLimit
 from outrider.serving import health
-from outrider.serving.calls import Calls, Unread
+from outrider.serving.calls import CallLimits, Calls, Unread
 from outrider.serving.pacing import RefusalPace, is_large
 from outrider.serving.tenancy import Authenticator, set_current_caller
 from outrider.wire.trees import status_of
@@ -109,26 +109,27 @@ def _first_message_within(handler: Handler, seconds: float) -> Handler:
     return guarded(handler, begun, parse_in_time)
 
 
-def _request_within(handler: Handler, seconds: float, most_bytes: int, unread: Unread | None = None) -> Handler:
+def _request_within(handler: Handler, limits: CallLimits, unread: Unread | None = None) -> Handler:
     """`handler` of a single request as one that starts at the headers and reads the request itself.
 
     gRPC reads a single request before any handler runs: a caller that sends only headers would hold a place without
     authentication for as long as it likes, and gRPC would treat malformed bytes as a bug. Raises `DeadlineExceeded`
-    when the request takes longer than `seconds`, or too many are `unread`; `InvalidField` for malformed bytes and where
-    nothing can be read. `most_bytes` is what gRPC takes: of a larger request a handler sees only that none comes, while
-    its caller gets gRPC's own status.
+    when the request takes longer than `limits` allow, or too many are `unread`; `InvalidField` for malformed bytes and
+    where nothing can be read: of a request larger than gRPC takes a handler sees only that none comes, while its caller
+    gets gRPC's own status.
     """
     within = asyncio.timeout if unread is None else unread.within
 
     @asynccontextmanager
     async def read(_requests: Any, context: Context) -> AsyncIterator[Any]:
         try:
-            async with within(seconds):
+            async with within(limits.request_seconds):
                 request = await context.read()
         except TimeoutError:
             raise DeadlineExceeded("no request has come") from None
         if request is grpc.aio.EOF:
-            raise InvalidField("request", f"is missing, or larger than the {most_bytes} bytes of --max-message-bytes")
+            most = limits.message_bytes
+            raise InvalidField("request", f"is missing, or larger than the {most} bytes of --max-message-bytes")
         yield request
 
     return guarded(handler, read, _checked(handler.request_deserializer), reads=True)
@@ -216,24 +217,12 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
     message is read. Health needs no token: probes have none, and it reveals only whether the service serves. Must be
     last in the list, after `ErrorInterceptor`, which turns what this one raises into a status."""
 
-    def __init__(
-        self,
-        authenticator: Authenticator,
-        calls: Calls,
-        request_seconds: float,
-        first_message_seconds: float,
-        most_bytes: int,
-    ) -> None:
-        """`request_seconds`: time for a single request to arrive; `first_message_seconds`: for the first of a
-        stream. `most_bytes` of a message are taken."""
+    def __init__(self, authenticator: Authenticator, calls: Calls) -> None:
         # May be replaced while the server runs.
         self.authenticator = authenticator
         self._calls = calls
         self._pace = RefusalPace(calls.limits.refused)
         self._unread_health = Unread(calls.limits.health)
-        self._request_seconds = request_seconds
-        self._first_message_seconds = first_message_seconds
-        self._most_bytes = most_bytes
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -265,10 +254,10 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
 
         if handler is None:
             return None
+        limits = self._calls.limits
         if for_health and not handler.request_streaming:
             # It takes its place when its request is there: others could take all places with headers alone.
-            read = (self._request_seconds, self._most_bytes, self._unread_health)
-            return _request_within(guarded(handler, guard), *read)
+            return _request_within(guarded(handler, guard), limits, self._unread_health)
         if handler.request_streaming:
-            return guarded(_first_message_within(handler, self._first_message_seconds), guard)
-        return guarded(_request_within(handler, self._request_seconds, self._most_bytes), guard)
+            return guarded(_first_message_within(handler, limits.first_message_seconds), guard)
+        return guarded(_request_within(handler, limits), guard)

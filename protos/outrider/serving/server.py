@@ -78,15 +78,14 @@ class GrpcServer:
         self.health = HealthServicer(service.name for service in services)
         self.address = ""
         self.admin_address = ""
-        limits = CallLimits(options.max_concurrent_calls)
-        calls = Calls(limits, by_tenant=options.authenticator.required)
-        self._auth = AuthInterceptor(
-            options.authenticator,
-            calls,
-            options.request_seconds,
-            options.first_message_seconds,
-            options.max_message_bytes,
+        limits = CallLimits(
+            options.max_concurrent_calls,
+            request_seconds=options.request_seconds,
+            first_message_seconds=options.first_message_seconds,
+            message_bytes=options.max_message_bytes,
         )
+        calls = Calls(limits, by_tenant=options.authenticator.required)
+        self._auth = AuthInterceptor(options.authenticator, calls)
         self._errors = ErrorInterceptor()
         self._interceptors = [*interceptors, self._errors, self._auth]
         self._server = self._make(limits.backstop, limits.per_connection)
