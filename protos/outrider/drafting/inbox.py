@@ -6,8 +6,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from outrider.wire.frames import DraftInfo, DraftLink, SequenceFailure, SequenceGrowth
@@ -58,7 +57,7 @@ class DraftInbox(ABC):
         """Use `link` from now on. Called once, before the first step."""
         self._link = link
 
-    def on_growth(self, growths: SequenceOf[SequenceGrowth]) -> None:
+    def on_growth(self, growths: Sequence[SequenceGrowth]) -> None:
         self.received_at = time.monotonic()
         self._queue(growths)
 
@@ -71,7 +70,7 @@ class DraftInbox(ABC):
     def on_disconnected(self, reason: str) -> None:
         self._queue((Disconnected(reason),))
 
-    def on_lost(self, sequence_ids: SequenceOf[int]) -> None:
+    def on_lost(self, sequence_ids: Sequence[int]) -> None:
         self._queue((Lost(tuple(sequence_ids)),))
 
     def _queue(self, events: Iterable[DraftEvent]) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from outrider.sampling import SamplingParams, VerificationMode
@@ -13,7 +12,7 @@ from outrider.tree import DraftDistribution
 
 DEFAULT_TENANT = "default"
 # Bytes of one element, by type name.
-ELEMENT_BYTES = MappingProxyType({"float32": 4, "bfloat16": 2, "float8_e4m3": 1})
+ELEMENT_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float8_e4m3": 1}
 # Bytes of the vectors of one sequence in one frame.
 MAX_FEATURE_BYTES = 1 << 20
 # The node id of a sequence's root at a growth's base_step.
