@@ -23,11 +23,9 @@ LIVENESS, READINESS = "liveness", "readiness"
 
 def check(address: str, service: str = "", *, timeout: float = 3.0, ca: str = "", tokens: str = "") -> str:
     """The status of `service`, or of `LIVENESS` or `READINESS`: SERVING, NOT_SERVING, or the gRPC status of a call that
-    failed, with the cause where no connection was made.
-
-    `ca` is a file of PEM roots and makes the call use TLS; `tokens` is a service's own file of `TOKEN TENANT` lines,
-    whose first token is sent. Raises `SettingsError` for a file of tokens that cannot be read or holds none.
-    """
+    failed, with the cause where no connection was made. `ca` is a file of PEM roots and makes the call use TLS;
+    `tokens` is a service's own file of `TOKEN TENANT` lines, whose first token is sent. Raises `SettingsError` for a
+    file of tokens that cannot be read or holds none."""
     metadata = [("authorization", f"Bearer {_first_token(tokens)}")] if tokens else []
     credentials = grpc.ssl_channel_credentials(Path(ca).read_bytes()) if ca else None
     channel = grpc.secure_channel(address, credentials) if credentials else grpc.insecure_channel(address)

@@ -157,11 +157,9 @@ def leave(status: int) -> NoReturn:
 
 
 def in_passing_thread(work: Callable[[], Result]) -> Result:
-    """Run `work` in a thread that ends with it; returns or raises what it does.
-
-    OpenMP keeps a team of workers for every thread that ever computed. Once the teams together have more workers than
-    cores, they no longer spin between operations, and each operation pays for waking them: on two cores a one-row step
-    of SmolLM2-135M takes 50 ms instead of 28. A team ends with its thread, so the engine's team stays the only one.
-    """
+    """Run `work` in a thread that ends with it; returns or raises what it does. OpenMP keeps a team of workers for
+    every thread that ever computed. Once the teams together have more workers than cores, they no longer spin between
+    operations, and each operation pays for waking them: on two cores a one-row step of SmolLM2-135M takes 50 ms instead
+    of 28. A team ends with its thread, so the engine's team stays the only one."""
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="passing") as pool:
         return pool.submit(work).result()

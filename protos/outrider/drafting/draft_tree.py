@@ -90,12 +90,9 @@ class GrowingTree:
         return True
 
     def hold(self, growth: SequenceGrowth) -> None:
-        """Keep the growth; `settle` adds its nodes, and must be called before the tree is read.
-
-        A growth that replaces the tree may itself be replaced before it is read, as when drafts are followed but not
-        used. Raises `InvalidField` for a growth that is malformed, that uses ids again, or whose step lies ahead, or
-        leaves that to `settle`.
-        """
+        """Keep the growth; `settle` adds its nodes, and must be called before the tree is read: a growth that replaces
+        the tree may itself be replaced before, as when drafts are followed but not used. Raises `InvalidField` for a
+        growth that is malformed, that uses ids again, or whose step lies ahead, or leaves that to `settle`."""
         if growth.base_step > self.step:
             raise InvalidField("growth.base_step", "lies ahead of the sequence")
         if growth.first_node_id < self._next_id:

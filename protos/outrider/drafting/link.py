@@ -130,13 +130,10 @@ def connect_draft(
 
 
 def prepare_draft(address: str, options: LinkOptions = USUAL) -> Connect:
-    """A function that connects to an address of `connect_draft`, for a target that has a model to load first.
-
-    `inprocess:DRAFTER` is found through the entry points of `LINK_GROUP`, so that this package imports no drafters; the
-    drafter is made now and loads its weights when it is connected.
-
-    Raises `SettingsError` for what can be refused without the target; the function raises it for the rest.
-    """
+    """A function that connects to an address of `connect_draft`, for a target that has a model to load first. A drafter
+    in this process is found through the entry points of `LINK_GROUP`, so that this package imports none; it is made
+    now, and loads its weights when it is connected. Raises `SettingsError` for what can be refused without the target;
+    the function raises it for the rest."""
     if address.startswith(INPROCESS_SCHEME):
         return _prepare_in_process(address)
     if "," not in address:

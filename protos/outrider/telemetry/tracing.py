@@ -44,12 +44,10 @@ class Tracing:
 def set_up_tracing(
     service: str, endpoint: str, *, ratio: float = 1.0, steps: bool = False, version: str = ""
 ) -> Tracing:
-    """Tracing that exports to `endpoint` over OTLP gRPC, or that records nothing when the endpoint is empty.
-
-    Requests with a sampled parent are traced, those with an unsampled one are not, and `ratio` of the rest are.
-    `https://` endpoints use TLS, all others plain text. `OTEL_EXPORTER_OTLP_HEADERS`, `OTEL_RESOURCE_ATTRIBUTES`
-    and the other standard variables keep their meaning.
-    """
+    """Tracing that exports to `endpoint` over OTLP gRPC, with TLS for `https://`, or that records nothing when the
+    endpoint is empty. Requests with a sampled parent are traced, those with an unsampled one are not, and `ratio` of
+    the rest are. `OTEL_EXPORTER_OTLP_HEADERS`, `OTEL_RESOURCE_ATTRIBUTES` and the other standard variables keep their
+    meaning."""
     if not endpoint:
         return Tracing(steps=steps)
     # Imported here: a service without an endpoint needs neither SDK nor exporter.
