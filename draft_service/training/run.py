@@ -43,7 +43,7 @@ _PACKAGES = ("triton", "safetensors")
 # Losses in a record, at most.
 _CURVE_POINTS = 200
 # The module that runs on each device but the first; it calls `follow`.
-_FOLLOWER = "draft_service.training.workers.follower"
+_WORKER = "draft_service.training.worker"
 
 
 def train_head(config: TrainingConfig, command: Sequence[str]) -> Path:
@@ -145,7 +145,7 @@ class _Run:
         # Started first: followers load the teacher while this process does.
         settings = json.dumps(asdict(replace(config, resume=True)))
         several = len(config.devices) > 1
-        with followers(_FOLLOWER, settings, config.devices) if several else contextlib.nullcontext() as beside:
+        with followers(_WORKER, settings, config.devices) if several else contextlib.nullcontext() as beside:
             group = None if beside is None else beside.group
             trainer = _trainer(config, self.folder, self.texts, teacher, tokens, first, group)
             began = time.monotonic()

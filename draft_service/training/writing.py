@@ -124,8 +124,8 @@ def write_texts(teacher: Teacher, config: TrainingConfig, corpus: Corpus, budget
 
 @contextlib.contextmanager
 def _writers(config: TrainingConfig, seconds: float) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Processes of `workers.writer.main`, terminated at the end of the block."""
-    command = [sys.executable, "-m", "draft_service.training.workers.writer", json.dumps(asdict(config))]
+    """Processes of `worker.main`, terminated at the end of the block."""
+    command = [sys.executable, "-m", "draft_service.training.worker", "write", json.dumps(asdict(config))]
     environment = shared_cores(config.writers_at_once)
     processes = [
         subprocess.Popen([*command, str(writer), str(seconds)], env=environment)

@@ -87,9 +87,9 @@ class Followers:
 
 @contextlib.contextmanager
 def followers(module: str, settings: str, devices: Sequence[str]) -> Iterator[Followers]:
-    """Run one process for each of `devices` but the first during the block: `python -m module SETTINGS RANK STORE`. At
-    the end of the block they are dismissed; if it fails, they are killed. They also exit when this process does, see
-    `end_with_leader`. Raises `FollowerFailed` in place of a `GroupLost` of the block."""
+    """Run one process for each of `devices` but the first during the block: `python -m module follow SETTINGS RANK
+    STORE`. At the end of the block they are dismissed; if it fails, they are killed. They also exit when this process
+    does, see `end_with_leader`. Raises `FollowerFailed` in place of a `GroupLost` of the block."""
     environment = shared_cores(len(devices))
     over = threading.Event()
     with tempfile.TemporaryDirectory(prefix="outrider-") as folder:
@@ -98,7 +98,7 @@ def followers(module: str, settings: str, devices: Sequence[str]) -> Iterator[Fo
         processes = [
             # In its own process group: Ctrl-C reaches the leader alone, which ends the followers.
             subprocess.Popen(
-                [sys.executable, "-m", module, settings, str(rank), str(store)],
+                [sys.executable, "-m", module, "follow", settings, str(rank), str(store)],
                 stdin=subprocess.PIPE,
                 env=environment,
                 process_group=0,
