@@ -12,7 +12,6 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
 Result = TypeVar("Result")
@@ -67,7 +66,7 @@ def collect_seldom() -> None:
     gc.set_threshold(*_START_THRESHOLDS)
 
 
-@contextmanager
+@contextlib.contextmanager
 def settled() -> Iterator[None]:
     """Exclude all existing objects from garbage collection while a started process serves. Libraries and a model leave
     hundreds of thousands that live as long as the process: a full collection would stop it for over 0.1 s."""

@@ -44,12 +44,7 @@ Series = TypeVar("Series")
 
 # vLLM's names for our labels, and its values for them; its positions start at 0.
 _VLLM_LABEL_NAMES: Mapping[str, str] = {"depth": "position", "outcome": "finished_reason"}
-_VLLM_REASONS: Mapping[str, str] = {
-    "end_of_sequence": "stop",
-    "stop": "stop",
-    "length": "length",
-    "cancelled": "abort",
-}
+_VLLM_REASONS: Mapping[str, str] = {"end_of_sequence": "stop", "stop": "stop", "length": "length", "cancelled": "abort"}
 
 
 class Counter:

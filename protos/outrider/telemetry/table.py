@@ -75,7 +75,8 @@ _VLLM: Mapping[str, str] = {
     "outrider_request_prompt_tokens": "vllm:request_prompt_tokens",
     "outrider_request_generation_tokens": "vllm:request_generation_tokens",
 }
-_SPECULATION = (
+TARGET = (
+    # Speculation.
     _counter("outrider_spec_decode_num_drafts", "Trees verified that had at least one drafted row."),
     _counter("outrider_spec_decode_num_draft_tokens", "Drafted rows verified."),
     _counter("outrider_spec_decode_num_accepted_tokens", "Drafted tokens kept."),
@@ -126,8 +127,7 @@ _SPECULATION = (
     _counter("outrider_feature_bytes", "Bytes of hidden states sent to the draft."),
     _gauge("outrider_feature_bytes_kept", "Memory of hidden states kept for a draft that connects late."),
     _gauge("outrider_draft_connected", "1 while a draft is connected; absent where none is to be."),
-)
-_STEPS = (
+    # Steps.
     _counter("outrider_steps", "Engine steps: forward passes."),
     _counter("outrider_sequence_steps", "Verify passes, counted once per sequence in them."),
     _histogram("outrider_step_seconds", FINE_SECONDS, "Duration of a step."),
@@ -148,8 +148,7 @@ _STEPS = (
     _counter("outrider_prompt_tokens", "Prompt tokens of ended requests."),
     _counter("outrider_generation_tokens", "Tokens committed."),
     _counter("outrider_preemptions", "Times a sequence lost its KV pages."),
-)
-_ENGINE = (
+    # The engine.
     _gauge("outrider_requests_running", "Sequences that run."),
     _gauge("outrider_requests_waiting", "Sequences that wait."),
     _gauge("outrider_kv_pages", "Pages of the KV cache, by state: used or free.", "state"),
@@ -161,8 +160,7 @@ _ENGINE = (
     _gauge("outrider_engine_up", "1 until the engine loop fails."),
     _gauge("outrider_engine_heartbeat_age_seconds", "Time since the engine last began a step."),
     _gauge("outrider_target_info", "Always 1; what is served.", "model", "dtype", "version"),
-)
-_REQUESTS = (
+    # Requests.
     _counter(
         "outrider_requests",
         "Requests that ended, by outcome: finish reason, cancelled, or reason of the error.",
@@ -216,7 +214,6 @@ GATEWAY = (
     _gauge("outrider_gateway_running", "Answers being written, by target.", "target"),
     _gauge("outrider_gateway_target_healthy", "1 while requests may go to the target.", "target"),
 )
-TARGET = (*_SPECULATION, *_STEPS, *_ENGINE, *_REQUESTS)
 DRAFT = (
     _gauge("outrider_draft_streams", "Propose streams open: connected target workers."),
     _gauge("outrider_draft_sequences", "Sequences open."),

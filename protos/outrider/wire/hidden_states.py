@@ -15,12 +15,8 @@ from outrider.wire.same_names import message_of, value_of
 MAX_LAYERS = 16
 MAX_WIDTH = 131072
 _MAX_FINGERPRINT = 64
-_DTYPES = {
-    tree_pb2.Tensor.D_TYPE_FLOAT32: "float32",
-    tree_pb2.Tensor.D_TYPE_BFLOAT16: "bfloat16",
-    tree_pb2.Tensor.D_TYPE_FLOAT8_E4M3: "float8_e4m3",
-}
-_DTYPES_TO_PB = {name: number for number, name in _DTYPES.items()}
+_DTYPES_TO_PB = {name: tree_pb2.Tensor.DType.Value(f"D_TYPE_{name.upper()}") for name in ELEMENT_BYTES}
+_DTYPES = {number: name for name, number in _DTYPES_TO_PB.items()}
 
 
 def _dtype_from_pb(number: tree_pb2.Tensor.DType.ValueType, owner_path: str) -> str:

@@ -25,13 +25,8 @@ from outrider.wire.same_names import message_of, set_fields
 
 # Trailing metadata of a Generate call whose draft refused its sequence: the reason of the draft's error.
 DRAFT_REFUSED_KEY = "outrider-draft-refused"
-_MODES = {
-    tree_pb2.VERIFICATION_MODE_GREEDY: VerificationMode.GREEDY,
-    tree_pb2.VERIFICATION_MODE_COUPLED: VerificationMode.COUPLED,
-    tree_pb2.VERIFICATION_MODE_REJECTION: VerificationMode.REJECTION,
-    tree_pb2.VERIFICATION_MODE_TYPICAL: VerificationMode.TYPICAL,
-}
-_MODES_TO_PB = {mode: number for number, mode in _MODES.items()}
+_MODES_TO_PB = {mode: tree_pb2.VerificationMode.Value(f"VERIFICATION_MODE_{mode.name}") for mode in VerificationMode}
+_MODES = {number: mode for mode, number in _MODES_TO_PB.items()}
 
 
 def mode_from_pb(number: tree_pb2.VerificationMode.ValueType, field_path: str = "mode") -> VerificationMode | None:
