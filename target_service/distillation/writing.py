@@ -210,7 +210,9 @@ class TextWriter:
             self._submit(task, prompt, sampling, min(self._order.max_answer, room))
 
     def _submit(self, task: _Task, prompt: tuple[int, ...], sampling: SamplingParams, max_tokens: int) -> None:
-        seed = _seed_of(self._order.seed, task.number, len(task.conversation))
+        # 64 bits that differ for every part of every text.
+        parts = np.random.SeedSequence((self._order.seed, task.number, len(task.conversation)))
+        seed = int(parts.generate_state(1, np.uint64)[0])
         request = SequenceRequest(prompt, sampling, sampling.mode(), seed, max_tokens, speculate=False)
         sequence_id = next(self._ids)
         task.live = self._loop.make(sequence_id, request)
@@ -239,8 +241,3 @@ class TextWriter:
         elif whole and task.to_sample:
             self._sample_prompt(task, self._chat.next_opening(task.conversation))
         return text
-
-
-def _seed_of(seed: int, number: int, turn: int) -> int:
-    """64 bits that differ for every part of every text."""
-    return int(np.random.SeedSequence((seed, number, turn)).generate_state(1, np.uint64)[0])

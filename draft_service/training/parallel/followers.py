@@ -34,9 +34,7 @@ class Followers:
     """The processes of a run's followers, and the leader's membership in their `group`."""
 
     def __init__(self, group: Group, devices: Sequence[str], processes: Sequence[subprocess.Popen[bytes]]) -> None:
-        self.group = group
-        self._devices = devices
-        self._processes = processes
+        self.group, self._devices, self._processes = group, devices, processes
 
     def check(self) -> None:
         """Raise `FollowerFailed` if a process has ended."""

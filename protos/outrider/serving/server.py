@@ -197,22 +197,20 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 
 def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> str:
-    if address.startswith("unix:"):
+    unix = address.startswith("unix:")
+    if unix:
         _refuse_taken(Path(address.removeprefix("unix:")))
     else:
         _host_and_port(address)
     try:
-        if credentials is None:
-            port = server.add_insecure_port(address)
-        else:
-            port = server.add_secure_port(address, credentials)
+        port = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
     except RuntimeError as error:
         # gRPC's error has no reason.
         check_free(address)
         raise SettingsError(f"cannot listen on {address}: {error}") from None
-    if port == 0 and not address.startswith("unix:"):
+    if port == 0 and not unix:
         raise SettingsError(f"cannot listen on {address}")
-    return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
+    return address if unix else f"{address.rpartition(':')[0]}:{port}"
 
 
 def _refuse_taken(path: Path) -> None:
