@@ -22,10 +22,7 @@ _SECTION = "vllm"
 @dataclass(frozen=True)
 class ProposerConfig(Settings):
     """Everything that the proposer takes, from `additional_config={"outrider": {...}}` or from the environment of the
-    workers (`OUTRIDER_VLLM_*`). The former wins.
-
-    Raises `SettingsError` for values outside their limits.
-    """
+    workers (`OUTRIDER_VLLM_*`). The former wins. Raises `SettingsError` for values outside their limits."""
 
     draft: str = setting("127.0.0.1:50052", "draft service: HOST:PORT, unix:PATH, or several with commas between them")
     # A head on a GPU of the same host answers within some 2.5 ms (docs/operate.md), a trie sooner: twice that. It is
@@ -59,10 +56,8 @@ class ProposerConfig(Settings):
 
     @classmethod
     def of(cls, additional_config: object, environment: Mapping[str, str]) -> ProposerConfig:
-        """From vLLM's `additional_config`, which may be anything, and the environment.
-
-        Raises `SettingsError` for a setting that does not exist or does not parse.
-        """
+        """From vLLM's `additional_config`, which may be anything, and the environment. Raises `SettingsError` for a
+        setting that does not exist or does not parse."""
         given: Any = additional_config.get(KEY, {}) if isinstance(additional_config, Mapping) else {}
         if not isinstance(given, Mapping):
             raise SettingsError(f"additional_config[{KEY!r}] is not a mapping of settings")
@@ -73,7 +68,6 @@ class ProposerConfig(Settings):
 
     @property
     def wait_seconds(self) -> float:
-        """The bound of a wait."""
         return self.wait_ms / 1000
 
     def link_options(self) -> LinkOptions:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from outrider.drafting.draft_tree import GrowingTree
 from outrider.drafting.inbox import Connected, Disconnected, DraftEvent, DraftInbox, Lost
@@ -21,7 +21,6 @@ from outrider.wire.frames import (
     SequenceGrowth,
     TreeLimits,
 )
-from outrider_vllm.chain import best_chain
 from outrider_vllm.config import ProposerConfig
 from outrider_vllm.tracking import Request, Seen, Tokens
 
@@ -29,22 +28,16 @@ from outrider_vllm.tracking import Request, Seen, Tokens
 log = logging.getLogger("vllm.outrider")
 
 
-@dataclass(eq=False)
-class _OpenRequest:
+class _OpenRequest(NamedTuple):
     """A request at the draft. `token_ids` begin with the last token that the open had: a tree looks no further back."""
 
     token_ids: list[int]
-    tree: GrowingTree = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.tree = GrowingTree(self.token_ids, 0)
+    tree: GrowingTree
 
 
 class Drafting(DraftInbox):
-    """The draft's tree of each request. A late, dead or lying draft costs speed and nothing else.
-
-    All but the inbox belongs to the thread that proposes.
-    """
+    """The draft's tree of each request. A late, dead or lying draft costs speed and nothing else. All but the inbox
+    belongs to the thread that proposes."""
 
     def __init__(self, config: ProposerConfig, vocabulary_size: int) -> None:
         super().__init__()
@@ -60,10 +53,8 @@ class Drafting(DraftInbox):
         self.late = 0
 
     def follow(self, seen: Iterable[tuple[Seen, Tokens, int]]) -> None:
-        """Open or advance every request of a step at the draft.
-
-        `seen` has, for each, what the tracker saw, its whole text [length], and how many of its tokens are the step's.
-        """
+        """Open or advance every request of a step at the draft. `seen` has, for each, what the tracker saw, its whole
+        text [length], and how many of its tokens are the step's."""
         self.listen()
         if self._link is None or not self.connected:
             return
@@ -77,7 +68,7 @@ class Drafting(DraftInbox):
                 self._open(number, text, max(1, len(text) - sampled))
             elif len(one.fresh) and self._are_tokens(number, one.fresh):
                 tokens = one.fresh.tolist()
-                followed.token_ids += tokens
+                followed.token_ids.extend(tokens)
                 followed.tree.advance(len(tokens))
                 advances.append(SequenceAdvance(number, followed.tree.step, tuple(tokens)))
         self._sent_at = time.monotonic()
@@ -89,7 +80,8 @@ class Drafting(DraftInbox):
         if not self._are_tokens(number, text):
             return
         token_ids = text.tolist()
-        self._open_requests[number] = _OpenRequest(token_ids[-1:])
+        followed = token_ids[-1:]
+        self._open_requests[number] = _OpenRequest(followed, GrowingTree(followed, 0))
         self._link.open(
             OpenSequence(
                 sequence_id=number,
@@ -221,3 +213,31 @@ def _can_draft(info: DraftInfo) -> bool:
         return False
     log.info("draft %s is connected", info.drafter)
     return True
+
+
+def best_chain(token_ids: Sequence[int], parents: Sequence[int], scores: Sequence[float], max_tokens: int) -> list[int]:
+    """The path of at most `max_tokens` nodes below the root of which most tokens are expected to be accepted.
+
+    Args:
+        token_ids: [nodes] token of each node; node 0 is the root, which is not part of the chain.
+        parents: [nodes] the parent of each node, an earlier one; of the root, itself.
+        scores: [nodes] in [0, 1], the probability that a node is accepted given that its parent is.
+
+    Returns:
+        Token ids from the root's child down. The expected tokens of a path are the sum, over its nodes, of the
+        probability that all nodes down to that one are accepted; of two equal paths the first to be named counts.
+    """
+    probabilities, expected, depths = [1.0], [0.0], [0]
+    best = 0
+    for node in range(1, len(token_ids)):
+        parent = parents[node]
+        probabilities.append(probabilities[parent] * scores[node])
+        expected.append(expected[parent] + probabilities[node])
+        depths.append(depths[parent] + 1)
+        if depths[node] <= max_tokens and expected[node] > expected[best]:
+            best = node
+    chain: list[int] = []
+    while best:
+        chain.append(token_ids[best])
+        best = parents[best]
+    return chain[::-1]

@@ -7,7 +7,6 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,35 +23,22 @@ _ERROR_SECONDS = 60.0
 _EXTERNAL_LAUNCHER = "external_launcher"
 
 
-@dataclass
-class _Counts:
-    """Of all steps so far: those with requests, tokens proposed, and those of them that vLLM kept."""
-
-    steps: int = 0
-    proposed: int = 0
-    accepted: int = 0
-
-
 class Proposer:
-    """vLLM's `custom_class` proposer over Outrider's draft service.
-
-    vLLM reads the drafts of one worker, the first of the tensor-parallel group, and sends them to all of them with the
-    next step. So that worker talks to the draft; the others have no connection and propose nothing.
-    """
+    """vLLM's `custom_class` proposer over Outrider's draft service. vLLM reads the drafts of one worker, the first of
+    the tensor-parallel group, and sends them to all of them with the next step. So that worker talks to the draft; the
+    others have no connection and propose nothing."""
 
     def __init__(self, vllm_config: Any) -> None:
-        """Begin to connect, in the background, to the draft that vLLM's `additional_config["outrider"]` or the
-        environment names (`ProposerConfig`).
-
-        Raises `SettingsError` for settings that cannot be meant: vLLM then does not start.
-        """
+        """Begin to connect, in the background, to the draft of `additional_config["outrider"]` or the environment
+        (`ProposerConfig`). Raises `SettingsError` for settings that cannot be meant: vLLM then does not start."""
         self._config = ProposerConfig.of(getattr(vllm_config, "additional_config", None), os.environ)
         self._max_tokens: int = vllm_config.speculative_config.num_speculative_tokens
         self._max_length: int = vllm_config.model_config.max_model_len
         vocabulary_size: int = vllm_config.model_config.get_vocab_size()
         self._tracker = RequestTracker(vllm_config.scheduler_config.max_num_seqs)
         self._drafting = Drafting(self._config, vocabulary_size)
-        self._counts = _Counts()
+        # Of all steps so far: those with requests, tokens proposed, and those of them that vLLM kept.
+        self._steps = self._tokens_proposed = self._tokens_accepted = 0
         # Tokens proposed for each request in the step before, by the request's number.
         self._proposed: dict[int, int] = {}
         self._logged_at, self._logged_error_at = time.monotonic(), -_ERROR_SECONDS
@@ -120,17 +106,17 @@ class Proposer:
             chains.append([] if one is None else self._drafting.chain(one.request, room))
             if one is not None and chains[-1]:
                 self._proposed[one.request.number] = len(chains[-1])
-                self._counts.proposed += len(chains[-1])
+                self._tokens_proposed += len(chains[-1])
         self._log()
         return chains
 
     def _count(self, seen: Sequence[Seen | None], sampled_token_ids: list[list[int]]) -> None:
         """Note what became of the chains of the step before."""
-        self._counts.steps += 1
+        self._steps += 1
         for one, sampled in zip(seen, sampled_token_ids, strict=True):
             if one is not None and sampled:
                 # The last token of a step is the target's own.
-                self._counts.accepted += min(len(sampled) - 1, self._proposed.get(one.request.number, 0))
+                self._tokens_accepted += min(len(sampled) - 1, self._proposed.get(one.request.number, 0))
         self._proposed.clear()
 
     def _log(self) -> None:
@@ -138,15 +124,10 @@ class Proposer:
         if not self._config.log_seconds or now - self._logged_at < self._config.log_seconds:
             return
         self._logged_at = now
-        counts, drafting = self._counts, self._drafting
         log.info(
             "draft %s: %d steps, %d tokens proposed, %d accepted, %d answers late, %d requests known",
-            "connected" if drafting.connected else "away",
-            counts.steps,
-            counts.proposed,
-            counts.accepted,
-            drafting.late,
-            len(self._tracker),
+            "connected" if self._drafting.connected else "away",
+            *(self._steps, self._tokens_proposed, self._tokens_accepted, self._drafting.late, len(self._tracker)),
         )
 
     def _start_over(self) -> None:
@@ -160,12 +141,9 @@ class Proposer:
 
 
 def _is_draft_rank(parallel_config: Any) -> bool:
-    """Whether this worker's drafts are the ones that vLLM reads.
-
-    Of the workers of a stage those are the first one's (`MultiprocExecutor._get_output_rank`). Engines that are
-    launched side by side have to schedule alike without exchanging anything, and drafts do not reach all of them in the
-    same step.
-    """
+    """Whether this worker's drafts are the ones that vLLM reads. Of the workers of a stage those are the first one's
+    (`MultiprocExecutor._get_output_rank`). Engines that are launched side by side have to schedule alike without
+    exchanging anything, and drafts do not reach all of them in the same step."""
     if parallel_config.distributed_executor_backend == _EXTERNAL_LAUNCHER:
         log.warning("no drafts: engines of an external launcher cannot be given the same ones")
         return False

@@ -27,13 +27,7 @@ ABSENT_SECONDS = 1.0
 
 @dataclass(eq=False)
 class Request:
-    """A request that was seen: how long its text was, how it ended, and a digest of the whole. The text is not kept.
-
-    Attributes:
-        number: never used twice.
-        row: of the batch, when it was seen last.
-        length: tokens of its text when it was seen last.
-    """
+    """A request that was seen: the place, length, end and digest of its text. Its `number` is never used twice."""
 
     number: int
     row: int

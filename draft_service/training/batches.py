@@ -18,23 +18,14 @@ _GRAIN = 128
 
 
 class Batch(NamedTuple):
-    """Texts and the rows of their unrolling (`unrolling.unroll`) that have a loss, step by step.
+    """Texts and the rows of their unrolling (`unrolling.unroll`) that have a loss, step by step."""
 
-    Attributes:
-        token_ids: [B, L] int64.
-        distribution_rows: [N] int64 places in [B * L] whose distributions are read from the target.
-        rows: [R] int64 places in [steps * B * L], step by step.
-        distributions: [R] int64 index in `distribution_rows` of each row's distribution.
-        next_tokens: [R] int64 the text's token there.
-        counts: rows of each step, R in all.
-    """
-
-    token_ids: Tensor
-    distribution_rows: Tensor
-    rows: Tensor
-    distributions: Tensor
-    next_tokens: Tensor
-    counts: tuple[int, ...]
+    token_ids: Tensor  # [B, L] int64
+    distribution_rows: Tensor  # [N] int64 places in [B * L] whose distributions are read from the target
+    rows: Tensor  # [R] int64 places in [steps * B * L], step by step
+    distributions: Tensor  # [R] int64 index in `distribution_rows` of each row's distribution
+    next_tokens: Tensor  # [R] int64 the text's token there
+    counts: tuple[int, ...]  # rows of each step, R in all
 
     def rows_of_heads(self, heads: int) -> list[int]:
         """Numbers of consecutive rows that `heads` lm_heads read: one head for each step, or one for all steps."""
@@ -50,10 +41,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The texts of every batch, as pairs of their padded length and their indices [b].
-
-    The same texts, settings, seed and pass give the same batches.
-    """
+    """The texts of every batch, as pairs of their padded length and indices [b]. Equal arguments give equal batches."""
 
     texts: Texts
     batch_tokens: int
@@ -61,7 +49,6 @@ class BatchPlan:
     seed: int
 
     def padded_length(self, length: int) -> int:
-        """The length that a text of this length is padded to."""
         longest = -(-self.max_length // _GRAIN) * _GRAIN
         edge = _GRAIN
         while edge < length:

@@ -30,18 +30,14 @@ from outrider.settings import SettingsError
 _DEVIATION = 0.02
 # As a share of the mean square of the target's rows. Chosen, not measured: small beside 1, large beside rounding.
 _RIDGE = 1e-3
-# The MLP of a head with another width than its target is 8/3 of that width, rounded up to a multiple of this, where
-# Llama takes 256. Chosen, not measured: multiples of 8 fill the tiles of tensor cores, and 256 would add an eighth to
-# a width of 256.
+# The MLP of a head with another width than its target is 8/3 of that width, rounded up to a multiple of this. Chosen,
+# not measured: multiples of 8 fill the tiles of tensor cores, and Llama's 256 would add an eighth to a width of 256.
 _MLP_GRAIN = 64
 
 
 def new_head_config(config: TrainingConfig, facts: TeacherFacts, draft_vocab_size: int) -> HeadConfig:
-    """The shape of a new EAGLE-3 head: that of the target's layers, but for what the settings change.
-
-    Raises:
-        SettingsError: attention heads do not divide the width.
-    """
+    """The shape of a new EAGLE-3 head: that of the target's layers, but for what the settings change. Raises
+    `SettingsError` where attention heads do not divide the width."""
     hidden = config.hidden or facts.hidden_size
     heads, kv_heads, head_dim = facts.num_heads, facts.num_kv_heads, facts.head_dim
     intermediate = config.intermediate or facts.intermediate_size
@@ -119,14 +115,8 @@ def new_head(shape: HeadConfig | MedusaShape, tokens: Tensor | None, weights: Te
 
 def new_medusa_head(shape: MedusaShape, tokens: Tensor | None, lm_head: Tensor) -> MedusaHead:
     """Medusa heads that start as the target's lm_head, with residual blocks of zeros (arXiv 2401.10774, section 2.1).
-
     So all of them first predict the target's next token, and learn to look further ahead from there. A block of zeros
-    has a gradient, since that of `silu` at 0 is one half.
-
-    Args:
-        tokens: [V'] target ids of the heads' vocabulary; None for all.
-        lm_head: [vocab_size, H] of the target.
-    """
+    has a gradient, since that of `silu` at 0 is one half."""
     heads = MedusaHead(shape, tokens)
     rows = lm_head.float().cpu()
     with torch.no_grad():
@@ -138,14 +128,9 @@ def new_medusa_head(shape: MedusaShape, tokens: Tensor | None, lm_head: Tensor) 
 
 
 def new_eagle_head(shape: HeadConfig, tokens: Tensor | None, weights: TeacherWeights, seed: int) -> EagleHead:
-    """An EAGLE-3 head that starts as the target's lm_head over its high layer, plus small noise.
-
-    Its token embedding is the target's and is not trained, nor is a tied lm_head. Where the head has another width than
-    the target, embedding, lm_head and features are mapped by the same random orthonormal matrix.
-
-    Args:
-        tokens: [V'] target ids of the head's vocabulary; None for all.
-    """
+    """An EAGLE-3 head that starts as the target's lm_head over its high layer, plus small noise. Its token embedding is
+    the target's and is not trained, nor is a tied lm_head. Where the head has another width than the target, embedding,
+    lm_head and features are mapped by the same random orthonormal matrix."""
     generator = torch.Generator().manual_seed(seed)
     head = EagleHead(shape, tokens)
     lm_head, embedding = weights.lm_head.float().cpu(), weights.embedding.float().cpu()
@@ -167,11 +152,8 @@ def new_eagle_head(shape: HeadConfig, tokens: Tensor | None, weights: TeacherWei
 
 
 def initial_head(config: TrainingConfig, facts: TeacherFacts) -> Head | None:
-    """The head of `--init` in fp32 on the CPU, ready to be trained for this teacher; None without that setting.
-
-    Raises:
-        SettingsError: there is no such head, or it is for another target or of another kind.
-    """
+    """The head of `--init` in fp32 on the CPU, ready to be trained for this teacher; None without that setting. Raises
+    `SettingsError` when there is no such head, or it is for another target or of another kind."""
     if not config.init:
         return None
     medusa = config.kind == "medusa"
@@ -213,18 +195,11 @@ def deepened(head: EagleHead, layers: int, seed: int) -> EagleHead:
 
 
 def with_vocabulary(head: EagleHead, tokens: Tensor | None, target_lm_head: Tensor) -> EagleHead:
-    """A copy of the head with another draft vocabulary, to be trained.
+    """A copy of the head, in fp32 on the CPU, to be trained with the ascending `tokens` [V'], None for all.
 
-    Tokens that it had keep their rows of the lm_head. New ones start with the target's rows, mapped linearly as fits
-    the rows that both have.
-
-    Args:
-        head: in fp32 on the CPU.
-        tokens: [V'] target ids in ascending order; None for all.
-        target_lm_head: [vocab_size, target_hidden_size].
-
-    Raises:
-        SettingsError: its lm_head is the target's, or has another width.
+    Tokens that it had keep their rows of the lm_head. New ones start with the rows of `target_lm_head` [vocab_size,
+    target_hidden_size], mapped linearly as fits the rows that both have. Raises `SettingsError` when its lm_head is the
+    target's, or has another width.
     """
     if head.config.tied_lm_head or head.config.hidden_size != head.config.target_hidden_size:
         raise SettingsError("--new-vocabulary takes a head of the target's width with an lm_head of its own")
@@ -245,7 +220,6 @@ def with_vocabulary(head: EagleHead, tokens: Tensor | None, target_lm_head: Tens
 
 
 def _randomise(module: nn.Module, generator: torch.Generator) -> None:
-    """Draw the matrices of a module."""
     for parameter in module.parameters():
         if parameter.ndim == 2:
             parameter.normal_(0.0, _DEVIATION, generator=generator)

@@ -112,7 +112,6 @@ class TrainingConfig(Settings):
 
     @property
     def token_goal(self) -> int:
-        """`tokens` as a number."""
         match = _AMOUNT.fullmatch(self.tokens.strip().replace("_", ""))
         if match is None:
             raise SettingsError(f"--tokens: {self.tokens!r} is not an amount such as 500k or 20M")
@@ -120,7 +119,6 @@ class TrainingConfig(Settings):
 
     @property
     def temperature_list(self) -> tuple[float, ...]:
-        """`temperatures` as numbers."""
         try:
             return tuple(float(word) for word in self.temperatures.split(","))
         except ValueError:

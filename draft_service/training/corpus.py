@@ -22,21 +22,13 @@ from outrider.distillation import WrittenText
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Texts in ascending order of their numbers.
+    """Texts in ascending order of their numbers."""
 
-    Attributes:
-        token_ids: [N] int32 of all texts, one after the other.
-        starts: [n + 1] int64; text i is `token_ids[starts[i] : starts[i + 1]]`.
-        prompt_lengths: [n] int32.
-        temperatures: [n] float32.
-        numbers: [n] int64, as in `WrittenText`.
-    """
-
-    token_ids: NDArray[np.int32]
-    starts: NDArray[np.int64]
-    prompt_lengths: NDArray[np.int32]
-    temperatures: NDArray[np.float32]
-    numbers: NDArray[np.int64]
+    token_ids: NDArray[np.int32]  # [N] of all texts, one after the other
+    starts: NDArray[np.int64]  # [n + 1] text i is `token_ids[starts[i] : starts[i + 1]]`
+    prompt_lengths: NDArray[np.int32]  # [n]
+    temperatures: NDArray[np.float32]  # [n]
+    numbers: NDArray[np.int64]  # [n] as in `WrittenText`
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -90,7 +82,6 @@ class Corpus:
 
     @property
     def tokens(self) -> int:
-        """Tokens in all files so far."""
         return sum(tokens for tokens, _ in self._scan().values())
 
     def next_number(self, writer: int, writers: int) -> int:
@@ -133,8 +124,7 @@ def answer_counts(texts: Texts, vocab_size: int) -> NDArray[np.int64]:
 
 
 def choose_tokens(counts: NDArray[np.int64], size: int) -> Tensor | None:
-    """[size] int64: the most frequent token ids in ascending order, of equals the lower ids. None for the whole
-    vocabulary."""
+    """[size] int64: the most frequent token ids in ascending order, of equals the lower ids; None for all."""
     if size == 0 or size >= len(counts):
         return None
     return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:size]))

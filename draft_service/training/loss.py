@@ -1,5 +1,4 @@
-"""Soft cross-entropy of the head's distribution against the target's, computed in pieces: the logits of a whole batch
-would not fit in memory."""
+"""Soft cross-entropy of the head's distribution against the target's, in pieces: all logits would not fit in memory."""
 
 from __future__ import annotations
 

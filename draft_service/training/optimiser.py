@@ -35,10 +35,8 @@ class MasterAdamW:
         masters: nn.Module,
         average: Callable[[Tensor], None] | None = None,
     ) -> None:
-        """`masters` is the same module in fp32, whose values are copied.
-
-        `average` replaces a vector of all gradients, [weights] fp32, by the mean over several devices.
-        """
+        """`masters` is the same module in fp32, whose values are copied. `average` replaces a vector of all gradients,
+        [weights] fp32, by the mean over several devices."""
         self._names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
         own, wide = dict(module.named_parameters()), dict(masters.named_parameters())
         self._weights: list[Tensor] = [own[name] for name in self._names]
@@ -99,7 +97,6 @@ class MasterAdamW:
         return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore `state`."""
         for name, master in zip(self._names, self._masters, strict=True):
             master.copy_(tensors[f"master.{name}"])
             moments = {key: tensors[f"{key}.{name}"] for key in ("exp_avg", "exp_avg_sq", "step")}

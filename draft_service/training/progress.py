@@ -15,8 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 log = logging.getLogger(__name__)
-# Between log lines. Chosen, not measured: a run of minutes should not seem to hang, and one of hours should not flood
-# its log.
+# Between log lines. Chosen, not measured: a run of minutes should not seem to hang, nor one of hours flood its log.
 _LINE_SECONDS = 10.0
 
 
@@ -74,7 +73,6 @@ class Budget:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the start."""
         return time.monotonic() - self.began
 
     @property

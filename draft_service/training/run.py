@@ -8,9 +8,12 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -22,29 +25,30 @@ from draft_service.training.corpus import Texts, answer_counts, choose_tokens, c
 from draft_service.training.parallel.followers import followers
 from draft_service.training.parallel.group import Group
 from draft_service.training.progress import Budget, phase
-from draft_service.training.run_folder import RunFolder, training_record
-from draft_service.training.trainer import Trainer
+from draft_service.training.run_folder import RunFolder
+from draft_service.training.trainer import Progress, Trainer
 from draft_service.training.unrolling import Head
 from draft_service.training.validation import DEPTH, Acceptance, Validator, hold_out
 from draft_service.training.writing import read_prompts, write_texts
 from outrider.devices import check_device, choose_device
 from outrider.distillation import Teacher, TeacherSettings, load_teacher
+from outrider.machine import describe_machine, describe_versions
 from outrider.settings import SettingsError
 
 log = logging.getLogger(__name__)
 # Reserved of --minutes for the last validation and saving: this multiple of the first validation's time, plus seconds.
 _RESERVE_VALIDATIONS, _RESERVE_SECONDS = 2.0, 3.0
+# Packages whose versions are recorded beside the usual ones.
+_PACKAGES = ("triton", "safetensors")
+# Losses in a record, at most.
+_CURVE_POINTS = 200
 # The module that runs on each device but the first; it calls `follow`.
-_FOLLOWER = "draft_service.training.workers.follower"
+_WORKER = "draft_service.training.worker"
 
 
 def train_head(config: TrainingConfig, command: Sequence[str]) -> Path:
-    """Write text, train a head on it, and save it with its record. Returns the head's folder.
-
-    Raises:
-        SettingsError: settings that do not fit the model, the machine or the run in the folder.
-        WriterFailed, TrainingDiverged, FollowerFailed: see there.
-    """
+    """Write text, train a head on it, and save it with its record; returns its folder. Raises `SettingsError` for
+    settings that do not fit the model, the machine or the run; `WriterFailed`, `TrainingDiverged`, `FollowerFailed`."""
     budget = Budget(60.0 * config.minutes)
     for device in config.devices:
         check_device(device)
@@ -68,7 +72,10 @@ def train_head(config: TrainingConfig, command: Sequence[str]) -> Path:
             "--resume goes on, with more --tokens or --minutes"
         )
     counts = answer_counts(texts, teacher.facts.vocab_size)
-    tokens = _token_map(config, folder, counts, first)
+    if not folder.written:
+        kept = None if config.new_vocabulary else first
+        folder.save_tokens(choose_tokens(counts, config.vocabulary) if kept is None else kept.token_ids)
+    tokens = folder.tokens()
     log.info(
         "%d texts of %d tokens in %.0f s; the head's tokens cover %.2f %% of the answers",
         *(len(texts), len(texts.token_ids), budget.elapsed, 100 * coverage(counts, tokens)),
@@ -80,14 +87,7 @@ def train_head(config: TrainingConfig, command: Sequence[str]) -> Path:
 
 def follow(config: TrainingConfig, group: Group) -> None:
     """Take part in `train_head` on a device other than the first: every step with the leader, and nothing else.
-
-    Args:
-        config: the leader's, with `resume`, since the run's folder exists.
-        group: this process's place.
-
-    Raises:
-        GroupLost, DevicesDisagree: see there.
-    """
+    `config` is the leader's, with `resume`, since the run's folder exists. Raises `GroupLost`, `DevicesDisagree`."""
     device = config.devices[group.rank]
     choose_device(device)
     folder = RunFolder(config)
@@ -127,19 +127,6 @@ def _trainer(
     return trainer
 
 
-def _token_map(
-    config: TrainingConfig, folder: RunFolder, counts: NDArray[np.int64], first: Head | None
-) -> Tensor | None:
-    """The run's draft vocabulary. A new run chooses it by the text, or takes that of its initial head."""
-    if not folder.written:
-        if first is None or config.new_vocabulary:
-            tokens = choose_tokens(counts, config.vocabulary)
-        else:
-            tokens = first.token_ids
-        folder.save_tokens(tokens)
-    return folder.tokens()
-
-
 @dataclass(frozen=True, slots=True)
 class _Run:
     """Training, and what its record needs. `seconds` is the time that each part took so far."""
@@ -158,7 +145,7 @@ class _Run:
         # Started first: followers load the teacher while this process does.
         settings = json.dumps(asdict(replace(config, resume=True)))
         several = len(config.devices) > 1
-        with followers(_FOLLOWER, settings, config.devices) if several else contextlib.nullcontext() as beside:
+        with followers(_WORKER, settings, config.devices) if several else contextlib.nullcontext() as beside:
             group = None if beside is None else beside.group
             trainer = _trainer(config, self.folder, self.texts, teacher, tokens, first, group)
             began = time.monotonic()
@@ -181,7 +168,43 @@ class _Run:
             log.info("head not saved: an earlier one reached %.3f", best)
             return
         self.seconds["all"] = self.budget.elapsed
-        record = training_record(
-            self.config, self.command, self.texts, self.counts, trainer.head, trainer.progress, self.seconds
-        )
-        save(trainer.head, self.config.out_folder, record)
+        save(trainer.head, self.config.out_folder, self._record(trainer.head, trainer.progress))
+
+    def _record(self, head: Head, progress: Progress) -> dict[str, Any]:
+        """The contents of training.json."""
+        step = max(1, -(-len(progress.losses) // _CURVE_POINTS))
+        return {
+            "model": self.config.model,
+            "command": list(self.command),
+            "finished": progress.fraction >= 1,
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": describe_machine() | _gpus(self.config.devices),
+            "versions": describe_versions(_PACKAGES),
+            "text": {
+                "texts": len(self.texts),
+                "tokens": len(self.texts.token_ids),
+                "answer_tokens": int(self.counts.sum()),
+                "mean_length": round(len(self.texts.token_ids) / max(1, len(self.texts)), 1),
+                "vocabulary_coverage": round(coverage(self.counts, head.token_ids), 5),
+            },
+            "training": {
+                "steps": progress.step,
+                "passes": round(progress.tokens / max(1, len(self.texts.token_ids)), 2),
+                "tokens_read": progress.tokens,
+                "tokens_per_second": round(progress.tokens / max(1e-9, progress.seconds)),
+            },
+            "seconds": {name: round(value, 1) for name, value in self.seconds.items()},
+            "parameters": sum(one.numel() for one in head.parameters() if one.requires_grad),
+            "acceptance": progress.validations[-1] if progress.validations else None,
+            "validations": progress.validations,
+            "losses": progress.losses[::step],
+            "settings": asdict(self.config),
+        }
+
+
+def _gpus(devices: Sequence[str]) -> dict[str, Any]:
+    """The first GPU's name and memory used, and the number of GPUs; empty on a CPU."""
+    if not devices[0].startswith("cuda"):
+        return {}
+    used = torch.cuda.max_memory_reserved(devices[0]) / 2**30
+    return {"gpu": torch.cuda.get_device_name(devices[0]), "gpus": len(devices), "gpu_gib_used": round(used, 1)}

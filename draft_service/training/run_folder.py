@@ -1,27 +1,21 @@
-"""The folder of a run: settings, text, draft vocabulary, last checkpoint; and the record of a training."""
+"""The folder of a run: settings, text, draft vocabulary, last checkpoint."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draft_service.training.config import TrainingConfig
-from draft_service.training.corpus import Corpus, Texts, coverage
-from draft_service.training.trainer import Progress
-from draft_service.training.unrolling import Head
-from outrider.machine import describe_machine, describe_versions
+from draft_service.training.corpus import Corpus
 from outrider.settings import SettingsError, unreadable
 
 # Settings that text and weights depend on, which cannot change when a run is resumed.
@@ -36,22 +30,25 @@ class RunFolder:
     """What a run needs to be resumed. Every file is written beside its place and then moved there."""
 
     def __init__(self, config: TrainingConfig) -> None:
-        """Check that the run can be started or resumed. Call `begin` next.
-
-        Raises:
-            SettingsError: the folder holds a run that is not to be resumed, or that has other settings; there is no run
-                to resume; or the folder cannot be written.
-        """
+        """Check that the run can be started or resumed; call `begin` next. Raises `SettingsError` for a folder with a
+        run that is not to be resumed or has other settings, without one to resume, or that cannot be written."""
         self._config = config
         self._folder = config.run_folder
         self._settings = self._folder / "settings.json"
         if self._settings.exists():
             if not config.resume:
                 raise SettingsError(f"{self._folder} holds a run: --resume goes on with it, or name another --out")
-            before = json.loads(self._settings.read_text())
-            _check_same(before, config)
-            if not (self.written or config.text):
-                _check_writers(before, config)
+            before, now = json.loads(self._settings.read_text()), asdict(config)
+            changed = [name for name in _FIXED if name in before and before[name] != now[name]]
+            if changed:
+                wanted = ", ".join(f"--{name.replace('_', '-')} {before[name]}" for name in changed)
+                raise SettingsError(f"the run that is there was begun with {wanted}")
+            # Texts are numbered by writer, and every device has at least one.
+            writers = max(before["writers"], len(before["device"].split(",")))
+            if not (self.written or config.text) and writers != config.writers_at_once:
+                raise SettingsError(
+                    f"the text that is there was begun by {writers} writers on --device {before['device']}"
+                )
         elif config.resume:
             raise SettingsError(f"{self._folder} holds no run to go on with")
         above = next(folder for folder in self._folder.absolute().parents if folder.exists())
@@ -69,7 +66,6 @@ class RunFolder:
         return self.corpus()
 
     def corpus(self) -> Corpus:
-        """The text that is trained on."""
         return Corpus(Path(self._config.text) if self._config.text else self._folder / "text")
 
     @property
@@ -93,7 +89,6 @@ class RunFolder:
         self._move("checkpoint.safetensors", lambda path: save_file(dict(tensors), path, metadata=metadata))
 
     def checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Tensors and state of the last checkpoint, if there is one."""
         path = self._folder / "checkpoint.safetensors"
         if not path.exists():
             return None
@@ -105,77 +100,3 @@ class RunFolder:
         partial = self._folder / f"{name}.partial"
         write(partial)
         partial.rename(self._folder / name)
-
-
-def _check_same(before: Mapping[str, Any], config: TrainingConfig) -> None:
-    now = asdict(config)
-    changed = [name for name in _FIXED if name in before and before[name] != now[name]]
-    if changed:
-        wanted = ", ".join(f"--{name.replace('_', '-')} {before[name]}" for name in changed)
-        raise SettingsError(f"the run that is there was begun with {wanted}")
-
-
-def _check_writers(before: Mapping[str, Any], config: TrainingConfig) -> None:
-    """Texts are numbered by writer, and every device has at least one writer."""
-    begun = max(before["writers"], len(before["device"].split(",")))
-    if begun != config.writers_at_once:
-        raise SettingsError(f"the text that is there was begun by {begun} writers on --device {before['device']}")
-
-
-# Packages whose versions are recorded beside the usual ones.
-_PACKAGES = ("triton", "safetensors")
-# Losses in a record, at most.
-_CURVE_POINTS = 200
-
-
-def training_record(
-    config: TrainingConfig,
-    command: Sequence[str],
-    texts: Texts,
-    counts: NDArray[np.int64],
-    head: Head,
-    progress: Progress,
-    seconds: Mapping[str, float],
-) -> dict[str, Any]:
-    """The contents of training.json.
-
-    Args:
-        counts: [vocab_size] how often each token occurs in answers.
-        seconds: wall time of each part.
-    """
-    step = max(1, -(-len(progress.losses) // _CURVE_POINTS))
-    return {
-        "model": config.model,
-        "command": list(command),
-        "finished": progress.fraction >= 1,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": describe_machine() | _gpus(config.devices),
-        "versions": describe_versions(_PACKAGES),
-        "text": {
-            "texts": len(texts),
-            "tokens": len(texts.token_ids),
-            "answer_tokens": int(counts.sum()),
-            "mean_length": round(len(texts.token_ids) / max(1, len(texts)), 1),
-            "vocabulary_coverage": round(coverage(counts, head.token_ids), 5),
-        },
-        "training": {
-            "steps": progress.step,
-            "passes": round(progress.tokens / max(1, len(texts.token_ids)), 2),
-            "tokens_read": progress.tokens,
-            "tokens_per_second": round(progress.tokens / max(1e-9, progress.seconds)),
-        },
-        "seconds": {name: round(value, 1) for name, value in seconds.items()},
-        "parameters": sum(one.numel() for one in head.parameters() if one.requires_grad),
-        "acceptance": progress.validations[-1] if progress.validations else None,
-        "validations": progress.validations,
-        "losses": progress.losses[::step],
-        "settings": asdict(config),
-    }
-
-
-def _gpus(devices: Sequence[str]) -> dict[str, Any]:
-    """The first GPU's name and memory used, and the number of GPUs; empty on a CPU."""
-    if not devices[0].startswith("cuda"):
-        return {}
-    used = torch.cuda.max_memory_reserved(devices[0]) / 2**30
-    return {"gpu": torch.cuda.get_device_name(devices[0]), "gpus": len(devices), "gpu_gib_used": round(used, 1)}

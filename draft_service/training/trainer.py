@@ -38,25 +38,17 @@ class DevicesDisagree(Exception):
 
 @dataclass(slots=True)
 class Progress:
-    """The state of training that a checkpoint holds.
+    """The state of training that a checkpoint holds."""
 
-    Attributes:
-        step: steps done, each of one batch per device.
-        epoch, index: the pass and the batch in it that come next.
-        fraction: share of the training that is done, by steps or by time.
-        tokens: text tokens read, without padding.
-        seconds: time spent, over all runs.
-        losses: one entry per report: step, seconds, tokens, mean loss by step of the unrolling, on the first device.
-        validations: one entry each: step, seconds, tokens, and the fields of `Acceptance`.
-    """
-
-    step: int = 0
-    epoch: int = 0
-    index: int = 0
-    fraction: float = 0.0
-    tokens: int = 0
-    seconds: float = 0.0
+    step: int = 0  # steps done, each of one batch per device
+    epoch: int = 0  # the pass that comes next
+    index: int = 0  # the batch in it
+    fraction: float = 0.0  # share of the training that is done, by steps or by time
+    tokens: int = 0  # text tokens read, without padding
+    seconds: float = 0.0  # time spent, over all runs
+    # One entry per report: step, seconds, tokens, mean loss by step of the unrolling, on the first device.
     losses: list[dict[str, Any]] = field(default_factory=list)
+    # One entry each: step, seconds, tokens, and the fields of `Acceptance`.
     validations: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -86,12 +78,9 @@ class Trainer:
         self._device = reader.weights().lm_head.device
         self.head = computing_copy(head, self._device, getattr(torch, config.dtype))
         self._group = group
+        average = None if group is None else group.average
         self._optimiser = MasterAdamW(
-            self.head,
-            weight_decay=config.weight_decay,
-            clip=config.clip,
-            masters=head,
-            average=None if group is None else group.average,
+            self.head, weight_decay=config.weight_decay, clip=config.clip, masters=head, average=average
         )
         self._reader = reader
         self._plan = plan
@@ -104,21 +93,15 @@ class Trainer:
         self.progress = Progress()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors and progress, for a checkpoint."""
         return self._optimiser.state(), asdict(self.progress)
 
     def load(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """Restore `state`."""
         self._optimiser.load(tensors)
         self.progress = Progress(**state)
 
     def synchronise(self, check: Callable[[], None] = lambda: None) -> None:
-        """Take over the weights of the group's leader. `check` as in `Group.connect`.
-
-        Raises:
-            DevicesDisagree: this follower read other text than the leader, or is at another batch.
-            GroupLost: see there.
-        """
+        """Take over the weights of the group's leader. `check` as in `Group.connect`. Raises `DevicesDisagree` when
+        this follower read other text than the leader, or is at another batch; `GroupLost`."""
         group, progress, texts = self._group, self.progress, self._plan.texts
         if group is None:
             return
@@ -147,14 +130,9 @@ class Trainer:
     def run(
         self, seconds: float, shown: Phase, on_validated: Callable[[Acceptance], None], until: int | None = None
     ) -> None:
-        """Train to the end of the schedule, or up to step `until`.
-
-        The schedule ends after `seconds`, or with the last pass if that comes first.
-
-        Raises:
-            TrainingDiverged: the loss is not finite.
-            GroupLost: a device of the group, which this process leads, was lost.
-        """
+        """Train to the end of the schedule, or up to step `until`. The schedule ends after `seconds`, or with the last
+        pass if that comes first. Raises `TrainingDiverged` when the loss is not finite; `GroupLost` when a device of
+        the group, which this process leads, was lost."""
         progress, began = self.progress, time.monotonic()
         first, seconds_before = progress.fraction, progress.seconds
         validated = reported = began
@@ -200,7 +178,6 @@ class Trainer:
         return losses
 
     def _next_batch(self) -> Batch:
-        """This device's batch of the step."""
         rank, size = (0, 1) if self._group is None else (self._group.rank, self._group.size)
         padded, chosen = [self._take() for _ in range(size)][rank]
         rows = self._plan.batch_tokens // padded

@@ -43,14 +43,9 @@ def lm_heads(head: Head) -> tuple[Tensor, ...]:
 
 
 def unroll(head: EagleHead, states: Tensor, token_ids: Tensor, steps: int) -> Tensor:
-    """Inputs of `EagleHead.logits` for every row of every step: [steps, B, L, H].
-
-    Rows whose token would be past the end of the text read token 0; their output is meaningless.
-
-    Args:
-        states: [B, L, F * W] hidden states of the target.
-        token_ids: [B, L] int64.
-    """
+    """Inputs of `EagleHead.logits` for every row of every step: [steps, B, L, H]. Rows whose token would be past the
+    end of the text read token 0; their output is meaningless. `states` [B, L, F * W] are the target's hidden states,
+    `token_ids` [B, L] int64."""
     length = token_ids.shape[1]
     positions = torch.arange(length, device=token_ids.device).expand_as(token_ids)
     attention = UnrolledAttention(length, token_ids.device)
@@ -66,11 +61,9 @@ def unroll(head: EagleHead, states: Tensor, token_ids: Tensor, steps: int) -> Te
 
 
 class UnrolledAttention:
-    """An `Attend` over the keys of all steps so far: causal over those of step 0, row by row over the later ones.
-
-    The keys of all steps are concatenated under one mask, which a fused kernel takes: no scores are stored, and the
-    masked work is small beside the head's matrix products.
-    """
+    """An `Attend` over the keys of all steps so far: causal over those of step 0, row by row over the later ones. The
+    keys of all steps are concatenated under one mask, which a fused kernel takes: no scores are stored, and the masked
+    work is small beside the head's matrix products."""
 
     def __init__(self, length: int, device: torch.device) -> None:
         self._step = 0

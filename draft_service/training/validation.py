@@ -27,29 +27,21 @@ _SHARE = 4
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Results of greedy chains of guesses: of `DEPTH` each, or of one for each Medusa head.
+    """Results of greedy chains of guesses: of `DEPTH` each, or of one for each Medusa head."""
 
-    Attributes:
-        roots: places that a chain was drafted from.
-        reached: [depth] share of the chains that were accepted up to each depth or beyond.
-        by_depth: [depth] share of the guesses at each depth that were accepted, given that those before them were.
-        mean_length: tokens per step, the target's own included.
-        agreement: share of the text's tokens that are the teacher's most probable ones of the draft vocabulary. Less
-            than one where the text's token is not in the vocabulary, or reading and writing round differently.
-    """
-
-    roots: int
-    reached: tuple[float, ...]
+    roots: int  # places that a chain was drafted from
+    reached: tuple[float, ...]  # [depth] share of the chains that were accepted up to each depth or beyond
+    # [depth] share of the guesses at each depth that were accepted, given that those before them were.
     by_depth: tuple[float, ...]
-    mean_length: float
+    mean_length: float  # tokens per step, the target's own included
+    # Share of the text's tokens that are the teacher's most probable ones of the draft vocabulary. Less than one where
+    # the text's token is not in the vocabulary, or reading and writing round differently.
     agreement: float
 
 
 def hold_out(texts: Texts, wanted: int, temperatures: int) -> tuple[Texts, Texts]:
     """Texts to train on, and the first `wanted` greedy ones to validate with: a quarter of these at most, one at least.
-
-    Answers to a held-out prompt at its other `temperatures` are not trained on either.
-    """
+    Answers to a held-out prompt at its other `temperatures` are not trained on either."""
     greedy = np.flatnonzero(texts.temperatures == 0)
     held = greedy[: min(wanted, max(1, len(greedy) // _SHARE))]
     questions = np.unique(texts.numbers[held] // temperatures)
@@ -74,12 +66,8 @@ class Validator:
     @torch.inference_mode()
     def measure(self, head: Head) -> Acceptance:
         """Draft a chain from every place of every text."""
-        matches, agreed = [], []
-        for batch in self._batches:
-            found, agreeing = self._matches(head, batch)
-            matches.append(found.cpu())
-            agreed.append(agreeing.cpu())
-        return acceptance_of(torch.cat(matches), torch.cat(agreed))
+        matches, agreeing = zip(*(self._matches(head, batch) for batch in self._batches), strict=True)
+        return acceptance_of(torch.cat(matches).cpu(), torch.cat(agreeing).cpu())
 
     def _matches(self, head: Head, batch: Batch) -> tuple[Tensor, Tensor]:
         """[roots, depth] whether each guess is the text's token, and [roots] whether the target's first one is."""

@@ -33,10 +33,7 @@ class WriterFailed(Exception):
 
 def read_prompts(path: str) -> tuple[tuple[str, ...], ...]:
     """User turns of every conversation in a file: JSON lines with `turns`, or a prompt per line. Empty without a path.
-
-    Raises:
-        SettingsError: the file cannot be read, or a line has another form.
-    """
+    Raises `SettingsError` when the file cannot be read, or a line has another form."""
     if not path:
         return ()
     try:
@@ -54,9 +51,15 @@ def read_prompts(path: str) -> tuple[tuple[str, ...], ...]:
     return tuple(conversations)
 
 
-def writing_order(config: TrainingConfig, corpus: Corpus, writer: int) -> WritingOrder:
-    """The texts that one of the writers is to write next."""
-    return WritingOrder(
+def write_here(
+    teacher: Teacher, config: TrainingConfig, corpus: Corpus, seconds: float, shown: Callable[[], None], writer: int = 0
+) -> None:
+    """Write in this process. When it is interrupted, finished texts are saved."""
+    deadline, saved = time.monotonic() + seconds, time.monotonic()
+    # Updated with the text of other writers at each save.
+    missing = config.token_goal - corpus.tokens
+    waiting: list[WrittenText] = []
+    order = WritingOrder(
         conversations=read_prompts(config.prompts),
         sampled_prompts=config.sampled_prompts,
         temperatures=config.temperature_list,
@@ -69,17 +72,7 @@ def writing_order(config: TrainingConfig, corpus: Corpus, writer: int) -> Writin
         first=corpus.next_number(writer, config.writers_at_once),
         stride=config.writers_at_once,
     )
-
-
-def write_here(
-    teacher: Teacher, config: TrainingConfig, corpus: Corpus, seconds: float, shown: Callable[[], None], writer: int = 0
-) -> None:
-    """Write in this process. When it is interrupted, finished texts are saved."""
-    deadline, saved = time.monotonic() + seconds, time.monotonic()
-    # Updated with the text of other writers at each save.
-    missing = config.token_goal - corpus.tokens
-    waiting: list[WrittenText] = []
-    texts = teacher.write(writing_order(config, corpus, writer))
+    texts = teacher.write(order)
     try:
         for text in texts:
             waiting.append(text)
@@ -101,12 +94,8 @@ def write_here(
 
 
 def write_texts(teacher: Teacher, config: TrainingConfig, corpus: Corpus, budget: Budget, shown: Phase) -> None:
-    """Write text until there is enough or its share of the budget is over.
-
-    Raises:
-        WriterFailed: all of several writers have ended, and some failed.
-        SettingsError: see `Teacher.write`.
-    """
+    """Write text until there is enough or its share of the budget is over. Raises `WriterFailed` when all of several
+    writers have ended, and some failed; `SettingsError` as `Teacher.write`."""
     seconds, before, began = budget.part(config.writing_share), corpus.tokens, time.monotonic()
 
     def show() -> None:
@@ -135,8 +124,8 @@ def write_texts(teacher: Teacher, config: TrainingConfig, corpus: Corpus, budget
 
 @contextlib.contextmanager
 def _writers(config: TrainingConfig, seconds: float) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Processes of `workers.writer.main`, terminated at the end of the block."""
-    command = [sys.executable, "-m", "draft_service.training.workers.writer", json.dumps(asdict(config))]
+    """Processes of `worker.main`, terminated at the end of the block."""
+    command = [sys.executable, "-m", "draft_service.training.worker", "write", json.dumps(asdict(config))]
     environment = shared_cores(config.writers_at_once)
     processes = [
         subprocess.Popen([*command, str(writer), str(seconds)], env=environment)

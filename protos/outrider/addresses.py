@@ -9,8 +9,7 @@ _URL_SCHEMES = {"http": False, "https": True, "grpc": False, "grpcs": True}
 
 
 def address_problem(address: str) -> str | None:
-    """Why this is no address, in one line; None for HOST:PORT, unix:PATH and gRPC's names (`dns:///`, `ipv4:`, `ipv6:`,
-    `unix:`, `passthrough:///`)."""
+    """Why this is no address, in one line; None for HOST:PORT, unix:PATH and gRPC's names, such as `dns:///`."""
     reason = _reason(address)
     return None if reason is None else f"{address!r} is not HOST:PORT or unix:PATH: {reason}"
 

@@ -17,17 +17,13 @@ from pathlib import Path
 # (two H100, `benchmarks/results/2026-11-25-h100-widened-eleventh.md`).
 BUSY_POLL_SECONDS = 0.01
 MOST_BUSY_POLL_SECONDS = 0.1
-# With fewer cores no loop polls. One each for an engine, its service's front, two polling loops and gRPC's threads
-# behind them, and two spare.
+# With fewer cores no loop polls. One each for engine, front, two polling loops, gRPC's threads behind them; two spare.
 LEAST_CORES = 8
 
 
 class BusyPolling:
-    """Keeps the running event loop polling for some seconds after each `start`.
-
-    Each poll releases the interpreter. For a process whose other threads compute little: they must acquire the
-    interpreter again after each poll.
-    """
+    """Keeps the running event loop polling for some seconds after each `start`. Each poll releases the interpreter. For
+    a process whose other threads compute little: they must acquire the interpreter again after each poll."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         """With 0 seconds the loop never polls. `clock` is in seconds."""

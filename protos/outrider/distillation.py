@@ -1,8 +1,7 @@
 """What a drafter learns from its target, as plain values: text that the target wrote, hidden states and distributions.
 
 The trainer is in the draft service and the model in the target service, and neither imports the other: a trainer finds
-its teacher through the entry points of `TEACHER_GROUP`, as a target finds an in-process draft. PyTorch is used for
-types only and not imported.
+its teacher through the entry points of `TEACHER_GROUP`. PyTorch is not imported.
 """
 
 from __future__ import annotations
@@ -32,13 +31,8 @@ class TeacherSettings:
 
 @dataclass(frozen=True, slots=True)
 class TeacherFacts:
-    """The target's shape.
-
-    Attributes:
-        model: the name it was loaded by.
-        rope: transformers' `rope_parameters`.
-        max_context: tokens of prompt and output together.
-    """
+    """The target's shape. `model` is the name it was loaded by, `rope` transformers' `rope_parameters`, and
+    `max_context` counts prompt and output together."""
 
     model: str
     vocab_size: int
@@ -56,41 +50,24 @@ class TeacherFacts:
 
 @dataclass(frozen=True, slots=True)
 class WritingOrder:
-    """The text that the teacher shall write.
+    """The text that the teacher shall write, by number: each has its own seed, and temperatures are taken in turn."""
 
-    Texts are numbered; each number has its own seed, and temperatures are taken in turn.
-
-    Attributes:
-        conversations: user turns to answer, before any sampled prompt; each is answered once per temperature.
-        sampled_prompts: whether the target then continues with prompts that it samples itself, without end.
-        temperatures: of answers; prompts are sampled at 1.
-        max_length: tokens of prompt and answer together.
-        max_prompt: tokens of a sampled user turn; longer ones are dropped.
-        max_answer: most tokens of an answer.
-        turns: most user turns of a sampled conversation; numbers take 1, 2 .. of them in turn.
-        sequences: texts written at once.
-        seed: of all sampling.
-        first, stride: the numbers to write are first, first + stride ..
-    """
-
+    # User turns to answer, before any sampled prompt; each is answered once per temperature.
     conversations: Sequence[tuple[str, ...]]
-    sampled_prompts: bool
-    temperatures: tuple[float, ...]
-    max_length: int
-    max_prompt: int
-    max_answer: int
-    turns: int
-    sequences: int
-    seed: int
+    sampled_prompts: bool  # whether the target then continues with prompts that it samples itself, without end
+    temperatures: tuple[float, ...]  # of answers; prompts are sampled at 1
+    max_length: int  # tokens of prompt and answer together
+    max_prompt: int  # tokens of a sampled user turn; longer ones are dropped
+    max_answer: int  # most tokens of an answer
+    turns: int  # most user turns of a sampled conversation; numbers take 1, 2 .. of them in turn
+    sequences: int  # texts written at once
+    seed: int  # of all sampling
     first: int = 0
-    stride: int = 1
+    stride: int = 1  # the numbers to write are first, first + stride ..
 
 
 class WrittenText(NamedTuple):
-    """One prompt with its answer.
-
-    `token_ids` are both, with the end token if there was one; the answer begins at `prompt_length`.
-    """
+    """One prompt with its answer, which begins at `prompt_length`. `token_ids` are both, with the end token if any."""
 
     number: int
     token_ids: tuple[int, ...]
@@ -99,12 +76,9 @@ class WrittenText(NamedTuple):
 
 
 class Lesson(NamedTuple):
-    """The target's outputs for texts.
-
-    `states` [B, L, F * W] are the hidden states of the wanted layers, concatenated. `probs` [R, V'] are the
-    probabilities, at temperature 1, of the wanted tokens to follow each wanted row; over part of the vocabulary they
-    sum to less than 1.
-    """
+    """The target's outputs for texts. `states` [B, L, F * W] are the hidden states of the wanted layers, concatenated.
+    `probs` [R, V'] are the probabilities, at temperature 1, of the wanted tokens to follow each wanted row; over part
+    of the vocabulary they sum to less than 1."""
 
     states: Tensor
     probs: Tensor
@@ -140,22 +114,16 @@ class Teacher(Protocol):
 
     def write(self, order: WritingOrder) -> Iterator[WrittenText]:
         """Texts in the order in which they are completed, without end if `sampled_prompts`. Closing the iterator frees
-        its memory.
-
-        Raises:
-            SettingsError: the order cannot be fulfilled, such as sampled prompts of a model without a chat template.
-        """
+        its memory. Raises `SettingsError` for an order that cannot be fulfilled, such as sampled prompts of a model
+        without a chat template."""
 
     def reader(self, layers: tuple[int, ...]) -> Reader:
         """A reader of the outputs of these layers, counted as in `outrider.wire.frames.FeatureRequest`."""
 
 
 def load_teacher(name: str, settings: TeacherSettings) -> Teacher:
-    """The teacher that an entry point of `TEACHER_GROUP`, or a function MODULE:FUNCTION, makes.
-
-    Raises:
-        SettingsError: there is none of this name, or the model cannot be a teacher.
-    """
+    """The teacher that an entry point of `TEACHER_GROUP`, or a function MODULE:FUNCTION, makes. Raises `SettingsError`
+    when there is none of this name, or the model cannot be a teacher."""
     load: Callable[[TeacherSettings], Teacher] | None
     if ":" in name:
         try:

@@ -11,15 +11,12 @@ DOMAIN = "outrider"
 
 
 class OutriderError(Exception):
-    """An error with a stable reason, a gRPC status and metadata for programs.
-
-    Messages never hold prompt text or token ids: they are logged.
-    """
+    """An error with a stable reason, a gRPC status and metadata for programs. Messages never hold prompt text or token
+    ids: they are logged."""
 
     code: ClassVar[StatusCode] = StatusCode.INTERNAL
     reason: ClassVar[str] = "INTERNAL"
-    # Seconds after which a retry makes sense; None if it does not.
-    retry_after: float | None = None
+    retry_after: float | None = None  # seconds after which a retry makes sense; None if it does not
 
     def __init_subclass__(
         cls, *, code: StatusCode | None = None, reason: str = "", retry_after: float | None = None

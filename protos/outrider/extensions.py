@@ -14,10 +14,8 @@ _DECLARED = Path(outrider.__file__).parents[2] / "pyproject.toml"
 
 
 def find_extension(group: str, name: str) -> Any | None:
-    """The loaded object of the entry point with this group and name; None if there is none.
-
-    Installed packages come first. A checkout that is only on the path has no metadata; its pyproject.toml is read.
-    """
+    """The loaded object of the entry point with this group and name; None if there is none. Installed packages come
+    first. A checkout that is only on the path has no metadata; its pyproject.toml is read."""
     found = list(entry_points(group=group, name=name)) or _declared(_DECLARED, group, name)
     return found[0].load() if found else None
 

@@ -17,9 +17,6 @@ from outrider.errors import NotSupported
 if TYPE_CHECKING:
     from torch import Tensor
 
-_HOLDER, _FOLDER = "draft_service", "heads"
-_CONFIG, _RECORD = "config.json", "training.json"
-
 
 @dataclass(frozen=True, slots=True)
 class ShippedHead:
@@ -31,23 +28,22 @@ class ShippedHead:
 
     @property
     def megabytes(self) -> float:
-        """Size of its files."""
         return sum(file.stat().st_size for file in self.folder.iterdir()) / 1e6
 
     @property
     def accepted_length(self) -> float | None:
         """Tokens per step with chains on its target's own greedy text, from its training record; None without one."""
-        record = self.folder / _RECORD
+        record = self.folder / "training.json"
         measured = json.loads(record.read_text()).get("acceptance") if record.is_file() else None
         return float(measured["mean_length"]) if measured else None
 
 
 def shipped_heads() -> tuple[ShippedHead, ...]:
     """Every installed head, by name. Empty if the draft service is not installed."""
-    spec = importlib.util.find_spec(_HOLDER)
+    spec = importlib.util.find_spec("draft_service")
     found = []
     for package in (spec.submodule_search_locations or ()) if spec is not None else ():
-        for config in sorted((Path(package) / _FOLDER).glob(f"*/{_CONFIG}")):
+        for config in sorted(Path(package).glob("heads/*/config.json")):
             target = json.loads(config.read_text()).get("outrider", {}).get("target", "")
             found.append(ShippedHead(config.parent.name, config.parent, str(target)))
     return tuple(found)
@@ -75,11 +71,8 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 
 def head_source(head: str) -> str:
-    """Where to load a head from: the folder of a known name; folders and hub ids are returned unchanged.
-
-    Raises:
-        NotSupported: it is none of them; the message lists the known names.
-    """
+    """Where to load a head from: the folder of a known name; folders and hub ids are returned unchanged. Raises
+    `NotSupported` for anything else, with a list of the known names."""
     if Path(head).is_dir():
         return head
     heads = {shipped.name: shipped for shipped in shipped_heads()}

@@ -12,9 +12,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.addresses import address_problem
 from outrider.command_line import CommandParser
-from outrider.limits import TENANT_WORD
+from outrider.limits import TENANT_WORD, lines_of_words
 from outrider.pem import check_authority
-from outrider.settings import SettingsError, read_text
+from outrider.settings import SettingsError
 from outrider.unreachable import cause_of
 
 # Service names for probes. A service's own name and "", which clients and load balancers use, mean readiness.
@@ -23,11 +23,9 @@ LIVENESS, READINESS = "liveness", "readiness"
 
 def check(address: str, service: str = "", *, timeout: float = 3.0, ca: str = "", tokens: str = "") -> str:
     """The status of `service`, or of `LIVENESS` or `READINESS`: SERVING, NOT_SERVING, or the gRPC status of a call that
-    failed, with the cause where no connection was made.
-
-    `ca` is a file of PEM roots and makes the call use TLS; `tokens` is a service's own file of `TOKEN TENANT` lines,
-    whose first token is sent. Raises `SettingsError` for a file of tokens that cannot be read or holds none.
-    """
+    failed, with the cause where no connection was made. `ca` is a file of PEM roots and makes the call use TLS;
+    `tokens` is a service's own file of `TOKEN TENANT` lines, whose first token is sent. Raises `SettingsError` for a
+    file of tokens that cannot be read or holds none."""
     metadata = [("authorization", f"Bearer {_first_token(tokens)}")] if tokens else []
     credentials = grpc.ssl_channel_credentials(Path(ca).read_bytes()) if ca else None
     channel = grpc.secure_channel(address, credentials) if credentials else grpc.insecure_channel(address)
@@ -45,10 +43,8 @@ def check(address: str, service: str = "", *, timeout: float = 3.0, ca: str = ""
 
 
 def _first_token(path: str) -> str:
-    # The parser of the services, less its checks: no comment, and no line about a tenant.
-    for line in read_text(path).splitlines():
-        words = line.split()
-        if words and not words[0].startswith("#") and words[0] != TENANT_WORD:
+    for _, words in lines_of_words(path):
+        if words[0] != TENANT_WORD:
             return words[0]
     raise SettingsError("it holds no token")
 

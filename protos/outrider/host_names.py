@@ -34,22 +34,21 @@ class HostNames:
         if match is None:
             return False
         name = match[1].lower().removesuffix(".")
-        return name in self._exact or name.endswith(self._below) or _is_address(match[1])
+        return name in self._exact or name.endswith(self._below) or _address(match[1]) is not None
 
 
 def is_loopback(host: str) -> bool:
     """Whether a name or an address to listen on is reachable only from this machine."""
-    if not _is_address(host):
+    address = _address(host)
+    if address is None:
         return HostNames(_LOOPBACK).answers(host)
-    address = ipaddress.ip_address(host.strip("[]"))
     # Some versions of Python do not count an IPv4 address in IPv6 notation as loopback.
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return (mapped or address).is_loopback
 
 
-def _is_address(host: str) -> bool:
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        ipaddress.ip_address(host.strip("[]"))
+        return ipaddress.ip_address(host.strip("[]"))
     except ValueError:
-        return False
-    return True
+        return None

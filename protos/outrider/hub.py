@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from outrider.runtime import in_daemon_thread
 
 # For the hub's first response. Chosen, not measured: many round trips around the world.
@@ -32,19 +30,10 @@ def reach_hub() -> None:
     import httpx
     from huggingface_hub import constants, get_session
 
+    # Its own timeout is not enough: name resolution has none, and each address of a host has its own.
+    answer = in_daemon_thread(lambda: get_session().head(constants.ENDPOINT, timeout=_HUB_SECONDS), "hub")
     try:
-        _within(_HUB_SECONDS, lambda: get_session().head(constants.ENDPOINT, timeout=_HUB_SECONDS))
+        answer.result(_HUB_SECONDS)
     except (httpx.HTTPError, TimeoutError) as error:
-        raise HubUnreachable(f"{constants.ENDPOINT} does not answer ({error})") from None
-
-
-def _within(seconds: float, call: Callable[[], object]) -> None:
-    """Raise what `call` raises, or `TimeoutError`. The call's own timeout is not enough: name resolution has none, and
-    each address of a host has its own."""
-    future = in_daemon_thread(call, "hub")
-    try:
-        future.result(seconds)
-    except TimeoutError:
-        if future.done():
-            raise
-        raise TimeoutError(f"nothing came within {seconds:.0f} s") from None
+        reason = error if answer.done() else f"nothing came within {_HUB_SECONDS:.0f} s"
+        raise HubUnreachable(f"{constants.ENDPOINT} does not answer ({reason})") from None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from outrider.settings import SettingsError, read_text
@@ -23,28 +23,17 @@ _MOST_WEIGHT = 1000.0
 
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
-    """Bounds of one tenant; 0 is no bound. The service's bounds hold for all tenants together.
+    """Bounds of one tenant; 0 is no bound. The service's bounds hold for all tenants together."""
 
-    Attributes:
-        weight: share relative to other tenants' weights while resources are short; 0.001 .. 1000.
-        running: sequences in one step of the engine.
-        waiting: requests without a first token.
-        sequences: open sequences: running, waiting, or between two trees of a client.
-        streams: concurrent calls.
-        kv_tokens: tokens of running sequences in the KV cache.
-        requests_per_second, burst: average rate of requests, and how many may arrive at once after a pause.
-        texts: texts that wait for the tokenizer.
-    """
-
-    weight: float = 1.0
-    running: int = 0
-    waiting: int = 0
-    sequences: int = 0
-    streams: int = 0
-    kv_tokens: int = 0
-    requests_per_second: float = 0.0
-    burst: int = 0
-    texts: int = 0
+    weight: float = 1.0  # share relative to other tenants' weights while resources are short; 0.001 .. 1000
+    running: int = 0  # sequences in one step of the engine
+    waiting: int = 0  # requests without a first token
+    sequences: int = 0  # open sequences: running, waiting, or between two trees of a client
+    streams: int = 0  # concurrent calls
+    kv_tokens: int = 0  # tokens of running sequences in the KV cache
+    requests_per_second: float = 0.0  # on average
+    burst: int = 0  # requests that may arrive at once after a pause
+    texts: int = 0  # texts that wait for the tokenizer
 
     def __post_init__(self) -> None:
         if not 1 / _MOST_WEIGHT <= self.weight <= _MOST_WEIGHT:
@@ -69,30 +58,34 @@ class TenantTable:
         self._named = dict(named or {})
 
     def of(self, tenant: str) -> TenantLimits:
-        """The tenant's limits."""
         return self._named.get(tenant, self.default)
 
     @classmethod
     def from_file(cls, path: str, default: TenantLimits) -> TenantTable:
-        """Read `tenant NAME limit=number ...` lines, and skip all others. An empty path has none.
-
-        Raises `SettingsError` for an unreadable file and malformed lines.
-        """
+        """Read `tenant NAME limit=number ...` lines, and skip all others. An empty path has none. Raises
+        `SettingsError` for an unreadable file and malformed lines."""
         if not path:
             return cls(default)
         named: dict[str, TenantLimits] = {}
-        for number, line in enumerate(read_text(path).splitlines(), start=1):
-            words = line.split()
-            if words[:1] != [TENANT_WORD]:
+        for where, words in lines_of_words(path):
+            if words[0] != TENANT_WORD:
                 continue
             try:
                 tenant, limits = _parse(words[1:], default)
             except SettingsError as error:
-                raise SettingsError(f"{path}:{number}: {error}") from None
+                raise SettingsError(f"{where}: {error}") from None
             if tenant in named:
-                raise SettingsError(f"{path}:{number}: {tenant} has a line already")
+                raise SettingsError(f"{where}: {tenant} has a line already")
             named[tenant] = limits
         return cls(default, named)
+
+
+def lines_of_words(path: str) -> Iterator[tuple[str, list[str]]]:
+    """Where each line of a tokens' file stands, and its words; `#` begins a comment. Raises `SettingsError`."""
+    for number, line in enumerate(read_text(path).splitlines(), start=1):
+        words = line.split()
+        if words and not words[0].startswith("#"):
+            yield f"{path}:{number}", words
 
 
 def _parse(words: list[str], default: TenantLimits) -> tuple[str, TenantLimits]:

@@ -25,11 +25,7 @@ def stored_folder(name: str) -> Path:
 
 def model_source(model: str) -> str:
     """Where to load a model from: the folder of a known name or of a hub id's revision; folders and other hub ids are
-    returned unchanged.
-
-    Raises:
-        UnknownModel: it is none of them, or is known but was not pulled; the message lists the known names.
-    """
+    returned unchanged. Raises `UnknownModel`, with the known names, for one that is neither or not pulled."""
     # Known names have no slash, hub ids have one; only the store finds one at a revision.
     if ("/" in model and "@" not in model) or Path(model).is_dir():
         return model

@@ -28,15 +28,7 @@ _SHIFT = np.uint64(32)
 
 
 def philox(counter: npt.NDArray[np.uint64], key: tuple[int, int]) -> npt.NDArray[np.uint32]:
-    """Philox4x32-10.
-
-    Args:
-        counter: [n, 4], each entry below 2**32.
-        key: two words below 2**32.
-
-    Returns:
-        [n, 4] random words.
-    """
+    """Philox4x32-10: counters [n, 4] and two words of key, all below 2**32, to random words [n, 4]."""
     c0, c1, c2, c3 = (counter[:, i].astype(np.uint64) for i in range(4))
     k0, k1 = key
     for _ in range(PHILOX_ROUNDS):

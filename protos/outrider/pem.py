@@ -1,5 +1,4 @@
-"""Checks of PEM files before they are used: for a wrong file, gRPC only reports late that a handshake failed or a port
-could not be bound."""
+"""Checks of PEM files before they are used: gRPC would only report that a handshake or the binding of a port failed."""
 
 from __future__ import annotations
 

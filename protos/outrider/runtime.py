@@ -10,18 +10,14 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
 Result = TypeVar("Result")
-
-# grpcio 1.80 and later poll through EventEngine, which costs some 90 us per round trip in Python. Only both switch it
-# off.
+# grpcio 1.80 and later poll through EventEngine, which costs some 90 us per round trip. Only both switch it off.
 GRPC_EXPERIMENTS = "-event_engine_client,-event_engine_listener"
-# Python's thread switch interval. With CPython's 5 ms a commit waits in the draft link for as long as the engine
-# computes, and the draft starts after that.
+# Python's thread switch interval. With CPython's 5 ms a commit waits in the draft link while the engine computes.
 SWITCH_SECONDS = 0.0002
 # Iterations for which a thread of libgomp spins for the others before it sleeps: some 10 us, instead of milliseconds.
 # Processes that compute on the same cores otherwise make each other's steps tens of times as long, since threads spin
@@ -31,28 +27,25 @@ GOMP_SPINCOUNT = "10000"
 # Control characters and what some readers take for line breaks, with their escapes in Python.
 _CONTROLS = (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029)
 _VISIBLE = {number: repr(chr(number))[1:-1] for number in _CONTROLS if number != ord("\t")}
-# Thresholds of the garbage collector: usual, and while a process starts up, for some ten collections instead of
-# hundreds.
+# Thresholds of the garbage collector: usual, and while a process starts, for some ten collections, not hundreds.
 _USUAL_THRESHOLDS = gc.get_threshold()
 _START_THRESHOLDS = (100_000, 50, 1000)
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
-def prepare_grpc(environment: MutableMapping[str, str] | None = None) -> None:
+def prepare_grpc() -> None:
     """Choose gRPC's poller, and leave out its fork handlers. Must run before the first `import grpc`; values set by the
     operator win."""
-    variables = os.environ if environment is None else environment
-    variables.setdefault("GRPC_EXPERIMENTS", GRPC_EXPERIMENTS)
+    os.environ.setdefault("GRPC_EXPERIMENTS", GRPC_EXPERIMENTS)
     # Nothing here forks without a program to run. Beside threads in calls, 58 of 1,500 children crashed in the handlers
     # before they came to theirs, and none without (two CPU cores, grpcio 1.85).
-    variables.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 
-def prepare_openmp(environment: MutableMapping[str, str] | None = None) -> None:
+def prepare_openmp() -> None:
     """Bound the spinning of OpenMP's threads. Must run before the first `import torch`; the operator's settings win."""
-    variables = os.environ if environment is None else environment
-    if "OMP_WAIT_POLICY" not in variables:
-        variables.setdefault("GOMP_SPINCOUNT", GOMP_SPINCOUNT)
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", GOMP_SPINCOUNT)
 
 
 def switch_threads_often() -> None:
@@ -68,17 +61,15 @@ class OneLineFormatter(logging.Formatter):
 
 
 def collect_seldom() -> None:
-    """Run the garbage collector rarely until `settled`, while a process starts up. Objects of imported libraries live
-    as long as the process, and a fifth of the import time of PyTorch and transformers was spent collecting (1.1 of 5.1
-    s on a slow core)."""
+    """Run the garbage collector rarely until `settled`, while a process starts up. A fifth of the import time of
+    PyTorch and transformers was spent collecting what lives as long as the process (1.1 of 5.1 s)."""
     gc.set_threshold(*_START_THRESHOLDS)
 
 
-@contextmanager
+@contextlib.contextmanager
 def settled() -> Iterator[None]:
     """Exclude all existing objects from garbage collection while a started process serves. Libraries and a model leave
-    hundreds of thousands that live as long as the process, and a full collection would stop it for over 0.1 s. New
-    objects are collected as usual."""
+    hundreds of thousands that live as long as the process: a full collection would stop it for over 0.1 s."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_USUAL_THRESHOLDS)
@@ -149,11 +140,9 @@ async def until_first_ends(*awaitables: Awaitable[object], timeout: float | None
 
 
 def leave(status: int) -> NoReturn:
-    """End the process without having the interpreter free each object: of a target these take it a second.
-
-    Threads end and exit handlers run first, but for a thread that was abandoned while working: PyTorch aborts when that
-    thread's objects are freed, and it may never end.
-    """
+    """End the process without having the interpreter free each object: of a target these take it a second. Threads end
+    and exit handlers run first, but for a thread that was abandoned while working: PyTorch aborts when that thread's
+    objects are freed, and it may never end."""
     if all(thread.name != LEFT_BEHIND for thread in threading.enumerate()):
         # As `multiprocessing` ends its children.
         threading._shutdown()  # type: ignore[attr-defined]
@@ -167,11 +156,9 @@ def leave(status: int) -> NoReturn:
 
 
 def in_passing_thread(work: Callable[[], Result]) -> Result:
-    """Run `work` in a thread that ends with it; returns or raises what it does.
-
-    OpenMP keeps a team of workers for every thread that ever computed. Once the teams together have more workers than
-    cores, they no longer spin between operations, and each operation pays for waking them: on two cores a one-row step
-    of SmolLM2-135M takes 50 ms instead of 28. A team ends with its thread, so the engine's team stays the only one.
-    """
+    """Run `work` in a thread that ends with it; returns or raises what it does. OpenMP keeps a team of workers for
+    every thread that ever computed. Once the teams together have more workers than cores, they no longer spin between
+    operations, and each operation pays for waking them: on two cores a one-row step of SmolLM2-135M takes 50 ms instead
+    of 28. A team ends with its thread, so the engine's team stays the only one."""
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="passing") as pool:
         return pool.submit(work).result()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -15,8 +15,6 @@ MAX_STOP_BYTES = 256
 MAX_STOP_TOKENS = 64
 MAX_LOGPROBS = 20
 MAX_SEED = 2**64 - 1
-
-_Need = Callable[[bool, str, str], None]
 
 
 class VerificationMode(Enum):
@@ -59,10 +57,8 @@ class TypicalAcceptance:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is drawn. Limits and meaning: `SamplingParameters` in tree.proto.
-
-    `max_tokens` of None means the rest of the model's context, at most 1024; `logprobs` of None means none.
-    """
+    """How the next token is drawn. Limits and meaning: `SamplingParameters` in tree.proto. `max_tokens` of None means
+    the rest of the model's context, at most 1024; `logprobs` of None means none."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -94,8 +90,7 @@ class SamplingParams:
         return self.has_penalties or bool(self.logit_bias) or self.min_tokens > 0
 
     def mode(self, asked: VerificationMode | None = None) -> VerificationMode:
-        """The mode to use: `asked`, or the temperature's default. Raises `InvalidField` if it does not fit the
-        temperature."""
+        """The mode to use: `asked`, or the temperature's default. Raises `InvalidField` if they do not fit."""
         if asked is None:
             return VerificationMode.GREEDY if self.greedy else VerificationMode.COUPLED
         if asked is not VerificationMode.TYPICAL and (asked is VerificationMode.GREEDY) != self.greedy:
@@ -124,17 +119,14 @@ class SamplingParams:
         need(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "must be at least 1")
         need(self.min_tokens >= 0, "min_tokens", "must be >= 0")
         need(self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens", "must not exceed max_tokens")
-        self._check_stops(need, vocabulary_size)
-        need(self.seed is None or 0 <= self.seed <= MAX_SEED, "seed", "must fit 64 bits")
-        need(self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", f"must be 0..{MAX_LOGPROBS}")
-
-    def _check_stops(self, need: _Need, vocabulary_size: int) -> None:
         need(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"has more than {MAX_STOP_STRINGS} entries")
         for i, text in enumerate(self.stop):
             need(0 < len(text.encode()) <= MAX_STOP_BYTES, f"stop[{i}]", f"must have 1 to {MAX_STOP_BYTES} bytes")
         need(len(self.stop_token_ids) <= MAX_STOP_TOKENS, "stop_token_ids", f"has more than {MAX_STOP_TOKENS} entries")
         for i, token in enumerate(self.stop_token_ids):
             need(0 <= token < vocabulary_size, f"stop_token_ids[{i}]", f"is not below {vocabulary_size}")
+        need(self.seed is None or 0 <= self.seed <= MAX_SEED, "seed", "must fit 64 bits")
+        need(self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", f"must be 0..{MAX_LOGPROBS}")
 
 
 @dataclass(frozen=True, slots=True)

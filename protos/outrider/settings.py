@@ -1,8 +1,7 @@
 """Settings: frozen dataclasses filled from flags, environment and a TOML file, each default in one place.
 
 A settings class is a frozen dataclass whose fields are made with `setting(default, help)`; where they have bounds, it
-inherits `Settings`. Precedence: flag, then environment (`OUTRIDER_<SECTION>_<FIELD>`), then the `[section]` table of
-the file, then the default.
+inherits `Settings`. Precedence: flag, environment (`OUTRIDER_<SECTION>_<FIELD>`), the file's `[section]`, default.
 
     @dataclass(frozen=True)
     class DraftConfig(Settings):
@@ -63,23 +62,14 @@ def setting(
     default: Any,
     help: str,
     *,
-    choices: tuple[Any, ...] = (),
-    ge: float | None = None,
-    gt: float | None = None,
-    le: float | None = None,
-    deprecated: str = "",
-    secret: bool = False,
+    choices: tuple[Any, ...] = (),  # the allowed values; empty for any
+    ge: float | None = None,  # a number must be at least this
+    gt: float | None = None,  # a number must be above this
+    le: float | None = None,  # a number must be at most this; without it a whole number must fit 64 bits with a sign
+    deprecated: str = "",  # why it is not needed any more; it is accepted with a warning
+    secret: bool = False,  # it gets no flag, since every user of a machine can read the flags of its processes
 ) -> Any:
-    """A dataclass field with a help text.
-
-    Args:
-        choices: the allowed values; empty for any.
-        ge: a number must be at least this.
-        gt: a number must be above this.
-        le: a number must be at most this; without it a whole number must fit 64 bits with a sign.
-        deprecated: why it is not needed any more; it is accepted with a warning.
-        secret: it gets no flag, since every user of a machine can read the flags of its processes.
-    """
+    """A dataclass field with a help text."""
     bounds = {"ge": ge, "gt": gt, "le": le}
     metadata = {"help": help, "choices": choices, "bounds": bounds, "deprecated": deprecated, "secret": secret}
     return dataclasses.field(default=default, metadata=metadata)
@@ -90,7 +80,6 @@ class Settings:
     """Checks the bounds of numbers also where a program makes the settings without `load`."""
 
     def __post_init__(self) -> None:
-        """Raise `SettingsError` for the first number out of bounds."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if value is not None:
@@ -169,30 +158,22 @@ def add_flags(parser: argparse.ArgumentParser, config: type[Any], but: Collectio
             continue
         flag, help_text = "--" + field.name.replace("_", "-"), _help_of(field).replace("%", "%%")
         kind, _ = _type_of(config, field.name)
-        if kind is bool:
-            parser.add_argument(
-                flag, dest=field.name, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=help_text
-            )
-        else:
-            metavar = "|".join(map(str, field.metadata["choices"])) or kind.__name__.upper()
-            parser.add_argument(flag, dest=field.name, default=argparse.SUPPRESS, help=help_text, metavar=metavar)
+        more: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+        if kind is not bool:
+            more = {"metavar": "|".join(map(str, field.metadata["choices"])) or kind.__name__.upper()}
+        parser.add_argument(flag, dest=field.name, default=argparse.SUPPRESS, help=help_text, **more)
 
 
 def _help_of(field: dataclasses.Field[Any]) -> str:
     """The help text of a field: its meaning, deprecation, bounds and default."""
     note = f"; deprecated: {field.metadata['deprecated']}" if field.metadata["deprecated"] else ""
-    bounds = _bounds_in_words(field.metadata["bounds"])
+    least, above, most = (field.metadata["bounds"][name] for name in ("ge", "gt", "le"))
+    words = {"at least": least, "above": above, "at most": most}
+    bounds = ", ".join(f"{word} {bound}" for word, bound in words.items() if bound is not None)
+    if least is not None and most is not None:
+        bounds = f"{least} to {most}"
     default = "none" if field.default is None else "empty" if field.default == "" else field.default
     return f"{field.metadata['help']}{note} ({f'{bounds}; ' if bounds else ''}default: {default})"
-
-
-def _bounds_in_words(bounds: Mapping[str, float | None]) -> str:
-    """Such as "0 to 1"; empty without bounds."""
-    least, above, most = (bounds[name] for name in ("ge", "gt", "le"))
-    if least is not None and most is not None:
-        return f"{least} to {most}"
-    words = {"at least": least, "above": above, "at most": most}
-    return ", ".join(f"{word} {bound}" for word, bound in words.items() if bound is not None)
 
 
 def load(

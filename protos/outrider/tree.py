@@ -17,9 +17,7 @@ MAX_DISTRIBUTION_WEIGHT = 65535
 @dataclass(frozen=True, slots=True)
 class DraftDistribution:
     """The distribution that the children of a node were drawn from: integer weights on a truncated support.
-
-    `token_ids[i]` has probability `weights[i] / sum(weights)`, exactly, on both sides of the wire.
-    """
+    `token_ids[i]` has probability `weights[i] / sum(weights)`, exactly, on both sides of the wire."""
 
     token_ids: tuple[int, ...]
     weights: tuple[int, ...]

@@ -26,8 +26,7 @@ class TlsProblem(Enum):
 
 
 def cause_of(detail: str) -> tuple[str, TlsProblem | None]:
-    """The cause in `detail`, the message of gRPC's own UNAVAILABLE, in few words, and the likely TLS problem, if
-    any."""
+    """The cause in the message of gRPC's own UNAVAILABLE, in few words, and the likely TLS problem, if any."""
     # The system's error stands last, but for the OK of the step before a failed handshake.
     cause = detail.removesuffix(": OK").rpartition(": ")[2]
     if detail.startswith(_NOT_RESOLVED):

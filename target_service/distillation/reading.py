@@ -27,11 +27,8 @@ class TextReader:
     """See `outrider.distillation.Reader`."""
 
     def __init__(self, source: str, layers: tuple[int, ...], *, device: str, dtype: str) -> None:
-        """Load the model from a folder or hub id. `layers` as in `Teacher.reader`.
-
-        Raises:
-            ModelRefused: the model is not built as this reader expects.
-        """
+        """Load the model from a folder or hub id. `layers` as in `Teacher.reader`. Raises `ModelRefused` for a model
+        that is not built as this reader expects."""
         loaded = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), attn_implementation="sdpa")
         self._model = cast(PreTrainedModel, loaded.to(device)).eval().requires_grad_(False)
         check_supported(self._model.config, self._model)
@@ -44,14 +41,12 @@ class TextReader:
         self._check()
 
     def weights(self) -> TeacherWeights:
-        """See `Reader.weights`."""
         embedding: Any = self._model.get_input_embeddings()
         return TeacherWeights(embedding.weight, self._head.weight)
 
     # Not inference_mode: a head's gradients are computed with these tensors.
     @torch.no_grad()
     def read(self, token_ids: Tensor, rows: Tensor, wanted: Tensor | None) -> Lesson:
-        """See `Reader.read`."""
         last = self._states(token_ids)
         count = len(self._inner.layers)
         states = torch.cat([last if layer == count else self._captured[layer] for layer in self._layers], dim=-1)

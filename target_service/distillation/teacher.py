@@ -18,11 +18,8 @@ from target_service.model.support import ModelRefused, check_supported, longest_
 
 
 def load(settings: TeacherSettings) -> LocalTeacher:
-    """A teacher for the entry point `outrider.teachers`. Fetches a known model; loads no weights yet.
-
-    Raises:
-        SettingsError: there is no such model, or it cannot be served.
-    """
+    """A teacher for the entry point `outrider.teachers`. Fetches a known model; loads no weights yet. Raises
+    `SettingsError` when there is no such model, or it cannot be served."""
     try:
         return LocalTeacher(settings)
     except (OSError, ModelRefused) as error:
@@ -42,13 +39,11 @@ class LocalTeacher:
         self.facts = _facts(settings.model, config, tokenizer_fingerprint(self._tokenizer))
 
     def write(self, order: WritingOrder) -> Iterator[WrittenText]:
-        """See `Teacher.write`."""
         chat = ChatTexts(self._tokenizer, sampled=order.sampled_prompts)
         runner = writing_runner(self._settings, order.sequences, order.max_length)
         return TextWriter(runner, order, chat).texts()
 
     def reader(self, layers: tuple[int, ...]) -> Reader:
-        """See `Teacher.reader`."""
         return TextReader(self._source, layers, device=self._settings.device, dtype=self._settings.dtype)
 
 

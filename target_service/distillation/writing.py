@@ -85,12 +85,9 @@ class ChatTexts:
 
 
 def writing_runner(settings: TeacherSettings, sequences: int, max_length: int) -> ModelRunner:
-    """The model with room for `sequences` of `max_length` tokens each; on a GPU its steps are captured.
-
-    Raises:
-        SettingsError: more sequences than a step may have, or texts longer than the model's context.
-        ModelRefused: the model cannot be served.
-    """
+    """The model with room for `sequences` of `max_length` tokens each; on a GPU its steps are captured. Raises
+    `SettingsError` for more sequences than a step may have, or texts longer than the model's context; `ModelRefused`
+    for a model that cannot be served."""
     if not 1 <= sequences <= MAX_SEQUENCES:
         raise SettingsError(f"1 to {MAX_SEQUENCES} sequences can be written at once, not {sequences}")
     page = TargetConfig.page_size
@@ -112,7 +109,6 @@ def writing_runner(settings: TeacherSettings, sequences: int, max_length: int) -
 
 
 def _step_rows(sequences: int) -> int:
-    """The most rows of a step."""
     return max(2 * sequences, _LEAST_STEP_ROWS)
 
 
@@ -137,14 +133,11 @@ class _Task:
 
     number: int
     temperature: float
-    # User turns that have no answer yet.
-    unanswered: deque[str]
-    # How many user turns are still to be sampled.
-    to_sample: int = 0
+    unanswered: deque[str]  # user turns that have no answer yet
+    to_sample: int = 0  # how many user turns are still to be sampled
     conversation: list[Turn] = field(default_factory=list)
     prompt_length: int = 0
-    # Whether a user turn is being sampled.
-    sampling: bool = False
+    sampling: bool = False  # whether a user turn is being sampled
     live: LiveSequence | None = None
 
 
@@ -169,7 +162,6 @@ class TextWriter:
         self._exhausted = False
 
     def texts(self) -> Iterator[WrittenText]:
-        """See `Teacher.write`."""
         while True:
             while len(self._under_way) < self._order.sequences and not self._exhausted:
                 self._begin(next(self._numbers))
@@ -218,7 +210,9 @@ class TextWriter:
             self._submit(task, prompt, sampling, min(self._order.max_answer, room))
 
     def _submit(self, task: _Task, prompt: tuple[int, ...], sampling: SamplingParams, max_tokens: int) -> None:
-        seed = _seed_of(self._order.seed, task.number, len(task.conversation))
+        # 64 bits that differ for every part of every text.
+        parts = np.random.SeedSequence((self._order.seed, task.number, len(task.conversation)))
+        seed = int(parts.generate_state(1, np.uint64)[0])
         request = SequenceRequest(prompt, sampling, sampling.mode(), seed, max_tokens, speculate=False)
         sequence_id = next(self._ids)
         task.live = self._loop.make(sequence_id, request)
@@ -247,8 +241,3 @@ class TextWriter:
         elif whole and task.to_sample:
             self._sample_prompt(task, self._chat.next_opening(task.conversation))
         return text
-
-
-def _seed_of(seed: int, number: int, turn: int) -> int:
-    """64 bits that differ for every part of every text."""
-    return int(np.random.SeedSequence((seed, number, turn)).generate_state(1, np.uint64)[0])

@@ -101,8 +101,8 @@ class Door:
 
     def __init__(self) -> None:
         self._handlers: list[Any] = []
-        calls = Calls(CallLimits(1024), by_tenant=False)
-        self._interceptors = [ErrorInterceptor(), AuthInterceptor(Authenticator(), calls, 10.0, 10.0, 4096)]
+        calls = Calls(CallLimits(1024, message_bytes=4096), by_tenant=False)
+        self._interceptors = [ErrorInterceptor(), AuthInterceptor(Authenticator(), calls)]
         # By the status's name, and by call.
         self.statuses: Counter[str] = Counter()
         self.frames: Counter[str] = Counter()

@@ -100,6 +100,6 @@ def test_no_process_imports_pytorch_before_it_collects_seldom() -> None:
     """Which is what takes the time."""
     programs = ["draft_service", "draft_service.training", "target_service", "target_service.engine_process"]
     modules = [f"{program}.__main__" for program in programs]
-    modules += [f"draft_service.training.workers.{worker}" for worker in ("follower", "writer")]
+    modules += ["draft_service.training.worker"]
     code = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from draft_service.training import worker
 from draft_service.training.config import TrainingConfig
 from draft_service.training.optimiser import MasterAdamW
 from draft_service.training.run_folder import RunFolder
-from draft_service.training.workers import writer
 from outrider.distillation import TeacherSettings
 from outrider.settings import SettingsError
 
@@ -55,11 +55,11 @@ def test_writers_take_the_devices_in_turn(tmp_path: Path, monkeypatch: pytest.Mo
         asked.append(settings.device)
         raise SettingsError("no model here")
 
-    monkeypatch.setattr(writer, "load_teacher", refuse)
-    monkeypatch.setattr(writer, "choose_device", lambda device: asked.append(f"chosen {device}"))
+    monkeypatch.setattr(worker, "load_teacher", refuse)
+    monkeypatch.setattr(worker, "choose_device", lambda device: asked.append(f"chosen {device}"))
     settings = json.dumps(asdict(config_of(tmp_path, device="cuda:0,cuda:3", writers=3)))
     for number in range(3):
-        assert writer.main([settings, str(number), "1"]) == 1
+        assert worker.main(["write", settings, str(number), "1"]) == 1
     assert asked == ["chosen cuda:0", "cuda:0", "chosen cuda:3", "cuda:3", "chosen cuda:0", "cuda:0"]
 
 

@@ -200,7 +200,7 @@ def test_a_run_that_is_killed_leaves_its_best_head(
 ) -> None:
     config = TrainingConfig(out=str(tmp_path / "head"))
     saved: list[str] = []
-    monkeypatch.setattr(run, "training_record", lambda *_: {})
+    monkeypatch.setattr(run._Run, "_record", lambda *_: {})
     monkeypatch.setattr(run, "save", lambda *_, **__: saved.append("head"))
     folder = RunFolder(config)
     folder.begin()

@@ -51,7 +51,7 @@ SMALL: dict[str, Any] = {
     "validation": 4,
 }
 COMMAND = ("outrider", "train-head")
-FOLLOWER = "training.workers.follower"
+FOLLOWER = "training.worker"
 PYTHON = sys.executable
 BOTH = "cpu,cpu"
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from outrider_vllm.chain import best_chain
+from outrider_vllm.drafting import best_chain
 
 
 def expected_tokens(path: list[int], scores: list[float]) -> float:

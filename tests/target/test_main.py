@@ -136,12 +136,14 @@ class TestPoller:
         check = "import sys, target_service.__main__; sys.exit('grpc' in sys.modules or 'torch' in sys.modules)"
         assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
 
-    def test_operator_wins(self) -> None:
+    def test_operator_wins(self, monkeypatch: pytest.MonkeyPatch) -> None:
         unset: dict[str, str] = {}
-        prepare_grpc(unset)
+        monkeypatch.setattr(os, "environ", unset)
+        prepare_grpc()
         assert unset == {"GRPC_EXPERIMENTS": GRPC_EXPERIMENTS, "GRPC_ENABLE_FORK_SUPPORT": "0"}
         chosen = {"GRPC_EXPERIMENTS": "", "GRPC_ENABLE_FORK_SUPPORT": "1"}
-        prepare_grpc(chosen)
+        monkeypatch.setattr(os, "environ", chosen)
+        prepare_grpc()
         assert chosen == {"GRPC_EXPERIMENTS": "", "GRPC_ENABLE_FORK_SUPPORT": "1"}
 
 
@@ -157,9 +159,10 @@ class TestOpenMp:
         assert done.stdout.strip() == GOMP_SPINCOUNT
 
     @pytest.mark.parametrize("chosen", [{"GOMP_SPINCOUNT": "5"}, {"OMP_WAIT_POLICY": "active"}])
-    def test_operator_wins(self, chosen: dict[str, str]) -> None:
+    def test_operator_wins(self, chosen: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
         environment = dict(chosen)
-        prepare_openmp(environment)
+        monkeypatch.setattr(os, "environ", environment)
+        prepare_openmp()
         assert environment == chosen
 
 

@@ -31,16 +31,10 @@ class FollowerFailed(Exception):
 
 
 class Followers:
-    """The processes of a run's followers.
-
-    Attributes:
-        group: the leader's membership.
-    """
+    """The processes of a run's followers, and the leader's membership in their `group`."""
 
     def __init__(self, group: Group, devices: Sequence[str], processes: Sequence[subprocess.Popen[bytes]]) -> None:
-        self.group = group
-        self._devices = devices
-        self._processes = processes
+        self.group, self._devices, self._processes = group, devices, processes
 
     def check(self) -> None:
         """Raise `FollowerFailed` if a process has ended."""
@@ -91,14 +85,9 @@ class Followers:
 
 @contextlib.contextmanager
 def followers(module: str, settings: str, devices: Sequence[str]) -> Iterator[Followers]:
-    """Run one process for each of `devices` but the first during the block: `python -m module SETTINGS RANK STORE`.
-
-    At the end of the block they are dismissed; if it fails, they are killed. They also exit when this process does, see
-    `end_with_leader`.
-
-    Raises:
-        FollowerFailed: in place of a `GroupLost` raised by the block.
-    """
+    """Run one process for each of `devices` but the first during the block: `python -m module follow SETTINGS RANK
+    STORE`. At the end of the block they are dismissed; if it fails, they are killed. They also exit when this process
+    does, see `end_with_leader`. Raises `FollowerFailed` in place of a `GroupLost` of the block."""
     environment = shared_cores(len(devices))
     over = threading.Event()
     with tempfile.TemporaryDirectory(prefix="outrider-") as folder:
@@ -107,7 +96,7 @@ def followers(module: str, settings: str, devices: Sequence[str]) -> Iterator[Fo
         processes = [
             # In its own process group: Ctrl-C reaches the leader alone, which ends the followers.
             subprocess.Popen(
-                [sys.executable, "-m", module, settings, str(rank), str(store)],
+                [sys.executable, "-m", module, "follow", settings, str(rank), str(store)],
                 stdin=subprocess.PIPE,
                 env=environment,
                 process_group=0,
@@ -134,8 +123,7 @@ def followers(module: str, settings: str, devices: Sequence[str]) -> Iterator[Fo
 
 
 def shared_cores(processes: int) -> dict[str, str]:
-    """The environment of one of several processes that share the cores. By default each would start threads and
-    compilers for all cores."""
+    """The environment of one of several processes: by default each would start threads and compilers for all cores."""
     threads = str(max(1, (os.cpu_count() or 1) // processes))
     return {"OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": threads} | dict(os.environ)
 

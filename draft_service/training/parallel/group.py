@@ -1,7 +1,6 @@
 """Processes that train the same weights on batches of their own: one leads, the others follow, all average gradients.
 
-Commands are exchanged between hosts, so that no host waits for its device to learn what comes next; gradients are
-exchanged between devices.
+Commands go between hosts, so that none waits for its device to learn what comes next; gradients between devices.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _POLL_SECONDS = 0.05
 # For the libraries to close their connections. Chosen, not measured: it takes well below a second.
 _LEAVE_SECONDS = 10.0
 # Names of the loopback interface on Linux and macOS.
-_LOOPBACKS = ("lo", "lo0")
+_LOOPBACKS = {"lo", "lo0"}
 
 
 class GroupLost(Exception):
@@ -37,12 +36,7 @@ class GroupLost(Exception):
 
 
 class Group:
-    """This process's membership in its group.
-
-    Attributes:
-        rank: of this process; 0 leads.
-        size: number of processes.
-    """
+    """This process's membership in its group, as number `rank` of `size`; 0 leads."""
 
     def __init__(self, store: Path, rank: int, size: int) -> None:
         """`store` is the path of a file for this group alone, which does not exist yet."""
@@ -51,17 +45,17 @@ class Group:
         self._connected = False
 
     def connect(self, check: Callable[[], None] = lambda: None) -> None:
-        """Wait until every process has called this. `check` is called while waiting, and may raise to give up.
-
-        Raises:
-            GroupLost: the processes cannot reach each other.
-        """
+        """Wait until every process has called this. `check` is called while waiting, and may raise to give up. Raises
+        `GroupLost` when the processes cannot reach each other."""
         store = dist.FileStore(str(self._store), self.size)  # type: ignore[attr-defined]
         store.set(f"ready {self.rank}", "1")
         while not store.check([f"ready {rank}" for rank in range(self.size)]):
             check()
             time.sleep(_POLL_SECONDS)
-        _stay_on_this_machine()
+        # On the loopback interface, unless the operator chose another.
+        for loopback in _LOOPBACKS.intersection(name for _, name in socket.if_nameindex()):
+            for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                os.environ.setdefault(variable, loopback)
         backend = "cpu:gloo,cuda:nccl" if dist.is_nccl_available() and torch.cuda.is_available() else "gloo"
         with _raising_group_lost():
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=_TIMEOUT)
@@ -114,11 +108,3 @@ def _raising_group_lost() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise GroupLost(str(error).partition("\n")[0]) from error
-
-
-def _stay_on_this_machine() -> None:
-    """Let Gloo and NCCL use the loopback interface, unless the operator chose another."""
-    names = {name for _, name in socket.if_nameindex()}
-    for loopback in names.intersection(_LOOPBACKS):
-        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(variable, loopback)

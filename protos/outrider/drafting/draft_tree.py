@@ -1,8 +1,7 @@
 """The target's copy of each sequence's growing tree: graft what the draft sends, cut the best rows, re-root.
 
 Growth may cross an advance on the wire. Each growth carries the step it was made for, and node ids are never reused, so
-a late growth is walked down the tokens committed since: the part that agrees with them is put under the new root, and
-the rest is dropped.
+a late growth is walked down the tokens committed since: the part that agrees is put under the new root.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ MEMORY_TOKENS = 256
 # Node ids that are kept between two commits, in which a draft sends a tree or two. One that sends the same node under
 # ever new ids would make every commit search them all.
 MEMORY_IDS = 8 * MAX_ROWS
-# Trees replaced before they were used, whose committed ids a later growth may refer to. Chosen, not measured: a draft
-# sends one or two between two commits.
+# Trees replaced unused whose committed ids a later growth may name. Chosen, not measured: a draft sends one or two.
 MEMORY_UNUSED = 8
 _ROOT = 0
 # What the draft counts a sequence's nodes from.
@@ -29,18 +27,14 @@ _FIRST_ID = 1
 
 
 class GrowingTree:
-    """The tree that the draft has sent for one sequence.
-
-    Nodes are numbered in order of arrival, 0 being the root, so parents come before children. A node id refers to a
-    *place*: a live node (its number) or a committed token (minus the sequence's length up to it).
-    """
+    """The tree that the draft has sent for one sequence. Nodes are numbered in order of arrival, 0 being the root, so
+    parents come before children. A node id refers to a *place*: a live node (its number) or a committed token (minus
+    the sequence's length up to it)."""
 
     def __init__(self, token_ids: list[int], step: int, *, reopened: bool = False) -> None:
-        """Start at the last of `token_ids`, which stays the sequence's own list and grows with each commit.
-
-        `reopened`: the sequence was opened at this draft before, so growths of that time may come until the first one
-        of this opening, whose ids begin at 1 again.
-        """
+        """Start at the last of `token_ids`, which stays the sequence's own list and grows with each commit. `reopened`:
+        the sequence was opened at this draft before, so growths of that time may come until the first one of this
+        opening, whose ids begin at 1 again."""
         self._reopened = reopened
         self._committed = token_ids
         self._length = len(token_ids)
@@ -96,12 +90,9 @@ class GrowingTree:
         return True
 
     def hold(self, growth: SequenceGrowth) -> None:
-        """Keep the growth; `settle` adds its nodes, and must be called before the tree is read.
-
-        A growth that replaces the tree may itself be replaced before it is read, as when drafts are followed but not
-        used. Raises `InvalidField` for a growth that is malformed, that uses ids again, or whose step lies ahead, or
-        leaves that to `settle`.
-        """
+        """Keep the growth; `settle` adds its nodes, and must be called before the tree is read: a growth that replaces
+        the tree may itself be replaced before, as when drafts are followed but not used. Raises `InvalidField` for a
+        growth that is malformed, that uses ids again, or whose step lies ahead, or leaves that to `settle`."""
         if growth.base_step > self.step:
             raise InvalidField("growth.base_step", "lies ahead of the sequence")
         if growth.first_node_id < self._next_id:
@@ -169,12 +160,9 @@ class GrowingTree:
         for parent_id, distribution in growth.distributions.items():
             parent = base_place if parent_id == ROOT_ID else self._where.get(parent_id)
             if parent is not None and parent >= _ROOT:
-                self._set_distribution(parent, distribution)
-
-    def _set_distribution(self, parent: int, distribution: DraftDistribution) -> None:
-        if not self._children[parent].keys() <= set(distribution.token_ids):
-            raise InvalidField("growth.distributions", "does not hold every child of its parent")
-        self._distributions[parent] = distribution
+                if not self._children[parent].keys() <= set(distribution.token_ids):
+                    raise InvalidField("growth.distributions", "does not hold every child of its parent")
+                self._distributions[parent] = distribution
 
     def _place(self, parent: int, token: int, score: float) -> int | None:
         """The place of a child of `parent`, added if new; None if it cannot be one, or another token was committed."""

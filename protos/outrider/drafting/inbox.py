@@ -6,8 +6,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from outrider.wire.frames import DraftInfo, DraftLink, SequenceFailure, SequenceGrowth
@@ -35,9 +34,7 @@ class Lost:
 
 
 DraftEvent = SequenceGrowth | SequenceFailure | Connected | Disconnected | Lost
-
-# Seconds that one `listen` may take; later events wait for the next, one step later at most. 64 growths of 64 nodes
-# take a tenth of it.
+# Seconds that one `listen` may take; later events wait a step at most. 64 growths of 64 nodes take a tenth of it.
 LISTEN_SECONDS = 0.02
 # A draft is cut off after so many calls of `listen` in a row, over so many seconds, that left events: it sends faster
 # than the engine can read. One long step between two calls is not counted against it.
@@ -60,7 +57,7 @@ class DraftInbox(ABC):
         """Use `link` from now on. Called once, before the first step."""
         self._link = link
 
-    def on_growth(self, growths: SequenceOf[SequenceGrowth]) -> None:
+    def on_growth(self, growths: Sequence[SequenceGrowth]) -> None:
         self.received_at = time.monotonic()
         self._queue(growths)
 
@@ -73,7 +70,7 @@ class DraftInbox(ABC):
     def on_disconnected(self, reason: str) -> None:
         self._queue((Disconnected(reason),))
 
-    def on_lost(self, sequence_ids: SequenceOf[int]) -> None:
+    def on_lost(self, sequence_ids: Sequence[int]) -> None:
         self._queue((Lost(tuple(sequence_ids)),))
 
     def _queue(self, events: Iterable[DraftEvent]) -> None:
@@ -82,8 +79,7 @@ class DraftInbox(ABC):
             self._wake.notify_all()
 
     def listen(self) -> None:
-        """Handle the events that have arrived, in order and without waiting: all of them, unless that takes too
-        long."""
+        """Handle the events that have arrived, in order: all of them, unless that takes too long."""
         begun = time.monotonic()
         while self._events:
             self._handle(self._events.popleft())

@@ -6,8 +6,7 @@ import time
 
 # Weight of the newest answer in the moving average (EWMA).
 _SHARE = 0.1
-# Seconds that a draft without sequences may take to read the next prompt, and to compile for it, before it counts as
-# late.
+# Seconds that a draft without sequences may take to read the next prompt, and compile for it, before it is late.
 _BEGINNING = 5.0
 
 
@@ -41,11 +40,9 @@ class DraftLatency:
         self._late = 0
 
     def received(self) -> None:
-        """The draft has drafted something."""
         self._begun_at = -_BEGINNING
 
     def sent(self) -> None:
-        """A step was sent to the draft."""
         self._sent_at = time.monotonic()
 
     def answered(self, at: float) -> None:

@@ -13,7 +13,8 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,8 @@ _LAST_EVENTS_SECONDS = 0.05
 
 
 def bearer_metadata(token_file: str) -> tuple[tuple[str, str], ...]:
-    """The metadata of every call that carries the token in a file; empty without a file.
-
-    Raises `SettingsError` for a file that cannot be read or holds anything but one token.
-    """
+    """The metadata of every call that carries the token in a file; empty without a file. Raises `SettingsError` for a
+    file that cannot be read or holds anything but one token."""
     if not token_file:
         return ()
     token = _read(token_file).strip()
@@ -84,10 +83,8 @@ class ChannelTls:
 class LinkOptions:
     """How a link connects, and when it closes a connection. Times in seconds."""
 
-    # Sent with every call, for example ("authorization", "Bearer ...").
-    metadata: tuple[tuple[str, str], ...] = ()
-    # None is plaintext.
-    tls: ChannelTls | None = None
+    metadata: tuple[tuple[str, str], ...] = ()  # sent with every call, for example ("authorization", "Bearer ...")
+    tls: ChannelTls | None = None  # None is plaintext
     min_backoff: float = 0.05
     max_backoff: float = 2.0
     # Before connecting again to a draft that broke the protocol; doubled each time, until a stream goes well.
@@ -99,11 +96,8 @@ class LinkOptions:
     keepalive: float = 10.0
     ping_timeout: float = 2.0
     max_message_bytes: int = MAX_MESSAGE_BYTES
-    # Of features that wait for a slow draft; more are dropped.
-    max_waiting_feature_bytes: int = 32 * 1024 * 1024
-    # After each frame, for a link in its own process.
-    busy_poll_seconds: float = BUSY_POLL_SECONDS
-    channel_options: tuple[tuple[str, Any], ...] = field(default=())
+    max_waiting_feature_bytes: int = 32 * 1024 * 1024  # of features that wait for a slow draft; more are dropped
+    busy_poll_seconds: float = BUSY_POLL_SECONDS  # after each frame, for a link in its own process
 
     def channel(self, address: str) -> grpc.aio.Channel:
         options = [
@@ -115,55 +109,43 @@ class LinkOptions:
             ("grpc.max_send_message_length", -1),
             # We do the backoff; a subchannel shared with an earlier attempt would add gRPC's.
             ("grpc.use_local_subchannel_pool", 1),
-            *self.channel_options,
         ]
         if self.tls is not None:
             return grpc.aio.secure_channel(address, self.tls.credentials(), options=options)
         return grpc.aio.insecure_channel(address, options=options)
 
 
+USUAL = LinkOptions()
 # Connects a target, given the receiver of events, its vocabulary size and its tokenizer's fingerprint.
 Connect = Callable[[DraftEvents, int, str], StoppableLink]
 
 
 def connect_draft(
-    address: str,
-    events: DraftEvents,
-    vocabulary_size: int,
-    tokenizer_fingerprint: str,
-    options: LinkOptions | None = None,
+    address: str, events: DraftEvents, vocabulary_size: int, fingerprint: str, options: LinkOptions = USUAL
 ) -> StoppableLink:
     """The link for an address: `HOST:PORT`, `unix:PATH`, several of these with commas between them, or
-    `inprocess:DRAFTER`, with the drafter's flags behind its name.
-
-    Raises `SettingsError` for a wrong address, or a drafter that cannot draft for this target.
-    """
-    return prepare_draft(address, options)(events, vocabulary_size, tokenizer_fingerprint)
+    `inprocess:DRAFTER`, with the drafter's flags behind its name. Raises `SettingsError` for a wrong address, or a
+    drafter that cannot draft for this target."""
+    return prepare_draft(address, options)(events, vocabulary_size, fingerprint)
 
 
-def prepare_draft(address: str, options: LinkOptions | None = None) -> Connect:
-    """A function that connects to an address of `connect_draft`, for a target that has a model to load first.
-
-    `inprocess:DRAFTER` is found through the entry points of `LINK_GROUP`, so that this package imports no drafters; the
-    drafter is made now and loads its weights when it is connected.
-
-    Raises `SettingsError` for what can be refused without the target; the function raises it for the rest.
-    """
+def prepare_draft(address: str, options: LinkOptions = USUAL) -> Connect:
+    """A function that connects to an address of `connect_draft`, for a target that has a model to load first. A drafter
+    in this process is found through the entry points of `LINK_GROUP`, so that this package imports none; it is made
+    now, and loads its weights when it is connected. Raises `SettingsError` for what can be refused without the target;
+    the function raises it for the rest."""
     if address.startswith(INPROCESS_SCHEME):
         return _prepare_in_process(address)
     if "," not in address:
-        return lambda events, vocabulary_size, fingerprint: GrpcDraftLink(
-            address, events, vocabulary_size, fingerprint, options
-        )
+        return partial(GrpcDraftLink, address, options=options)
     addresses = comma_words(address)
     if len(set(addresses)) < len(addresses) or any(part.startswith(INPROCESS_SCHEME) for part in addresses):
         raise SettingsError(f"{address}: several drafts are services of their own, each named once")
 
     def connect(events: DraftEvents, vocabulary_size: int, fingerprint: str) -> StoppableLink:
-        def connect_one(one: str, member: DraftEvents) -> StoppableLink:
-            return GrpcDraftLink(one, member, vocabulary_size, fingerprint, options)
-
-        return SeveralDrafts(addresses, connect_one, events)
+        return SeveralDrafts(
+            addresses, lambda one, member: GrpcDraftLink(one, member, vocabulary_size, fingerprint, options), events
+        )
 
     return connect
 
@@ -187,25 +169,18 @@ def _prepare_in_process(address: str) -> Connect:
 
 
 class GrpcDraftLink:
-    """A `DraftLink` to a draft service. Calls are thread-safe, return at once, and never raise.
-
-    Calls while no draft is connected are dropped: at `on_connected` the receiver opens every live sequence again.
-    """
+    """A `DraftLink` to a draft service. Calls are thread-safe, return at once, and never raise. Calls while no draft is
+    connected are dropped: at `on_connected` the receiver opens every live sequence again."""
 
     def __init__(
-        self,
-        address: str,
-        events: DraftEvents,
-        vocabulary_size: int,
-        tokenizer_fingerprint: str,
-        options: LinkOptions | None = None,
+        self, address: str, events: DraftEvents, vocabulary_size: int, fingerprint: str, options: LinkOptions = USUAL
     ) -> None:
         """Start connecting. `events` receives the outcome and every later change."""
         self._address = address
         self._events = events
         self._vocabulary_size = vocabulary_size
-        self._fingerprint = tokenizer_fingerprint
-        self._options = options or LinkOptions()
+        self._fingerprint = fingerprint
+        self._options = options
         # Calls to send, and the bytes of features in each.
         self._outbox: deque[tuple[Callable[[DraftConversation], None], int]] = deque()
         # Of features, in total: posted is counted by the caller, sent by the link's thread.
@@ -268,8 +243,7 @@ class GrpcDraftLink:
         self._busy_polling.seconds = seconds
 
     def _has_room(self, size: int) -> bool:
-        """Whether features of `size` more bytes may wait. Without them a slow draft has lower acceptance, but keeps
-        up."""
+        """Whether features of `size` more bytes may wait. A slow draft without them drafts worse, but keeps up."""
         return self._bytes_posted - self._bytes_sent + size <= self._options.max_waiting_feature_bytes
 
     def _post(self, command: Callable[[DraftConversation], None], size: int = 0) -> None:
@@ -324,7 +298,10 @@ class GrpcDraftLink:
             except Exception as error:
                 # Such as gRPC's for wrong arguments. A link that ended here would be silent for ever.
                 reason = repr(error)
-            self._lost(reason)
+            # Once when it is lost, and again whenever the reason changes.
+            if self._connected or reason != self._last_reason:
+                self._connected, self._last_reason = False, reason
+                self._events.on_disconnected(reason)
             # Connect again at once to a draft that had answered, and ever more slowly to one that never does. Spread,
             # so that the many targets of a draft that restarts do not reconnect together.
             backoff = options.min_backoff if conversation.received else min(2 * backoff, options.max_backoff)
@@ -333,12 +310,6 @@ class GrpcDraftLink:
             elif conversation.received:
                 fault_backoff = 0.0
             await asyncio.sleep(max(backoff, fault_backoff) * random.uniform(0.5, 1.0))
-
-    def _lost(self, reason: str) -> None:
-        """Report why there is no draft: once when it is lost, and again whenever the reason changes."""
-        if self._connected or reason != self._last_reason:
-            self._connected, self._last_reason = False, reason
-            self._events.on_disconnected(reason)
 
     async def _converse(self, stub: Any, conversation: DraftConversation) -> None:
         """Check the draft's description, then exchange frames until the stream ends or breaks."""

@@ -16,18 +16,18 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 
 from outrider.drafting import link_messages as messages
-from outrider.drafting.link import Connect, LinkOptions
+from outrider.drafting.link import USUAL, Connect, LinkOptions
 from outrider.processes.children import start_child
 from outrider.processes.framing import FrameCutter
 from outrider.processes.outbox import Outbox
 from outrider.wire.frames import DraftEvents, OpenSequence, SequenceAdvance, SequenceFeatures
 
 log = logging.getLogger(__name__)
-
 LINK_COMMAND = (sys.executable, "-m", "outrider.drafting.link_worker")
 # A process without a heartbeat for this long is stuck, and is replaced: five heartbeats.
 SILENT_SECONDS = 5.0
@@ -43,11 +43,7 @@ _RECEIVE_BYTES = 1 << 17
 
 def connect_apart(address: str, options: LinkOptions) -> Connect:
     """A function that connects to an address of `prepare_draft` through a process of its own."""
-
-    def connect(events: DraftEvents, vocabulary_size: int, tokenizer_fingerprint: str) -> LinkProcess:
-        return LinkProcess(address, events, vocabulary_size, tokenizer_fingerprint, options)
-
-    return connect
+    return partial(LinkProcess, address, options=options)
 
 
 class _Worker:
@@ -83,29 +79,26 @@ class _Worker:
 class LinkProcess:
     """A `StoppableLink` whose stream is held by another process. Calls are thread-safe, return at once, and never
     raise. Calls while no draft is connected are dropped: at `on_connected` the receiver opens every live sequence
-    again.
-
-    A process that ends or is stuck is replaced; until then the draft is reported as disconnected.
-    """
+    again. A process that ends or is stuck is replaced; until then the draft is reported as disconnected."""
 
     def __init__(
         self,
         address: str,
         events: DraftEvents,
         vocabulary_size: int,
-        tokenizer_fingerprint: str,
-        options: LinkOptions | None = None,
+        fingerprint: str,
+        options: LinkOptions = USUAL,
         command: Sequence[str] = LINK_COMMAND,
     ) -> None:
         """Start connecting. `events` receives the outcome and every later change, on the link's thread."""
         self._events = events
-        self._options = options or LinkOptions()
+        self._options = options
         self._command = command
-        self._connect = messages.Connect(address, vocabulary_size, tokenizer_fingerprint, self._options)
+        self._connect = messages.Connect(address, vocabulary_size, fingerprint, options)
         self._stopping = threading.Event()
         # Whether the process has reported a connected draft.
         self._connected = False
-        self._worker = self._start()
+        self._worker = _Worker(self._command, self._connect)
         self._thread = threading.Thread(target=self._follow, name="draft-link", daemon=True)
         self._thread.start()
 
@@ -115,26 +108,22 @@ class LinkProcess:
         return self._worker.process.pid
 
     def open(self, sequence: OpenSequence) -> None:
-        """See `DraftLink.open`."""
         self._send(messages.Open(sequence))
 
     def advance(self, advances: Sequence[SequenceAdvance]) -> None:
-        """See `DraftLink.advance`. Features are left out while too many wait for the process."""
+        # Features are left out while too many wait for the process.
         if not self._has_room():
             advances = [one._replace(features=None) for one in advances]
         self._send(messages.Advance(list(advances)))
 
     def send_features(self, features: Sequence[SequenceFeatures]) -> None:
-        """See `DraftLink.send_features`."""
         if self._has_room():
             self._send(messages.SendFeatures(list(features)))
 
     def close(self, sequence_ids: Sequence[int]) -> None:
-        """See `DraftLink.close`."""
         self._send(messages.Close(list(sequence_ids)))
 
     def cut_off(self, reason: str) -> None:
-        """See `DraftLink.cut_off`."""
         self._send(messages.CutOff(reason))
 
     def stop(self) -> None:
@@ -142,9 +131,6 @@ class LinkProcess:
         self._stopping.set()
         self._worker.hang_up()
         self._thread.join()
-
-    def _start(self) -> _Worker:
-        return _Worker(self._command, self._connect)
 
     def _has_room(self) -> bool:
         return self._worker.outbox.waiting_bytes <= self._options.max_waiting_feature_bytes
@@ -175,7 +161,7 @@ class LinkProcess:
             pause = _PAUSE_SECONDS if worker.had_draft else min(2 * pause, _MOST_PAUSE_SECONDS)
             while not self._stopping.wait(pause):
                 try:
-                    self._worker = self._start()
+                    self._worker = _Worker(self._command, self._connect)
                 except OSError as error:
                     # The machine may have descriptors, processes or memory again.
                     log.error("its link's process cannot be started: %s", error)
@@ -230,9 +216,8 @@ class LinkProcess:
 
 
 def _wait_at_most(connection: socket.socket, seconds: float) -> None:
-    """Set the receive timeout of the connection. `settimeout` would apply to sends too, and a call that waits before
-    each receive costs 0.2 ms: after every system call this thread must acquire the interpreter from a computing
-    engine."""
+    """Set the receive timeout of the connection. `settimeout` would apply to sends too, and one more call before each
+    receive costs 0.2 ms, as this thread must get the interpreter back from a computing engine."""
     whole, rest = divmod(round(seconds * 1e6), 1_000_000)
     # Some systems refuse it for a socket that is shut down; the next receive reports that.
     with contextlib.suppress(OSError):

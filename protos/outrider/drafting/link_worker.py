@@ -20,7 +20,7 @@ prepare_grpc()
 
 from outrider.busy_polling import allowed_seconds  # noqa: E402
 from outrider.drafting import link_messages as messages  # noqa: E402
-from outrider.drafting.link import GrpcDraftLink, connect_draft  # noqa: E402
+from outrider.drafting.link import GrpcDraftLink, prepare_draft  # noqa: E402
 from outrider.processes.framing import FrameCutter  # noqa: E402
 from outrider.processes.outbox import Outbox  # noqa: E402
 from outrider.wire.frames import DraftInfo, SequenceFailure, SequenceGrowth, StoppableLink  # noqa: E402
@@ -65,8 +65,7 @@ class _Calls:
         self._link: StoppableLink | None = None
 
     def receive(self, flags: int = 0) -> None:
-        """Receive and make calls; with `MSG_DONTWAIT` in `flags`, without waiting. Ends the process when the socket is
-        closed."""
+        """Receive and make calls, without waiting if `flags` say so. Ends the process when the socket is closed."""
         try:
             data = self._connection.recv(_RECEIVE_BYTES, flags)
         except BlockingIOError:
@@ -91,10 +90,10 @@ class _Calls:
 
     def _call(self, message: messages.ToLink) -> None:
         if isinstance(message, messages.Connect):
-            fingerprint, options = message.tokenizer_fingerprint, message.options
-            self._link = connect_draft(message.address, self._events, message.vocabulary_size, fingerprint, options)
+            connect = prepare_draft(message.address, message.options)
+            self._link = connect(self._events, message.vocabulary_size, message.fingerprint)
             if isinstance(self._link, GrpcDraftLink):
-                self._link.busy_poll(allowed_seconds(options.busy_poll_seconds))
+                self._link.busy_poll(allowed_seconds(message.options.busy_poll_seconds))
             return
         assert self._link is not None, "the first message connects"
         match message:

@@ -34,11 +34,9 @@ class _Member:
 
     address: str
     shared: SeveralDrafts
-    # What it is while it is connected, and the same while it is used.
-    offered: DraftInfo | None = None
-    info: DraftInfo | None = None
-    # Nodes received from it since a draft was last cut off.
-    nodes: int = 0
+    offered: DraftInfo | None = None  # what it is while it is connected
+    info: DraftInfo | None = None  # the same while it is used
+    nodes: int = 0  # nodes received from it since a draft was last cut off
     link: StoppableLink = field(init=False)
 
     def on_growth(self, growths: Sequence[SequenceGrowth]) -> None:
@@ -78,7 +76,6 @@ class SeveralDrafts:
                 member.link = connect(member.address, member)
 
     def open(self, sequence: OpenSequence) -> None:
-        """See `DraftLink.open`."""
         with self._lock:
             member = self._home_of(sequence)
             if member is not None:
@@ -86,19 +83,17 @@ class SeveralDrafts:
                 member.link.open(sequence)
 
     def advance(self, advances: Sequence[SequenceAdvance]) -> None:
-        """See `DraftLink.advance`. One frame to each draft that follows any of them."""
+        """Send one frame to each draft that follows any of them."""
         with self._lock:
             for member, ids in self._by_home([one.sequence_id for one in advances]):
                 member.link.advance([one for one in advances if one.sequence_id in ids])
 
     def send_features(self, features: Sequence[SequenceFeatures]) -> None:
-        """See `DraftLink.send_features`."""
         with self._lock:
             for member, ids in self._by_home([one.sequence_id for one in features]):
                 member.link.send_features([one for one in features if one.sequence_id in ids])
 
     def close(self, sequence_ids: Sequence[int]) -> None:
-        """See `DraftLink.close`."""
         with self._lock:
             for member, ids in self._by_home(sequence_ids):
                 member.link.close(sorted(ids))
@@ -106,8 +101,8 @@ class SeveralDrafts:
                 self._homes.pop(sequence_id, None)
 
     def cut_off(self, reason: str) -> None:
-        """See `DraftLink.cut_off`: of several drafts, the one that sent most. The receiver has given up all sequences,
-        and none is opened again: late growth of the old draft would be taken for growth of the new one."""
+        """Cut off the one that sent most. The receiver has given up all sequences, and none is opened again: late
+        growth of the old draft would be taken for growth of the new one."""
         with self._lock:
             busiest = max(self._members, key=lambda member: member.nodes)
             for member in self._members:
@@ -117,7 +112,6 @@ class SeveralDrafts:
             busiest.link.cut_off(reason)
 
     def stop(self) -> None:
-        """See `StoppableLink.stop`."""
         for member in self._members:
             member.link.stop()
 
@@ -132,7 +126,6 @@ class SeveralDrafts:
             self._events.on_growth(own)
 
     def failed(self, member: _Member, failure: SequenceFailure) -> None:
-        """A draft closed one sequence."""
         with self._lock:
             own = self._homes.get(failure.sequence_id) is member
             if own:
@@ -153,7 +146,6 @@ class SeveralDrafts:
             self._events.on_connected(first)
 
     def left(self, member: _Member, reason: str) -> None:
-        """A draft is disconnected, or could not be reached."""
         with self._lock:
             was_connected, member.info, member.offered = member.info is not None, None, None
             others = any(one.info is not None for one in self._members)

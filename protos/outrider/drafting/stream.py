@@ -42,16 +42,12 @@ WORK_PER_ANSWER = 4 * (1 + 2 * MAX_NODES)
 MAX_ANSWERS_KEPT = 16
 # Bytes of features in one frame. With one more piece a frame is still well below a draft's message limit of 4 MiB.
 MAX_FRAME_FEATURE_BYTES = 2 * MAX_FEATURE_BYTES
-
 _Part = TypeVar("_Part", draft_pb2.SequenceAdvance, draft_pb2.SequenceFeatures)
 
 
 class DraftConversation:
-    """The state of one stream, and the frames to send next (`outgoing`).
-
-    A bad growth ends drafting for its sequence only. `CreditExceeded` and `InvalidField` from `receive` mean that the
-    whole stream cannot be trusted.
-    """
+    """The state of one stream, and the frames to send next (`outgoing`). A bad growth ends drafting for its sequence
+    only. `CreditExceeded` and `InvalidField` from `receive` mean that the whole stream cannot be trusted."""
 
     def __init__(self, events: DraftEvents, vocabulary_size: int) -> None:
         self._events = events
@@ -136,20 +132,22 @@ class DraftConversation:
             self._owing_since = None
 
     def receive(self, frame: draft_pb2.ProposeResponse) -> None:
-        """Check one frame of the draft and deliver its events.
-
-        Raises `CreditExceeded` for more frames, or more in them, than was allowed, and `InvalidField` for an unreadable
-        failure.
-        """
+        """Check one frame of the draft and deliver its events. Raises `CreditExceeded` for more frames, or more in
+        them, than was allowed, and `InvalidField` for an unreadable failure."""
         self._owing_since = None
         kind = frame.WhichOneof("frame")
         if kind in ("opened", "status"):
-            self._charge_answer()
+            if not self._answers:
+                raise CreditExceeded("the draft acknowledges what was never sent")
+            self._answers -= 1
             if kind == "status":
                 self._fail(failure_from_pb(frame.status))
         else:
             # A frame of an unknown kind, from a newer draft, is ignored, but takes credit.
-            self._charge_credit()
+            if not self._credit:
+                raise CreditExceeded("the draft sends more than it has credit for")
+            self._credit -= 1
+            self._grant()
             self._charge_work(frame.growth.sequences)
             self._grow(frame.growth.sequences)
         self.received = True
@@ -190,17 +188,6 @@ class DraftConversation:
         most = WORK_PER_ANSWER * max(MAX_ANSWERS_KEPT, len(self._wire_ids))
         self._work = min(self._work + WORK_PER_ANSWER * answers, most)
         self._allowance = min(self._allowance + GROWTHS_PER_FRAME, MAX_ALLOWANCE)
-        self._grant()
-
-    def _charge_answer(self) -> None:
-        if not self._answers:
-            raise CreditExceeded("the draft acknowledges what was never sent")
-        self._answers -= 1
-
-    def _charge_credit(self) -> None:
-        if not self._credit:
-            raise CreditExceeded("the draft sends more than it has credit for")
-        self._credit -= 1
         self._grant()
 
     def _charge_work(self, parts: Sequence[draft_pb2.SequenceGrowth]) -> None:

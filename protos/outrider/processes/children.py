@@ -12,10 +12,8 @@ _BUFFER_BYTES = 1 << 22
 
 def start_child(command: Sequence[str], *, own_group: bool = False) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Start a command with the file descriptor of its socket as last argument; returns the process and our end. The
-    child does not inherit our end, so it sees the socket closed when this process ends in any way.
-
-    With `own_group` a terminal's Ctrl-C does not reach the child.
-    """
+    child does not inherit our end, so it sees the socket closed when this process ends in any way. With `own_group` a
+    terminal's Ctrl-C does not reach the child."""
     ours, theirs = socket.socketpair()
     with theirs:
         for end in (ours, theirs):

@@ -9,7 +9,6 @@ import struct
 from collections.abc import Sequence
 
 LENGTH_BYTES = 4
-
 Buffer = bytes | bytearray | memoryview
 
 

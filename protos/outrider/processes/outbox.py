@@ -20,11 +20,9 @@ _MOST_AT_ONCE = 1 << 20
 
 
 class Outbox:
-    """Writes at once what the socket takes; a thread writes the rest. Any thread may send.
-
-    A usual frame is written by the sender's own thread, which costs one system call: passing it to another thread would
-    make both wait for the interpreter's lock. Only the kernel copies a frame.
-    """
+    """Writes at once what the socket takes; a thread writes the rest. Any thread may send. A usual frame is written by
+    the sender's own thread, which costs one system call: passing it to another thread would make both wait for the
+    interpreter's lock. Only the kernel copies a frame."""
 
     def __init__(self, connection: socket.socket) -> None:
         """`connection` is a blocking socket."""

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from outrider.errors import QuotaExceeded
+from outrider.settings import FIRST_MESSAGE_SECONDS, MAX_MESSAGE_BYTES
 
 # One tenant's share of all calls, where tenants are known by their tokens. Chosen, not measured.
 _TENANT_SHARE = 0.75
@@ -16,12 +17,14 @@ _TENANT_SHARE = 0.75
 
 @dataclass(frozen=True)
 class CallLimits:
-    """Concurrent calls: `total` without health, `health` for checks and for watches of health alone, and `refused` that
-    wait for their refusal."""
+    """Concurrent calls, and how long and large their requests may be."""
 
-    total: int = 1024
-    health: int = 64
-    refused: int = 1024
+    total: int = 1024  # without health
+    health: int = 64  # of checks and of watches, each
+    refused: int = 1024  # that wait for their refusal
+    request_seconds: float = 10.0  # from the headers of a call to its single request
+    first_message_seconds: float = FIRST_MESSAGE_SECONDS  # from the headers of a stream to its first message
+    message_bytes: int = MAX_MESSAGE_BYTES
 
     @property
     def per_tenant(self) -> int:

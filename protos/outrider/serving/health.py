@@ -12,7 +12,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from outrider.healthcheck import LIVENESS, READINESS
 
 _Status = health_pb2.HealthCheckResponse
-
 SERVICE_NAME = "grpc.health.v1.Health"
 
 
@@ -59,7 +58,6 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             self._ready.turn(serving)
 
     def set_live(self, live: bool) -> None:
-        """Change liveness, and wake watchers."""
         self._live.turn(live)
 
     def close(self) -> None:

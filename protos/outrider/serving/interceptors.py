@@ -22,17 +22,18 @@ from outrider.errors import (
     QuotaExceeded,
     Unauthenticated,
 )
+from outrider.log_limit import LogLimit
 from outrider.serving import health
-from outrider.serving.calls import Calls, Unread
+from outrider.serving.calls import CallLimits, Calls, Unread
 from outrider.serving.pacing import RefusalPace, is_large
-from outrider.serving.refusals import RefusalLog
 from outrider.serving.tenancy import Authenticator, set_current_caller
 from outrider.wire.trees import status_of
 
 logger = logging.getLogger(__name__)
-
 Context = grpc.aio.ServicerContext[Any, Any]
-Guard = Callable[[Context], AbstractAsyncContextManager[None]]
+Parser = Callable[[bytes], Any]
+# Given a call's request, or requests, and its context; yields the request that the handler gets.
+Guard = Callable[[Any, Context], AbstractAsyncContextManager[Any]]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]"
 
@@ -48,25 +49,26 @@ _KINDS: Mapping[tuple[bool, bool], tuple[str, Any]] = {
 }
 
 
-def guarded(handler: Handler, guard: Guard) -> Handler:
-    """`handler` with every call run inside `guard(context)`, its writes included. A generator is turned into a
-    coroutine that calls `context.write`: gRPC would leave the generator of a cancelled call to the garbage
-    collector."""
-    kind, make = _KINDS[bool(handler.request_streaming), bool(handler.response_streaming)]
+def guarded(handler: Handler, guard: Guard, parse: Parser | None = None, *, reads: bool = False) -> Handler:
+    """`handler` with every call run inside `guard`, its writes included. `parse` takes the place of its own parser;
+    with `reads` gRPC leaves a single request to be read by the guard."""
+    kind, _ = _KINDS[bool(handler.request_streaming), bool(handler.response_streaming)]
+    _, make = _KINDS[reads or bool(handler.request_streaming), bool(handler.response_streaming)]
     behaviour = getattr(handler, kind)
 
     async def call(request: Any, context: Context) -> Any:
-        async with guard(context):
-            return await behaviour(request, context)
+        async with guard(request, context) as given:
+            return await behaviour(given, context)
 
+    # A coroutine for a generator: gRPC would leave that of a cancelled call to the garbage collector.
     async def iterate(request: Any, context: Context) -> None:
         # `aclosing` frees what a cancelled call holds at once.
-        async with guard(context), aclosing(behaviour(request, context)) as responses:
+        async with guard(request, context) as given, aclosing(behaviour(given, context)) as responses:
             async for response in responses:
                 await context.write(response)
 
     handle: Any = iterate if inspect.isasyncgenfunction(behaviour) else call
-    wrapped: Handler = make(handle, handler.request_deserializer, handler.response_serializer)
+    wrapped: Handler = make(handle, parse or handler.request_deserializer, handler.response_serializer)
     return wrapped
 
 
@@ -79,29 +81,11 @@ _NOT_THE_CALLERS_FAULT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_
 _first_message: ContextVar[asyncio.Timeout] = ContextVar("outrider_first_message")
 
 
-def _reading(behaviour: Any, entered: Callable[[Any, Context], AbstractAsyncContextManager[Any]]) -> Any:
-    """`behaviour` run inside `entered(requests, context)`, on what that yields in place of the requests."""
-
-    async def answer(requests: Any, context: Context) -> Any:
-        async with entered(requests, context) as given:
-            return await behaviour(given, context)
-
-    async def answers(requests: Any, context: Context) -> AsyncIterator[Any]:
-        async with entered(requests, context) as given, aclosing(behaviour(given, context)) as responses:
-            async for response in responses:
-                yield response
-
-    return answers if inspect.isasyncgenfunction(behaviour) else answer
-
-
 def _first_message_within(handler: Handler, seconds: float) -> Handler:
     """`handler` of a stream of requests, ended with `DeadlineExceeded` when no message arrives within `seconds`.
-
     Messages are parsed where they are read, in the handler's task or one that it started. Both inherit the call's
-    context variables, and so its deadline, which the first message removes.
-    """
-    kind, make = _KINDS[True, bool(handler.response_streaming)]
-    parse, inner = _checked(handler.request_deserializer), getattr(handler, kind)
+    context variables, and so its deadline, which the first message removes."""
+    parse = _checked(handler.request_deserializer)
 
     def parse_in_time(payload: bytes) -> Any:
         deadline = _first_message.get()
@@ -122,42 +106,37 @@ def _first_message_within(handler: Handler, seconds: float) -> Handler:
                 raise
             raise DeadlineExceeded(f"no message has come on the stream in {seconds:g} s") from None
 
-    wrapped: Handler = make(_reading(inner, begun), parse_in_time, handler.response_serializer)
-    return wrapped
+    return guarded(handler, begun, parse_in_time)
 
 
-def _request_within(handler: Handler, seconds: float, most_bytes: int, unread: Unread | None = None) -> Handler:
+def _request_within(handler: Handler, limits: CallLimits, unread: Unread | None = None) -> Handler:
     """`handler` of a single request as one that starts at the headers and reads the request itself.
 
     gRPC reads a single request before any handler runs: a caller that sends only headers would hold a place without
     authentication for as long as it likes, and gRPC would treat malformed bytes as a bug. Raises `DeadlineExceeded`
-    when the request takes longer than `seconds`, or too many are `unread`; `InvalidField` for malformed bytes and where
-    nothing can be read. `most_bytes` is what gRPC takes: of a larger request a handler sees only that none comes, while
-    its caller gets gRPC's own status.
+    when the request takes longer than `limits` allow, or too many are `unread`; `InvalidField` for malformed bytes and
+    where nothing can be read: of a request larger than gRPC takes a handler sees only that none comes, while its caller
+    gets gRPC's own status.
     """
     within = asyncio.timeout if unread is None else unread.within
-    kind, _ = _KINDS[False, bool(handler.response_streaming)]
-    _, make = _KINDS[True, bool(handler.response_streaming)]
-    parse, inner = _checked(handler.request_deserializer), getattr(handler, kind)
 
     @asynccontextmanager
     async def read(_requests: Any, context: Context) -> AsyncIterator[Any]:
         try:
-            async with within(seconds):
+            async with within(limits.request_seconds):
                 request = await context.read()
         except TimeoutError:
             raise DeadlineExceeded("no request has come") from None
         if request is grpc.aio.EOF:
-            raise InvalidField("request", f"is missing, or larger than the {most_bytes} bytes of --max-message-bytes")
+            most = limits.message_bytes
+            raise InvalidField("request", f"is missing, or larger than the {most} bytes of --max-message-bytes")
         yield request
 
-    wrapped: Handler = make(_reading(inner, read), parse, handler.response_serializer)
-    return wrapped
+    return guarded(handler, read, _checked(handler.request_deserializer), reads=True)
 
 
-def _checked(parse: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
-    """A parser that records the message's size and raises `InvalidField` for malformed bytes. A `parse` of None keeps
-    the bytes."""
+def _checked(parse: Parser | None) -> Parser:
+    """A parser that records the message's size and raises `InvalidField` for malformed bytes; None keeps the bytes."""
 
     def checked(payload: bytes) -> Any:
         _request_bytes.set(len(payload))
@@ -180,7 +159,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Turns `OutriderError` into its status with `google.rpc` details, and any bug into a bare INTERNAL."""
 
     def __init__(self) -> None:
-        self._refusals = RefusalLog()
+        # Of refused callers, by reason.
+        self._refusal_lines = LogLimit()
         self._running: set[asyncio.Task[Any]] = set()
         self._ending: OutriderError | None = None
 
@@ -198,21 +178,26 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         method = str(handler_call_details.method)
 
         @asynccontextmanager
-        async def guard(context: Context) -> AsyncIterator[None]:
+        async def guard(request: Any, context: Context) -> AsyncIterator[Any]:
             task = asyncio.current_task()
             assert task is not None
             self._running.add(task)
             # Asked for now: a call that gRPC has ended has none.
             peer = context.peer()
             try:
-                yield
+                yield request
             except asyncio.CancelledError:
                 if self._ending is None or context.done():
                     raise
                 await _abort(context, self._ending)
             except OutriderError as error:
-                if isinstance(error, Unauthenticated | PermissionDenied) or _is_malformed(error):
-                    self._refusals.add(method, peer, error)
+                # Bytes that are no message come from none of our clients.
+                malformed = isinstance(error, InvalidField) and error.field == "request"
+                if malformed or isinstance(error, Unauthenticated | PermissionDenied):
+                    # Messages of errors hold nothing that callers wrote.
+                    others = self._refusal_lines.due(error.reason)
+                    if others is not None:
+                        logger.warning("refused %s from %s: %s (and %d like it)", method, peer, error.message, others)
                 await _abort(context, error)
             except grpc.aio.AbortError:
                 raise
@@ -229,29 +214,15 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
     """Finds the tenant of every call by its headers: unknown callers and calls over the limits are refused before a
-    message is read. Health needs no token: probes have none, and it reveals only whether the service serves.
+    message is read. Health needs no token: probes have none, and it reveals only whether the service serves. Must be
+    last in the list, after `ErrorInterceptor`, which turns what this one raises into a status."""
 
-    Must be last in the list, after `ErrorInterceptor`, which turns what this one raises into a status.
-    """
-
-    def __init__(
-        self,
-        authenticator: Authenticator,
-        calls: Calls,
-        request_seconds: float,
-        first_message_seconds: float,
-        most_bytes: int,
-    ) -> None:
-        """`request_seconds`: time for a single request to arrive; `first_message_seconds`: for the first of a
-        stream. `most_bytes` of a message are taken."""
+    def __init__(self, authenticator: Authenticator, calls: Calls) -> None:
         # May be replaced while the server runs.
         self.authenticator = authenticator
         self._calls = calls
         self._pace = RefusalPace(calls.limits.refused)
         self._unread_health = Unread(calls.limits.health)
-        self._request_seconds = request_seconds
-        self._first_message_seconds = first_message_seconds
-        self._most_bytes = most_bytes
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -262,18 +233,18 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         watches = method == f"/{health.SERVICE_NAME}/Watch"
 
         @asynccontextmanager
-        async def guard(context: Context) -> AsyncIterator[None]:
+        async def guard(request: Any, context: Context) -> AsyncIterator[Any]:
             tenant = _UNKNOWN_CALLER
             try:
                 if for_health:
                     with self._calls.health(watches=watches):
-                        yield
+                        yield request
                     return
                 caller = self.authenticator.caller(context.invocation_metadata() or ())
                 set_current_caller(caller)
                 tenant = caller.tenant
                 with self._calls.of(tenant):
-                    yield
+                    yield request
             except OutriderError as error:
                 size = _request_bytes.get()
                 refused_large = is_large(size) and error.code not in _NOT_THE_CALLERS_FAULT
@@ -283,15 +254,10 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
 
         if handler is None:
             return None
+        limits = self._calls.limits
         if for_health and not handler.request_streaming:
             # It takes its place when its request is there: others could take all places with headers alone.
-            read = (self._request_seconds, self._most_bytes, self._unread_health)
-            return _request_within(guarded(handler, guard), *read)
+            return _request_within(guarded(handler, guard), limits, self._unread_health)
         if handler.request_streaming:
-            return guarded(_first_message_within(handler, self._first_message_seconds), guard)
-        return guarded(_request_within(handler, self._request_seconds, self._most_bytes), guard)
-
-
-def _is_malformed(error: OutriderError) -> bool:
-    """Whether a call's bytes were no message, which none of our clients sends."""
-    return isinstance(error, InvalidField) and error.field == "request"
+            return guarded(_first_message_within(handler, limits.first_message_seconds), guard)
+        return guarded(_request_within(handler, limits), guard)

@@ -15,7 +15,6 @@ from outrider.runtime import until_first_ends
 from outrider.serving.server import LAST_WORDS_SECONDS, GrpcServer
 
 logger = logging.getLogger(__name__)
-
 HEARTBEAT_INTERVAL = 0.25
 STOP_GRACE = 2.0
 
@@ -52,28 +51,17 @@ async def load_and_serve(
     with _signals(lambda: skip_wait.set() if stopping.is_set() else stopping.set(), server.reload):
         await server.start()
         logger.info("loading; health is answered on %s", server.address)
+        loading = asyncio.ensure_future(load())
         try:
-            worker = await _unless(load(), stopping)
+            await until_first_ends(loading, stopping.wait())
         except BaseException:
             await server.stop(0.0)
             raise
-        if worker is None:
+        if loading.cancelled() or loading.exception() is not None:
             await server.stop(0.0)
             logger.info("stopped while loading")
             return 0
-        return await _run(server, worker, drain_seconds, stopping, skip_wait)
-
-
-async def _unless(work: Awaitable[Worker], stopping: asyncio.Event) -> Worker | None:
-    """The result of `work`, or None after cancelling it if `stopping` was set first."""
-    loading, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stopping.wait())
-    try:
-        await asyncio.wait((loading, stopped), return_when=asyncio.FIRST_COMPLETED)
-        return loading.result() if loading.done() else None
-    finally:
-        for task in (loading, stopped):
-            task.cancel()
-        await asyncio.gather(loading, stopped, return_exceptions=True)
+        return await _run(server, loading.result(), drain_seconds, stopping, skip_wait)
 
 
 async def _run(

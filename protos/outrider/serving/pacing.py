@@ -21,11 +21,8 @@ def is_large(size: int) -> bool:
 
 
 class RefusalPace:
-    """Delays the refusals of tenants that are refused often. Belongs to the server's event loop.
-
-    330 callers of one tenant that called again at once made another tenant's steps four times as long on two cores: a
-    refusal is cheap, but not free.
-    """
+    """Delays the refusals of tenants that are refused often. Belongs to the server's event loop. 330 callers of one
+    tenant that called again at once made another's steps four times as long on two cores."""
 
     def __init__(self, room: int) -> None:
         """`room`: calls that may wait; further ones are refused at once."""

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, TypeAlias
+from typing import NoReturn
 
 import grpc
 from google.protobuf import descriptor_pool
 
 from outrider.errors import Loading
-
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+from outrider.serving.interceptors import Handler
 
 
 class PendingService(grpc.GenericRpcHandler):
-    """Refuses calls of the service `name` with `Loading`, until its handlers are added.
-
-    gRPC takes no handlers once a server has started, but calls those it has for every request. So this one is
-    registered before; it has a server's methods for the generated `add_...Servicer_to_server`, and forwards to what was
-    added.
-    """
+    """Refuses calls of the service `name` with `Loading`, until its handlers are added. gRPC takes no handlers once a
+    server has started, but calls those it has for every request. So this one is registered before; it has a server's
+    methods for the generated `add_...Servicer_to_server`, and forwards to what was added."""
 
     def __init__(self, name: str, loading: str) -> None:
         """`loading` is the message that callers get. The generated code of `name` must have been imported."""
@@ -41,14 +37,11 @@ class PendingService(grpc.GenericRpcHandler):
         if handler_call_details.method not in self._methods:
             return None
         if not self._handlers:
-            return self._refusal()
+            # Refused at the headers, so this kind does for methods of all kinds.
+            refusal: Handler = grpc.stream_stream_rpc_method_handler(self._refuse)
+            return refusal
         found = (handler.service(handler_call_details) for handler in self._handlers)
         return next((handler for handler in found if handler is not None), None)
 
-    def _refusal(self) -> Handler:
-        async def refuse(_requests: object, _context: object) -> NoReturn:
-            raise Loading(self._loading)
-
-        # Refused at the headers, so this kind does for methods of all kinds.
-        handler: Handler = grpc.stream_stream_rpc_method_handler(refuse)
-        return handler
+    async def _refuse(self, _requests: object, _context: object) -> NoReturn:
+        raise Loading(self._loading)

@@ -30,7 +30,6 @@ from outrider.serving.tenancy import Authenticator
 from outrider.settings import FIRST_MESSAGE_SECONDS, MAX_MESSAGE_BYTES, SettingsError
 
 logger = logging.getLogger(__name__)
-
 MAX_METADATA_BYTES = 16 * 1024
 # Seconds to send the statuses of calls that a stop ends; a caller that reads nothing gets none. Chosen, not measured.
 LAST_WORDS_SECONDS = 5.0
@@ -38,10 +37,8 @@ LAST_WORDS_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Service:
-    """One service to serve: its full name, and the function that adds its servicer to a server.
-
-    Without `add` the servicer is added by `GrpcServer.provide`; callers get the message `loading` until then.
-    """
+    """One service to serve: its full name, and the function that adds its servicer to a server. Without `add` the
+    servicer is added by `GrpcServer.provide`; callers get the message `loading` until then."""
 
     name: str
     add: Callable[[Any], None] | None = None
@@ -56,42 +53,14 @@ class ServingOptions:
     max_message_bytes: int = MAX_MESSAGE_BYTES
     # Concurrent calls, without health checks; more are refused with RESOURCE_EXHAUSTED.
     max_concurrent_calls: int = 1024
-    # From the headers of a call to its single request.
-    request_seconds: float = 10.0
-    # From the headers of a stream to its first message.
-    first_message_seconds: float = FIRST_MESSAGE_SECONDS
+    request_seconds: float = 10.0  # from the headers of a call to its single request
+    first_message_seconds: float = FIRST_MESSAGE_SECONDS  # from the headers of a stream to its first message
     authenticator: Authenticator = field(default_factory=Authenticator)
-    # Reads the tokens again, for `GrpcServer.reload`.
-    read_tokens: Callable[[], Authenticator] | None = None
+    read_tokens: Callable[[], Authenticator] | None = None  # reads the tokens again, for `GrpcServer.reload`
     tls: TlsFiles = field(default_factory=TlsFiles)
     reflection: bool = False
     admin_listen: str = ""
-    # Pings in too quick succession before a client is disconnected; 0 allows any number.
-    ping_strikes: int = 2
-
-    @property
-    def call_limits(self) -> CallLimits:
-        """Limits on concurrent calls."""
-        return CallLimits(self.max_concurrent_calls)
-
-    def channel_options(self) -> list[tuple[str, Any]]:
-        """gRPC's channel arguments. Keepalive alone does not notice a frozen peer; the ping timeout does."""
-        return [
-            ("grpc.max_receive_message_length", self.max_message_bytes),
-            ("grpc.max_send_message_length", -1),
-            # Both the same: between them gRPC refuses by chance.
-            ("grpc.max_metadata_size", MAX_METADATA_BYTES),
-            ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
-            ("grpc.max_concurrent_streams", self.call_limits.per_connection),
-            ("grpc.keepalive_time_ms", 20_000),
-            ("grpc.keepalive_timeout_ms", 5_000),
-            ("grpc.http2.ping_timeout_ms", 5_000),
-            ("grpc.keepalive_permit_without_calls", 1),
-            ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
-            ("grpc.http2.max_ping_strikes", self.ping_strikes),
-            # A second server on the same port must fail, not share its traffic.
-            ("grpc.so_reuseport", 0),
-        ]
+    ping_strikes: int = 2  # pings in too quick succession before a client is disconnected; 0 allows any number
 
 
 class GrpcServer:
@@ -103,25 +72,23 @@ class GrpcServer:
         services: Sequence[Service],
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     ) -> None:
-        """`interceptors` run outermost, so that a tracing one sees the final status of each call.
-
-        Must be called from a running event loop. Raises `SettingsError` for settings that cannot work.
-        """
+        """`interceptors` run outermost, so that a tracing one sees the final status of each call. Must be called from a
+        running event loop. Raises `SettingsError` for settings that cannot work."""
         self.options = options
         self.health = HealthServicer(service.name for service in services)
         self.address = ""
         self.admin_address = ""
-        calls = Calls(options.call_limits, by_tenant=options.authenticator.required)
-        self._auth = AuthInterceptor(
-            options.authenticator,
-            calls,
-            options.request_seconds,
-            options.first_message_seconds,
-            options.max_message_bytes,
+        limits = CallLimits(
+            options.max_concurrent_calls,
+            request_seconds=options.request_seconds,
+            first_message_seconds=options.first_message_seconds,
+            message_bytes=options.max_message_bytes,
         )
+        calls = Calls(limits, by_tenant=options.authenticator.required)
+        self._auth = AuthInterceptor(options.authenticator, calls)
         self._errors = ErrorInterceptor()
         self._interceptors = [*interceptors, self._errors, self._auth]
-        self._server = self._make(options.call_limits.backstop)
+        self._server = self._make(limits.backstop, limits.per_connection)
         self._pending: dict[str, PendingService] = {}
         for service in services:
             if service.add is None:
@@ -135,16 +102,32 @@ class GrpcServer:
             reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
         self._admin: grpc.aio.Server | None = None
         if options.admin_listen:
-            _require_loopback(options.admin_listen)
-            self._admin = self._make(16)
+            if not _is_local(options.admin_listen):
+                raise SettingsError(
+                    f"the admin port {options.admin_listen} must be a loopback address or a unix socket"
+                )
+            self._admin = self._make(16, limits.per_connection)
             channelz_pb2_grpc.add_ChannelzServicer_to_server(channelz.aio.ChannelzServicer(), self._admin)
 
-    def _make(self, max_calls: int) -> grpc.aio.Server:
-        return grpc.aio.server(
-            interceptors=self._interceptors,
-            options=self.options.channel_options(),
-            maximum_concurrent_rpcs=max_calls,
-        )
+    def _make(self, max_calls: int, max_streams: int) -> grpc.aio.Server:
+        # Keepalive alone does not notice a frozen peer; the ping timeout does.
+        options = [
+            ("grpc.max_receive_message_length", self.options.max_message_bytes),
+            ("grpc.max_send_message_length", -1),
+            # Both the same: between them gRPC refuses by chance.
+            ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+            ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+            ("grpc.max_concurrent_streams", max_streams),
+            ("grpc.keepalive_time_ms", 20_000),
+            ("grpc.keepalive_timeout_ms", 5_000),
+            ("grpc.http2.ping_timeout_ms", 5_000),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+            ("grpc.http2.max_ping_strikes", self.options.ping_strikes),
+            # A second server on the same port must fail, not share its traffic.
+            ("grpc.so_reuseport", 0),
+        ]
+        return grpc.aio.server(interceptors=self._interceptors, options=options, maximum_concurrent_rpcs=max_calls)
 
     async def start(self) -> None:
         """Bind and serve; `address` then has the port chosen for port 0. Raises `SettingsError`."""
@@ -214,22 +197,20 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 
 def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> str:
-    if address.startswith("unix:"):
+    unix = address.startswith("unix:")
+    if unix:
         _refuse_taken(Path(address.removeprefix("unix:")))
     else:
         _host_and_port(address)
     try:
-        if credentials is None:
-            port = server.add_insecure_port(address)
-        else:
-            port = server.add_secure_port(address, credentials)
+        port = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
     except RuntimeError as error:
         # gRPC's error has no reason.
         check_free(address)
         raise SettingsError(f"cannot listen on {address}: {error}") from None
-    if port == 0 and not address.startswith("unix:"):
+    if port == 0 and not unix:
         raise SettingsError(f"cannot listen on {address}")
-    return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
+    return address if unix else f"{address.rpartition(':')[0]}:{port}"
 
 
 def _refuse_taken(path: Path) -> None:
@@ -256,11 +237,4 @@ def _refuse_taken(path: Path) -> None:
 
 
 def _is_local(address: str) -> bool:
-    if address.startswith("unix:"):
-        return True
-    return is_loopback(address.rpartition(":")[0])
-
-
-def _require_loopback(address: str) -> None:
-    if not _is_local(address):
-        raise SettingsError(f"the admin port {address} must be a loopback address or a unix socket")
+    return address.startswith("unix:") or is_loopback(address.rpartition(":")[0])

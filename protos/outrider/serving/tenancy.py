@@ -8,8 +8,8 @@ from contextvars import ContextVar
 from typing import NamedTuple
 
 from outrider.errors import InvalidField, PermissionDenied, Unauthenticated
-from outrider.limits import TENANT_NAME, TENANT_WORD
-from outrider.settings import SettingsError, read_text
+from outrider.limits import TENANT_NAME, TENANT_WORD, lines_of_words
+from outrider.settings import SettingsError
 from outrider.wire.frames import DEFAULT_TENANT
 
 TENANT_KEY = "outrider-tenant"
@@ -48,11 +48,9 @@ def set_current_caller(caller: Caller) -> None:
 
 
 class Authenticator:
-    """Turns the metadata of a call into a tenant.
-
-    With tokens: `authorization: Bearer TOKEN` is required and decides the tenant; a caller that also sends
-    `outrider-tenant` must send that one. Without: `outrider-tenant`, or "default", and no caller is an operator.
-    """
+    """Turns the metadata of a call into a tenant. With tokens: `authorization: Bearer TOKEN` is required and decides
+    the tenant; a caller that also sends `outrider-tenant` must send that one. Without: `outrider-tenant`, or "default",
+    and no caller is an operator."""
 
     def __init__(self, tenants: Mapping[str, str | Caller] | None = None) -> None:
         """`tenants` maps a token to its tenant, or to its `Caller`; None requires no tokens."""
@@ -66,25 +64,21 @@ class Authenticator:
     @classmethod
     def from_file(cls, path: str) -> Authenticator:
         """Read `TOKEN TENANT` and `TOKEN TENANT operator` lines; `#` begins a comment, and `tenant` a line that
-        `TenantTable` reads. An empty path requires no tokens.
-
-        Raises `SettingsError` for an unreadable file and malformed lines.
-        """
+        `TenantTable` reads. An empty path requires no tokens. Raises `SettingsError`."""
         if not path:
             return cls()
         tenants: dict[str, str | Caller] = {}
-        for number, line in enumerate(read_text(path).splitlines(), start=1):
-            words = line.split()
-            if not words or words[0].startswith("#") or words[0] == TENANT_WORD:
+        for where, words in lines_of_words(path):
+            if words[0] == TENANT_WORD:
                 continue
             # The line itself stays out of the message: it may hold a secret.
             if len(words) < 2 or words[2:] not in ([], [OPERATOR_WORD]) or not TENANT_NAME.fullmatch(words[1]):
                 raise SettingsError(
-                    f"{path}:{number}: expected `TOKEN TENANT` or `TOKEN TENANT {OPERATOR_WORD}`, tenant of "
+                    f"{where}: expected `TOKEN TENANT` or `TOKEN TENANT {OPERATOR_WORD}`, tenant of "
                     f"{TENANT_NAME.pattern}"
                 )
             if len(words[0]) < _MIN_TOKEN_BYTES or words[0] in tenants:
-                raise SettingsError(f"{path}:{number}: token is repeated or has under {_MIN_TOKEN_BYTES} characters")
+                raise SettingsError(f"{where}: token is repeated or has under {_MIN_TOKEN_BYTES} characters")
             tenants[words[0]] = Caller(words[1], operator=len(words) == 3)
         if not tenants:
             raise SettingsError(f"{path}: holds no token")
@@ -92,7 +86,6 @@ class Authenticator:
 
     @property
     def required(self) -> bool:
-        """Whether callers need a token."""
         return self._callers is not None
 
     def caller(self, metadata: Metadata) -> Caller:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 
 from outrider.telemetry.names import ATTRIBUTES, SPANS
 from outrider.telemetry.table import DRAFT, GATEWAY, RPC, TARGET, MetricSpec
@@ -23,46 +22,35 @@ def _code(*names: str) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def _spans() -> str:
-    rows = [(_code(span.name), span.kind, span.service, span.help, _code(*span.attributes) or "none") for span in SPANS]
-    return _table(("span", "kind", "service", "what it covers", "attributes"), rows)
-
-
-def _attributes() -> str:
-    rows = [(_code(a.name), a.type, a.unit, a.help) for a in ATTRIBUTES.values()]
-    return _table(("attribute", "type", "unit", "meaning"), rows)
-
-
-def _exposed(spec: MetricSpec) -> str:
-    return f"{spec.name}_total" if spec.type == "counter" else spec.name
+def _exposed(spec: MetricSpec, name: str) -> str:
+    return _code(f"{name}_total" if spec.type == "counter" else name)
 
 
 def _metrics(specs: Iterable[MetricSpec]) -> str:
-    rows = [(_code(_exposed(s)), s.type, s.unit, _code(*s.labels), s.help) for s in specs]
+    rows = ((_exposed(s, s.name), s.type, s.unit, _code(*s.labels), s.help) for s in specs)
     return _table(("metric", "type", "unit", "labels", "meaning"), rows)
 
 
-def _vllm() -> str:
-    rows = [(_code(s.vllm + ("_total" if s.type == "counter" else "")), _code(_exposed(s))) for s in TARGET if s.vllm]
-    return _table(("vLLM", "Outrider"), rows)
-
-
-_TABLES: Mapping[str, Callable[[], str]] = MappingProxyType(
-    {
-        "spans": _spans,
-        "attributes": _attributes,
-        "target": lambda: _metrics(TARGET),
-        "draft": lambda: _metrics(DRAFT),
-        "rpc": lambda: _metrics(RPC),
-        "gateway": lambda: _metrics(GATEWAY),
-        "vllm": _vllm,
-    }
-)
+_TABLES: Mapping[str, str] = {
+    "spans": _table(
+        ("span", "kind", "service", "what it covers", "attributes"),
+        ((_code(s.name), s.kind, s.service, s.help, _code(*s.attributes) or "none") for s in SPANS),
+    ),
+    "attributes": _table(
+        ("attribute", "type", "unit", "meaning"),
+        ((_code(a.name), a.type, a.unit, a.help) for a in ATTRIBUTES.values()),
+    ),
+    "target": _metrics(TARGET),
+    "draft": _metrics(DRAFT),
+    "rpc": _metrics(RPC),
+    "gateway": _metrics(GATEWAY),
+    "vllm": _table(("vLLM", "Outrider"), ((_exposed(s, s.vllm), _exposed(s, s.name)) for s in TARGET if s.vllm)),
+}
 
 
 def render(page: str) -> str:
     """The page with every marked table replaced. Raises `KeyError` for a mark with an unknown table."""
-    return _MARKED.sub(lambda mark: mark[1] + _TABLES[mark[2]]() + mark[3], page)
+    return _MARKED.sub(lambda mark: mark[1] + _TABLES[mark[2]] + mark[3], page)
 
 
 def main(arguments: Sequence[str]) -> int:

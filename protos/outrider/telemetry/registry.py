@@ -14,7 +14,6 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
@@ -44,10 +43,8 @@ Reading = tuple[str, Labels, float]
 Series = TypeVar("Series")
 
 # vLLM's names for our labels, and its values for them; its positions start at 0.
-_VLLM_LABEL_NAMES: Mapping[str, str] = MappingProxyType({"depth": "position", "outcome": "finished_reason"})
-_VLLM_REASONS: Mapping[str, str] = MappingProxyType(
-    {"end_of_sequence": "stop", "stop": "stop", "length": "length", "cancelled": "abort"}
-)
+_VLLM_LABEL_NAMES: Mapping[str, str] = {"depth": "position", "outcome": "finished_reason"}
+_VLLM_REASONS: Mapping[str, str] = {"end_of_sequence": "stop", "stop": "stop", "length": "length", "cancelled": "abort"}
 
 
 class Counter:
@@ -91,10 +88,8 @@ class MetricSet(Collector):
         self._sources: list[Callable[[], Iterable[Reading]]] = []
         for spec in self._specs.values():
             # A series that exists from the start has a rate from its first increase on.
-            if not spec.labels and spec.type == "counter":
-                self.counter(spec.name)
-            if not spec.labels and spec.type == "histogram":
-                self.histogram(spec.name)
+            if not spec.labels and spec.type != "gauge":
+                (self.counter if spec.type == "counter" else self.histogram)(spec.name)
 
     def counter(self, name: str, *labels: str) -> Counter:
         """The counter of these label values, made on first use. Keep it: the look-up costs more than `add`."""
@@ -201,8 +196,7 @@ def _buckets(histogram: Histogram) -> list[tuple[str, float] | tuple[str, float,
     return buckets
 
 
-# Concurrent requests, and seconds for one to arrive; connections past these limits are closed. A scraper sends a few
-# hundred bytes every few seconds.
+# Concurrent requests, and seconds for one to arrive; connections past these limits are closed. Scrapers send little.
 _MOST_REQUESTS = 16
 _REQUEST_SECONDS = 5.0
 
@@ -267,7 +261,6 @@ class MetricsServer:
             self._vllm.register(vllm)
 
     def close(self) -> None:
-        """Stop answering."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

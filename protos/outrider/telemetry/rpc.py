@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 
@@ -19,10 +20,8 @@ DEADLINE_SLACK_S = 0.05
 
 
 def ended_with(context: Context, error: BaseException | None) -> str:
-    """The name of the gRPC status that a call ends with, as seen inside its handler.
-
-    A call whose caller disconnected has no status yet: CANCELLED, or DEADLINE_EXCEEDED once its time is over.
-    """
+    """The name of the gRPC status that a call ends with, as seen inside its handler. A call whose caller disconnected
+    has no status yet: CANCELLED, or DEADLINE_EXCEEDED once its time is over."""
     if isinstance(error, asyncio.CancelledError):
         remaining = context.time_remaining()
         return "DEADLINE_EXCEEDED" if remaining is not None and remaining <= DEADLINE_SLACK_S else "CANCELLED"
@@ -48,11 +47,11 @@ class RpcMetricsInterceptor(grpc.aio.ServerInterceptor):
         method = str(handler_call_details.method).lstrip("/")
 
         @asynccontextmanager
-        async def guard(context: Context) -> AsyncIterator[None]:
+        async def guard(request: Any, context: Context) -> AsyncIterator[Any]:
             self._in_flight[method] = self._in_flight.get(method, 0) + 1
             ended: BaseException | None = None
             try:
-                yield
+                yield request
             except BaseException as error:
                 ended = error
                 raise

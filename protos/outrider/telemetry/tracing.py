@@ -8,8 +8,7 @@ global provider is not used, so that two services in one process have their own.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import Iterable
 
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -24,7 +23,6 @@ _FIELDS = ("traceparent", "tracestate")
 EXPORT_TIMEOUT_SECONDS = 5.0
 # Statuses that are a server's fault, by the RPC conventions; for a client every status but OK is an error.
 _SERVER_ERRORS = frozenset(("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"))
-_NO_CONTEXT: Mapping[str, str] = MappingProxyType({})
 
 
 class Tracing:
@@ -46,12 +44,10 @@ class Tracing:
 def set_up_tracing(
     service: str, endpoint: str, *, ratio: float = 1.0, steps: bool = False, version: str = ""
 ) -> Tracing:
-    """Tracing that exports to `endpoint` over OTLP gRPC, or that records nothing when the endpoint is empty.
-
-    Requests with a sampled parent are traced, those with an unsampled one are not, and `ratio` of the rest are.
-    `https://` endpoints use TLS, all others plain text. `OTEL_EXPORTER_OTLP_HEADERS`, `OTEL_RESOURCE_ATTRIBUTES`
-    and the other standard variables keep their meaning.
-    """
+    """Tracing that exports to `endpoint` over OTLP gRPC, with TLS for `https://`, or that records nothing when the
+    endpoint is empty. Requests with a sampled parent are traced, those with an unsampled one are not, and `ratio` of
+    the rest are. `OTEL_EXPORTER_OTLP_HEADERS`, `OTEL_RESOURCE_ATTRIBUTES` and the other standard variables keep their
+    meaning."""
     if not endpoint:
         return Tracing(steps=steps)
     # Imported here: a service without an endpoint needs neither SDK nor exporter.
@@ -65,9 +61,7 @@ def set_up_tracing(
     if version:
         attributes["service.version"] = version
     provider = SdkTracerProvider(
-        sampler=ParentBased(TraceIdRatioBased(ratio)),
-        resource=Resource.create(attributes),
-        shutdown_on_exit=False,
+        sampler=ParentBased(TraceIdRatioBased(ratio)), resource=Resource.create(attributes), shutdown_on_exit=False
     )
     insecure = not endpoint.startswith("https://")
     exporter = OTLPSpanExporter(endpoint=endpoint, insecure=insecure, timeout=EXPORT_TIMEOUT_SECONDS)
@@ -83,7 +77,7 @@ def context_from_metadata(metadata: Metadata | None) -> Context:
 
 def context_from_traceparent(traceparent: str) -> Context:
     """The trace context of a `traceparent` field; empty if that is empty or malformed."""
-    return _PROPAGATOR.extract({"traceparent": traceparent} if traceparent else _NO_CONTEXT, Context())
+    return _PROPAGATOR.extract({"traceparent": traceparent}, Context())
 
 
 def metadata_of(span: Span) -> tuple[tuple[str, str], ...]:
@@ -107,11 +101,9 @@ def sampled_trace_id(traceparent: str) -> str:
 
 
 def end_rpc(span: Span, code: str, reason: str = "", *, server: bool = True) -> None:
-    """End the span of a call with its gRPC status by name, such as "OK" or "CANCELLED".
-
-    By the conventions a server's span is an error only if the server is at fault, and not when a caller cancels or
-    sends an invalid request; `error.type` has the reason in every case.
-    """
+    """End the span of a call with its gRPC status by name, such as "OK" or "CANCELLED". By the conventions a server's
+    span is an error only if the server is at fault, and not when a caller cancels or sends an invalid request;
+    `error.type` has the reason in every case."""
     span.set_attribute("rpc.response.status_code", code)
     if code != "OK":
         span.set_attribute("error.type", reason or code)

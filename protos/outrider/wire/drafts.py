@@ -13,6 +13,7 @@ from outrider.errors import InvalidField, OutriderError, PositionOutOfRange
 from outrider.sampling import VerificationMode
 from outrider.tree import MAX_ROWS, DraftDistribution
 from outrider.v1 import draft_pb2
+from outrider.wire import trees
 from outrider.wire.frames import (
     MAX_NODES,
     CorpusInfo,
@@ -25,25 +26,11 @@ from outrider.wire.frames import (
     is_self_contained,
 )
 from outrider.wire.hidden_states import request_from_pb, request_to_pb, vectors_from_pb, vectors_to_pb
-from outrider.wire.trees import (
-    check_token_ids,
-    check_vocabulary_size,
-    distributions_from_pb,
-    distributions_to_pb,
-    error_of,
-    mode_from_pb,
-    mode_to_pb,
-    name_from_pb,
-    sampling_from_pb,
-    sampling_to_pb,
-    status_of,
-    tenant_from_pb,
-)
+from outrider.wire.same_names import message_of, value_of
 
 # Node ids are uint32 on the wire; at two growths of 1,023 a step they last for 2 million steps.
 MAX_NODE_ID = 2**32 - 1
-# Nodes that a draft says it has at most: targets of before larger trees refuse a draft that says more. Those that can
-# use more ask for as many as there are.
+# Nodes that a draft says it has at most: older targets refuse one that says more, and newer ones ask for all.
 _MAX_NODES_SAID = 255
 _MAX_TRACEPARENT = 128
 _MAX_DRAFTER_NAME = 64
@@ -57,66 +44,49 @@ def limits_from_pb(pb: draft_pb2.TreeLimits, field_path: str = "limits") -> Tree
 
 
 def limits_to_pb(limits: TreeLimits) -> draft_pb2.TreeLimits:
-    """The limits as a message."""
-    return draft_pb2.TreeLimits(max_nodes=limits.max_nodes, max_depth=limits.max_depth)
+    return message_of(draft_pb2.TreeLimits, limits)
 
 
 def open_from_pb(pb: draft_pb2.OpenSequence, max_context: int) -> OpenSequence:
-    """A checked open. Token ids must be below the vocabulary size that the open itself declares.
-
-    Raises `PositionOutOfRange` for more token ids than `max_context`, before any is read.
-    """
+    """A checked open. Token ids must be below the vocabulary size that the open itself declares. Raises
+    `PositionOutOfRange` for more token ids than `max_context`, before any is read."""
     if len(pb.token_ids) > max_context:
         raise PositionOutOfRange("the sequence is longer than the drafter follows", limit=max_context)
     vocabulary_size = pb.vocabulary_size
     if vocabulary_size < 1:
         raise InvalidField("open.vocabulary_size", "must be at least 1")
-    check_vocabulary_size(vocabulary_size, "open.vocabulary_size")
+    trees.check_vocabulary_size(vocabulary_size, "open.vocabulary_size")
     token_ids = tuple(pb.token_ids)
     if not token_ids:
         raise InvalidField("open.token_ids", "needs at least 1 entry")
-    check_token_ids(token_ids, vocabulary_size, "open.token_ids")
+    trees.check_token_ids(token_ids, vocabulary_size, "open.token_ids")
     if not 1 <= pb.prompt_length <= len(token_ids):
         raise InvalidField("open.prompt_length", f"is not in 1..{len(token_ids)}")
     if len(pb.traceparent) > _MAX_TRACEPARENT:
         raise InvalidField("open.traceparent", f"is longer than {_MAX_TRACEPARENT} characters")
-    sampling = sampling_from_pb(pb.sampling, vocabulary_size, "open.sampling")
-    asked = mode_from_pb(pb.mode, "open.mode")
+    sampling = trees.sampling_from_pb(pb.sampling, vocabulary_size, "open.sampling")
+    asked = trees.mode_from_pb(pb.mode, "open.mode")
     if asked is VerificationMode.TYPICAL:
         raise InvalidField("open.mode", "takes drafts of GREEDY; nothing is drafted for TYPICAL")
-    return OpenSequence(
-        sequence_id=pb.sequence_id,
+    return value_of(
+        OpenSequence,
+        pb,
         token_ids=token_ids,
-        prompt_length=pb.prompt_length,
-        step=pb.step,
-        seed=pb.seed,
         mode=sampling.mode() if asked is None else asked,
         sampling=sampling,
         limits=limits_from_pb(pb.limits, "open.limits"),
-        vocabulary_size=vocabulary_size,
-        tenant=tenant_from_pb(pb.tenant, "open.tenant"),
-        corpus=name_from_pb(pb.corpus, "open.corpus"),
-        traceparent=pb.traceparent,
-        model_version=pb.model_version,
+        tenant=trees.tenant_from_pb(pb.tenant, "open.tenant"),
+        corpus=trees.name_from_pb(pb.corpus, "open.corpus"),
     )
 
 
 def open_to_pb(sequence: OpenSequence) -> draft_pb2.OpenSequence:
-    """The open as a message."""
-    return draft_pb2.OpenSequence(
-        sequence_id=sequence.sequence_id,
-        tenant=sequence.tenant,
-        corpus=sequence.corpus,
-        token_ids=sequence.token_ids,
-        prompt_length=sequence.prompt_length,
-        step=sequence.step,
-        seed=sequence.seed,
-        mode=mode_to_pb(sequence.mode),
-        sampling=sampling_to_pb(sequence.sampling),
+    return message_of(
+        draft_pb2.OpenSequence,
+        sequence,
+        mode=trees.mode_to_pb(sequence.mode),
+        sampling=trees.sampling_to_pb(sequence.sampling),
         limits=limits_to_pb(sequence.limits),
-        vocabulary_size=sequence.vocabulary_size,
-        traceparent=sequence.traceparent,
-        model_version=sequence.model_version,
     )
 
 
@@ -129,13 +99,12 @@ def advance_from_pb(
         raise InvalidField(f"{field_path}.token_ids", f"needs 1 to {MAX_ROWS} entries, has {len(token_ids)}")
     # Field paths are built only for errors: every step has such a frame, and most are valid.
     if max(token_ids) >= vocabulary_size:
-        check_token_ids(token_ids, vocabulary_size, f"{field_path}.token_ids")
+        trees.check_token_ids(token_ids, vocabulary_size, f"{field_path}.token_ids")
     features = vectors_from_pb(pb.features, f"{field_path}.features") if pb.HasField("features") else None
     return SequenceAdvance(pb.sequence_id, pb.step, token_ids, features)
 
 
 def advance_to_pb(advance: SequenceAdvance) -> draft_pb2.SequenceAdvance:
-    """The advance of one sequence."""
     return draft_pb2.SequenceAdvance(
         sequence_id=advance.sequence_id,
         step=advance.step,
@@ -170,7 +139,7 @@ def growth_from_pb(
         and isfinite(sum(scores))
     )
     if not valid:
-        check_token_ids(token_ids, vocabulary_size, f"{field_path}.token_ids")
+        trees.check_token_ids(token_ids, vocabulary_size, f"{field_path}.token_ids")
         for i, (parent, score) in enumerate(zip(parent_ids, scores, strict=True)):
             if parent >= first + i:
                 raise InvalidField(f"{field_path}.parent_ids[{i}]", "is not an earlier node")
@@ -179,24 +148,16 @@ def growth_from_pb(
                 raise InvalidField(f"{field_path}.scores[{i}]", "is not in [0, 1]")
     distributions: dict[int, DraftDistribution] = {}
     if pb.distributions:
-        distributions = distributions_from_pb(pb.distributions, vocabulary_size, f"{field_path}.distributions")
+        distributions = trees.distributions_from_pb(pb.distributions, vocabulary_size, f"{field_path}.distributions")
         if max(distributions) >= first + nodes:
             raise InvalidField(f"{field_path}.distributions", "names a node that was never given")
+    contained = is_self_contained(parent_ids, first)
     return SequenceGrowth(
-        pb.sequence_id,
-        pb.base_step,
-        first,
-        parent_ids,
-        token_ids,
-        scores,
-        distributions,
-        pb.replaces,
-        is_self_contained(parent_ids, first),
+        pb.sequence_id, pb.base_step, first, parent_ids, token_ids, scores, distributions, pb.replaces, contained
     )
 
 
 def growth_to_pb(growth: SequenceGrowth) -> draft_pb2.SequenceGrowth:
-    """The growth of one sequence."""
     return draft_pb2.SequenceGrowth(
         sequence_id=growth.sequence_id,
         base_step=growth.base_step,
@@ -204,53 +165,36 @@ def growth_to_pb(growth: SequenceGrowth) -> draft_pb2.SequenceGrowth:
         parent_ids=growth.parent_ids,
         token_ids=growth.token_ids,
         scores=growth.scores,
-        distributions=distributions_to_pb(growth.distributions),
+        distributions=trees.distributions_to_pb(growth.distributions),
         replaces=growth.replaces,
     )
 
 
 def failure_from_pb(pb: draft_pb2.SequenceStatus) -> SequenceFailure:
-    """The failure of one sequence, with the reason and message of its status."""
-    error = error_of(pb.status)
+    error = trees.error_of(pb.status)
     return SequenceFailure(pb.sequence_id, error.reason, error.message)
 
 
 def failure_to_pb(sequence_id: int, error: OutriderError) -> draft_pb2.SequenceStatus:
-    """The failure of one sequence, with the status of `error`."""
-    return draft_pb2.SequenceStatus(sequence_id=sequence_id, status=status_of(error))
+    return draft_pb2.SequenceStatus(sequence_id=sequence_id, status=trees.status_of(error))
 
 
 def info_from_pb(pb: draft_pb2.GetDraftInfoResponse) -> DraftInfo:
     """A draft's description of itself, within bounds."""
     if len(pb.drafter) > _MAX_DRAFTER_NAME:
         raise InvalidField("drafter", f"is longer than {_MAX_DRAFTER_NAME} characters")
-    check_vocabulary_size(pb.vocabulary_size, "vocabulary_size")
-    return DraftInfo(
-        drafter=pb.drafter,
-        vocabulary_size=pb.vocabulary_size,
-        tokenizer_fingerprint=pb.tokenizer_fingerprint,
-        limits=limits_from_pb(pb.limits),
-        max_context=pb.max_context,
-        version=pb.version,
-        features=request_from_pb(pb.features) if pb.HasField("features") else None,
-    )
+    trees.check_vocabulary_size(pb.vocabulary_size, "vocabulary_size")
+    features = request_from_pb(pb.features) if pb.HasField("features") else None
+    return value_of(DraftInfo, pb, limits=limits_from_pb(pb.limits), features=features)
 
 
 def info_to_pb(info: DraftInfo) -> draft_pb2.GetDraftInfoResponse:
-    """A draft's description of itself as a message."""
-    return draft_pb2.GetDraftInfoResponse(
-        drafter=info.drafter,
-        vocabulary_size=info.vocabulary_size,
-        tokenizer_fingerprint=info.tokenizer_fingerprint,
-        limits=limits_to_pb(replace(info.limits, max_nodes=min(info.limits.max_nodes, _MAX_NODES_SAID))),
-        max_context=info.max_context,
-        version=info.version,
-        features=None if info.features is None else request_to_pb(info.features),
-    )
+    limits = replace(info.limits, max_nodes=min(info.limits.max_nodes, _MAX_NODES_SAID))
+    features = None if info.features is None else request_to_pb(info.features)
+    return message_of(draft_pb2.GetDraftInfoResponse, info, limits=limits_to_pb(limits), features=features)
 
 
 def corpus_to_pb(corpus: CorpusInfo) -> draft_pb2.Corpus:
-    """One entry of a list of corpora."""
     return draft_pb2.Corpus(
         corpus=corpus.name,
         tenant=corpus.owner,
@@ -263,5 +207,4 @@ def corpus_to_pb(corpus: CorpusInfo) -> draft_pb2.Corpus:
 
 
 def corpus_from_pb(pb: draft_pb2.Corpus) -> CorpusInfo:
-    """The entry that `corpus_to_pb` encoded."""
     return CorpusInfo(pb.corpus, pb.tenant, pb.tokens, pb.documents, pb.nodes, pb.bytes)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from outrider.sampling import SamplingParams, VerificationMode
@@ -13,7 +12,7 @@ from outrider.tree import DraftDistribution
 
 DEFAULT_TENANT = "default"
 # Bytes of one element, by type name.
-ELEMENT_BYTES = MappingProxyType({"float32": 4, "bfloat16": 2, "float8_e4m3": 1})
+ELEMENT_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float8_e4m3": 1}
 # Bytes of the vectors of one sequence in one frame.
 MAX_FEATURE_BYTES = 1 << 20
 # The node id of a sequence's root at a growth's base_step.
@@ -23,8 +22,7 @@ MAX_OUTSTANDING_CREDIT = 1024
 MAX_VOCABULARY = 2**31 - 1
 # Nodes of one growth, which may be more than a pass verifies: a target that runs ahead chooses among them.
 MAX_NODES = 1023
-# Parts of one frame, each for one sequence: 2.5 MB with trees of 1,023 nodes, or 65,536 tokens with as many as a step
-# can commit.
+# Parts of one frame, each for one sequence: 2.5 MB with trees of 1,023 nodes, or 65,536 committed tokens.
 MAX_SEQUENCES_PER_FRAME = 256
 # Sequences that one frame closes.
 MAX_CLOSED_PER_FRAME = 4096
@@ -40,33 +38,23 @@ class TreeLimits:
 
 @dataclass(frozen=True, slots=True)
 class FeatureRequest:
-    """The hidden states of the target that a drafter reads: one vector per token.
+    """The hidden states of the target that a drafter reads: one vector per token."""
 
-    Attributes:
-        layers: decoder layers whose outputs are read, counted from 0; their number means the state after the last
-            norm, which the target's lm_head reads. Vectors of several layers are concatenated in this order.
-        width: elements of the vector on the wire.
-        dtype: on the wire: "float32", "bfloat16" or "float8_e4m3".
-        projected: the target applies the head's projection to the concatenated vectors and sends the result.
-        required: the drafter cannot draft without them; one that only drafts better with them is used without.
-        window: tokens before the root that the drafter reads; 0 is all.
-        projection_fingerprint: SHA-256, in hex, of the projection's weight as bfloat16; empty when unknown.
-    """
-
+    # Decoder layers whose outputs are read, counted from 0; their number means the state after the last norm, which the
+    # target's lm_head reads. Vectors of several layers are concatenated in this order.
     layers: tuple[int, ...]
-    width: int
-    dtype: str = "bfloat16"
-    projected: bool = False
+    width: int  # elements of the vector on the wire
+    dtype: str = "bfloat16"  # on the wire: "float32", "bfloat16" or "float8_e4m3"
+    projected: bool = False  # the target applies the head's projection to the concatenated vectors and sends the result
+    # The drafter cannot draft without them; one that only drafts better with them is used without.
     required: bool = True
-    window: int = 0
-    projection_fingerprint: str = ""
+    window: int = 0  # tokens before the root that the drafter reads; 0 is all
+    projection_fingerprint: str = ""  # SHA-256, in hex, of the projection's weight as bfloat16; empty when unknown
 
 
 class Vectors(NamedTuple):
-    """Vectors of consecutive tokens on the wire: `data` holds `rows` rows of `width` little-endian elements.
-
-    `scales` has one factor per row; empty means factors of 1. A named tuple for the same reason as `SequenceAdvance`.
-    """
+    """Vectors of consecutive tokens on the wire: `data` holds `rows` rows of `width` little-endian elements. `scales`
+    has one factor per row; empty means factors of 1. A named tuple for the same reason as `SequenceAdvance`."""
 
     dtype: str
     width: int
@@ -94,16 +82,13 @@ class OpenSequence:
     tenant: str = DEFAULT_TENANT
     corpus: str = ""
     traceparent: str = ""
-    # Version of the target's weights; 0 where the target reports none.
-    model_version: int = 0
+    model_version: int = 0  # version of the target's weights; 0 where the target reports none
 
 
 class SequenceAdvance(NamedTuple):
-    """What one step committed for one sequence. `step` counts the commits, this one included.
-
-    `features` are those of the last tokens before the new root, which has none yet. A named tuple, because every step
-    makes one for each sequence: creating a frozen dataclass takes almost three times as long.
-    """
+    """What one step committed for one sequence. `step` counts the commits, this one included. `features` are those of
+    the last tokens before the new root, which has none yet. A named tuple, because every step makes one for each
+    sequence: creating a frozen dataclass takes almost three times as long."""
 
     sequence_id: int
     step: int
@@ -111,8 +96,7 @@ class SequenceAdvance(NamedTuple):
     features: Vectors | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceFeatures:
+class SequenceFeatures(NamedTuple):
     """Features of tokens that the draft already has: row i of `vectors` is that of token `position` + i."""
 
     sequence_id: int
@@ -122,11 +106,9 @@ class SequenceFeatures:
 
 @dataclass(frozen=True, slots=True)
 class SequenceGrowth:
-    """Nodes added to one sequence's tree; meaning as in draft.proto.
-
-    Node i has id `first_node_id + i`; `parent_ids[i]` is an earlier id, or ROOT_ID for the root at `base_step`. Numbers
-    are in tuples, or in `array.array`s where an engine receives many: numpy reads those without a copy.
-    """
+    """Nodes added to one sequence's tree; meaning as in draft.proto. Node i has id `first_node_id + i`; `parent_ids[i]`
+    is an earlier id, or ROOT_ID for the root at `base_step`. Numbers are in tuples, or in `array.array`s where an
+    engine receives many: numpy reads those without a copy."""
 
     sequence_id: int
     base_step: int
@@ -169,21 +151,14 @@ class DraftInfo:
 
 @dataclass(frozen=True, slots=True)
 class CorpusInfo:
-    """An entry of a list of tries: a shared corpus, or a tenant's own trie, whose name is empty.
-
-    Attributes:
-        owner: the tenant that made it.
-        tokens: tokens learnt; a tenant's own trie also counts those of prompts and outputs.
-        documents: documents learnt; each piece of a long one counts.
-        nodes, bytes: size and memory.
-    """
+    """An entry of a list of tries: a shared corpus, or a tenant's own trie, whose name is empty."""
 
     name: str
-    owner: str
-    tokens: int
-    documents: int
+    owner: str  # the tenant that made it
+    tokens: int  # tokens learnt; a tenant's own trie also counts those of prompts and outputs
+    documents: int  # documents learnt; each piece of a long one counts
     nodes: int
-    bytes: int
+    bytes: int  # of memory
 
     @property
     def shared(self) -> bool:
@@ -212,8 +187,7 @@ class DraftEvents(Protocol):
 
 
 class DraftLink(Protocol):
-    """A target's connection to its draft, remote or in process. Calls return at once and raise nothing for a lost
-    one."""
+    """A target's connection to its draft. Calls return at once and raise nothing for a lost one."""
 
     def open(self, sequence: OpenSequence) -> None:
         """Start or resume a sequence."""

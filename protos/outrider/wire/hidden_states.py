@@ -10,16 +10,13 @@ import math
 from outrider.errors import InvalidField, QuotaExceeded
 from outrider.v1 import draft_pb2, tree_pb2
 from outrider.wire.frames import ELEMENT_BYTES, MAX_FEATURE_BYTES, FeatureRequest, SequenceFeatures, Vectors
+from outrider.wire.same_names import message_of, value_of
 
 MAX_LAYERS = 16
 MAX_WIDTH = 131072
 _MAX_FINGERPRINT = 64
-_DTYPES = {
-    tree_pb2.Tensor.D_TYPE_FLOAT32: "float32",
-    tree_pb2.Tensor.D_TYPE_BFLOAT16: "bfloat16",
-    tree_pb2.Tensor.D_TYPE_FLOAT8_E4M3: "float8_e4m3",
-}
-_DTYPES_TO_PB = {name: number for number, name in _DTYPES.items()}
+_DTYPES_TO_PB = {name: tree_pb2.Tensor.DType.Value(f"D_TYPE_{name.upper()}") for name in ELEMENT_BYTES}
+_DTYPES = {number: name for name, number in _DTYPES_TO_PB.items()}
 
 
 def _dtype_from_pb(number: tree_pb2.Tensor.DType.ValueType, owner_path: str) -> str:
@@ -66,7 +63,6 @@ def features_from_pb(pb: draft_pb2.SequenceFeatures, field_path: str) -> Sequenc
 
 
 def features_to_pb(features: SequenceFeatures) -> draft_pb2.SequenceFeatures:
-    """The features of one sequence."""
     return draft_pb2.SequenceFeatures(
         sequence_id=features.sequence_id, position=features.position, features=vectors_to_pb(features.vectors)
     )
@@ -80,25 +76,9 @@ def request_from_pb(pb: draft_pb2.FeatureRequest) -> FeatureRequest:
         raise InvalidField("features.width", f"is not in 1..{MAX_WIDTH}")
     if len(pb.projection_fingerprint) > _MAX_FINGERPRINT:
         raise InvalidField("features.projection_fingerprint", f"is longer than {_MAX_FINGERPRINT} characters")
-    return FeatureRequest(
-        layers=tuple(pb.layers),
-        width=pb.width,
-        dtype=_dtype_from_pb(pb.dtype, "features"),
-        projected=pb.projected,
-        required=pb.required,
-        window=pb.window,
-        projection_fingerprint=pb.projection_fingerprint,
-    )
+    dtype = _dtype_from_pb(pb.dtype, "features")
+    return value_of(FeatureRequest, pb, layers=tuple(pb.layers), dtype=dtype)
 
 
 def request_to_pb(request: FeatureRequest) -> draft_pb2.FeatureRequest:
-    """The hidden states that a drafter requests."""
-    return draft_pb2.FeatureRequest(
-        layers=request.layers,
-        width=request.width,
-        dtype=_DTYPES_TO_PB[request.dtype],
-        projected=request.projected,
-        required=request.required,
-        window=request.window,
-        projection_fingerprint=request.projection_fingerprint,
-    )
+    return message_of(draft_pb2.FeatureRequest, request, dtype=_DTYPES_TO_PB[request.dtype])

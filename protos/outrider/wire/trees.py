@@ -21,16 +21,12 @@ from outrider.sampling import SamplingParams, TypicalAcceptance, VerificationMod
 from outrider.tree import MAX_ROWS, DraftDistribution, TokenTree
 from outrider.v1 import tree_pb2
 from outrider.wire.frames import DEFAULT_TENANT, MAX_VOCABULARY
+from outrider.wire.same_names import message_of, set_fields
 
 # Trailing metadata of a Generate call whose draft refused its sequence: the reason of the draft's error.
 DRAFT_REFUSED_KEY = "outrider-draft-refused"
-_MODES = {
-    tree_pb2.VERIFICATION_MODE_GREEDY: VerificationMode.GREEDY,
-    tree_pb2.VERIFICATION_MODE_COUPLED: VerificationMode.COUPLED,
-    tree_pb2.VERIFICATION_MODE_REJECTION: VerificationMode.REJECTION,
-    tree_pb2.VERIFICATION_MODE_TYPICAL: VerificationMode.TYPICAL,
-}
-_MODES_TO_PB = {mode: number for number, mode in _MODES.items()}
+_MODES_TO_PB = {mode: tree_pb2.VerificationMode.Value(f"VERIFICATION_MODE_{mode.name}") for mode in VerificationMode}
+_MODES = {number: mode for mode, number in _MODES_TO_PB.items()}
 
 
 def mode_from_pb(number: tree_pb2.VerificationMode.ValueType, field_path: str = "mode") -> VerificationMode | None:
@@ -49,17 +45,13 @@ def mode_to_pb(mode: VerificationMode | None) -> tree_pb2.VerificationMode.Value
 
 def typical_from_pb(pb: tree_pb2.TypicalAcceptance, field_path: str = "typical") -> TypicalAcceptance:
     """The checked rule, with defaults for what is not set."""
-    default = TypicalAcceptance()
-    rule = TypicalAcceptance(
-        pb.epsilon if pb.HasField("epsilon") else default.epsilon, pb.delta if pb.HasField("delta") else default.delta
-    )
+    rule = TypicalAcceptance(**set_fields(pb))
     rule.check(field_path)
     return rule
 
 
 def typical_to_pb(rule: TypicalAcceptance | None) -> tree_pb2.TypicalAcceptance | None:
-    """The rule, both numbers set; None stays absent."""
-    return None if rule is None else tree_pb2.TypicalAcceptance(epsilon=rule.epsilon, delta=rule.delta)
+    return None if rule is None else message_of(tree_pb2.TypicalAcceptance, rule)
 
 
 def tenant_from_pb(tenant: str, field_path: str = "tenant") -> str:
@@ -91,46 +83,19 @@ def sampling_from_pb(
     pb: tree_pb2.SamplingParameters, vocabulary_size: int, field_path: str = "sampling"
 ) -> SamplingParams:
     """Checked sampling parameters, with defaults for what is not set."""
-    params = SamplingParams(
-        temperature=pb.temperature,
-        top_k=pb.top_k,
-        top_p=pb.top_p if pb.HasField("top_p") else 1.0,
-        min_p=pb.min_p,
-        repetition_penalty=pb.repetition_penalty if pb.HasField("repetition_penalty") else 1.0,
-        presence_penalty=pb.presence_penalty,
-        frequency_penalty=pb.frequency_penalty,
-        logit_bias=dict(pb.logit_bias),
-        min_tokens=pb.min_tokens,
-        max_tokens=pb.max_tokens if pb.HasField("max_tokens") else None,
-        stop=tuple(pb.stop),
-        stop_token_ids=tuple(pb.stop_token_ids),
-        ignore_eos=pb.ignore_eos,
-        seed=pb.seed if pb.HasField("seed") else None,
-        logprobs=pb.logprobs if pb.HasField("logprobs") else None,
-    )
+    repeated = {
+        "logit_bias": dict(pb.logit_bias),
+        "stop": tuple(pb.stop),
+        "stop_token_ids": tuple(pb.stop_token_ids),
+    }
+    params = SamplingParams(**set_fields(pb) | repeated)
     params.check(vocabulary_size, field_path)
     return params
 
 
 def sampling_to_pb(params: SamplingParams) -> tree_pb2.SamplingParameters:
     """Every parameter, also defaults; None stays absent."""
-    return tree_pb2.SamplingParameters(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        logit_bias=params.logit_bias,
-        min_tokens=params.min_tokens,
-        max_tokens=params.max_tokens,
-        stop=params.stop,
-        stop_token_ids=params.stop_token_ids,
-        ignore_eos=params.ignore_eos,
-        seed=params.seed,
-        logprobs=params.logprobs,
-    )
+    return message_of(tree_pb2.SamplingParameters, params)
 
 
 def distributions_from_pb(
@@ -171,7 +136,6 @@ def tree_from_pb(
 
 
 def tree_to_pb(tree: TokenTree) -> tree_pb2.TokenTree:
-    """The tree, row by row."""
     return tree_pb2.TokenTree(
         token_ids=tree.token_ids,
         parents=tree.parents,
@@ -221,10 +185,8 @@ def error_of(status: status_pb2.Status) -> OutriderError:
 
 
 def error_of_rpc(error: grpc.RpcError) -> OutriderError:
-    """The typed error behind a failed call, from its status details.
-
-    A transport failure, which has no details, becomes a plain `OutriderError` with the code's name in its metadata.
-    """
+    """The typed error behind a failed call, from its status details. A transport failure, which has no details, becomes
+    a plain `OutriderError` with the code's name in its metadata."""
     try:
         status = rpc_status.from_call(error)
     except ValueError:
