@@ -145,14 +145,7 @@ def _to_front(rows: Rows, parent: int, node: int) -> None:
 
 @compiled
 def insert(
-    rows: Rows,
-    slots: Slots,
-    used: int,
-    context: Tokens,
-    tokens: Tokens,
-    depth: int,
-    weight: int,
-    half_life_log2: int,
+    rows: Rows, slots: Slots, used: int, context: Tokens, tokens: Tokens, depth: int, weight: int, half_life_log2: int
 ) -> int:
     """Count every window that ends in `tokens`, where `context` came before them and was inserted already.
 

@@ -224,19 +224,9 @@ def predict(
         if rows[node, COUNT] != state[2 * SOURCES + source]:
             state[2 * SOURCES + source] = rows[node, COUNT]
             half_life = int(trust[source, HALF_LIFE])
+            longest = rules[MAX_MATCH]
             found, known, new, total = _gather(
-                rows,
-                node,
-                length,
-                source,
-                half_life,
-                rules[MAX_MATCH],
-                state,
-                places,
-                fresh,
-                candidates,
-                weights,
-                known,
+                rows, node, length, source, half_life, longest, state, places, fresh, candidates, weights, known
             )
             if total > 0.0:
                 escape = trust[source, ESCAPE + length] * spread[found]

@@ -6,17 +6,7 @@ import threading
 
 import numpy as np
 
-from draft_service.ngram.arrays import (
-    COLUMNS,
-    MAX_CLOCK,
-    ROOT,
-    SEEN,
-    Rows,
-    Slots,
-    Tokens,
-    insert,
-    set_clock_back,
-)
+from draft_service.ngram.arrays import COLUMNS, MAX_CLOCK, ROOT, SEEN, Rows, Slots, Tokens, insert, set_clock_back
 from draft_service.ngram.eviction import copy_survivors, enter_all, slots_for, sound, survivors
 
 _FIRST_ROWS = 256
@@ -99,11 +89,7 @@ class NgramTrie:
 
     def _insert_piece(self, token_ids: Tokens, context: Tokens, start: int, size: int, weight: int) -> int:
         """Insert `size` tokens from `start` on. Returns nodes made."""
-        before = (
-            token_ids[:start]
-            if start >= self.depth or not len(context)
-            else np.concatenate((context, token_ids[:start]))
-        )
+        before = token_ids[:start] if start >= self.depth else np.concatenate((context, token_ids[:start]))
         before = np.ascontiguousarray(before[-(self.depth - 1) :], dtype=np.int32)
         piece = token_ids[start : start + size]
         self.make_room(size * self.depth)
