@@ -17,20 +17,14 @@ _NAMED = 4
 
 
 def fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Load weights, by the module's own names.
-
-    Raises:
-        HeadRefused: weights are missing, unknown, or of another shape.
-    """
+    """Load weights, by the module's own names. Raises `HeadRefused`, see `check_shapes`."""
     check_shapes(module, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     module.load_state_dict(tensors)
 
 
 def check_shapes(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise `HeadRefused` unless these are the shapes of all weights of a module, by its own names.
-
-    The module may be on PyTorch's `meta` device.
-    """
+    """Raise `HeadRefused` unless these are the shapes of all weights of a module, which may be on PyTorch's `meta`
+    device, by its own names."""
     own = module.state_dict()
     unknown, missing = sorted(shapes.keys() - own.keys()), sorted(own.keys() - shapes.keys())
     if unknown or missing:
@@ -47,11 +41,16 @@ def _some(names: Sequence[str]) -> str:
 
 
 def write_folder(
-    folder: Path, config: Mapping[str, Any], file: str, tensors: Mapping[str, Tensor], record: Mapping[str, Any] | None
-) -> None:
+    path: str | Path,
+    config: Mapping[str, Any],
+    file: str,
+    tensors: Mapping[str, Tensor],
+    record: Mapping[str, Any] | None,
+) -> Path:
     """Write config.json, the weights as a safetensors `file`, and training.json if there is a `record`."""
     from safetensors.torch import save_file
 
+    folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     written, weights = folder / "config.json", folder / file
     written.write_text(json.dumps(config, indent=2) + "\n")
@@ -60,3 +59,4 @@ def write_folder(
     weights.chmod(written.stat().st_mode)
     if record is not None:
         (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n")
+    return folder

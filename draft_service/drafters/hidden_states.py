@@ -122,10 +122,3 @@ def window_of(sequence: DraftSequence) -> FeatureWindow:
     """The window of a sequence whose drafter reads features."""
     assert sequence.features is not None, "the sequence was not opened"
     return sequence.features
-
-
-def check_features(sequence: DraftSequence) -> None:
-    """Raise `InvalidField` if there are more features than tokens that can have one."""
-    known, end = len(sequence.token_ids) - 1, window_of(sequence).end
-    if end > known:
-        raise InvalidField("features", f"are {end}, and {known} tokens can have one")

@@ -86,4 +86,3 @@ def _target_of(config: EagleConfig, shape: HeadConfig) -> tuple[TargetCheckpoint
 
 
 SPEC = DrafterSpec("eagle", EagleConfig, lambda config, _: EagleDrafter(config))
-"""Named in `DRAFTERS`."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from draft_service.drafters.base import DraftSequence
-from draft_service.drafters.hidden_states import FeatureWindow, check_features, window_of
+from draft_service.drafters.hidden_states import FeatureWindow, window_of
 from draft_service.eagle.config import HeadDrafterConfig
 from draft_service.eagle.fused_head import fused
 from draft_service.eagle.head import EagleHead
@@ -75,10 +75,6 @@ class HeadDrafter(CachingDrafter):
     def open(self, sequence: DraftSequence) -> None:
         super().open(sequence)
         sequence.features = FeatureWindow(self.features.width, self._config.feature_window)
-
-    def advance(self, sequence: DraftSequence, committed: Sequence[int]) -> None:  # noqa: ARG002
-        """Raises `InvalidField` when there are more features than tokens that can have one."""
-        check_features(sequence)
 
     def absorb(self, sequences: Sequence[DraftSequence]) -> None:
         """See `FeatureDrafter.absorb`."""

@@ -60,15 +60,8 @@ class _Sources(NamedTuple):
 
 
 def head_config(config: Mapping[str, Any], shapes: Shapes) -> HeadConfig:
-    """Read a head's configuration.
-
-    Args:
-        config: the entries of its config.json.
-        shapes: shape of every weight, by neutral name.
-
-    Raises:
-        HeadRefused: it is not an EAGLE head, or of a kind that is not supported.
-    """
+    """A head's configuration, by the entries of its config.json and the shapes of its weights, by neutral name. Raises
+    `HeadRefused` if it is not an EAGLE head, or of a kind that is not supported."""
     sources = _sources(config)
     _refuse_foreign(sources, shapes)
     layer, head = sources.layer, sources.head
@@ -95,15 +88,8 @@ def head_config(config: Mapping[str, Any], shapes: Shapes) -> HeadConfig:
 
 
 def layer_settings(config: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
-    """The settings that a head's layer shares with Llama's, as arguments of `HeadConfig`.
-
-    Args:
-        config: the entries of a config.json about the layer.
-        shapes: shape of every weight, by neutral name.
-
-    Raises:
-        HeadRefused: an entry is missing, or the activation is not silu.
-    """
+    """The settings that a head's layer shares with Llama's, as arguments of `HeadConfig`. For `config`, its entries
+    about the layer, and `shapes` see `head_config`. Raises `HeadRefused` if one is missing, or not supported."""
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise HeadRefused(f"an activation of {activation!r} is not served, only silu")

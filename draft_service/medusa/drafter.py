@@ -13,7 +13,7 @@ import torch
 from draft_service.checkpoints.facts import HeadRefused
 from draft_service.checkpoints.target import TargetCheckpoint
 from draft_service.drafters.base import DrafterSpec, DraftSequence
-from draft_service.drafters.hidden_states import FeatureWindow, check_features, window_of
+from draft_service.drafters.hidden_states import FeatureWindow, window_of
 from draft_service.medusa.checkpoint import load_heads, read_shape
 from draft_service.medusa.config import MedusaConfig
 from draft_service.medusa.drafting import MedusaDrafting
@@ -57,10 +57,6 @@ class MedusaDrafter(NeuralDrafter[MedusaDrafting]):
 
     def open(self, sequence: DraftSequence) -> None:
         sequence.state, sequence.features = None, FeatureWindow(self.features.width, capacity=1)
-
-    def advance(self, sequence: DraftSequence, committed: Sequence[int]) -> None:  # noqa: ARG002
-        """Raises `InvalidField` when there are more features than tokens that can have one."""
-        check_features(sequence)
 
     def absorb(self, sequences: Sequence[DraftSequence]) -> None:
         """Nothing to do, see `FeatureDrafter.absorb`: a sequence's one vector waits for the next tree."""
@@ -130,4 +126,3 @@ def _layers_of_target(shape: MedusaShape, target: TargetCheckpoint | None) -> in
 
 
 SPEC = DrafterSpec("medusa", MedusaConfig, lambda config, _: MedusaDrafter(config))
-"""Named in `DRAFTERS`."""

@@ -74,4 +74,3 @@ class MtpDrafter(HeadDrafter):
 
 
 SPEC = DrafterSpec("mtp", MtpConfig, lambda config, _: MtpDrafter(config))
-"""Named in `DRAFTERS`."""

@@ -65,17 +65,11 @@ class ModuleNetwork(HeadNetwork):
 
 @dataclass(slots=True, eq=False)
 class ModuleEntry(CacheEntry):
-    """One sequence's part of the cache.
+    """One sequence's part of the cache."""
 
-    Attributes:
-        rows: cached rows of each module; those of the first are the `entries`.
-        reaching: number of modules, from the first on, whose last row is of the last token.
-        position: of the next row, if no token is skipped.
-    """
-
-    rows: list[int] = field(default_factory=list)
-    reaching: int = 0
-    position: int = 0
+    rows: list[int] = field(default_factory=list)  # cached rows of each module; those of the first are the `entries`
+    reaching: int = 0  # number of modules, from the first on, whose last row is of the last token
+    position: int = 0  # of the next row, if no token is skipped
 
 
 class _Run(NamedTuple):

@@ -226,15 +226,8 @@ def _draw_level(forest: Forest, b: int, confidences: Reals, left: Numbers, rules
         rules.coins[b] += GOLDEN
         place = draw_place(left[best], size, coin_of(rules.coins[b]))
         left[best, place] = 0
-        path_prob = next_path_probs[best]
-        _add(
-            forest,
-            b,
-            parent,
-            forest.distribution_tokens[b, tail, place],
-            path_prob / forest.path_probs[b, parent],
-            path_prob,
-        )
+        token, path_prob = forest.distribution_tokens[b, tail, place], next_path_probs[best]
+        _add(forest, b, parent, token, path_prob / forest.path_probs[b, parent], path_prob)
         draws[best] += 1
         next_path_probs[best] *= 1.0 - confidences[best]
         if draws[best] >= min(rules.breadth, size):

@@ -81,16 +81,8 @@ class TreeDrafting:
         self.network = network
         self.shape = tree
         self._max_rows = cache.max_rows
-        self.cache = PagedCache(
-            cache.tokens // cache.page_size,
-            cache.page_size,
-            layers=network.layers,
-            kv_heads=network.kv_heads,
-            head_dim=network.head_dim,
-            dtype=network.dtype,
-            device=network.device,
-        )
-        self.states = RootStates(cache.tokens // cache.page_size, network.device)
+        self.cache = PagedCache(cache.tokens // cache.page_size, cache.page_size, network)
+        self.states = RootStates(self.cache.num_pages, network.device)
         self.staging = Staging(network.dtype, network.device)
         on_cpu = network.device.type == "cpu"
         self._attention = TreeAttention("torch" if on_cpu else "triton", network.device)
@@ -133,14 +125,12 @@ class TreeDrafting:
     @torch.inference_mode()
     def trees(self, requests: Sequence[TreeRequest]) -> list[TokenTree]:
         """The best trees, of requests in any mode."""
-        forest, rules = self._grow(requests)
-        return grown_trees(forest, rules, [request.sequence for request in requests])
+        return grown_trees(*self._grow(requests), [request.sequence for request in requests])
 
     @torch.inference_mode()
     def begin(self, requests: Sequence[TreeRequest]) -> Pending:
         """Start drafting trees, none of them for a REJECTION request. A GPU's are fetched before the next call."""
-        forest, rules = self._grow(requests)
-        return Computed(best_items(forest, rules, [request.sequence.root for request in requests]))
+        return Computed(best_items(*self._grow(requests), [request.sequence.root for request in requests]))
 
     def _grow(self, requests: Sequence[TreeRequest]) -> tuple[Forest, Rules]:
         """Grow the trees of all sequences together, with one pass per level."""

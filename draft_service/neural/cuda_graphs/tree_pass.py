@@ -194,26 +194,11 @@ class TreePass:
 
     def _children(self, logits: Tensor, level: int) -> Children:
         parts, shape = self._integers.device, self._shape
+        common = logits, parts["temperatures"], shape.topk, self._token_ids
         if not self.coupled:
-            return likeliest(logits, parts["temperatures"], shape.topk, self._token_ids)
-        race = Race(
-            parts["coupled"],
-            parts["top_k"],
-            parts["top_p"],
-            parts["min_p"],
-            parts["seeds"],
-            parts["noise_positions"],
-        )
-        return race_winners(
-            logits,
-            parts["temperatures"],
-            shape.topk,
-            self._token_ids,
-            race,
-            level,
-            shape.race_entrants,
-            shape.race_sharpness,
-        )
+            return likeliest(*common)
+        race = Race(*(parts[name] for name in ("coupled", "top_k", "top_p", "min_p", "seeds", "noise_positions")))
+        return race_winners(*common, race, level, shape.race_entrants, shape.race_sharpness)
 
     def _attend(self, level: int) -> StaticAttend:
         """Attention of the rows of one level, [B * W, ..]."""
