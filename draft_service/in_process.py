@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
 
-from draft_service.command_line import flags_in_process
-from draft_service.config import DraftConfig, drafter_config
+from draft_service.config import DraftConfig, drafter_config, flags_in_process
 from draft_service.drafters.base import Drafter, create, device_of, fingerprint_of, info_of
 from draft_service.faults import DrafterFailed, FaultLog, text_of
 from draft_service.session import Admission, ProposeSession

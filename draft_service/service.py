@@ -12,8 +12,7 @@ from pathlib import Path
 
 import grpc
 
-from draft_service.command_line import add_drafter_flags
-from draft_service.config import DraftConfig, drafter_config
+from draft_service.config import DraftConfig, add_drafter_flags, drafter_config
 from draft_service.drafters.base import Drafter, create, device_of, info_of
 from draft_service.server import SERVICE_NAME, DraftServicer
 from draft_service.session import Admission
@@ -22,15 +21,7 @@ from outrider.busy_polling import allowed_seconds
 from outrider.command_line import CommandParser
 from outrider.errors import OutriderError
 from outrider.runtime import configure_logging, in_thread_to_leave, run, settled
-from outrider.serving import (
-    Authenticator,
-    GrpcServer,
-    Service,
-    ServingOptions,
-    TlsFiles,
-    check_free,
-    load_and_serve,
-)
+from outrider.serving import Authenticator, GrpcServer, Service, ServingOptions, TlsFiles, check_free, load_and_serve
 from outrider.settings import SettingsError, add_flags, load, settings_file
 from outrider.telemetry.names import DRAFT_SERVICE
 from outrider.telemetry.registry import MetricsServer

@@ -21,12 +21,12 @@ _BITS: dict[str, tuple[type[np.unsignedinteger], int, int]] = {
 
 
 def read_vectors(vectors: Vectors) -> Tensor:
-    """The vectors as [count, width]: in their own type, or in fp32 with scales. Shares no memory with them.
-
-    Raises:
-        InvalidField: an element is not a finite number.
-    """
-    finite = _are_finite(vectors.data, vectors.dtype)
+    """The vectors as [count, width]: in their own type, or in fp32 with scales. Shares no memory with them. Raises
+    `InvalidField` if an element is not a finite number."""
+    # Without PyTorch, which would wake a thread on every core.
+    integers, number, least = _BITS[vectors.dtype]
+    bits = np.frombuffer(vectors.data, integers)
+    finite = not len(bits) or int((bits & integers(number)).max()) < least
     elements = torch.frombuffer(bytearray(vectors.data), dtype=_DTYPES[vectors.dtype])
     rows = elements.view(vectors.rows, vectors.width)
     if vectors.scales or vectors.dtype == "float8_e4m3":
@@ -37,13 +37,6 @@ def read_vectors(vectors: Vectors) -> Tensor:
     if not finite:
         raise InvalidField("features.data", "holds elements that are not finite")
     return rows
-
-
-def _are_finite(data: bytes, dtype: str) -> bool:
-    """Whether all elements are finite numbers. Without PyTorch, which would wake a thread on every core."""
-    integers, number, least = _BITS[dtype]
-    bits = np.frombuffer(data, integers)
-    return not len(bits) or int((bits & integers(number)).max()) < least
 
 
 class FeatureWindow:
@@ -67,17 +60,12 @@ class FeatureWindow:
         return self.end - self.begin
 
     def append(self, vectors: Tensor, position: int) -> None:
-        """Add the vectors of consecutive tokens.
+        """Add the vectors, [n, width] of any floating type, of consecutive tokens from `position` on. Kept as they are,
+        not copied.
 
         Vectors that arrived before are skipped, so a target may send some twice. If they begin late, the vectors
-        between will never arrive: the waiting ones are dropped, since a drafter could not use them.
-
-        Args:
-            vectors: [n, width], any floating type. Kept as they are, not copied.
-            position: of the first vector's token in `DraftSequence.token_ids`.
-
-        Raises:
-            InvalidField: another shape, not floating, or a negative position.
+        between will never arrive: the waiting ones are dropped, since a drafter could not use them. Raises
+        `InvalidField` for another shape, another type, or a negative position.
         """
         shape = vectors.shape
         if len(shape) != 2 or shape[1] != self.width:

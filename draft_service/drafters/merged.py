@@ -18,12 +18,10 @@ import numpy as np
 
 from draft_service.drafters.base import (
     CorpusDrafter,
-    CorpusGrowth,
     Drafter,
     DrafterSpec,
     DraftSequence,
     FeatureDrafter,
-    MakePart,
     device_of,
     features_of,
     fingerprint_of,
@@ -34,7 +32,7 @@ from draft_service.drafters.merging import merge_grown
 from outrider.errors import NotSupported
 from outrider.settings import Settings, SettingsError, setting
 from outrider.tree import TokenTree
-from outrider.wire.frames import MAX_NODES, CorpusInfo, FeatureRequest, TreeLimits
+from outrider.wire.frames import MAX_NODES, FeatureRequest, TreeLimits
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,8 @@ class MergedConfig(Settings):
 
 
 class MergedDrafter(Drafter):
-    """See `MergedConfig`. At most one of the drafters may read features."""
+    """See `MergedConfig`. At most one of the drafters may read features. The first that learns documents makes this a
+    `CorpusDrafter`."""
 
     name = "merged"
 
@@ -85,6 +84,10 @@ class MergedDrafter(Drafter):
             raise NotSupported("more than one of the merged drafters reads features")
         # The others draft without features.
         self.features: FeatureRequest | None = replace(wanted[0], required=False) if wanted else None
+        learner = next((part for part in parts if isinstance(part, CorpusDrafter)), None)
+        if learner is not None:
+            self.add_corpus, self.corpora = learner.add_corpus, learner.corpora
+            self.delete_corpus = learner.delete_corpus
 
     def start(self) -> None:
         """Start every drafter, and compile what merges and packs their trees."""
@@ -94,22 +97,17 @@ class MergedDrafter(Drafter):
         merge_grown([alone] * len(self._parts), [1]).packed([(0, 0, 1, 1)])
 
     def stop(self) -> None:
-        """Stop every drafter."""
         for part in self._parts:
             part.stop()
 
     def open(self, sequence: DraftSequence) -> None:
         # Parts share the list of tokens; each has its own state.
         views = [replace(sequence, state=None, features=None) for _ in self._parts]
-        opened = 0
-        try:
+        with ExitStack() as undone:
             for part, view in zip(self._parts, views, strict=True):
                 part.open(view)
-                opened += 1
-        except BaseException:
-            for part, view in zip(self._parts[:opened], views, strict=False):
-                part.close(view)
-            raise
+                undone.callback(part.close, view)
+            undone.pop_all()
         sequence.state = views
         sequence.features = next((view.features for view in views if view.features is not None), None)
 
@@ -152,26 +150,6 @@ class MergedDrafter(Drafter):
             for place, tree in zip(asked, trees, strict=True):
                 found[place] = tree
         return found
-
-
-class MergedCorpusDrafter(MergedDrafter):
-    """A merged drafter with a part that can learn documents."""
-
-    def add_corpus(self, tenant: str, corpus: str, token_ids: Sequence[int]) -> CorpusGrowth:
-        """See `CorpusDrafter.add_corpus`."""
-        return self._learner.add_corpus(tenant, corpus, token_ids)
-
-    def corpora(self, tenant: str) -> list[CorpusInfo]:
-        """See `CorpusDrafter.corpora`."""
-        return self._learner.corpora(tenant)
-
-    def delete_corpus(self, tenant: str | None, corpus: str) -> CorpusInfo:
-        """See `CorpusDrafter.delete_corpus`."""
-        return self._learner.delete_corpus(tenant, corpus)
-
-    @property
-    def _learner(self) -> CorpusDrafter:
-        return next(part for part in self._parts if isinstance(part, CorpusDrafter))
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,10 +197,9 @@ def _begin(part: Drafter, sequences: Sequence[DraftSequence]) -> Pending:
     return Computed(Grown.of(part.propose(sequences)))
 
 
-def _create(config: MergedConfig, make: MakePart) -> Drafter:
-    parts = [make(name) for name in config.names]
-    learns = any(isinstance(part, CorpusDrafter) for part in parts)
-    return (MergedCorpusDrafter if learns else MergedDrafter)(config, parts)
-
-
-SPEC = DrafterSpec("merged", MergedConfig, _create, parts=lambda config: config.names)
+SPEC = DrafterSpec(
+    "merged",
+    MergedConfig,
+    lambda config, make: MergedDrafter(config, [make(name) for name in config.names]),
+    parts=lambda config: config.names,
+)
