@@ -70,10 +70,8 @@ def drafter_config(
     environment: Mapping[str, str] | None = None,
     path: Path | None = None,
 ) -> Any:
-    """The settings of a drafter, from its own section of the same sources.
-
-    Raises `NotSupported` for a drafter that is not there, `SettingsError` for settings it does not have.
-    """
+    """The settings of a drafter, from its own section of the same sources. Raises `NotSupported` for a drafter that is
+    not there, `SettingsError` for settings it does not have."""
     spec = drafter_spec(name)
     return load(spec.config, spec.name, flags, environment, path)
 

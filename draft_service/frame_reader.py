@@ -18,10 +18,8 @@ _SLICE_BYTES = 64 << 10
 
 
 class Inbox:
-    """Reads a stream while it is entered, so that all frames that have arrived can be taken at once.
-
-    A drafter that is slower than its target would otherwise draft for each commit in turn, ever further behind.
-    """
+    """Reads a stream while it is entered, so that all frames that have arrived can be taken at once. A drafter that is
+    slower than its target would otherwise draft for each commit in turn, ever further behind."""
 
     def __init__(self, read: Callable[[], Awaitable[Any]]) -> None:
         """`read` returns the next message, and gRPC's EOF after the last."""
@@ -52,10 +50,8 @@ class Inbox:
         self._queue.put_nowait(error)
 
     async def take(self) -> list[Any]:
-        """Every frame that has arrived, at least one; none once the stream has ended.
-
-        Raises what reading raised; earlier frames are then dropped, since their stream is over.
-        """
+        """Every frame that has arrived, at least one; none once the stream has ended. Raises what reading raised;
+        earlier frames are then dropped, since their stream is over."""
         frames: list[Any] = []
         frame = await self._queue.get()
         self._bytes = 0

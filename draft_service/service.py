@@ -80,10 +80,8 @@ def provide_drafter(
 
 
 def make_server(config: DraftConfig, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> GrpcServer:
-    """A server whose servicer is added later, by `provide_drafter`. Needs a running event loop.
-
-    Raises `SettingsError` for settings that contradict each other.
-    """
+    """A server whose servicer is added later, by `provide_drafter`. Needs a running event loop. Raises `SettingsError`
+    for settings that contradict each other."""
     options = ServingOptions(
         listen=config.listen,
         max_message_bytes=config.max_message_bytes,

@@ -84,10 +84,8 @@ class Admission:
 
 @dataclass(slots=True)
 class Tracked:
-    """One open sequence: the drafter's view of it, and where it stands on the wire.
-
-    Node ids are uint32 and never used twice: at 2,046 a step they suffice for any context.
-    """
+    """One open sequence: the drafter's view of it, and where it stands on the wire. Node ids are uint32 and never used
+    twice: at 2,046 a step they suffice for any context."""
 
     draft: DraftSequence
     step: int
@@ -167,10 +165,8 @@ class ProposeSession:
         return self._find(sequence_id).draft.vocabulary_size
 
     def open(self, sequence: OpenSequence) -> TreeLimits:
-        """Start a sequence; returns the limits of its trees.
-
-        Raises `SequenceExists`, `PositionOutOfRange`, `UnknownCorpus`, and what `Admission.enter` raises.
-        """
+        """Start a sequence; returns the limits of its trees. Raises `SequenceExists`, `PositionOutOfRange`,
+        `UnknownCorpus`, and what `Admission.enter` raises."""
         if sequence.sequence_id in self._open:
             raise SequenceExists("the sequence was open; it is closed now")
         self._check_length(len(sequence.token_ids))
@@ -199,11 +195,8 @@ class ProposeSession:
         return limits
 
     def advance(self, advance: SequenceAdvance) -> None:
-        """Append what one step committed. A repetition of the last step is ignored.
-
-        Raises `UnknownSequence`, `StepReplayed`, `StepSkipped`, `PositionOutOfRange`, and `InvalidField` for features
-        that do not fit.
-        """
+        """Append what one step committed. A repetition of the last step is ignored. Raises `UnknownSequence`,
+        `StepReplayed`, `StepSkipped`, `PositionOutOfRange`, and `InvalidField` for features that do not fit."""
         tracked = self._find(advance.sequence_id)
         if advance.step == tracked.step:
             return
@@ -221,10 +214,8 @@ class ProposeSession:
         self._due.setdefault(advance.sequence_id, time.monotonic_ns())
 
     def take_features(self, features: SequenceFeatures) -> None:
-        """Add features of known tokens. Raises `UnknownSequence`, and `InvalidField` for features that do not fit.
-
-        When they complete what a tree needs, a growth is owed, since no advance may follow.
-        """
+        """Add features of known tokens. Raises `UnknownSequence`, and `InvalidField` for features that do not fit. When
+        they complete what a tree needs, a growth is owed, since no advance may follow."""
         draft = self._find(features.sequence_id).draft
         _append(draft, features.vectors, features.position)
         if draft.features is not None and draft.features.end == len(draft.token_ids) - 1:
@@ -347,10 +338,8 @@ class ProposeSession:
 
 
 def _below(tree: TokenTree, vocabulary_size: int) -> TokenTree:
-    """The tree without tokens past the target's vocabulary, and without their subtrees.
-
-    A drafter for any vocabulary may have learnt from a target with a larger one.
-    """
+    """The tree without tokens past the target's vocabulary, and without their subtrees. A drafter for any vocabulary
+    may have learnt from a target with a larger one."""
     if max(tree.token_ids) < vocabulary_size:
         return tree
     rows = {0: 0}

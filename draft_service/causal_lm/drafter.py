@@ -104,11 +104,8 @@ class ModelDrafter(CachingDrafter):
     name = "model"
 
     def __init__(self, config: ModelConfig) -> None:
-        """Reads the model's configuration; its weights follow in `start`.
-
-        Raises `SettingsError` when no model is named, `UnknownModel` when there is none of that name, and
-        `NotSupported` for one that cannot draft.
-        """
+        """Reads the model's configuration; its weights follow in `start`. Raises `SettingsError` when no model is
+        named, `UnknownModel` when there is none of that name, and `NotSupported` for one that cannot draft."""
         if not config.draft_model:
             raise SettingsError(
                 "the model drafter needs a draft_model: a name from `outrider model list`, a folder or a hub id"

@@ -27,9 +27,7 @@ class HeadShape(ABC):
     @abstractmethod
     def layers_of(self, target_layers: int) -> tuple[int, ...]:
         """The layers whose outputs the head reads, in a target with this many layers; counted as in `FeatureRequest`.
-
-        Raises `HeadRefused` for layers that the target does not have.
-        """
+        Raises `HeadRefused` for layers that the target does not have."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,7 @@ One = TypeVar("One")
 
 class Grown(NamedTuple):
     """Trees of n sequences, in the order of `TokenTree`: row 0 is the root, path probability falls, parents come first.
-
-    Entries after a tree's last row are undefined. All arrays are contiguous.
-    """
+    Entries after a tree's last row are undefined. All arrays are contiguous."""
 
     trees: Numbers  # [n, 2, rows] tokens and parents
     scores: Reals  # [n, rows] given the parent

@@ -40,10 +40,8 @@ def read_vectors(vectors: Vectors) -> Tensor:
 
 
 class FeatureWindow:
-    """A queue of vectors of consecutive tokens: a session appends the next, a drafter takes the oldest.
-
-    Positions are indices into `DraftSequence.token_ids`, also if a window begins late. Taken vectors are removed.
-    """
+    """A queue of vectors of consecutive tokens: a session appends the next, a drafter takes the oldest. Positions are
+    indices into `DraftSequence.token_ids`, also if a window begins late. Taken vectors are removed."""
 
     def __init__(self, width: int, capacity: int) -> None:
         """`width`: elements of a vector; `capacity`: most waiting vectors, past which the oldest are dropped."""

@@ -37,10 +37,8 @@ from outrider.wire.frames import MAX_NODES, FeatureRequest, TreeLimits
 
 @dataclass(frozen=True)
 class MergedConfig(Settings):
-    """Settings of the merged drafter: flags, environment (`OUTRIDER_MERGED_*`) or the `[merged]` table.
-
-    The drafters that are merged have theirs from the same sources; a flag that several have is for each of them.
-    """
+    """Settings of the merged drafter: flags, environment (`OUTRIDER_MERGED_*`) or the `[merged]` table. The drafters
+    that are merged have theirs from the same sources; a flag that several have is for each of them."""
 
     merged_drafters: str = setting("eagle,trie", "drafters to merge, comma-separated; the first goes first where one")
     merged_nodes: int = setting(

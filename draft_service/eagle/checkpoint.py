@@ -73,10 +73,8 @@ def make_head(
 def save_head(
     head: EagleHead, folder: str | Path, record: Mapping[str, Any] | None = None, *, embedding: bool = False
 ) -> Path:
-    """Write config.json, model.safetensors and, if there is a `record` of the training, training.json.
-
-    The token embedding is the target's and left out, unless `embedding` is set. So is an lm_head that is the target's.
-    """
+    """Write config.json, model.safetensors and, if there is a `record` of the training, training.json. The token
+    embedding is the target's and left out, unless `embedding` is set. So is an lm_head that is the target's."""
     config, own = head.config, head.state_dict()
     if not embedding:
         del own[EMBEDDING]

@@ -57,9 +57,7 @@ class EagleHead(nn.Module):
 
     def __init__(self, config: HeadConfig, token_ids: Tensor | None = None) -> None:
         """Random weights. `token_ids` [draft_vocab_size] int64 in ascending order; None for the whole vocabulary.
-
-        Raises `HeadRefused` if the two do not fit.
-        """
+        Raises `HeadRefused` if the two do not fit."""
         super().__init__()
         check_token_ids(config, token_ids)
         self.config = config

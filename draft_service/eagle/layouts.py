@@ -36,10 +36,8 @@ _PROJECTION = ("fc.", "fc_norm.", "input_norm.")
 
 
 def neutral_name(name: str) -> str | None:
-    """The name of a published weight in `EagleHead`, "d2t" for the token map, None for an unneeded weight.
-
-    Names of the projection lack the prefix `projection.`; see `module_name`.
-    """
+    """The name of a published weight in `EagleHead`, "d2t" for the token map, None for an unneeded weight. Names of the
+    projection lack the prefix `projection.`; see `module_name`."""
     for pattern, replacement in _RENAMED:
         name = pattern.sub(replacement, name)
     return None if _IGNORED.match(name) else name

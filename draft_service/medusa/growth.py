@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from draft_service.compiling import Numbers, Reals, compiled, inlined
+from draft_service.compiling import Numbers, Reals, compiled, inlined, largest
 from draft_service.drafters.grown import Grown
+from draft_service.drafters.packing import RowHeads
 from draft_service.medusa.fixed_trees import FixedTree
 from draft_service.neural.level_growth import DEPTH, NODES, Probs, Rules, score_candidates
 
@@ -35,10 +36,7 @@ def rank(rules: Rules, tokens: Numbers, probs: Probs, ranked: Ranked) -> None:
             kept, _ = score_candidates(rules, b, depth, tokens[b, depth], work, known)
             found = 0
             while found < min(rules.breadth, kept):
-                best = 0
-                for i in range(kept):
-                    if work[i] > work[best]:
-                        best = i
+                best = largest(work, kept)
                 if work[best] <= 0.0:
                     break
                 ranked.tokens[b, depth, found] = tokens[b, depth, best]
@@ -67,7 +65,7 @@ def _put(ranked: Ranked, b: int, depth: int, rank: int, parent: int, above: floa
 
 
 @compiled
-def grow_best_first(rules: Rules, ranked: Ranked, trees: Numbers, scores: Reals, sizes: Numbers) -> None:
+def grow_best_first(rules: Rules, ranked: Ranked, trees: Numbers, scores: Reals, sizes: RowHeads) -> None:
     """Grow the tree of every sequence by its most probable paths, most probable first.
 
     The next node is always the next sibling or the first child of a node in the tree.
@@ -75,7 +73,7 @@ def grow_best_first(rules: Rules, ranked: Ranked, trees: Numbers, scores: Reals,
     Args:
         trees: [B, 2, rows] tokens and parents, filled but for row 0, the root.
         scores: [B, rows], filled but for row 0.
-        sizes: [B] rows of each tree, filled.
+        sizes: [B, 1] rows of each tree, filled.
     """
     for b in range(len(trees)):
         limit, deepest = min(1 + rules.ints[b, NODES], trees.shape[2]), rules.ints[b, DEPTH]
@@ -85,10 +83,7 @@ def grow_best_first(rules: Rules, ranked: Ranked, trees: Numbers, scores: Reals,
         if deepest > 0 and _put(ranked, b, 0, 0, 0, 1.0, nodes, 0):
             waiting = 1
         while rows < limit and waiting > 0:
-            best = 0
-            for i in range(waiting):
-                if nodes.path_probs[i] > nodes.path_probs[best]:
-                    best = i
+            best = largest(nodes.path_probs, waiting)
             path_prob, parent, rank_of = nodes.path_probs[best], nodes.parents[best], nodes.ranks[best]
             if path_prob <= 0.0 or path_prob < rules.floor:
                 break
@@ -104,11 +99,11 @@ def grow_best_first(rules: Rules, ranked: Ranked, trees: Numbers, scores: Reals,
             if depth + 1 < deepest and _put(ranked, b, depth + 1, 0, rows, path_prob, nodes, waiting):
                 waiting += 1
             rows += 1
-        sizes[b] = rows
+        sizes[b, 0] = rows
 
 
 @compiled
-def grow_fixed(rules: Rules, ranked: Ranked, tree: FixedTree, trees: Numbers, scores: Reals, sizes: Numbers) -> None:
+def grow_fixed(rules: Rules, ranked: Ranked, tree: FixedTree, trees: Numbers, scores: Reals, sizes: RowHeads) -> None:
     """Fill in the nodes of a fixed tree, most probable paths first. Arrays as in `grow_best_first`."""
     parents, ranks, depths = tree
     for b in range(len(trees)):
@@ -132,7 +127,7 @@ def grow_fixed(rules: Rules, ranked: Ranked, tree: FixedTree, trees: Numbers, sc
             scores[b, rows] = ranked.scores[b, depth, ranks[node]]
             row_of[node] = rows
             rows += 1
-        sizes[b] = rows
+        sizes[b, 0] = rows
 
 
 def grown(rules: Rules, tokens: Numbers, probs: Probs, roots: list[int], tree: FixedTree | None = None) -> Grown:
@@ -147,10 +142,8 @@ def grown(rules: Rules, tokens: Numbers, probs: Probs, roots: list[int], tree: F
     ranked = Ranked(np.zeros(shape, np.int32), np.zeros(shape), np.zeros((count, depths), np.int32))
     rank(rules, tokens, probs, ranked)
     trees = Grown.roots(roots, 1 + int(rules.ints[:, NODES].max(initial=0)))
-    sizes = np.ones(count, np.int32)
     if tree is None:
-        grow_best_first(rules, ranked, trees.trees, trees.scores, sizes)
+        grow_best_first(rules, ranked, *trees)
     else:
-        grow_fixed(rules, ranked, tree, trees.trees, trees.scores, sizes)
-    trees.sizes[:, 0] = sizes
+        grow_fixed(rules, ranked, tree, *trees)
     return trees

@@ -53,10 +53,8 @@ class MedusaHead(nn.Module):
     """
 
     def __init__(self, config: MedusaShape, token_ids: Tensor | None = None) -> None:
-        """Random weights. `token_ids` [draft_vocab_size] int64; None for the whole vocabulary.
-
-        Raises `HeadRefused` if the two do not fit.
-        """
+        """Random weights. `token_ids` [draft_vocab_size] int64; None for the whole vocabulary. Raises `HeadRefused` if
+        the two do not fit."""
         super().__init__()
         check_token_ids(config, token_ids)
         self.config = config

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from draft_service.compiling import Numbers, Reals, compiled, inlined
+from draft_service.compiling import Numbers, Reals, compiled, inlined, largest
 from draft_service.drafters.base import MOST_CONFIDENT
 from draft_service.noise import GOLDEN, coin_of, draw_place, exponential
 from outrider.tree import MAX_DISTRIBUTION_SUPPORT, MAX_DISTRIBUTION_WEIGHT
@@ -94,10 +94,8 @@ def make_forest(sequences: int, levels: int, width: int, breadth: int, *, drawn:
 
 @inlined
 def _apply_filters(probs: Reals, known: int, top_k: int, top_p: float, min_p: float) -> tuple[int, float]:
-    """Apply a request's filters to probabilities in descending order, as the target does: min_p, top_k, top_p.
-
-    Returns the number of tokens kept, and the probability mass of the others, which is 0 once filters renormalise.
-    """
+    """Apply a request's filters to probabilities in descending order, as the target does: min_p, top_k, top_p. Returns
+    the number of tokens kept, and the probability mass of the others, which is 0 once filters renormalise."""
     kept, total = known, 1.0
     if not probs[0] > 0.0:
         return 0, 1.0
@@ -174,10 +172,7 @@ def _offer(forest: Forest, b: int, parent: int, tokens: Numbers, scores: Reals, 
     """Add the best children of an item, best first, up to the breadth."""
     path_prob = forest.path_probs[b, parent]
     for _ in range(min(rules.breadth, kept)):
-        best = 0
-        for i in range(kept):
-            if scores[i] > scores[best]:
-                best = i
+        best = largest(scores, kept)
         if scores[best] <= 0.0 or path_prob * scores[best] < rules.floor:
             return
         score = min(scores[best], 1.0)
@@ -214,10 +209,7 @@ def _draw_level(forest: Forest, b: int, confidences: Reals, left: Numbers, rules
     for i in range(count):
         next_path_probs[i] = forest.path_probs[b, forest.frontier[b, i]] * confidences[i]
     for _ in range(rules.width):
-        best = 0
-        for i in range(count):
-            if next_path_probs[i] > next_path_probs[best]:
-                best = i
+        best = largest(next_path_probs, count)
         if next_path_probs[best] <= 0.0 or next_path_probs[best] < rules.floor:
             return
         parent = forest.frontier[b, best]

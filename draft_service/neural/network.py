@@ -25,11 +25,8 @@ class RowOutput(NamedTuple):
 
 
 class Network(Protocol):
-    """A network that drafts: an EAGLE head, or a language model.
-
-    `token_ids` [V'] are the target ids of its vocabulary, None if that is the target's; the other attributes describe
-    its cache.
-    """
+    """A network that drafts: an EAGLE head, or a language model. `token_ids` [V'] are the target ids of its vocabulary,
+    None if that is the target's; the other attributes describe its cache."""
 
     layers: int
     kv_heads: int
@@ -53,10 +50,8 @@ class Network(Protocol):
 
 
 class RootStates:
-    """The output of the last committed row of every sequence, in tensors with fixed addresses.
-
-    A sequence's slot is the number of its first page. One more slot, `unused`, is for the free rows of a captured pass.
-    """
+    """The output of the last committed row of every sequence, in tensors with fixed addresses. A sequence's slot is the
+    number of its first page. One more slot, `unused`, is for the free rows of a captured pass."""
 
     def __init__(self, pages: int, device: torch.device) -> None:
         self.unused = pages

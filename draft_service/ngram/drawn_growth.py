@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from draft_service.compiling import Numbers, Reals, compiled, inlined
+from draft_service.compiling import Numbers, Reals, compiled, inlined, largest
 from draft_service.drafters.base import MOST_CONFIDENT, DraftSequence
 from draft_service.ngram.arrays import Tokens
 from draft_service.ngram.growth import OPEN_FLOOR, Shape
@@ -133,10 +133,7 @@ def grow_drawn(
     start_states(tries, context, rows.states, scratch.state, evidence.rules[MAX_MATCH])
     for row in range(1, limit):
         _open_row(tries, evidence, shape, row - 1, tree, distributions, rows, scratch)
-        parent = 0
-        for i in range(1, row):
-            if rows.path_probs[i] > rows.path_probs[parent]:
-                parent = i
+        parent = largest(rows.path_probs, row)
         if rows.path_probs[parent] <= 0.0 or rows.path_probs[parent] < shape.floor:
             return row
         coins += GOLDEN

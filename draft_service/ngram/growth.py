@@ -46,10 +46,8 @@ class Shape(NamedTuple):
 
 @compiled
 def _race(known: int, shape: Shape, seed: np.uint64, position: np.uint64, candidates: Numbers, weights: Reals) -> None:
-    """Turn probabilities into chances of winning the shared race, given its noise.
-
-    Token x has the weight (p(x)**power / E(x))**sharpness; all other tokens race with their expected noise.
-    """
+    """Turn probabilities into chances of winning the shared race, given its noise. Token x has the weight (p(x)**power
+    / E(x))**sharpness; all other tokens race with their expected noise."""
     rest = 1.0
     for i in range(known):
         rest -= weights[i, 0]

@@ -66,11 +66,8 @@ class Evidence(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Room for one prediction, made once per tree.
-
-    Unpacked before it is used: numba counts a reference for every array that is read from a tuple, which in an inner
-    loop costs more than the loop.
-    """
+    """Room for one prediction, made once per tree. Unpacked before it is used: numba counts a reference for every array
+    that is read from a tuple, which in an inner loop costs more than the loop."""
 
     # [4 * SOURCES]: window nodes, their lengths, the counts of the windows met last, and the node of a window that was
     # not met: UNKNOWN, or ROOT for a trie that holds nothing.
