@@ -127,7 +127,6 @@ class InprocessLink:
             logger.exception("the drafter failed while it stopped")
 
     def _run(self, work: Callable[[ProposeSession], None]) -> None:
-        """Do `work`, and deliver growth."""
         self._do([work])
 
     def _do(self, works: Sequence[Callable[[ProposeSession], None]]) -> None:

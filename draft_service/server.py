@@ -241,7 +241,6 @@ class _ProposeStream:
         self._records: list[Callable[[], None]] = []
 
     def take_all(self, frames: Iterable[draft_pb2.ProposeRequest]) -> list[draft_pb2.ProposeResponse]:
-        """Handle frames in order; see `take`."""
         return [response for frame in frames for response in self.take(frame)]
 
     def take_and_grow(self, frames: Iterable[draft_pb2.ProposeRequest]) -> list[draft_pb2.ProposeResponse]:
@@ -385,7 +384,6 @@ class _ProposeStream:
         return failures
 
     def _all_failed(self, failed: DrafterFailed) -> list[draft_pb2.ProposeResponse]:
-        """See `_failed`."""
         error = self._faults.refusal(failed.error)
         return [self._failed(sequence_id, error) for sequence_id in failed.sequence_ids]
 

@@ -152,7 +152,6 @@ class ProposeSession:
 
     @property
     def owes(self) -> bool:
-        """Whether any sequence is owed a growth."""
         return bool(self._due)
 
     @property

@@ -93,7 +93,6 @@ class ModelNetwork:
         return RowOutput(hidden[:, :0], hidden)
 
     def logits(self, lm_input: Tensor) -> Tensor:
-        """See `Network.logits`."""
         logits: Tensor = self._lm_head(lm_input)
         return logits
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from draft_service.checkpoints.facts import HeadRefused
 
-RECORD = "training.json"
 # Names in a message. Chosen to fit a line.
 _NAMED = 4
 
@@ -58,5 +57,5 @@ def write_folder(
     # safetensors writes files for their owner alone, and the service that reads this one may run as another user.
     weights.chmod(written.stat().st_mode)
     if record is not None:
-        (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n")
+        (folder / "training.json").write_text(json.dumps(record, indent=2) + "\n")
     return folder

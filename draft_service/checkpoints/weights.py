@@ -39,7 +39,6 @@ class Weights:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all weights."""
         return tuple(self._file_of)
 
     @property
@@ -72,7 +71,6 @@ class Weights:
         return tensor
 
     def _open(self, name: str) -> AbstractContextManager[Any]:
-        """The file of a weight."""
         return self._read(self._needed(self._file_of[name]))
 
     @contextmanager
@@ -97,7 +95,6 @@ class Weights:
 
     @cached_property
     def _file_of(self) -> dict[str, str]:
-        """File of each weight."""
         for name in self._files:
             if (index := self._file(f"{name}.index.json")) is not None:
                 return self._indexed(index)
@@ -109,7 +106,6 @@ class Weights:
             return dict.fromkeys(weights.keys(), file.name)
 
     def _indexed(self, index: Path) -> dict[str, str]:
-        """File of each weight, from an index."""
         files = self._json(index).get("weight_map")
         if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
             raise HeadRefused(f"{self._source}: {index.name}: no weight_map of names to files")

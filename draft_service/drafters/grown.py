@@ -49,7 +49,6 @@ class Grown(NamedTuple):
         return cls(trees, scores, np.ones((count, 1), np.int64))
 
     def as_trees(self) -> list[TokenTree]:
-        """The trees as `TokenTree`s."""
         sizes: list[int] = self.sizes[:, 0].tolist()
         most = max(sizes, default=1)
         rows, scores = self.trees[:, :, :most].tolist(), self.scores[:, :most].tolist()

@@ -92,7 +92,6 @@ class FeatureWindow:
         return begin, taken
 
     def _drop(self, count: int) -> None:
-        """Drop the oldest `count` vectors."""
         if count <= 0:
             return
         self.begin += count

@@ -70,7 +70,8 @@ class EagleHead(nn.Module):
             self.token_norm, self.feature_norm = (
                 nn.RMSNorm(width, config.rms_norm_eps) if config.kind == "mtp" else nn.Identity() for _ in range(2)
             )
-        first = FusedLayer(config) if fused else _first_layer(config)
+        plain = config.latent is None and config.experts is None
+        first = FusedLayer(config) if fused else Layer(config, 0) if plain else DeepseekLayer(config)
         self.layers = nn.ModuleList([first, *(Layer(config, layer) for layer in range(1, config.num_layers))])
         self.norm = nn.Identity() if config.kind == "eagle" else nn.RMSNorm(width, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
@@ -106,7 +107,3 @@ class EagleHead(nn.Module):
     def logits(self, lm_input: Tensor) -> Tensor:
         """[.., H] to logits [.., V'] over the draft vocabulary."""
         return cast(Tensor, self.lm_head(lm_input))
-
-
-def _first_layer(config: HeadConfig) -> nn.Module:
-    return Layer(config, 0) if config.latent is None and config.experts is None else DeepseekLayer(config)

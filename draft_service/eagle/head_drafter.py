@@ -51,7 +51,6 @@ class HeadNetwork:
         return output
 
     def logits(self, lm_input: Tensor) -> Tensor:
-        """See `Network.logits`."""
         return (self._fused or self._head).logits(lm_input)
 
 
@@ -93,7 +92,6 @@ class HeadDrafter(CachingDrafter):
 
     @property
     def head(self) -> EagleHead:
-        """The head, once it is loaded."""
         assert self._head is not None, "the drafter was not started"
         return self._head
 

@@ -55,7 +55,6 @@ class MedusaDrafting:
         return tokens, probs
 
     def _grown(self, sequences: Sequence[DraftSequence]) -> Grown:
-        """Trees of requests in modes other than REJECTION."""
         tokens, probs = self._candidates(sequences)
         roots = [one.root for one in sequences]
         return grown(rules_of(sequences, self._shape), tokens, probs, roots, self._tree)

@@ -70,7 +70,6 @@ class MedusaHead(nn.Module):
 
     @property
     def lm_heads(self) -> tuple[nn.Linear, ...]:
-        """The lm_head of every head."""
         return tuple(cast(nn.Linear, cast(nn.Sequential, head)[-1]) for head in self.heads)
 
     def lm_input(self, states: Tensor) -> Tensor:

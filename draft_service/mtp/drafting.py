@@ -53,7 +53,6 @@ class ModuleNetwork(HeadNetwork):
         self._passes_on_output = chained or number == len(modules) - 1
 
     def read(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, attend: Attend) -> RowOutput:
-        """See `Network.read`."""
         assert carried is not None, "a module reads states"
 
         def attend_own(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

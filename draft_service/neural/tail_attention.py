@@ -38,7 +38,6 @@ class PassRows:
     positions: list[int] = field(default_factory=list)
 
     def add(self, part: TailPart, token_ids: Iterable[int], positions: Iterable[int]) -> None:
-        """Add a sequence's part."""
         self.parts.append(part)
         self.token_ids.extend(token_ids)
         self.positions.extend(positions)

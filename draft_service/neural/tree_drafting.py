@@ -96,7 +96,6 @@ class TreeDrafting:
         return self.cache.extend(entry.pages, entry.entries + rows + self.shape.expanded)
 
     def forget(self, entry: CacheEntry) -> None:
-        """Free a sequence's pages."""
         self.cache.release(entry.pages)
         entry.pages.clear()
         entry.entries = 0
@@ -154,7 +153,6 @@ class TreeDrafting:
         return forest, rules
 
     def _rules(self, requests: Sequence[TreeRequest], shape: TreeShape) -> Rules:
-        """The rules of trees of this shape."""
         return rules_of([request.sequence for request in requests], shape)
 
     def _network_of(self, level: int) -> Network:  # noqa: ARG002

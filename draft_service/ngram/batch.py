@@ -136,7 +136,6 @@ class TrieBatch:
         return place
 
     def leave(self, place: int) -> None:
-        """The sequence has ended."""
         self._free.append(place)
 
     def moved(self, place: int, own: NgramTrie) -> None:
@@ -187,7 +186,6 @@ class TrieBatch:
         return Grown(self._trees[:count], self._scores[:count], rows)
 
     def _widen(self) -> None:
-        """Double the places."""
         before = len(self._table)
         places = max(_FIRST_PLACES, 2 * before)
         self._free.extend(range(places - 1, before - 1, -1))

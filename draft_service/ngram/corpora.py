@@ -185,7 +185,6 @@ class Corpora:
                 self.dropped_tenants += 1
 
     def figures(self) -> dict[str, float]:
-        """Totals over all tries, for metrics."""
         with self._lock:
             tries = [owned.trie for owned in (*self._tenants.values(), *self._shared.values())]
             return {

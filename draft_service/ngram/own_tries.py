@@ -25,7 +25,6 @@ class OwnRows:
         return NgramTrie(self._depth, self._allowed(0), NEVER_LOG2, first_rows=tokens * self._depth)
 
     def left(self, trie: NgramTrie) -> None:
-        """The trie is not used any more."""
         self.taken -= len(trie.rows)
 
     def bound(self, trie: NgramTrie) -> None:

@@ -58,7 +58,6 @@ class NgramTrie:
 
     @property
     def bytes(self) -> int:
-        """Memory of the arrays."""
         return self.rows.nbytes + self.slots.nbytes
 
     def arrays(self) -> tuple[Rows, Slots]:

@@ -71,7 +71,6 @@ class StreamTrace:
         return bool(self._followed)
 
     def advanced(self, sequence_id: int, tokens: int) -> None:
-        """The target committed tokens."""
         followed = self._followed.get(sequence_id)
         if followed is not None:
             followed.committed_tokens += tokens
@@ -85,12 +84,10 @@ class StreamTrace:
             followed.propose_ns += compute_ns
 
     def closed(self, sequence_ids: Iterable[int]) -> None:
-        """The target closed sequences."""
         for sequence_id in sequence_ids:
             self._end(sequence_id, "closed")
 
     def failed(self, sequence_id: int, reason: str) -> None:
-        """One sequence failed, for the reason of an `OutriderError`."""
         self._end(sequence_id, reason, error=True)
 
     def end(self, code: str = "OK", reason: str = "") -> None:
