@@ -45,8 +45,7 @@ def load_head(
         token_map: target ids to limit the draft vocabulary to (FR-Spec, arXiv 2502.14856); those that are not in the
             head's vocabulary are ignored.
 
-    Raises:
-        HeadRefused: see `read_config`; or the head does not fit the target, or needs a target and there is none.
+    Raises `HeadRefused` as `read_config`, and if the head does not fit the target, or needs one and there is none.
     """
     weights = Weights(source)
     names = _names(weights)

@@ -84,14 +84,8 @@ class EagleHead(nn.Module):
         return cast(Tensor, self.projection(states))
 
     def forward(self, token_ids: Tensor, features: Tensor, positions: Tensor, attend: Attend) -> RowOutput:
-        """One pass over rows of a token and the feature of the token before it.
-
-        Args:
-            token_ids: [..] target ids.
-            features: [.., H] of the target (after `project`) or of an earlier pass.
-            positions: [..] index of the feature's token.
-            attend: stores keys and values, and attends.
-        """
+        """One pass over rows of a token, [..] target ids, and the feature [.., H] of the token before it, whose index
+        is in `positions` [..]. Features are the target's, after `project`, or those of an earlier pass."""
         embeddings = self.embed_tokens(token_ids).to(features.dtype)
         rotation = self.rotary(positions)
         if self.config.kind == "eagle3":

@@ -35,13 +35,8 @@ class MedusaDrafter(NeuralDrafter[MedusaDrafting]):
     name = "medusa"
 
     def __init__(self, config: MedusaConfig, heads: MedusaHead | None = None) -> None:
-        """Reads the heads' configuration. `start` loads their weights, unless `heads` are given.
-
-        Raises:
-            SettingsError: no heads are named, or the device does not exist.
-            NotSupported: there are no such heads, or they are not supported.
-            UnknownModel: there is no such target.
-        """
+        """Reads the heads' configuration; `start` loads their weights, unless `heads` are given. Raises `SettingsError`
+        if none are named, `NotSupported` if there are none or they are not supported, and `UnknownModel`."""
         if heads is None and not config.head:
             raise SettingsError("the medusa drafter needs heads: --head names a folder or a hub id")
         self._config, self._heads = config, heads

@@ -45,13 +45,8 @@ class MtpDrafter(HeadDrafter):
     name = "mtp"
 
     def __init__(self, config: MtpConfig) -> None:
-        """Reads the modules' configuration. `start` loads their weights.
-
-        Raises:
-            SettingsError: no target is named, or its modules cannot be captured in CUDA graphs.
-            NotSupported: the target has fewer modules, or they are not supported.
-            UnknownModel: there is no such target.
-        """
+        """Reads the modules' configuration; `start` loads their weights. Raises `SettingsError` if no target is named,
+        or its modules cannot be captured, `NotSupported` if they are not supported, or fewer, and `UnknownModel`."""
         if not config.base_model:
             raise SettingsError(
                 "the mtp drafter needs its target's checkpoint: --base-model names a folder or a hub id"

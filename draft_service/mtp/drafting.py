@@ -204,13 +204,8 @@ class ModuleDrafting(TreeDrafting):
 
 
 def _next_runs(number: int, runs: Sequence[_Run], output: Tensor, last: Tensor | None) -> tuple[list[_Run], Tensor]:
-    """The tokens that the next module reads, and this module's states at the token before each.
-
-    Args:
-        number: of this module, from 0.
-        output: [rows, C] states of this module for the runs.
-        last: [n, C] its earlier states at the token before each of the n runs that it continues.
-    """
+    """The tokens that the next module reads, and this module's states at the token before each, given its `output`
+    [rows, C] for the runs, and its `last` states [n, C] before each of the n runs that it continues."""
     onward, sources, end, before = list[_Run](), list[int](), 0, len(output)
     for run in runs:
         begin, end = end, end + len(run.token_ids)

@@ -140,15 +140,9 @@ def _run_race(
 
 @inlined
 def score_candidates(rules: Rules, b: int, depth: int, tokens: Numbers, probs: Reals, known: int) -> tuple[int, float]:
-    """Turn the probabilities of the first `known` candidates of a row into scores, in place, by the request of sequence
-    b. In REJECTION mode they stay probabilities.
-
-    Args:
-        depth: of the row's node, 0 for the root.
-        tokens, probs: candidates, most probable first.
-
-    Returns:
-        The number of candidates kept, and the probability mass of the others.
+    """Turn the probabilities of the first `known` candidates of a row, most probable first, into scores, in place, by
+    the request of sequence b. In REJECTION mode they stay probabilities. `depth` is that of the row's node, 0 for the
+    root. Returns the number of candidates kept, and the probability mass of the others.
     """
     kept, rest = _apply_filters(probs, known, rules.ints[b, TOP_K], rules.reals[b, TOP_P], rules.reals[b, MIN_P])
     if rules.ints[b, MODE] == COUPLED:
@@ -257,15 +251,13 @@ def _next_frontier(forest: Forest, b: int, begin: int, before: Numbers, rules: R
 
 @compiled
 def grow_level(forest: Forest, rules: Rules, level: int, last: bool, tokens: Numbers, probs: Probs) -> int:
-    """Add the children of every frontier, and choose the next frontiers.
+    """Add the children of every frontier, and choose the next frontiers. Returns rows of the next pass: the sum of the
+    new widths.
 
     Args:
         level: depth of the new nodes, from 1.
         last: no level follows, so nothing is expanded.
         tokens, probs: [R, M] candidates of the rows of all frontiers, one sequence after another.
-
-    Returns:
-        Rows of the next pass: the sum of the new widths.
     """
     row, following, known = 0, 0, tokens.shape[1]
     for b in range(len(forest.sizes)):

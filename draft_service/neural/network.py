@@ -36,14 +36,8 @@ class Network(Protocol):
     token_ids: npt.NDArray[np.int32] | None
 
     def read(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, attend: Attend) -> RowOutput:
-        """One pass over R rows.
-
-        Args:
-            token_ids: [R] integers.
-            carried: [R, C] states from the parents; None for a network without.
-            positions: [R] integers.
-            attend: attention over the cache.
-        """
+        """One pass over R rows of integer `token_ids` [R] and `positions` [R], with the states [R, C] `carried` from
+        the parents, None for a network without, and attention over the cache."""
 
     def logits(self, lm_input: Tensor) -> Tensor:
         """[R, H] -> [R, V']."""

@@ -150,17 +150,11 @@ class TrieBatch:
         self.moved(place, own)
 
     def grow(self, tries: Sequence[NgramTrie], asked: Sequence[Asked], fresh: Sequence[int]) -> Grown:
-        """Insert the fresh tokens of these sequences, and grow their trees.
+        """Insert the fresh tokens of these sequences, and grow their trees, which the next call overwrites. Column 1 of
+        their `sizes` has the rows that the own trie now uses. For the arguments see `learn_and_grow`; a tree has at
+        most `ROOM` of the fresh tokens.
 
         The caller holds the locks of `tries`, which another thread inserts into, and has made room in the own tries.
-
-        Args:
-            asked: for each tree its sequence's place, where the tenant's and the shared trie stand in `tries`, and
-                how many of `fresh` are its, at most `ROOM`.
-            fresh: tokens that were committed since the last call, tree by tree.
-
-        Returns:
-            The trees, which the next call overwrites; column 1 of `sizes` has the rows that the own trie now uses.
         """
         count = len(asked)
         if count > len(self._trees):

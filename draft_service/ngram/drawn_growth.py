@@ -107,7 +107,7 @@ def grow_drawn(
     scores: Reals,
     distributions: Distributions,
 ) -> int:
-    """Draw a tree.
+    """Draw a tree. Returns rows, the root among them, in draw order.
 
     Args:
         context: the sequence's last tokens, the root last.
@@ -115,9 +115,6 @@ def grow_drawn(
         tree: [2, 1 + shape.nodes], tokens and parents, filled; row 0, the root, is left to the caller.
         scores: [1 + shape.nodes], filled likewise.
         distributions: filled, by row.
-
-    Returns:
-        Rows, the root among them, in draw order.
     """
     scratch = make_scratch()
     limit = shape.nodes + 1

@@ -195,15 +195,12 @@ def _longest(state: Numbers, trust: Reals, min_match: int) -> int:
 def predict(
     rows_of: tuple[Rows, Rows, Rows], states: Numbers, row: int, evidence: Evidence, floor: float, scratch: Scratch
 ) -> int:
-    """The distribution of the next token after `row`, as far as it is known, into `candidates` and `weights`.
+    """The distribution of the next token after `row`, as far as it is known, into `candidates` and `weights`. Returns
+    how many candidates there are; their probabilities sum to less than 1.
 
     Args:
-        rows_of: the three tries.
         states: [rows, 2 * SOURCES], per source the longest known window that ends at a row, and its length.
         floor: shorter windows are not read once less probability than this is open.
-
-    Returns:
-        How many candidates there are. Their probabilities sum to less than 1.
     """
     own, tenant, shared = rows_of
     trust, spread, rules = evidence

@@ -65,13 +65,8 @@ class NgramTrie:
         return self.rows, self.slots
 
     def insert(self, token_ids: Tokens, context: Tokens = _EMPTY, weight: int = 1) -> None:
-        """Count every window that ends in `token_ids`, which follow `context`. Evicts when full.
-
-        Args:
-            token_ids: [n] int32.
-            context: [m] int32, inserted before; its last `depth - 1` tokens are used.
-            weight: what one occurrence adds to a count.
-        """
+        """Count every window that ends in `token_ids` with a `weight` for one occurrence. They follow `context`, which
+        was inserted before; its last `depth - 1` tokens are used. Evicts when full."""
         for start in range(0, len(token_ids), self._chunk):
             self._insert_piece(token_ids, context, start, min(self._chunk, len(token_ids) - start), weight)
 
