@@ -281,7 +281,7 @@ class ProposeSession:
             return []
         (taken, pending), self._rest = self._rest, None
         ended = any(self._open.get(tracked.draft.sequence_id) is not tracked for tracked in taken)
-        if ended or not pending.fresh:
+        if ended or not pending.fresh():
             return []
         self.credit -= 1
         with self._failing([tracked.draft for tracked in taken], credit=1):

@@ -10,7 +10,7 @@ While one drafter computes on another device, the others compute here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -27,7 +27,7 @@ from draft_service.drafters.base import (
     fingerprint_of,
     tree_limits,
 )
-from draft_service.drafters.grown import ArrayDrafter, Computed, Grown, Pending, in_order
+from draft_service.drafters.grown import ArrayDrafter, Grown, Pending, computed, in_order
 from draft_service.drafters.merging import merge_grown
 from outrider.errors import NotSupported
 from outrider.settings import Settings, SettingsError, setting
@@ -64,6 +64,7 @@ class MergedDrafter(Drafter):
     def __init__(self, config: MergedConfig, parts: Sequence[Drafter]) -> None:
         """Raises `NotSupported` for drafters that cannot serve the same sequence."""
         self._parts = tuple(parts)
+        # As many as are set, whatever the parts have.
         self._all_nodes = config.merged_nodes > 0
         nodes = config.merged_nodes or max(part.limits.max_nodes for part in parts)
         self.limits = TreeLimits(nodes, max(part.limits.max_depth for part in parts))
@@ -134,7 +135,20 @@ class MergedDrafter(Drafter):
         views = [[sequence.state[number] for sequence in sequences] for number in range(len(self._parts))]
         begun = [_begin(part, own) for part, own in zip(self._parts, views, strict=True)]
         nodes = [tree_limits(self.limits, sequence.limits).max_nodes for sequence in sequences]
-        return _Merging(begun, nodes, self._all_nodes)
+
+        def wait(early: bool) -> Grown:
+            # First those computed here, while the other devices compute.
+            found = {number: part.fetch() for number, part in enumerate(begun) if not part.elsewhere}
+            found |= {number: part.wait(early and part.early) for number, part in enumerate(begun) if part.elsewhere}
+            trees = [found[number] for number in range(len(begun))]
+            if self._all_nodes:
+                return merge_grown(trees, nodes)
+            # All nodes cost the target's host time, and the likeliest of the parts' are what matters.
+            largest = np.max([one.sizes[:, 0] for one in trees], axis=0) - 1
+            return merge_grown(trees, np.minimum(largest, nodes).tolist())
+
+        elsewhere, early = any(part.elsewhere for part in begun), any(part.early for part in begun)
+        return Pending(wait, elsewhere, early, lambda: all(part.fresh() for part in begun))
 
     def stats(self) -> Mapping[str, float]:
         return {name: value for part in self._parts for name, value in part.stats().items()}
@@ -150,49 +164,10 @@ class MergedDrafter(Drafter):
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Merging(Pending):
-    """Trees of all drafters, merged when they are fetched."""
-
-    parts: Sequence[Pending]
-    nodes: Sequence[int]
-    # Up to the bounds above, whatever the parts have.
-    all_nodes: bool
-
-    @property
-    def elsewhere(self) -> bool:
-        return any(part.elsewhere for part in self.parts)
-
-    @property
-    def early(self) -> bool:
-        return any(part.early for part in self.parts)
-
-    @property
-    def fresh(self) -> bool:
-        return all(part.fresh for part in self.parts)
-
-    def fetch_early(self) -> Grown:
-        return self._merged(lambda part: part.fetch_early())
-
-    def fetch(self) -> Grown:
-        return self._merged(lambda part: part.fetch())
-
-    def _merged(self, fetch: Callable[[Pending], Grown]) -> Grown:
-        # First those computed here, while the other devices compute.
-        found = {number: part.fetch() for number, part in enumerate(self.parts) if not part.elsewhere}
-        found |= {number: fetch(part) for number, part in enumerate(self.parts) if part.elsewhere}
-        trees = [found[number] for number in range(len(self.parts))]
-        if self.all_nodes:
-            return merge_grown(trees, self.nodes)
-        # All nodes cost the target's host time, and the likeliest of the parts' are what matters.
-        largest = np.max([one.sizes[:, 0] for one in trees], axis=0) - 1
-        return merge_grown(trees, np.minimum(largest, self.nodes).tolist())
-
-
 def _begin(part: Drafter, sequences: Sequence[DraftSequence]) -> Pending:
     if isinstance(part, ArrayDrafter):
         return part.begin(sequences)
-    return Computed(Grown.of(part.propose(sequences)))
+    return computed(Grown.of(part.propose(sequences)))
 
 
 SPEC = DrafterSpec(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draft_service.compiling import Numbers
 from draft_service.drafters.base import DraftSequence, tree_limits
-from draft_service.drafters.grown import Computed, Grown, Pending
+from draft_service.drafters.grown import Grown, Pending, computed
 from draft_service.neural.candidates import candidates_wanted, most_probable, temperature_of
 from draft_service.neural.level_growth import (
     COUPLED,
@@ -129,7 +129,7 @@ class TreeDrafting:
     @torch.inference_mode()
     def begin(self, requests: Sequence[TreeRequest]) -> Pending:
         """Start drafting trees, none of them for a REJECTION request. A GPU's are fetched before the next call."""
-        return Computed(best_items(*self._grow(requests), [request.sequence.root for request in requests]))
+        return computed(best_items(*self._grow(requests), [request.sequence.root for request in requests]))
 
     def _grow(self, requests: Sequence[TreeRequest]) -> tuple[Forest, Rules]:
         """Grow the trees of all sequences together, with one pass per level."""

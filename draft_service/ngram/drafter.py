@@ -135,7 +135,7 @@ class NgramDrafter(Drafter):
 
     def begin(self, sequences: Sequence[DraftSequence]) -> Pending:
         """See `ArrayDrafter.begin`; everything is computed when the trees are fetched."""
-        return _Requested(self, sequences)
+        return Pending(lambda _early: self.grow(sequences))
 
     def grow(self, sequences: Sequence[DraftSequence]) -> Grown:
         """The trees of sequences without a REJECTION request. The next call overwrites them."""
@@ -300,17 +300,6 @@ class NgramDrafter(Drafter):
         place = self._batch.enter(own, [1, 2, 1], self.limits, None, 0)
         self._batch.grow([self._nothing], [(place, 0, 0, 2)], [2, 1]).packed([(0, 0, 1, 4)])
         self._batch.leave(place)
-
-
-@dataclass(frozen=True, slots=True)
-class _Requested(Pending):
-    """Trees that are grown when they are fetched."""
-
-    drafter: NgramDrafter
-    sequences: Sequence[DraftSequence]
-
-    def fetch(self) -> Grown:
-        return self.drafter.grow(self.sequences)
 
 
 class _Held:
