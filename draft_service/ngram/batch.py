@@ -7,7 +7,6 @@ tables with one row per sequence, which refer to tries by the addresses of their
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 import numba
 import numpy as np
@@ -38,7 +37,6 @@ FLOOR, BREADTH, TRIE_DEPTH, HALF_LIFE, SHARPNESS = range(5)
 _FIRST_PLACES = 16
 
 Asked = tuple[int, int, int, int]
-Array = TypeVar("Array", Table, Tokens, Reals)
 
 
 @inlined
@@ -183,11 +181,7 @@ class TrieBatch:
         before = len(self._table)
         places = max(_FIRST_PLACES, 2 * before)
         self._free.extend(range(places - 1, before - 1, -1))
-        self._table, self._windows = _longer(self._table, places), _longer(self._windows, places)
-        self._powers = _longer(self._powers, places)
-
-
-def _longer(array: Array, length: int) -> Array:
-    longer = np.zeros((length, *array.shape[1:]), array.dtype)
-    longer[: len(array)] = array
-    return longer
+        # New rows repeat the others until `enter` writes them.
+        self._table = np.resize(self._table, (places, COLUMNS_OF_SEQUENCE))
+        self._windows = np.resize(self._windows, (places, self._longest + ROOM))
+        self._powers = np.resize(self._powers, places)

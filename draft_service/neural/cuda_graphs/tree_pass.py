@@ -37,10 +37,6 @@ class _PartTrees:
         self.host = torch.zeros(device.shape, dtype=torch.int32, pin_memory=device.is_cuda)
         self.copied = DeviceEvent(on_gpu=device.is_cuda)
 
-    def send_back(self) -> None:
-        self.host.copy_(self.device, non_blocking=True)
-        self.copied.record()
-
 
 class TreePass:
     """The device tensors for one number of sequences, and the pass over them.
@@ -178,7 +174,9 @@ class TreePass:
 
     def send_back(self, part: int) -> None:
         """Copy the trees of a part to the host once they are grown, asynchronously."""
-        self._trees[part].send_back()
+        trees = self._trees[part]
+        trees.host.copy_(trees.device, non_blocking=True)
+        trees.copied.record()
 
     def fetch(self, part: int) -> Grown:
         """Wait for the trees of a part, in the order of the requests."""
