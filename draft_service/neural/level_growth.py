@@ -223,22 +223,10 @@ def _draw_level(forest: Forest, b: int, confidences: Reals, left: Numbers, rules
 @inlined
 def _next_frontier(forest: Forest, b: int, begin: int, before: Numbers, rules: Rules) -> None:
     """Choose the items to expand next: the best new ones that rank among the nodes that the tree can hold."""
-    size, nodes = forest.sizes[b], rules.ints[b, NODES]
-    count = 0
-    taken = np.zeros(size - begin, np.bool_)
-    while count < rules.width:
-        best = -1
-        for item in range(begin, size):
-            if not taken[item - begin] and (best < 0 or forest.path_probs[b, item] > forest.path_probs[b, best]):
-                best = item
-        if best < 0:
-            break
-        taken[best - begin] = True
-        better = 0
-        for item in range(1, size):
-            if forest.path_probs[b, item] >= forest.path_probs[b, best] and item != best:
-                better += 1
-        if better >= nodes:
+    path_probs, count = forest.path_probs[b, : forest.sizes[b]], 0
+    for place in np.argsort(-path_probs[begin:], kind="mergesort")[: rules.width]:
+        best = begin + place
+        if np.sum(path_probs[1:] >= path_probs[best]) - 1 >= rules.ints[b, NODES]:
             break
         forest.frontier[b, count] = best
         forest.tails[b, best] = forest.rows[b] + count
