@@ -91,9 +91,8 @@ def add_drafter_flags(parser: argparse.ArgumentParser, words: Sequence[str], dra
 
 def flags_in_process(drafter: str, words: Sequence[str], path: Path | None) -> argparse.Namespace:
     """The flags of a drafter in the target's process. Those of the service are taken too, and have no effect there.
-
-    Raises `SettingsError` for flags that `outrider draft` would refuse, `NotSupported` for a drafter that is not there.
-    """
+    Raises `SettingsError` for flags that `outrider draft` would refuse, `NotSupported` for a drafter that is not
+    there."""
     parser = _Parser(add_help=False, allow_abbrev=False)
     add_flags(parser, DraftConfig)
     add_drafter_flags(parser, words, drafter, path)

@@ -23,11 +23,9 @@ class Weights:
     fetched from the hub, when they are needed."""
 
     def __init__(self, source: str | Path, files: Sequence[str] = (_WEIGHTS,)) -> None:
-        """`source` is a folder or a hub id; `files` are possible names of its weights, in order of preference.
-
-        Raises `HeadRefused` if there is no config.json that can be read. Methods raise it if there are no weights, or
-        a file of them cannot be read.
-        """
+        """`source` is a folder or a hub id; `files` are possible names of its weights, in order of preference. Raises
+        `HeadRefused` if there is no config.json that can be read. Methods raise it if there are no weights, or a file
+        of them cannot be read."""
         self._source = str(source)
         self._files = tuple(files)
         # Files that were found, since the hub's library asks the hub again for every one.

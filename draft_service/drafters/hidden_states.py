@@ -81,7 +81,12 @@ class FeatureWindow:
             return
         self._pieces.append((new, vectors[known:] if known else vectors))
         self.end += new
-        self._drop(self.end - self.begin - self.capacity)
+        while (excess := len(self) - self.capacity) > 0:
+            rows, piece = self._pieces.pop(0)
+            dropped = min(rows, excess)
+            self.begin += dropped
+            if dropped < rows:
+                self._pieces.insert(0, (rows - dropped, piece[dropped:]))
 
     def take(self) -> tuple[int, list[Tensor]]:
         """Take all waiting vectors: the position of the first, and pieces of [n, width], oldest first, each in the type
@@ -90,17 +95,6 @@ class FeatureWindow:
         self._pieces.clear()
         self.begin = self.end
         return begin, taken
-
-    def _drop(self, count: int) -> None:
-        if count <= 0:
-            return
-        self.begin += count
-        while count:
-            rows, piece = self._pieces.pop(0)
-            if rows > count:
-                self._pieces.insert(0, (rows - count, piece[count:]))
-                return
-            count -= rows
 
 
 def window_of(sequence: DraftSequence) -> FeatureWindow:
