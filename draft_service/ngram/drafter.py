@@ -64,7 +64,7 @@ class NgramDrafter(Drafter):
         self._corpora = Corpora(config)
         self._learner = Learner(config.max_backlog, self._save if config.snapshot else None, config.snapshot_seconds)
         self._claim: snapshot.Claim | None = None
-        # Those that a snapshot must have been written with.
+        # That a snapshot must have been written with.
         self._settings = {"depth": config.depth, "unit": UNIT, "half_life_log2": config.half_life_log2}
         self._nothing = NgramTrie(2, 4)
         self._own_rows = OwnRows(config)
