@@ -22,6 +22,7 @@ from draft_service.drafters.base import (
     DrafterSpec,
     DraftSequence,
     FeatureDrafter,
+    MakePart,
     device_of,
     features_of,
     fingerprint_of,
@@ -170,9 +171,8 @@ def _begin(part: Drafter, sequences: Sequence[DraftSequence]) -> Pending:
     return computed(Grown.of(part.propose(sequences)))
 
 
-SPEC = DrafterSpec(
-    "merged",
-    MergedConfig,
-    lambda config, make: MergedDrafter(config, [make(name) for name in config.names]),
-    parts=lambda config: config.names,
-)
+def _create(config: MergedConfig, make: MakePart) -> Drafter:
+    return MergedDrafter(config, [make(name) for name in config.names])
+
+
+SPEC = DrafterSpec("merged", MergedConfig, _create, parts=lambda config: config.names)

@@ -31,7 +31,6 @@ from draft_service.neural.level_growth import (
 )
 from draft_service.neural.network import Network, RootStates, RowOutput
 from draft_service.neural.paged_cache import PagedCache
-from draft_service.neural.staging import Staging
 from draft_service.neural.tail_attention import PassRows, TailAttention, TailPart
 from draft_service.neural.tree_config import CacheShape, TreeShape
 from draft_service.noise import first_coin
@@ -83,7 +82,6 @@ class TreeDrafting:
         self._max_rows = cache.max_rows
         self.cache = PagedCache(cache.tokens // cache.page_size, cache.page_size, network)
         self.states = RootStates(self.cache.num_pages, network.device)
-        self.staging = Staging(network.dtype, network.device)
         on_cpu = network.device.type == "cpu"
         self._attention = TreeAttention("torch" if on_cpu else "triton", network.device)
 
