@@ -52,21 +52,19 @@ class Inbox:
     async def take(self) -> list[Any]:
         """Every frame that has arrived, at least one; none once the stream has ended. Raises what reading raised;
         earlier frames are then dropped, since their stream is over."""
-        frames: list[Any] = []
-        frame = await self._queue.get()
+        frames = [await self._queue.get()]
+        while not self._queue.empty():
+            frames.append(self._queue.get_nowait())
         self._bytes = 0
         self._taken.set()
-        while True:
-            if isinstance(frame, Exception):
-                raise frame
-            if frame is grpc.aio.EOF:
-                if frames:
-                    self._queue.put_nowait(frame)
-                return frames
-            frames.append(frame)
-            if self._queue.empty():
-                return frames
-            frame = self._queue.get_nowait()
+        # What ends a stream is the last in the queue.
+        if isinstance(frames[-1], Exception):
+            raise frames[-1]
+        if frames[-1] is grpc.aio.EOF:
+            last = frames.pop()
+            if frames:
+                self._queue.put_nowait(last)
+        return frames
 
     async def _read_ahead(self) -> None:
         try:

@@ -109,7 +109,7 @@ class Corpora:
         owned = self._made_by(tenant, corpus) if corpus else self._of_tenant(tenant)
         trie = owned.trie
         rows_before, room = len(trie.rows), self._document_room(owned, corpus)
-        learnt, made = trie.insert_within(token_ids, room, UNIT)
+        learnt, made = trie.insert(token_ids, weight=UNIT, most_nodes=room)
         with self._lock:
             owned.documents += learnt > 0
             owned.document_nodes += made
