@@ -104,9 +104,7 @@ def _apply_filters(probs: Reals, known: int, top_k: int, top_p: float, min_p: fl
     if 0 < top_k < kept:
         kept = top_k
     if kept < known:
-        total = 0.0
-        for i in range(kept):
-            total += probs[i]
+        total = probs[:kept].sum()
     if top_p < 1.0:
         before = 0.0
         for i in range(kept):
@@ -114,13 +112,10 @@ def _apply_filters(probs: Reals, known: int, top_k: int, top_p: float, min_p: fl
                 kept = i
                 break
             before += probs[i]
-    mass = 0.0
-    for i in range(kept):
-        mass += probs[i]
+    mass = probs[:kept].sum()
     if kept == known:
         return kept, max(0.0, 1.0 - mass)
-    for i in range(kept):
-        probs[i] /= mass
+    probs[:kept] /= mass
     return kept, 0.0
 
 
@@ -134,8 +129,7 @@ def _run_race(
         noise = exponential(seed, position, np.uint64(tokens[i]))
         probs[i] = (max(probs[i], _LEAST) / noise) ** sharpness
         total += probs[i]
-    for i in range(kept):
-        probs[i] /= total
+    probs[:kept] /= total
 
 
 @inlined
