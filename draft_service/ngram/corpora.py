@@ -202,20 +202,20 @@ class Corpora:
             tenants = [owned.stored("") for owned in self._tenants.values()]
             return tenants + [corpus.stored(name) for name, corpus in self._shared.items()]
 
-    def restore(self, stored: Sequence[StoredTrie]) -> list[StoredTrie]:
-        """Load a snapshot; returns entries that are no valid trie, which are skipped. Call before anything is
-        learnt."""
+    def restore(self, stored: Sequence[StoredTrie]) -> list[tuple[str, str]]:
+        """Load a snapshot; returns tenant and corpus of entries that are no valid trie, which are skipped. Call before
+        anything is learnt."""
         config = self._config
         tenants: OrderedDict[str, _OwnedTrie] = OrderedDict()
         shared: dict[str, _OwnedTrie] = {}
-        unsound: list[StoredTrie] = []
+        unsound: list[tuple[str, str]] = []
         for item in stored:
             capacity = config.corpus_capacity if item.corpus else config.tenant_capacity
             half_life = NEVER_LOG2 if item.corpus else config.half_life_log2
             try:
                 trie = NgramTrie.restored(item.rows, config.depth, capacity, half_life)
             except ValueError:
-                unsound.append(item)
+                unsound.append((item.tenant, item.corpus))
                 continue
             if trie.used < len(item.rows):
                 log.warning(

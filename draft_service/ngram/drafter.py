@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -63,7 +63,6 @@ class NgramDrafter(Drafter):
         self._evidence = config.evidence()
         self._corpora = Corpora(config)
         self._learner = Learner(config.max_backlog, self._save if config.snapshot else None, config.snapshot_seconds)
-        self._claim: snapshot.Claim | None = None
         # That a snapshot must have been written with.
         self._settings = {"depth": config.depth, "unit": UNIT, "half_life_log2": config.half_life_log2}
         self._nothing = NgramTrie(2, 4)
@@ -78,9 +77,8 @@ class NgramDrafter(Drafter):
     def stop(self) -> None:
         """Learn the queued tokens and write the snapshot."""
         self._learner.stop()
-        if self._claim is not None:
+        if self._config.snapshot:
             self._claim.release()
-            self._claim = None
 
     def flush(self) -> None:
         """Wait until all tokens committed so far are learnt. For tests and benchmarks."""
@@ -253,30 +251,27 @@ class NgramDrafter(Drafter):
 
     def _save(self) -> None:
         try:
-            snapshot.save(self._claimed().path, self._corpora.contents(), self._settings)
+            snapshot.save(self._claim.path, self._corpora.contents(), self._settings)
         except OSError as error:
             log.error("the trie snapshot was not written: %s", error)
 
-    def _claimed(self) -> snapshot.Claim:
+    @cached_property
+    def _claim(self) -> snapshot.Claim:
         """The file for the snapshots. Other processes may keep theirs in the same folder."""
-        if self._claim is None:
-            self._claim = snapshot.Claim(Path(self._config.snapshot))
-        return self._claim
+        return snapshot.Claim(Path(self._config.snapshot))
 
     def _restore(self) -> None:
         if not self._config.snapshot:
             return
-        claim = self._claimed()
-        path = claim.source()
-        log.info("tries are kept in %s, and start with those of %s", claim.path, path)
+        path = self._claim.source()
+        log.info("tries are kept in %s, and start with those of %s", self._claim.path, path)
         try:
             loaded = snapshot.load(path, self._settings)
         except snapshot.SnapshotRefused as error:
             log.error("the trie snapshot was refused, and every trie starts empty: %s", error)
             self._keep_refused(path)
             return
-        unsound = self._corpora.restore(loaded.tries)
-        damaged = [*loaded.damaged, *((stored.tenant, stored.corpus) for stored in unsound)]
+        damaged = loaded.damaged + self._corpora.restore(loaded.tries)
         for tenant, corpus in damaged:
             log.error("a damaged trie of the snapshot is refused, and starts empty: tenant %r, %r", tenant, corpus)
         if damaged:

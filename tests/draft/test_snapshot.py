@@ -228,7 +228,7 @@ class TestDrafter:
         tries = {"a": (10, 11), "b": (20, 21)}
         counts = {tenant: count(drafter._corpora.tenant(tenant), window) for tenant, window in tries.items()}
         drafter._learner._thread.shutdown()
-        drafter._claimed().release()
+        drafter._claim.release()
         return counts
 
     def test_a_deleted_corpus_is_forgotten_and_the_others_are_listed_as_before(
@@ -247,7 +247,7 @@ class TestDrafter:
         while "gone" in (names := [stored.corpus for stored in load(tmp_path / FILE_NAME, drafter._settings).tries]):
             assert time.monotonic() < deadline, names
             time.sleep(0.01)
-        drafter._claimed().release()
+        drafter._claim.release()
         restarted = self.drafter(tmp_path)
         restarted._restore()
         listed = restarted.corpora("a")
@@ -256,7 +256,7 @@ class TestDrafter:
             ("kept", "a", 6, 2),
         ]
         assert [one.name for one in before] == ["", "gone", "kept"]
-        restarted._claimed().release()
+        restarted._claim.release()
         for each in (drafter, restarted):
             each._learner._thread.shutdown()
 
