@@ -223,8 +223,8 @@ def drafter_spec(name: str) -> DrafterSpec:
 
 
 def create(name: str, config: Any = None, settings_of: Callable[[str], Any] | None = None) -> Drafter:
-    """Make a drafter, not yet started, with a `config`, and its parts with their `settings_of` each name. Without them
-    all have defaults."""
+    """Make a drafter, not yet started, with its `config`, and its parts with the settings that `settings_of` returns by
+    name; without them all have defaults."""
     spec = drafter_spec(name)
     own = spec.config() if config is None else config
     return spec.create(own, lambda part: create(part, settings_of(part) if settings_of else None, settings_of))
