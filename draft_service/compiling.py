@@ -73,3 +73,13 @@ def _compile(function: Function, *, forceinline: bool) -> Function:
         return numba.njit(function, **options)  # type: ignore[no-any-return]
     finally:
         numba.config.CACHE_DIR = before
+
+
+@inlined
+def largest(values: Reals, count: int) -> int:
+    """The index of the first of the largest among the first `count` values."""
+    best = 0
+    for i in range(1, count):
+        if values[i] > values[best]:
+            best = i
+    return best

@@ -1,16 +1,29 @@
-"""Settings of the draft service. Each default lives here and nowhere else; a drafter's own are in its own section."""
+"""Settings of the draft service, and the flags of `outrider draft`: its own, and those of its drafter and its parts.
+
+Each default lives here and nowhere else; a drafter's own are in its own section.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
-from dataclasses import dataclass
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from draft_service.drafters.base import DRAFTERS, drafter_spec
 from outrider.busy_polling import BUSY_POLL_SECONDS, MOST_BUSY_POLL_SECONDS
-from outrider.settings import FIRST_MESSAGE_SECONDS, MAX_MESSAGE_BYTES, MOST_MESSAGE_BYTES, Settings, load, setting
+from outrider.settings import (
+    FIRST_MESSAGE_SECONDS,
+    MAX_MESSAGE_BYTES,
+    MOST_MESSAGE_BYTES,
+    Settings,
+    SettingsError,
+    add_flags,
+    load,
+    setting,
+)
 
 
 @dataclass(frozen=True)
@@ -57,9 +70,37 @@ def drafter_config(
     environment: Mapping[str, str] | None = None,
     path: Path | None = None,
 ) -> Any:
-    """The settings of a drafter, from its own section of the same sources.
-
-    Raises `NotSupported` for a drafter that is not there, `SettingsError` for settings it does not have.
-    """
+    """The settings of a drafter, from its own section of the same sources. Raises `NotSupported` for a drafter that is
+    not there, `SettingsError` for settings it does not have."""
     spec = drafter_spec(name)
     return load(spec.config, spec.name, flags, environment, path)
+
+
+def add_drafter_flags(parser: argparse.ArgumentParser, words: Sequence[str], drafter: str, path: Path | None) -> None:
+    """Add the flags of a drafter and of its parts, which the command line's `words` or the configuration file at `path`
+    may name. A flag that several of them have is for each of them."""
+    spec = drafter_spec(drafter)
+    add_flags(parser, spec.config)
+    known, _ = parser.parse_known_args(words)
+    added = {field.name for field in fields(spec.config)}
+    for part in spec.parts(drafter_config(drafter, known, os.environ, path)):
+        config = drafter_spec(part).config
+        add_flags(parser, config, added)
+        added |= {field.name for field in fields(config)}
+
+
+def flags_in_process(drafter: str, words: Sequence[str], path: Path | None) -> argparse.Namespace:
+    """The flags of a drafter in the target's process. Those of the service are taken too, and have no effect there.
+    Raises `SettingsError` for flags that `outrider draft` would refuse, `NotSupported` for a drafter that is not
+    there."""
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    add_flags(parser, DraftConfig)
+    add_drafter_flags(parser, words, drafter, path)
+    return parser.parse_args(words)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises what would end the process, which is the target's."""
+
+    def error(self, message: str) -> NoReturn:
+        raise SettingsError(message)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from types import TracebackType
 from typing import Any
 
 import grpc
@@ -19,10 +18,8 @@ _SLICE_BYTES = 64 << 10
 
 
 class Inbox:
-    """Reads a stream while it is entered, so that all frames that have arrived can be taken at once.
-
-    A drafter that is slower than its target would otherwise draft for each commit in turn, ever further behind.
-    """
+    """Reads a stream while it is entered, so that all frames that have arrived can be taken at once. A drafter that is
+    slower than its target would otherwise draft for each commit in turn, ever further behind."""
 
     def __init__(self, read: Callable[[], Awaitable[Any]]) -> None:
         """`read` returns the next message, and gRPC's EOF after the last."""
@@ -36,9 +33,7 @@ class Inbox:
         self._reading = asyncio.create_task(self._read_ahead())
         return self
 
-    async def __aexit__(
-        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._reading.cancel()
         await asyncio.gather(self._reading, return_exceptions=True)
 
@@ -55,25 +50,21 @@ class Inbox:
         self._queue.put_nowait(error)
 
     async def take(self) -> list[Any]:
-        """Every frame that has arrived, at least one; none once the stream has ended.
-
-        Raises what reading raised; earlier frames are then dropped, since their stream is over.
-        """
-        frames: list[Any] = []
-        frame = await self._queue.get()
+        """Every frame that has arrived, at least one; none once the stream has ended. Raises what reading raised;
+        earlier frames are then dropped, since their stream is over."""
+        frames = [await self._queue.get()]
+        while not self._queue.empty():
+            frames.append(self._queue.get_nowait())
         self._bytes = 0
         self._taken.set()
-        while True:
-            if isinstance(frame, Exception):
-                raise frame
-            if frame is grpc.aio.EOF:
-                if frames:
-                    self._queue.put_nowait(frame)
-                return frames
-            frames.append(frame)
-            if self._queue.empty():
-                return frames
-            frame = self._queue.get_nowait()
+        # What ends a stream is the last in the queue.
+        if isinstance(frames[-1], Exception):
+            raise frames[-1]
+        if frames[-1] is grpc.aio.EOF:
+            last = frames.pop()
+            if frames:
+                self._queue.put_nowait(last)
+        return frames
 
     async def _read_ahead(self) -> None:
         try:

@@ -13,9 +13,9 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
+from typing import TypeVar
 
-from draft_service.command_line import flags_in_process
-from draft_service.config import DraftConfig, drafter_config
+from draft_service.config import DraftConfig, drafter_config, flags_in_process
 from draft_service.drafters.base import Drafter, create, device_of, fingerprint_of, info_of
 from draft_service.faults import DrafterFailed, FaultLog, text_of
 from draft_service.session import Admission, ProposeSession
@@ -31,6 +31,8 @@ from outrider.wire.frames import (
 )
 
 logger = logging.getLogger(__name__)
+
+Part = TypeVar("Part", OpenSequence, SequenceAdvance, SequenceFeatures)
 
 
 def connect(argument: str) -> Callable[[DraftEvents, int, str], InprocessLink]:
@@ -81,21 +83,16 @@ class InprocessLink:
         def work(session: ProposeSession) -> None:
             # The engine may open a sequence again; over the network fresh ids separate the two.
             session.close([sequence.sequence_id])
-            self._attempt(session, sequence.sequence_id, lambda: session.open(sequence))
+            self._attempt(session, session.open, [sequence])
 
         self._run(work)
 
     def advance(self, advances: Sequence[SequenceAdvance]) -> None:
-        def work(session: ProposeSession) -> None:
-            for advance in advances:
-                self._attempt(session, advance.sequence_id, partial(session.advance, advance))
-
-        self._run(work)
+        self._run(lambda session: self._attempt(session, session.advance, advances))
 
     def send_features(self, features: Sequence[SequenceFeatures]) -> None:
         def work(session: ProposeSession) -> None:
-            for one in features:
-                self._attempt(session, one.sequence_id, partial(session.take_features, one))
+            self._attempt(session, session.take_features, features)
             try:
                 session.absorb({one.sequence_id for one in features})
             except DrafterFailed as failed:
@@ -128,7 +125,6 @@ class InprocessLink:
             logger.exception("the drafter failed while it stopped")
 
     def _run(self, work: Callable[[ProposeSession], None]) -> None:
-        """Do `work`, and deliver growth."""
         self._do([work])
 
     def _do(self, works: Sequence[Callable[[ProposeSession], None]]) -> None:
@@ -149,12 +145,13 @@ class InprocessLink:
         self._session = None
         self._events.on_disconnected(f"the drafter failed: {text_of(error)}")
 
-    def _attempt(self, session: ProposeSession, sequence_id: int, step: Callable[[], object]) -> None:
-        try:
-            step()
-        # A bug in one sequence must not end drafting for the others.
-        except Exception as error:
-            self._close_failed(session, [sequence_id], error)
+    def _attempt(self, session: ProposeSession, step: Callable[[Part], object], parts: Sequence[Part]) -> None:
+        for part in parts:
+            try:
+                step(part)
+            # A bug in one sequence must not end drafting for the others.
+            except Exception as error:
+                self._close_failed(session, [part.sequence_id], error)
 
     def _close_failed(self, session: ProposeSession, sequence_ids: Sequence[int], error: Exception) -> None:
         refusal = self._faults.refusal(error)

@@ -71,10 +71,7 @@ def coin_of(state: np.uint64) -> float:
 @compiled
 def draw_place(left: Numbers, size: int, coin: float) -> int:
     """The index of a draw by the weights left, at least one of them positive. The caller zeroes its weight."""
-    total = 0
-    for i in range(size):
-        total += left[i]
-    point = int(coin * total)
+    point = int(coin * left[:size].sum())
     for i in range(size):
         point -= left[i]
         if point < 0:

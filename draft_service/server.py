@@ -42,6 +42,9 @@ logger = logging.getLogger(__name__)
 
 SERVICE_NAME: str = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
 MAX_CORPUS_TOKENS = 65536
+# Seconds between checks whether the last sequence has ended. Chosen, not measured: short beside `drain_seconds`, and a
+# check reads one number.
+_DRAIN_POLL = 0.05
 
 Result = TypeVar("Result")
 Part = TypeVar("Part", draft_pb2.SequenceAdvance, draft_pb2.SequenceFeatures)
@@ -49,7 +52,8 @@ ProposeContext = grpc.aio.ServicerContext[draft_pb2.ProposeRequest, draft_pb2.Pr
 
 
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
-    """DraftService over one drafter, which all streams share. Runs on one event loop.
+    """DraftService over one drafter, which all streams share, and the `Worker` behind its server. Runs on one event
+    loop.
 
     A drafter on a GPU runs on a thread of its own, so that frames are read meanwhile. But a stream that keeps up with
     its target calls it on the loop, which wakes no thread for a commit, nor the loop for its growth: a commit was then
@@ -67,7 +71,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     ) -> None:
         """The event loop polls for `busy_poll_seconds` after each frame."""
         self._drafter = drafter
-        self._admission = admission
+        self.admission = admission
         self._info = info
         self._faults = FaultLog(info.drafter)
         self.metrics = DraftMetrics(info.drafter, info.version, drafter.stats)
@@ -85,15 +89,26 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         if thread is not None:
             thread.shutdown()
 
-    def end_streams(self) -> None:
-        """End every `Propose` stream with `Draining`: targets keep theirs open also without sequences."""
+    def alive(self) -> bool:
+        return True
+
+    def failure(self) -> BaseException | None:
+        """None: a drafter's failure ends its stream and not the service."""
+        return None
+
+    async def drain(self) -> None:
+        """Refuse new sequences, wait for the open ones to end, and then end every `Propose` stream with `Draining`:
+        targets keep theirs open also without sequences."""
+        self.admission.draining = True
+        while self.admission.sequences:
+            await asyncio.sleep(_DRAIN_POLL)
         for inbox in self._streams:
             inbox.end(Draining("the draft service has stopped"))
 
     async def Propose(  # type: ignore[override]
         self, _requests: AsyncIterator[draft_pb2.ProposeRequest], context: ProposeContext
     ) -> None:
-        session = ProposeSession(self._drafter, self._admission, current_tenant(), self._faults)
+        session = ProposeSession(self._drafter, self.admission, current_tenant(), self._faults)
         trace = StreamTrace(self._tracing, context.invocation_metadata(), self._info.drafter)
         stream = _ProposeStream(session, self.metrics, trace, self._faults)
         inbox = Inbox(context.read)
@@ -179,7 +194,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             if not tenant:
                 tenant = name_from_pb(request.tenant, "tenant") or caller
                 corpus = name_from_pb(request.corpus, "corpus")
-                self._admission.check_tenant(caller, tenant)
+                self.admission.check_tenant(caller, tenant)
             if len(request.token_ids) > MAX_CORPUS_TOKENS:
                 raise InvalidField("token_ids", f"has more than {MAX_CORPUS_TOKENS} entries")
             token_ids = _document(request.token_ids, self._info.vocabulary_size or MAX_VOCABULARY)
@@ -193,7 +208,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         drafter = self._corpus_drafter()
         caller = current_tenant()
         tenant = name_from_pb(request.tenant, "tenant") or caller
-        self._admission.check_tenant(caller, tenant)
+        self.admission.check_tenant(caller, tenant)
         return draft_pb2.ListCorporaResponse(corpora=map(corpus_to_pb, drafter.corpora(tenant)))
 
     async def DeleteCorpus(
@@ -205,8 +220,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         corpus = name_from_pb(request.corpus, "corpus")
         if not corpus:
             raise InvalidField("corpus", "is missing")
-        self._admission.check_tenant(caller, named or caller)
-        owner = None if self._admission.trusts(caller) and not named else named or caller
+        self.admission.check_tenant(caller, named or caller)
+        owner = None if self.admission.trusts(caller) and not named else named or caller
         # Off the event loop: it waits for earlier documents to be learnt.
         deleted = await asyncio.to_thread(drafter.delete_corpus, owner, corpus)
         logger.info("tenant %s deleted the corpus %s of tenant %s", caller, deleted.name, deleted.owner)
@@ -241,7 +256,6 @@ class _ProposeStream:
         self._records: list[Callable[[], None]] = []
 
     def take_all(self, frames: Iterable[draft_pb2.ProposeRequest]) -> list[draft_pb2.ProposeResponse]:
-        """Handle frames in order; see `take`."""
         return [response for frame in frames for response in self.take(frame)]
 
     def take_and_grow(self, frames: Iterable[draft_pb2.ProposeRequest]) -> list[draft_pb2.ProposeResponse]:
@@ -385,7 +399,6 @@ class _ProposeStream:
         return failures
 
     def _all_failed(self, failed: DrafterFailed) -> list[draft_pb2.ProposeResponse]:
-        """See `_failed`."""
         error = self._faults.refusal(failed.error)
         return [self._failed(sequence_id, error) for sequence_id in failed.sequence_ids]
 

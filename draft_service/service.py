@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 from collections.abc import Sequence
@@ -12,8 +11,7 @@ from pathlib import Path
 
 import grpc
 
-from draft_service.command_line import add_drafter_flags
-from draft_service.config import DraftConfig, drafter_config
+from draft_service.config import DraftConfig, add_drafter_flags, drafter_config
 from draft_service.drafters.base import Drafter, create, device_of, info_of
 from draft_service.server import SERVICE_NAME, DraftServicer
 from draft_service.session import Admission
@@ -22,15 +20,7 @@ from outrider.busy_polling import allowed_seconds
 from outrider.command_line import CommandParser
 from outrider.errors import OutriderError
 from outrider.runtime import configure_logging, in_thread_to_leave, run, settled
-from outrider.serving import (
-    Authenticator,
-    GrpcServer,
-    Service,
-    ServingOptions,
-    TlsFiles,
-    check_free,
-    load_and_serve,
-)
+from outrider.serving import Authenticator, GrpcServer, Service, ServingOptions, TlsFiles, check_free, load_and_serve
 from outrider.settings import SettingsError, add_flags, load, settings_file
 from outrider.telemetry.names import DRAFT_SERVICE
 from outrider.telemetry.registry import MetricsServer
@@ -40,35 +30,10 @@ from outrider.v1 import draft_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
-# Seconds between checks whether the last sequence has ended. Chosen, not measured: short beside `drain_seconds`, and a
-# check reads one number.
-_DRAIN_POLL = 0.05
-
-
-class DraftWorker:
-    """The `Worker` behind the server. It never fails: a drafter's failure ends its stream and not the service."""
-
-    def __init__(self, admission: Admission, servicer: DraftServicer) -> None:
-        self.admission = admission
-        self.servicer = servicer
-
-    def alive(self) -> bool:
-        return True
-
-    def failure(self) -> BaseException | None:
-        return None
-
-    async def drain(self) -> None:
-        """Refuse new sequences, wait for the open ones to end, and then end all streams."""
-        self.admission.draining = True
-        while self.admission.sequences:
-            await asyncio.sleep(_DRAIN_POLL)
-        self.servicer.end_streams()
-
 
 def provide_drafter(
     server: GrpcServer, config: DraftConfig, drafter: Drafter, tracing: Tracing | None = None
-) -> DraftWorker:
+) -> DraftServicer:
     """Add the servicer of a started drafter to a server. Raises `SettingsError` if they do not fit each other."""
     vocabulary_size = config.vocabulary_size or drafter.vocabulary_size
     if drafter.vocabulary_size not in (0, vocabulary_size):
@@ -85,14 +50,12 @@ def provide_drafter(
     busy_poll_seconds = allowed_seconds(config.busy_poll_ms / 1e3) if device_of(drafter) != "cpu" else 0.0
     servicer = DraftServicer(drafter, admission, info, tracing, busy_poll_seconds)
     server.provide(SERVICE_NAME, lambda to: draft_pb2_grpc.add_DraftServiceServicer_to_server(servicer, to))
-    return DraftWorker(admission, servicer)
+    return servicer
 
 
 def make_server(config: DraftConfig, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> GrpcServer:
-    """A server whose servicer is added later, by `provide_drafter`. Needs a running event loop.
-
-    Raises `SettingsError` for settings that contradict each other.
-    """
+    """A server whose servicer is added later, by `provide_drafter`. Needs a running event loop. Raises `SettingsError`
+    for settings that contradict each other."""
     options = ServingOptions(
         listen=config.listen,
         max_message_bytes=config.max_message_bytes,
@@ -120,18 +83,18 @@ async def serve(config: DraftConfig, drafter: Drafter) -> int:
         if metrics is not None:
             stack.callback(metrics.close)
 
-        async def load() -> DraftWorker:
+        async def load() -> DraftServicer:
             # Compiling and loading take seconds.
             await in_thread_to_leave(drafter.start)
             stack.callback(drafter.stop)
-            worker = provide_drafter(server, config, drafter, tracing)
+            servicer = provide_drafter(server, config, drafter, tracing)
             # Runs before the drafter is stopped.
-            stack.callback(worker.servicer.close)
+            stack.callback(servicer.close)
             if metrics is not None:
-                metrics.add([worker.servicer.metrics.families, calls.metrics])
+                metrics.add([servicer.metrics.families, calls.metrics])
             stack.enter_context(settled())
             logger.info("drafting with %s on %s", drafter.name, server.address)
-            return worker
+            return servicer
 
         return await load_and_serve(server, load, config.drain_seconds)
 

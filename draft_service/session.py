@@ -9,12 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from draft_service.drafters.base import Drafter, DraftSequence, FeatureDrafter, tree_limits
 from draft_service.drafters.grown import ArrayDrafter, Grown, Pending
+from draft_service.drafters.packing import signed
 from draft_service.faults import DrafterFailed, FaultLog
-from draft_service.tracked import Tracked
 from outrider.errors import (
     Draining,
     InvalidField,
@@ -32,6 +33,7 @@ from outrider.tree import TokenTree
 from outrider.wire.frames import (
     MAX_OUTSTANDING_CREDIT,
     MAX_SEQUENCES_PER_FRAME,
+    ROOT_ID,
     OpenSequence,
     SequenceAdvance,
     SequenceFeatures,
@@ -80,6 +82,39 @@ class Admission:
         self.sequences -= 1
 
 
+@dataclass(slots=True)
+class Tracked:
+    """One open sequence: the drafter's view of it, and where it stands on the wire. Node ids are uint32 and never used
+    twice: at 2,046 a step they suffice for any context."""
+
+    draft: DraftSequence
+    step: int
+    next_node_id: int = 1
+
+    @property
+    def head(self) -> tuple[int, int, int, int]:
+        """The head of its tree, see `drafters.packing.pack`."""
+        draft = self.draft
+        return signed(draft.sequence_id), signed(self.step), self.next_node_id, draft.vocabulary_size
+
+    def growth(self, tree: TokenTree) -> SequenceGrowth:
+        """The whole tree under fresh ids: it replaces what was sent before."""
+        tree = _below(tree, self.draft.vocabulary_size)
+        first = self.next_node_id
+        self.next_node_id += tree.drafted
+        shift = first - 1
+        return SequenceGrowth(
+            sequence_id=self.draft.sequence_id,
+            base_step=self.step,
+            first_node_id=first,
+            parent_ids=tuple([parent + shift if parent else ROOT_ID for parent in tree.parents[1:]]),
+            token_ids=tree.token_ids[1:],
+            scores=tree.scores[1:],
+            distributions={row + shift if row else ROOT_ID: drawn for row, drawn in tree.distributions.items()},
+            replaces=True,
+        )
+
+
 class PackedGrowth(NamedTuple):
     """Encoded growth of some sequences: their ids, nodes of each, and the bytes of a `GrowSequences`."""
 
@@ -99,6 +134,8 @@ class ProposeSession:
     def __init__(self, drafter: Drafter, admission: Admission, caller: str, faults: FaultLog | None = None) -> None:
         """`faults` has the bugs that no caller hears of."""
         self._drafter = drafter
+        # Tokens of the longest sequence that may be opened.
+        self.max_context = drafter.max_context
         self._faults = faults or FaultLog(drafter.name)
         self._arrays = drafter if isinstance(drafter, ArrayDrafter) else None
         # Sequences whose whole trees are still being grown.
@@ -114,13 +151,7 @@ class ProposeSession:
         return len(self._open)
 
     @property
-    def max_context(self) -> int:
-        """Tokens of the longest sequence that may be opened."""
-        return self._drafter.max_context
-
-    @property
     def owes(self) -> bool:
-        """Whether any sequence is owed a growth."""
         return bool(self._due)
 
     @property
@@ -133,10 +164,8 @@ class ProposeSession:
         return self._find(sequence_id).draft.vocabulary_size
 
     def open(self, sequence: OpenSequence) -> TreeLimits:
-        """Start a sequence; returns the limits of its trees.
-
-        Raises `SequenceExists`, `PositionOutOfRange`, `UnknownCorpus`, and what `Admission.enter` raises.
-        """
+        """Start a sequence; returns the limits of its trees. Raises `SequenceExists`, `PositionOutOfRange`,
+        `UnknownCorpus`, and what `Admission.enter` raises."""
         if sequence.sequence_id in self._open:
             raise SequenceExists("the sequence was open; it is closed now")
         self._check_length(len(sequence.token_ids))
@@ -165,11 +194,8 @@ class ProposeSession:
         return limits
 
     def advance(self, advance: SequenceAdvance) -> None:
-        """Append what one step committed. A repetition of the last step is ignored.
-
-        Raises `UnknownSequence`, `StepReplayed`, `StepSkipped`, `PositionOutOfRange`, and `InvalidField` for features
-        that do not fit.
-        """
+        """Append what one step committed. A repetition of the last step is ignored. Raises `UnknownSequence`,
+        `StepReplayed`, `StepSkipped`, `PositionOutOfRange`, and `InvalidField` for features that do not fit."""
         tracked = self._find(advance.sequence_id)
         if advance.step == tracked.step:
             return
@@ -187,10 +213,8 @@ class ProposeSession:
         self._due.setdefault(advance.sequence_id, time.monotonic_ns())
 
     def take_features(self, features: SequenceFeatures) -> None:
-        """Add features of known tokens. Raises `UnknownSequence`, and `InvalidField` for features that do not fit.
-
-        When they complete what a tree needs, a growth is owed, since no advance may follow.
-        """
+        """Add features of known tokens. Raises `UnknownSequence`, and `InvalidField` for features that do not fit. When
+        they complete what a tree needs, a growth is owed, since no advance may follow."""
         draft = self._find(features.sequence_id).draft
         _append(draft, features.vectors, features.position)
         if draft.features is not None and draft.features.end == len(draft.token_ids) - 1:
@@ -257,7 +281,7 @@ class ProposeSession:
             return []
         (taken, pending), self._rest = self._rest, None
         ended = any(self._open.get(tracked.draft.sequence_id) is not tracked for tracked in taken)
-        if ended or not pending.fresh:
+        if ended or not pending.fresh():
             return []
         self.credit -= 1
         with self._failing([tracked.draft for tracked in taken], credit=1):
@@ -308,8 +332,24 @@ class ProposeSession:
         return tracked
 
     def _check_length(self, length: int) -> None:
-        if length > self._drafter.max_context:
-            raise PositionOutOfRange("the sequence is longer than the drafter follows", limit=self._drafter.max_context)
+        if length > self.max_context:
+            raise PositionOutOfRange("the sequence is longer than the drafter follows", limit=self.max_context)
+
+
+def _below(tree: TokenTree, vocabulary_size: int) -> TokenTree:
+    """The tree without tokens past the target's vocabulary, and without their subtrees. A drafter for any vocabulary
+    may have learnt from a target with a larger one."""
+    if max(tree.token_ids) < vocabulary_size:
+        return tree
+    rows = {0: 0}
+    for row in range(1, len(tree)):
+        if tree.parents[row] in rows and tree.token_ids[row] < vocabulary_size:
+            rows[row] = len(rows)
+    return TokenTree(
+        token_ids=tuple(tree.token_ids[row] for row in rows),
+        parents=tuple(rows[tree.parents[row]] for row in rows),
+        scores=tuple(tree.scores[row] for row in rows),
+    )
 
 
 def _check_trees(drafter: str, trees: object, count: int) -> None:

@@ -13,8 +13,8 @@ from scripted_drafter import ScriptedDrafter
 
 from draft_service.config import DraftConfig
 from draft_service.drafters.base import Drafter
-from draft_service.server import SERVICE_NAME
-from draft_service.service import DraftWorker, make_server, provide_drafter
+from draft_service.server import SERVICE_NAME, DraftServicer
+from draft_service.service import make_server, provide_drafter
 from draft_service.telemetry.metrics import DraftMetrics
 from outrider.errors import OutriderError
 from outrider.serving import GrpcServer
@@ -74,7 +74,7 @@ class Stream:
 class Draft:
     drafter: Any
     server: GrpcServer
-    worker: DraftWorker
+    worker: DraftServicer
     channel: grpc.aio.Channel
     metrics: DraftMetrics
 
@@ -102,7 +102,7 @@ class Draft:
 
 def build_server(
     config: DraftConfig, drafter: Drafter, tracing: Tracing | None = None
-) -> tuple[GrpcServer, DraftWorker]:
+) -> tuple[GrpcServer, DraftServicer]:
     """A server over a started drafter, not yet listening."""
     server = make_server(config)
     return server, provide_drafter(server, config, drafter, tracing)
@@ -117,7 +117,7 @@ async def draft_over(drafter: Drafter | None = None, **settings: Any) -> AsyncIt
     server.health.set_serving(True)
     try:
         async with grpc.aio.insecure_channel(server.address) as channel:
-            yield Draft(drafter, server, worker, channel, worker.servicer.metrics)
+            yield Draft(drafter, server, worker, channel, worker.metrics)
     finally:
         # One that runs on would end at some later test's cost.
         await server.stop(0)

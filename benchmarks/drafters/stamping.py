@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -44,41 +45,6 @@ class StampingConfig(Settings):
     whole_ms: float = setting(0.0, "how long it would draw whole trees", ge=0.0)
 
 
-class _Stamped(Pending):
-    """A tree for each root; its first tokens are the times at which the commit arrived and the tree was drawn."""
-
-    def __init__(self, drafter: Stamping, roots: Sequence[int]) -> None:
-        self._drafter, self._roots, self._begun = drafter, roots, time.monotonic_ns()
-
-    @property
-    def elsewhere(self) -> bool:
-        return True
-
-    @property
-    def early(self) -> bool:
-        return self._drafter.settings.early_ms > 0.0
-
-    def fetch_early(self) -> Grown:
-        return self._fetch(self._drafter.settings.early_ms, NODES // 2) if self.early else self.fetch()
-
-    def fetch(self) -> Grown:
-        return self._fetch(self._drafter.settings.whole_ms, NODES)
-
-    def _fetch(self, after_ms: float, nodes: int) -> Grown:
-        # As a thread waits for a GPU: without the interpreter, and checking all the time.
-        while (left := after_ms * 1e6 - (time.monotonic_ns() - self._begun)) > 0.0:
-            time.sleep(min(left, 1e4) / 1e9)
-        grown = Grown.roots(self._roots, nodes + 1)
-        grown.sizes[:] = nodes + 1
-        grown.trees[:, 0, 1:] = np.arange(1, nodes + 1) * 61 % VOCABULARY_SIZE
-        # A path below each child of the root, in turn: parents come first.
-        grown.trees[:, 1, 1:] = np.maximum(np.arange(1, nodes + 1) - 30, 0)
-        grown.scores[:, 1:] = 0.5
-        words = words_of(self._drafter.received) + words_of(time.monotonic_ns())
-        grown.trees[:, 0, 1 : 1 + len(words)] = words
-        return grown
-
-
 class Stamping(Drafter):
     """Reads features as a head does, and draws the same tree every time."""
 
@@ -110,7 +76,24 @@ class Stamping(Drafter):
 
     def begin(self, sequences: Sequence[DraftSequence]) -> Pending:
         self.absorb(sequences)
-        return _Stamped(self, [sequence.root for sequence in sequences])
+        wait = partial(self._drawn, [sequence.root for sequence in sequences], time.monotonic_ns())
+        return Pending(wait, elsewhere=True, early=self.settings.early_ms > 0.0)
 
     def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
         return self.begin(sequences).fetch().as_trees()
+
+    def _drawn(self, roots: Sequence[int], begun: int, early: bool) -> Grown:
+        """A tree for each root; its first tokens are the times at which the commit arrived and the tree was drawn."""
+        after_ms, nodes = (self.settings.early_ms, NODES // 2) if early else (self.settings.whole_ms, NODES)
+        # As a thread waits for a GPU: without the interpreter, and checking all the time.
+        while (left := after_ms * 1e6 - (time.monotonic_ns() - begun)) > 0.0:
+            time.sleep(min(left, 1e4) / 1e9)
+        grown = Grown.roots(roots, nodes + 1)
+        grown.sizes[:] = nodes + 1
+        grown.trees[:, 0, 1:] = np.arange(1, nodes + 1) * 61 % VOCABULARY_SIZE
+        # A path below each child of the root, in turn: parents come first.
+        grown.trees[:, 1, 1:] = np.maximum(np.arange(1, nodes + 1) - 30, 0)
+        grown.scores[:, 1:] = 0.5
+        words = words_of(self.received) + words_of(time.monotonic_ns())
+        grown.trees[:, 0, 1 : 1 + len(words)] = words
+        return grown

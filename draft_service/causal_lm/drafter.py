@@ -93,7 +93,6 @@ class ModelNetwork:
         return RowOutput(hidden[:, :0], hidden)
 
     def logits(self, lm_input: Tensor) -> Tensor:
-        """See `Network.logits`."""
         logits: Tensor = self._lm_head(lm_input)
         return logits
 
@@ -104,11 +103,8 @@ class ModelDrafter(CachingDrafter):
     name = "model"
 
     def __init__(self, config: ModelConfig) -> None:
-        """Reads the model's configuration; its weights follow in `start`.
-
-        Raises `SettingsError` when no model is named, `UnknownModel` when there is none of that name, and
-        `NotSupported` for one that cannot draft.
-        """
+        """Reads the model's configuration; its weights follow in `start`. Raises `SettingsError` when no model is
+        named, `UnknownModel` when there is none of that name, and `NotSupported` for one that cannot draft."""
         if not config.draft_model:
             raise SettingsError(
                 "the model drafter needs a draft_model: a name from `outrider model list`, a folder or a hub id"

@@ -16,28 +16,18 @@ class HeadRefused(NotSupported):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadShape(ABC):
-    """The configuration that heads of every kind share, in one form for every checkpoint layout.
+    """The configuration that heads of every kind share, in one form for every checkpoint layout."""
 
-    Attributes:
-        vocab_size: of the target, whose token ids the head reads.
-        draft_vocab_size: number of tokens that the head can draft.
-        target_hidden_size: width of one of the target's hidden states.
-        target: name or folder of the target it was made for; empty when unknown.
-        tokenizer_fingerprint: of the target's tokenizer; empty when unknown.
-    """
-
-    vocab_size: int
-    draft_vocab_size: int
-    target_hidden_size: int
-    target: str = ""
-    tokenizer_fingerprint: str = ""
+    vocab_size: int  # of the target, whose token ids the head reads
+    draft_vocab_size: int  # number of tokens that the head can draft
+    target_hidden_size: int  # width of one of the target's hidden states
+    target: str = ""  # name or folder of the target it was made for; empty when unknown
+    tokenizer_fingerprint: str = ""  # of the target's tokenizer; empty when unknown
 
     @abstractmethod
     def layers_of(self, target_layers: int) -> tuple[int, ...]:
         """The layers whose outputs the head reads, in a target with this many layers; counted as in `FeatureRequest`.
-
-        Raises `HeadRefused` for layers that the target does not have.
-        """
+        Raises `HeadRefused` for layers that the target does not have."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,26 +11,19 @@ from torch import Tensor, nn
 
 from draft_service.checkpoints.facts import HeadRefused
 
-RECORD = "training.json"
 # Names in a message. Chosen to fit a line.
 _NAMED = 4
 
 
 def fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Load weights, by the module's own names.
-
-    Raises:
-        HeadRefused: weights are missing, unknown, or of another shape.
-    """
+    """Load weights, by the module's own names. Raises `HeadRefused`, see `check_shapes`."""
     check_shapes(module, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     module.load_state_dict(tensors)
 
 
 def check_shapes(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise `HeadRefused` unless these are the shapes of all weights of a module, by its own names.
-
-    The module may be on PyTorch's `meta` device.
-    """
+    """Raise `HeadRefused` unless these are the shapes of all weights of a module, which may be on PyTorch's `meta`
+    device, by its own names."""
     own = module.state_dict()
     unknown, missing = sorted(shapes.keys() - own.keys()), sorted(own.keys() - shapes.keys())
     if unknown or missing:
@@ -47,11 +40,16 @@ def _some(names: Sequence[str]) -> str:
 
 
 def write_folder(
-    folder: Path, config: Mapping[str, Any], file: str, tensors: Mapping[str, Tensor], record: Mapping[str, Any] | None
-) -> None:
+    path: str | Path,
+    config: Mapping[str, Any],
+    file: str,
+    tensors: Mapping[str, Tensor],
+    record: Mapping[str, Any] | None,
+) -> Path:
     """Write config.json, the weights as a safetensors `file`, and training.json if there is a `record`."""
     from safetensors.torch import save_file
 
+    folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     written, weights = folder / "config.json", folder / file
     written.write_text(json.dumps(config, indent=2) + "\n")
@@ -59,4 +57,5 @@ def write_folder(
     # safetensors writes files for their owner alone, and the service that reads this one may run as another user.
     weights.chmod(written.stat().st_mode)
     if record is not None:
-        (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n")
+        (folder / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+    return folder

@@ -21,11 +21,8 @@ Shape = TypeVar("Shape", bound=HeadShape)
 
 
 def read_token_map(path: str | Path) -> tuple[int, ...]:
-    """Read target token ids from a JSON list, or from a safetensors file with one tensor of integers.
-
-    Raises:
-        HeadRefused: the file cannot be read, or is of another kind.
-    """
+    """Read target token ids from a JSON list, or from a safetensors file with one tensor of integers. Raises
+    `HeadRefused` if the file cannot be read, or is of another kind."""
     from safetensors.torch import load_file
 
     path = Path(path)
@@ -74,14 +71,12 @@ def restrict(
     lm_heads: Iterable[str],
 ) -> tuple[Shape, Tensor | None]:
     """Limit a head's vocabulary to a token map (FR-Spec, arXiv 2502.14856). Returns its new shape and target ids.
+    Raises `HeadRefused` if no token is left.
 
     Args:
         token_ids: [V'] target ids of the head's vocabulary; None for all.
         token_map: target ids, of which those outside the head's vocabulary are ignored; None changes nothing.
         tensors: weights; rows of the `lm_heads` among them are removed in place.
-
-    Raises:
-        HeadRefused: no token is left.
     """
     if token_map is None:
         return shape, token_ids

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,18 +19,13 @@ _PICKLED = (".bin", ".pt")
 
 
 class Weights:
-    """The weights of a published model. Tensors are loaded, and files fetched from the hub, when they are needed.
-
-    Attributes:
-        config: the entries of config.json.
-    """
+    """The weights of a published model, and `config`, the entries of its config.json. Tensors are loaded, and files
+    fetched from the hub, when they are needed."""
 
     def __init__(self, source: str | Path, files: Sequence[str] = (_WEIGHTS,)) -> None:
-        """`source` is a folder or a hub id; `files` are possible names of its weights, in order of preference.
-
-        Raises `HeadRefused` if there is no config.json that can be read. Methods raise it if there are no weights, or
-        a file of them cannot be read.
-        """
+        """`source` is a folder or a hub id; `files` are possible names of its weights, in order of preference. Raises
+        `HeadRefused` if there is no config.json that can be read. Methods raise it if there are no weights, or a file
+        of them cannot be read."""
         self._source = str(source)
         self._files = tuple(files)
         # Files that were found, since the hub's library asks the hub again for every one.
@@ -42,7 +37,6 @@ class Weights:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all weights."""
         return tuple(self._file_of)
 
     @property
@@ -74,14 +68,12 @@ class Weights:
             tensor: Tensor = file.get_tensor(name)
         return tensor
 
-    @contextmanager
-    def _open(self, name: str) -> Iterator[Any]:
-        """The file of a weight. Raises `HeadRefused` if it, or what is read of it, cannot be read."""
-        with self._read(self._needed(self._file_of[name])) as file:
-            yield file
+    def _open(self, name: str) -> AbstractContextManager[Any]:
+        return self._read(self._needed(self._file_of[name]))
 
     @contextmanager
     def _read(self, path: Path) -> Iterator[Any]:
+        """A file of weights. Raises `HeadRefused` if it, or what is read of it, cannot be read."""
         from safetensors import SafetensorError, safe_open
 
         try:
@@ -101,21 +93,17 @@ class Weights:
 
     @cached_property
     def _file_of(self) -> dict[str, str]:
-        """File of each weight."""
-        file: Path | None = None
         for name in self._files:
-            index = self._file(f"{name}.index.json")
-            if index is not None:
+            if (index := self._file(f"{name}.index.json")) is not None:
                 return self._indexed(index)
-            file = self._file(name)
-            if file is not None:
+            if (file := self._file(name)) is not None:
                 break
-        file = file or self._only_safetensors()
+        else:
+            file = self._only_safetensors()
         with self._read(file) as weights:
             return dict.fromkeys(weights.keys(), file.name)
 
     def _indexed(self, index: Path) -> dict[str, str]:
-        """File of each weight, from an index."""
         files = self._json(index).get("weight_map")
         if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
             raise HeadRefused(f"{self._source}: {index.name}: no weight_map of names to files")
@@ -138,10 +126,9 @@ class Weights:
         return file
 
     def _file(self, name: str) -> Path | None:
-        found = self._found.get(name) or self._search(name)
-        if found is not None:
+        if name not in self._found and (found := self._search(name)) is not None:
             self._found[name] = found
-        return found
+        return self._found.get(name)
 
     def _search(self, name: str) -> Path | None:
         if self._folder is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from outrider import __version__
@@ -190,54 +189,42 @@ def device_of(drafter: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DrafterSpec:
-    """How a drafter is configured and made.
+    """How a drafter is configured and made."""
 
-    `name` is also that of its table in the configuration file; `parts` returns the listed drafters that it is made of,
-    given its settings.
-    """
-
-    name: str
+    name: str  # also of its table in the configuration file
     config: type[Any]
     create: Callable[[Any, MakePart], Drafter]
-    parts: Callable[[Any], Sequence[str]] = lambda _: ()
+    parts: Callable[[Any], Sequence[str]] = lambda _: ()  # by its settings, the listed drafters that it is made of
 
 
 # Name -> module that holds SPEC. Imported on use, so that one drafter's dependencies never burden another.
-DRAFTERS: Mapping[str, str] = MappingProxyType(
-    {
-        "trie": "draft_service.ngram.drafter",
-        "prompt_lookup": "draft_service.drafters.prompt_lookup",
-        "random": "draft_service.drafters.random_trees",
-        "eagle": "draft_service.eagle.drafter",
-        "medusa": "draft_service.medusa.drafter",
-        "mtp": "draft_service.mtp.drafter",
-        "model": "draft_service.causal_lm.drafter",
-        "merged": "draft_service.drafters.merged",
-    }
-)
-
-# For names of the form `MODULE:CLASS`; imported on use as well.
-_NAMED_CLASSES = "draft_service.drafters.named_class"
+DRAFTERS: Mapping[str, str] = {
+    "trie": "draft_service.ngram.drafter",
+    "prompt_lookup": "draft_service.drafters.prompt_lookup",
+    "random": "draft_service.drafters.random_trees",
+    "eagle": "draft_service.eagle.drafter",
+    "medusa": "draft_service.medusa.drafter",
+    "mtp": "draft_service.mtp.drafter",
+    "model": "draft_service.causal_lm.drafter",
+    "merged": "draft_service.drafters.merged",
+}
 
 
 def drafter_spec(name: str) -> DrafterSpec:
     """The spec of a listed drafter, or of a class `MODULE:CLASS`. Raises `NotSupported` for others."""
     if ":" in name:
-        named: DrafterSpec = importlib.import_module(_NAMED_CLASSES).spec_of(name)
+        named: DrafterSpec = importlib.import_module("draft_service.drafters.named_class").spec_of(name)
         return named
-    module = DRAFTERS.get(name)
-    if module is None:
+    if name not in DRAFTERS:
         listed = ", ".join(DRAFTERS)
         raise NotSupported(f"no drafter is called {name!r}; there are {listed}, and MODULE:CLASS of your own")
-    spec: DrafterSpec = importlib.import_module(module).SPEC
+    spec: DrafterSpec = importlib.import_module(DRAFTERS[name]).SPEC
     return spec
 
 
 def create(name: str, config: Any = None, settings_of: Callable[[str], Any] | None = None) -> Drafter:
-    """Make a drafter, not yet started. A `config` of None means defaults.
-
-    `settings_of` returns the settings of this drafter's parts by name; without it they have defaults.
-    """
+    """Make a drafter, not yet started, with its `config`, and its parts with the settings that `settings_of` returns by
+    name; without them all have defaults."""
     spec = drafter_spec(name)
     own = spec.config() if config is None else config
     return spec.create(own, lambda part: create(part, settings_of(part) if settings_of else None, settings_of))

@@ -6,9 +6,8 @@ without distributions stay arrays.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -24,9 +23,7 @@ One = TypeVar("One")
 
 class Grown(NamedTuple):
     """Trees of n sequences, in the order of `TokenTree`: row 0 is the root, path probability falls, parents come first.
-
-    Entries after a tree's last row are undefined. All arrays are contiguous.
-    """
+    Entries after a tree's last row are undefined. All arrays are contiguous."""
 
     trees: Numbers  # [n, 2, rows] tokens and parents
     scores: Reals  # [n, rows] given the parent
@@ -51,7 +48,6 @@ class Grown(NamedTuple):
         return cls(trees, scores, np.ones((count, 1), np.int64))
 
     def as_trees(self) -> list[TokenTree]:
-        """The trees as `TokenTree`s."""
         sizes: list[int] = self.sizes[:, 0].tolist()
         most = max(sizes, default=1)
         rows, scores = self.trees[:, :, :most].tolist(), self.scores[:, :most].tolist()
@@ -72,31 +68,24 @@ class Grown(NamedTuple):
         return None if size < 0 else PackedTrees((self.sizes[:, 0] - 1).tolist(), out[:size].tobytes())
 
 
-class Pending(ABC):
+@dataclass(frozen=True, slots=True)
+class Pending:
     """Trees that are being made."""
 
-    @property
-    def elsewhere(self) -> bool:
-        """Whether another device computes them."""
-        return False
-
-    @property
-    def early(self) -> bool:
-        """Whether smaller trees are ready sooner; the whole trees contain them."""
-        return False
-
-    @property
-    def fresh(self) -> bool:
-        """Whether they may still be fetched: not once the drafter has begun others in their place."""
-        return True
+    # Waits for them, or computes them: the smaller trees if told so, and else the whole ones.
+    wait: Callable[[bool], Grown]
+    elsewhere: bool = False  # another device computes them
+    early: bool = False  # smaller trees are ready sooner; the whole trees contain them
+    # Whether they may still be fetched: not once the drafter has begun others in their place.
+    fresh: Callable[[], bool] = lambda: True
 
     def fetch_early(self) -> Grown:
-        """Wait for the smaller trees, or for the whole ones if there are no smaller."""
-        return self.fetch()
+        """The smaller trees, or the whole ones if there are no smaller."""
+        return self.wait(self.early)
 
-    @abstractmethod
     def fetch(self) -> Grown:
-        """Wait for them, or compute them, while they are `fresh`."""
+        """The whole trees, while they are `fresh`."""
+        return self.wait(False)
 
 
 @runtime_checkable
@@ -112,58 +101,28 @@ class ArrayDrafter(Protocol):
         """See `Drafter.propose`."""
 
 
-@dataclass(frozen=True)
-class Computed(Pending):
+def computed(grown: Grown) -> Pending:
     """Trees that are computed already."""
-
-    grown: Grown
-
-    def fetch(self) -> Grown:
-        return self.grown
+    return Pending(lambda _early: grown)
 
 
-@dataclass(frozen=True, slots=True)
-class Scattered(Pending):
-    """Trees of the sequences at some `places`; the others have only their `roots`."""
+def among(sequences: Sequence[DraftSequence], places: list[int], pending: Pending | None) -> Pending:
+    """The trees of all these sequences: those at `places` are pending (None if there are none), the others are
+    roots."""
+    roots = [sequence.root for sequence in sequences]
+    if pending is None:
+        return computed(Grown.roots(roots, 1))
+    if len(places) == len(sequences):
+        return pending
 
-    roots: Sequence[int]
-    places: Sequence[int]
-    pending: Pending
-
-    @property
-    def elsewhere(self) -> bool:
-        return self.pending.elsewhere
-
-    @property
-    def early(self) -> bool:
-        return self.pending.early
-
-    @property
-    def fresh(self) -> bool:
-        return self.pending.fresh
-
-    def fetch_early(self) -> Grown:
-        return self._of_all(self.pending.fetch_early())
-
-    def fetch(self) -> Grown:
-        return self._of_all(self.pending.fetch())
-
-    def _of_all(self, found: Grown) -> Grown:
-        whole = Grown.roots(self.roots, found.trees.shape[2])
-        places = list(self.places)
+    def wait(early: bool) -> Grown:
+        found = pending.wait(early)
+        whole = Grown.roots(roots, found.trees.shape[2])
         whole.trees[places], whole.scores[places] = found.trees, found.scores
         whole.sizes[places, 0] = found.sizes[:, 0]
         return whole
 
-
-def among(sequences: Sequence[DraftSequence], places: Sequence[int], pending: Pending | None) -> Pending:
-    """The trees of all these sequences: those at `places` are pending (None if there are none), the others are
-    roots."""
-    if pending is None:
-        return Computed(Grown.roots([sequence.root for sequence in sequences], 1))
-    if len(places) == len(sequences):
-        return pending
-    return Scattered([sequence.root for sequence in sequences], places, pending)
+    return replace(pending, wait=wait)
 
 
 def in_order(

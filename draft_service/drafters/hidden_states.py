@@ -21,12 +21,12 @@ _BITS: dict[str, tuple[type[np.unsignedinteger], int, int]] = {
 
 
 def read_vectors(vectors: Vectors) -> Tensor:
-    """The vectors as [count, width]: in their own type, or in fp32 with scales. Shares no memory with them.
-
-    Raises:
-        InvalidField: an element is not a finite number.
-    """
-    finite = _are_finite(vectors.data, vectors.dtype)
+    """The vectors as [count, width]: in their own type, or in fp32 with scales. Shares no memory with them. Raises
+    `InvalidField` if an element is not a finite number."""
+    # Without PyTorch, which would wake a thread on every core.
+    integers, number, least = _BITS[vectors.dtype]
+    bits = np.frombuffer(vectors.data, integers)
+    finite = not len(bits) or int((bits & integers(number)).max()) < least
     elements = torch.frombuffer(bytearray(vectors.data), dtype=_DTYPES[vectors.dtype])
     rows = elements.view(vectors.rows, vectors.width)
     if vectors.scales or vectors.dtype == "float8_e4m3":
@@ -39,18 +39,9 @@ def read_vectors(vectors: Vectors) -> Tensor:
     return rows
 
 
-def _are_finite(data: bytes, dtype: str) -> bool:
-    """Whether all elements are finite numbers. Without PyTorch, which would wake a thread on every core."""
-    integers, number, least = _BITS[dtype]
-    bits = np.frombuffer(data, integers)
-    return not len(bits) or int((bits & integers(number)).max()) < least
-
-
 class FeatureWindow:
-    """A queue of vectors of consecutive tokens: a session appends the next, a drafter takes the oldest.
-
-    Positions are indices into `DraftSequence.token_ids`, also if a window begins late. Taken vectors are removed.
-    """
+    """A queue of vectors of consecutive tokens: a session appends the next, a drafter takes the oldest. Positions are
+    indices into `DraftSequence.token_ids`, also if a window begins late. Taken vectors are removed."""
 
     def __init__(self, width: int, capacity: int) -> None:
         """`width`: elements of a vector; `capacity`: most waiting vectors, past which the oldest are dropped."""
@@ -67,17 +58,12 @@ class FeatureWindow:
         return self.end - self.begin
 
     def append(self, vectors: Tensor, position: int) -> None:
-        """Add the vectors of consecutive tokens.
+        """Add the vectors, [n, width] of any floating type, of consecutive tokens from `position` on. Kept as they are,
+        not copied.
 
         Vectors that arrived before are skipped, so a target may send some twice. If they begin late, the vectors
-        between will never arrive: the waiting ones are dropped, since a drafter could not use them.
-
-        Args:
-            vectors: [n, width], any floating type. Kept as they are, not copied.
-            position: of the first vector's token in `DraftSequence.token_ids`.
-
-        Raises:
-            InvalidField: another shape, not floating, or a negative position.
+        between will never arrive: the waiting ones are dropped, since a drafter could not use them. Raises
+        `InvalidField` for another shape, another type, or a negative position.
         """
         shape = vectors.shape
         if len(shape) != 2 or shape[1] != self.width:
@@ -95,7 +81,12 @@ class FeatureWindow:
             return
         self._pieces.append((new, vectors[known:] if known else vectors))
         self.end += new
-        self._drop(self.end - self.begin - self.capacity)
+        while (excess := len(self) - self.capacity) > 0:
+            rows, piece = self._pieces.pop(0)
+            dropped = min(rows, excess)
+            self.begin += dropped
+            if dropped < rows:
+                self._pieces.insert(0, (rows - dropped, piece[dropped:]))
 
     def take(self) -> tuple[int, list[Tensor]]:
         """Take all waiting vectors: the position of the first, and pieces of [n, width], oldest first, each in the type
@@ -105,27 +96,8 @@ class FeatureWindow:
         self.begin = self.end
         return begin, taken
 
-    def _drop(self, count: int) -> None:
-        """Drop the oldest `count` vectors."""
-        if count <= 0:
-            return
-        self.begin += count
-        while count:
-            rows, piece = self._pieces.pop(0)
-            if rows > count:
-                self._pieces.insert(0, (rows - count, piece[count:]))
-                return
-            count -= rows
-
 
 def window_of(sequence: DraftSequence) -> FeatureWindow:
     """The window of a sequence whose drafter reads features."""
     assert sequence.features is not None, "the sequence was not opened"
     return sequence.features
-
-
-def check_features(sequence: DraftSequence) -> None:
-    """Raise `InvalidField` if there are more features than tokens that can have one."""
-    known, end = len(sequence.token_ids) - 1, window_of(sequence).end
-    if end > known:
-        raise InvalidField("features", f"are {end}, and {known} tokens can have one")

@@ -10,7 +10,7 @@ While one drafter computes on another device, the others compute here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -18,7 +18,6 @@ import numpy as np
 
 from draft_service.drafters.base import (
     CorpusDrafter,
-    CorpusGrowth,
     Drafter,
     DrafterSpec,
     DraftSequence,
@@ -29,20 +28,18 @@ from draft_service.drafters.base import (
     fingerprint_of,
     tree_limits,
 )
-from draft_service.drafters.grown import ArrayDrafter, Computed, Grown, Pending, in_order
+from draft_service.drafters.grown import ArrayDrafter, Grown, Pending, computed, in_order
 from draft_service.drafters.merging import merge_grown
 from outrider.errors import NotSupported
 from outrider.settings import Settings, SettingsError, setting
 from outrider.tree import TokenTree
-from outrider.wire.frames import MAX_NODES, CorpusInfo, FeatureRequest, TreeLimits
+from outrider.wire.frames import MAX_NODES, FeatureRequest, TreeLimits
 
 
 @dataclass(frozen=True)
 class MergedConfig(Settings):
-    """Settings of the merged drafter: flags, environment (`OUTRIDER_MERGED_*`) or the `[merged]` table.
-
-    The drafters that are merged have theirs from the same sources; a flag that several have is for each of them.
-    """
+    """Settings of the merged drafter: flags, environment (`OUTRIDER_MERGED_*`) or the `[merged]` table. The drafters
+    that are merged have theirs from the same sources; a flag that several have is for each of them."""
 
     merged_drafters: str = setting("eagle,trie", "drafters to merge, comma-separated; the first goes first where one")
     merged_nodes: int = setting(
@@ -60,13 +57,15 @@ class MergedConfig(Settings):
 
 
 class MergedDrafter(Drafter):
-    """See `MergedConfig`. At most one of the drafters may read features."""
+    """See `MergedConfig`. At most one of the drafters may read features. The first that learns documents makes this a
+    `CorpusDrafter`."""
 
     name = "merged"
 
     def __init__(self, config: MergedConfig, parts: Sequence[Drafter]) -> None:
         """Raises `NotSupported` for drafters that cannot serve the same sequence."""
         self._parts = tuple(parts)
+        # As many as are set, whatever the parts have.
         self._all_nodes = config.merged_nodes > 0
         nodes = config.merged_nodes or max(part.limits.max_nodes for part in parts)
         self.limits = TreeLimits(nodes, max(part.limits.max_depth for part in parts))
@@ -85,6 +84,10 @@ class MergedDrafter(Drafter):
             raise NotSupported("more than one of the merged drafters reads features")
         # The others draft without features.
         self.features: FeatureRequest | None = replace(wanted[0], required=False) if wanted else None
+        learner = next((part for part in parts if isinstance(part, CorpusDrafter)), None)
+        if learner is not None:
+            self.add_corpus, self.corpora = learner.add_corpus, learner.corpora
+            self.delete_corpus = learner.delete_corpus
 
     def start(self) -> None:
         """Start every drafter, and compile what merges and packs their trees."""
@@ -94,22 +97,17 @@ class MergedDrafter(Drafter):
         merge_grown([alone] * len(self._parts), [1]).packed([(0, 0, 1, 1)])
 
     def stop(self) -> None:
-        """Stop every drafter."""
         for part in self._parts:
             part.stop()
 
     def open(self, sequence: DraftSequence) -> None:
         # Parts share the list of tokens; each has its own state.
         views = [replace(sequence, state=None, features=None) for _ in self._parts]
-        opened = 0
-        try:
+        with ExitStack() as undone:
             for part, view in zip(self._parts, views, strict=True):
                 part.open(view)
-                opened += 1
-        except BaseException:
-            for part, view in zip(self._parts[:opened], views, strict=False):
-                part.close(view)
-            raise
+                undone.callback(part.close, view)
+            undone.pop_all()
         sequence.state = views
         sequence.features = next((view.features for view in views if view.features is not None), None)
 
@@ -138,7 +136,20 @@ class MergedDrafter(Drafter):
         views = [[sequence.state[number] for sequence in sequences] for number in range(len(self._parts))]
         begun = [_begin(part, own) for part, own in zip(self._parts, views, strict=True)]
         nodes = [tree_limits(self.limits, sequence.limits).max_nodes for sequence in sequences]
-        return _Merging(begun, nodes, self._all_nodes)
+
+        def wait(early: bool) -> Grown:
+            # First those computed here, while the other devices compute.
+            found = {number: part.fetch() for number, part in enumerate(begun) if not part.elsewhere}
+            found |= {number: part.wait(early and part.early) for number, part in enumerate(begun) if part.elsewhere}
+            trees = [found[number] for number in range(len(begun))]
+            if self._all_nodes:
+                return merge_grown(trees, nodes)
+            # All nodes cost the target's host time, and the likeliest of the parts' are what matters.
+            largest = np.max([one.sizes[:, 0] for one in trees], axis=0) - 1
+            return merge_grown(trees, np.minimum(largest, nodes).tolist())
+
+        elsewhere, early = any(part.elsewhere for part in begun), any(part.early for part in begun)
+        return Pending(wait, elsewhere, early, lambda: all(part.fresh() for part in begun))
 
     def stats(self) -> Mapping[str, float]:
         return {name: value for part in self._parts for name, value in part.stats().items()}
@@ -154,75 +165,14 @@ class MergedDrafter(Drafter):
         return found
 
 
-class MergedCorpusDrafter(MergedDrafter):
-    """A merged drafter with a part that can learn documents."""
-
-    def add_corpus(self, tenant: str, corpus: str, token_ids: Sequence[int]) -> CorpusGrowth:
-        """See `CorpusDrafter.add_corpus`."""
-        return self._learner.add_corpus(tenant, corpus, token_ids)
-
-    def corpora(self, tenant: str) -> list[CorpusInfo]:
-        """See `CorpusDrafter.corpora`."""
-        return self._learner.corpora(tenant)
-
-    def delete_corpus(self, tenant: str | None, corpus: str) -> CorpusInfo:
-        """See `CorpusDrafter.delete_corpus`."""
-        return self._learner.delete_corpus(tenant, corpus)
-
-    @property
-    def _learner(self) -> CorpusDrafter:
-        return next(part for part in self._parts if isinstance(part, CorpusDrafter))
-
-
-@dataclass(frozen=True, slots=True)
-class _Merging(Pending):
-    """Trees of all drafters, merged when they are fetched."""
-
-    parts: Sequence[Pending]
-    nodes: Sequence[int]
-    # Up to the bounds above, whatever the parts have.
-    all_nodes: bool
-
-    @property
-    def elsewhere(self) -> bool:
-        return any(part.elsewhere for part in self.parts)
-
-    @property
-    def early(self) -> bool:
-        return any(part.early for part in self.parts)
-
-    @property
-    def fresh(self) -> bool:
-        return all(part.fresh for part in self.parts)
-
-    def fetch_early(self) -> Grown:
-        return self._merged(lambda part: part.fetch_early())
-
-    def fetch(self) -> Grown:
-        return self._merged(lambda part: part.fetch())
-
-    def _merged(self, fetch: Callable[[Pending], Grown]) -> Grown:
-        # First those computed here, while the other devices compute.
-        found = {number: part.fetch() for number, part in enumerate(self.parts) if not part.elsewhere}
-        found |= {number: fetch(part) for number, part in enumerate(self.parts) if part.elsewhere}
-        trees = [found[number] for number in range(len(self.parts))]
-        if self.all_nodes:
-            return merge_grown(trees, self.nodes)
-        # All nodes cost the target's host time, and the likeliest of the parts' are what matters.
-        largest = np.max([one.sizes[:, 0] for one in trees], axis=0) - 1
-        return merge_grown(trees, np.minimum(largest, self.nodes).tolist())
-
-
 def _begin(part: Drafter, sequences: Sequence[DraftSequence]) -> Pending:
     if isinstance(part, ArrayDrafter):
         return part.begin(sequences)
-    return Computed(Grown.of(part.propose(sequences)))
+    return computed(Grown.of(part.propose(sequences)))
 
 
 def _create(config: MergedConfig, make: MakePart) -> Drafter:
-    parts = [make(name) for name in config.names]
-    learns = any(isinstance(part, CorpusDrafter) for part in parts)
-    return (MergedCorpusDrafter if learns else MergedDrafter)(config, parts)
+    return MergedDrafter(config, [make(name) for name in config.names])
 
 
 SPEC = DrafterSpec("merged", MergedConfig, _create, parts=lambda config: config.names)

@@ -32,10 +32,8 @@ class NoSettings(Settings):
 
 
 def spec_of(name: str) -> DrafterSpec:
-    """The spec of `MODULE:CLASS`. Its settings are in the section `[drafter]`.
-
-    Raises `NotSupported` for what cannot be found, cannot be imported, or is no drafter.
-    """
+    """The spec of `MODULE:CLASS`. Its settings are in the section `[drafter]`. Raises `NotSupported` for what cannot be
+    found, cannot be imported, or is no drafter."""
     if not _NAME.fullmatch(name):
         raise NotSupported(f"{name!r} names no drafter: one of your own is MODULE:CLASS, such as mine.drafting:Mine")
     module_name, _, class_name = name.partition(":")

@@ -83,16 +83,14 @@ def _put_field(out: Octets, at: int, tag: int, number: int) -> int:
 
 @compiled
 def pack(trees: Numbers, scores: Reals, sizes: RowHeads, heads: RowHeads, out: Octets) -> int:
-    """Encode trees whose root is row 0.
+    """Encode trees whose root is row 0. Returns bytes written, or -1 when a token is not below its sequence's
+    vocabulary size.
 
     Args:
         trees: [n, 2, ..] tokens and parents; scores: [n, ..].
         sizes: [n, ..], rows of each tree, the root among them, in column 0.
         heads: [n, 4], see `SEQUENCE_ID` and the others.
         out: [`room_for`] filled.
-
-    Returns:
-        Bytes written, or -1 when a token is not below its sequence's vocabulary size.
     """
     at = 0
     real = np.empty(1, np.float32)

@@ -24,14 +24,8 @@ EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 def read_config(source: str | Path) -> HeadConfig:
-    """Read a head's configuration, without loading its weights.
-
-    Args:
-        source: a folder with config.json and safetensors, or a hub id, which is fetched.
-
-    Raises:
-        HeadRefused: the head cannot be read, or is not supported.
-    """
+    """The configuration of a head in a folder with config.json and safetensors, or of a hub id, which is fetched. Loads
+    no weights. Raises `HeadRefused` if the head cannot be read, or is not supported."""
     weights = Weights(source)
     return head_config(weights.config, weights.shapes(_names(weights)))
 
@@ -44,16 +38,14 @@ def load_head(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> EagleHead:
-    """Load a head of any layout (`draft_service.eagle.layouts`).
+    """Load a head of any layout (`draft_service.eagle.layouts`) from a folder or the hub.
 
     Args:
-        source: a folder or a hub id.
         target: gives the token embedding and the lm_head that the head does not have.
         token_map: target ids to limit the draft vocabulary to (FR-Spec, arXiv 2502.14856); those that are not in the
             head's vocabulary are ignored.
 
-    Raises:
-        HeadRefused: see `read_config`; or the head does not fit the target, or needs a target and there is none.
+    Raises `HeadRefused` as `read_config`, and if the head does not fit the target, or needs one and there is none.
     """
     weights = Weights(source)
     names = _names(weights)
@@ -66,15 +58,8 @@ def load_head(
 def make_head(
     config: HeadConfig, tensors: dict[str, Tensor], target: TargetCheckpoint | None, token_map: Sequence[int] | None
 ) -> EagleHead:
-    """Make a head of loaded weights, in fp32 on the CPU.
-
-    Args:
-        tensors: by neutral name; modified in place.
-        target, token_map: see `load_head`.
-
-    Raises:
-        HeadRefused: weights are missing, unknown, or of another shape than in `config`.
-    """
+    """Make a head, in fp32 on the CPU, of weights by neutral name, which are modified. For `target` and `token_map` see
+    `load_head`. Raises `HeadRefused` for weights that are missing, unknown, or of another shape than in `config`."""
     offsets = tensors.pop("d2t", None)
     token_ids = None if offsets is None else ids_of(offsets)
     config, token_ids = restrict(config, token_ids, token_map, tensors, [LM_HEAD])
@@ -87,11 +72,9 @@ def make_head(
 def save_head(
     head: EagleHead, folder: str | Path, record: Mapping[str, Any] | None = None, *, embedding: bool = False
 ) -> Path:
-    """Write config.json, model.safetensors and, if there is a `record` of the training, training.json.
-
-    The token embedding is the target's and left out, unless `embedding` is set. So is an lm_head that is the target's.
-    """
-    folder, config, own = Path(folder), head.config, head.state_dict()
+    """Write config.json, model.safetensors and, if there is a `record` of the training, training.json. The token
+    embedding is the target's and left out, unless `embedding` is set. So is an lm_head that is the target's."""
+    config, own = head.config, head.state_dict()
     if not embedding:
         del own[EMBEDDING]
     if config.tied_lm_head:
@@ -99,16 +82,12 @@ def save_head(
     tensors = {published_name(name, config): tensor for name, tensor in own.items()}
     if head.token_ids is not None:
         tensors |= tensors_of(head.token_ids, config.vocab_size)
-    write_folder(folder, published_config(config), "model.safetensors", tensors, record)
-    return folder
+    return write_folder(folder, published_config(config), "model.safetensors", tensors, record)
 
 
 def projection_fingerprint(source: str | Path) -> str:
-    """The fingerprint of the weight that fuses hidden states, by which a target identifies its copy of the head.
-
-    Raises:
-        HeadRefused: see `read_config`.
-    """
+    """The fingerprint of the weight that fuses hidden states, by which a target identifies its copy of the head. Raises
+    `HeadRefused`, see `read_config`."""
     weights = Weights(source)
     return weight_fingerprint(weights.tensor(_names(weights)["fc.weight"]))
 

@@ -27,13 +27,8 @@ class EagleDrafter(HeadDrafter):
     name = "eagle"
 
     def __init__(self, config: EagleConfig, head: EagleHead | None = None) -> None:
-        """Reads the head's configuration. `start` loads its weights, unless a `head` is given.
-
-        Raises:
-            SettingsError: no head is named.
-            NotSupported: there is no such head, or it is not supported.
-            UnknownModel: there is no such target.
-        """
+        """Reads the head's configuration; `start` loads its weights, unless a `head` is given. Raises `SettingsError`
+        if none is named, `NotSupported` if there is none or it is not supported, and `UnknownModel` for its target."""
         if head is None and not config.head:
             raise SettingsError(
                 "the eagle drafter needs a head: a name from `outrider head list`, a folder or a hub id"
@@ -86,4 +81,3 @@ def _target_of(config: EagleConfig, shape: HeadConfig) -> tuple[TargetCheckpoint
 
 
 SPEC = DrafterSpec("eagle", EagleConfig, lambda config, _: EagleDrafter(config))
-"""Named in `DRAFTERS`."""

@@ -71,14 +71,8 @@ class FusedHead:
     """An EAGLE-3 head's passes by fused kernels, with attention over a static plan. See the module."""
 
     def __init__(self, head: EagleHead, few: RowLinears, many: RowLinears, *, int8: bool = False) -> None:
-        """`can_be_fused` must hold of the head.
-
-        Args:
-            head: its weights are used, and joined.
-            few: kernels for up to `MAX_ROWS` rows.
-            many: kernels for more rows, which norm whole rows first.
-            int8: use int8 copies of the weights for few rows.
-        """
+        """`can_be_fused` must hold of the head, whose weights are used, and joined. `few` are the kernels for up to
+        `MAX_ROWS` rows, for which `int8` uses copies of the weights; `many` are for more, and norm whole rows first."""
         self._head = head
         first = head.layers[0]
         assert isinstance(first, FusedLayer)

@@ -57,9 +57,7 @@ class EagleHead(nn.Module):
 
     def __init__(self, config: HeadConfig, token_ids: Tensor | None = None) -> None:
         """Random weights. `token_ids` [draft_vocab_size] int64 in ascending order; None for the whole vocabulary.
-
-        Raises `HeadRefused` if the two do not fit.
-        """
+        Raises `HeadRefused` if the two do not fit."""
         super().__init__()
         check_token_ids(config, token_ids)
         self.config = config
@@ -72,7 +70,8 @@ class EagleHead(nn.Module):
             self.token_norm, self.feature_norm = (
                 nn.RMSNorm(width, config.rms_norm_eps) if config.kind == "mtp" else nn.Identity() for _ in range(2)
             )
-        first = FusedLayer(config) if fused else _first_layer(config)
+        plain = config.latent is None and config.experts is None
+        first = FusedLayer(config) if fused else Layer(config, 0) if plain else DeepseekLayer(config)
         self.layers = nn.ModuleList([first, *(Layer(config, layer) for layer in range(1, config.num_layers))])
         self.norm = nn.Identity() if config.kind == "eagle" else nn.RMSNorm(width, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
@@ -85,14 +84,8 @@ class EagleHead(nn.Module):
         return cast(Tensor, self.projection(states))
 
     def forward(self, token_ids: Tensor, features: Tensor, positions: Tensor, attend: Attend) -> RowOutput:
-        """One pass over rows of a token and the feature of the token before it.
-
-        Args:
-            token_ids: [..] target ids.
-            features: [.., H] of the target (after `project`) or of an earlier pass.
-            positions: [..] index of the feature's token.
-            attend: stores keys and values, and attends.
-        """
+        """One pass over rows of a token, [..] target ids, and the feature [.., H] of the token before it, whose index
+        is in `positions` [..]. Features are the target's, after `project`, or those of an earlier pass."""
         embeddings = self.embed_tokens(token_ids).to(features.dtype)
         rotation = self.rotary(positions)
         if self.config.kind == "eagle3":
@@ -108,7 +101,3 @@ class EagleHead(nn.Module):
     def logits(self, lm_input: Tensor) -> Tensor:
         """[.., H] to logits [.., V'] over the draft vocabulary."""
         return cast(Tensor, self.lm_head(lm_input))
-
-
-def _first_layer(config: HeadConfig) -> nn.Module:
-    return Layer(config, 0) if config.latent is None and config.experts is None else DeepseekLayer(config)

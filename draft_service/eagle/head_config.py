@@ -13,23 +13,14 @@ HeadKind = Literal["eagle", "eagle3", "mtp"]
 
 @dataclass(frozen=True, slots=True)
 class LatentShape:
-    """Widths of multi-head latent attention (arXiv 2412.19437, section 2.1.1).
+    """Widths of multi-head latent attention (arXiv 2412.19437, section 2.1.1)."""
 
-    Attributes:
-        query_rank: of the queries' latent; 0 if queries are projected directly.
-        key_rank: of the latent of keys and values.
-        plain: the part of a head's query and key without positions.
-        rotary: the part with rotary positions, whose key all heads share.
-        value: a head's value.
-        interleaved: rotary pairs are neighbours in the projections' outputs, not halves.
-    """
-
-    query_rank: int
-    key_rank: int
-    plain: int
-    rotary: int
-    value: int
-    interleaved: bool = True
+    query_rank: int  # of the queries' latent; 0 if queries are projected directly
+    key_rank: int  # of the latent of keys and values
+    plain: int  # the part of a head's query and key without positions
+    rotary: int  # the part with rotary positions, whose key all heads share
+    value: int  # a head's value
+    interleaved: bool = True  # rotary pairs are neighbours in the projections' outputs, not halves
 
     def __post_init__(self) -> None:
         if self.rotary % 2 or self.value > self.plain + self.rotary:
@@ -38,26 +29,16 @@ class LatentShape:
 
 @dataclass(frozen=True, slots=True)
 class ExpertShape:
-    """A mixture of experts as DeepSeek-V3 routes it (arXiv 2412.19437, section 2.1.2).
+    """A mixture of experts as DeepSeek-V3 routes it (arXiv 2412.19437, section 2.1.2)."""
 
-    Attributes:
-        experts: number of routed experts.
-        shared: experts that read every row, joined in one MLP.
-        width: inner width of one expert.
-        chosen: experts for each row.
-        groups, chosen_groups: groups of experts, and the number of best groups that a row's experts come from.
-        normed: the weights of a row are normalised to a sum of 1.
-        scale: factor of the weights after that.
-    """
-
-    experts: int
-    shared: int
-    width: int
-    chosen: int
+    experts: int  # routed ones
+    shared: int  # experts that read every row, joined in one MLP
+    width: int  # inner width of one expert
+    chosen: int  # experts for each row
     groups: int = 1
-    chosen_groups: int = 1
-    normed: bool = True
-    scale: float = 1.0
+    chosen_groups: int = 1  # best groups, which a row's experts come from
+    normed: bool = True  # the weights of a row are normalised to a sum of 1
+    scale: float = 1.0  # factor of the weights after that
 
     def __post_init__(self) -> None:
         if self.experts % self.groups or self.experts // self.groups < 2 or self.chosen_groups > self.groups:
@@ -68,25 +49,10 @@ class ExpertShape:
 
 @dataclass(frozen=True, slots=True)
 class HeadConfig(HeadShape):
-    """The shape of an EAGLE head, or of an MTP module.
+    """The shape of an EAGLE head, or of an MTP module."""
 
-    Attributes:
-        kind: "eagle" for EAGLE-1 and EAGLE-2, which have the same weights; "eagle3" for EAGLE-3 and EAGLE-3.1; "mtp"
-            for a target's own multi-token-prediction module.
-        num_features: hidden states that are captured for each token: 3 for EAGLE-3, 1 otherwise.
-        feature_layers: decoder layers of the target whose outputs are captured, counted from 0; the number of layers
-            stands for the state after the last norm. None derives them from the target's number of layers.
-        rope: transformers' `rope_parameters`: rope_theta, rope_type and that type's parameters.
-        fc_norm: EAGLE-3.1: an RMSNorm for each captured state before `fc`.
-        norm_before_fc: one RMSNorm over the joined states before `fc`.
-        norm_output: EAGLE-3.1: the next step reads the state after the last norm, not the one before it.
-        norm_before_residual: the first layer's residual is the normed feature.
-        input_norm: an EAGLE-1 head whose first layer has an input_layernorm; published ones have none.
-        fc_bias, qkv_bias, o_bias, mlp_bias, qk_norm: which optional weights exist.
-        latent, experts: for an MTP module whose layer has latent attention, or a mixture of experts.
-        tied_lm_head: the lm_head is the target's, as in EAGLE-1 and EAGLE-2 and some EAGLE-3 heads.
-    """
-
+    # "eagle" for EAGLE-1 and EAGLE-2, which have the same weights; "eagle3" for EAGLE-3 and EAGLE-3.1; "mtp" for a
+    # target's own multi-token-prediction module.
     kind: HeadKind
     hidden_size: int
     intermediate_size: int
@@ -94,24 +60,29 @@ class HeadConfig(HeadShape):
     num_kv_heads: int
     head_dim: int
     num_layers: int = 1
-    num_features: int = 1
+    num_features: int = 1  # hidden states that are captured for each token: 3 for EAGLE-3, 1 otherwise
+    # Decoder layers of the target whose outputs are captured, counted from 0; the number of layers stands for the state
+    # after the last norm. None derives them from the target's number of layers.
     feature_layers: tuple[int, ...] | None = None
     max_positions: int = 2048
     rms_norm_eps: float = 1e-6
+    # transformers' `rope_parameters`: rope_theta, rope_type and that type's parameters.
     rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
-    fc_norm: bool = False
-    norm_before_fc: bool = False
-    norm_output: bool = False
-    norm_before_residual: bool = False
-    input_norm: bool = False
+    fc_norm: bool = False  # EAGLE-3.1: an RMSNorm for each captured state before `fc`
+    norm_before_fc: bool = False  # one RMSNorm over the joined states before `fc`
+    norm_output: bool = False  # EAGLE-3.1: the next step reads the state after the last norm, not the one before it
+    norm_before_residual: bool = False  # the first layer's residual is the normed feature
+    input_norm: bool = False  # an EAGLE-1 head whose first layer has an input_layernorm; published ones have none
+    # Which optional weights exist.
     fc_bias: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    # For an MTP module whose layer has latent attention, or a mixture of experts.
     latent: LatentShape | None = None
     experts: ExpertShape | None = None
-    tied_lm_head: bool = False
+    tied_lm_head: bool = False  # the lm_head is the target's, as in EAGLE-1 and EAGLE-2 and some EAGLE-3 heads
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads or self.head_dim % 2:

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from draft_service.drafters.base import DraftSequence
-from draft_service.drafters.hidden_states import FeatureWindow, check_features, window_of
+from draft_service.drafters.hidden_states import FeatureWindow, window_of
 from draft_service.eagle.config import HeadDrafterConfig
 from draft_service.eagle.fused_head import fused
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_config import HeadConfig
 from draft_service.neural.cuda_graphs.attention import StaticAttend
-from draft_service.neural.devices import launching_on
+from draft_service.neural.devices import DeviceEvent, launching_on
 from draft_service.neural.network import Network, RowOutput
 from draft_service.neural.tail_attention import Attend
 from draft_service.neural.tree_drafting import Extension
@@ -51,8 +51,29 @@ class HeadNetwork:
         return output
 
     def logits(self, lm_input: Tensor) -> Tensor:
-        """See `Network.logits`."""
         return (self._fused or self._head).logits(lm_input)
+
+
+class Staging:
+    """Concatenates rows in a reused buffer on the host, pinned for asynchronous copies to a GPU."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype, self._on_gpu = dtype, device.type == "cuda"
+        self._buffer = torch.empty(0, 0, dtype=dtype)
+        self._copied = DeviceEvent(on_gpu=self._on_gpu)
+
+    def join(self, pieces: Sequence[Tensor]) -> Tensor:
+        """[rows of all pieces, width] on the host, in the buffer's type. Valid until the next call."""
+        rows, width = sum(piece.shape[0] for piece in pieces), pieces[0].shape[1]
+        self._copied.wait()
+        if rows > self._buffer.shape[0] or width != self._buffer.shape[1]:
+            capacity = 1 << (rows - 1).bit_length()
+            self._buffer = torch.empty(capacity, width, dtype=self._dtype, pin_memory=self._on_gpu)
+        return torch.cat(list(pieces), out=self._buffer[:rows])
+
+    def sent(self) -> None:
+        """Mark that every copy of the last joined rows has been launched."""
+        self._copied.record()
 
 
 class HeadDrafter(CachingDrafter):
@@ -76,10 +97,6 @@ class HeadDrafter(CachingDrafter):
         super().open(sequence)
         sequence.features = FeatureWindow(self.features.width, self._config.feature_window)
 
-    def advance(self, sequence: DraftSequence, committed: Sequence[int]) -> None:  # noqa: ARG002
-        """Raises `InvalidField` when there are more features than tokens that can have one."""
-        check_features(sequence)
-
     def absorb(self, sequences: Sequence[DraftSequence]) -> None:
         """See `FeatureDrafter.absorb`."""
         # An entry needs the token after its feature's.
@@ -97,7 +114,6 @@ class HeadDrafter(CachingDrafter):
 
     @property
     def head(self) -> EagleHead:
-        """The head, once it is loaded."""
         assert self._head is not None, "the drafter was not started"
         return self._head
 
@@ -108,7 +124,9 @@ class HeadDrafter(CachingDrafter):
     def _load_network(self) -> Network:
         if self._head is None:
             self._head = self._load_head(self._config.read_token_map())
-        return HeadNetwork(self._head, int8=self._config.head_weights == "int8")
+        network = HeadNetwork(self._head, int8=self._config.head_weights == "int8")
+        self._staging = Staging(network.dtype, network.device)
+        return network
 
     def _ready(self, sequence: DraftSequence) -> bool:
         """Whether the features up to the token before the root are there, and the cache has room."""
@@ -132,9 +150,8 @@ class HeadDrafter(CachingDrafter):
             pieces += taken
             extensions.append(Extension(sequence.state, tokens, begin))
         # For one copy to the device, and one pass of the projection.
-        staging, device = self.drafting.staging, self.drafting.network.device
-        vectors = staging.join(pieces)
+        vectors, device = self._staging.join(pieces), self.drafting.network.device
         features = vectors if self.features.projected else self.head.project(vectors.to(device, non_blocking=True))
         self._rows += len(vectors)
         self.drafting.extend(extensions, features)
-        staging.sent()
+        self._staging.sent()

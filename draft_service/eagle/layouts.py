@@ -36,10 +36,8 @@ _PROJECTION = ("fc.", "fc_norm.", "input_norm.")
 
 
 def neutral_name(name: str) -> str | None:
-    """The name of a published weight in `EagleHead`, "d2t" for the token map, None for an unneeded weight.
-
-    Names of the projection lack the prefix `projection.`; see `module_name`.
-    """
+    """The name of a published weight in `EagleHead`, "d2t" for the token map, None for an unneeded weight. Names of the
+    projection lack the prefix `projection.`; see `module_name`."""
     for pattern, replacement in _RENAMED:
         name = pattern.sub(replacement, name)
     return None if _IGNORED.match(name) else name
@@ -60,26 +58,20 @@ class _Sources(NamedTuple):
 
 
 def head_config(config: Mapping[str, Any], shapes: Shapes) -> HeadConfig:
-    """Read a head's configuration.
-
-    Args:
-        config: the entries of its config.json.
-        shapes: shape of every weight, by neutral name.
-
-    Raises:
-        HeadRefused: it is not an EAGLE head, or of a kind that is not supported.
-    """
+    """A head's configuration, by the entries of its config.json and the shapes of its weights, by neutral name. Raises
+    `HeadRefused` if it is not an EAGLE head, or of a kind that is not supported."""
     sources = _sources(config)
     _refuse_foreign(sources, shapes)
     layer, head = sources.layer, sources.head
     fused = "layers.0.hidden_norm.weight" in shapes
     sizes = layer_settings(layer, shapes)
+    drafted = next((shapes[name][0] for name in ("lm_head.weight", "d2t") if name in shapes), None)
     target_hidden = int(head.get("target_hidden_size") or sizes["hidden_size"]) if fused else sizes["hidden_size"]
     return HeadConfig(
         kind="eagle3" if fused else "eagle",
-        draft_vocab_size=_draft_vocabulary(head, shapes, sizes["vocab_size"]),
+        draft_vocab_size=drafted or int(head.get("draft_vocab_size") or sizes["vocab_size"]),
         target_hidden_size=target_hidden,
-        num_layers=_layers(shapes),
+        num_layers=1 + max(int(name.split(".")[1]) for name in shapes if name.startswith("layers.")),
         num_features=shapes["fc.weight"][1] // target_hidden if fused else 1,
         feature_layers=sources.feature_layers if fused else None,
         rope=rope_of(layer),
@@ -95,15 +87,8 @@ def head_config(config: Mapping[str, Any], shapes: Shapes) -> HeadConfig:
 
 
 def layer_settings(config: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
-    """The settings that a head's layer shares with Llama's, as arguments of `HeadConfig`.
-
-    Args:
-        config: the entries of a config.json about the layer.
-        shapes: shape of every weight, by neutral name.
-
-    Raises:
-        HeadRefused: an entry is missing, or the activation is not silu.
-    """
+    """The settings that a head's layer shares with Llama's, as arguments of `HeadConfig`. For `config`, its entries
+    about the layer, and `shapes` see `head_config`. Raises `HeadRefused` if one is missing, or not supported."""
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise HeadRefused(f"an activation of {activation!r} is not served, only silu")
@@ -128,15 +113,13 @@ def layer_settings(config: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
 
 def _sources(config: Mapping[str, Any]) -> _Sources:
     kind = config.get("speculators_model_type")
-    if kind is None:
-        own = config.get("outrider") or {}
-        named = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-        layers = None if named is None else tuple(int(layer) for layer in named)
-        return _Sources(config, config, layers, str(own.get("target", "")))
-    if kind not in ("eagle", "eagle3"):
+    if kind not in (None, "eagle", "eagle3"):
         raise HeadRefused(f"speculators of type {kind!r} are not served")
-    named = config.get("eagle_aux_hidden_state_layer_ids")
-    layers = None if named is None else tuple(int(layer) - 1 for layer in named)
+    named = ((config.get("eagle_config") or {}) if kind is None else config).get("eagle_aux_hidden_state_layer_ids")
+    # speculators count inputs, which is one more.
+    layers = None if named is None else tuple(int(layer) - (kind is not None) for layer in named)
+    if kind is None:
+        return _Sources(config, config, layers, str((config.get("outrider") or {}).get("target", "")))
     verifier = (config.get("speculators_config") or {}).get("verifier") or {}
     target = str(verifier.get("name_or_path") or "")
     return _Sources(config.get("transformer_layer_config") or {}, config, layers, target)
@@ -151,17 +134,6 @@ def _refuse_foreign(sources: _Sources, shapes: Shapes) -> None:
     for flag, weight in (("fc_norm", "fc_norm.0.weight"), ("norm_before_fc", "input_norm.weight")):
         if bool(sources.head.get(flag, False)) is not (weight in shapes):
             raise HeadRefused(f"config.json has {flag} {sources.head.get(flag, False)}, which its weights contradict")
-
-
-def _draft_vocabulary(head: Mapping[str, Any], shapes: Shapes, vocabulary: int) -> int:
-    for weight in ("lm_head.weight", "d2t"):
-        if weight in shapes:
-            return shapes[weight][0]
-    return int(head.get("draft_vocab_size") or vocabulary)
-
-
-def _layers(shapes: Shapes) -> int:
-    return 1 + max(int(name.split(".")[1]) for name in shapes if name.startswith("layers."))
 
 
 def published_config(config: HeadConfig) -> dict[str, Any]:

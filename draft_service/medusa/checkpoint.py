@@ -38,14 +38,8 @@ _MAPS = ("d2t", "token_map")
 
 
 def read_shape(source: str | Path) -> MedusaShape:
-    """Read the heads' configuration, without loading their weights.
-
-    Args:
-        source: a folder with config.json and safetensors, or a hub id, which is fetched.
-
-    Raises:
-        HeadRefused: they cannot be read, or are not supported.
-    """
+    """The configuration of heads in a folder with config.json and safetensors, or of a hub id, which is fetched. Loads
+    no weights. Raises `HeadRefused` if they cannot be read, or are not supported."""
     weights = Weights(source, _FILES)
     return _shape(weights, _names(weights))
 
@@ -58,15 +52,8 @@ def load_heads(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> MedusaHead:
-    """Load heads of any layout.
-
-    Args:
-        source: a folder or a hub id.
-        target: the target that the heads must fit, if known.
-        token_map: target ids to limit the draft vocabulary to; those that are not in the heads' vocabulary are ignored.
-
-    Raises:
-        HeadRefused: see `read_shape`; or they do not fit the target.
+    """Load heads of any layout from a folder or the hub. Raises `HeadRefused`, see `read_shape`, and if they do not fit
+    the `target`. With a `token_map` of target ids only these are drafted; those that the heads do not have are ignored.
     """
     weights = Weights(source, _FILES)
     names = _names(weights)
@@ -86,7 +73,7 @@ def load_heads(
 
 def save_heads(heads: MedusaHead, folder: str | Path, record: Mapping[str, Any] | None = None) -> Path:
     """Write config.json, medusa_lm_head.safetensors and, if there is a `record` of the training, training.json."""
-    folder, shape = Path(folder), heads.config
+    shape = heads.config
     tensors = {_PREFIX.sub("", name): tensor for name, tensor in heads.state_dict().items()}
     if heads.token_ids is not None:
         tensors |= tensors_of(heads.token_ids, shape.vocab_size)
@@ -104,8 +91,7 @@ def save_heads(heads: MedusaHead, folder: str | Path, record: Mapping[str, Any] 
             "tokenizer_fingerprint": shape.tokenizer_fingerprint,
         },
     }
-    write_folder(folder, config, _FILES[0], tensors, record)
-    return folder
+    return write_folder(folder, config, _FILES[0], tensors, record)
 
 
 def neutral_name(name: str) -> tuple[int, int, str] | None:
@@ -122,12 +108,10 @@ def neutral_name(name: str) -> tuple[int, int, str] | None:
 def _names(weights: Weights) -> dict[str, str]:
     """Name in `MedusaHead` -> published name, of all weights of heads."""
     found = {part: name for name in weights.names if (part := neutral_name(name)) is not None}
-    blocks = [layer for _, layer, part in found if part == "weight"]
     if not any(part == "lm_head" for _, _, part in found):
-        raise HeadRefused(
-            f"no Medusa heads: {architectures_of(weights.config)}, and no head's lm_head among the weights"
-        )
-    layers = 1 + max(blocks, default=-1)
+        architectures = architectures_of(weights.config)
+        raise HeadRefused(f"no Medusa heads: {architectures}, and no head's lm_head among the weights")
+    layers = 1 + max((layer for _, layer, part in found if part == "weight"), default=-1)
     return {
         f"heads.{head}.{layers}.weight" if part == "lm_head" else f"heads.{head}.{layer}.linear.{part}": name
         for (head, layer, part), name in found.items()

@@ -13,7 +13,7 @@ import torch
 from draft_service.checkpoints.facts import HeadRefused
 from draft_service.checkpoints.target import TargetCheckpoint
 from draft_service.drafters.base import DrafterSpec, DraftSequence
-from draft_service.drafters.hidden_states import FeatureWindow, check_features, window_of
+from draft_service.drafters.hidden_states import FeatureWindow, window_of
 from draft_service.medusa.checkpoint import load_heads, read_shape
 from draft_service.medusa.config import MedusaConfig
 from draft_service.medusa.drafting import MedusaDrafting
@@ -35,13 +35,8 @@ class MedusaDrafter(NeuralDrafter[MedusaDrafting]):
     name = "medusa"
 
     def __init__(self, config: MedusaConfig, heads: MedusaHead | None = None) -> None:
-        """Reads the heads' configuration. `start` loads their weights, unless `heads` are given.
-
-        Raises:
-            SettingsError: no heads are named, or the device does not exist.
-            NotSupported: there are no such heads, or they are not supported.
-            UnknownModel: there is no such target.
-        """
+        """Reads the heads' configuration; `start` loads their weights, unless `heads` are given. Raises `SettingsError`
+        if none are named, `NotSupported` if there are none or they are not supported, and `UnknownModel`."""
         if heads is None and not config.head:
             raise SettingsError("the medusa drafter needs heads: --head names a folder or a hub id")
         self._config, self._heads = config, heads
@@ -57,10 +52,6 @@ class MedusaDrafter(NeuralDrafter[MedusaDrafting]):
 
     def open(self, sequence: DraftSequence) -> None:
         sequence.state, sequence.features = None, FeatureWindow(self.features.width, capacity=1)
-
-    def advance(self, sequence: DraftSequence, committed: Sequence[int]) -> None:  # noqa: ARG002
-        """Raises `InvalidField` when there are more features than tokens that can have one."""
-        check_features(sequence)
 
     def absorb(self, sequences: Sequence[DraftSequence]) -> None:
         """Nothing to do, see `FeatureDrafter.absorb`: a sequence's one vector waits for the next tree."""
@@ -130,4 +121,3 @@ def _layers_of_target(shape: MedusaShape, target: TargetCheckpoint | None) -> in
 
 
 SPEC = DrafterSpec("medusa", MedusaConfig, lambda config, _: MedusaDrafter(config))
-"""Named in `DRAFTERS`."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from draft_service.drafters.base import DraftSequence
-from draft_service.drafters.grown import Computed, Grown, Pending, in_order
+from draft_service.drafters.grown import Grown, Pending, computed, in_order
 from draft_service.medusa.fixed_trees import FixedTree
 from draft_service.medusa.growth import grown
 from draft_service.medusa.head import MedusaHead
@@ -39,7 +39,7 @@ class MedusaDrafting:
 
     def begin(self, sequences: Sequence[DraftSequence]) -> Pending:
         """As `trees`, without REJECTION requests."""
-        return Computed(self._grown(sequences))
+        return computed(self._grown(sequences))
 
     @torch.inference_mode()
     def _candidates(self, sequences: Sequence[DraftSequence]) -> tuple[np.ndarray, np.ndarray]:
@@ -55,7 +55,6 @@ class MedusaDrafting:
         return tokens, probs
 
     def _grown(self, sequences: Sequence[DraftSequence]) -> Grown:
-        """Trees of requests in modes other than REJECTION."""
         tokens, probs = self._candidates(sequences)
         roots = [one.root for one in sequences]
         return grown(rules_of(sequences, self._shape), tokens, probs, roots, self._tree)

@@ -54,12 +54,10 @@ class FixedTree(NamedTuple):
 
     @property
     def depth(self) -> int:
-        """Depth of the deepest node."""
         return int(self.depths.max())
 
     @classmethod
     def of(cls, paths: str) -> FixedTree:
-        """Parse the words of a tree."""
         words = ["", *paths.split()]
         rows = {word: row for row, word in enumerate(words)}
         return cls(

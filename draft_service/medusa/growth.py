@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from draft_service.compiling import Numbers, Reals, compiled, inlined
+from draft_service.compiling import Numbers, Reals, compiled, inlined, largest
 from draft_service.drafters.grown import Grown
+from draft_service.drafters.packing import RowHeads
 from draft_service.medusa.fixed_trees import FixedTree
 from draft_service.neural.level_growth import DEPTH, NODES, Probs, Rules, score_candidates
 
@@ -35,10 +36,7 @@ def rank(rules: Rules, tokens: Numbers, probs: Probs, ranked: Ranked) -> None:
             kept, _ = score_candidates(rules, b, depth, tokens[b, depth], work, known)
             found = 0
             while found < min(rules.breadth, kept):
-                best = 0
-                for i in range(kept):
-                    if work[i] > work[best]:
-                        best = i
+                best = largest(work, kept)
                 if work[best] <= 0.0:
                     break
                 ranked.tokens[b, depth, found] = tokens[b, depth, best]
@@ -48,67 +46,47 @@ def rank(rules: Rules, tokens: Numbers, probs: Probs, ranked: Ranked) -> None:
             ranked.counts[b, depth] = found
 
 
-class _Open(NamedTuple):
-    """Candidates for the next node, each the best child of its parent that is not in the tree yet."""
-
-    parents: Numbers  # rows of the tree
-    ranks: Numbers
-    path_probs: Reals
-
-
 @inlined
-def _put(ranked: Ranked, b: int, depth: int, rank: int, parent: int, above: float, nodes: _Open, place: int) -> bool:
-    """Write the node of this depth and rank at `place`. Returns whether there is one."""
-    if depth >= ranked.counts.shape[1] or rank >= ranked.counts[b, depth]:
-        return False
-    nodes.parents[place], nodes.ranks[place] = parent, rank
-    nodes.path_probs[place] = above * ranked.scores[b, depth, rank]
-    return True
+def _score_of(ranked: Ranked, b: int, depth: int, rank: int, deepest: int) -> float:
+    """The score of a token by its rank below a node of this depth; 0 if there is none."""
+    if depth >= min(deepest, ranked.counts.shape[1]) or rank >= ranked.counts[b, depth]:
+        return 0.0
+    return float(ranked.scores[b, depth, rank])
 
 
 @compiled
-def grow_best_first(rules: Rules, ranked: Ranked, trees: Numbers, scores: Reals, sizes: Numbers) -> None:
+def grow_best_first(rules: Rules, ranked: Ranked, trees: Numbers, scores: Reals, sizes: RowHeads) -> None:
     """Grow the tree of every sequence by its most probable paths, most probable first.
-
-    The next node is always the next sibling or the first child of a node in the tree.
 
     Args:
         trees: [B, 2, rows] tokens and parents, filled but for row 0, the root.
         scores: [B, rows], filled but for row 0.
-        sizes: [B] rows of each tree, filled.
+        sizes: [B, 1] rows of each tree, filled.
     """
     for b in range(len(trees)):
         limit, deepest = min(1 + rules.ints[b, NODES], trees.shape[2]), rules.ints[b, DEPTH]
+        # Of each row: its depth and path probability, its children, and the path probability of its best other child.
         depths, path_probs = np.zeros(limit, np.int32), np.ones(limit)
-        nodes = _Open(np.empty(2 * limit, np.int32), np.empty(2 * limit, np.int32), np.empty(2 * limit))
-        rows, waiting = 1, 0
-        if deepest > 0 and _put(ranked, b, 0, 0, 0, 1.0, nodes, 0):
-            waiting = 1
-        while rows < limit and waiting > 0:
-            best = 0
-            for i in range(waiting):
-                if nodes.path_probs[i] > nodes.path_probs[best]:
-                    best = i
-            path_prob, parent, rank_of = nodes.path_probs[best], nodes.parents[best], nodes.ranks[best]
-            if path_prob <= 0.0 or path_prob < rules.floor:
+        children, following = np.zeros(limit, np.int32), np.zeros(limit)
+        following[0] = _score_of(ranked, b, 0, 0, deepest)
+        rows = 1
+        while rows < limit:
+            parent = largest(following, rows)
+            if following[parent] <= 0.0 or following[parent] < rules.floor:
                 break
-            depth = depths[parent]
-            trees[b, 0, rows], trees[b, 1, rows] = ranked.tokens[b, depth, rank_of], parent
-            scores[b, rows] = ranked.scores[b, depth, rank_of]
-            depths[rows], path_probs[rows] = depth + 1, path_prob
-            # The node's next sibling takes its place among the candidates; its first child is appended.
-            if not _put(ranked, b, depth, rank_of + 1, parent, path_probs[parent], nodes, best):
-                waiting -= 1
-                nodes.parents[best], nodes.ranks[best] = nodes.parents[waiting], nodes.ranks[waiting]
-                nodes.path_probs[best] = nodes.path_probs[waiting]
-            if depth + 1 < deepest and _put(ranked, b, depth + 1, 0, rows, path_prob, nodes, waiting):
-                waiting += 1
+            depth, child = depths[parent], children[parent]
+            trees[b, 0, rows], trees[b, 1, rows] = ranked.tokens[b, depth, child], parent
+            scores[b, rows] = ranked.scores[b, depth, child]
+            depths[rows], path_probs[rows] = depth + 1, following[parent]
+            children[parent] += 1
+            for row in (parent, rows):
+                following[row] = path_probs[row] * _score_of(ranked, b, depths[row], children[row], deepest)
             rows += 1
-        sizes[b] = rows
+        sizes[b, 0] = rows
 
 
 @compiled
-def grow_fixed(rules: Rules, ranked: Ranked, tree: FixedTree, trees: Numbers, scores: Reals, sizes: Numbers) -> None:
+def grow_fixed(rules: Rules, ranked: Ranked, tree: FixedTree, trees: Numbers, scores: Reals, sizes: RowHeads) -> None:
     """Fill in the nodes of a fixed tree, most probable paths first. Arrays as in `grow_best_first`."""
     parents, ranks, depths = tree
     for b in range(len(trees)):
@@ -116,9 +94,8 @@ def grow_fixed(rules: Rules, ranked: Ranked, tree: FixedTree, trees: Numbers, sc
         path_probs = np.zeros(len(parents))
         path_probs[0] = 1.0
         for node in range(1, len(parents)):
-            depth = depths[node] - 1
-            if depth < min(deepest, ranked.counts.shape[1]) and ranks[node] < ranked.counts[b, depth]:
-                path_probs[node] = path_probs[parents[node]] * ranked.scores[b, depth, ranks[node]]
+            score = _score_of(ranked, b, depths[node] - 1, ranks[node], deepest)
+            path_probs[node] = path_probs[parents[node]] * score
         # Stable, so that a parent stays before an equally probable child.
         order = np.argsort(-path_probs, kind="mergesort")
         row_of = np.zeros(len(parents), np.int32)
@@ -132,7 +109,7 @@ def grow_fixed(rules: Rules, ranked: Ranked, tree: FixedTree, trees: Numbers, sc
             scores[b, rows] = ranked.scores[b, depth, ranks[node]]
             row_of[node] = rows
             rows += 1
-        sizes[b] = rows
+        sizes[b, 0] = rows
 
 
 def grown(rules: Rules, tokens: Numbers, probs: Probs, roots: list[int], tree: FixedTree | None = None) -> Grown:
@@ -147,10 +124,8 @@ def grown(rules: Rules, tokens: Numbers, probs: Probs, roots: list[int], tree: F
     ranked = Ranked(np.zeros(shape, np.int32), np.zeros(shape), np.zeros((count, depths), np.int32))
     rank(rules, tokens, probs, ranked)
     trees = Grown.roots(roots, 1 + int(rules.ints[:, NODES].max(initial=0)))
-    sizes = np.ones(count, np.int32)
     if tree is None:
-        grow_best_first(rules, ranked, trees.trees, trees.scores, sizes)
+        grow_best_first(rules, ranked, *trees)
     else:
-        grow_fixed(rules, ranked, tree, trees.trees, trees.scores, sizes)
-    trees.sizes[:, 0] = sizes
+        grow_fixed(rules, ranked, tree, *trees)
     return trees

@@ -18,17 +18,11 @@ from draft_service.checkpoints.vocabulary import check_token_ids
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MedusaShape(HeadShape):
-    """The shape of Medusa heads, which have the target's width.
+    """The shape of Medusa heads, which have the target's width."""
 
-    Attributes:
-        num_heads: depths that are predicted.
-        num_layers: residual blocks of each head.
-        target_layers: the target's decoder layers; 0 when unknown.
-    """
-
-    num_heads: int
-    num_layers: int = 1
-    target_layers: int = 0
+    num_heads: int  # depths that are predicted
+    num_layers: int = 1  # residual blocks of each head
+    target_layers: int = 0  # the target's decoder layers; 0 when unknown
 
     def layers_of(self, target_layers: int) -> tuple[int, ...]:
         """The layer whose output is read, counted as in `FeatureRequest`: the state after the last norm."""
@@ -59,10 +53,8 @@ class MedusaHead(nn.Module):
     """
 
     def __init__(self, config: MedusaShape, token_ids: Tensor | None = None) -> None:
-        """Random weights. `token_ids` [draft_vocab_size] int64; None for the whole vocabulary.
-
-        Raises `HeadRefused` if the two do not fit.
-        """
+        """Random weights. `token_ids` [draft_vocab_size] int64; None for the whole vocabulary. Raises `HeadRefused` if
+        the two do not fit."""
         super().__init__()
         check_token_ids(config, token_ids)
         self.config = config
@@ -78,7 +70,6 @@ class MedusaHead(nn.Module):
 
     @property
     def lm_heads(self) -> tuple[nn.Linear, ...]:
-        """The lm_head of every head."""
         return tuple(cast(nn.Linear, cast(nn.Sequential, head)[-1]) for head in self.heads)
 
     def lm_input(self, states: Tensor) -> Tensor:

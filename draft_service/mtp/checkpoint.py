@@ -22,23 +22,14 @@ _FLOATS = ("F32", "F16", "BF16")
 
 
 class MtpCheckpoint:
-    """The MTP modules of a target that draft, in the order of their depths; see `draft_service.mtp.layouts`.
-
-    Attributes:
-        configs: of each module.
-        chained: a module reads the output of the one before it, not the target's state.
-    """
+    """The MTP modules of a target that draft, in the order of their depths; see `draft_service.mtp.layouts`. `configs`
+    has their configurations; `chained` ones read the output of the one before, not the target's state."""
 
     def __init__(self, source: str | Path, num_modules: int = 0) -> None:
-        """Reads and checks the modules' configuration, without loading weights.
+        """Reads and checks the configuration of `num_modules` modules, or of all for 0, without loading weights.
 
-        Args:
-            source: the target's folder with config.json and safetensors, or a hub id, of which only files that hold
-                modules are fetched.
-            num_modules: number of modules; 0 takes all.
-
-        Raises:
-            HeadRefused: there are fewer modules, or they are not supported.
+        `source` is the target's folder with config.json and safetensors, or a hub id, of which only files that hold
+        modules are fetched. Raises `HeadRefused` if there are fewer modules, or they are not supported.
         """
         self._weights, self._target = Weights(source), TargetCheckpoint(source)
         config, names = self._weights.config, self._weights.names
@@ -59,12 +50,8 @@ class MtpCheckpoint:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> tuple[EagleHead, ...]:
-        """Load the modules as heads. Modules without an embedding or lm_head of their own share the target's.
-
-        Args:
-            most: number of modules to load, from the first on; None loads all.
-            token_map: target ids to limit the draft vocabulary to.
-        """
+        """Load the modules as heads: the first `most`, or all for None. Modules without an embedding or lm_head of
+        their own share the target's. A `token_map` of target ids limits the draft vocabulary."""
         heads: list[EagleHead] = []
         for config, names in [*zip(self.configs, self._names, strict=True)][:most]:
             head = self._load(config, names, token_map)
@@ -89,8 +76,7 @@ class MtpCheckpoint:
         """The configuration of the module with these weights, which are checked."""
         weights = self._weights
         for name in names.values():
-            kind = weights.kind(name)
-            if kind not in _FLOATS:
+            if (kind := weights.kind(name)) not in _FLOATS:
                 raise HeadRefused(f"an MTP module with quantised weights ({name} is {kind}) is not served")
         shapes = weights.shapes(names)
         config = mtp_config(self._layout, weights.config, shapes)

@@ -7,21 +7,36 @@ at a node is the state that the node's children read, as in vLLM and SGLang for 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from draft_service.drafters.base import DrafterSpec
+from draft_service.eagle.config import HeadDrafterConfig
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_drafter import HeadDrafter
 from draft_service.mtp.checkpoint import MtpCheckpoint
-from draft_service.mtp.config import MtpConfig
 from draft_service.mtp.drafting import ModuleDrafting
 from draft_service.neural.cuda_graphs.drafting import drafting_on
 from draft_service.neural.tree_drafting import TreeDrafting
 from outrider.model_store import model_source
 from outrider.sampling import VerificationMode
-from outrider.settings import SettingsError
+from outrider.settings import SettingsError, setting
 from outrider.wire.frames import FeatureRequest
+
+
+@dataclass(frozen=True)
+class MtpConfig(HeadDrafterConfig):
+    """Settings of the MTP drafter: flags, environment (`OUTRIDER_MTP_*`) or the `[mtp]` table."""
+
+    base_model: str = setting(
+        "",
+        "target whose checkpoint holds the modules: a name from `outrider model list`, a folder, or a hub id; "
+        "safetensors only",
+    )
+    num_modules: int = setting(
+        0, "modules that draft, each a level of the trees and the last one all that follow; 0 takes all there are", ge=0
+    )
 
 
 class MtpDrafter(HeadDrafter):
@@ -30,13 +45,8 @@ class MtpDrafter(HeadDrafter):
     name = "mtp"
 
     def __init__(self, config: MtpConfig) -> None:
-        """Reads the modules' configuration. `start` loads their weights.
-
-        Raises:
-            SettingsError: no target is named, or its modules cannot be captured in CUDA graphs.
-            NotSupported: the target has fewer modules, or they are not supported.
-            UnknownModel: there is no such target.
-        """
+        """Reads the modules' configuration; `start` loads their weights. Raises `SettingsError` if no target is named,
+        or its modules cannot be captured, `NotSupported` if they are not supported, or fewer, and `UnknownModel`."""
         if not config.base_model:
             raise SettingsError(
                 "the mtp drafter needs its target's checkpoint: --base-model names a folder or a hub id"
@@ -74,4 +84,3 @@ class MtpDrafter(HeadDrafter):
 
 
 SPEC = DrafterSpec("mtp", MtpConfig, lambda config, _: MtpDrafter(config))
-"""Named in `DRAFTERS`."""

@@ -53,7 +53,6 @@ class ModuleNetwork(HeadNetwork):
         self._passes_on_output = chained or number == len(modules) - 1
 
     def read(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, attend: Attend) -> RowOutput:
-        """See `Network.read`."""
         assert carried is not None, "a module reads states"
 
         def attend_own(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -65,17 +64,11 @@ class ModuleNetwork(HeadNetwork):
 
 @dataclass(slots=True, eq=False)
 class ModuleEntry(CacheEntry):
-    """One sequence's part of the cache.
+    """One sequence's part of the cache."""
 
-    Attributes:
-        rows: cached rows of each module; those of the first are the `entries`.
-        reaching: number of modules, from the first on, whose last row is of the last token.
-        position: of the next row, if no token is skipped.
-    """
-
-    rows: list[int] = field(default_factory=list)
-    reaching: int = 0
-    position: int = 0
+    rows: list[int] = field(default_factory=list)  # cached rows of each module; those of the first are the `entries`
+    reaching: int = 0  # number of modules, from the first on, whose last row is of the last token
+    position: int = 0  # of the next row, if no token is skipped
 
 
 class _Run(NamedTuple):
@@ -211,13 +204,8 @@ class ModuleDrafting(TreeDrafting):
 
 
 def _next_runs(number: int, runs: Sequence[_Run], output: Tensor, last: Tensor | None) -> tuple[list[_Run], Tensor]:
-    """The tokens that the next module reads, and this module's states at the token before each.
-
-    Args:
-        number: of this module, from 0.
-        output: [rows, C] states of this module for the runs.
-        last: [n, C] its earlier states at the token before each of the n runs that it continues.
-    """
+    """The tokens that the next module reads, and this module's states at the token before each, given its `output`
+    [rows, C] for the runs, and its `last` states [n, C] before each of the n runs that it continues."""
     onward, sources, end, before = list[_Run](), list[int](), 0, len(output)
     for run in runs:
         begin, end = end, end + len(run.token_ids)

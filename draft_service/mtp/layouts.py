@@ -35,24 +35,15 @@ _COUNT = "num_nextn_predict_layers"
 
 @dataclass(frozen=True, slots=True)
 class MtpLayout:
-    """The names of a checkpoint's modules, and their inputs.
+    """The names of a checkpoint's modules, and their inputs."""
 
-    Attributes:
-        prefix: of a module's weights, with a placeholder for its number.
-        first: the number of the first module.
-        renamed: prefixes of published names below `prefix` -> their names in `EagleHead`.
-        state_first: the state comes before the embedding in the joined input.
-        normed_state: the target's state is the one after its last norm, not the one before it.
-        chained: a module reads the output of the one before it, not the target's state.
-        settings: entries of config.json with another name for modules -> their usual name.
-    """
-
-    prefix: str
-    first: int
-    renamed: Mapping[str, str]
-    state_first: bool = False
-    normed_state: bool = True
-    chained: bool = True
+    prefix: str  # of a module's weights, with a placeholder for its number
+    first: int  # number of the first module
+    renamed: Mapping[str, str]  # prefixes of published names below `prefix` -> their names in `EagleHead`
+    state_first: bool = False  # the state comes before the embedding in the joined input
+    normed_state: bool = True  # the target's state is the one after its last norm, not the one before it
+    chained: bool = True  # a module reads the output of the one before it, not the target's state
+    # Entries of config.json with another name for modules -> their usual name.
     settings: Mapping[str, str] = field(default_factory=dict)
 
     def prefix_of(self, module: int) -> str:
@@ -103,15 +94,8 @@ _IGNORED = re.compile(r".*rotary_emb\.inv_freq$")
 
 
 def mtp_layout(config: Mapping[str, Any], names: Collection[str]) -> MtpLayout:
-    """The layout of a checkpoint.
-
-    Args:
-        config: the entries of its config.json.
-        names: of its weights.
-
-    Raises:
-        HeadRefused: it has no known layout, or its weights are quantised.
-    """
+    """The layout of a checkpoint, by the entries of its config.json and the names of its weights. Raises `HeadRefused`
+    if it has no known layout, or its weights are quantised."""
     if config.get("quantization_config"):
         raise HeadRefused("an MTP module with quantised weights (quantization_config) is not served")
     layouts = (
@@ -128,10 +112,7 @@ def mtp_layout(config: Mapping[str, Any], names: Collection[str]) -> MtpLayout:
 
 def modules_of(layout: MtpLayout, config: Mapping[str, Any], names: Collection[str], wanted: int) -> int:
     """The number of modules that draft: `wanted`, if 0 that of config.json, and if that is missing all there are.
-
-    Raises:
-        HeadRefused: the checkpoint has fewer.
-    """
+    Raises `HeadRefused` if the checkpoint has fewer."""
     present, counted = layout.count(names), int(config.get(_COUNT) or 0)
     if (wanted or counted) <= present:
         return wanted or counted or present
@@ -149,23 +130,14 @@ def mtp_names(layout: MtpLayout, names: Collection[str], module: int) -> dict[st
     for published in names:
         if published.startswith(prefix) and not _IGNORED.match(published):
             own = published.removeprefix(prefix)
-            renamed = (
-                neutral + own.removeprefix(old) for old, neutral in layout.renamed.items() if own.startswith(old)
-            )
-            found[next(renamed, _LAYER + own)] = published
+            old = next((old for old in layout.renamed if own.startswith(old)), "")
+            found[layout.renamed.get(old, _LAYER) + own.removeprefix(old)] = published
     return found
 
 
 def mtp_config(layout: MtpLayout, config: Mapping[str, Any], shapes: Shapes) -> HeadConfig:
-    """The configuration of a module.
-
-    Args:
-        config: the entries of the checkpoint's config.json.
-        shapes: shape of every weight of the module, by neutral name.
-
-    Raises:
-        HeadRefused: its layer is of a kind that is not supported.
-    """
+    """The configuration of a module, by the entries of the checkpoint's config.json and the shapes of the module's
+    weights, by neutral name. Raises `HeadRefused` if its layer is of a kind that is not supported."""
     config = dict(config) | {usual: config[own] for own, usual in layout.settings.items() if own in config}
     settings = layer_settings(config, shapes)
     latent = _latent(config) if f"{_LAYER}self_attn.kv_a_proj_with_mqa.weight" in shapes else None

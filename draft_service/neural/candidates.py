@@ -18,10 +18,8 @@ _COLDEST = 0.05
 
 
 class Candidates(NamedTuple):
-    """The most probable tokens of each row, after temperature and before filters, in descending order.
-
-    A row with NaN logits has probabilities of 0, and gets no children.
-    """
+    """The most probable tokens of each row, after temperature and before filters, in descending order. A row with NaN
+    logits has probabilities of 0, and gets no children."""
 
     token_ids: npt.NDArray[np.int32]  # [R, M] target ids
     probs: npt.NDArray[np.float32]  # [R, M] over the whole vocabulary

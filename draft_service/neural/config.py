@@ -2,39 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 from draft_service.neural.tree_config import CacheShape, TreeShape
 from outrider.settings import Settings, setting
 from outrider.wire.frames import MAX_NODES
-
-
-class _Sizes(NamedTuple):
-    """Values for settings that are 0."""
-
-    num_steps: int
-    topk: int
-    num_draft_tokens: int
-    frontier: int
-    rows_per_level: int
-    early_levels: int
-    min_score: float
-
-
-# Trees that a target waits for, and captured ones, which are drafted while the target verifies their predecessors and
-# so must also cover what will follow these. The latter by `benchmarks/running_ahead/simulate.py`: where a tree is
-# waited for, four levels are nearly as good as more; one pass ahead, eight levels of 16 nodes make 2 to 3 % more tokens
-# than six, and of 32 nodes 1 to 2 % more again. On H200s 32 nodes made 3 to 6 % more tokens a second than 16 at an 8B
-# shape, their trees in time for 97 passes in 100; nine levels came too late for one pass in ten
-# (`benchmarks/results/2026-11-23-h200-widened-sixth.md`, `2026-11-23-h200-launched-at-once.md`). How many of a tree's
-# nodes are sent costs a drafter nothing; the node table's size and the floor are those of
-# `2026-11-25-cpu-table-sizes.md`. The former are what pays beside a small target on a CPU: six levels and 32 nodes made
-# 0.84 × plain decoding there (docs/drafters.md).
-_PLAIN = _Sizes(num_steps=3, topk=4, num_draft_tokens=12, frontier=0, rows_per_level=0, early_levels=0, min_score=0.001)
-_CAPTURED = _Sizes(
-    num_steps=8, topk=8, num_draft_tokens=1007, frontier=32, rows_per_level=64, early_levels=4, min_score=0.00003
-)
 
 
 @dataclass(frozen=True)
@@ -51,6 +23,22 @@ class NetworkConfig(Settings):
     device: str = setting("cpu", "device to run on")
     threads: int = setting(0, "threads of PyTorch on a CPU; 0 takes OMP_NUM_THREADS, 1 in a draft service", ge=0)
     max_context: int = setting(131_072, "longest sequence followed, in tokens", ge=1)
+
+
+# Values for settings that are 0, or -1. Trees that a target waits for, and captured ones, which are drafted while the
+# target verifies their predecessors and so must also cover what will follow these. The latter by
+# `benchmarks/running_ahead/simulate.py`: where a tree is waited for, four levels are nearly as good as more; one pass
+# ahead, eight levels of 16 nodes make 2 to 3 % more tokens than six, and of 32 nodes 1 to 2 % more again. On H200s 32
+# nodes made 3 to 6 % more tokens a second than 16 at an 8B shape, their trees in time for 97 passes in 100; nine
+# levels came too late for one pass in ten (`benchmarks/results/2026-11-23-h200-widened-sixth.md`,
+# `2026-11-23-h200-launched-at-once.md`). How many of a tree's nodes are sent costs a drafter nothing; the node
+# table's size and the floor are those of `2026-11-25-cpu-table-sizes.md`. The former are what pays beside a small
+# target on a CPU: six levels and 32 nodes made 0.84 × plain decoding there (docs/drafters.md). Races are always as
+# set.
+_PLAIN = TreeShape(num_steps=3, topk=4, num_draft_tokens=12, min_score=1e-3, race_entrants=128, race_sharpness=1.0)
+_CAPTURED = replace(
+    _PLAIN, num_steps=8, topk=8, num_draft_tokens=1007, min_score=3e-5, frontier=32, rows_per_level=64, early_levels=4
+)
 
 
 @dataclass(frozen=True)
@@ -102,7 +90,6 @@ class NeuralConfig(NetworkConfig):
     @property
     def tree(self) -> TreeShape:
         own = _CAPTURED if self.cuda_graphs else _PLAIN
-        frontier = self.frontier or (own.frontier if not self.topk else 0)
         steps = self.num_steps or own.num_steps
         return TreeShape(
             num_steps=steps,
@@ -111,7 +98,7 @@ class NeuralConfig(NetworkConfig):
             min_score=own.min_score if self.min_score < 0 else self.min_score,
             race_entrants=self.race_entrants,
             race_sharpness=self.race_sharpness,
-            frontier=frontier,
+            frontier=self.frontier or (0 if self.topk else own.frontier),
             rows_per_level=self.rows_per_level or own.rows_per_level,
             early_levels=min(self.early_levels or own.early_levels, steps),
         )

@@ -51,6 +51,4 @@ def launching_on(device: str) -> Iterator[None]:
         yield
 
 
-@cache
-def _shared_stream(device: str) -> torch.cuda.Stream:
-    return drafting_stream(device)
+_shared_stream = cache(drafting_stream)

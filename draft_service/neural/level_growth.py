@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from draft_service.compiling import Numbers, Reals, compiled, inlined
+from draft_service.compiling import Numbers, Reals, compiled, inlined, largest
 from draft_service.drafters.base import MOST_CONFIDENT
 from draft_service.noise import GOLDEN, coin_of, draw_place, exponential
 from outrider.tree import MAX_DISTRIBUTION_SUPPORT, MAX_DISTRIBUTION_WEIGHT
@@ -94,10 +94,8 @@ def make_forest(sequences: int, levels: int, width: int, breadth: int, *, drawn:
 
 @inlined
 def _apply_filters(probs: Reals, known: int, top_k: int, top_p: float, min_p: float) -> tuple[int, float]:
-    """Apply a request's filters to probabilities in descending order, as the target does: min_p, top_k, top_p.
-
-    Returns the number of tokens kept, and the probability mass of the others, which is 0 once filters renormalise.
-    """
+    """Apply a request's filters to probabilities in descending order, as the target does: min_p, top_k, top_p. Returns
+    the number of tokens kept, and the probability mass of the others, which is 0 once filters renormalise."""
     kept, total = known, 1.0
     if not probs[0] > 0.0:
         return 0, 1.0
@@ -106,9 +104,7 @@ def _apply_filters(probs: Reals, known: int, top_k: int, top_p: float, min_p: fl
     if 0 < top_k < kept:
         kept = top_k
     if kept < known:
-        total = 0.0
-        for i in range(kept):
-            total += probs[i]
+        total = probs[:kept].sum()
     if top_p < 1.0:
         before = 0.0
         for i in range(kept):
@@ -116,13 +112,10 @@ def _apply_filters(probs: Reals, known: int, top_k: int, top_p: float, min_p: fl
                 kept = i
                 break
             before += probs[i]
-    mass = 0.0
-    for i in range(kept):
-        mass += probs[i]
+    mass = probs[:kept].sum()
     if kept == known:
         return kept, max(0.0, 1.0 - mass)
-    for i in range(kept):
-        probs[i] /= mass
+    probs[:kept] /= mass
     return kept, 0.0
 
 
@@ -136,21 +129,14 @@ def _run_race(
         noise = exponential(seed, position, np.uint64(tokens[i]))
         probs[i] = (max(probs[i], _LEAST) / noise) ** sharpness
         total += probs[i]
-    for i in range(kept):
-        probs[i] /= total
+    probs[:kept] /= total
 
 
 @inlined
 def score_candidates(rules: Rules, b: int, depth: int, tokens: Numbers, probs: Reals, known: int) -> tuple[int, float]:
-    """Turn the probabilities of the first `known` candidates of a row into scores, in place, by the request of sequence
-    b. In REJECTION mode they stay probabilities.
-
-    Args:
-        depth: of the row's node, 0 for the root.
-        tokens, probs: candidates, most probable first.
-
-    Returns:
-        The number of candidates kept, and the probability mass of the others.
+    """Turn the probabilities of the first `known` candidates of a row, most probable first, into scores, in place, by
+    the request of sequence b. In REJECTION mode they stay probabilities. `depth` is that of the row's node, 0 for the
+    root. Returns the number of candidates kept, and the probability mass of the others.
     """
     kept, rest = _apply_filters(probs, known, rules.ints[b, TOP_K], rules.reals[b, TOP_P], rules.reals[b, MIN_P])
     if rules.ints[b, MODE] == COUPLED:
@@ -174,10 +160,7 @@ def _offer(forest: Forest, b: int, parent: int, tokens: Numbers, scores: Reals, 
     """Add the best children of an item, best first, up to the breadth."""
     path_prob = forest.path_probs[b, parent]
     for _ in range(min(rules.breadth, kept)):
-        best = 0
-        for i in range(kept):
-            if scores[i] > scores[best]:
-                best = i
+        best = largest(scores, kept)
         if scores[best] <= 0.0 or path_prob * scores[best] < rules.floor:
             return
         score = min(scores[best], 1.0)
@@ -214,10 +197,7 @@ def _draw_level(forest: Forest, b: int, confidences: Reals, left: Numbers, rules
     for i in range(count):
         next_path_probs[i] = forest.path_probs[b, forest.frontier[b, i]] * confidences[i]
     for _ in range(rules.width):
-        best = 0
-        for i in range(count):
-            if next_path_probs[i] > next_path_probs[best]:
-                best = i
+        best = largest(next_path_probs, count)
         if next_path_probs[best] <= 0.0 or next_path_probs[best] < rules.floor:
             return
         parent = forest.frontier[b, best]
@@ -226,15 +206,8 @@ def _draw_level(forest: Forest, b: int, confidences: Reals, left: Numbers, rules
         rules.coins[b] += GOLDEN
         place = draw_place(left[best], size, coin_of(rules.coins[b]))
         left[best, place] = 0
-        path_prob = next_path_probs[best]
-        _add(
-            forest,
-            b,
-            parent,
-            forest.distribution_tokens[b, tail, place],
-            path_prob / forest.path_probs[b, parent],
-            path_prob,
-        )
+        token, path_prob = forest.distribution_tokens[b, tail, place], next_path_probs[best]
+        _add(forest, b, parent, token, path_prob / forest.path_probs[b, parent], path_prob)
         draws[best] += 1
         next_path_probs[best] *= 1.0 - confidences[best]
         if draws[best] >= min(rules.breadth, size):
@@ -244,22 +217,10 @@ def _draw_level(forest: Forest, b: int, confidences: Reals, left: Numbers, rules
 @inlined
 def _next_frontier(forest: Forest, b: int, begin: int, before: Numbers, rules: Rules) -> None:
     """Choose the items to expand next: the best new ones that rank among the nodes that the tree can hold."""
-    size, nodes = forest.sizes[b], rules.ints[b, NODES]
-    count = 0
-    taken = np.zeros(size - begin, np.bool_)
-    while count < rules.width:
-        best = -1
-        for item in range(begin, size):
-            if not taken[item - begin] and (best < 0 or forest.path_probs[b, item] > forest.path_probs[b, best]):
-                best = item
-        if best < 0:
-            break
-        taken[best - begin] = True
-        better = 0
-        for item in range(1, size):
-            if forest.path_probs[b, item] >= forest.path_probs[b, best] and item != best:
-                better += 1
-        if better >= nodes:
+    path_probs, count = forest.path_probs[b, : forest.sizes[b]], 0
+    for place in np.argsort(-path_probs[begin:], kind="mergesort")[: rules.width]:
+        best = begin + place
+        if np.sum(path_probs[1:] >= path_probs[best]) - 1 >= rules.ints[b, NODES]:
             break
         forest.frontier[b, count] = best
         forest.tails[b, best] = forest.rows[b] + count
@@ -272,15 +233,13 @@ def _next_frontier(forest: Forest, b: int, begin: int, before: Numbers, rules: R
 
 @compiled
 def grow_level(forest: Forest, rules: Rules, level: int, last: bool, tokens: Numbers, probs: Probs) -> int:
-    """Add the children of every frontier, and choose the next frontiers.
+    """Add the children of every frontier, and choose the next frontiers. Returns rows of the next pass: the sum of the
+    new widths.
 
     Args:
         level: depth of the new nodes, from 1.
         last: no level follows, so nothing is expanded.
         tokens, probs: [R, M] candidates of the rows of all frontiers, one sequence after another.
-
-    Returns:
-        Rows of the next pass: the sum of the new widths.
     """
     row, following, known = 0, 0, tokens.shape[1]
     for b in range(len(forest.sizes)):

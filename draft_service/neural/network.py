@@ -25,11 +25,8 @@ class RowOutput(NamedTuple):
 
 
 class Network(Protocol):
-    """A network that drafts: an EAGLE head, or a language model.
-
-    `token_ids` [V'] are the target ids of its vocabulary, None if that is the target's; the other attributes describe
-    its cache.
-    """
+    """A network that drafts: an EAGLE head, or a language model. `token_ids` [V'] are the target ids of its vocabulary,
+    None if that is the target's; the other attributes describe its cache."""
 
     layers: int
     kv_heads: int
@@ -39,24 +36,16 @@ class Network(Protocol):
     token_ids: npt.NDArray[np.int32] | None
 
     def read(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, attend: Attend) -> RowOutput:
-        """One pass over R rows.
-
-        Args:
-            token_ids: [R] integers.
-            carried: [R, C] states from the parents; None for a network without.
-            positions: [R] integers.
-            attend: attention over the cache.
-        """
+        """One pass over R rows of integer `token_ids` [R] and `positions` [R], with the states [R, C] `carried` from
+        the parents, None for a network without, and attention over the cache."""
 
     def logits(self, lm_input: Tensor) -> Tensor:
         """[R, H] -> [R, V']."""
 
 
 class RootStates:
-    """The output of the last committed row of every sequence, in tensors with fixed addresses.
-
-    A sequence's slot is the number of its first page. One more slot, `unused`, is for the free rows of a captured pass.
-    """
+    """The output of the last committed row of every sequence, in tensors with fixed addresses. A sequence's slot is the
+    number of its first page. One more slot, `unused`, is for the free rows of a captured pass."""
 
     def __init__(self, pages: int, device: torch.device) -> None:
         self.unused = pages

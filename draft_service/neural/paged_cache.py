@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from torch import Tensor
 
 from tree_kernels.pages import Pages
+
+if TYPE_CHECKING:
+    from draft_service.neural.network import Network
 
 
 class PagedCache(Pages):
     """`keys[layer]` and `values[layer]` are [num_pages, page_size, kv_heads, head_dim]."""
 
-    def __init__(
-        self,
-        num_pages: int,
-        page_size: int,
-        *,
-        layers: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, num_pages: int, page_size: int, network: Network) -> None:
         super().__init__(num_pages, page_size)
-        shape = (num_pages, page_size, kv_heads, head_dim)
+        shape = (num_pages, page_size, network.kv_heads, network.head_dim)
         # A CPU commits memory when it is written. A GPU's kernels may read a masked slot, which must not be NaN.
-        make = torch.empty if device.type == "cpu" else torch.zeros
-        self.keys: list[Tensor] = [make(shape, dtype=dtype, device=device) for _ in range(layers)]
-        self.values: list[Tensor] = [make(shape, dtype=dtype, device=device) for _ in range(layers)]
+        make = torch.empty if network.device.type == "cpu" else torch.zeros
+        self.keys, self.values = (
+            [make(shape, dtype=network.dtype, device=network.device) for _ in range(network.layers)] for _ in range(2)
+        )
 
     def extend(self, pages: list[int], tokens: int) -> bool:
         """Grow a sequence's `pages` to hold `tokens`. Returns False, and allocates nothing, if too few are free."""

@@ -20,21 +20,13 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class TailPart:
-    """One sequence's part of a pass.
+    """One sequence's part of a pass."""
 
-    Attributes:
-        pages: of the sequence, for prefix and tail.
-        prefix: number of keys that every row attends to.
-        rows: number of rows of the tail, in the slots after the prefix.
-        new: rows at the end of the tail that are computed now; the keys of the others are in the cache.
-        parents: [rows] of the tail; None for a causal tail.
-    """
-
-    pages: Sequence[int]
-    prefix: int
-    rows: int
-    new: int
-    parents: tuple[int, ...] | None = None
+    pages: Sequence[int]  # of the sequence, for prefix and tail
+    prefix: int  # keys that every row attends to
+    rows: int  # rows of the tail, in the slots after the prefix
+    new: int  # rows at the end of the tail that are computed now; the keys of the others are in the cache
+    parents: tuple[int, ...] | None = None  # [rows] of the tail; None for a causal tail
 
 
 @dataclass(slots=True)
@@ -46,7 +38,6 @@ class PassRows:
     positions: list[int] = field(default_factory=list)
 
     def add(self, part: TailPart, token_ids: Iterable[int], positions: Iterable[int]) -> None:
-        """Add a sequence's part."""
         self.parts.append(part)
         self.token_ids.extend(token_ids)
         self.positions.extend(positions)
@@ -60,7 +51,14 @@ class TailAttention:
     """
 
     def __init__(self, attention: TreeAttention, cache: PagedCache, parts: Sequence[TailPart]) -> None:
-        batch, fresh = attention_batch(parts, cache.page_size), fresh_rows(parts)
+        batch = AttentionBatch(
+            query_starts=tuple(accumulate((part.rows for part in parts), initial=0)),
+            prefix_lengths=tuple(part.prefix for part in parts),
+            pages=tuple(tuple(part.pages) for part in parts),
+            page_size=cache.page_size,
+            parents=tuple(part.parents for part in parts),
+        )
+        fresh = fresh_rows(parts)
         self._attention, self._cache, self._rows = attention, cache, batch.rows
         self._plan = attention.plan(batch)
         self._slots = torch.tensor(fresh_slots(parts, cache), device=attention.device)
@@ -75,17 +73,6 @@ class TailAttention:
             return self._attention.run(self._plan, query, keys, values, scale)
         queries = query.new_zeros(self._rows, *query.shape[1:]).index_copy_(0, self._fresh, query)
         return self._attention.run(self._plan, queries, keys, values, scale).index_select(0, self._fresh)
-
-
-def attention_batch(parts: Sequence[TailPart], page_size: int) -> AttentionBatch:
-    """The attention batch of a pass."""
-    return AttentionBatch(
-        query_starts=tuple(accumulate((part.rows for part in parts), initial=0)),
-        prefix_lengths=tuple(part.prefix for part in parts),
-        pages=tuple(tuple(part.pages) for part in parts),
-        page_size=page_size,
-        parents=tuple(part.parents for part in parts),
-    )
 
 
 def fresh_rows(parts: Sequence[TailPart]) -> list[int]:

@@ -25,29 +25,17 @@ _EARLY_NODES = 239
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:
-    """How trees grow, in EAGLE-2's terms.
+    """How trees grow, in EAGLE-2's terms."""
 
-    Attributes:
-        num_steps: levels of a tree, each of which costs one pass.
-        topk: children of a node; 1 drafts a chain.
-        num_draft_tokens: nodes of the whole tree, without the root.
-        min_score: least path probability of a node.
-        race_entrants: tokens that take part in COUPLED's race at each node.
-        race_sharpness: how far the race over the drafter's distribution is taken for the target's.
-        frontier: nodes that a level expands; 0 is topk.
-        rows_per_level: most rows of a level over all sequences, see `for_sequences`; 0 is no bound.
-        early_levels: levels that are sent while the others are grown, for one sequence alone; 0 sends whole trees only.
-    """
-
-    num_steps: int
-    topk: int
-    num_draft_tokens: int
-    min_score: float
-    race_entrants: int
-    race_sharpness: float
-    frontier: int = 0
-    rows_per_level: int = 0
-    early_levels: int = 0
+    num_steps: int  # levels of a tree, each of which costs one pass
+    topk: int  # children of a node; 1 drafts a chain
+    num_draft_tokens: int  # nodes of the whole tree, without the root
+    min_score: float  # least path probability of a node
+    race_entrants: int  # tokens that take part in COUPLED's race at each node
+    race_sharpness: float  # how far the race over the drafter's distribution is taken for the target's
+    frontier: int = 0  # nodes that a level expands; 0 is topk
+    rows_per_level: int = 0  # most rows of a level over all sequences, see `for_sequences`; 0 is no bound
+    early_levels: int = 0  # levels that are sent while the others are grown, for one sequence; 0 sends whole trees only
 
     def __post_init__(self) -> None:
         if 1 + self.expanded > MAX_ROWS:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draft_service.compiling import Numbers
 from draft_service.drafters.base import DraftSequence, tree_limits
-from draft_service.drafters.grown import Computed, Grown, Pending
+from draft_service.drafters.grown import Grown, Pending, computed
 from draft_service.neural.candidates import candidates_wanted, most_probable, temperature_of
 from draft_service.neural.level_growth import (
     COUPLED,
@@ -31,7 +31,6 @@ from draft_service.neural.level_growth import (
 )
 from draft_service.neural.network import Network, RootStates, RowOutput
 from draft_service.neural.paged_cache import PagedCache
-from draft_service.neural.staging import Staging
 from draft_service.neural.tail_attention import PassRows, TailAttention, TailPart
 from draft_service.neural.tree_config import CacheShape, TreeShape
 from draft_service.noise import first_coin
@@ -81,17 +80,8 @@ class TreeDrafting:
         self.network = network
         self.shape = tree
         self._max_rows = cache.max_rows
-        self.cache = PagedCache(
-            cache.tokens // cache.page_size,
-            cache.page_size,
-            layers=network.layers,
-            kv_heads=network.kv_heads,
-            head_dim=network.head_dim,
-            dtype=network.dtype,
-            device=network.device,
-        )
-        self.states = RootStates(cache.tokens // cache.page_size, network.device)
-        self.staging = Staging(network.dtype, network.device)
+        self.cache = PagedCache(cache.tokens // cache.page_size, cache.page_size, network)
+        self.states = RootStates(self.cache.num_pages, network.device)
         on_cpu = network.device.type == "cpu"
         self._attention = TreeAttention("torch" if on_cpu else "triton", network.device)
 
@@ -104,7 +94,6 @@ class TreeDrafting:
         return self.cache.extend(entry.pages, entry.entries + rows + self.shape.expanded)
 
     def forget(self, entry: CacheEntry) -> None:
-        """Free a sequence's pages."""
         self.cache.release(entry.pages)
         entry.pages.clear()
         entry.entries = 0
@@ -133,14 +122,12 @@ class TreeDrafting:
     @torch.inference_mode()
     def trees(self, requests: Sequence[TreeRequest]) -> list[TokenTree]:
         """The best trees, of requests in any mode."""
-        forest, rules = self._grow(requests)
-        return grown_trees(forest, rules, [request.sequence for request in requests])
+        return grown_trees(*self._grow(requests), [request.sequence for request in requests])
 
     @torch.inference_mode()
     def begin(self, requests: Sequence[TreeRequest]) -> Pending:
         """Start drafting trees, none of them for a REJECTION request. A GPU's are fetched before the next call."""
-        forest, rules = self._grow(requests)
-        return Computed(best_items(forest, rules, [request.sequence.root for request in requests]))
+        return computed(best_items(*self._grow(requests), [request.sequence.root for request in requests]))
 
     def _grow(self, requests: Sequence[TreeRequest]) -> tuple[Forest, Rules]:
         """Grow the trees of all sequences together, with one pass per level."""
@@ -164,7 +151,6 @@ class TreeDrafting:
         return forest, rules
 
     def _rules(self, requests: Sequence[TreeRequest], shape: TreeShape) -> Rules:
-        """The rules of trees of this shape."""
         return rules_of([request.sequence for request in requests], shape)
 
     def _network_of(self, level: int) -> Network:  # noqa: ARG002

@@ -102,10 +102,8 @@ def set_clock_back(rows: Rows, used: int, half_life_log2: int) -> None:
 
 @compiled
 def step_down(rows: Rows, slots: Slots, node: int, depth: int, token: int, longest: int) -> tuple[int, int]:
-    """The longest window, of at most `longest` tokens, that ends the window of `node` plus `token`.
-
-    Returns the node and its depth; (0, 0) when even the token alone is unknown.
-    """
+    """The longest window, of at most `longest` tokens, that ends the window of `node` plus `token`. Returns the node
+    and its depth; (0, 0) when even the token alone is unknown."""
     while True:
         if depth < longest:
             child = find(rows, slots, node, token)
@@ -145,19 +143,10 @@ def _to_front(rows: Rows, parent: int, node: int) -> None:
 
 @compiled
 def insert(
-    rows: Rows,
-    slots: Slots,
-    used: int,
-    context: Tokens,
-    tokens: Tokens,
-    depth: int,
-    weight: int,
-    half_life_log2: int,
+    rows: Rows, slots: Slots, used: int, context: Tokens, tokens: Tokens, depth: int, weight: int, half_life_log2: int
 ) -> int:
-    """Count every window that ends in `tokens`, where `context` came before them and was inserted already.
-
-    `used` rows are taken; at most `depth` more are taken per token, which must fit. Returns rows used after.
-    """
+    """Count every window that ends in `tokens`, where `context` came before them and was inserted already. `used` rows
+    are taken; at most `depth` more are taken per token, which must fit. Returns rows used after."""
     active = np.zeros(depth + 1, dtype=np.int32)
     node, length = match(rows, slots, context, depth - 1)
     for i in range(length, 0, -1):

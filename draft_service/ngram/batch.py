@@ -7,7 +7,6 @@ tables with one row per sequence, which refer to tries by the addresses of their
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 import numba
 import numpy as np
@@ -38,7 +37,6 @@ FLOOR, BREADTH, TRIE_DEPTH, HALF_LIFE, SHARPNESS = range(5)
 _FIRST_PLACES = 16
 
 Asked = tuple[int, int, int, int]
-Array = TypeVar("Array", Table, Tokens, Reals)
 
 
 @inlined
@@ -136,7 +134,6 @@ class TrieBatch:
         return place
 
     def leave(self, place: int) -> None:
-        """The sequence has ended."""
         self._free.append(place)
 
     def moved(self, place: int, own: NgramTrie) -> None:
@@ -151,17 +148,11 @@ class TrieBatch:
         self.moved(place, own)
 
     def grow(self, tries: Sequence[NgramTrie], asked: Sequence[Asked], fresh: Sequence[int]) -> Grown:
-        """Insert the fresh tokens of these sequences, and grow their trees.
+        """Insert the fresh tokens of these sequences, and grow their trees, which the next call overwrites. Column 1 of
+        their `sizes` has the rows that the own trie now uses. For the arguments see `learn_and_grow`; a tree has at
+        most `ROOM` of the fresh tokens.
 
         The caller holds the locks of `tries`, which another thread inserts into, and has made room in the own tries.
-
-        Args:
-            asked: for each tree its sequence's place, where the tenant's and the shared trie stand in `tries`, and
-                how many of `fresh` are its, at most `ROOM`.
-            fresh: tokens that were committed since the last call, tree by tree.
-
-        Returns:
-            The trees, which the next call overwrites; column 1 of `sizes` has the rows that the own trie now uses.
         """
         count = len(asked)
         if count > len(self._trees):
@@ -187,15 +178,10 @@ class TrieBatch:
         return Grown(self._trees[:count], self._scores[:count], rows)
 
     def _widen(self) -> None:
-        """Double the places."""
         before = len(self._table)
         places = max(_FIRST_PLACES, 2 * before)
         self._free.extend(range(places - 1, before - 1, -1))
-        self._table, self._windows = _longer(self._table, places), _longer(self._windows, places)
-        self._powers = _longer(self._powers, places)
-
-
-def _longer(array: Array, length: int) -> Array:
-    longer = np.zeros((length, *array.shape[1:]), array.dtype)
-    longer[: len(array)] = array
-    return longer
+        # New rows repeat the others until `enter` writes them.
+        self._table = np.resize(self._table, (places, COLUMNS_OF_SEQUENCE))
+        self._windows = np.resize(self._windows, (places, self._longest + ROOM))
+        self._powers = np.resize(self._powers, places)

@@ -79,11 +79,10 @@ class Corpora:
     def find_tenant(self, name: str) -> NgramTrie | None:
         """The tenant's trie; None if it has learnt nothing (any more)."""
         with self._lock:
-            owned = self._tenants.get(name)
-            if owned is None:
+            if name not in self._tenants:
                 return None
             self._tenants.move_to_end(name)
-            return owned.trie
+            return self._tenants[name].trie
 
     def shared(self, name: str) -> NgramTrie:
         """A shared corpus. Raises `UnknownCorpus`."""
@@ -110,7 +109,7 @@ class Corpora:
         owned = self._made_by(tenant, corpus) if corpus else self._of_tenant(tenant)
         trie = owned.trie
         rows_before, room = len(trie.rows), self._document_room(owned, corpus)
-        learnt, made = trie.insert_within(token_ids, room, UNIT)
+        learnt, made = trie.insert(token_ids, weight=UNIT, most_nodes=room)
         with self._lock:
             owned.documents += learnt > 0
             owned.document_nodes += made
@@ -139,14 +138,10 @@ class Corpora:
 
     def _of_tenant(self, name: str) -> _OwnedTrie:
         with self._lock:
-            owned = self._tenants.get(name)
-            if owned is None:
-                config = self._config
-                owned = _OwnedTrie(name, NgramTrie(config.depth, config.tenant_capacity, config.half_life_log2))
-                self._tenants[name] = owned
-                self._rows += len(owned.trie.rows)
+            if name not in self._tenants:
+                self._tenants[name] = self._made(name, self._config.tenant_capacity, self._config.half_life_log2)
             self._tenants.move_to_end(name)
-            return owned
+            return self._tenants[name]
 
     def _made_by(self, tenant: str, name: str) -> _OwnedTrie:
         """The shared corpus of this tenant, made when missing."""
@@ -157,12 +152,15 @@ class Corpora:
                     raise QuotaExceeded("the tenant has as many corpora as it may", limit=_MOST_CORPORA).after(None)
                 if len(self._shared) >= _MOST_SHARED:
                     raise QuotaExceeded("there are as many corpora as there may be", limit=_MOST_SHARED).after(None)
-                corpus = _OwnedTrie(tenant, NgramTrie(self._config.depth, self._config.corpus_capacity, NEVER_LOG2))
-                self._shared[name] = corpus
-                self._rows += len(corpus.trie.rows)
+                corpus = self._shared[name] = self._made(tenant, self._config.corpus_capacity, NEVER_LOG2)
         if corpus.owner != tenant:
             raise PermissionDenied("the corpus belongs to another tenant")
         return corpus
+
+    def _made(self, owner: str, capacity: int, half_life_log2: int) -> _OwnedTrie:
+        trie = NgramTrie(self._config.depth, capacity, half_life_log2)
+        self._rows += len(trie.rows)
+        return _OwnedTrie(owner, trie)
 
     def _document_room(self, owned: _OwnedTrie, corpus: str) -> int:
         """Nodes that documents of a trie's owner may still take."""
@@ -187,7 +185,6 @@ class Corpora:
                 self.dropped_tenants += 1
 
     def figures(self) -> dict[str, float]:
-        """Totals over all tries, for metrics."""
         with self._lock:
             tries = [owned.trie for owned in (*self._tenants.values(), *self._shared.values())]
             return {
@@ -205,20 +202,20 @@ class Corpora:
             tenants = [owned.stored("") for owned in self._tenants.values()]
             return tenants + [corpus.stored(name) for name, corpus in self._shared.items()]
 
-    def restore(self, stored: Sequence[StoredTrie]) -> list[StoredTrie]:
-        """Load a snapshot; returns entries that are no valid trie, which are skipped. Call before anything is
-        learnt."""
+    def restore(self, stored: Sequence[StoredTrie]) -> list[tuple[str, str]]:
+        """Load a snapshot; returns tenant and corpus of entries that are no valid trie, which are skipped. Call before
+        anything is learnt."""
         config = self._config
         tenants: OrderedDict[str, _OwnedTrie] = OrderedDict()
         shared: dict[str, _OwnedTrie] = {}
-        unsound: list[StoredTrie] = []
+        unsound: list[tuple[str, str]] = []
         for item in stored:
             capacity = config.corpus_capacity if item.corpus else config.tenant_capacity
             half_life = NEVER_LOG2 if item.corpus else config.half_life_log2
             try:
                 trie = NgramTrie.restored(item.rows, config.depth, capacity, half_life)
             except ValueError:
-                unsound.append(item)
+                unsound.append((item.tenant, item.corpus))
                 continue
             if trie.used < len(item.rows):
                 log.warning(
@@ -226,10 +223,7 @@ class Corpora:
                     *(len(item.rows), trie.used, capacity, item.tenant, item.corpus),
                 )
             owned = _OwnedTrie(item.tenant, trie, item.documents)
-            if item.corpus:
-                shared[item.corpus] = owned
-            else:
-                tenants[item.tenant] = owned
+            (shared if item.corpus else tenants)[item.corpus or item.tenant] = owned
         with self._lock:
             self._tenants, self._shared = tenants, shared
             self._rows = sum(len(owned.trie.rows) for owned in (*tenants.values(), *shared.values()))

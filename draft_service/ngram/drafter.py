@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -63,7 +63,8 @@ class NgramDrafter(Drafter):
         self._evidence = config.evidence()
         self._corpora = Corpora(config)
         self._learner = Learner(config.max_backlog, self._save if config.snapshot else None, config.snapshot_seconds)
-        self._claim: snapshot.Claim | None = None
+        # That a snapshot must have been written with.
+        self._settings = {"depth": config.depth, "unit": UNIT, "half_life_log2": config.half_life_log2}
         self._nothing = NgramTrie(2, 4)
         self._own_rows = OwnRows(config)
         self._batch = TrieBatch(self._evidence, self._rules(), self.limits.max_nodes)
@@ -76,7 +77,8 @@ class NgramDrafter(Drafter):
     def stop(self) -> None:
         """Learn the queued tokens and write the snapshot."""
         self._learner.stop()
-        self._release()
+        if self._config.snapshot:
+            self._claim.release()
 
     def flush(self) -> None:
         """Wait until all tokens committed so far are learnt. For tests and benchmarks."""
@@ -89,7 +91,7 @@ class NgramDrafter(Drafter):
         recent = _as_tokens(sequence.token_ids[-config.own_tokens :])
         own = self._own_rows.made(len(recent) + ROOM)
         own.insert(recent, weight=UNIT)
-        self._own_rows.entered(own)
+        self._own_rows.grew(own)
         limits = tree_limits(self.limits, sequence.limits)
         # A distribution goes with every drawn row, which takes another loop.
         nodes = 0 if sequence.mode is VerificationMode.REJECTION else limits.max_nodes
@@ -131,7 +133,7 @@ class NgramDrafter(Drafter):
 
     def begin(self, sequences: Sequence[DraftSequence]) -> Pending:
         """See `ArrayDrafter.begin`; everything is computed when the trees are fetched."""
-        return _Requested(self, sequences)
+        return Pending(lambda _early: self.grow(sequences))
 
     def grow(self, sequences: Sequence[DraftSequence]) -> Grown:
         """The trees of sequences without a REJECTION request. The next call overwrites them."""
@@ -227,67 +229,49 @@ class NgramDrafter(Drafter):
         return draw_tree(tries, sequence, self._evidence, self._drawn_shape(sequence, followed.limits))
 
     def _drawn_shape(self, sequence: DraftSequence, limits: TreeLimits) -> Shape:
-        config = self._config
-        bounds = limits.max_nodes, limits.max_depth, config.breadth, config.min_score
+        bounds = limits.max_nodes, limits.max_depth, self._config.breadth, self._config.min_score
         return Shape(*bounds, coupled=False, power=_race_power(sequence), sharpness=RACE_SHARPNESS)
 
     def _rules(self) -> Reals:
-        rules = np.zeros(5)
-        config = self._config
+        rules, config = np.zeros(5), self._config
         rules[[FLOOR, BREADTH, TRIE_DEPTH]] = config.min_score, config.breadth, config.depth
         rules[[HALF_LIFE, SHARPNESS]] = NEVER_LOG2, RACE_SHARPNESS
         return rules
 
     def _teach(self, sequence: DraftSequence, followed: _OpenSequence) -> None:
         """Queue new tokens for the tenant's trie, prompt and output each with its weight."""
-        config, prompt, end = self._config, sequence.prompt_length, len(sequence.token_ids)
-        if followed.taught < prompt:
-            self._lesson(sequence, followed, prompt, UNIT)
-        if followed.taught < end and config.learn_outputs:
-            self._lesson(sequence, followed, end, UNIT * config.output_weight)
-
-    def _lesson(self, sequence: DraftSequence, followed: _OpenSequence, end: int, weight: int) -> None:
-        begin = followed.taught
-        context = _as_tokens(sequence.token_ids[max(0, begin - self._config.depth) : begin])
-        tokens = _as_tokens(sequence.token_ids[begin:end])
-        self._learner.teach(len(tokens), partial(self._corpora.learn, sequence.tenant, context, tokens, weight))
-        followed.taught = end
-
-    def _settings(self) -> dict[str, int]:
-        """Settings that a snapshot must have been written with."""
-        return {"depth": self._config.depth, "unit": UNIT, "half_life_log2": self._config.half_life_log2}
+        config, known = self._config, sequence.token_ids
+        outputs_end = len(known) if config.learn_outputs else 0
+        for end, weight in ((sequence.prompt_length, UNIT), (outputs_end, UNIT * config.output_weight)):
+            begin = followed.taught
+            if begin < end:
+                context, tokens = _as_tokens(known[max(0, begin - config.depth) : begin]), _as_tokens(known[begin:end])
+                self._learner.teach(len(tokens), partial(self._corpora.learn, sequence.tenant, context, tokens, weight))
+                followed.taught = end
 
     def _save(self) -> None:
         try:
-            snapshot.save(self._claimed().path, self._corpora.contents(), self._settings())
+            snapshot.save(self._claim.path, self._corpora.contents(), self._settings)
         except OSError as error:
             log.error("the trie snapshot was not written: %s", error)
 
-    def _claimed(self) -> snapshot.Claim:
+    @cached_property
+    def _claim(self) -> snapshot.Claim:
         """The file for the snapshots. Other processes may keep theirs in the same folder."""
-        if self._claim is None:
-            self._claim = snapshot.Claim(Path(self._config.snapshot))
-        return self._claim
-
-    def _release(self) -> None:
-        if self._claim is not None:
-            self._claim.release()
-            self._claim = None
+        return snapshot.Claim(Path(self._config.snapshot))
 
     def _restore(self) -> None:
         if not self._config.snapshot:
             return
-        claim = self._claimed()
-        path = claim.source()
-        log.info("tries are kept in %s, and start with those of %s", claim.path, path)
+        path = self._claim.source()
+        log.info("tries are kept in %s, and start with those of %s", self._claim.path, path)
         try:
-            loaded = snapshot.load(path, self._settings())
+            loaded = snapshot.load(path, self._settings)
         except snapshot.SnapshotRefused as error:
             log.error("the trie snapshot was refused, and every trie starts empty: %s", error)
             self._keep_refused(path)
             return
-        unsound = self._corpora.restore(loaded.tries)
-        damaged = [*loaded.damaged, *((stored.tenant, stored.corpus) for stored in unsound)]
+        damaged = loaded.damaged + self._corpora.restore(loaded.tries)
         for tenant, corpus in damaged:
             log.error("a damaged trie of the snapshot is refused, and starts empty: tenant %r, %r", tenant, corpus)
         if damaged:
@@ -311,17 +295,6 @@ class NgramDrafter(Drafter):
         place = self._batch.enter(own, [1, 2, 1], self.limits, None, 0)
         self._batch.grow([self._nothing], [(place, 0, 0, 2)], [2, 1]).packed([(0, 0, 1, 4)])
         self._batch.leave(place)
-
-
-@dataclass(frozen=True, slots=True)
-class _Requested(Pending):
-    """Trees that are grown when they are fetched."""
-
-    drafter: NgramDrafter
-    sequences: Sequence[DraftSequence]
-
-    def fetch(self) -> Grown:
-        return self.drafter.grow(self.sequences)
 
 
 class _Held:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from draft_service.compiling import Numbers, Reals, compiled, inlined
+from draft_service.compiling import Numbers, Reals, compiled, inlined, largest
 from draft_service.drafters.base import MOST_CONFIDENT, DraftSequence
 from draft_service.ngram.arrays import Tokens
 from draft_service.ngram.growth import OPEN_FLOOR, Shape
@@ -44,39 +44,6 @@ class Distributions(NamedTuple):
 
 
 @compiled
-def heap_push(path_probs: Reals, heap: Numbers, size: int, item: int) -> int:
-    """Add an item to a heap of `size`, the likeliest path first. Returns its new size."""
-    place = size
-    heap[place] = item
-    while place > 0:
-        above = (place - 1) >> 1
-        if path_probs[heap[above]] >= path_probs[heap[place]]:
-            break
-        heap[above], heap[place] = heap[place], heap[above]
-        place = above
-    return size + 1
-
-
-@compiled
-def heap_pop(path_probs: Reals, heap: Numbers, size: int) -> int:
-    """Take the item of the likeliest path; `size` counts items before."""
-    top = heap[0]
-    size -= 1
-    heap[0] = heap[size]
-    place = 0
-    while True:
-        child = 2 * place + 1
-        if child >= size:
-            return int(top)
-        if child + 1 < size and path_probs[heap[child + 1]] > path_probs[heap[child]]:
-            child += 1
-        if path_probs[heap[place]] >= path_probs[heap[child]]:
-            return int(top)
-        heap[place], heap[child] = heap[child], heap[place]
-        place = child
-
-
-@compiled
 def _make_distribution(probs: Reals, known: int, power: float, weights: Numbers) -> float:
     """Write integer weights of the candidates into `weights`. Returns their total probability."""
     largest, mass = 0.0, 0.0
@@ -98,8 +65,7 @@ class _Rows(NamedTuple):
     draws: Numbers
     paths: Reals
     confidences: Reals
-    path_probs: Reals  # of drawing once more
-    heap: Numbers
+    path_probs: Reals  # of drawing once more; 0 for rows that are not drawn from
 
 
 @inlined
@@ -112,23 +78,22 @@ def _open_row(
     distributions: Distributions,
     rows: _Rows,
     scratch: Scratch,
-) -> bool:
-    """Make the distribution of a new row. Returns False if no continuation is known."""
+) -> None:
+    """Make the distribution of a new row, if a continuation is known."""
     distributions.sizes[row] = 0
     if rows.depths[row] >= shape.depth:
-        return False
+        return
     if row > 0:
         resolve_states(tries, rows.states, row, tree[1, row], tree[0, row], evidence.rules[MAX_MATCH])
     known = predict((tries[0][0], tries[1][0], tries[2][0]), rows.states, row, evidence, OPEN_FLOOR, scratch)
     if known == 0:
-        return False
+        return
     distributions.sizes[row] = known
     rows.confidences[row] = _make_distribution(scratch.weights, known, shape.power, distributions.weights[row])
     for i in range(known):
         distributions.tokens[row, i] = scratch.candidates[i, 0]
         rows.left[row, i] = distributions.weights[row, i]
     rows.path_probs[row] = rows.paths[row] * rows.confidences[row]
-    return bool(rows.path_probs[row] >= shape.floor)
 
 
 @compiled
@@ -142,7 +107,7 @@ def grow_drawn(
     scores: Reals,
     distributions: Distributions,
 ) -> int:
-    """Draw a tree.
+    """Draw a tree. Returns rows, the root among them, in draw order.
 
     Args:
         context: the sequence's last tokens, the root last.
@@ -150,9 +115,6 @@ def grow_drawn(
         tree: [2, 1 + shape.nodes], tokens and parents, filled; row 0, the root, is left to the caller.
         scores: [1 + shape.nodes], filled likewise.
         distributions: filled, by row.
-
-    Returns:
-        Rows, the root among them, in draw order.
     """
     scratch = make_scratch()
     limit = shape.nodes + 1
@@ -164,18 +126,13 @@ def grow_drawn(
         np.ones(limit),
         np.zeros(limit),
         np.zeros(limit),
-        np.empty(limit + 1, np.int32),
     )
     start_states(tries, context, rows.states, scratch.state, evidence.rules[MAX_MATCH])
-    row, size = 0, 0
-    while row < limit:
-        if _open_row(tries, evidence, shape, row, tree, distributions, rows, scratch):
-            size = heap_push(rows.path_probs, rows.heap, size, row)
-        row += 1
-        if size == 0 or row == limit:
+    for row in range(1, limit):
+        _open_row(tries, evidence, shape, row - 1, tree, distributions, rows, scratch)
+        parent = largest(rows.path_probs, row)
+        if rows.path_probs[parent] <= 0.0 or rows.path_probs[parent] < shape.floor:
             return row
-        parent = heap_pop(rows.path_probs, rows.heap, size)
-        size -= 1
         coins += GOLDEN
         place = draw_place(rows.left[parent], distributions.sizes[parent], coin_of(coins))
         rows.left[parent, place] = 0
@@ -185,12 +142,9 @@ def grow_drawn(
         rows.paths[row], rows.depths[row] = rows.path_probs[parent], rows.depths[parent] + 1
         rows.draws[parent] += 1
         rows.path_probs[parent] *= 1.0 - rows.confidences[parent]
-        if (
-            rows.draws[parent] < min(shape.breadth, distributions.sizes[parent])
-            and rows.path_probs[parent] >= shape.floor
-        ):
-            size = heap_push(rows.path_probs, rows.heap, size, parent)
-    return row
+        if rows.draws[parent] >= min(shape.breadth, distributions.sizes[parent]):
+            rows.path_probs[parent] = 0.0
+    return limit
 
 
 def draw_tree(tries: Tries, sequence: DraftSequence, evidence: Evidence, shape: Shape) -> TokenTree:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from draft_service.compiling import compiled
+from draft_service.compiling import compiled, inlined
 from draft_service.ngram.arrays import (
     COUNT,
     FIRST_CHILD,
@@ -91,6 +91,14 @@ def survivors(rows: Rows, used: int, target: int, half_life_log2: int) -> tuple[
     return numbers, kept
 
 
+@inlined
+def _first_kept(rows: Rows, numbers: npt.NDArray[np.int32], node: int) -> int:
+    """The new number of the first sibling from `node` on that stays; 0 for none."""
+    while numbers[node] == 0 and node != 0:
+        node = rows[node, NEXT]
+    return int(numbers[node])
+
+
 @compiled
 def copy_survivors(rows: Rows, used: int, numbers: npt.NDArray[np.int32], fresh: Rows, slots: Slots) -> None:
     """Copy the rows that stay into `fresh` and `slots`, both zero, keeping siblings in order of recency."""
@@ -105,23 +113,10 @@ def copy_survivors(rows: Rows, used: int, numbers: npt.NDArray[np.int32], fresh:
         fresh[number, SEEN] = rows[node, SEEN]
         if node != ROOT:
             place_slot(slots, fresh[number, PARENT], fresh[number, TOKEN], number)
-        _link_children(rows, numbers, fresh, node)
-
-
-@compiled
-def _link_children(rows: Rows, numbers: npt.NDArray[np.int32], fresh: Rows, node: int) -> None:
-    number, before = numbers[node], 0
-    child = rows[node, FIRST_CHILD]
-    while child != 0:
-        kept = numbers[child]
-        if kept != 0:
-            if before == 0:
-                fresh[number, FIRST_CHILD] = kept
-            else:
-                fresh[before, NEXT] = kept
-                fresh[kept, PREVIOUS] = before
-            before = kept
-        child = rows[child, NEXT]
+        fresh[number, FIRST_CHILD] = _first_kept(rows, numbers, rows[node, FIRST_CHILD])
+        following = fresh[number, NEXT] = _first_kept(rows, numbers, rows[node, NEXT])
+        if following != 0:
+            fresh[following, PREVIOUS] = number
 
 
 @compiled

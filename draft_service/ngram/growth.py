@@ -46,10 +46,8 @@ class Shape(NamedTuple):
 
 @compiled
 def _race(known: int, shape: Shape, seed: np.uint64, position: np.uint64, candidates: Numbers, weights: Reals) -> None:
-    """Turn probabilities into chances of winning the shared race, given its noise.
-
-    Token x has the weight (p(x)**power / E(x))**sharpness; all other tokens race with their expected noise.
-    """
+    """Turn probabilities into chances of winning the shared race, given its noise. Token x has the weight (p(x)**power
+    / E(x))**sharpness; all other tokens race with their expected noise."""
     rest = 1.0
     for i in range(known):
         rest -= weights[i, 0]
@@ -140,14 +138,13 @@ def grow(
 ) -> int:
     """Grow a tree, the likeliest path first: its probability is the product of scores along a node's path.
 
+    Returns rows, the root among them. Parents stand before children, and path probability falls from row to row.
+
     Args:
         context: the sequence's last tokens, the root last.
         seed, position: of the request, and of the token after the root, for the race.
         tree: [2, 1 + nodes], tokens and parents, filled; row 0, the root, is left to the caller.
         scores: [1 + nodes], filled likewise.
-
-    Returns:
-        Rows, the root among them. Parents stand before children, and path probability falls from row to row.
     """
     longest = evidence.rules[MAX_MATCH]
     rows, scratch = (tries[0][0], tries[1][0], tries[2][0]), make_scratch()

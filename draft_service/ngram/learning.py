@@ -66,7 +66,6 @@ class Learner:
             self._asked.start()
 
     def flush(self) -> None:
-        """Wait until everything taught so far is learnt."""
         self.run(lambda: None)
 
     def _learn(self, tokens: int, lesson: Callable[[], None]) -> None:

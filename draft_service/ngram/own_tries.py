@@ -21,23 +21,18 @@ class OwnRows:
         self.taken = 0
 
     def made(self, tokens: int) -> NgramTrie:
-        """A trie with room for `tokens`, as far as the bound allows. `entered` counts it once it is filled."""
+        """A trie with room for `tokens`, as far as the bound allows. `grew` counts it once it is filled."""
         return NgramTrie(self._depth, self._allowed(0), NEVER_LOG2, first_rows=tokens * self._depth)
 
-    def entered(self, trie: NgramTrie) -> None:
-        """The trie is in use."""
-        self.taken += len(trie.rows)
-
     def left(self, trie: NgramTrie) -> None:
-        """The trie is not used any more."""
         self.taken -= len(trie.rows)
 
     def bound(self, trie: NgramTrie) -> None:
         """Set the capacity of a trie that is about to grow."""
         trie.capacity = max(len(trie.rows), self._allowed(len(trie.rows)))
 
-    def grew(self, trie: NgramTrie, rows_before: int) -> None:
-        """Count the rows of a trie that has grown."""
+    def grew(self, trie: NgramTrie, rows_before: int = 0) -> None:
+        """Count the rows of a trie that has grown, or is in use now."""
         self.taken += len(trie.rows) - rows_before
 
     def _allowed(self, rows: int) -> int:

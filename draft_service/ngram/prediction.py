@@ -66,11 +66,8 @@ class Evidence(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Room for one prediction, made once per tree.
-
-    Unpacked before it is used: numba counts a reference for every array that is read from a tuple, which in an inner
-    loop costs more than the loop.
-    """
+    """Room for one prediction, made once per tree. Unpacked before it is used: numba counts a reference for every array
+    that is read from a tuple, which in an inner loop costs more than the loop."""
 
     # [4 * SOURCES]: window nodes, their lengths, the counts of the windows met last, and the node of a window that was
     # not met: UNKNOWN, or ROOT for a trie that holds nothing.
@@ -198,15 +195,12 @@ def _longest(state: Numbers, trust: Reals, min_match: int) -> int:
 def predict(
     rows_of: tuple[Rows, Rows, Rows], states: Numbers, row: int, evidence: Evidence, floor: float, scratch: Scratch
 ) -> int:
-    """The distribution of the next token after `row`, as far as it is known, into `candidates` and `weights`.
+    """The distribution of the next token after `row`, as far as it is known, into `candidates` and `weights`. Returns
+    how many candidates there are; their probabilities sum to less than 1.
 
     Args:
-        rows_of: the three tries.
         states: [rows, 2 * SOURCES], per source the longest known window that ends at a row, and its length.
         floor: shorter windows are not read once less probability than this is open.
-
-    Returns:
-        How many candidates there are. Their probabilities sum to less than 1.
     """
     own, tenant, shared = rows_of
     trust, spread, rules = evidence
@@ -224,19 +218,9 @@ def predict(
         if rows[node, COUNT] != state[2 * SOURCES + source]:
             state[2 * SOURCES + source] = rows[node, COUNT]
             half_life = int(trust[source, HALF_LIFE])
+            longest = rules[MAX_MATCH]
             found, known, new, total = _gather(
-                rows,
-                node,
-                length,
-                source,
-                half_life,
-                rules[MAX_MATCH],
-                state,
-                places,
-                fresh,
-                candidates,
-                weights,
-                known,
+                rows, node, length, source, half_life, longest, state, places, fresh, candidates, weights, known
             )
             if total > 0.0:
                 escape = trust[source, ESCAPE + length] * spread[found]

@@ -60,7 +60,6 @@ class Claim:
             return
 
     def release(self) -> None:
-        """Let another process have the file."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None

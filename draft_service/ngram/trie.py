@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import numpy as np
 
-from draft_service.ngram.arrays import (
-    COLUMNS,
-    MAX_CLOCK,
-    ROOT,
-    SEEN,
-    Rows,
-    Slots,
-    Tokens,
-    insert,
-    set_clock_back,
-)
+from draft_service.ngram.arrays import COLUMNS, MAX_CLOCK, ROOT, SEEN, Rows, Slots, Tokens, insert, set_clock_back
 from draft_service.ngram.eviction import copy_survivors, enter_all, slots_for, sound, survivors
 
 _FIRST_ROWS = 256
@@ -68,51 +59,34 @@ class NgramTrie:
 
     @property
     def bytes(self) -> int:
-        """Memory of the arrays."""
         return self.rows.nbytes + self.slots.nbytes
 
     def arrays(self) -> tuple[Rows, Slots]:
         """The arrays. Valid while `lock` is held, or for good once nothing is inserted any more."""
         return self.rows, self.slots
 
-    def insert(self, token_ids: Tokens, context: Tokens = _EMPTY, weight: int = 1) -> None:
-        """Count every window that ends in `token_ids`, which follow `context`. Evicts when full.
-
-        Args:
-            token_ids: [n] int32.
-            context: [m] int32, inserted before; its last `depth - 1` tokens are used.
-            weight: what one occurrence adds to a count.
-        """
-        for start in range(0, len(token_ids), self._chunk):
-            self._insert_piece(token_ids, context, start, min(self._chunk, len(token_ids) - start), weight)
-
-    def insert_within(self, token_ids: Tokens, budget: int, weight: int = 1) -> tuple[int, int]:
-        """Like `insert`, but stop before more than `budget` nodes are made. Returns tokens inserted, nodes made."""
-        done, made = 0, 0
+    def insert(
+        self, token_ids: Tokens, context: Tokens = _EMPTY, weight: int = 1, most_nodes: int = sys.maxsize
+    ) -> tuple[int, int]:
+        """Count every window that ends in `token_ids` with a `weight` for one occurrence. They follow `context`, which
+        was inserted before; its last `depth - 1` tokens are used. Evicts when full. Stops before more than `most_nodes`
+        are made. Returns tokens inserted, nodes made."""
+        done, made, depth = 0, 0, self.depth
         while done < len(token_ids):
-            size = min(self._chunk, len(token_ids) - done, (budget - made) // self.depth)
+            size = min(self._chunk, len(token_ids) - done, (most_nodes - made) // depth)
             if size <= 0:
                 break
-            made += self._insert_piece(token_ids, _EMPTY, done, size, weight)
+            before = token_ids[:done] if done >= depth else np.concatenate((context, token_ids[:done]))
+            before = np.ascontiguousarray(before[-(depth - 1) :], dtype=np.int32)
+            piece = token_ids[done : done + size]
+            self.make_room(size * depth)
+            if self.tokens > MAX_CLOCK:
+                self._set_clock_back()
+            with self.lock:
+                used = insert(self.rows, self.slots, self.used, before, piece, depth, weight, self.half_life_log2)
+                made, self.used = made + used - self.used, used
             done += size
         return done, made
-
-    def _insert_piece(self, token_ids: Tokens, context: Tokens, start: int, size: int, weight: int) -> int:
-        """Insert `size` tokens from `start` on. Returns nodes made."""
-        before = (
-            token_ids[:start]
-            if start >= self.depth or not len(context)
-            else np.concatenate((context, token_ids[:start]))
-        )
-        before = np.ascontiguousarray(before[-(self.depth - 1) :], dtype=np.int32)
-        piece = token_ids[start : start + size]
-        self.make_room(size * self.depth)
-        if self.tokens > MAX_CLOCK:
-            self._set_clock_back()
-        with self.lock:
-            used = insert(self.rows, self.slots, self.used, before, piece, self.depth, weight, self.half_life_log2)
-            made, self.used = used - self.used, used
-        return made
 
     def make_room(self, wanted: int) -> None:
         """Make `wanted` rows free, by growing or evicting. Only for the thread that inserts."""

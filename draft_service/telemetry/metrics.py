@@ -52,12 +52,10 @@ class DraftMetrics:
         self._context_tokens.value += context_tokens
 
     def on_advanced(self, sequences: int, tokens: int) -> None:
-        """One advance frame was handled."""
         self._advances.value += sequences
         self._committed_tokens.value += tokens
 
     def on_growth(self, sequences: int, nodes: int, queue_ns: int, compute_ns: int) -> None:
-        """One growth frame was made."""
         self._growths.value += sequences
         self._nodes.value += nodes
         self._queue.observe(queue_ns * _NS)

@@ -13,14 +13,7 @@ from dataclasses import dataclass
 from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode
 
 from outrider.telemetry import names as telemetry
-from outrider.telemetry.tracing import (
-    AttributeValue,
-    Metadata,
-    Tracing,
-    context_from_metadata,
-    context_from_traceparent,
-    end_rpc,
-)
+from outrider.telemetry.tracing import Metadata, Tracing, context_from_metadata, context_from_traceparent, end_rpc
 from outrider.wire.frames import OpenSequence
 
 
@@ -56,18 +49,17 @@ class StreamTrace:
         """A sequence was opened: begin its span, if its request is traced."""
         if not sequence.traceparent:
             return
-        attributes: dict[str, AttributeValue] = {
-            "outrider.sequence_id": sequence.sequence_id,
-            "outrider.tenant": sequence.tenant,
-            "outrider.drafter": self._drafter,
-            "outrider.verification_mode": sequence.mode.value,
-            "outrider.context_tokens": len(sequence.token_ids),
-            "outrider.model_version": sequence.model_version,
-        }
         span = self._tracer.start_span(
             telemetry.DRAFT_SEQUENCE,
             context_from_traceparent(sequence.traceparent),
-            attributes=attributes,
+            attributes={
+                "outrider.sequence_id": sequence.sequence_id,
+                "outrider.tenant": sequence.tenant,
+                "outrider.drafter": self._drafter,
+                "outrider.verification_mode": sequence.mode.value,
+                "outrider.context_tokens": len(sequence.token_ids),
+                "outrider.model_version": sequence.model_version,
+            },
             links=self._links,
         )
         if span.is_recording():
@@ -79,7 +71,6 @@ class StreamTrace:
         return bool(self._followed)
 
     def advanced(self, sequence_id: int, tokens: int) -> None:
-        """The target committed tokens."""
         followed = self._followed.get(sequence_id)
         if followed is not None:
             followed.committed_tokens += tokens
@@ -93,12 +84,10 @@ class StreamTrace:
             followed.propose_ns += compute_ns
 
     def closed(self, sequence_ids: Iterable[int]) -> None:
-        """The target closed sequences."""
         for sequence_id in sequence_ids:
             self._end(sequence_id, "closed")
 
     def failed(self, sequence_id: int, reason: str) -> None:
-        """One sequence failed, for the reason of an `OutriderError`."""
         self._end(sequence_id, reason, error=True)
 
     def end(self, code: str = "OK", reason: str = "") -> None:

@@ -20,7 +20,7 @@ from draft_service.eagle.checkpoint import save_head
 from draft_service.eagle.config import EagleConfig
 from draft_service.medusa.checkpoint import save_heads
 from draft_service.medusa.config import MedusaConfig
-from draft_service.mtp.config import MtpConfig
+from draft_service.mtp.drafter import MtpConfig
 from outrider.errors import NotSupported
 from outrider.sampling import LOSSLESS_MODES, VerificationMode
 from outrider.settings import add_flags, load

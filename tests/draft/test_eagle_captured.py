@@ -66,7 +66,7 @@ def test_the_first_levels_come_before_the_others(early: int) -> None:
     one = opened(drafter, sequence_of(text(7, 3)), known)
     for step in range(3):
         pending = drafter.begin([one])
-        assert pending.early and pending.fresh
+        assert pending.early and pending.fresh()
         (first,), (whole,) = pending.fetch_early().as_trees(), pending.fetch().as_trees()
         alone = static_drafter(head, **{**shape, "early_levels": 0})
         (expected,) = alone.propose([opened(alone, sequence_of(list(one.token_ids)), known)])
@@ -76,7 +76,7 @@ def test_the_first_levels_come_before_the_others(early: int) -> None:
         one.token_ids.extend(text(1 + step, step))
         feed(one, known[length - 1 : length + step], length - 1)
         drafter.begin([one])
-        assert not pending.fresh
+        assert not pending.fresh()
 
 
 @pytest.mark.parametrize("kind", [KINDS["eagle-3"], KINDS["two layers"]], ids=["one layer", "two layers"])

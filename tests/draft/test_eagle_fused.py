@@ -51,7 +51,7 @@ def own_slot(slots: Tensor) -> Any:
 
 def both(head: EagleHead, own: FusedHead) -> list[list[Tensor]]:
     """What the modules, and what the kernels make of the same rows: outputs, and the keys and values they store."""
-    config, weight = head.config, head.embed_tokens.weight
+    weight = head.embed_tokens.weight
     generator = torch.Generator().manual_seed(5)
     features = torch.randn(ROWS, HIDDEN, generator=generator).to(weight.device, weight.dtype)
     tokens = torch.randint(VOCABULARY, (ROWS,), generator=generator, dtype=torch.int32).to(weight.device)
@@ -59,10 +59,7 @@ def both(head: EagleHead, own: FusedHead) -> list[list[Tensor]]:
     slots = torch.tensor([6, 1, 0, 7, 9], dtype=torch.int32, device=weight.device)
     found = []
     for forward in (head, own.forward):
-        cache = PagedCache(
-            3, 4, layers=config.num_layers, kv_heads=config.num_kv_heads, head_dim=config.head_dim,
-            dtype=weight.dtype, device=weight.device,
-        )  # fmt: skip
+        cache = PagedCache(3, 4, HeadNetwork(head))
         for pool in (*cache.keys, *cache.values):
             pool.zero_()
         output = forward(tokens, features, positions, StaticAttend(cache, slots, own_slot(slots)))

@@ -13,8 +13,7 @@ from draft_service.drafters.base import DraftSequence
 from draft_service.drafters.packing import pack, room_for, signed
 from draft_service.ngram.config import TrieConfig
 from draft_service.ngram.drafter import NgramDrafter
-from draft_service.session import Admission, PackedGrowth, ProposeSession
-from draft_service.tracked import Tracked
+from draft_service.session import Admission, PackedGrowth, ProposeSession, Tracked
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import TokenTree
 from outrider.v1 import draft_pb2

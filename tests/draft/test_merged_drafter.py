@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draft_service.drafters.base import CorpusDrafter, Drafter, DraftSequence, create, features_of, info_of
-from draft_service.drafters.grown import ArrayDrafter, Computed, Grown, Pending
+from draft_service.drafters.grown import ArrayDrafter, Grown, Pending
 from draft_service.drafters.merged import MergedConfig, MergedDrafter
 from draft_service.drafters.merging import merge_grown, merge_trees
 from draft_service.drafters.prompt_lookup import PromptLookupConfig, PromptLookupDrafter
@@ -229,16 +229,15 @@ def test_others_work_while_another_device_does(monkeypatch: pytest.MonkeyPatch) 
     head = merged._parts[0]
     events: list[str] = []
 
-    class Away(Computed):
-        elsewhere = True
-
-        def fetch(self) -> Grown:
-            events.append("head fetched")
-            return self.grown
-
     def begin(sequences: Sequence[DraftSequence]) -> Pending:
         events.append("head begun")
-        return Away(Grown.of(head.propose(sequences)))
+        grown = Grown.of(head.propose(sequences))
+
+        def wait(_early: bool) -> Grown:
+            events.append("head fetched")
+            return grown
+
+        return Pending(wait, elsewhere=True)
 
     def grow(sequences: Sequence[DraftSequence]) -> Grown:
         events.append("trie grown")

@@ -41,8 +41,7 @@ from draft_service.checkpoints.weights import Weights
 from draft_service.eagle.deepseek_layers import Router
 from draft_service.eagle.head import EagleHead
 from draft_service.mtp.checkpoint import MtpCheckpoint
-from draft_service.mtp.config import MtpConfig
-from draft_service.mtp.drafter import MtpDrafter
+from draft_service.mtp.drafter import MtpConfig, MtpDrafter
 from draft_service.noise import exponential
 from outrider.sampling import VerificationMode
 from outrider.settings import SettingsError

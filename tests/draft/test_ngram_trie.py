@@ -126,10 +126,10 @@ def test_children_stand_in_order_of_recency() -> None:
 
 def test_a_budget_bounds_what_is_made() -> None:
     trie = NgramTrie(DEPTH, 10_000)
-    learnt, made = trie.insert_within(ids(range(1_000)), 400)
+    learnt, made = trie.insert(ids(range(1_000)), most_nodes=400)
     assert 0 < learnt < 1_000
     assert made == trie.nodes <= 400
-    assert trie.insert_within(ids(range(10)), 0) == (0, 0)
+    assert trie.insert(ids(range(10)), most_nodes=0) == (0, 0)
 
 
 def test_restored_rows_are_the_same_trie() -> None:

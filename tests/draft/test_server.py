@@ -530,7 +530,7 @@ async def test_a_stream_that_ends_while_its_drafter_works_is_counted_out(monkeyp
         await draft.empty()
         assert figure(draft, "outrider_draft_sequences") == 0
         assert figure(draft, "outrider_draft_sequences_opened") == figure(draft, "outrider_draft_sequences_closed") == 1
-        draft.worker.servicer.close()
+        draft.worker.close()
 
 
 async def test_the_drafter_is_stopped_behind_its_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -550,7 +550,7 @@ async def test_the_drafter_is_stopped_behind_its_last_call(monkeypatch: pytest.M
         await stream.opened()
         await stream.send(close=draft_pb2.CloseSequences(sequence_ids=[1]))
         assert await asyncio.to_thread(working.wait, 10)
-        draft.worker.servicer.close()
+        draft.worker.close()
         assert calls == ["closed"]
 
 

@@ -228,7 +228,7 @@ class TestDrafter:
         tries = {"a": (10, 11), "b": (20, 21)}
         counts = {tenant: count(drafter._corpora.tenant(tenant), window) for tenant, window in tries.items()}
         drafter._learner._thread.shutdown()
-        drafter._release()
+        drafter._claim.release()
         return counts
 
     def test_a_deleted_corpus_is_forgotten_and_the_others_are_listed_as_before(
@@ -244,10 +244,10 @@ class TestDrafter:
         before = drafter.corpora("a")
         drafter.delete_corpus("a", "gone")
         deadline = time.monotonic() + 10
-        while "gone" in (names := [stored.corpus for stored in load(tmp_path / FILE_NAME, drafter._settings()).tries]):
+        while "gone" in (names := [stored.corpus for stored in load(tmp_path / FILE_NAME, drafter._settings).tries]):
             assert time.monotonic() < deadline, names
             time.sleep(0.01)
-        drafter._release()
+        drafter._claim.release()
         restarted = self.drafter(tmp_path)
         restarted._restore()
         listed = restarted.corpora("a")
@@ -256,7 +256,7 @@ class TestDrafter:
             ("kept", "a", 6, 2),
         ]
         assert [one.name for one in before] == ["", "gone", "kept"]
-        restarted._release()
+        restarted._claim.release()
         for each in (drafter, restarted):
             each._learner._thread.shutdown()
 
@@ -281,15 +281,15 @@ class TestDrafter:
             for drafter in (second, first):
                 drafter.stop()
         names = [FILE_NAME, "tries-2.safetensors"]
-        held = [load(tmp_path / name, self.drafter(tmp_path)._settings()).tries for name in names]
+        held = [load(tmp_path / name, self.drafter(tmp_path)._settings).tries for name in names]
         assert [[(stored.tenant, stored.documents) for stored in tries] for tries in held] == [[("a", 2)], [("b", 2)]]
 
     def test_one_that_has_no_snapshot_starts_with_the_newest_of_the_others(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         self.taught(tmp_path)
-        older = load(tmp_path / FILE_NAME, self.drafter(tmp_path)._settings()).tries[:1]
-        save(tmp_path / "tries-7.safetensors", older, self.drafter(tmp_path)._settings())
+        older = load(tmp_path / FILE_NAME, self.drafter(tmp_path)._settings).tries[:1]
+        save(tmp_path / "tries-7.safetensors", older, self.drafter(tmp_path)._settings)
         for name, seconds in (("tries-7.safetensors", 1000), (FILE_NAME, 2000)):
             os.utime(tmp_path / name, (seconds, seconds))
         holder = Claim(tmp_path)
@@ -313,9 +313,9 @@ class TestDrafter:
     def test_an_unsound_trie_costs_its_tenant_only(self, tmp_path: Path) -> None:
         """With a checksum that is right, as of a clock that ran over before it was written."""
         self.taught(tmp_path)
-        loaded = load(tmp_path / FILE_NAME, self.drafter(tmp_path)._settings())
+        loaded = load(tmp_path / FILE_NAME, self.drafter(tmp_path)._settings)
         loaded.tries[0].rows[0, SEEN] = -(2**31)
-        save(tmp_path / FILE_NAME, loaded.tries, self.drafter(tmp_path)._settings())
+        save(tmp_path / FILE_NAME, loaded.tries, self.drafter(tmp_path)._settings)
         assert sum(count > 0 for count in self.known(tmp_path).values()) == 1
 
     def test_a_trie_that_is_larger_than_it_may_be_now_is_cut(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from draft_service.neural.staging import Staging
+from draft_service.eagle.head_drafter import Staging
 
 
 def test_pieces_are_joined_in_memory_that_stays() -> None:

@@ -25,8 +25,7 @@ from taught_heads import HIDDEN, LAYERS, SAMPLINGS, prompts, request_of, taught_
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draft_service.mtp.config import MtpConfig
-from draft_service.mtp.drafter import MtpDrafter
+from draft_service.mtp.drafter import MtpConfig, MtpDrafter
 from outrider.sampling import SamplingParams
 from target_service.model.head_projection import read_draft_head
 

@@ -124,14 +124,9 @@ class StaticIntegers:
         *,
         causal: bool = False,
     ) -> None:
-        """Write the plan of a pass over these sequences; the plan's other sequences get no row and no key.
-
-        Args:
-            pages: of each sequence.
-            prefixes: keys of each sequence before its tail.
-            tails: rows of each sequence's tail.
-            parents: of all rows; without them all rows attend to the root alone, until the device writes parents.
-        """
+        """Write the plan of a pass over sequences with these pages, keys before their tails, and rows of their tails;
+        the plan's other sequences get no row and no key. Without the `parents` of all rows all attend to the root
+        alone, until the device writes parents."""
         query_starts, prefix_lengths, causals, page_starts, seen, table = self._plan_host
         seen[: len(parents)], seen[len(parents) :] = parents, 0
         count, begin = len(pages), 0

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draft_service.drafters.grown import Grown, Pending, in_order
+from draft_service.drafters.grown import Pending, in_order
 from draft_service.neural.config import NeuralConfig
 from draft_service.neural.cuda_graphs.attention import StaticAttend, StaticIntegers, capacity
 from draft_service.neural.cuda_graphs.tree_pass import TreePass
@@ -122,32 +122,6 @@ class CapturedTrees(NamedTuple):
     replays: Sequence[Callable[[], None]]
 
 
-@dataclass(frozen=True, slots=True)
-class _GrowingTrees(Pending):
-    """Trees that a pass is growing."""
-
-    work: TreePass
-    turn: int
-
-    @property
-    def fresh(self) -> bool:
-        return self.work.turn == self.turn
-
-    @property
-    def elsewhere(self) -> bool:
-        return self.work.elsewhere
-
-    @property
-    def early(self) -> bool:
-        return self.work.parts > 1
-
-    def fetch_early(self) -> Grown:
-        return self.work.fetch(0)
-
-    def fetch(self) -> Grown:
-        return self.work.fetch(self.work.parts - 1)
-
-
 class CapturedDrafting(TreeDrafting):
     """`TreeDrafting` on a GPU. Graphs are captured when their size is first needed."""
 
@@ -171,7 +145,13 @@ class CapturedDrafting(TreeDrafting):
         for part, replay in enumerate(replays):
             replay()
             work.send_back(part)
-        return _GrowingTrees(work, work.turn)
+        turn = work.turn
+        return Pending(
+            lambda early: work.fetch(0 if early else work.parts - 1),
+            work.elsewhere,
+            early=work.parts > 1,
+            fresh=lambda: work.turn == turn,
+        )
 
     @torch.inference_mode()
     def tree_pass(self, requests: Sequence[TreeRequest]) -> CapturedTrees:

@@ -37,10 +37,6 @@ class _PartTrees:
         self.host = torch.zeros(device.shape, dtype=torch.int32, pin_memory=device.is_cuda)
         self.copied = DeviceEvent(on_gpu=device.is_cuda)
 
-    def send_back(self) -> None:
-        self.host.copy_(self.device, non_blocking=True)
-        self.copied.record()
-
 
 class TreePass:
     """The device tensors for one number of sequences, and the pass over them.
@@ -178,7 +174,9 @@ class TreePass:
 
     def send_back(self, part: int) -> None:
         """Copy the trees of a part to the host once they are grown, asynchronously."""
-        self._trees[part].send_back()
+        trees = self._trees[part]
+        trees.host.copy_(trees.device, non_blocking=True)
+        trees.copied.record()
 
     def fetch(self, part: int) -> Grown:
         """Wait for the trees of a part, in the order of the requests."""
@@ -194,26 +192,11 @@ class TreePass:
 
     def _children(self, logits: Tensor, level: int) -> Children:
         parts, shape = self._integers.device, self._shape
+        common = logits, parts["temperatures"], shape.topk, self._token_ids
         if not self.coupled:
-            return likeliest(logits, parts["temperatures"], shape.topk, self._token_ids)
-        race = Race(
-            parts["coupled"],
-            parts["top_k"],
-            parts["top_p"],
-            parts["min_p"],
-            parts["seeds"],
-            parts["noise_positions"],
-        )
-        return race_winners(
-            logits,
-            parts["temperatures"],
-            shape.topk,
-            self._token_ids,
-            race,
-            level,
-            shape.race_entrants,
-            shape.race_sharpness,
-        )
+            return likeliest(*common)
+        race = Race(*(parts[name] for name in ("coupled", "top_k", "top_p", "min_p", "seeds", "noise_positions")))
+        return race_winners(*common, race, level, shape.race_entrants, shape.race_sharpness)
 
     def _attend(self, level: int) -> StaticAttend:
         """Attention of the rows of one level, [B * W, ..]."""
