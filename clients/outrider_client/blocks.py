@@ -1,4 +1,4 @@
-"""Base classes of objects that a `with` or an `async with` block closes at its end."""
+"""Base classes of objects that are closed when a `with` or an `async with` block is left."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from typing import Self
 
 
 class Closing(ABC):
-    """Closed when a `with` block is left."""
+    """Closed by `with`."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Release all resources."""
+    def close(self) -> None: ...
 
     def __enter__(self) -> Self:
         return self
@@ -21,11 +20,10 @@ class Closing(ABC):
 
 
 class AsyncClosing(ABC):
-    """Closed when an `async with` block is left."""
+    """Closed by `async with`."""
 
     @abstractmethod
-    async def close(self) -> None:
-        """Release all resources."""
+    async def close(self) -> None: ...
 
     async def __aenter__(self) -> Self:
         return self

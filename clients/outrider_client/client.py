@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -147,8 +148,7 @@ class Client(AsyncClosing):
 
     def verify(self) -> VerifySession:
         """A session in which the client drafts and the target verifies. Use it with `async with`."""
-        call = self._stub.Verify(metadata=self._connection.metadata)
-        return VerifySession(call, self.address)
+        return VerifySession(self._stub.Verify(metadata=self._connection.metadata), self.address)
 
     async def update_weights(
         self,
@@ -179,13 +179,8 @@ class Client(AsyncClosing):
 
     async def info(self, timeout: float | None = None) -> TargetInfo:
         """What the target serves, and its limits. Without a timeout the policy's deadline holds."""
-        return TargetInfo.from_pb(await self._policy.call(timeout, self._info))
-
-    async def _info(self, left: float | None) -> target_pb2.GetTargetInfoResponse:
-        with typed_errors(self.address):
-            return await self._stub.GetTargetInfo(
-                target_pb2.GetTargetInfoRequest(), timeout=left, metadata=self._connection.metadata
-            )
+        ask = partial(self._connection.call, self._stub.GetTargetInfo, target_pb2.GetTargetInfoRequest())
+        return TargetInfo.from_pb(await self._policy.call(timeout, ask))
 
     async def serving(self, timeout: float = 5.0) -> bool:
         """Whether the target answers that it is healthy."""

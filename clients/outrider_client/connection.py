@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.addresses import address_problem
@@ -16,10 +18,10 @@ from outrider_client.failures import typed_errors
 
 logger = logging.getLogger(__name__)
 
+Answer = TypeVar("Answer")
 TENANT_KEY = "outrider-tenant"
 TOKEN_KEY = "authorization"
 _LOCAL = ("unix:", "127.", "localhost:", "[::1]:")
-
 _OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_receive_message_length", 16 * 1024 * 1024),
     ("grpc.max_send_message_length", -1),
@@ -64,8 +66,7 @@ class Connection:
         """
         if not isinstance(address, str):
             raise TypeError(f"address: expected a string, got {type(address).__name__}")
-        problem = address_problem(address)
-        if problem is not None:
+        if problem := address_problem(address):
             raise ValueError(problem)
         self.address = address
         self.metadata = _metadata(token, tenant)
@@ -82,13 +83,15 @@ class Connection:
         other.__dict__.update(self.__dict__, metadata=_metadata(token, tenant))
         return other
 
+    async def call(self, method: Callable[..., Awaitable[Answer]], request: Message, timeout: float | None) -> Answer:
+        """The answer to a call with one message each way. Raises errors of `outrider.errors`, `ServiceUnreachable`."""
+        with typed_errors(self.address):
+            return await method(request, timeout=timeout, metadata=self.metadata)
+
     async def serving(self, service: str = "", timeout: float = 5.0) -> bool:
         """Whether `service` ("" for the process) reports SERVING. Raises as every call does."""
-        stub = health_pb2_grpc.HealthStub(self.channel)
-        with typed_errors(self.address):
-            response = await stub.Check(
-                health_pb2.HealthCheckRequest(service=service), timeout=timeout, metadata=self.metadata
-            )
+        check = health_pb2_grpc.HealthStub(self.channel).Check
+        response = await self.call(check, health_pb2.HealthCheckRequest(service=service), timeout)
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def close(self) -> None:

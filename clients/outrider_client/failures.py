@@ -14,7 +14,6 @@ from typing import TypeVar
 import grpc
 
 from outrider.errors import DeadlineExceeded, OutriderError
-from outrider.unreachable import SPEAKS_HTTP as SPEAKS_HTTP
 from outrider.unreachable import TlsProblem as TlsProblem
 from outrider.unreachable import cause_of
 from outrider.wire.trees import error_of_rpc

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -16,7 +16,7 @@ from outrider.sampling import TypicalAcceptance, VerificationMode
 from outrider.v1 import target_pb2
 from outrider.wire.trees import DRAFT_REFUSED_KEY, mode_to_pb, typical_to_pb
 from outrider_client.failures import ServiceUnreachable, typed_error
-from outrider_client.policy import Policy
+from outrider_client.policy import Attempt, Policy
 from outrider_client.results import Chunk, RequestTimes, Result, SpeculationTotals, Started, reason_from_pb
 from outrider_client.tracing import RequestSpan
 
@@ -49,15 +49,6 @@ class Speculation:
             typical=typical_to_pb(self.typical),
             trees=self.trees,
         )
-
-
-@dataclass(slots=True)
-class _Received:
-    """Output received so far."""
-
-    token_ids: list[int] = field(default_factory=list)
-    text: list[str] = field(default_factory=list)
-    first_token_at: float | None = None
 
 
 class Generation:
@@ -94,7 +85,10 @@ class Generation:
         self._call: _Call | None = None
         self._begun_at = 0.0
         self._started: Started | None = None
-        self._received = _Received()
+        # The output so far, and when it began.
+        self._token_ids: list[int] = []
+        self._text: list[str] = []
+        self._first_token_at: float | None = None
         self._result: Result | None = None
         self._draft_refused = ""
 
@@ -160,7 +154,7 @@ class Generation:
     async def _first_event(self) -> object:
         """Make the call, and retry as the policy allows: before the first event, nothing is lost."""
         self._begun_at = time.perf_counter()
-        attempt = self._policy.attempt(self._timeout)
+        attempt = Attempt(self._policy, self._timeout)
         while not self._cancelled:
             self._call = self._begin(attempt.seconds_left())
             try:
@@ -194,20 +188,18 @@ class Generation:
         return error
 
     def _take(self, chunk: Chunk) -> Chunk:
-        received = self._received
-        if received.first_token_at is None and chunk.token_ids:
-            received.first_token_at = time.perf_counter()
-        received.token_ids.extend(chunk.token_ids)
-        received.text.append(chunk.text)
+        if self._first_token_at is None and chunk.token_ids:
+            self._first_token_at = time.perf_counter()
+        self._token_ids.extend(chunk.token_ids)
+        self._text.append(chunk.text)
         return chunk
 
     def _finish(self, pb: target_pb2.GenerateFinished) -> None:
         ended_at = time.perf_counter()
-        received = self._received
         matched = pb.WhichOneof("matched")
         self._result = Result(
-            text="".join(received.text),
-            token_ids=tuple(received.token_ids),
+            text="".join(self._text),
+            token_ids=tuple(self._token_ids),
             finish_reason=reason_from_pb(pb.finish_reason),
             stop_token_id=pb.stop_token_id if matched == "stop_token_id" else None,
             stop_string=pb.stop_string if matched == "stop_string" else None,
@@ -215,7 +207,7 @@ class Generation:
             completion_tokens=pb.usage.completion_tokens,
             speculation=SpeculationTotals.from_pb(pb.speculation),
             times=RequestTimes.from_pb(pb.times),
-            time_to_first_token=(received.first_token_at or ended_at) - self._begun_at,
+            time_to_first_token=(self._first_token_at or ended_at) - self._begun_at,
             duration=ended_at - self._begun_at,
             trace_id=self._span.trace_id,
             accepted_prediction_tokens=pb.usage.accepted_prediction_tokens,

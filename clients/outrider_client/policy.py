@@ -36,14 +36,9 @@ class Policy:
         if self.attempts < 1:
             raise ValueError(f"attempts: expected at least 1, got {self.attempts}")
 
-    def attempt(self, timeout: float | None) -> Attempt:
-        """The first attempt at a call that may take `timeout` seconds in all. Needs a running event loop."""
-        end = None if timeout is None else asyncio.get_running_loop().time() + timeout
-        return Attempt(self, end)
-
     async def call(self, timeout: float | None, begin: Callable[[float | None], Awaitable[Answer]]) -> Answer:
         """The result of `begin`, which gets a timeout in seconds and raises errors of `outrider.errors`."""
-        attempt = self.attempt(self.call_timeout if timeout is None else timeout)
+        attempt = Attempt(self, self.call_timeout if timeout is None else timeout)
         while True:
             try:
                 return await begin(attempt.seconds_left())
@@ -59,10 +54,10 @@ SINGLE_ATTEMPT = Policy(generate_timeout=None, attempts=1)
 class Attempt:
     """The attempts made at one call, and its deadline."""
 
-    def __init__(self, policy: Policy, end: float | None) -> None:
-        """`end` is the deadline in the event loop's time."""
+    def __init__(self, policy: Policy, timeout: float | None) -> None:
+        """`timeout` is for all attempts, in seconds. Needs a running event loop."""
         self._policy = policy
-        self._end = end
+        self._end = None if timeout is None else asyncio.get_running_loop().time() + timeout
         self._made = 1
 
     def seconds_left(self) -> float | None:

@@ -26,13 +26,6 @@ class RunningRequests(Enum):
     CONTINUE = "continue"
 
 
-_NUMBERS = {
-    RunningRequests.DRAIN: target_pb2.RUNNING_REQUESTS_DRAIN,
-    RunningRequests.ABORT: target_pb2.RUNNING_REQUESTS_ABORT,
-    RunningRequests.CONTINUE: target_pb2.RUNNING_REQUESTS_CONTINUE,
-}
-
-
 @dataclass(frozen=True, slots=True)
 class WeightsUpdated:
     """A finished update; times in seconds.
@@ -72,7 +65,7 @@ def update_requests(
     """
     if bool(folder) == bool(files):
         raise InvalidField("source", "needs exactly one of folder and files")
-    begin = target_pb2.BeginUpdate(running=_NUMBERS[running])
+    begin = target_pb2.BeginUpdate(running=target_pb2.RunningRequests.Value(f"RUNNING_REQUESTS_{running.name}"))
     if folder:
         begin.folder = folder
     else:

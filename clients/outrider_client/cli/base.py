@@ -15,7 +15,8 @@ from rich.markup import escape
 
 from outrider.errors import OutriderError
 from outrider.settings import SettingsError, add_flags, load, settings_file
-from outrider_client.failures import SPEAKS_HTTP, ServiceUnreachable, TlsProblem
+from outrider.unreachable import SPEAKS_HTTP, TlsProblem
+from outrider_client.failures import ServiceUnreachable
 from outrider_client.local.roles import missing_for
 from outrider_client.local.stack import ServiceFailed
 
