@@ -25,15 +25,17 @@ _COUNTED = {
 }
 _READ_SECONDS = 10.0
 STEPS = "steps"
-# Counters by name, as `parse_phases` returns them.
+# Counters by name.
 Spent = Mapping[str, float]
 
 
-def parse_phases(text: str) -> Spent:
+def _read_page(url: str) -> Spent:
     """Seconds by phase, the number of "steps", and the counters of `_COUNTED`, from a target's metrics page."""
     # Imported here: not part of a client's installation, and needed only for profiles.
     from prometheus_client.parser import text_string_to_metric_families
 
+    with urllib.request.urlopen(url, timeout=_READ_SECONDS) as page:
+        text = page.read().decode()
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -56,8 +58,7 @@ class StepProfile:
 
     async def read(self, mode: Mode) -> Spent:
         """The counters of the mode's target now."""
-        url = self._pages.get(mode)
-        return parse_phases(await asyncio.to_thread(_fetch, url)) if url else {}
+        return await asyncio.to_thread(_read_page, self._pages[mode]) if mode in self._pages else {}
 
     async def add(self, mode: Mode, before: Spent) -> None:
         """Add the difference to the counters `before` to this mode's totals."""
@@ -84,12 +85,6 @@ def _share(totals: Spent, part: str, rest: str) -> float | None:
     """`part` of `part` and `rest` together, 0 to 1; None where nothing was counted."""
     whole = totals.get(part, 0.0) + totals.get(rest, 0.0)
     return totals.get(part, 0.0) / whole if whole else None
-
-
-def _fetch(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=_READ_SECONDS) as page:
-        text: str = page.read().decode()
-    return text
 
 
 def profile_table(rows: list[dict[str, object]]) -> Table:

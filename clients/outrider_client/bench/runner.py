@@ -92,25 +92,20 @@ class Runner:
     async def _interleave(self, prompts: Sequence[Prompt], concurrency: int, repeat: int, number: int) -> list[Block]:
         modes = [mode for mode in self._plan.modes if runs(mode, concurrency)]
         shift = (number + repeat) % len(modes)
-        blocks = []
+        blocks: list[Block] = []
         for turn in range(max(map(self._plan.turns, prompts))):
-            ready = [
-                prompt
-                for prompt in prompts
-                if turn < self._plan.turns(prompt) and (turn == 0 or prompt.prompt_id in self._answers)
-            ]
+            wanted = [prompt for prompt in prompts if turn < self._plan.turns(prompt)]
+            ready = [prompt for prompt in wanted if turn == 0 or prompt.prompt_id in self._answers]
             if not ready:
                 continue
-            done = [await self._block(mode, ready, turn, concurrency, repeat) for mode in modes[shift:] + modes[:shift]]
-            self._remember(modes[0], done)
-            blocks.extend(done)
+            for mode in modes[shift:] + modes[:shift]:
+                blocks.append(await self._block(mode, ready, turn, concurrency, repeat))
+            if turn == 0:
+                first = next(block for block in blocks if block.mode == modes[0])
+                for request in first.requests:
+                    if request.result is not None:
+                        self._answers.setdefault(request.prompt_id, request.result.text)
         return blocks
-
-    def _remember(self, first: Mode, blocks: Sequence[Block]) -> None:
-        for block in blocks:
-            for request in block.requests:
-                if block.mode == first and request.turn == 0 and request.sample is not None:
-                    self._answers.setdefault(request.prompt_id, request.sample.text)
 
     async def _block(self, mode: Mode, prompts: Sequence[Prompt], turn: int, concurrency: int, repeat: int) -> Block:
         places = asyncio.Semaphore(concurrency)
@@ -136,8 +131,8 @@ class Runner:
         if self._plan.isolate:
             tenant = f"{tenant}-{self._plan.prompts.index(prompt)}"
         try:
-            sample = await self._backends[mode].answer(messages, self._plan.max_tokens, tenant)
+            result = await self._backends[mode].answer(messages, self._plan.max_tokens, tenant)
         except OutriderError as error:
             # For example a prompt longer than the model's context: it is counted, and the rest goes on.
-            return RequestOutcome(prompt.prompt_id, prompt.task, turn, None, error.reason)
-        return RequestOutcome(prompt.prompt_id, prompt.task, turn, sample)
+            return RequestOutcome(prompt.prompt_id, turn, None, error.reason)
+        return RequestOutcome(prompt.prompt_id, turn, result)

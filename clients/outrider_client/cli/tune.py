@@ -9,7 +9,6 @@ import sys
 import time
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import TimeElapsedColumn
 
 from outrider.runtime import run
@@ -46,8 +45,15 @@ def _run(arguments: argparse.Namespace) -> int:
         raise SettingsError(f"--out: {wanted.out} is there already; name another file")
     if wanted.plot:
         require_matplotlib()
-    with _Watcher(error_console(), 60.0 * wanted.minutes) as watcher:
-        tuning = run(tune(setup, loads, prompts, watcher.note))
+    begun = time.monotonic()
+    with ProgressBar(error_console(), 60.0 * wanted.minutes, TimeElapsedColumn()) as bar:
+
+        def note(what: str) -> None:
+            elapsed = time.monotonic() - begun
+            bar.show(what, completed=elapsed)
+            bar.line(f"{elapsed:4.0f} s  {what} ...")
+
+        tuning = run(tune(setup, loads, prompts, note))
     console = table_console()
     console.print(tuning_table(tuning))
     for line in sentences(tuning):
@@ -67,20 +73,6 @@ def tuned_file(setup: Setup, tuning: Tuning) -> str:
     when = datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes")
     comment = file_comment(tuning, when, shlex.join(["outrider", *sys.argv[1:]]))
     return to_toml(with_settings(setup.document, settings), comment)
-
-
-class _Watcher(ProgressBar):
-    """Shows what is being measured, and how much of the time has passed."""
-
-    def __init__(self, console: Console, seconds: float) -> None:
-        super().__init__(console, seconds, TimeElapsedColumn())
-        self._begun = time.monotonic()
-
-    def note(self, what: str) -> None:
-        """Show what is being done now."""
-        elapsed = time.monotonic() - self._begun
-        self.show(what, completed=elapsed)
-        self.line(f"{elapsed:4.0f} s  {what} ...")
 
 
 TUNE = Command(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Self
 
 from rich.console import Console
 from rich.markup import escape
@@ -24,27 +23,20 @@ def waiting(console: Console, what: str) -> Iterator[None]:
         yield
 
 
-class ProgressBar:
+class ProgressBar(Progress):
     """Progress while a block runs: a bar in a terminal, lines elsewhere."""
 
     def __init__(self, console: Console, total: float, *columns: ProgressColumn) -> None:
         """`columns` are shown after the bar."""
         shown = (TextColumn("{task.description}"), BarColumn(), *columns)
-        self._progress = Progress(*shown, console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._progress.add_task("starting", total=total)
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+        super().__init__(*shown, console=console, transient=True, disable=not console.is_terminal)
+        self._shown = self.add_task("starting", total=total)
 
     def show(self, what: str, *, completed: float | None = None) -> None:
         """Show what is being done, and how much of the total is done."""
-        self._progress.update(self._task, description=what, completed=completed)
+        self.update(self._shown, description=what, completed=completed)
 
     def line(self, text: str) -> None:
         """Print a line if there is no bar."""
-        if self._progress.disable:
-            self._progress.console.print(text, markup=False)
+        if self.disable:
+            self.console.print(text, markup=False)
