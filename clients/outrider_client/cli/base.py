@@ -77,13 +77,6 @@ def options(kind: type[Options], section: str, arguments: argparse.Namespace) ->
     return load(kind, section, arguments, os.environ, settings_file(arguments))
 
 
-def check_installed(command: Command) -> None:
-    """Raises `CommandFailed` where what the command needs is not installed."""
-    message = missing_for(command.needs) if command.needs else None
-    if message:
-        raise CommandFailed(message)
-
-
 def make_folders_of(*paths: str) -> None:
     """Create the parent folders of output files, before hours of measuring; empty paths are skipped.
 
@@ -136,7 +129,8 @@ def wrong_service(service: str, why: str) -> str:
 def run_command(command: Command, parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     """Run a command; its failures become a message and an exit status."""
     try:
-        check_installed(command)
+        if command.needs and (message := missing_for(command.needs)):
+            raise CommandFailed(message)
         return command.run(arguments)
     except SettingsError as error:
         parser.error(str(error))

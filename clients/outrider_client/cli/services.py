@@ -6,7 +6,6 @@ import argparse
 import os
 import shlex
 import sys
-from typing import NamedTuple
 
 from rich.console import Console
 from rich.text import Text
@@ -62,17 +61,12 @@ def _up(arguments: argparse.Namespace) -> int:
         target = target_with(draft.address if draft else "")
         if alone is not None and not up.mps:
             target, draft = alone, None
-        gateway = _gateway(http, listen, (*shared, *flag_words(up.gateway_flags)))
-        return _supervise(console, _Services(target, draft, gateway, alone), placed, up.mps)
-
-
-class _Services(NamedTuple):
-    """What `outrider up` runs. `alone` is the target with the draft in its process."""
-
-    target: ServiceCommand
-    draft: ServiceCommand | None
-    gateway: ServiceCommand | None
-    alone: ServiceCommand | None
+        gateway = None
+        if http:
+            # It reaches the target by the settings of [client], like every client.
+            flags = ("--listen", http, "--target", listen, *shared, *flag_words(up.gateway_flags))
+            gateway = ServiceCommand("gateway", service_argv("outrider_gateway", *flags), http)
+        return _supervise(console, target, draft, gateway, alone, placed, up.mps)
 
 
 def _http_address(http: str) -> str:
@@ -82,31 +76,28 @@ def _http_address(http: str) -> str:
     host, _, port = f"127.0.0.1:{http}".rpartition(":") if http.isdecimal() else http.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise SettingsError(f"--http: {http!r} is neither a port nor HOST:PORT")
-    message = missing_for("gateway")
-    if message:
+    if message := missing_for("gateway"):
         raise CommandFailed(f"--http: {message}")
     _check_free(host.strip("[]"), int(port), "--http")
     return f"{host}:{port}"
 
 
-def _gateway(http: str, target: str, flags: tuple[str, ...]) -> ServiceCommand | None:
-    """The gateway in front of the target, which it reaches by the settings of `[client]`, like every client."""
-    if not http:
-        return None
-    return ServiceCommand(
-        "gateway", service_argv("outrider_gateway", "--listen", http, "--target", target, *flags), http
-    )
-
-
 def _check_free(host: str, port: int, flag: str) -> None:
     """Fail now when the port is taken: the target would load its model first."""
-    refusal = port_refusal(host, port)
-    if refusal is not None:
+    if refusal := port_refusal(host, port):
         raise CommandFailed(f"cannot listen on {host}:{port}: {refusal.strerror}; {flag} takes another")
 
 
-def _supervise(console: Console, services: _Services, placed: Placement, mps: bool) -> int:
-    target, draft, gateway, alone = services
+def _supervise(
+    console: Console,
+    target: ServiceCommand,
+    draft: ServiceCommand | None,
+    gateway: ServiceCommand | None,
+    alone: ServiceCommand | None,
+    placed: Placement,
+    mps: bool,
+) -> int:
+    """Run the services. `alone` is the target with the draft in its process."""
 
     def emit(name: str, line: str) -> None:
         console.print(Text.assemble((f"{name:<8} | ", _COLOURS[name]), line), soft_wrap=True)

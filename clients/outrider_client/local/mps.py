@@ -57,11 +57,7 @@ class MpsTimes:
 
 
 class _Unusable(Exception):
-    """MPS cannot be used."""
-
-    def __init__(self, reason: str, remedy: str) -> None:
-        super().__init__(reason, remedy)
-        self.reason, self.remedy = reason, remedy
+    """MPS cannot be used: the reason, and the remedy."""
 
 
 class Mps:
@@ -105,8 +101,9 @@ class Mps:
                 await self._start_daemon()
         except _Unusable as error:
             await self.stop()
+            reason, remedy = error.args
             self._report(self._placed)
-            self._report(f"no MPS: {error.reason}. So {self._otherwise}: {error.remedy}")
+            self._report(f"no MPS: {reason}. So {self._otherwise}: {remedy}")
             return False
         self._report(f"{self._placed} by MPS" + ("" if running is None else f", of the daemon that runs in {running}"))
         return True

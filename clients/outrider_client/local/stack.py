@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
+from outrider_client.blocks import AsyncClosing
 from outrider_client.client import Client
 from outrider_client.failures import ServiceUnreachable
 from outrider_client.local.process import Child, ServiceDied, ServiceSlow, wait_serving
@@ -46,7 +47,7 @@ def private_directory() -> Iterator[Path]:
         yield Path(folder)
 
 
-class Stack:
+class Stack(AsyncClosing):
     """Draft and target processes, by name. Leaving the `async with` block stops them all.
 
     Example:
@@ -62,10 +63,7 @@ class Stack:
         # Each with the end of its log.
         self._children: list[tuple[Child, deque[str]]] = []
 
-    async def __aenter__(self) -> Stack:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
+    async def close(self) -> None:
         # Targets were started last, and stop first: they would report a lost draft otherwise.
         for child, _tail in reversed(self._children):
             if child.status is None:
