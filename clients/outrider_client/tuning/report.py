@@ -59,7 +59,9 @@ def _gain(ratio: Estimate) -> str:
 
 def sentences(tuning: Tuning) -> list[str]:
     """The speed of the settings in force, the engine's own decision, what tuning adds, and what was not measured."""
-    speculation, left_out = tuning.speculation.ratio, _left_out(tuning)
+    speculation, left_out = tuning.speculation.ratio, dict[str, list[str]]()
+    for candidate, why in tuning.left_out:
+        left_out.setdefault(why, []).append(candidate.label)
     lines = [f"The settings in force make {_gain(speculation)} of plain decoding."]
     if speculation.high < 1.0:
         lines.append("Drafts cost more than they bring here: a target without a draft would be faster.")
@@ -70,13 +72,6 @@ def sentences(tuning: Tuning) -> list[str]:
     if NO_TIME in left_out:
         lines.append(f"To measure all of them takes about --minutes {math.ceil(tuning.minutes_for_all)}.")
     return lines
-
-
-def _left_out(tuning: Tuning) -> dict[str, list[str]]:
-    by_reason: dict[str, list[str]] = {}
-    for candidate, why in tuning.left_out:
-        by_reason.setdefault(why, []).append(candidate.label)
-    return by_reason
 
 
 def verdict(tuning: Tuning) -> str:

@@ -12,14 +12,14 @@ from typing import Any
 
 from outrider.settings import SettingsError
 from outrider_client.bench.backends import TargetBackend
-from outrider_client.local.placement import Placement, has_flag, merged_drafters, named_settings, place, visible_gpus
+from outrider_client.local.placement import Placement, flag_value, merged_drafters, named_settings, place, visible_gpus
 from outrider_client.local.stack import ServiceFailed, Stack, wait_for_drafter
 from outrider_client.results import TargetInfo
 from outrider_client.terminal.options import ClientOptions, TuneOptions, flag_words
 from outrider_client.tuning.candidates import Candidate, known_candidates, parse_candidates
 from outrider_client.tuning.settings_file import Document, read_document, to_toml, with_settings
 
-# Flags for other clients and operators of a service, which are left empty here.
+# Flags for other clients and operators of a service, and of a target for its draft: they are left empty here.
 _PRIVATE = (
     *("metrics-listen", "admin-listen", "otlp-endpoint"),
     *("auth-tokens", "tls-certificate", "tls-key", "tls-client-ca"),
@@ -83,7 +83,7 @@ def _check_effective(candidates: Sequence[Candidate], words: Sequence[str], envi
             raise SettingsError(f"{variable} is set, and would be for all that is tried: unset it for tuning")
     for _, name in tried:
         flag = "--" + name.replace("_", "-")
-        if has_flag(words, flag):
+        if flag_value(words, flag) is not None:
             raise SettingsError(f"--draft-flags: {flag} is what is tuned; leave it out")
 
 
@@ -107,7 +107,7 @@ class Side:
         words = [word for pair in own if pair[1] for word in pair]
         if setup.path is not None:
             words += ["--config", str(setup.path)]
-        words += [*setup.placed.target, *setup.target_words, *_emptied(_PRIVATE + _PRIVATE_TARGET), "--draft", draft]
+        words += [*setup.placed.target, *setup.target_words, *_emptied(*_PRIVATE, *_PRIVATE_TARGET), "--draft", draft]
         if setup.placed.shared:
             # One after the other: the target takes a share of the memory that the draft leaves free.
             await self._start_draft(Candidate())
@@ -159,7 +159,7 @@ class Side:
         path.write_text(to_toml(document), encoding="utf-8")
         words = ["--config", str(path), "--drafter", setup.options.drafter, *setup.placed.draft, *setup.draft_words]
         begun = asyncio.get_running_loop().time()
-        await self._stack.start(f"draft-{self._name}", "draft_service", *words, *_emptied(_PRIVATE))
+        await self._stack.start(f"draft-{self._name}", "draft_service", *words, *_emptied(*_PRIVATE))
         self.draft_seconds = asyncio.get_running_loop().time() - begun
         self._draft = candidate.draft
 
@@ -168,5 +168,5 @@ class Side:
             raise SettingsError(f"the target did not reach its draft service with {self._setup.options.drafter}")
 
 
-def _emptied(names: Sequence[str]) -> list[str]:
+def _emptied(*names: str) -> list[str]:
     return [word for name in names for word in (f"--{name}", "")]

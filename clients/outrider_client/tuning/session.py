@@ -32,6 +32,8 @@ from outrider_client.tuning.estimates import Estimate, better, estimate, most_pr
 from outrider_client.tuning.services import Setup, Side
 
 Note = Callable[[str], None]
+# What takes turns.
+_Way = tuple[Mode, Backend]
 _IN_FORCE = Mode(Candidate().label)
 _WARM_TOKENS = 24
 NO_TIME = "for lack of time"
@@ -96,9 +98,7 @@ class Comparison:
         self._loads = loads
         self._max_tokens = max_tokens
 
-    async def run(
-        self, first: tuple[Mode, Backend], second: tuple[Mode, Backend], until: float, start: int = 0
-    ) -> tuple[Measured, float]:
+    async def run(self, first: _Way, second: _Way, until: float, start: int = 0) -> tuple[Measured, float]:
         """Measure first against second until the event loop's time `until`, for at least one round over the loads.
 
         `start` is the index of the first prompt. Returns the figures and the seconds of a round. Raises
@@ -118,13 +118,7 @@ class Comparison:
                 return Measured(first[0].name, {load: _figures(found) for load, found in pairs.items()}), seconds
 
     async def _pair(
-        self,
-        first: tuple[Mode, Backend],
-        second: tuple[Mode, Backend],
-        load: int,
-        number: int,
-        start: int,
-        run_id: str,
+        self, first: _Way, second: _Way, load: int, number: int, start: int, run_id: str
     ) -> tuple[Block, Block]:
         count = 1 if load == 1 else max(load, min(2 * load, len(self._prompts)))
         at = start + number * count
@@ -149,13 +143,9 @@ class Comparison:
 def _figures(pairs: Sequence[tuple[Block, Block]]) -> LoadFigures:
     own, base = ([pair[place] for pair in pairs] for place in (0, 1))
     cell = cells(own, [own[0].mode])[0]
-    ratio = estimate([(_rate(one), _rate(other)) for one, other in pairs])
+    ratio = estimate([(one.tokens / one.seconds, other.tokens / other.seconds) for one, other in pairs])
     rate = cells(base, [base[0].mode])[0]["tokens_per_second"]
     return LoadFigures(ratio, cell["tokens_per_second"], cell["mean_accepted_length"], rate)
-
-
-def _rate(block: Block) -> float:
-    return block.tokens / block.seconds
 
 
 class _Tuner:
