@@ -23,14 +23,12 @@ class Fields:
         """How the field is called in messages."""
         return self._path + name
 
-    def take(self, name: str) -> Any:
-        """The value as it stands; None when it is not given."""
-        return self._values.pop(name, None)
+    def take(self, name: str, default: Any = None) -> Any:
+        """The value as it stands."""
+        return self._values.pop(name, default)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        value = self.take(name)
-        if value is None:
-            return default
+        value = self.take(name, default)
         if not isinstance(value, bool):
             raise BadField(self.path(name), "must be true or false", "invalid_type")
         return value
@@ -42,12 +40,10 @@ class Fields:
 
     def number(self, name: str, default: float, low: float, high: float) -> float:
         """A number in [low, high]."""
-        value = self.take(name)
-        return default if value is None else number(value, self.path(name), low, high)
+        return number(self.take(name, default), self.path(name), low, high)
 
     def text(self, name: str, default: str = "") -> str:
-        value = self.take(name)
-        return default if value is None else text(value, self.path(name))
+        return text(self.take(name, default), self.path(name))
 
     def inner(self, name: str) -> Fields | None:
         """An object as fields of its own."""

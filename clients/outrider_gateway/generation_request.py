@@ -4,29 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from outrider.sampling import SamplingParams
 from outrider_client.client import Message
 from outrider_client.generation import Speculation
 
 # What each endpoint calls the contract's fields; `input` is what is continued.
-CHAT_FIELDS: Mapping[str, str] = MappingProxyType(
-    {
-        "input": "messages",
-        "chat.messages": "messages",
-        "logprobs": "top_logprobs",
-        "speculation": "outrider",
-    }
-)
-COMPLETION_FIELDS: Mapping[str, str] = MappingProxyType(
-    {
-        "input": "prompt",
-        "text": "prompt",
-        "tokens.token_ids": "prompt",
-        "speculation": "outrider",
-    }
-)
+CHAT_FIELDS = {"input": "messages", "chat.messages": "messages", "logprobs": "top_logprobs", "speculation": "outrider"}
+COMPLETION_FIELDS = {"input": "prompt", "text": "prompt", "tokens.token_ids": "prompt", "speculation": "outrider"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,17 +30,16 @@ class HostCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         for name, value in scope["headers"]:
             if name == b"host" and value and not self.names.answers(host := value.decode("latin-1")):
+                if self._limit.due() is not None:
+                    # Without what the caller wrote.
+                    peer = (scope.get("client") or ("a socket",))[0]
+                    logger.warning(
+                        "refused a request from %s for a host that is not served: --allow-host lists more", peer
+                    )
                 refused = _refusal(host)
-                self._log_refusal(scope)
                 await send_json(send, refused.status, refused.body(), uuid.uuid4().hex)
                 return
         await self._app(scope, receive, send)
-
-    def _log_refusal(self, scope: Scope) -> None:
-        """A line in the log, without what the caller wrote."""
-        if self._limit.due() is not None:
-            peer = (scope.get("client") or ("a socket",))[0]
-            logger.warning("refused a request from %s for a host that is not served: --allow-host lists more", peer)
 
 
 def host_check(app: ASGIApp, config: GatewayConfig) -> ASGIApp:

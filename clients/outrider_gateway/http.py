@@ -39,7 +39,14 @@ async def read_json(scope: Scope, receive: Receive, limit: int, seconds: float) 
             raw = await _read(receive, limit)
     except TimeoutError:
         raise Refused(408, f"the body did not arrive within {seconds:g} s") from None
-    return _parsed(raw)
+    # orjson refuses what protobuf could not carry on: halves of surrogate pairs, NaN, any depth.
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise Refused(400, f"the body is not valid JSON: {error.msg}", code="invalid_json") from None
+    if not isinstance(body, dict):
+        raise Refused(400, "the body must be a JSON object", code="invalid_json")
+    return body
 
 
 async def _read(receive: Receive, limit: int) -> bytes:
@@ -55,17 +62,6 @@ async def _read(receive: Receive, limit: int) -> bytes:
         pieces.append(piece)
         if not message.get("more_body", False):
             return b"".join(pieces)
-
-
-def _parsed(raw: bytes) -> Mapping[str, Any]:
-    # orjson refuses what protobuf could not carry on: halves of surrogate pairs, NaN, any depth.
-    try:
-        body = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise Refused(400, f"the body is not valid JSON: {error.msg}", code="invalid_json") from None
-    if not isinstance(body, dict):
-        raise Refused(400, "the body must be a JSON object", code="invalid_json")
-    return body
 
 
 @contextlib.asynccontextmanager

@@ -15,7 +15,6 @@ from outrider_client.results import Chunk, Result
 from outrider_client.terminal.painting import Painter
 from outrider_gateway.generation_request import GenerationRequest
 from outrider_gateway.http import event_bytes
-from outrider_gateway.prediction import prediction_details
 from outrider_gateway.token_texts import TokenTexts, merged
 
 _FINISH = {FinishReason.END_OF_SEQUENCE: "stop", FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
@@ -36,7 +35,7 @@ class ResponseBuilder:
         self._hidden = frozenset((*ends, *request.sampling.stop_token_ids))
         self._head = {
             "id": ("chatcmpl-" if request.chat else "cmpl-") + uuid.uuid4().hex,
-            "object": _object(request),
+            "object": "chat.completion" + ".chunk" * request.stream if request.chat else "text_completion",
             "created": int(time.time()),
             "model": model,
             "system_fingerprint": _FINGERPRINT,
@@ -46,10 +45,6 @@ class ResponseBuilder:
         self._begun = [False] * request.answers
         self._frames: list[tuple[bytes, bytes] | None] = [None] * request.answers
         self._listed: list[list[Any]] = [[] for _ in range(request.answers)]
-
-    @property
-    def id(self) -> str:
-        return str(self._head["id"])
 
     def answered_by(self, model: str) -> None:
         """Name the model that answers, where no name was known when the request came."""
@@ -161,20 +156,20 @@ class ResponseBuilder:
         """Tokens of all answers; those of a prompt count once, however many answers it has."""
         prompt = sum(result.prompt_tokens for result in results[:: self._request.choices])
         completion = sum(result.completion_tokens for result in results)
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            **prediction_details(self._request.prediction is not None, results),
-            **_lossy_details(results),
         }
-
-
-def _lossy_details(results: Sequence[Result]) -> dict[str, dict[str, int]]:
-    """Our own mark in `usage` of answers that need not be the model's own; empty for those that are."""
-    if not any(result.lossy for result in results):
-        return {}
-    return {"outrider": {"lossy_tokens": sum(result.lossy_tokens for result in results)}}
+        if self._request.prediction is not None:
+            usage["completion_tokens_details"] = {
+                "accepted_prediction_tokens": sum(result.accepted_prediction_tokens for result in results),
+                "rejected_prediction_tokens": sum(result.rejected_prediction_tokens for result in results),
+            }
+        if any(result.lossy for result in results):
+            # Our own mark of answers that need not be the model's own.
+            usage["outrider"] = {"lossy_tokens": sum(result.lossy_tokens for result in results)}
+        return usage
 
 
 def totals(result: Result) -> dict[str, Any]:
@@ -195,12 +190,6 @@ def totals(result: Result) -> dict[str, Any]:
         "prefill_ms": round(result.times.prefill * 1e3, 3),
         "decode_ms": round(decode * 1e3, 3),
     }
-
-
-def _object(request: GenerationRequest) -> str:
-    if not request.chat:
-        return "text_completion"
-    return "chat.completion.chunk" if request.stream else "chat.completion"
 
 
 def _finish(result: Result) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 from outrider.errors import OutriderError
@@ -53,9 +52,15 @@ class ServedModels:
             return_exceptions=True,
         )
         infos = [answer for answer in answers if isinstance(answer, TargetInfo)]
-        if not infos:
-            raise _refusal([answer for answer in answers if isinstance(answer, BaseException)])
-        return [self._entry(info) for info in {info.model: info for info in infos}.values()]
+        if infos:
+            return [self._entry(info) for info in {info.model: info for info in infos}.values()]
+        failures = [answer for answer in answers if isinstance(answer, BaseException)]
+        # By the first that failed as the contract has it.
+        for failure in failures:
+            if isinstance(failure, OutriderError | ServiceUnreachable):
+                raise refusal(failure, {"input": ""})
+        logger.error("no target could be asked for its model", exc_info=failures[0])
+        raise GatewayFailed
 
     async def model(self, name: str, caller: Caller) -> dict[str, Any]:
         """One of them. Raises `Refused`."""
@@ -91,12 +96,3 @@ class ServedModels:
                 "prediction": True,
             },
         }
-
-
-def _refusal(failures: Sequence[BaseException]) -> Refused:
-    """Of calls that all failed, at least one: by the first that failed as the contract has it."""
-    for failure in failures:
-        if isinstance(failure, OutriderError | ServiceUnreachable):
-            return refusal(failure, {"input": ""})
-    logger.error("no target could be asked for its model", exc_info=failures[0])
-    return GatewayFailed()

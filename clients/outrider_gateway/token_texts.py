@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from outrider.sampling import TokenLogprobs
@@ -11,6 +11,8 @@ from outrider_client.results import Chunk, VerifiedTree
 from outrider_client.terminal.painting import Painter
 
 _REPLACEMENT = "\ufffd"
+# What /v1/completions lists of tokens.
+_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
 class TokenTexts:
@@ -33,7 +35,7 @@ class TokenTexts:
 
     def completion(self, chunk: Chunk, hidden: Iterable[int], offset: int) -> dict[str, list[Any]]:
         """The same as /v1/completions lists them; `offset` is how much text stood before the first."""
-        lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        lists: dict[str, list[Any]] = {name: [] for name in _LISTS}
         for token_id, entry in _visible(chunk, hidden):
             name = self.name(token_id)
             lists["tokens"].append(name)
@@ -65,13 +67,9 @@ class TokenTexts:
         return {"token": name, "logprob": logprob, "bytes": list(name.encode()) if exact else None}
 
 
-def merged(parts: Iterable[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
+def merged(parts: Sequence[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
     """One set of lists from those of several chunks."""
-    whole: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    for part in parts:
-        for name, values in part.items():
-            whole[name] += values
-    return whole
+    return {name: [value for part in parts for value in part[name]] for name in _LISTS}
 
 
 def _visible(chunk: Chunk, hidden: Iterable[int]) -> list[tuple[int, TokenLogprobs]]:
