@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import secrets
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 from rich.console import Console
@@ -17,7 +16,7 @@ from outrider.heads import head_made_for
 from outrider.model_store import MODEL_STORE
 from outrider.sampling import SamplingParams
 from outrider.telemetry import names as telemetry
-from outrider.telemetry.tracing import set_up_tracing
+from outrider.telemetry.tracing import Tracing, set_up_tracing
 from outrider_client.client import Client, Message
 from outrider_client.demo.show import totals_table, trace_table
 from outrider_client.demo.trace_sink import TraceSink
@@ -83,12 +82,12 @@ async def run_demo(options: DemoOptions, console: Console) -> bool:
     adds it, and shows its gain and cost in another column.
     """
     head = head_made_for(options.model)
-    async with _services(options, console) as running:
+    async with _services(options, console) as (stack, client, sink, tracing):
         tokenizer = await asyncio.to_thread(find_tokenizer, options.model)
 
         async def answer(title: str, speculate: bool = True) -> Result:
             console.print(Rule(title, align="left"))
-            return await _answer(running.client, options, console, Painter(tokenizer), speculate=speculate)
+            return await _answer(client, options, console, Painter(tokenizer), speculate=speculate)
 
         console.print(Rule("prompt", align="left"))
         console.print(_QUESTION, markup=False)
@@ -96,37 +95,26 @@ async def run_demo(options: DemoOptions, console: Console) -> bool:
         drafted = {"trie": await answer("answer, drafted by a trie of the text so far")}
         plain = await answer("the same prompt, without drafts", speculate=False)
         if head is not None:
-            await running.change_draft(console, head.name)
+            # The target keeps running, and reconnects.
+            with waiting(
+                console, f"starting another draft service, with the EAGLE head {head.name} beside a fresh trie"
+            ):
+                await stack.stop("draft")
+                await stack.start("draft", "draft_service", *_WITH_HEAD, "--head", head.name)
+                await _warm_up(client.address, "merged")
             drafted["trie and EAGLE head"] = await answer("the same prompt, drafted by trie and EAGLE head together")
         console.print()
         console.print(totals_table(drafted, plain))
         with waiting(console, "collecting the trace"):
-            await running.finish_tracing()
-            spans = await running.sink.wait(drafted["trie"].trace_id, _SERVICES, _TRACE_SECONDS)
+            # In a thread: it waits for the sink, which runs on this event loop.
+            await asyncio.to_thread(tracing.shutdown)
+            spans = await sink.wait(drafted["trie"].trace_id, _SERVICES, _TRACE_SECONDS)
         console.print(trace_table(spans))
     return all(run.token_ids == plain.token_ids for run in drafted.values())
 
 
-@dataclass(frozen=True)
-class _Running:
-    """The services, the client, the receiver of its spans, and the function that flushes them."""
-
-    stack: Stack
-    target: str
-    client: Client
-    sink: TraceSink
-    finish_tracing: Callable[[], Awaitable[None]]
-
-    async def change_draft(self, console: Console, head: str) -> None:
-        """Replace the running draft by another. The target keeps running, and reconnects."""
-        with waiting(console, f"starting another draft service, with the EAGLE head {head} beside a fresh trie"):
-            await self.stack.stop("draft")
-            await self.stack.start("draft", "draft_service", *_WITH_HEAD, "--head", head)
-            await _warm_up(self.target, "merged")
-
-
 @contextlib.asynccontextmanager
-async def _services(options: DemoOptions, console: Console) -> AsyncIterator[_Running]:
+async def _services(options: DemoOptions, console: Console) -> AsyncIterator[tuple[Stack, Client, TraceSink, Tracing]]:
     """Both services as processes, warmed up, and a client that sends its spans to a local receiver."""
     async with contextlib.AsyncExitStack() as leave:
         sink = TraceSink()
@@ -147,8 +135,7 @@ async def _services(options: DemoOptions, console: Console) -> AsyncIterator[_Ru
             await _warm_up(target, "trie")
         tracing = set_up_tracing(telemetry.CLIENT, sink.endpoint)
         client = await leave.enter_async_context(Client.connect(target, tenant=tenant, tracing=tracing))
-        # In a thread: it waits for the sink, which runs on this event loop.
-        yield _Running(stack, target, client, sink, lambda: asyncio.to_thread(tracing.shutdown))
+        yield stack, client, sink, tracing
 
 
 async def _warm_up(target: str, drafter: str) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from outrider.runtime import until_first_ends
 from outrider_client.connection import Tls
 from outrider_client.local.mps import Mps
 from outrider_client.local.process import Child, ServiceDied, ServiceSlow, wait_serving
@@ -127,12 +128,8 @@ class Supervisor:
     async def _start_mps(self, mps: Mps) -> bool:
         """Return once MPS has started or failed, or a stop is requested; whether it has started."""
         starting = asyncio.create_task(mps.start())
-        stopping = asyncio.create_task(self._stopping.wait())
-        try:
-            await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            return starting.done() and starting.result()
-        finally:
-            await _cancel(starting, stopping)
+        await until_first_ends(starting, self._stopping.wait())
+        return not starting.cancelled() and starting.result()
 
     async def _start(self, command: ServiceCommand) -> Child:
         environment = {**command.environment, **(self._mps.environment(command.name) if self._mps else {})}
