@@ -49,7 +49,7 @@ class Application:
             routes += page_routes()
         others = Starlette(routes=routes, exception_handlers={HTTPException: _not_found, Refused: _refused})
         self.paths = tuple(route.path for route in routes if isinstance(route, Route))
-        self.asgi = host_check(cross_origin(_Shortcut(generating, others), config.origins), config)
+        self.asgi = host_check(cross_origin(_shortcut(generating, others), config.origins), config)
 
     @property
     def running(self) -> int:
@@ -78,19 +78,15 @@ class Application:
         return Response(page, headers={"content-type": content_type})
 
 
-class _Shortcut:
-    """Requests for answers go straight to their endpoint, which handles its own errors; all else to `others`.
+def _shortcut(endpoints: Mapping[str, ASGIApp], others: ASGIApp) -> ASGIApp:
+    """Requests for answers go straight to their endpoint, which handles its own errors; all else to `others`. What
+    stands around a Starlette application's routes takes a tenth of a request's time before the target is asked."""
 
-    What stands around a Starlette application's routes takes a tenth of a request's time before the target is asked.
-    """
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = endpoints.get(scope["path"]) if scope["method"] == "POST" else None
+        await (endpoint or others)(scope, receive, send)
 
-    def __init__(self, endpoints: Mapping[str, ASGIApp], others: ASGIApp) -> None:
-        self._endpoints = endpoints
-        self._others = others
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        endpoint = self._endpoints.get(scope["path"]) if scope["method"] == "POST" else None
-        await (endpoint or self._others)(scope, receive, send)
+    return application
 
 
 async def _refused(_request: Request, error: Exception) -> Response:

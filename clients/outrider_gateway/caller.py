@@ -13,7 +13,6 @@ from outrider_gateway.failures import Refused
 _TENANT = b"outrider-tenant"
 _TRACE = (b"traceparent", b"tracestate")
 _MAX_BYTES = 4096
-
 Headers = Iterable[tuple[bytes, bytes]]
 
 

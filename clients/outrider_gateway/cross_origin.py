@@ -16,11 +16,9 @@ _READABLE = ("x-request-id", "retry-after")
 
 
 def cross_origin(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """`app` for pages of these origins too: preflights are answered, and answers marked. `app` itself for none.
-
-    No cookies: a caller is known by its bearer token alone, which a page has to have. Any header may be sent, since
-    clients add their own (`x-stainless-*`), and none but those of `caller` are looked at.
-    """
+    """`app` for pages of these origins too: preflights are answered, and answers marked. `app` itself for none. No
+    cookies: a caller is known by its bearer token alone, which a page has to have. Any header may be sent, since
+    clients add their own (`x-stainless-*`), and none but those of `caller` are looked at."""
     if not origins:
         return app
     return CORSMiddleware(

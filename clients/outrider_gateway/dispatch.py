@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from time import perf_counter
 
 from opentelemetry.context import attach, detach
@@ -26,28 +27,19 @@ OnResult = Callable[[int, Result], Awaitable[None]]
 OnModel = Callable[[str], None]
 
 
+@dataclass(slots=True)
 class Dispatcher:
-    """The answers to one request. `on_chunk` and `on_result` are awaited as they come, in order for each index."""
+    """The answers to one request. `on_chunk` and `on_result` are awaited as they come, in order for each index.
+    `arrived` is when the request came, on `perf_counter`; `timeout` are the seconds from then on that it may take,
+    however many targets are tried."""
 
-    def __init__(
-        self,
-        targets: Targets,
-        metrics: GatewayMetrics,
-        request: GenerationRequest,
-        caller: Caller,
-        timeout: float | None,
-        arrived: float,
-    ) -> None:
-        """`arrived` is when the request came, on `perf_counter`; `timeout` are the seconds from then on that it may
-        take, however many targets are tried."""
-        self._targets = targets
-        self._metrics = metrics
-        self._request = request
-        self._caller = caller
-        self._key = caller.key(request.cache_key)
-        self._timeout = timeout
-        self._arrived = arrived
-        self._first_token_seen = False
+    _targets: Targets
+    _metrics: GatewayMetrics
+    _request: GenerationRequest
+    _caller: Caller
+    _timeout: float | None
+    _arrived: float
+    _first_token_seen: bool = False
 
     async def run(self, on_model: OnModel, on_chunk: OnChunk, on_result: OnResult) -> None:
         """Write all answers. The first failure ends them all, as does cancelling; raises what calls raise."""
@@ -66,9 +58,9 @@ class Dispatcher:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _answer(self, index: int, on_model: OnModel, on_chunk: OnChunk, on_result: OnResult) -> None:
-        tried: list[Target] = []
+        tried, key = list[Target](), self._caller.key(self._request.cache_key)
         while True:
-            target = self._targets.pick(self._key, self._request.model, tried)
+            target = self._targets.pick(key, self._request.model, tried)
             begun = False
             with target.counting():
                 generation = self._begin(target, index)
@@ -77,7 +69,9 @@ class Dispatcher:
                         if not begun and generation.started is not None:
                             on_model(generation.started.model)
                         begun = True
-                        self._observe_first_token()
+                        if not self._first_token_seen:
+                            self._first_token_seen = True
+                            self._metrics.first_token.observe(perf_counter() - self._arrived)
                         await on_chunk(index, chunk)
                     result = await generation.result()
                     self._metrics.tokens.add(result.completion_tokens)
@@ -119,8 +113,3 @@ class Dispatcher:
         if left <= 0:
             raise DeadlineExceeded(f"the request took longer than {self._timeout:g} s")
         return left
-
-    def _observe_first_token(self) -> None:
-        if not self._first_token_seen:
-            self._first_token_seen = True
-            self._metrics.first_token.observe(perf_counter() - self._arrived)

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -26,29 +27,20 @@ from outrider_gateway.served_models import ServedModels
 from outrider_gateway.targets import Targets
 
 logger = logging.getLogger(__name__)
-
 # As nginx counts a client that left; it is never sent.
 _CLIENT_GONE = 499
 
 
+@dataclass
 class GenerationEndpoint:
     """An endpoint that generates. `translate` makes a request from a body, for at most so many answers."""
 
-    def __init__(
-        self,
-        name: str,
-        translate: Callable[[Mapping[str, Any], int], GenerationRequest],
-        config: GatewayConfig,
-        targets: Targets,
-        models: ServedModels,
-        metrics: GatewayMetrics,
-    ) -> None:
-        self._name = name
-        self._translate = translate
-        self._config = config
-        self._targets = targets
-        self._models = models
-        self._metrics = metrics
+    _name: str
+    _translate: Callable[[Mapping[str, Any], int], GenerationRequest]
+    _config: GatewayConfig
+    _targets: Targets
+    _models: ServedModels
+    _metrics: GatewayMetrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = perf_counter()
@@ -133,13 +125,13 @@ class GenerationEndpoint:
                 yield builder
 
 
+@dataclass
 class _Response:
     """The way back to the client that sent a request."""
 
-    def __init__(self, send: Send, request_id: str) -> None:
-        self.send = send
-        self.id = request_id
-        self.writer: EventWriter | None = None
+    send: Send
+    id: str
+    writer: EventWriter | None = None
 
     async def refuse(self, refused: Refused) -> int:
         """Say that it failed: as the answer, or as the last event of one that has begun. Returns the status."""

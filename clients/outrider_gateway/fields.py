@@ -10,10 +10,8 @@ from outrider_gateway.failures import BadField
 
 
 class Fields:
-    """A JSON object whose fields are taken one after the other. A field that is null counts as not given.
-
-    Raises `BadField`, which names the field with its path.
-    """
+    """A JSON object whose fields are taken one after the other. A field that is null counts as not given. Raises
+    `BadField`, which names the field with its path."""
 
     def __init__(self, values: Mapping[str, Any], path: str = "") -> None:
         self._values = {name: value for name, value in values.items() if value is not None}

@@ -25,11 +25,9 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One request. It has `choices` answers to each of its prompts.
-
-    `prediction` is the text that the caller expects, `logprobs` whether tokens are listed with their probabilities,
-    `drafts` whether answers show what was drafted, and `cache_key` what else than the tenant keeps requests together.
-    """
+    """One request. It has `choices` answers to each of its prompts. `prediction` is the text that the caller expects,
+    `logprobs` whether tokens are listed with their probabilities, `drafts` whether answers show what was drafted, and
+    `cache_key` what else than the tenant keeps requests together."""
 
     chat: bool
     prompts: tuple[Prompt, ...]

@@ -17,10 +17,8 @@ logger = logging.getLogger(__name__)
 
 
 class HostCheck:
-    """Refuses requests for other names, before anything else looks at them.
-
-    Requests without the header pass, as probes of HTTP/1.0 send them: every browser names the host.
-    """
+    """Refuses requests for other names, before anything else looks at them. Requests without the header pass, as probes
+    of HTTP/1.0 send them: every browser names the host."""
 
     def __init__(self, app: ASGIApp, names: HostNames) -> None:
         self._app = app
@@ -43,11 +41,8 @@ class HostCheck:
 
 
 def host_check(app: ASGIApp, config: GatewayConfig) -> ASGIApp:
-    """`app` behind the check, where one is wanted.
-
-    A page cannot show a certificate for its own name, so TLS needs none. A gateway that others reach by its address,
-    and that lists no names, may have any.
-    """
+    """`app` behind the check, where one is wanted. A page cannot show a certificate for its own name, so TLS needs
+    none. A gateway that others reach by its address, and that lists no names, may have any."""
     listen, _ = host_and_port(config.listen)
     if ANY_HOST in config.hosts or config.tls_certificate or not (config.hosts or is_loopback(listen)):
         return app
