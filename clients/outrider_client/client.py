@@ -12,8 +12,7 @@ from outrider.sampling import SamplingParams
 from outrider.telemetry.tracing import Tracing
 from outrider.v1 import target_pb2, target_pb2_grpc
 from outrider.wire.trees import sampling_to_pb
-from outrider_client.blocks import AsyncClosing
-from outrider_client.connection import Connection, Tls
+from outrider_client.connection import AsyncClosing, Connection, Tls
 from outrider_client.failures import raising_own, typed_errors
 from outrider_client.generation import Generation, Speculation
 from outrider_client.messages import Message as Message

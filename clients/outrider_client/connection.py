@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -17,7 +18,6 @@ from outrider.pem import check_authority, check_pair
 from outrider_client.failures import typed_errors
 
 logger = logging.getLogger(__name__)
-
 Answer = TypeVar("Answer")
 TENANT_KEY = "outrider-tenant"
 TOKEN_KEY = "authorization"
@@ -55,7 +55,20 @@ class Tls:
         return grpc.ssl_channel_credentials(roots, key, chain)
 
 
-class Connection:
+class AsyncClosing(ABC):
+    """Is closed when an `async with` block is left."""
+
+    @abstractmethod
+    async def close(self) -> None: ...
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+class Connection(AsyncClosing):
     """A channel and the metadata that every call on it carries."""
 
     def __init__(self, address: str, *, tls: Tls | None = None, token: str = "", tenant: str = "") -> None:

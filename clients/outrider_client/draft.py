@@ -10,8 +10,7 @@ from typing import cast
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 from outrider.wire.drafts import corpus_from_pb, info_from_pb
 from outrider.wire.frames import CorpusInfo, DraftInfo
-from outrider_client.blocks import AsyncClosing
-from outrider_client.connection import Connection, Tls
+from outrider_client.connection import AsyncClosing, Connection, Tls
 from outrider_client.failures import raising_own, typed_errors
 from outrider_client.policy import SINGLE_ATTEMPT, Policy
 

@@ -57,6 +57,10 @@ class Generation:
     Leaving an `async with` block, or `cancel()`, ends the request and frees what it held on the target. Errors are
     those of `outrider.errors`, or `ServiceUnreachable`.
 
+    `started` is the request as the target accepted it; None until the first event has arrived. `draft_refused` is why
+    the draft service did not draft for the request, or not to its end: a reason of `outrider.errors`, such as
+    "UNKNOWN_CORPUS". Known once the request has ended, also by an error; empty when nothing was refused.
+
     Example:
         async with client.generate(text="Once upon a time") as generation:
             async for chunk in generation:
@@ -84,24 +88,13 @@ class Generation:
         self._span = span
         self._call: _Call | None = None
         self._begun_at = 0.0
-        self._started: Started | None = None
+        self.started: Started | None = None
         # The output so far, and when it began.
         self._token_ids: list[int] = []
         self._text: list[str] = []
         self._first_token_at: float | None = None
         self._result: Result | None = None
-        self._draft_refused = ""
-
-    @property
-    def started(self) -> Started | None:
-        """The request as the target accepted it; None until the first event has arrived."""
-        return self._started
-
-    @property
-    def draft_refused(self) -> str:
-        """Why the draft service did not draft for the request, or not to its end: a reason of `outrider.errors`, such
-        as "UNKNOWN_CORPUS". Known once the request has ended, also by an error; empty when nothing was refused."""
-        return self._draft_refused
+        self.draft_refused = ""
 
     async def __aenter__(self) -> Generation:
         return self
@@ -122,8 +115,8 @@ class Generation:
             event = await self._read()
             kind = event.WhichOneof("event")
             if kind == "started":
-                self._started = Started.from_pb(event.started)
-                self._span.started(self._started)
+                self.started = Started.from_pb(event.started)
+                self._span.started(self.started)
             elif kind == "chunk":
                 yield self._take(Chunk.from_pb(event.chunk, event.timings))
             elif kind == "finished":
@@ -173,12 +166,12 @@ class Generation:
             await asyncio.wait_for(self._call.read(), _END_SECONDS)
         await self._read_trailers(self._call)
         if self._result is not None:
-            self._result = replace(self._result, draft_refused=self._draft_refused)
+            self._result = replace(self._result, draft_refused=self.draft_refused)
 
     async def _read_trailers(self, call: _Call) -> None:
         if call.done() and not call.cancelled():
             metadata = await call.trailing_metadata()
-            self._draft_refused = str((metadata or {}).get(DRAFT_REFUSED_KEY, ""))
+            self.draft_refused = str((metadata or {}).get(DRAFT_REFUSED_KEY, ""))
 
     def _failed(self, error: OutriderError | ServiceUnreachable) -> OutriderError | ServiceUnreachable:
         if isinstance(error, OutriderError):

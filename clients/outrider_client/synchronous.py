@@ -6,14 +6,14 @@ import asyncio
 import concurrent.futures
 import contextlib
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from outrider.sampling import FinishReason, SamplingParams, TypicalAcceptance, VerificationMode
 from outrider.telemetry.tracing import Tracing
 from outrider.tree import TokenTree
-from outrider_client.blocks import Closing
 from outrider_client.client import Client
 from outrider_client.connection import Tls
 from outrider_client.generation import Generation, Speculation
@@ -89,7 +89,20 @@ class _LoopThread:
             await self._loop.shutdown_asyncgens()
 
 
-class SyncGeneration(Closing):
+class _Closing(ABC):
+    """Is closed when a `with` block is left."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class SyncGeneration(_Closing):
     """A running request. Iterate over it for chunks; `result()` reads the rest and returns the totals.
 
     Leaving a `with` block, `close()`, or dropping it ends the request and frees what it held on the target.
@@ -168,7 +181,7 @@ class SyncVerifiedSequence:
         self._run(self._sequence.close())
 
 
-class SyncVerifySession(Closing):
+class SyncVerifySession(_Closing):
     """One `Verify` stream, which carries many sequences. Use it with `with`."""
 
     def __init__(self, loop: _LoopThread, session: VerifySession) -> None:
@@ -193,7 +206,7 @@ class SyncVerifySession(Closing):
         self._loop.run(self._session.close())
 
 
-class SyncClient(Closing):
+class SyncClient(_Closing):
     """Talks to one target service, from a program without an event loop. Errors are those of `Client`.
 
     Example:

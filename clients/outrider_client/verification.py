@@ -15,7 +15,7 @@ from outrider.sampling import FinishReason, SamplingParams, TypicalAcceptance, V
 from outrider.tree import TokenTree
 from outrider.v1 import target_pb2
 from outrider.wire.trees import error_of, mode_from_pb, mode_to_pb, sampling_to_pb, tree_to_pb, typical_to_pb
-from outrider_client.blocks import AsyncClosing
+from outrider_client.connection import AsyncClosing
 from outrider_client.failures import ServiceUnreachable, cancellations, typed_error
 from outrider_client.results import Verdict
 
@@ -48,7 +48,10 @@ class VerifiedSequence:
         After an error about the tree (`InvalidField`, `WrongRoot`) the sequence is unchanged. A cancelled step goes on
         at the target: the next is refused with `RuntimeError` until its verdict has come, and then begins after it.
         """
-        return await self._session._verify(self.sequence_id, self.step, tree)
+        request = target_pb2.VerifyTree(sequence_id=self.sequence_id, step=self.step, tree=tree_to_pb(tree))
+        answer = self._session._request(("verdict", self.sequence_id), target_pb2.VerifyRequest(tree=request))
+        verdict: Verdict = await asyncio.shield(answer)
+        return verdict
 
     async def close(self) -> None:
         """End the sequence and free its cache. Does nothing for one that has finished."""
@@ -128,13 +131,6 @@ class VerifySession(AsyncClosing):
             self._call.cancel()
             self._reader.cancel()
             await asyncio.wait({self._reader})
-
-    async def _verify(self, sequence_id: int, step: int, tree: TokenTree) -> Verdict:
-        frame = target_pb2.VerifyRequest(
-            tree=target_pb2.VerifyTree(sequence_id=sequence_id, step=step, tree=tree_to_pb(tree))
-        )
-        verdict: Verdict = await asyncio.shield(self._request(("verdict", sequence_id), frame))
-        return verdict
 
     async def _close_sequence(self, sequence_id: int) -> None:
         self._open.pop(sequence_id, None)

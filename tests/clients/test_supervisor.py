@@ -220,7 +220,7 @@ async def test_waiting_for_what_never_serves(program: str, error: type[Exception
     await child.start()
     with pytest.raises(error, match="mute"):
         await wait_serving(child, f"unix:{tmp_path}/absent.sock", 1.0 if error is ServiceSlow else SECONDS)
-    child.kill()
+    child.send_signal(signal.SIGKILL)
     await child.wait()
 
 

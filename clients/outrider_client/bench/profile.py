@@ -75,9 +75,9 @@ class StepProfile:
                 continue
             phases = {phase: 1e3 * totals.get(phase, 0.0) / steps for phase in PHASES}
             host = phases["plan"] + phases["launch"] + phases["verify"] + phases["commit"]
-            row: dict[str, object] = {"mode": mode.name, "draft_placement": mode.placement or None, "steps": steps}
             shares = {"hit_share": _share(totals, "hits", "misses"), "idle_share": _share(totals, "idle", "busy")}
-            rows.append({**row, **phases, "host": host, **shares})
+            identity = {"mode": mode.name, "draft_placement": mode.placement or None, "steps": steps}
+            rows.append({**identity, **phases, "host": host, **shares})
         return rows
 
 

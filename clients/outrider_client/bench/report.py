@@ -40,7 +40,8 @@ def _cell(mode: Mode, task: str, concurrency: int, blocks: Sequence[Block], plai
     requests = [request for block in blocks for request in block.requests]
     results = [request.result for request in requests if request.result]
     totals = [result.speculation for result in results]
-    rates = [_rate([b for b in blocks if b.repeat == repeat]) for repeat in sorted({b.repeat for b in blocks})]
+    repeats = [[b for b in blocks if b.repeat == repeat] for repeat in sorted({b.repeat for b in blocks})]
+    rates = [_ratio(sum(b.tokens for b in group), sum(b.seconds for b in group)) or 0.0 for group in repeats]
     drafted = map(sum, zip_longest(*(t.drafted_by_depth for t in totals), fillvalue=0))
     accepted = map(sum, zip_longest(*(t.accepted_by_depth for t in totals), fillvalue=0))
     tokens, steps = sum(len(result.token_ids) for result in results), sum(t.steps for t in totals)
@@ -113,10 +114,6 @@ def _identity(mode: Mode, blocks: Sequence[Block], plain: dict[_Place, Result]) 
         "differing_outputs": different if compared else None,
         "compared_outputs": compared,
     }
-
-
-def _rate(blocks: Sequence[Block]) -> float:
-    return _ratio(sum(block.tokens for block in blocks), sum(block.seconds for block in blocks)) or 0.0
 
 
 def _ratio(over: float, under: float) -> float | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import dataclass, field
+from itertools import groupby, product
 
 from outrider.errors import OutriderError
 from outrider_client.bench.backends import Backend
@@ -49,23 +49,17 @@ def runs(mode: Mode, concurrency: int) -> bool:
     return mode.name != TRANSFORMERS or concurrency == 1
 
 
+@dataclass
 class Runner:
-    """Runs a plan on the backends of its modes."""
+    """Runs a plan on the backends of its modes. `on_answer` is called after each answer with what is measured;
+    `profile` reads the targets' metrics."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        backends: Mapping[Mode, Backend],
-        on_answer: Callable[[str], None],
-        profile: StepProfile | None = None,
-    ) -> None:
-        """`on_answer` is called after each answer with what is measured; `profile` reads the targets' metrics."""
-        self._plan = plan
-        self._backends = backends
-        self._on_answer = on_answer
-        self._profile = profile or StepProfile({})
-        # First answers by prompt, of the mode that ran first: every mode's second turn builds on them.
-        self._answers: dict[str, str] = {}
+    _plan: Plan
+    _backends: Mapping[Mode, Backend]
+    _on_answer: Callable[[str], None]
+    _profile: StepProfile = field(default_factory=lambda: StepProfile({}))
+    # First answers by prompt, of the mode that ran first: every mode's second turn builds on them.
+    _answers: dict[str, str] = field(default_factory=dict)
 
     async def warm_up(self) -> None:
         """Have every backend compile and allocate before anything is measured."""
@@ -76,10 +70,9 @@ class Runner:
     async def run(self) -> list[Block]:
         """Run every block of every repeat. Raises `ServiceUnreachable` when a target is gone."""
         blocks: list[Block] = []
-        for repeat in range(self._plan.repeats):
-            for concurrency in self._plan.concurrency:
-                for number, prompts in enumerate(self._blocks(concurrency)):
-                    blocks.extend(await self._interleave(prompts, concurrency, repeat, number))
+        for repeat, concurrency in product(range(self._plan.repeats), self._plan.concurrency):
+            for number, prompts in enumerate(self._blocks(concurrency)):
+                blocks.extend(await self._interleave(prompts, concurrency, repeat, number))
         return blocks
 
     def _blocks(self, concurrency: int) -> Iterator[list[Prompt]]:

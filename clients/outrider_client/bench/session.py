@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import secrets
 import shlex
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -77,28 +77,26 @@ def _modes(options: BenchOptions) -> list[Mode]:
     return modes
 
 
+@dataclass
 class Session:
-    """The backends of a plan, and the services that are started for them."""
+    """The backends of a plan, and the services that are started for them. `note` is called with what is being waited
+    for. What is started ends with `leave`."""
 
-    def __init__(self, options: BenchOptions, reach: ClientOptions, note: Note, leave: AsyncExitStack) -> None:
-        """`note` is called with what is being waited for. What is started ends with `leave`."""
-        self._options = options
-        self._reach = reach
-        self._note = note
-        self._leave = leave
-        self._drafts: dict[str, str] = {}
-        self._stack: Stack | None = None
-        self.backends: dict[Mode, Backend] = {}
-        self.info: TargetInfo | None = None
-        # URLs of the metrics of the modes' targets, when profiling.
-        self.pages: dict[Mode, str] = {}
+    _options: BenchOptions
+    _reach: ClientOptions
+    _note: Note
+    _leave: AsyncExitStack
+    _drafts: dict[str, str] = field(default_factory=dict)
+    _stack: Stack | None = None
+    backends: dict[Mode, Backend] = field(default_factory=dict)
+    info: TargetInfo | None = None
+    # URLs of the metrics of the modes' targets, when profiling.
+    pages: dict[Mode, str] = field(default_factory=dict)
 
     async def start(self, modes: Sequence[Mode]) -> None:
-        """Start or find a backend for every mode. Plain answers come from the first drafter's own target.
-
-        One after another, since a target times its own steps when it starts. Raises `SettingsError`,
-        `ServiceFailed`, or what a call raises.
-        """
+        """Start or find a backend for every mode. Plain answers come from the first drafter's own target. One after
+        another, since a target times its own steps when it starts. Raises `SettingsError`, `ServiceFailed`, or what a
+        call raises."""
         running, targets = self._options.target, dict[Mode, str]()
         for mode in modes:
             if mode.drafts:
@@ -178,7 +176,7 @@ async def measure(
         "versions": describe_versions(),
         "commit": describe_commit(),
         "command": shlex.join(["outrider", *sys.argv[1:]]),
-        "arguments": dataclasses.asdict(options),
+        "arguments": asdict(options),
         "target": {
             name: getattr(session.info, name) for name in ("model", "dtype", "page_size", "max_rows", "version")
         },

@@ -25,9 +25,7 @@ class _Column:
 
 def figures_table(document: Mapping[str, Any], width: int) -> Table:
     """One row per task, concurrency and mode, for a terminal of this width; `x plain` compares tokens per second.
-
-    `spread` is least to most over repeats, or the quartiles over blocks of requests where there is one repeat.
-    """
+    `spread` is least to most over repeats, or the quartiles over blocks of requests where there is one repeat."""
     target = document["target"]
     title = f"{target['model']}, {target['dtype']}, {document['prompts']} prompts"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)

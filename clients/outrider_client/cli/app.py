@@ -15,7 +15,6 @@ from outrider_client.local.roles import missing_for
 _DESCRIPTION = """\
 Lossless speculative decoding over gRPC: a draft service guesses ahead, a target service checks whole trees of
 guesses in one pass and generates exactly what it would have generated alone, only sooner."""
-
 _EPILOG = """\
 start here:
   outrider demo                          see it work: a real model, drafted and own tokens in colours, the proof

@@ -78,10 +78,8 @@ def options(kind: type[Options], section: str, arguments: argparse.Namespace) ->
 
 
 def make_folders_of(*paths: str) -> None:
-    """Create the parent folders of output files, before hours of measuring; empty paths are skipped.
-
-    Raises `SettingsError` where that fails.
-    """
+    """Create the parent folders of output files, before hours of measuring; empty paths are skipped. Raises
+    `SettingsError` where that fails."""
     for path in filter(None, paths):
         try:
             Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)

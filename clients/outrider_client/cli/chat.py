@@ -133,10 +133,8 @@ class Conversation:
                 await self._turn()
 
     def _read_line(self) -> str | None:
-        """A line from the user; None at the end of input or after Ctrl-C.
-
-        It blocks the event loop, which is idle then; a thread could not be interrupted by Ctrl-C.
-        """
+        """A line from the user; None at the end of input or after Ctrl-C. It blocks the event loop, which is idle then;
+        a thread could not be interrupted by Ctrl-C."""
         self.console.print()
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:

@@ -35,11 +35,12 @@ async def _health(client: ClientOptions, draft_address: str, live: bool) -> int:
     kind = "draft" if draft_address else "target"
     address = draft_address or client.target
     service, describe = (LIVENESS, _describe_process) if live else _SERVICES[kind]
-    console, connection = Console(highlight=False), client.connection(address)
+    console = Console(highlight=False)
     try:
-        healthy = await connection.serving(service, client.deadline or _SECONDS)
-        state = "SERVING" if healthy else "NOT_SERVING"
-        console.print(f"{address} {state}" + (f"  {await describe(connection)}" if healthy else ""), soft_wrap=True)
+        async with client.connection(address) as connection:
+            healthy = await connection.serving(service, client.deadline or _SECONDS)
+            state = "SERVING" if healthy else "NOT_SERVING"
+            console.print(f"{address} {state}" + (f"  {await describe(connection)}" if healthy else ""), soft_wrap=True)
     except ServiceUnreachable as error:
         console.print(f"{address} UNREACHABLE  {error.cause}", soft_wrap=True, markup=False)
         return 1
@@ -50,8 +51,6 @@ async def _health(client: ClientOptions, draft_address: str, live: bool) -> int:
             message = wrong_service(kind, message)
         console.print(f"{address} {reason}  {message}", soft_wrap=True, markup=False)
         return 1
-    finally:
-        await connection.close()
     return 0 if healthy else 1
 
 
@@ -71,7 +70,6 @@ async def _describe_draft(connection: Connection) -> str:
 
 # For each kind of service, its name in health checks, and what describes one that serves.
 _SERVICES = {"target": (TARGET_SERVICE, _describe_target), "draft": (DRAFT_SERVICE, _describe_draft)}
-
 HEALTH = Command(
     "health",
     "ask whether a service is healthy (exit status 0 if so)",

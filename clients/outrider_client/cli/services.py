@@ -10,6 +10,7 @@ import sys
 from rich.console import Console
 from rich.text import Text
 
+from outrider.model_store import MODEL_STORE
 from outrider.ports import port_refusal
 from outrider.runtime import run
 from outrider.settings import CONFIG_VARIABLE, SettingsError, settings_file
@@ -163,6 +164,4 @@ TRAIN_HEAD = Command(
     module="draft_service.training",
     needs="train",
 )
-MODEL = Command(
-    "model", "fetch, list or locate models (see --help)", module="target_service.model.loading.store", needs="target"
-)
+MODEL = Command("model", "fetch, list or locate models (see --help)", module=MODEL_STORE, needs="target")

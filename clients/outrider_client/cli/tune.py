@@ -18,8 +18,8 @@ from outrider_client.cli.base import Command, error_console, make_folders_of, op
 from outrider_client.terminal.options import TuneOptions, request_counts
 from outrider_client.terminal.waiting import ProgressBar
 from outrider_client.tuning.report import file_comment, save_tuning_plot, sentences, tuning_table
-from outrider_client.tuning.services import Setup, read_setup
-from outrider_client.tuning.session import Tuning, read_prompts, tune
+from outrider_client.tuning.services import read_setup
+from outrider_client.tuning.session import read_prompts, tune
 from outrider_client.tuning.settings_file import to_toml, with_settings
 
 _DESCRIPTION = """\
@@ -61,18 +61,13 @@ def _run(arguments: argparse.Namespace) -> int:
     if wanted.plot:
         save_tuning_plot(tuning, Path(wanted.plot))
     if wanted.out:
-        Path(wanted.out).write_text(tuned_file(setup, tuning), encoding="utf-8")
+        # What --config named, what was tuned, and what was chosen.
+        settings = [*setup.identity, *(tuning.chosen.settings if tuning.chosen else ())]
+        when = datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes")
+        comment = file_comment(tuning, when, shlex.join(["outrider", *sys.argv[1:]]))
+        Path(wanted.out).write_text(to_toml(with_settings(setup.document, settings), comment), encoding="utf-8")
         console.print(f"Written: {wanted.out}. `outrider up --config {wanted.out}` serves with it.", markup=False)
     return 0
-
-
-def tuned_file(setup: Setup, tuning: Tuning) -> str:
-    """The settings file: what `--config` named, what was tuned, and what was chosen."""
-    chosen = tuning.chosen
-    settings = [*setup.identity, *(chosen.settings if chosen is not None else ())]
-    when = datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes")
-    comment = file_comment(tuning, when, shlex.join(["outrider", *sys.argv[1:]]))
-    return to_toml(with_settings(setup.document, settings), comment)
 
 
 TUNE = Command(

@@ -65,10 +65,8 @@ class DraftNotFound(Exception):
 
 
 async def pull_model(model: str) -> int:
-    """Fetch a model with the model store, which shows its progress. Returns its exit status.
-
-    Folders need no fetching; hub ids, which have a slash, are fetched by the target.
-    """
+    """Fetch a model with the model store, which shows its progress. Returns its exit status. Folders need no fetching;
+    hub ids, which have a slash, are fetched by the target."""
     if "/" in model or Path(model).is_dir():
         return 0
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", MODEL_STORE, "pull", model)
@@ -76,11 +74,9 @@ async def pull_model(model: str) -> int:
 
 
 async def run_demo(options: DemoOptions, console: Console) -> bool:
-    """Run the demo. Returns whether all outputs were identical. Raises `ServiceFailed`, or what a call raises.
-
-    The trie drafts first, since on a CPU it costs nearly nothing; if Outrider has a head for the model, a second run
-    adds it, and shows its gain and cost in another column.
-    """
+    """Run the demo. Returns whether all outputs were identical. Raises `ServiceFailed`, or what a call raises. The trie
+    drafts first, since on a CPU it costs nearly nothing; if Outrider has a head for the model, a second run adds it,
+    and shows its gain and cost in another column."""
     head = head_made_for(options.model)
     async with _services(options, console) as (stack, client, sink, tracing):
         tokenizer = await asyncio.to_thread(find_tokenizer, options.model)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from outrider.errors import UnknownModel
 from outrider.model_store import stored_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 # The default of the target's own setting, which cannot be imported here.
 DEFAULT_MODEL = "smollm2-135m-instruct"

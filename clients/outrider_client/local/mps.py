@@ -150,9 +150,13 @@ class Mps:
             await child.start()
             self._child = child
             await self._wait_listening(child, Path(directories[PIPES]) / "control", remedy)
-            await self._run_probe(directories, remedy)
+            # A CUDA program under the daemon, which starts its server for it.
+            status, output = await _outcome(self._probe, "", os.environ | directories, self._times.probe)
         except OSError as error:
             raise _Unusable(f"{CONTROL} cannot be started: {error.strerror or error}", remedy) from error
+        if status != 0:
+            reason = "it did not end" if status is None else output.strip().rpartition("\n")[2] or f"status {status}"
+            raise _Unusable(f"a CUDA program cannot run under it ({reason})", remedy)
         self._watch = asyncio.create_task(self._report_end(child))
 
     async def _wait_listening(self, child: Child, socket: Path, remedy: str) -> None:
@@ -168,13 +172,6 @@ class Mps:
                 raise _Unusable(f"{CONTROL} did not listen within {self._times.start:g} s", remedy)
             await asyncio.sleep(_POLL_SECONDS)
 
-    async def _run_probe(self, directories: Mapping[str, str], remedy: str) -> None:
-        """Run a CUDA program under the daemon, which starts its server for it. Raises `_Unusable` when it fails."""
-        status, output = await _outcome(self._probe, "", os.environ | directories, self._times.probe)
-        if status != 0:
-            reason = "it did not end" if status is None else output.strip().rpartition("\n")[2] or f"status {status}"
-            raise _Unusable(f"a CUDA program cannot run under it ({reason})", remedy)
-
     async def _report_end(self, child: Child) -> None:
         await _ended(child, math.inf, every=_WATCH_SECONDS)
         self._report(f"{CONTROL} ended with status {child.status}: what starts from now on shares the GPU without MPS")
@@ -186,7 +183,7 @@ class Mps:
             with contextlib.suppress(OSError):
                 await _outcome((program,), "quit\n", os.environ | self._directories(folder), self._times.quit)
         if not await _ended(child, self._times.stop):
-            child.terminate()
+            child.send_signal(signal.SIGTERM)
             await _ended(child, self._times.stop)
 
     async def _kill_left(self, folder: Path) -> None:

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
-from outrider_client.blocks import AsyncClosing
 from outrider_client.client import Client
+from outrider_client.connection import AsyncClosing
 from outrider_client.failures import ServiceUnreachable
 from outrider_client.local.process import Child, ServiceDied, ServiceSlow, wait_serving
 
@@ -60,12 +60,12 @@ class Stack(AsyncClosing):
     def __init__(self, directory: Path) -> None:
         """`directory` holds sockets, and settings that services are started with; see `private_directory`."""
         self.directory = directory
-        # Each with the end of its log.
-        self._children: list[tuple[Child, deque[str]]] = []
+        # By name, each with the end of its log.
+        self._children: dict[str, tuple[Child, deque[str]]] = {}
 
     async def close(self) -> None:
         # Targets were started last, and stop first: they would report a lost draft otherwise.
-        for child, _tail in reversed(self._children):
+        for child, _tail in reversed(self._children.values()):
             if child.status is None:
                 await child.stop(_STOP_SECONDS)
 
@@ -77,7 +77,7 @@ class Stack(AsyncClosing):
         except ServiceUnreachable as error:
             # A socket closes a moment before its process has ended.
             await asyncio.sleep(_DEATH_SECONDS)
-            for child, tail in self._children:
+            for child, tail in self._children.values():
                 if child.status is not None:
                     raise ServiceFailed(ServiceDied(child.name, child.status), tail) from error
             raise
@@ -88,9 +88,9 @@ class Stack(AsyncClosing):
 
     async def stop(self, name: str) -> None:
         """Stop the service of this name; another may then be started under it."""
-        for started in [started for started in self._children if started[0].name == name]:
-            self._children.remove(started)
-            await started[0].stop(_STOP_SECONDS)
+        if name in self._children:
+            child, _tail = self._children.pop(name)
+            await child.stop(_STOP_SECONDS)
 
     async def start(self, name: str, service: str, *flags: str) -> str:
         """Start a service and return its address once it is healthy. Raises `ServiceFailed`."""
@@ -98,7 +98,7 @@ class Stack(AsyncClosing):
         tail: deque[str] = deque(maxlen=_TAIL_LINES)
         child = Child(name, service_argv(service, "--listen", address, *flags), tail.append)
         await child.start()
-        self._children.append((child, tail))
+        self._children[name] = child, tail
         try:
             await wait_serving(child, address, _START_SECONDS)
         except (ServiceDied, ServiceSlow) as error:
@@ -116,10 +116,8 @@ async def private_stack() -> AsyncIterator[Stack]:
 
 async def wait_for_drafter(client: Client, wanted: str = "") -> str:
     """The name of the target's drafter, once the target has reached it: any, or the one that is `wanted`. Empty when it
-    does not within half a minute.
-
-    A target is healthy without its draft, so one that was just started may not have found it yet.
-    """
+    does not within half a minute. A target is healthy without its draft, so one that was just started may not have
+    found it yet."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + _CONNECT_SECONDS
     while loop.time() < deadline:

@@ -120,7 +120,7 @@ class Supervisor:
         if self._stopping.is_set():
             self._emit("outrider", "stopping at once")
             for child in self._children.values():
-                child.kill()
+                child.send_signal(signal.SIGKILL)
             return
         self._emit("outrider", "stopping: running requests may finish; once more stops at once")
         self._stopping.set()

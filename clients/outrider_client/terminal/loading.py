@@ -17,11 +17,8 @@ _POLL_SECONDS = 1.0
 
 
 async def until_loaded(client: Client, console: Console, timeout: float | None = None) -> TargetInfo:
-    """What the target serves, once it has loaded its model.
-
-    `console` shows the wait, if any. `timeout` is in seconds; None has no limit. Raises `Loading` if the target still
-    loads after it, and what `Client.info` raises.
-    """
+    """What the target serves, once it has loaded its model. `console` shows the wait, if any. `timeout` is in seconds;
+    None has no limit. Raises `Loading` if the target still loads after it, and what `Client.info` raises."""
     loop = asyncio.get_running_loop()
     end = None if timeout is None else loop.time() + timeout
     try:

@@ -37,13 +37,11 @@ def final_seconds(left: float, costs: Costs) -> float:
 
 
 def next_share(left: float, kept: float, waiting: int, first: bool, costs: Costs) -> float:
-    """Seconds for the next of `waiting` candidates, its start included; 0 where there is not enough for one.
-
-    As many as can be measured get equal shares, so with little time the first few are measured and the others are not.
-    What one leaves or overruns changes the shares of the rest. Of `left`, `kept` is for the second measurement; where
-    there is no time for one, the `first` candidate gets all of it: the only one is not the luckiest of several, so its
-    one measurement can be trusted.
-    """
+    """Seconds for the next of `waiting` candidates, its start included; 0 where there is not enough for one. As many as
+    can be measured get equal shares, so with little time the first few are measured and the others are not. What one
+    leaves or overruns changes the shares of the rest. Of `left`, `kept` is for the second measurement; where there is
+    no time for one, the `first` candidate gets all of it: the only one is not the luckiest of several, so its one
+    measurement can be trusted."""
     affordable = min(waiting, int((left - kept) / costs.least))
     if affordable > 0:
         return (left - kept) / affordable

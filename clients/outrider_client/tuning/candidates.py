@@ -71,10 +71,8 @@ _VERIFIED = (15, 31, 7)
 
 
 def known_candidates(drafter: str, parts: Sequence[str] = (), captured: bool = False) -> list[Candidate]:
-    """Candidates for a drafter, the likeliest first; for `merged`, those of its `parts` in turn.
-
-    `captured`: trees are drafted in CUDA graphs, whose defaults are larger.
-    """
+    """Candidates for a drafter, the likeliest first; for `merged`, those of its `parts` in turn. `captured`: trees are
+    drafted in CUDA graphs, whose defaults are larger."""
     verified = _shapes(TARGET, (MAX_DRAFT_NODES,), [(rows,) for rows in _VERIFIED])
     columns = [_shapes_of(name, captured) for name in (parts if drafter == MERGED else (drafter,))]
     return [one for row in zip_longest(*columns, verified) for one in row if one is not None]
@@ -87,10 +85,8 @@ def _shapes_of(drafter: str, captured: bool) -> tuple[Candidate, ...]:
 
 
 def parse_candidates(text: str) -> list[Candidate]:
-    """Candidates as a user writes them: `trie.breadth=1 trie.num_draft_tokens=16; target.max_draft_nodes=15`.
-
-    Raises `SettingsError` for anything else. Only the service checks whether it has such a setting.
-    """
+    """Candidates as a user writes them: `trie.breadth=1 trie.num_draft_tokens=16; target.max_draft_nodes=15`. Raises
+    `SettingsError` for anything else. Only the service checks whether it has such a setting."""
     found = [_candidate(words.split()) for words in text.split(";") if words.strip()]
     return list(dict.fromkeys(found))
 

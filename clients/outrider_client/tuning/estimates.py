@@ -42,11 +42,9 @@ class Estimate:
 
 
 def estimate(pairs: Sequence[tuple[float, float]]) -> Estimate:
-    """The ratio of first to second of `pairs` of speeds, each pair of the same work at nearly the same time.
-
-    The mean is the geometric one, which calls twice as fast and half as fast equal. Speeds are above 0; no pairs give a
-    ratio of 1 without an interval.
-    """
+    """The ratio of first to second of `pairs` of speeds, each pair of the same work at nearly the same time. The mean
+    is the geometric one, which calls twice as fast and half as fast equal. Speeds are above 0; no pairs give a ratio of
+    1 without an interval."""
     logs = [math.log(first / second) for first, second in pairs]
     if len(logs) < 2:
         return Estimate(sum(logs), math.inf, 0)
@@ -65,10 +63,8 @@ def over_loads(estimates: Sequence[Estimate]) -> Estimate:
 
 def most_promising(estimates: Sequence[Estimate]) -> int | None:
     """The index of the candidate that is worth measuring once more: the fastest, the first of equals; None where none
-    was faster than the settings in force.
-
-    The best of many is partly the luckiest, so this decides nothing: `better` does, from a later measurement.
-    """
+    was faster than the settings in force. The best of many is partly the luckiest, so this decides nothing: `better`
+    does, from a later measurement."""
     best = max(range(len(estimates)), key=lambda place: estimates[place].mean, default=None)
     return None if best is None or estimates[best].mean <= 0.0 else best
 

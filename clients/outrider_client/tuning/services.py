@@ -132,11 +132,9 @@ class Side:
             await self._connected()
 
     def backend(self, candidate: Candidate, speculate: bool = True) -> TargetBackend:
-        """The backend for a candidate that was taken; it decodes plainly with `speculate` off.
-
-        A candidate's prompts are sent for another tenant than those of the settings in force, so that where one target
-        serves both, no draft learns from the other's answers.
-        """
+        """The backend for a candidate that was taken; it decodes plainly with `speculate` off. A candidate's prompts
+        are sent for another tenant than those of the settings in force, so that where one target serves both, no draft
+        learns from the other's answers."""
         memory = "tried-" if candidate.settings else ""
         backend = TargetBackend(ClientOptions(), self._address, speculate, candidate.max_nodes, memory)
         self._backends.append(backend)

@@ -90,20 +90,18 @@ def read_prompts(path: str) -> list[Prompt]:
     return [replace(prompt, task=ALL_TASKS) for row in zip_longest(*tasks) for prompt in row if prompt is not None]
 
 
+@dataclass(frozen=True)
 class Comparison:
     """Runs two configurations in turn on the same prompts, block by block, at each load."""
 
-    def __init__(self, prompts: Sequence[Prompt], loads: Sequence[int], max_tokens: int) -> None:
-        self._prompts = prompts
-        self._loads = loads
-        self._max_tokens = max_tokens
+    _prompts: Sequence[Prompt]
+    _loads: Sequence[int]
+    _max_tokens: int
 
     async def run(self, first: _Way, second: _Way, until: float, start: int = 0) -> tuple[Measured, float]:
         """Measure first against second until the event loop's time `until`, for at least one round over the loads.
-
-        `start` is the index of the first prompt. Returns the figures and the seconds of a round. Raises
-        `SettingsError` where a block gets no answers.
-        """
+        `start` is the index of the first prompt. Returns the figures and the seconds of a round. Raises `SettingsError`
+        where a block gets no answers."""
         loop = asyncio.get_running_loop()
         begun, rounds = loop.time(), 0
         pairs: dict[int, list[tuple[Block, Block]]] = {load: [] for load in self._loads}
@@ -174,7 +172,10 @@ class _Tuner:
         # Estimates, until a draft has been changed.
         spent, costs = loop.time() - begun, Costs(change=self._base.draft_seconds, pair=pair)
         ahead = started if self._setup.gpu else 0.0
-        waiting = self._possible(info)
+        bound = info.max_rows - 1
+        above = [one for one in self._setup.candidates if one.max_nodes is not None and one.max_nodes > bound]
+        self._left_out += [(one, f"the target's own max_draft_nodes is {bound}") for one in above]
+        waiting = [one for one in self._setup.candidates if one not in above]
         needed = seconds_for_all(spent + ahead, len(waiting), costs)
         if self._setup.gpu:
             waiting, costs = await self._with_a_challenger(waiting, until, ahead, costs)
@@ -203,12 +204,6 @@ class _Tuner:
         await _warm(in_force)
         await _warm(plain)
         return await self._comparison.run((_IN_FORCE, in_force), (Mode(PLAIN), plain), until)
-
-    def _possible(self, info: TargetInfo) -> list[Candidate]:
-        bound = info.max_rows - 1
-        above = [one for one in self._setup.candidates if one.max_nodes is not None and one.max_nodes > bound]
-        self._left_out += [(one, f"the target's own max_draft_nodes is {bound}") for one in above]
-        return [one for one in self._setup.candidates if one not in above]
 
     async def _screen_and_confirm(
         self, waiting: list[Candidate], until: float, costs: Costs
