@@ -130,8 +130,7 @@ class SyncGeneration(_Closing):
 
     @property
     def draft_refused(self) -> str:
-        """Why the draft service did not draft for the request, or not to its end: a reason of `outrider.errors`, such
-        as "UNKNOWN_CORPUS". Known once the request has ended, also by an error; empty when nothing was refused."""
+        """Why the draft service did not draft for the request, or not to its end; see `Generation`."""
         return self._generation.draft_refused
 
     def result(self) -> Result:

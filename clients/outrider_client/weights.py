@@ -45,15 +45,9 @@ class WeightsUpdated:
 
     @classmethod
     def from_pb(cls, pb: target_pb2.UpdateWeightsResponse) -> WeightsUpdated:
-        return cls(
-            pb.model_version,
-            pb.tensors,
-            pb.bytes,
-            pb.prepare_nanoseconds / 1e9,
-            pb.pause_nanoseconds / 1e9,
-            pb.aborted_sequences,
-            pb.continued_sequences,
-        )
+        prepare, pause = pb.prepare_nanoseconds / 1e9, pb.pause_nanoseconds / 1e9
+        counts = pb.aborted_sequences, pb.continued_sequences
+        return cls(pb.model_version, pb.tensors, pb.bytes, prepare, pause, *counts)
 
 
 def update_requests(

@@ -30,7 +30,7 @@ class Application:
 
     def __init__(self, config: GatewayConfig, targets: Targets, models: ServedModels, metrics: GatewayMetrics) -> None:
         self.draining = False
-        self._targets = targets
+        self.targets = targets
         self._served = models
         self._metrics = metrics
         metrics.gauges(targets.readings)
@@ -51,11 +51,6 @@ class Application:
         self.paths = tuple(route.path for route in routes if isinstance(route, Route))
         self.asgi = host_check(cross_origin(_shortcut(generating, others), config.origins), config)
 
-    @property
-    def running(self) -> int:
-        """Answers being written."""
-        return self._targets.running
-
     async def _models(self, request: Request) -> Response:
         models = await self._served.models(caller_from(request.scope["headers"]))
         return JSONResponse({"object": "list", "data": models})
@@ -68,7 +63,7 @@ class Application:
         return JSONResponse({"status": "ok"})
 
     async def _ready(self, _request: Request) -> Response:
-        targets = {target.address: target.healthy for target in self._targets.all}
+        targets = {target.address: target.healthy for target in self.targets.all}
         ready = any(targets.values()) and not self.draining
         status = "ok" if ready else "draining" if self.draining else "no healthy target"
         return JSONResponse({"status": status, "targets": targets}, 200 if ready else 503)

@@ -88,13 +88,8 @@ class TooMany(Refused):
     """The gateway runs `limit` answers, which is as many as it may."""
 
     def __init__(self, limit: int) -> None:
-        super().__init__(
-            429,
-            f"the gateway writes {limit} answers at once, and no more now",
-            kind="rate_limit_error",
-            code="rate_limit_exceeded",
-            retry_after=_RETRY_SECONDS,
-        )
+        message = f"the gateway writes {limit} answers at once, and no more now"
+        super().__init__(429, message, kind="rate_limit_error", code="rate_limit_exceeded", retry_after=_RETRY_SECONDS)
 
 
 class GatewayFailed(Refused):

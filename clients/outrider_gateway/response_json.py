@@ -70,7 +70,7 @@ class ResponseBuilder:
     def last(self, index: int, result: Result) -> bytes:
         """The events that end an answer."""
         text: dict[str, Any] = {"delta": {}} if self._request.chat else {"text": ""}
-        event = self._event([{"index": index, **text, "logprobs": None, "finish_reason": _finish(result)}])
+        event = self._part(index, text, finish=_finish(result))
         if self._request.drafts:
             event["outrider"] = {"index": index, "totals": totals(result)}
         return self._opening(index) + event_bytes(event)
@@ -85,8 +85,7 @@ class ResponseBuilder:
         if self._begun[index] or not self._request.chat:
             return b""
         self._begun[index] = True
-        delta = {"role": "assistant", "content": ""}
-        return event_bytes(self._event([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]))
+        return event_bytes(self._part(index, {"delta": {"role": "assistant", "content": ""}}))
 
     def _frame(self, index: int) -> tuple[bytes, bytes]:
         """What stands before and behind the text in an event of text alone."""
@@ -97,8 +96,7 @@ class ResponseBuilder:
 
     def _text_event(self, index: int, text: str, listed: Any) -> dict[str, Any]:
         """An event with text, and with its tokens where they are listed."""
-        choice = {"delta": {"content": text}} if self._request.chat else {"text": text}
-        return self._event([{"index": index, **choice, "logprobs": listed, "finish_reason": None}])
+        return self._part(index, {"delta": {"content": text}} if self._request.chat else {"text": text}, listed)
 
     def keep(self, index: int, chunk: Chunk) -> None:
         """Note a chunk of an answer that is sent whole."""
@@ -145,6 +143,10 @@ class ResponseBuilder:
         if chunk.tree is not None:
             drafting["tree"] = self._texts.tree(chunk, chunk.tree)
         return drafting
+
+    def _part(self, index: int, text: dict[str, Any], listed: Any = None, finish: str | None = None) -> dict[str, Any]:
+        """An event with a part of one answer."""
+        return self._event([{"index": index, **text, "logprobs": listed, "finish_reason": finish}])
 
     def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         event = {**self._head, "choices": choices}

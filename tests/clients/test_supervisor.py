@@ -233,7 +233,7 @@ from outrider_client.local.process import Child
 async def main():
     child = Child("sleeper", (sys.executable, "-c", "import time; time.sleep(99)"), print)
     await child.start()
-    open({str(pid_file)!r}, "w").write(str(child.pid))
+    open({str(pid_file)!r}, "w").write(str(child._process.pid))
     await asyncio.sleep(99)
 
 asyncio.run(main())

@@ -28,12 +28,12 @@ class Plan:
     prompts: Sequence[Prompt]
     modes: Sequence[Mode]
     concurrency: Sequence[int]
-    repeats: int
     max_tokens: int
-    second_turns: bool
-    isolate: bool
     # Part of this run's tenant names, so that no draft has learnt the prompts in another run.
     run_id: str
+    repeats: int = 1
+    second_turns: bool = False
+    isolate: bool = False
 
     def turns(self, prompt: Prompt) -> int:
         return min(len(prompt.turns), 2) if self.second_turns else 1

@@ -6,8 +6,8 @@ import datetime
 import secrets
 import shlex
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -149,29 +149,26 @@ class Session:
         return address
 
 
-@asynccontextmanager
-async def open_session(options: BenchOptions, reach: ClientOptions, plan: Plan, note: Note) -> AsyncIterator[Session]:
-    """A session whose backends are up and warm."""
+async def measure(
+    options: BenchOptions, reach: ClientOptions, plan: Plan, note: Note, on_answer: Note
+) -> dict[str, Any]:
+    """Start what the plan needs, run it, and return the document of figures. `on_answer` is called after each answer
+    with what is measured."""
     async with AsyncExitStack() as leave:
         session = Session(options, reach, note, leave)
         await session.start(plan.modes)
+        profile = StepProfile(session.pages)
+        runner = Runner(plan, session.backends, on_answer, profile)
         note("warming up")
-        await Runner(plan, session.backends, lambda _: None).warm_up()
-        yield session
-
-
-async def measure(
-    options: BenchOptions, plan: Plan, session: Session, on_answer: Callable[[str], None]
-) -> dict[str, Any]:
-    """Run the plan and return the document of figures."""
-    begun = datetime.datetime.now(datetime.UTC)
-    profile = StepProfile(session.pages)
-    blocks = await Runner(plan, session.backends, on_answer, profile).run()
+        await runner.warm_up()
+        begun = datetime.datetime.now(datetime.UTC)
+        blocks = await runner.run()
+        seconds = (datetime.datetime.now(datetime.UTC) - begun).total_seconds()
     assert session.info is not None
     return {
         "schema": SCHEMA,
         "started_at": begun.isoformat(timespec="seconds"),
-        "seconds": (datetime.datetime.now(datetime.UTC) - begun).total_seconds(),
+        "seconds": seconds,
         "machine": describe_machine(),
         "versions": describe_versions(),
         "commit": describe_commit(),

@@ -14,7 +14,7 @@ from outrider.runtime import run
 from outrider_client.bench.plot import require_matplotlib, save_plot
 from outrider_client.bench.profile import profile_table
 from outrider_client.bench.report import differing, undrafted
-from outrider_client.bench.session import make_plan, measure, open_session
+from outrider_client.bench.session import make_plan, measure
 from outrider_client.bench.table import figures_table
 from outrider_client.cli.base import Command, error_console, make_folders_of, options, table_console
 from outrider_client.terminal.options import AccessOptions, BenchOptions, ClientOptions, flag_words
@@ -76,8 +76,7 @@ async def _bench(bench: BenchOptions, reach: ClientOptions) -> dict[str, Any]:
             if time.monotonic() - line_at > _LINE_SECONDS:
                 log(f"{answers} of {total} answers: {where}")
 
-        async with open_session(bench, reach, plan, waits_for) as session:
-            return await measure(bench, plan, session, answered)
+        return await measure(bench, reach, plan, waits_for, answered)
 
 
 def _verdict(document: dict[str, Any]) -> int:

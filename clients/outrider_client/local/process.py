@@ -70,11 +70,6 @@ class Child:
         self._pump = asyncio.create_task(self._read_lines(self._process.stdout))
 
     @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
-
-    @property
     def status(self) -> int | None:
         """The exit status, negative for a signal; None while it runs."""
         return None if self._process is None else self._process.returncode

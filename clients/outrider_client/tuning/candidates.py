@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from types import MappingProxyType
 
 from outrider.settings import SECTIONS, SettingsError
 
@@ -52,20 +51,18 @@ _LEVELS = ("num_steps", "topk", "frontier", "num_draft_tokens")
 _EAGER_SHAPES = ((2, 4, 4, 8), (4, 4, 4, 16), (3, 8, 8, 24), (3, 1, 1, 3), (2, 2, 2, 4), (5, 4, 8, 32), (5, 1, 1, 5))
 # Beside 8, 8, 32, 239; a level adds as many nodes as it expands.
 _CAPTURED_SHAPES = ((6, 8, 32, 175), (8, 8, 16, 127), (4, 8, 32, 111), (6, 8, 16, 95), (4, 8, 16, 63), (5, 4, 8, 39))
-_OWN: Mapping[str, tuple[Candidate, ...]] = MappingProxyType(
-    {
-        # Beside 32 nodes, paths of 32, 8 children.
-        "trie": (
-            *_shapes("trie", ("num_draft_tokens",), ((16,), (63,), (8,))),
-            *_shapes("trie", ("num_draft_tokens", "breadth"), ((16, 1), (8, 1), (16, 3))),
-            *_shapes("trie", ("branch_length",), ((8,),)),
-        ),
-        # Beside 10.
-        "prompt_lookup": _shapes("prompt_lookup", ("lookup_tokens",), ((5,), (15,), (3,))),
-        # Beside 63 nodes, 10 children.
-        "medusa": _shapes("medusa", ("num_draft_tokens", "topk"), ((31, 10), (15, 5), (15, 10), (7, 3))),
-    }
-)
+_OWN = {
+    # Beside 32 nodes, paths of 32, 8 children.
+    "trie": (
+        *_shapes("trie", ("num_draft_tokens",), ((16,), (63,), (8,))),
+        *_shapes("trie", ("num_draft_tokens", "breadth"), ((16, 1), (8, 1), (16, 3))),
+        *_shapes("trie", ("branch_length",), ((8,),)),
+    ),
+    # Beside 10.
+    "prompt_lookup": _shapes("prompt_lookup", ("lookup_tokens",), ((5,), (15,), (3,))),
+    # Beside 63 nodes, 10 children.
+    "medusa": _shapes("medusa", ("num_draft_tokens", "topk"), ((31, 10), (15, 5), (15, 10), (7, 3))),
+}
 # Beside 63, in the order of trying.
 _VERIFIED = (15, 31, 7)
 

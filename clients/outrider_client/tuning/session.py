@@ -102,6 +102,9 @@ class Comparison:
         """Measure first against second until the event loop's time `until`, for at least one round over the loads.
         `start` is the index of the first prompt. Returns the figures and the seconds of a round. Raises `SettingsError`
         where a block gets no answers."""
+        # Both, so that neither has colder caches.
+        for _, backend in (second, first):
+            await backend.answer((("user", "Count from one to ten."),), _WARM_TOKENS, "warm")
         loop = asyncio.get_running_loop()
         begun, rounds = loop.time(), 0
         pairs: dict[int, list[tuple[Block, Block]]] = {load: [] for load in self._loads}
@@ -124,10 +127,7 @@ class Comparison:
             prompts=[self._prompts[(at + place) % len(self._prompts)] for place in range(count)],
             modes=(first[0], second[0]) if number % 2 else (second[0], first[0]),
             concurrency=(load,),
-            repeats=1,
             max_tokens=self._max_tokens,
-            second_turns=False,
-            isolate=False,
             # A new tenant each time the prompts repeat, for the same reason.
             run_id=f"{run_id}-{(number * count) // len(self._prompts)}",
         )
@@ -167,7 +167,10 @@ class _Tuner:
         await asyncio.gather(*(side.start() for side in sides))
         started = loop.time() - begun
         self._note("measuring the settings in force against plain decoding")
-        speculation, pair = await self._speculation(loop.time() + SPECULATION_SHARE * seconds)
+        in_force, plain = self._base.backend(Candidate()), self._base.backend(Candidate(), speculate=False)
+        speculation, pair = await self._comparison.run(
+            (_IN_FORCE, in_force), (Mode(PLAIN), plain), loop.time() + SPECULATION_SHARE * seconds
+        )
         info = await self._base.info()
         # Estimates, until a draft has been changed.
         spent, costs = loop.time() - begun, Costs(change=self._base.draft_seconds, pair=pair)
@@ -198,12 +201,6 @@ class _Tuner:
         self._challenger = self._base
         self._left_out += [(candidate, NO_TIME) for candidate in waiting if candidate.draft]
         return bounds, unchanged
-
-    async def _speculation(self, until: float) -> tuple[Measured, float]:
-        in_force, plain = self._base.backend(Candidate()), self._base.backend(Candidate(), speculate=False)
-        await _warm(in_force)
-        await _warm(plain)
-        return await self._comparison.run((_IN_FORCE, in_force), (Mode(PLAIN), plain), until)
 
     async def _screen_and_confirm(
         self, waiting: list[Candidate], until: float, costs: Costs
@@ -245,14 +242,7 @@ class _Tuner:
 
     async def _against(self, candidate: Candidate, until: float, start: int) -> tuple[Measured, float]:
         own, in_force = self._challenger.backend(candidate), self._base.backend(Candidate())
-        # Both, so that neither has colder caches.
-        await _warm(in_force)
-        await _warm(own)
         return await self._comparison.run((Mode(candidate.label), own), (_IN_FORCE, in_force), until, start)
-
-
-async def _warm(backend: Backend) -> None:
-    await backend.answer((("user", "Count from one to ten."),), _WARM_TOKENS, "warm")
 
 
 async def tune(setup: Setup, loads: Sequence[int], prompts: Sequence[Prompt], note: Note) -> Tuning:
