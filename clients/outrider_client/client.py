@@ -13,7 +13,7 @@ from outrider.telemetry.tracing import Tracing
 from outrider.v1 import target_pb2, target_pb2_grpc
 from outrider.wire.trees import sampling_to_pb
 from outrider_client.connection import AsyncClosing, Connection, Tls
-from outrider_client.failures import raising_own, typed_errors
+from outrider_client.failures import raising_own
 from outrider_client.generation import Generation, Speculation
 from outrider_client.messages import Message as Message
 from outrider_client.messages import MessageLike, messages_to_pb
@@ -42,9 +42,8 @@ class Client(AsyncClosing):
         self._connection = connection
         self._tracing = tracing or Tracing()
         # The generated stubs give one class two types; on an aio channel it is this one.
-        self._stub = cast(
-            "target_pb2_grpc.TargetServiceAsyncStub", target_pb2_grpc.TargetServiceStub(connection.channel)
-        )
+        stub = target_pb2_grpc.TargetServiceStub(connection.channel)
+        self._stub = cast("target_pb2_grpc.TargetServiceAsyncStub", stub)
 
     @classmethod
     def connect(
@@ -172,9 +171,8 @@ class Client(AsyncClosing):
             QuotaExceeded: another update is under way, or files that are too large.
             OSError: a file that cannot be read.
         """
-        with typed_errors(self.address), raising_own(update_requests(folder, files, running)) as requests:
-            response = await self._stub.UpdateWeights(requests, timeout=timeout, metadata=self._connection.metadata)
-        return WeightsUpdated.from_pb(response)
+        with raising_own(update_requests(folder, files, running)) as requests:
+            return WeightsUpdated.from_pb(await self._connection.call(self._stub.UpdateWeights, requests, timeout))
 
     async def info(self, timeout: float | None = None) -> TargetInfo:
         """What the target serves, and its limits. Without a timeout the policy's deadline holds."""

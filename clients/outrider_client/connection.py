@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import grpc
-from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.addresses import address_problem
 from outrider.pem import check_authority, check_pair
-from outrider_client.failures import typed_errors
+from outrider_client.failures import typed_error
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
@@ -96,10 +95,12 @@ class Connection(AsyncClosing):
         other.__dict__.update(self.__dict__, metadata=_metadata(token, tenant))
         return other
 
-    async def call(self, method: Callable[..., Awaitable[Answer]], request: Message, timeout: float | None) -> Answer:
-        """The answer to a call with one message each way. Raises errors of `outrider.errors`, `ServiceUnreachable`."""
-        with typed_errors(self.address):
+    async def call(self, method: Callable[..., Awaitable[Answer]], request: object, timeout: float | None) -> Answer:
+        """The answer to a message or several. Raises errors of `outrider.errors`, or `ServiceUnreachable`."""
+        try:
             return await method(request, timeout=timeout, metadata=self.metadata)
+        except grpc.RpcError as error:
+            raise typed_error(error, self.address) from error
 
     async def serving(self, service: str = "", timeout: float = 5.0) -> bool:
         """Whether `service` ("" for the process) reports SERVING. Raises as every call does."""

@@ -53,15 +53,6 @@ def typed_error(error: grpc.RpcError, address: str) -> OutriderError | ServiceUn
 
 
 @contextmanager
-def typed_errors(address: str) -> Iterator[None]:
-    """Raise gRPC errors of the block as `typed_error` returns them."""
-    try:
-        yield
-    except grpc.RpcError as error:
-        raise typed_error(error, address) from error
-
-
-@contextmanager
 def raising_own(messages: AsyncIterator[Message]) -> Iterator[AsyncIterator[Message]]:
     """The messages to give to a call that the block awaits; the block raises what they raised.
 

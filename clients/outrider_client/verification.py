@@ -58,11 +58,6 @@ class VerifiedSequence:
         if self.finish_reason is None:
             await self._session._close_sequence(self.sequence_id)
 
-    def _take(self, verdict: Verdict) -> None:
-        self.token_ids.extend(verdict.token_ids)
-        self.step = verdict.next_step
-        self.finish_reason = verdict.finish_reason
-
 
 class VerifySession(AsyncClosing):
     """One `Verify` stream, which carries many sequences.
@@ -98,16 +93,14 @@ class VerifySession(AsyncClosing):
         """Start a sequence from a prompt of at least one token, whose last is the first root. `typical` is the rule for
         mode TYPICAL."""
         tag = next(self._tags)
-        frame = target_pb2.VerifyRequest(
-            open=target_pb2.OpenVerification(
-                client_tag=tag,
-                token_ids=token_ids,
-                sampling=sampling_to_pb(sampling or SamplingParams()),
-                mode=mode_to_pb(mode),
-                typical=typical_to_pb(typical),
-            )
+        opening = target_pb2.OpenVerification(
+            client_tag=tag,
+            token_ids=token_ids,
+            sampling=sampling_to_pb(sampling or SamplingParams()),
+            mode=mode_to_pb(mode),
+            typical=typical_to_pb(typical),
         )
-        answer = self._request(("opened", tag), frame)
+        answer = self._request(("opened", tag), target_pb2.VerifyRequest(open=opening))
         try:
             opened: target_pb2.VerificationOpened = await asyncio.shield(answer)
         except asyncio.CancelledError:
@@ -216,7 +209,8 @@ class VerifySession(AsyncClosing):
         key = ("verdict", verdict.sequence_id)
         sequence = self._open.get(verdict.sequence_id)
         if sequence is not None and key in self._waiting:
-            sequence._take(verdict)
+            sequence.token_ids.extend(verdict.token_ids)
+            sequence.step, sequence.finish_reason = verdict.next_step, verdict.finish_reason
             if verdict.finish_reason is not None:
                 del self._open[verdict.sequence_id]
         self._resolve(key, verdict)

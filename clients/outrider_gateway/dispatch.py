@@ -41,23 +41,22 @@ class Dispatcher:
     _arrived: float
     _first_token_seen: bool = False
 
-    async def run(self, on_model: OnModel, on_chunk: OnChunk, on_result: OnResult) -> None:
+    async def run(self, on_model: OnModel, on_chunk: OnChunk, on_result: OnResult | None = None) -> list[Result]:
         """Write all answers. The first failure ends them all, as does cancelling; raises what calls raise."""
         if self._request.answers == 1:
-            await self._answer(0, on_model, on_chunk, on_result)
-            return
+            return [await self._answer(0, on_model, on_chunk, on_result)]
         tasks = [
             asyncio.create_task(self._answer(index, on_model, on_chunk, on_result))
             for index in range(self._request.answers)
         ]
         try:
-            await asyncio.gather(*tasks)
+            return await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _answer(self, index: int, on_model: OnModel, on_chunk: OnChunk, on_result: OnResult) -> None:
+    async def _answer(self, index: int, on_model: OnModel, on_chunk: OnChunk, on_result: OnResult | None) -> Result:
         tried, key = list[Target](), self._caller.key(self._request.cache_key)
         while True:
             target = self._targets.pick(key, self._request.model, tried)
@@ -75,8 +74,9 @@ class Dispatcher:
                         await on_chunk(index, chunk)
                     result = await generation.result()
                     self._metrics.tokens.add(result.completion_tokens)
-                    await on_result(index, result)
-                    return
+                    if on_result is not None:
+                        await on_result(index, result)
+                    return result
                 except _ELSEWHERE:
                     target.leave_out()
                     tried.append(target)

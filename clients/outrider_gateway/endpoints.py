@@ -77,8 +77,7 @@ class GenerationEndpoint:
         self, response: _Response, receive: Receive, request: GenerationRequest, dispatcher: Dispatcher
     ) -> None:
         writer = response.writer = EventWriter(response.send, response.id)
-        results: dict[int, Result] = {}
-        last = b""
+        running, last = request.answers, b""
         async with self._admitted(receive, request) as builder:
 
             async def on_chunk(index: int, chunk: Chunk) -> None:
@@ -87,33 +86,27 @@ class GenerationEndpoint:
                     await writer.write(events)
 
             async def on_result(index: int, result: Result) -> None:
-                nonlocal last
-                results[index] = result
-                last = builder.last(index, result)
+                nonlocal running, last
+                running, last = running - 1, builder.last(index, result)
                 # What ends the last answer goes with the end of the stream.
-                if len(results) < request.answers:
+                if running:
                     await writer.write(last)
 
-            await dispatcher.run(builder.answered_by, on_chunk, on_result)
+            results = await dispatcher.run(builder.answered_by, on_chunk, on_result)
         if request.include_usage:
-            last += builder.usage_event([results[index] for index in range(request.answers)])
+            last += builder.usage_event(results)
         await writer.end(last, done=True)
 
     async def _whole(
         self, response: _Response, receive: Receive, request: GenerationRequest, dispatcher: Dispatcher
     ) -> None:
-        results: dict[int, Result] = {}
         async with self._admitted(receive, request) as builder:
 
             async def on_chunk(index: int, chunk: Chunk) -> None:
                 builder.keep(index, chunk)
 
-            async def on_result(index: int, result: Result) -> None:
-                results[index] = result
-
-            await dispatcher.run(builder.answered_by, on_chunk, on_result)
-        body = builder.whole([results[index] for index in range(request.answers)])
-        await send_json(response.send, 200, body, response.id)
+            results = await dispatcher.run(builder.answered_by, on_chunk)
+        await send_json(response.send, 200, builder.whole(results), response.id)
 
     @contextlib.asynccontextmanager
     async def _admitted(self, receive: Receive, request: GenerationRequest) -> AsyncIterator[ResponseBuilder]:

@@ -33,9 +33,10 @@ class ResponseBuilder:
         self._texts = texts
         ends = () if request.sampling.ignore_eos else end_token_ids
         self._hidden = frozenset((*ends, *request.sampling.stop_token_ids))
+        chat_kind = "chat.completion.chunk" if request.stream else "chat.completion"
         self._head = {
             "id": ("chatcmpl-" if request.chat else "cmpl-") + uuid.uuid4().hex,
-            "object": "chat.completion" + ".chunk" * request.stream if request.chat else "text_completion",
+            "object": chat_kind if request.chat else "text_completion",
             "created": int(time.time()),
             "model": model,
             "system_fingerprint": _FINGERPRINT,

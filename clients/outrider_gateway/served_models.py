@@ -34,7 +34,8 @@ class ServedModels:
     async def response_builder(self, request: GenerationRequest) -> ResponseBuilder:
         """The builder of a request's JSON. While no target has reported its model, tokens have no names but those of a
         tokenizer that the operator named: the model that a caller names is never looked for."""
-        info = self._info(request.model)
+        known = [target.info for target in self._targets.healthy if target.info is not None]
+        info = next((info for info in known if info.model == request.model), known[0] if known else None)
         tokenizer = self._tokenizer or (info.model if info else "")
         wanted = request.logprobs or request.drafts
         texts = await self._texts_of(tokenizer) if wanted and tokenizer else TokenTexts(None)
@@ -68,10 +69,6 @@ class ServedModels:
             if entry["id"] == name:
                 return entry
         raise Refused(404, f"the model {name} is not served", param="model", code="model_not_found")
-
-    def _info(self, model: str) -> TargetInfo | None:
-        known = [target.info for target in self._targets.healthy if target.info is not None]
-        return next((info for info in known if info.model == model), known[0] if known else None)
 
     async def _texts_of(self, named: str) -> TokenTexts:
         """By the tokenizer of this name, model or folder, looked for once."""

@@ -7,6 +7,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from outrider.sampling import SamplingParams
@@ -62,11 +63,11 @@ class TargetBackend:
         await self._client.close()
 
 
+@dataclass
 class TransformersBackend:
     """transformers' `generate` on the same model, in a separate process."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
+    _process: asyncio.subprocess.Process
 
     @classmethod
     async def start(cls, options: BenchOptions) -> TransformersBackend:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import urllib.request
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from rich import box
 from rich.table import Table
@@ -48,13 +49,13 @@ def _read_page(url: str) -> Spent:
     return found
 
 
+@dataclass
 class StepProfile:
     """Adds up the time that targets spend in each phase, by mode."""
 
-    def __init__(self, pages: Mapping[Mode, str]) -> None:
-        """`pages` has the metrics URL of each mode's target; modes without one are not profiled."""
-        self._pages = pages
-        self.totals: dict[Mode, dict[str, float]] = {}
+    # The metrics URL of each mode's target; modes without one are not profiled.
+    _pages: Mapping[Mode, str]
+    totals: dict[Mode, dict[str, float]] = field(default_factory=dict)
 
     async def read(self, mode: Mode) -> Spent:
         """The counters of the mode's target now."""

@@ -74,9 +74,7 @@ def _cell(mode: Mode, task: str, concurrency: int, blocks: Sequence[Block], plai
 
 def differing(found: Iterable[Cell]) -> int:
     """The number of outputs that differ from plain ones; without transformers, whose arithmetic differs."""
-    return sum(
-        cell["differing_outputs"] or 0 for cell in found if cell["task"] == ALL_TASKS and cell["mode"] != TRANSFORMERS
-    )
+    return sum(c["differing_outputs"] or 0 for c in found if c["task"] == ALL_TASKS and c["mode"] != TRANSFORMERS)
 
 
 def undrafted(found: Sequence[Cell]) -> list[Mode]:

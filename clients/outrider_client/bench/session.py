@@ -149,13 +149,11 @@ class Session:
         return address
 
 
-async def measure(
-    options: BenchOptions, reach: ClientOptions, plan: Plan, note: Note, on_answer: Note
-) -> dict[str, Any]:
+async def measure(bench: BenchOptions, reach: ClientOptions, plan: Plan, note: Note, on_answer: Note) -> dict[str, Any]:
     """Start what the plan needs, run it, and return the document of figures. `on_answer` is called after each answer
     with what is measured."""
     async with AsyncExitStack() as leave:
-        session = Session(options, reach, note, leave)
+        session = Session(bench, reach, note, leave)
         await session.start(plan.modes)
         profile = StepProfile(session.pages)
         runner = Runner(plan, session.backends, on_answer, profile)
@@ -164,7 +162,7 @@ async def measure(
         begun = datetime.datetime.now(datetime.UTC)
         blocks = await runner.run()
         seconds = (datetime.datetime.now(datetime.UTC) - begun).total_seconds()
-    assert session.info is not None
+    info = session.info
     return {
         "schema": SCHEMA,
         "started_at": begun.isoformat(timespec="seconds"),
@@ -173,11 +171,9 @@ async def measure(
         "versions": describe_versions(),
         "commit": describe_commit(),
         "command": shlex.join(["outrider", *sys.argv[1:]]),
-        "arguments": asdict(options),
-        "target": {
-            name: getattr(session.info, name) for name in ("model", "dtype", "page_size", "max_rows", "version")
-        },
+        "arguments": asdict(bench),
+        "target": {name: getattr(info, name) for name in ("model", "dtype", "page_size", "max_rows", "version")},
         "prompts": len(plan.prompts),
         "results": cells(blocks, plan.modes),
-        **({"ms_per_step": profile.per_step()} if options.profile else {}),
+        **({"ms_per_step": profile.per_step()} if bench.profile else {}),
     }

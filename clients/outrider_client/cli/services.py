@@ -18,7 +18,7 @@ from outrider_client.cli.base import Command, CommandFailed, error_console, opti
 from outrider_client.local.mps import TAKE_TURNS, Mps
 from outrider_client.local.placement import Placement, named_settings, place, visible_gpus
 from outrider_client.local.roles import missing_for
-from outrider_client.local.stack import private_directory, service_argv
+from outrider_client.local.stack import given, private_directory, service_argv
 from outrider_client.local.supervisor import ServiceCommand, Supervisor
 from outrider_client.terminal.options import ClientOptions, UpOptions, flag_words
 
@@ -37,14 +37,14 @@ def _up(arguments: argparse.Namespace) -> int:
     console = error_console()
     with private_directory() as directory:
         path = settings_file(arguments)
-        shared = ("--config", str(path)) if path else ()
+        shared = given(config=str(path or ""))
         named = named_settings(os.environ, path)
         placed = place(visible_gpus(), up.drafter, up.model, target_words, draft_words, named)
         host = f"[{up.host}]" if ":" in up.host else up.host
         listen = f"{host}:{up.port}"
 
         def target_with(draft: str) -> ServiceCommand:
-            flags = ("--listen", listen, *_given(draft=draft, model=up.model, dtype=up.dtype))
+            flags = given(listen=listen, draft=draft, model=up.model, dtype=up.dtype)
             argv = service_argv("target_service", *flags, *shared, *placed.target, *target_words)
             # A drafter in its process reads the file that the environment names.
             environment = {CONFIG_VARIABLE: str(path)} if path else {}
@@ -53,8 +53,8 @@ def _up(arguments: argparse.Namespace) -> int:
         draft, alone = None, None
         if up.drafter != "none":
             address = up.draft_listen or f"unix:{directory / 'draft.sock'}"
-            flags = (*_given(drafter=up.drafter), *shared, *placed.draft, *draft_words)
-            draft = ServiceCommand("draft", service_argv("draft_service", "--listen", address, *flags), address)
+            flags = (*given(listen=address, drafter=up.drafter), *shared, *placed.draft, *draft_words)
+            draft = ServiceCommand("draft", service_argv("draft_service", *flags), address)
         # Others may want to reach a draft whose address is named.
         if placed.shared and not up.draft_listen:
             drafter = up.drafter or named["draft", "drafter"]
@@ -65,7 +65,7 @@ def _up(arguments: argparse.Namespace) -> int:
         gateway = None
         if http:
             # It reaches the target by the settings of [client], like every client.
-            flags = ("--listen", http, "--target", listen, *shared, *flag_words(up.gateway_flags))
+            flags = (*given(listen=http, target=listen), *shared, *flag_words(up.gateway_flags))
             gateway = ServiceCommand("gateway", service_argv("outrider_gateway", *flags), http)
         return _supervise(console, target, draft, gateway, alone, placed, up.mps)
 
@@ -129,11 +129,6 @@ def _beside(draft: ServiceCommand | None, *, in_process: bool) -> str:
     if draft is not None:
         return f"with a draft on {draft.address}"
     return "with the draft in its process" if in_process else "without a draft"
-
-
-def _given(**flags: str) -> tuple[str, ...]:
-    """Flags with a value; empty ones are left to the service's own settings."""
-    return tuple(word for name, value in flags.items() if value for word in (f"--{name}", value))
 
 
 UP = Command(

@@ -83,7 +83,7 @@ async def run_demo(options: DemoOptions, console: Console) -> bool:
 
         async def answer(title: str, speculate: bool = True) -> Result:
             console.print(Rule(title, align="left"))
-            return await _answer(client, options, console, Painter(tokenizer), speculate=speculate)
+            return await _answer(client, options, console, Painter(tokenizer), speculate)
 
         console.print(Rule("prompt", align="left"))
         console.print(_QUESTION, markup=False)
@@ -92,9 +92,8 @@ async def run_demo(options: DemoOptions, console: Console) -> bool:
         plain = await answer("the same prompt, without drafts", speculate=False)
         if head is not None:
             # The target keeps running, and reconnects.
-            with waiting(
-                console, f"starting another draft service, with the EAGLE head {head.name} beside a fresh trie"
-            ):
+            what = f"starting another draft service, with the EAGLE head {head.name} beside a fresh trie"
+            with waiting(console, what):
                 await stack.stop("draft")
                 await stack.start("draft", "draft_service", *_WITH_HEAD, "--head", head.name)
                 await _warm_up(client.address, "merged")
@@ -144,9 +143,7 @@ async def _warm_up(target: str, drafter: str) -> None:
             ).result()
 
 
-async def _answer(
-    client: Client, options: DemoOptions, console: Console, painter: Painter, *, speculate: bool
-) -> Result:
+async def _answer(client: Client, options: DemoOptions, console: Console, painter: Painter, speculate: bool) -> Result:
     generation = client.generate(
         messages=[("user", _QUESTION)],
         sampling=SamplingParams(max_tokens=options.max_tokens),

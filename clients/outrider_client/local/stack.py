@@ -37,6 +37,11 @@ def service_argv(service: str, *flags: str) -> tuple[str, ...]:
     return (sys.executable, "-m", service, *flags)
 
 
+def given(**flags: str) -> tuple[str, ...]:
+    """Flags with a value; empty ones are left to the service's own settings."""
+    return tuple(word for name, value in flags.items() if value for word in (f"--{name}", value))
+
+
 @contextlib.contextmanager
 def private_directory() -> Iterator[Path]:
     """A directory that only this user can enter, for sockets and settings; gone afterwards."""

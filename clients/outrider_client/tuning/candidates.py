@@ -39,9 +39,7 @@ class Candidate:
 
 
 def _shapes(section: str, names: Sequence[str], rows: Iterable[Sequence[int]]) -> tuple[Candidate, ...]:
-    return tuple(
-        Candidate(tuple((section, name, value) for name, value in zip(names, row, strict=True))) for row in rows
-    )
+    return tuple(Candidate(tuple((section, *one) for one in zip(names, row, strict=True))) for row in rows)
 
 
 # Around the defaults, the likeliest first, since there may be no time for all: smaller and larger trees, deeper and

@@ -13,7 +13,7 @@ from typing import Any
 from outrider.settings import SettingsError
 from outrider_client.bench.backends import TargetBackend
 from outrider_client.local.placement import Placement, flag_value, merged_drafters, named_settings, place, visible_gpus
-from outrider_client.local.stack import ServiceFailed, Stack, wait_for_drafter
+from outrider_client.local.stack import ServiceFailed, Stack, given, wait_for_drafter
 from outrider_client.results import TargetInfo
 from outrider_client.terminal.options import ClientOptions, TuneOptions, flag_words
 from outrider_client.tuning.candidates import Candidate, known_candidates, parse_candidates
@@ -103,11 +103,9 @@ class Side:
     async def start(self) -> None:
         """Start both, with the settings in force. Raises `ServiceFailed` or `SettingsError`."""
         setup, draft = self._setup, self._stack.address(f"draft-{self._name}")
-        own = (("--model", setup.options.model), ("--dtype", setup.options.dtype))
-        words = [word for pair in own if pair[1] for word in pair]
-        if setup.path is not None:
-            words += ["--config", str(setup.path)]
-        words += [*setup.placed.target, *setup.target_words, *_emptied(*_PRIVATE, *_PRIVATE_TARGET), "--draft", draft]
+        own = given(model=setup.options.model, dtype=setup.options.dtype, config=str(setup.path or ""))
+        private = _emptied(*_PRIVATE, *_PRIVATE_TARGET)
+        words = [*own, *setup.placed.target, *setup.target_words, *private, "--draft", draft]
         if setup.placed.shared:
             # One after the other: the target takes a share of the memory that the draft leaves free.
             await self._start_draft(Candidate())
