@@ -113,7 +113,12 @@ class Generation:
                 self.started = Started.from_pb(event.started)
                 self._span.started(self.started)
             elif kind == "chunk":
-                yield self._take(Chunk.from_pb(event.chunk, event.timings))
+                chunk = Chunk.from_pb(event.chunk, event.timings)
+                if self._first_token_at is None and chunk.token_ids:
+                    self._first_token_at = time.perf_counter()
+                self._token_ids.extend(chunk.token_ids)
+                self._text.append(chunk.text)
+                yield chunk
             elif kind == "finished":
                 self._finish(event.finished)
                 await self._read_end()
@@ -174,13 +179,6 @@ class Generation:
         else:
             self._span.end(grpc.StatusCode.UNAVAILABLE.name)
         return error
-
-    def _take(self, chunk: Chunk) -> Chunk:
-        if self._first_token_at is None and chunk.token_ids:
-            self._first_token_at = time.perf_counter()
-        self._token_ids.extend(chunk.token_ids)
-        self._text.append(chunk.text)
-        return chunk
 
     def _finish(self, pb: target_pb2.GenerateFinished) -> None:
         ended_at = time.perf_counter()

@@ -49,19 +49,17 @@ async def read_json(scope: Scope, receive: Receive, limit: int, seconds: float) 
     return body
 
 
-async def _read(receive: Receive, limit: int) -> bytes:
-    pieces, size = [], 0
+async def _read(receive: Receive, limit: int) -> bytearray:
+    body = bytearray()
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
-        piece = message.get("body", b"")
-        size += len(piece)
-        if size > limit:
+        body += message.get("body", b"")
+        if len(body) > limit:
             raise TooLarge(limit)
-        pieces.append(piece)
         if not message.get("more_body", False):
-            return b"".join(pieces)
+            return body
 
 
 @contextlib.asynccontextmanager

@@ -39,8 +39,15 @@ async def test_ready_then_sigterm(tmp_path: Path) -> None:
 async def test_hangup_reloads_tokens_or_is_a_terminals_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_terminal: bool
 ) -> None:
-    lines, reloaded = Lines(), list[str]()
-    monkeypatch.setattr(Child, "reload", lambda child: reloaded.append(child.name))
+    lines, reloaded, send_signal = Lines(), list[str](), Child.send_signal
+
+    def noted(child: Child, number: signal.Signals) -> None:
+        if number == signal.SIGHUP:
+            reloaded.append(child.name)
+        else:
+            send_signal(child, number)
+
+    monkeypatch.setattr(Child, "send_signal", noted)
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: at_terminal))
     names = ("target", "draft", "gateway")
     target, draft, gateway = (service(name, tmp_path) for name in names)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from outrider.errors import OutriderError
+from outrider.runtime import run
 from outrider.settings import SettingsError, add_flags, load, settings_file
 from outrider.unreachable import SPEAKS_HTTP, TlsProblem
 from outrider_client.failures import ServiceUnreachable
@@ -44,14 +45,14 @@ def _not_run(_: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Command:
-    """One command. With a `module`, everything after its name is passed to `python -m module`. `needs` is the extra of
-    the package that it requires. `settings` are classes for `options`, each setting a flag; `add_flags` adds other
-    flags. `service` is the one that it calls, if any: target or draft."""
+    """One command. `run` is a function or a coroutine's; with a `module`, everything after the name is passed to
+    `python -m module`. `needs` is the extra of the package that it requires. `settings` are classes for `options`, each
+    setting a flag; `add_flags` adds other flags. `service` is the one that it calls, if any: target or draft."""
 
     name: str
     summary: str
     description: str = ""
-    run: Callable[[argparse.Namespace], int] = _not_run
+    run: Callable[[argparse.Namespace], int | Coroutine[Any, Any, int]] = _not_run
     settings: tuple[type[Any], ...] = ()
     add_flags: Callable[[argparse.ArgumentParser], None] = lambda _: None
     module: str | None = None
@@ -129,7 +130,8 @@ def run_command(command: Command, parser: argparse.ArgumentParser, arguments: ar
     try:
         if command.needs and (message := missing_for(command.needs)):
             raise CommandFailed(message)
-        return command.run(arguments)
+        status = command.run(arguments)
+        return status if isinstance(status, int) else run(status)
     except SettingsError as error:
         parser.error(str(error))
     except OutriderError as error:

@@ -8,7 +8,6 @@ from rich.console import Console
 
 from outrider.errors import OutriderError
 from outrider.healthcheck import LIVENESS
-from outrider.runtime import run
 from outrider_client.cli.base import Command, options, wrong_service
 from outrider_client.client import TARGET_SERVICE, Client
 from outrider_client.connection import Connection
@@ -27,14 +26,11 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--live", action="store_true", help="ask whether its process lives, ready for calls or not")
 
 
-def _run(arguments: argparse.Namespace) -> int:
-    return run(_health(options(ClientOptions, "client", arguments), arguments.draft, arguments.live))
-
-
-async def _health(client: ClientOptions, draft_address: str, live: bool) -> int:
-    kind = "draft" if draft_address else "target"
-    address = draft_address or client.target
-    service, describe = (LIVENESS, _describe_process) if live else _SERVICES[kind]
+async def _run(arguments: argparse.Namespace) -> int:
+    client = options(ClientOptions, "client", arguments)
+    kind = "draft" if arguments.draft else "target"
+    address = arguments.draft or client.target
+    service, describe = (LIVENESS, _describe_process) if arguments.live else _SERVICES[kind]
     console = Console(highlight=False)
     try:
         async with client.connection(address) as connection:

@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from outrider.runtime import run
 from outrider_client.cli.base import Command, options
 from outrider_client.client import Client
 from outrider_client.results import TargetInfo
@@ -20,11 +19,8 @@ from outrider_client.terminal.options import ClientOptions
 _PIPED_COLUMNS = 1000
 
 
-def _run(arguments: argparse.Namespace) -> int:
-    return run(_info(options(ClientOptions, "client", arguments)))
-
-
-async def _info(client: ClientOptions) -> int:
+async def _run(arguments: argparse.Namespace) -> int:
+    client = options(ClientOptions, "client", arguments)
     async with Client(client.connection(client.target)) as target:
         info = await target.info(client.deadline)
     table = Table.grid(padding=(0, 2))

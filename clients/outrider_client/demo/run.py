@@ -22,7 +22,7 @@ from outrider_client.demo.show import totals_table, trace_table
 from outrider_client.demo.trace_sink import TraceSink
 from outrider_client.generation import Speculation
 from outrider_client.local.models import find_tokenizer
-from outrider_client.local.stack import Stack, private_stack, wait_for_drafter
+from outrider_client.local.stack import ServiceFailed, Stack, private_stack, wait_for_drafter
 from outrider_client.results import Result
 from outrider_client.terminal.options import DemoOptions
 from outrider_client.terminal.painting import Painter, legend
@@ -58,10 +58,6 @@ class Stack:
     def size(self):
         return len(self.items)
 ```"""
-
-
-class DraftNotFound(Exception):
-    """The services run, but the target has no draft to show."""
 
 
 async def pull_model(model: str) -> int:
@@ -136,7 +132,8 @@ async def _services(options: DemoOptions, console: Console) -> AsyncIterator[tup
 async def _warm_up(target: str, drafter: str) -> None:
     async with Client.connect(target, tenant="warm-up") as client:
         if not await wait_for_drafter(client, drafter):
-            raise DraftNotFound(f"the target did not reach its draft service, or cannot use its drafter ({drafter})")
+            problem = f"the target did not reach its draft service, or cannot use its drafter ({drafter})"
+            raise ServiceFailed(LookupError(problem))
         for enabled in (None, False):
             await client.generate(
                 messages=_WARM_UP, sampling=SamplingParams(max_tokens=24), speculation=Speculation(enabled=enabled)

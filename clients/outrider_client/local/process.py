@@ -91,10 +91,6 @@ class Child:
             self.send_signal(signal.SIGKILL)
             return await self._process.wait()
 
-    def reload(self) -> None:
-        """Have it read its tokens again."""
-        self.send_signal(signal.SIGHUP)
-
     def send_signal(self, number: signal.Signals) -> None:
         """Send it a signal, if it runs."""
         if self._process is not None and self._process.returncode is None:

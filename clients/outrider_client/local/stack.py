@@ -25,9 +25,9 @@ _DEATH_SECONDS = 0.5
 
 
 class ServiceFailed(Exception):
-    """A service did not start; `tail` is the end of its log."""
+    """A service did not start, or is of no use; `tail` is the end of its log."""
 
-    def __init__(self, cause: Exception, tail: Sequence[str]) -> None:
+    def __init__(self, cause: Exception, tail: Sequence[str] = ()) -> None:
         super().__init__(str(cause))
         self.tail = tuple(tail)
 

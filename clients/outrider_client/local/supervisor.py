@@ -110,11 +110,11 @@ class Supervisor:
                     task.result()
 
     def _on_hangup(self) -> None:
-        """Without a terminal, whose end it would be: pass on that the tokens changed."""
+        """Without a terminal, whose end it would be: have the services read their tokens again."""
         for name, child in self._children.items():
             # The gateway has none.
             if name != "gateway":
-                child.reload()
+                child.send_signal(signal.SIGHUP)
 
     def _on_signal(self) -> None:
         if self._stopping.is_set():

@@ -90,13 +90,14 @@ def _check_effective(candidates: Sequence[Candidate], words: Sequence[str], envi
 class Side:
     """A target and its draft, which can be restarted with other settings."""
 
-    def __init__(self, name: str, setup: Setup, stack: Stack) -> None:
+    def __init__(self, name: str, setup: Setup, stack: Stack, leave: contextlib.AsyncExitStack) -> None:
+        """`leave` closes the backends; `stack` stops the services."""
         self._name = name
         self._setup = setup
         self._stack = stack
+        self._leave = leave
         self._address = ""
         self._draft: tuple[tuple[str, str, int], ...] | None = None
-        self._backends: list[TargetBackend] = []
         # How long the draft last took to start.
         self.draft_seconds = 0.0
 
@@ -135,17 +136,12 @@ class Side:
         learns from the other's answers."""
         memory = "tried-" if candidate.settings else ""
         backend = TargetBackend(ClientOptions(), self._address, speculate, candidate.max_nodes, memory)
-        self._backends.append(backend)
+        self._leave.push_async_callback(backend.close)
         return backend
 
     async def info(self) -> TargetInfo:
         """The target's current description."""
         return await self.backend(Candidate()).client().info()
-
-    async def close(self) -> None:
-        """Close the backends; the stack stops the services."""
-        for backend in self._backends:
-            await backend.close()
 
     async def _start_draft(self, candidate: Candidate) -> None:
         setup = self._setup

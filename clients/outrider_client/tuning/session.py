@@ -245,10 +245,8 @@ async def tune(setup: Setup, loads: Sequence[int], prompts: Sequence[Prompt], no
     """Measure candidates for the time that the options give. Raises `SettingsError`, `ServiceFailed`, or what a call
     raises."""
     comparison = Comparison(prompts, loads, setup.options.max_tokens)
-    async with AsyncExitStack() as exit_stack:
-        stack = await exit_stack.enter_async_context(private_stack())
-        sides = Side("base", setup, stack), Side("other", setup, stack)
-        for side in sides:
-            exit_stack.push_async_callback(side.close)
+    async with AsyncExitStack() as leave:
+        stack = await leave.enter_async_context(private_stack())
+        sides = Side("base", setup, stack, leave), Side("other", setup, stack, leave)
         # The second measurement starts at prompts that the first may not have reached.
         return await _Tuner(setup, comparison, sides, len(prompts) // 2, note).run()
