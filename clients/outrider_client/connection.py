@@ -114,6 +114,5 @@ class Connection(AsyncClosing):
 
 
 def _metadata(token: str, tenant: str) -> tuple[tuple[str, str], ...]:
-    """The metadata that identifies the caller."""
     pairs = ((TOKEN_KEY, f"Bearer {token}" if token else ""), (TENANT_KEY, tenant))
     return tuple((key, value) for key, value in pairs if value)

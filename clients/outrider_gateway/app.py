@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from outrider_gateway.caller import caller_from
-from outrider_gateway.config import GatewayConfig
-from outrider_gateway.cross_origin import cross_origin
+from outrider_gateway.config import ANY_ORIGIN, GatewayConfig
 from outrider_gateway.endpoints import GenerationEndpoint
 from outrider_gateway.failures import Refused
 from outrider_gateway.hosts import host_check
@@ -23,6 +23,9 @@ from outrider_gateway.page import page_routes
 from outrider_gateway.served_models import ServedModels
 from outrider_gateway.targets import Targets
 from outrider_gateway.translation import chat_request, completion_request
+
+# How long a browser may go by one answer to "may I?", in seconds: Chromium's own limit.
+_REMEMBERED = 7200
 
 
 class Application:
@@ -49,7 +52,7 @@ class Application:
             routes += page_routes()
         others = Starlette(routes=routes, exception_handlers={HTTPException: _not_found, Refused: _refused})
         self.paths = tuple(route.path for route in routes if isinstance(route, Route))
-        self.asgi = host_check(cross_origin(_shortcut(generating, others), config.origins), config)
+        self.asgi = host_check(_cross_origin(_shortcut(generating, others), config.origins), config)
 
     async def _models(self, request: Request) -> Response:
         models = await self._served.models(caller_from(request.scope["headers"]))
@@ -82,6 +85,25 @@ def _shortcut(endpoints: Mapping[str, ASGIApp], others: ASGIApp) -> ASGIApp:
         await (endpoint or others)(scope, receive, send)
 
     return application
+
+
+def _cross_origin(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """`app` for pages of these origins too (CORS): preflights are answered, and answers marked. `app` itself for none.
+    No cookies: a caller is known by its bearer token alone, which a page has to have. Any header may be sent, since
+    clients add their own (`x-stainless-*`), and none but those of `caller` are looked at."""
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),
+        # What a caller needs of an answer besides its body.
+        expose_headers=("x-request-id", "retry-after"),
+        max_age=_REMEMBERED,
+        # Chromium asks this for a gateway on the reader's own machine or network. Not for just any page.
+        allow_private_network=ANY_ORIGIN not in origins,
+    )
 
 
 async def _refused(_request: Request, error: Exception) -> Response:

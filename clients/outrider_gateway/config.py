@@ -74,7 +74,6 @@ class GatewayConfig(Settings):
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """The address of every target."""
         return comma_words(self.target)
 
     @property

@@ -2,9 +2,9 @@
 
 Refused
 ├── BadField      400   a field of the request breaks its limits, or is not supported
-├── TooLarge      413
-├── TooMany       429   the gateway runs as many answers as it may
-├── GatewayFailed 500   an error of the gateway's own
+├── TooLarge      413   the body has more than `limit` bytes
+├── TooMany       429   the gateway runs `limit` answers, which is as many as it may
+├── GatewayFailed 500   an error of the gateway's own; which is in the log alone, as it may quote the request
 └── NoTarget      503   no target is healthy
 
 Errors of the contract become one of the rows of `_STATUS`.
@@ -58,7 +58,6 @@ class Refused(Exception):
         self.retry_after = retry_after
 
     def body(self) -> dict[str, Any]:
-        """The JSON of the answer, as OpenAI has it."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
@@ -71,37 +70,27 @@ class Refused(Exception):
 
 
 class BadField(Refused):
-    """A field of the request breaks its limits, or is not supported."""
-
     def __init__(self, param: str, problem: str, code: str | None = None) -> None:
         super().__init__(400, f"{param}: {problem}", param=param, code=code)
 
 
 class TooLarge(Refused):
-    """The body has more than `limit` bytes."""
-
     def __init__(self, limit: int) -> None:
         super().__init__(413, f"the body has more than {limit} bytes", code="request_too_large")
 
 
 class TooMany(Refused):
-    """The gateway runs `limit` answers, which is as many as it may."""
-
     def __init__(self, limit: int) -> None:
         message = f"the gateway writes {limit} answers at once, and no more now"
         super().__init__(429, message, kind="rate_limit_error", code="rate_limit_exceeded", retry_after=_RETRY_SECONDS)
 
 
 class GatewayFailed(Refused):
-    """An error of the gateway's own. What it was is in the log alone: it may quote the request."""
-
     def __init__(self) -> None:
         super().__init__(500, "the gateway failed", kind="server_error")
 
 
 class NoTarget(Refused):
-    """No target is healthy."""
-
     def __init__(self) -> None:
         super().__init__(
             503, "no target is healthy", kind="server_error", code="target_unavailable", retry_after=_RETRY_SECONDS

@@ -22,7 +22,6 @@ class Fields:
         return self._path + name
 
     def take(self, name: str, default: Any = None) -> Any:
-        """The value as it stands."""
         return self._values.pop(name, default)
 
     def flag(self, name: str, default: bool = False) -> bool:
@@ -32,12 +31,10 @@ class Fields:
         return value
 
     def whole(self, name: str, low: int, high: int) -> int | None:
-        """A whole number in [low, high]."""
         value = self.take(name)
         return None if value is None else whole(value, self.path(name), low, high)
 
     def number(self, name: str, default: float, low: float, high: float) -> float:
-        """A number in [low, high]."""
         return number(self.take(name, default), self.path(name), low, high)
 
     def text(self, name: str, default: str = "") -> str:
@@ -46,11 +43,7 @@ class Fields:
     def inner(self, name: str) -> Fields | None:
         """An object as fields of its own."""
         value = self.take(name)
-        if value is None:
-            return None
-        if not isinstance(value, dict):
-            raise BadField(self.path(name), "must be an object", "invalid_type")
-        return Fields(value, self.path(name))
+        return None if value is None else Fields(mapping(value, self.path(name)), self.path(name))
 
     def ignore(self, names: Iterable[str]) -> None:
         """Take fields that change nothing here."""
@@ -90,6 +83,13 @@ def number(value: Any, path: str, low: float, high: float) -> float:
     if not (math.isfinite(value) and low <= value <= high):
         raise BadField(path, f"must be in [{low:g}, {high:g}]", "invalid_value")
     return float(value)
+
+
+def mapping(value: Any, path: str) -> Mapping[str, Any]:
+    """`value` as an object."""
+    if not isinstance(value, dict):
+        raise BadField(path, "must be an object", "invalid_type")
+    return value
 
 
 def items(value: Any, path: str) -> list[Any]:

@@ -44,7 +44,6 @@ class GenerationRequest:
 
     @property
     def answers(self) -> int:
-        """Answers in all."""
         return len(self.prompts) * self.choices
 
     @property

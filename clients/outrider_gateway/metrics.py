@@ -23,7 +23,6 @@ class GatewayMetrics:
         self.retries = self._set.counter("outrider_gateway_retries")
 
     def ended(self, endpoint: str, status: int, seconds: float) -> None:
-        """A request for answers ended."""
         self._set.counter("outrider_gateway_requests", endpoint, str(status)).add()
         self._set.histogram("outrider_gateway_request_seconds", endpoint).observe(seconds)
 

@@ -96,7 +96,6 @@ class ResponseBuilder:
         return frame
 
     def _text_event(self, index: int, text: str, listed: Any) -> dict[str, Any]:
-        """An event with text, and with its tokens where they are listed."""
         return self._part(index, {"delta": {"content": text}} if self._request.chat else {"text": text}, listed)
 
     def keep(self, index: int, chunk: Chunk) -> None:

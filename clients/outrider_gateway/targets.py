@@ -35,7 +35,6 @@ class Target:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Count an answer for as long as the block runs."""
         self.running += 1
         try:
             yield
@@ -48,7 +47,6 @@ class Target:
         self.recheck.set()
 
     async def check_health(self) -> None:
-        """Ask it for its health, and for what it serves."""
         try:
             serving = await self.client.serving(_HEALTH_TIMEOUT_SECONDS)
             if serving:
@@ -125,7 +123,6 @@ class Targets:
         return next(target for target in able if target.address == address)
 
     def readings(self) -> Iterator[Reading]:
-        """The gauges of all targets."""
         for target in self.all:
             yield "outrider_gateway_running", (target.address,), target.running
             yield "outrider_gateway_target_healthy", (target.address,), float(target.healthy)

@@ -8,14 +8,17 @@ from typing import Any
 
 from outrider.errors import InvalidField
 from outrider.sampling import MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams, VerificationMode
+from outrider_client.client import Message
 from outrider_client.generation import Speculation
-from outrider_gateway import message_text
 from outrider_gateway.failures import BadField, refusal
-from outrider_gateway.fields import Fields, items, number, text, whole
+from outrider_gateway.fields import Fields, items, mapping, number, text, whole
 from outrider_gateway.generation_request import CHAT_FIELDS, COMPLETION_FIELDS, GenerationRequest, Prompt
 
 # As OpenAI: the answers of /v1/completions are short unless asked to be long.
 _COMPLETION_TOKENS = 16
+# What OpenAI calls roles, and what the contract does.
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_MAX_MESSAGES = 4096
 _MAX_UINT32 = 2**32 - 1
 _MAX_TOKEN = 2**31 - 1
 # What names the caller's user or session, for a provider's own books.
@@ -44,7 +47,7 @@ _COMPLETION_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {"echo": (False,), "suf
 def chat_request(body: Mapping[str, Any], max_choices: int) -> GenerationRequest:
     """The body of /v1/chat/completions. Raises `BadField`."""
     fields = Fields(body)
-    prompt = Prompt(messages=message_text.messages(fields.take("messages")))
+    prompt = Prompt(messages=_messages(fields.take("messages")))
     longest = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
     max_tokens = fields.whole("max_completion_tokens", 1, _MAX_UINT32)
     # Deprecated at OpenAI, and what most clients send; the newer name wins.
@@ -101,6 +104,44 @@ def _request(
         chat, prompts, sampling, speculation, model, choices, stream, include_usage, logprobs, drafts, prediction,
         cache_key,
     )  # fmt: skip
+
+
+def _messages(value: Any) -> tuple[Message, ...]:
+    if value is None:
+        raise BadField("messages", "is missing", "missing_required_parameter")
+    turns = items(value, "messages")
+    if not 1 <= len(turns) <= _MAX_MESSAGES:
+        raise BadField("messages", f"must have 1 to {_MAX_MESSAGES} entries", "invalid_value")
+    return tuple(_message(turn, f"messages[{i}]") for i, turn in enumerate(turns))
+
+
+def _message(turn: Any, path: str) -> Message:
+    fields = Fields(mapping(turn, path), path)
+    role = fields.text("role")
+    if role not in _ROLES:
+        raise BadField(fields.path("role"), f"must be one of {', '.join(_ROLES)}", "invalid_value")
+    content = _content_text(fields.take("content"), fields.path("content"))
+    # What clients send back with an answer that they got, and what no chat template of a target reads.
+    fields.ignore(("name", "annotations", "refusal"))
+    if fields.take("tool_calls"):
+        raise BadField(fields.path("tool_calls"), "is not supported by this server", "unsupported_parameter")
+    fields.end()
+    return _ROLES[role], content
+
+
+def _content_text(content: Any, path: str) -> str:
+    """The text of a content: a string, or parts of type text, which stand on lines of their own."""
+    if isinstance(content, str):
+        return content
+    if content is None:
+        raise BadField(path, "is missing", "missing_required_parameter")
+    return "\n".join(_part(part, f"{path}[{i}]") for i, part in enumerate(items(content, path)))
+
+
+def _part(part: Any, path: str) -> str:
+    if mapping(part, path).get("type") != "text":
+        raise BadField(f"{path}.type", "must be text: this server reads nothing else", "invalid_value")
+    return text(part.get("text"), f"{path}.text")
 
 
 def _prompts(value: Any) -> tuple[Prompt, ...]:
@@ -160,10 +201,8 @@ def _stop(value: Any) -> tuple[str, ...]:
 
 def _logit_bias(value: Any) -> dict[int, float]:
     """A map of token ids, which JSON writes as strings."""
-    if not isinstance(value, dict):
-        raise BadField("logit_bias", "must be an object", "invalid_type")
     bias = {}
-    for token, amount in value.items():
+    for token, amount in mapping(value, "logit_bias").items():
         if not token.isdecimal() or len(token) > 10 or int(token) > _MAX_TOKEN:
             raise BadField("logit_bias", f"{token[:20]!r} is not a token id", "invalid_value")
         bias[int(token)] = number(amount, f"logit_bias.{token}", -100.0, 100.0)
@@ -212,7 +251,7 @@ def _prediction(fields: Fields) -> str | None:
         return None
     if inner.text("type", "content") != "content":
         raise BadField(inner.path("type"), "must be content", "invalid_value")
-    expected = message_text.content_text(inner.take("content"), inner.path("content"))
+    expected = _content_text(inner.take("content"), inner.path("content"))
     inner.end()
     return expected
 

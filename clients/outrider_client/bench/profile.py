@@ -58,7 +58,6 @@ class StepProfile:
     totals: dict[Mode, dict[str, float]] = field(default_factory=dict)
 
     async def read(self, mode: Mode) -> Spent:
-        """The counters of the mode's target now."""
         return await asyncio.to_thread(_read_page, self._pages[mode]) if mode in self._pages else {}
 
     async def add(self, mode: Mode, before: Spent) -> None:

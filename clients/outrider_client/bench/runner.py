@@ -39,7 +39,6 @@ class Plan:
         return min(len(prompt.turns), 2) if self.second_turns else 1
 
     def requests(self) -> int:
-        """How many requests will run."""
         per_mode = sum(map(self.turns, self.prompts)) * self.repeats
         return sum(per_mode * sum(1 for mode in self.modes if runs(mode, level)) for level in self.concurrency)
 

@@ -31,8 +31,7 @@ class _FirstToken(BaseStreamer):  # type: ignore[misc]
         if self.calls == 2:
             self.at = time.perf_counter()
 
-    def end(self) -> None:
-        return None
+    def end(self) -> None: ...
 
 
 def _answer(model: Any, tokenizer: Any, messages: list[dict[str, str]], max_tokens: int) -> dict[str, object]:

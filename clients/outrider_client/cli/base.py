@@ -60,7 +60,6 @@ class Command:
     service: str = "target"
 
     def set_up(self, parser: argparse.ArgumentParser) -> None:
-        """Add all flags to its parser."""
         if self.settings:
             add_config_flag(parser)
         self.add_flags(parser)

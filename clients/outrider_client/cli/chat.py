@@ -21,10 +21,9 @@ from outrider_client.failures import ServiceUnreachable
 from outrider_client.local.models import Tokenizer, find_tokenizer
 from outrider_client.results import Chunk, Result
 from outrider_client.terminal.lines import History, LineReader, history_path
-from outrider_client.terminal.loading import until_loaded
 from outrider_client.terminal.options import ClientOptions, GenerateOptions
 from outrider_client.terminal.painting import Painter, coloured, legend
-from outrider_client.terminal.waiting import waiting
+from outrider_client.terminal.waiting import until_loaded, waiting
 from outrider_client.terminal.wrapping import Part, WordWrap
 
 _COMMANDS = (

@@ -19,9 +19,9 @@ from outrider_client.client import Client, Message
 from outrider_client.generation import Generation
 from outrider_client.local.models import find_tokenizer
 from outrider_client.results import Result
-from outrider_client.terminal.loading import until_loaded
 from outrider_client.terminal.options import ClientOptions, GenerateOptions
 from outrider_client.terminal.painting import Painter
+from outrider_client.terminal.waiting import until_loaded
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:

@@ -81,13 +81,9 @@ def place(
 ) -> Placement:
     """The target on the first GPU, a neural draft on the second, or on the same where there is no other.
 
-    Args:
-        gpus: number of visible GPUs.
-        drafter: its name; empty for the draft's own setting.
-        model: the served model; empty for the target's own setting.
-        target_words, draft_words: flags that the user gave.
-        named: see `named_settings`. Flags of a placement would override these, so they count as the user's flags do:
-            where a device is named, nothing is placed, and where a head is, that one is used.
+    `drafter` and `model` are empty for the services' own settings; `target_words` and `draft_words` are flags that the
+    user gave. Flags of a placement would override the settings that are `named` (see `named_settings`), so these count
+    as the user's flags do: where a device is named, nothing is placed, and where a head is, that one is used.
     """
     drafter = drafter or named.get(("draft", "drafter"), "")
     sections = ("target", *_NEURAL.get(drafter, ()))

@@ -92,7 +92,6 @@ class Child:
             return await self._process.wait()
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send it a signal, if it runs."""
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)

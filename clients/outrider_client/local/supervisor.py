@@ -72,7 +72,6 @@ class Supervisor:
 
     @property
     def draft(self) -> ServiceCommand | None:
-        """The draft service, if one is run."""
         return next((command for command in self._beside if command.name == "draft"), None)
 
     async def run(self, on_ready: Callable[[], None] = lambda: None) -> int:
@@ -212,7 +211,6 @@ class Supervisor:
 
 
 async def _cancel(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel tasks, and wait until they have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

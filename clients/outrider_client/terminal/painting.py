@@ -49,7 +49,6 @@ class Painter:
         self._ends: deque[tuple[int, bool]] = deque()
 
     def paint(self, chunk: Chunk) -> Text:
-        """The chunk's text, coloured."""
         return coloured(self.parts(chunk))
 
     def parts(self, chunk: Chunk) -> list[tuple[str, bool]]:

@@ -140,7 +140,6 @@ class Side:
         return backend
 
     async def info(self) -> TargetInfo:
-        """The target's current description."""
         return await self.backend(Candidate()).client().info()
 
     async def _start_draft(self, candidate: Candidate) -> None:
