@@ -71,11 +71,9 @@ class Connection(AsyncClosing):
     """A channel and the metadata that every call on it carries."""
 
     def __init__(self, address: str, *, tls: Tls | None = None, token: str = "", tenant: str = "") -> None:
-        """`address` is HOST:PORT or unix:PATH. Must be called from a running event loop.
-
-        Raises `ValueError` for an invalid address and for files of `tls` with other content; `OSError` for those that
-        cannot be read; `TypeError` for an address that is no string.
-        """
+        """`address` is HOST:PORT or unix:PATH. Must be called from a running event loop. Raises `ValueError` for an
+        invalid address and for files of `tls` with other content; `OSError` for those that cannot be read; `TypeError`
+        for an address that is no string."""
         if not isinstance(address, str):
             raise TypeError(f"address: expected a string, got {type(address).__name__}")
         if problem := address_problem(address):

@@ -54,10 +54,8 @@ def typed_error(error: grpc.RpcError, address: str) -> OutriderError | ServiceUn
 
 @contextmanager
 def raising_own(messages: AsyncIterator[Message]) -> Iterator[AsyncIterator[Message]]:
-    """The messages to give to a call that the block awaits; the block raises what they raised.
-
-    gRPC only cancels the call then, which would look as if the caller had cancelled it.
-    """
+    """The messages to give to a call that the block awaits; the block raises what they raised. gRPC only cancels the
+    call then, which would look as if the caller had cancelled it."""
     raised: list[Exception] = []
 
     async def kept() -> AsyncIterator[Message]:

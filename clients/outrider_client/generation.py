@@ -73,8 +73,7 @@ class Generation:
         self, begin: _Begin, address: str, span: RequestSpan, *, policy: Policy, timeout: float | None
     ) -> None:
         """`begin` makes the call, with a timeout in seconds. It runs with the first read, so that times start with the
-        request, and again as `policy` allows, within `timeout` seconds in all.
-        """
+        request, and again as `policy` allows, within `timeout` seconds in all."""
         self._policy = policy
         self._timeout = timeout
         self._cancelled = False

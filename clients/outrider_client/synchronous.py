@@ -38,10 +38,8 @@ class _LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, Answer]) -> Answer:
-        """Run a coroutine and return its result. An interrupt, such as Ctrl-C, cancels it.
-
-        Raises `RuntimeError` once the loop ends, also for work under way then.
-        """
+        """Run a coroutine and return its result. An interrupt, such as Ctrl-C, cancels it. Raises `RuntimeError` once
+        the loop ends, also for work under way then."""
         with self._submitting:
             if self._ending:
                 work.close()

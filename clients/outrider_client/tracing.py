@@ -11,10 +11,8 @@ from outrider_client.results import Result, Started
 
 
 class RequestSpan:
-    """The span of one generation; a child of the caller's current span, if there is one.
-
-    Without tracing it costs next to nothing, and still propagates the caller's context.
-    """
+    """The span of one generation; a child of the caller's current span, if there is one. Without tracing it costs next
+    to nothing, and still propagates the caller's context."""
 
     def __init__(self, tracing: Tracing, address: str, *, chat: bool, model: str) -> None:
         attributes = {

@@ -54,9 +54,7 @@ def update_requests(
     folder: str, files: Sequence[Path | bytes], running: RunningRequests
 ) -> AsyncIterator[target_pb2.UpdateWeightsRequest]:
     """The messages of an update: of a folder on the server, or of safetensors files, as paths here or as their bytes.
-
-    Raises `InvalidField` unless exactly one of the two is given, and `OSError` for a file that is not there.
-    """
+    Raises `InvalidField` unless exactly one of the two is given, and `OSError` for a file that is not there."""
     if bool(folder) == bool(files):
         raise InvalidField("source", "needs exactly one of folder and files")
     begin = target_pb2.BeginUpdate(running=target_pb2.RunningRequests.Value(f"RUNNING_REQUESTS_{running.name}"))

@@ -110,8 +110,7 @@ class GenerationEndpoint:
 
     @contextlib.asynccontextmanager
     async def _admitted(self, receive: Receive, request: GenerationRequest) -> AsyncIterator[ResponseBuilder]:
-        """The place of a request's answers among those that may run, for as long as the block runs and its client is
-        there. Raises `TooMany`, or `ClientGone`."""
+        """Admit a request's answers while the block runs and its client is there. Raises `TooMany`, or `ClientGone`."""
         with self._targets.admitting(request.answers, self._config.max_running):
             builder = await self._models.response_builder(request)
             async with while_connected(receive):

@@ -27,8 +27,7 @@ class ResponseBuilder:
     """Makes the JSON of one request's answers, from chunks and results in the order in which they come."""
 
     def __init__(self, request: GenerationRequest, model: str, texts: TokenTexts, end_token_ids: Sequence[int]) -> None:
-        """`model` is the served model's name; empty where it is not known yet. `end_token_ids` end answers, and are no
-        part of their text."""
+        """`model` is empty where it is not known yet. `end_token_ids` end answers, and are no part of their text."""
         self._request = request
         self._texts = texts
         ends = () if request.sampling.ignore_eos else end_token_ids

@@ -46,8 +46,7 @@ class TokenTexts:
         return lists
 
     def tree(self, chunk: Chunk, tree: VerifiedTree) -> dict[str, Any]:
-        """What the chunk's last step verified, and the token of the model's own that came behind; null where the answer
-        ended before it."""
+        """What the last step verified, and the model's own token behind it; null where the answer ended before it."""
         own = bool(chunk.token_ids) and not chunk.drafted[-1]
         return {
             "tokens": [self.name(token_id) for token_id in tree.token_ids],

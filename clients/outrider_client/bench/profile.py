@@ -1,5 +1,4 @@
-"""The time of a target's steps by phase and mode, and the share of drafts that arrive in time, from its metrics, which
-are read before and after every block."""
+"""The time of a target's steps by phase, and the share of drafts in time, from its metrics around every block."""
 
 from __future__ import annotations
 

@@ -50,8 +50,7 @@ def runs(mode: Mode, concurrency: int) -> bool:
 
 @dataclass
 class Runner:
-    """Runs a plan on the backends of its modes. `on_answer` is called after each answer with what is measured;
-    `profile` reads the targets' metrics."""
+    """Runs a plan. `on_answer` is called after each answer with what is measured; `profile` reads targets' metrics."""
 
     _plan: Plan
     _backends: Mapping[Mode, Backend]

@@ -79,8 +79,7 @@ def _modes(options: BenchOptions) -> list[Mode]:
 
 @dataclass
 class Session:
-    """The backends of a plan, and the services that are started for them. `note` is called with what is being waited
-    for. What is started ends with `leave`."""
+    """The backends of a plan. `note` is called with what is being waited for; what is started ends with `leave`."""
 
     _options: BenchOptions
     _reach: ClientOptions
@@ -94,9 +93,8 @@ class Session:
     pages: dict[Mode, str] = field(default_factory=dict)
 
     async def start(self, modes: Sequence[Mode]) -> None:
-        """Start or find a backend for every mode. Plain answers come from the first drafter's own target. One after
-        another, since a target times its own steps when it starts. Raises `SettingsError`, `ServiceFailed`, or what a
-        call raises."""
+        """Start or find a backend for every mode; plain answers come from the first drafter's own target. One after
+        another, since a target times its own steps when it starts. Raises `SettingsError`, or as calls do."""
         running, targets = self._options.target, dict[Mode, str]()
         for mode in modes:
             if mode.drafts:
@@ -150,8 +148,7 @@ class Session:
 
 
 async def measure(bench: BenchOptions, reach: ClientOptions, plan: Plan, note: Note, on_answer: Note) -> dict[str, Any]:
-    """Start what the plan needs, run it, and return the document of figures. `on_answer` is called after each answer
-    with what is measured."""
+    """Start what the plan needs, run it, and return the figures. `on_answer` is called with what is measured."""
     async with AsyncExitStack() as leave:
         session = Session(bench, reach, note, leave)
         await session.start(plan.modes)

@@ -78,8 +78,7 @@ def options(kind: type[Options], section: str, arguments: argparse.Namespace) ->
 
 
 def make_folders_of(*paths: str) -> None:
-    """Create the parent folders of output files, before hours of measuring; empty paths are skipped. Raises
-    `SettingsError` where that fails."""
+    """Create the parent folders of output files, before hours of measuring. Raises `SettingsError` where that fails."""
     for path in filter(None, paths):
         try:
             Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
@@ -107,8 +106,7 @@ def advice(error: ServiceUnreachable) -> str:
 
 
 def failure_line(error: OutriderError, service: str = "target") -> str:
-    """The message for an error of a service, with the facts that it sent; or for a server that is not the expected
-    `service`, target or draft."""
+    """The message for an error of a service, with the facts that it sent, or for a server that is no such `service`."""
     if error.metadata.get("code") == _NO_METHOD:
         return wrong_service(service, f"it does not have this call ({_NO_METHOD})")
     # The message begins with the field's name already.

@@ -61,8 +61,7 @@ class Stack:
 
 
 async def pull_model(model: str) -> int:
-    """Fetch a model with the model store, which shows its progress. Returns its exit status. Folders need no fetching;
-    hub ids, which have a slash, are fetched by the target."""
+    """Fetch a model with the model store; the target fetches hub ids itself. Returns the store's exit status."""
     if "/" in model or Path(model).is_dir():
         return 0
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", MODEL_STORE, "pull", model)

@@ -30,8 +30,7 @@ _SECTIONS = ("target", "draft", "eagle", "medusa", "model", "mtp", "merged")
 
 
 class Placement(NamedTuple):
-    """Flags for target and draft, a line that describes them, and whether both run on one GPU; empty where nothing is
-    placed."""
+    """Flags for target and draft, a line about them, and whether both run on one GPU; empty where nothing is placed."""
 
     target: tuple[str, ...] = ()
     draft: tuple[str, ...] = ()
@@ -65,8 +64,7 @@ def named_settings(environment: Mapping[str, str], path: Path | None) -> dict[tu
 
 
 def merged_drafters(words: Sequence[str], named: Mapping[tuple[str, str], str]) -> tuple[str, ...]:
-    """The parts of the drafter `merged`: those of the draft's flags, or named elsewhere (see `named_settings`), or the
-    default's."""
+    """The parts of the drafter `merged`: of the draft's flags, named elsewhere (`named_settings`), or the default's."""
     flag = flag_value(words, "--merged-drafters")
     return comma_words(flag or named.get(("merged", "merged_drafters"), "") or _MERGED_DRAFTERS)
 
@@ -79,12 +77,10 @@ def place(
     draft_words: Sequence[str],
     named: Mapping[tuple[str, str], str] = MappingProxyType({}),
 ) -> Placement:
-    """The target on the first GPU, a neural draft on the second, or on the same where there is no other.
-
-    `drafter` and `model` are empty for the services' own settings; `target_words` and `draft_words` are flags that the
-    user gave. Flags of a placement would override the settings that are `named` (see `named_settings`), so these count
-    as the user's flags do: where a device is named, nothing is placed, and where a head is, that one is used.
-    """
+    """The target on the first GPU, a neural draft on the second, or on the same where there is no other. `drafter` and
+    `model` are empty for the services' own settings; `target_words` and `draft_words` are flags that the user gave.
+    Flags of a placement would override the settings that are `named` (see `named_settings`), so these count as the
+    user's flags do: where a device is named, nothing is placed, and where a head is, that one is used."""
     drafter = drafter or named.get(("draft", "drafter"), "")
     sections = ("target", *_NEURAL.get(drafter, ()))
     given = any(flag_value(words, "--device") is not None for words in (target_words, draft_words))

@@ -120,9 +120,8 @@ async def private_stack() -> AsyncIterator[Stack]:
 
 
 async def wait_for_drafter(client: Client, wanted: str = "") -> str:
-    """The name of the target's drafter, once the target has reached it: any, or the one that is `wanted`. Empty when it
-    does not within half a minute. A target is healthy without its draft, so one that was just started may not have
-    found it yet."""
+    """The name of the target's drafter, once it is reached: any, or the one `wanted`; empty if not within half a
+    minute. A target is healthy without its draft, so one that was just started may not have found it yet."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + _CONNECT_SECONDS
     while loop.time() < deadline:

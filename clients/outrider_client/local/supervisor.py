@@ -33,8 +33,7 @@ class ServiceCommand:
 
 @dataclass(frozen=True)
 class RestartTimes:
-    """Times in seconds. Back-off doubles from `first_backoff` to `longest_backoff`, and is reset once a service has run
-    for `healthy_after`."""
+    """Seconds. Back-off doubles from the first to the longest, and is reset once a service ran for `healthy_after`."""
 
     start: float = 600.0
     stop: float = 35.0

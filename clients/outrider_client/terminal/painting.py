@@ -72,8 +72,7 @@ class Painter:
 
     def _decode(self, token_id: int, tokenizer: Tokenizer) -> int:
         """Add a token to the text. Returns how many characters of the whole output are complete with it. Decoded are
-        the tokens since the character before the last, not the whole output, which would take longer with every
-        token."""
+        the tokens since the character before the last: the whole output would take longer with every token."""
         self._ids.append(token_id)
         known, whole = tokenizer.decode(self._ids[: self._read]), tokenizer.decode(self._ids)
         self._pending = whole[len(known) :]

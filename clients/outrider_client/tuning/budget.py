@@ -56,6 +56,5 @@ def measurable(left: float, waiting: int, costs: Costs) -> int:
 
 
 def seconds_for_all(spent: float, waiting: int, costs: Costs) -> float:
-    """Estimated seconds for measuring `waiting` candidates, and the best once more, beside those `spent` on starting
-    services and on the settings in force."""
+    """Estimated seconds for all `waiting` candidates and the second measurement, with those `spent` before them."""
     return spent + waiting * costs.least / (1.0 - FINAL_SHARE)

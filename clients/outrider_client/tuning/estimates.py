@@ -14,8 +14,7 @@ _T95_MANY = 2.09
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A ratio of speeds. `mean` and `error` are of its logarithm, `freedom` the degrees of freedom of the error; with 0
-    the error is unknown."""
+    """A ratio of speeds. `mean` and `error` are of its logarithm; with 0 degrees of `freedom` the error is unknown."""
 
     mean: float
     error: float
@@ -62,9 +61,8 @@ def over_loads(estimates: Sequence[Estimate]) -> Estimate:
 
 
 def most_promising(estimates: Sequence[Estimate]) -> int | None:
-    """The index of the candidate that is worth measuring once more: the fastest, the first of equals; None where none
-    was faster than the settings in force. The best of many is partly the luckiest, so this decides nothing: `better`
-    does, from a later measurement."""
+    """The index of the candidate to measure once more: the fastest, the first of equals; None where none was faster.
+    The best of many is partly the luckiest, so this decides nothing: `better` does, from a later measurement."""
     best = max(range(len(estimates)), key=lambda place: estimates[place].mean, default=None)
     return None if best is None or estimates[best].mean <= 0.0 else best
 

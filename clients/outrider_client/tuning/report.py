@@ -15,8 +15,7 @@ from outrider_client.tuning.session import NO_TIME, Measured, Tuning
 
 
 def tuning_table(tuning: Tuning) -> Table:
-    """A row for each configuration and load: speeds, tokens per step, and the ratio to the settings in force with its
-    95 % interval."""
+    """A row for each configuration and load: speeds, tokens per step, and the ratio with its 95 % interval."""
     info = tuning.info
     title = f"{info.model}, {info.dtype}, {info.drafter or 'no draft'}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)

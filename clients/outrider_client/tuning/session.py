@@ -43,8 +43,7 @@ NO_TIME = "for lack of time"
 
 @dataclass(frozen=True, slots=True)
 class LoadFigures:
-    """One configuration at one load, against a base that took turns with it. `tokens_per_step` is None without
-    output."""
+    """One configuration at one load, against a base in turn with it. `tokens_per_step` is None without output."""
 
     ratio: Estimate
     tokens_per_second: float
@@ -242,8 +241,7 @@ class _Tuner:
 
 
 async def tune(setup: Setup, loads: Sequence[int], prompts: Sequence[Prompt], note: Note) -> Tuning:
-    """Measure candidates for the time that the options give. Raises `SettingsError`, `ServiceFailed`, or what a call
-    raises."""
+    """Measure candidates in the time of the options. Raises `SettingsError`, `ServiceFailed`, or what a call raises."""
     comparison = Comparison(prompts, loads, setup.options.max_tokens)
     async with AsyncExitStack() as leave:
         stack = await leave.enter_async_context(private_stack())
