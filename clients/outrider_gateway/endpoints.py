@@ -101,11 +101,7 @@ class GenerationEndpoint:
         self, response: _Response, receive: Receive, request: GenerationRequest, dispatcher: Dispatcher
     ) -> None:
         async with self._admitted(receive, request) as builder:
-
-            async def on_chunk(index: int, chunk: Chunk) -> None:
-                builder.keep(index, chunk)
-
-            results = await dispatcher.run(builder.answered_by, on_chunk)
+            results = await dispatcher.run(builder.answered_by, builder.keep)
         await send_json(response.send, 200, builder.whole(results), response.id)
 
     @contextlib.asynccontextmanager

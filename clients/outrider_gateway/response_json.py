@@ -97,7 +97,7 @@ class ResponseBuilder:
     def _text_event(self, index: int, text: str, listed: Any) -> dict[str, Any]:
         return self._part(index, {"delta": {"content": text}} if self._request.chat else {"text": text}, listed)
 
-    def keep(self, index: int, chunk: Chunk) -> None:
+    async def keep(self, index: int, chunk: Chunk) -> None:
         """Note a chunk of an answer that is sent whole."""
         listed = self._list(index, chunk)
         if listed is not None:

@@ -22,9 +22,7 @@ class TokenTexts:
         self._tokenizer = tokenizer
 
     def name(self, token_id: int) -> str:
-        if self._tokenizer is None:
-            return f"token_id:{token_id}"
-        return self._tokenizer.decode((token_id,))
+        return f"token_id:{token_id}" if self._tokenizer is None else self._tokenizer.decode((token_id,))
 
     def chat(self, chunk: Chunk, hidden: Iterable[int]) -> list[dict[str, Any]]:
         """The chunk's tokens as /v1/chat/completions lists them, but for those in `hidden`, which have no text."""

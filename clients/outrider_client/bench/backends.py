@@ -14,7 +14,6 @@ from outrider.sampling import SamplingParams
 from outrider.settings import SettingsError
 from outrider_client.client import Client, Message
 from outrider_client.generation import Speculation
-from outrider_client.policy import SINGLE_ATTEMPT
 from outrider_client.results import RequestTimes, Result, SpeculationTotals
 from outrider_client.terminal.options import BenchOptions, ClientOptions
 
@@ -41,9 +40,7 @@ class TargetBackend:
         self._speculation = Speculation(enabled=None if speculate else False, max_nodes=max_nodes)
         # Read once, and one connection for all tenants: neither is a part of the answers' times.
         self._token = reach.secret()
-        self._client = Client.connect(
-            address, tls=reach.tls_options(), token=self._token, tenant=reach.tenant, policy=SINGLE_ATTEMPT
-        )
+        self._client = Client(reach.connection(address))
 
     def client(self, tenant: str = "") -> Client:
         """The client for a tenant. With a token, the token determines the tenant."""
