@@ -13,7 +13,6 @@ from outrider.telemetry.tracing import Tracing
 from outrider.v1 import target_pb2, target_pb2_grpc
 from outrider.wire.trees import sampling_to_pb
 from outrider_client.connection import AsyncClosing, Connection, Tls
-from outrider_client.failures import raising_own
 from outrider_client.generation import Generation, Speculation
 from outrider_client.messages import Message as Message
 from outrider_client.messages import MessageLike, messages_to_pb
@@ -135,7 +134,7 @@ class Client(AsyncClosing):
         elif prediction is not None:
             request.prediction.tokens.token_ids.extend(prediction)
         span = RequestSpan(self._tracing, self.address, chat=bool(messages), model=model)
-        metadata = (*self._connection.metadata, *span.metadata())
+        metadata = (*self._connection.metadata, *span.metadata)
         return Generation(
             lambda left: self._stub.Generate(request, metadata=metadata, timeout=left),
             self.address,
@@ -171,8 +170,8 @@ class Client(AsyncClosing):
             QuotaExceeded: another update is under way, or files that are too large.
             OSError: a file that cannot be read.
         """
-        with raising_own(update_requests(folder, files, running)) as requests:
-            return WeightsUpdated.from_pb(await self._connection.call(self._stub.UpdateWeights, requests, timeout))
+        requests = update_requests(folder, files, running)
+        return WeightsUpdated.from_pb(await self._connection.call_with_all(self._stub.UpdateWeights, requests, timeout))
 
     async def info(self, timeout: float | None = None) -> TargetInfo:
         """What the target serves, and its limits. Without a timeout the policy's deadline holds."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -14,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.addresses import address_problem
 from outrider.pem import check_authority, check_pair
-from outrider_client.failures import typed_error
+from outrider_client.failures import cancellations, typed_error
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
@@ -94,11 +95,34 @@ class Connection(AsyncClosing):
         return other
 
     async def call(self, method: Callable[..., Awaitable[Answer]], request: object, timeout: float | None) -> Answer:
-        """The answer to a message or several. Raises errors of `outrider.errors`, or `ServiceUnreachable`."""
+        """The answer to a message. Raises errors of `outrider.errors`, or `ServiceUnreachable`."""
         try:
             return await method(request, timeout=timeout, metadata=self.metadata)
         except grpc.RpcError as error:
             raise typed_error(error, self.address) from error
+
+    async def call_with_all(
+        self, method: Callable[..., Awaitable[Answer]], messages: AsyncIterator[object], timeout: float | None
+    ) -> Answer:
+        """As `call`, for the answer to all messages; raises what they raise. gRPC only cancels the call then, which
+        would look as if the caller had cancelled it."""
+        raised: list[Exception] = []
+
+        async def kept() -> AsyncIterator[object]:
+            try:
+                async for message in messages:
+                    yield message
+            except Exception as error:
+                raised.append(error)
+                raise
+
+        before = cancellations()
+        try:
+            return await self.call(method, kept(), timeout)
+        except asyncio.CancelledError:
+            if raised and cancellations() == before:
+                raise raised[0] from None
+            raise
 
     async def serving(self, service: str = "", timeout: float = 5.0) -> bool:
         """Whether `service` ("" for the process) reports SERVING. Raises as every call does."""

@@ -11,7 +11,6 @@ from outrider.v1 import draft_pb2, draft_pb2_grpc
 from outrider.wire.drafts import corpus_from_pb, info_from_pb
 from outrider.wire.frames import CorpusInfo, DraftInfo
 from outrider_client.connection import AsyncClosing, Connection, Tls
-from outrider_client.failures import raising_own
 from outrider_client.policy import SINGLE_ATTEMPT, Policy
 
 DRAFT_SERVICE = "outrider.v1.DraftService"
@@ -66,8 +65,8 @@ class DraftClient(AsyncClosing):
         Raises `NotSupported` where the drafter has no trie, `QuotaExceeded` past the tenant's quota, `ValueError` for a
         token id that is no unsigned 32-bit number, and whatever `documents` raises.
         """
-        with raising_own(_pieces(documents, tenant, corpus)) as pieces:
-            response = await self._connection.call(self._stub.AddCorpus, pieces, timeout)
+        pieces = _pieces(documents, tenant, corpus)
+        response = await self._connection.call_with_all(self._stub.AddCorpus, pieces, timeout)
         return CorpusAdded(response.tokens, response.nodes)
 
     async def list_corpora(self, *, tenant: str = "", timeout: float | None = None) -> list[CorpusInfo]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from outrider.sampling import TypicalAcceptance, VerificationMode
 from outrider.v1 import target_pb2
 from outrider.wire.trees import DRAFT_REFUSED_KEY, mode_to_pb, typical_to_pb
 from outrider_client.failures import ServiceUnreachable, typed_error
-from outrider_client.policy import Attempt, Policy
+from outrider_client.policy import Policy
 from outrider_client.results import Chunk, RequestTimes, Result, SpeculationTotals, Started, reason_from_pb
 from outrider_client.tracing import RequestSpan
 
@@ -146,16 +147,20 @@ class Generation:
     async def _first_event(self) -> object:
         """Make the call, and retry as the policy allows: before the first event, nothing is lost."""
         self._begun_at = time.perf_counter()
-        attempt = Attempt(self._policy, self._timeout)
-        while not self._cancelled:
-            self._call = self._begin(attempt.seconds_left())
+
+        async def attempt(left: float | None) -> object:
+            if self._cancelled:
+                raise asyncio.CancelledError
+            self._call = self._begin(left)
             try:
                 return await self._call.read()
             except grpc.RpcError as error:
-                failure = typed_error(error, self._address)
-                if not await attempt.again(failure):
-                    raise self._failed(failure) from error
-        raise asyncio.CancelledError
+                raise typed_error(error, self._address) from error
+
+        try:
+            return await self._policy.call(math.inf if self._timeout is None else self._timeout, attempt)
+        except (OutriderError, ServiceUnreachable) as error:
+            raise self._failed(error) from error.__cause__
 
     async def _read_end(self) -> None:
         """Read the call's status, so that the target does not count the call as cancelled."""

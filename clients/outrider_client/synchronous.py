@@ -193,8 +193,7 @@ class SyncVerifySession(_Closing):
         mode: VerificationMode | None = None,
         typical: TypicalAcceptance | None = None,
     ) -> SyncVerifiedSequence:
-        """Start a sequence from a prompt of at least one token, whose last is the first root. `typical` is the rule for
-        mode TYPICAL."""
+        """Start a sequence from a prompt of at least one token; arguments as in `VerifySession.open`."""
         sequence = self._loop.run(self._session.open(token_ids, sampling=sampling, mode=mode, typical=typical))
         return SyncVerifiedSequence(self._loop, sequence)
 

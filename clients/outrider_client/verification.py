@@ -56,7 +56,11 @@ class VerifiedSequence:
     async def close(self) -> None:
         """End the sequence and free its cache. Does nothing for one that has finished."""
         if self.finish_reason is None:
-            await self._session._close_sequence(self.sequence_id)
+            session, sequence_id = self._session, self.sequence_id
+            session._open.pop(sequence_id, None)
+            # The target sends no verdict any more.
+            session._resolve(("verdict", sequence_id), UnknownSequence("the sequence is closed"))
+            await asyncio.shield(session._begin_write(_close_frame(sequence_id)))
 
 
 class VerifySession(AsyncClosing):
@@ -116,20 +120,14 @@ class VerifySession(AsyncClosing):
             if not self._reader.done():
                 with contextlib.suppress(OutriderError, ServiceUnreachable):
                     for sequence_id in tuple(self._open):
-                        await self._write(_close_frame(sequence_id))
-                    await self._write(None)
+                        await asyncio.shield(self._begin_write(_close_frame(sequence_id)))
+                    await asyncio.shield(self._begin_write(None))
                 # The target ends the stream when it has read the end of our side; else it is cancelled.
                 await asyncio.wait({self._reader}, timeout=2.0)
         finally:
             self._call.cancel()
             self._reader.cancel()
             await asyncio.wait({self._reader})
-
-    async def _close_sequence(self, sequence_id: int) -> None:
-        self._open.pop(sequence_id, None)
-        # The target sends no verdict any more.
-        self._resolve(("verdict", sequence_id), UnknownSequence("the sequence is closed"))
-        await self._write(_close_frame(sequence_id))
 
     def _close_unwanted(self, answer: asyncio.Future[Any]) -> None:
         if answer.exception() is None:
@@ -150,9 +148,6 @@ class VerifySession(AsyncClosing):
         answer.add_done_callback(_retrieve)
         self._begin_write(frame).add_done_callback(written)
         return answer
-
-    async def _write(self, frame: target_pb2.VerifyRequest | None) -> None:
-        await asyncio.shield(self._begin_write(frame))
 
     def _begin_write(self, frame: target_pb2.VerifyRequest | None) -> asyncio.Task[None]:
         """Write in a task of its own: gRPC cancels the whole stream when the task that writes is cancelled."""
