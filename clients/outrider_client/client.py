@@ -134,14 +134,9 @@ class Client(AsyncClosing):
         elif prediction is not None:
             request.prediction.tokens.token_ids.extend(prediction)
         span = RequestSpan(self._tracing, self.address, chat=bool(messages), model=model)
-        metadata = (*self._connection.metadata, *span.metadata)
-        return Generation(
-            lambda left: self._stub.Generate(request, metadata=metadata, timeout=left),
-            self.address,
-            span,
-            policy=self._policy,
-            timeout=self._policy.generate_timeout if timeout is None else timeout,
-        )
+        begin = partial(self._stub.Generate, request, metadata=(*self._connection.metadata, *span.metadata))
+        seconds = self._policy.generate_timeout if timeout is None else timeout
+        return Generation(begin, self.address, span, policy=self._policy, timeout=seconds)
 
     def verify(self) -> VerifySession:
         """A session in which the client drafts and the target verifies. Use it with `async with`."""

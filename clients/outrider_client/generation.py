@@ -24,7 +24,7 @@ from outrider_client.tracing import RequestSpan
 # For a call's status behind its last event, which comes with it. Chosen: long for a network, short for a reader.
 _END_SECONDS = 2.0
 _Call = Any  # grpc.aio.UnaryStreamCall, whose type parameters differ between stub versions.
-_Begin = Callable[[float | None], _Call]
+_Begin = Callable[..., _Call]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Generation:
     def __init__(
         self, begin: _Begin, address: str, span: RequestSpan, *, policy: Policy, timeout: float | None
     ) -> None:
-        """`begin` makes the call, with a timeout in seconds. It runs with the first read, so that times start with the
+        """`begin` makes the call, given a `timeout`. It runs with the first read, so that times start with the
         request, and again as `policy` allows, within `timeout` seconds in all."""
         self._policy = policy
         self._timeout = timeout
@@ -151,7 +151,7 @@ class Generation:
         async def attempt(left: float | None) -> object:
             if self._cancelled:
                 raise asyncio.CancelledError
-            self._call = self._begin(left)
+            self._call = self._begin(timeout=left)
             try:
                 return await self._call.read()
             except grpc.RpcError as error:

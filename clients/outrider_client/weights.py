@@ -13,6 +13,8 @@ from outrider.v1 import target_pb2
 
 # Well below the limit of a message.
 _PIECE_BYTES = 1 << 20
+_Files = Sequence[Path | bytes]
+_Requests = AsyncIterator[target_pb2.UpdateWeightsRequest]
 
 
 class RunningRequests(Enum):
@@ -50,9 +52,7 @@ class WeightsUpdated:
         return cls(pb.model_version, pb.tensors, pb.bytes, prepare, pause, *counts)
 
 
-def update_requests(
-    folder: str, files: Sequence[Path | bytes], running: RunningRequests
-) -> AsyncIterator[target_pb2.UpdateWeightsRequest]:
+def update_requests(folder: str, files: _Files, running: RunningRequests) -> _Requests:
     """The messages of an update: of a folder on the server, or of safetensors files, as paths here or as their bytes.
     Raises `InvalidField` unless exactly one of the two is given, and `OSError` for a file that is not there."""
     if bool(folder) == bool(files):
@@ -65,9 +65,7 @@ def update_requests(
     return _messages(begin, files)
 
 
-async def _messages(
-    begin: target_pb2.BeginUpdate, files: Sequence[Path | bytes]
-) -> AsyncIterator[target_pb2.UpdateWeightsRequest]:
+async def _messages(begin: target_pb2.BeginUpdate, files: _Files) -> _Requests:
     yield target_pb2.UpdateWeightsRequest(begin=begin)
     for file in files:
         if isinstance(file, Path):

@@ -19,11 +19,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # gRPC reads its environment as it is imported, which the client's options do.
     from outrider_client.terminal.options import AccessOptions
 
-    parser = CommandParser(
-        prog="outrider gateway",
-        description="An OpenAI-compatible HTTP server in front of one target service or several.",
-        allow_abbrev=False,
-    )
+    description = "An OpenAI-compatible HTTP server in front of one target service or several."
+    parser = CommandParser(prog="outrider gateway", description=description, allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE", help="TOML file with settings (default: OUTRIDER_CONFIG)")
     add_flags(parser, GatewayConfig)
     flags = parser.parse_args(argv)

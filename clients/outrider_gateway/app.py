@@ -108,8 +108,7 @@ def _cross_origin(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 async def _refused(_request: Request, error: Exception) -> Response:
     assert isinstance(error, Refused)
-    headers = {"x-request-id": uuid.uuid4().hex, **error.headers()}
-    return JSONResponse(error.body(), error.status, headers)
+    return JSONResponse(error.body(), error.status, {"x-request-id": uuid.uuid4().hex, **error.headers()})
 
 
 async def _not_found(request: Request, error: Exception) -> Response:

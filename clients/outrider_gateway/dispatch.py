@@ -35,7 +35,7 @@ class Dispatcher:
 
     _targets: Targets
     _metrics: GatewayMetrics
-    _request: GenerationRequest
+    request: GenerationRequest
     _caller: Caller
     _timeout: float | None
     _arrived: float
@@ -43,12 +43,10 @@ class Dispatcher:
 
     async def run(self, on_model: OnModel, on_chunk: OnChunk, on_result: OnResult | None = None) -> list[Result]:
         """Write all answers. The first failure ends them all, as does cancelling; raises what calls raise."""
-        if self._request.answers == 1:
+        if self.request.answers == 1:
             return [await self._answer(0, on_model, on_chunk, on_result)]
-        tasks = [
-            asyncio.create_task(self._answer(index, on_model, on_chunk, on_result))
-            for index in range(self._request.answers)
-        ]
+        answers = (self._answer(index, on_model, on_chunk, on_result) for index in range(self.request.answers))
+        tasks = list(map(asyncio.create_task, answers))
         try:
             return await asyncio.gather(*tasks)
         finally:
@@ -57,9 +55,9 @@ class Dispatcher:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _answer(self, index: int, on_model: OnModel, on_chunk: OnChunk, on_result: OnResult | None) -> Result:
-        tried, key = list[Target](), self._caller.key(self._request.cache_key)
+        tried, key = list[Target](), self._caller.key(self.request.cache_key)
         while True:
-            target = self._targets.pick(key, self._request.model, tried)
+            target = self._targets.pick(key, self.request.model, tried)
             begun = False
             with target.counting():
                 generation = self._begin(target, index)
@@ -88,7 +86,7 @@ class Dispatcher:
 
     def _begin(self, target: Target, index: int) -> Generation:
         """The call, in the caller's name and in its trace."""
-        request, prompt = self._request, self._request.prompt(index)
+        request, prompt = self.request, self.request.prompt(index)
         client = target.client.acting_for(token=self._caller.token, tenant=self._caller.tenant)
         previous = attach(self._caller.context)
         try:

@@ -68,14 +68,13 @@ class GenerationEndpoint:
         dispatcher = Dispatcher(self._targets, self._metrics, request, caller, config.request_seconds or None, arrived)
         write = self._stream if request.stream else self._whole
         try:
-            await write(response, receive, request, dispatcher)
+            await write(response, receive, dispatcher)
         except (OutriderError, ServiceUnreachable) as error:
             raise refusal(error, request.fields) from error
         return 200
 
-    async def _stream(
-        self, response: _Response, receive: Receive, request: GenerationRequest, dispatcher: Dispatcher
-    ) -> None:
+    async def _stream(self, response: _Response, receive: Receive, dispatcher: Dispatcher) -> None:
+        request = dispatcher.request
         writer = response.writer = EventWriter(response.send, response.id)
         running, last = request.answers, b""
         async with self._admitted(receive, request) as builder:
@@ -97,10 +96,8 @@ class GenerationEndpoint:
             last += builder.usage_event(results)
         await writer.end(last, done=True)
 
-    async def _whole(
-        self, response: _Response, receive: Receive, request: GenerationRequest, dispatcher: Dispatcher
-    ) -> None:
-        async with self._admitted(receive, request) as builder:
+    async def _whole(self, response: _Response, receive: Receive, dispatcher: Dispatcher) -> None:
+        async with self._admitted(receive, dispatcher.request) as builder:
             results = await dispatcher.run(builder.answered_by, builder.keep)
         await send_json(response.send, 200, builder.whole(results), response.id)
 

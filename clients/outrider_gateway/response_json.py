@@ -157,11 +157,8 @@ class ResponseBuilder:
         """Tokens of all answers; those of a prompt count once, however many answers it has."""
         prompt = sum(result.prompt_tokens for result in results[:: self._request.choices])
         completion = sum(result.completion_tokens for result in results)
-        usage: dict[str, Any] = {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-        }
+        usage: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": completion}
+        usage["total_tokens"] = prompt + completion
         if self._request.prediction is not None:
             usage["completion_tokens_details"] = {
                 "accepted_prediction_tokens": sum(result.accepted_prediction_tokens for result in results),

@@ -48,10 +48,8 @@ class ServedModels:
         healthy = self._targets.healthy
         if not healthy:
             raise NoTarget
-        answers = await asyncio.gather(
-            *(target.client.acting_for(token=caller.token, tenant=caller.tenant).info() for target in healthy),
-            return_exceptions=True,
-        )
+        clients = [target.client.acting_for(token=caller.token, tenant=caller.tenant) for target in healthy]
+        answers = await asyncio.gather(*(client.info() for client in clients), return_exceptions=True)
         infos = [answer for answer in answers if isinstance(answer, TargetInfo)]
         if infos:
             return [self._entry(info) for info in {info.model: info for info in infos}.values()]

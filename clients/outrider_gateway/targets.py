@@ -94,11 +94,6 @@ class Targets:
     def healthy(self) -> list[Target]:
         return [target for target in self.all if target.healthy]
 
-    @property
-    def running(self) -> int:
-        """Answers being written, on all targets."""
-        return sum(target.running for target in self.all)
-
     @contextlib.contextmanager
     def admitting(self, answers: int, limit: int) -> Iterator[None]:
         """Let in a request for so many answers, which count until the block ends, also before a target writes them.

@@ -70,8 +70,5 @@ def merged(parts: Sequence[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
 
 
 def _visible(chunk: Chunk, hidden: Iterable[int]) -> list[tuple[int, TokenLogprobs]]:
-    return [
-        (token_id, entry)
-        for token_id, entry in zip(chunk.token_ids, chunk.logprobs, strict=False)
-        if token_id not in hidden
-    ]
+    entries = zip(chunk.token_ids, chunk.logprobs, strict=False)
+    return [(token_id, entry) for token_id, entry in entries if token_id not in hidden]

@@ -129,9 +129,8 @@ class Session:
         elif mode.drafts:
             if mode.name not in self._drafts:
                 self._note(f"starting a draft service with {mode.name}")
-                self._drafts[mode.name] = await stack.start(
-                    f"draft-{mode.name}", "draft_service", "--drafter", mode.name, *flag_words(options.draft_flags)
-                )
+                words = ("--drafter", mode.name, *flag_words(options.draft_flags))
+                self._drafts[mode.name] = await stack.start(f"draft-{mode.name}", "draft_service", *words)
             flags += ["--draft", self._drafts[mode.name]]
         self._note(f"starting a target for {mode.label}")
         if options.profile:

@@ -36,9 +36,8 @@ class _FirstToken(BaseStreamer):  # type: ignore[misc]
 
 def _answer(model: Any, tokenizer: Any, messages: list[dict[str, str]], max_tokens: int) -> dict[str, object]:
     begun = time.perf_counter()
-    inputs = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-    ).to(model.device)
+    wanted = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+    inputs = tokenizer.apply_chat_template(messages, **wanted).to(model.device)
     first = _FirstToken()
     output = model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False, streamer=first)
     ended = time.perf_counter()

@@ -13,8 +13,7 @@ from outrider_client.cli.base import Command, CommandFailed
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action", required=True)
     actions.add_parser("list", help="heads that come with Outrider, and for which models", allow_abbrev=False)
-    path = actions.add_parser("path", help="print the folder of one", allow_abbrev=False)
-    path.add_argument("name")
+    actions.add_parser("path", help="print the folder of one", allow_abbrev=False).add_argument("name")
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -82,8 +82,7 @@ def _shapes_of(drafter: str, captured: bool) -> tuple[Candidate, ...]:
 def parse_candidates(text: str) -> list[Candidate]:
     """Candidates as a user writes them: `trie.breadth=1 trie.num_draft_tokens=16; target.max_draft_nodes=15`. Raises
     `SettingsError` for anything else. Only the service checks whether it has such a setting."""
-    found = [_candidate(words.split()) for words in text.split(";") if words.strip()]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(_candidate(words.split()) for words in text.split(";") if words.strip()))
 
 
 def _candidate(words: Sequence[str]) -> Candidate:

@@ -52,12 +52,8 @@ def estimate(pairs: Sequence[tuple[float, float]]) -> Estimate:
 
 def over_loads(estimates: Sequence[Estimate]) -> Estimate:
     """The geometric mean of one ratio at several loads, equally weighted, with the fewest degrees of freedom of any."""
-    count = len(estimates)
-    return Estimate(
-        sum(one.mean for one in estimates) / count,
-        math.sqrt(sum(one.error**2 for one in estimates)) / count,
-        min(one.freedom for one in estimates),
-    )
+    error = math.sqrt(sum(one.error**2 for one in estimates)) / len(estimates)
+    return Estimate(statistics.fmean(one.mean for one in estimates), error, min(one.freedom for one in estimates))
 
 
 def most_promising(estimates: Sequence[Estimate]) -> int | None:

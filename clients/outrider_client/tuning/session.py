@@ -165,9 +165,8 @@ class _Tuner:
         started = monotonic() - begun
         self._note("measuring the settings in force against plain decoding")
         in_force, plain = self._base.backend(Candidate()), self._base.backend(Candidate(), speculate=False)
-        speculation, pair = await self._comparison.run(
-            (_IN_FORCE, in_force), (Mode(PLAIN), plain), monotonic() + SPECULATION_SHARE * seconds
-        )
+        end = monotonic() + SPECULATION_SHARE * seconds
+        speculation, pair = await self._comparison.run((_IN_FORCE, in_force), (Mode(PLAIN), plain), end)
         info = await self._base.info()
         # Estimates, until a draft has been changed.
         spent, costs = monotonic() - begun, Costs(change=self._base.draft_seconds, pair=pair)
