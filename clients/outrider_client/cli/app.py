@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from outrider import __version__
 from outrider.command_line import CommandParser
@@ -45,25 +46,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = CommandParser(
-        prog="outrider",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    shape: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    parser = CommandParser(prog="outrider", description=_DESCRIPTION, epilog=_EPILOG, **shape)
     parser.add_argument("--version", action="version", version=f"outrider {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     named = {command.name: command for command in COMMANDS}
     parsers = {}
     for command in COMMANDS:
         own = parsers[command.name] = commands.add_parser(
-            command.name,
-            help=command.summary,
-            description=command.description,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-            add_help=command.module is None,
+            command.name, help=command.summary, description=command.description, add_help=not command.module, **shape
         )
         command.set_up(own)
     # Before parsing: a service parses its own flags, --help among them.
