@@ -28,23 +28,19 @@ if TYPE_CHECKING:
     from outrider_client.weights import RunningRequests, WeightsUpdated
 
 _HOMES = {
-    name: home
-    for home, names in {
-        "outrider.errors": "OutriderError",
-        "outrider.sampling": "FinishReason SamplingParams TypicalAcceptance VerificationMode",
-        "outrider.tree": "TokenTree",
-        "outrider_client.client": "Client",
-        "outrider_client.connection": "Tls",
-        "outrider_client.draft": "DraftClient",
-        "outrider_client.failures": "ServiceUnreachable TlsProblem",
-        "outrider_client.generation": "Generation Speculation",
-        "outrider_client.policy": "Policy",
-        "outrider_client.results": "Chunk Result Started Verdict",
-        "outrider_client.synchronous": "SyncClient SyncGeneration SyncVerifySession",
-        "outrider_client.verification": "VerifySession",
-        "outrider_client.weights": "RunningRequests WeightsUpdated",
-    }.items()
-    for name in names.split()
+    "outrider.errors": "OutriderError",
+    "outrider.sampling": "FinishReason SamplingParams TypicalAcceptance VerificationMode",
+    "outrider.tree": "TokenTree",
+    "outrider_client.client": "Client",
+    "outrider_client.connection": "Tls",
+    "outrider_client.draft": "DraftClient",
+    "outrider_client.failures": "ServiceUnreachable TlsProblem",
+    "outrider_client.generation": "Generation Speculation",
+    "outrider_client.policy": "Policy",
+    "outrider_client.results": "Chunk Result Started Verdict",
+    "outrider_client.synchronous": "SyncClient SyncGeneration SyncVerifySession",
+    "outrider_client.verification": "VerifySession",
+    "outrider_client.weights": "RunningRequests WeightsUpdated",
 }
 
 __all__ = [
@@ -76,7 +72,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(home), name)
+    for home, names in _HOMES.items():
+        if name in names.split():
+            return getattr(importlib.import_module(home), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -11,9 +12,7 @@ from outrider.sampling import SamplingParams
 from outrider.telemetry.tracing import Tracing
 from outrider.v1 import target_pb2, target_pb2_grpc
 from outrider.wire.trees import sampling_to_pb
-from outrider_client.blocks import AsyncClosing
-from outrider_client.connection import Connection, Tls
-from outrider_client.failures import raising_own, typed_errors
+from outrider_client.connection import AsyncClosing, Connection, Tls
 from outrider_client.generation import Generation, Speculation
 from outrider_client.messages import Message as Message
 from outrider_client.messages import MessageLike, messages_to_pb
@@ -42,9 +41,8 @@ class Client(AsyncClosing):
         self._connection = connection
         self._tracing = tracing or Tracing()
         # The generated stubs give one class two types; on an aio channel it is this one.
-        self._stub = cast(
-            "target_pb2_grpc.TargetServiceAsyncStub", target_pb2_grpc.TargetServiceStub(connection.channel)
-        )
+        stub = target_pb2_grpc.TargetServiceStub(connection.channel)
+        self._stub = cast("target_pb2_grpc.TargetServiceAsyncStub", stub)
 
     @classmethod
     def connect(
@@ -136,19 +134,13 @@ class Client(AsyncClosing):
         elif prediction is not None:
             request.prediction.tokens.token_ids.extend(prediction)
         span = RequestSpan(self._tracing, self.address, chat=bool(messages), model=model)
-        metadata = (*self._connection.metadata, *span.metadata())
-        return Generation(
-            lambda left: self._stub.Generate(request, metadata=metadata, timeout=left),
-            self.address,
-            span,
-            policy=self._policy,
-            timeout=self._policy.generate_timeout if timeout is None else timeout,
-        )
+        begin = partial(self._stub.Generate, request, metadata=(*self._connection.metadata, *span.metadata))
+        seconds = self._policy.generate_timeout if timeout is None else timeout
+        return Generation(begin, self.address, span, policy=self._policy, timeout=seconds)
 
     def verify(self) -> VerifySession:
         """A session in which the client drafts and the target verifies. Use it with `async with`."""
-        call = self._stub.Verify(metadata=self._connection.metadata)
-        return VerifySession(call, self.address)
+        return VerifySession(self._stub.Verify(metadata=self._connection.metadata), self.address)
 
     async def update_weights(
         self,
@@ -173,19 +165,13 @@ class Client(AsyncClosing):
             QuotaExceeded: another update is under way, or files that are too large.
             OSError: a file that cannot be read.
         """
-        with typed_errors(self.address), raising_own(update_requests(folder, files, running)) as requests:
-            response = await self._stub.UpdateWeights(requests, timeout=timeout, metadata=self._connection.metadata)
-        return WeightsUpdated.from_pb(response)
+        requests = update_requests(folder, files, running)
+        return WeightsUpdated.from_pb(await self._connection.call_with_all(self._stub.UpdateWeights, requests, timeout))
 
     async def info(self, timeout: float | None = None) -> TargetInfo:
         """What the target serves, and its limits. Without a timeout the policy's deadline holds."""
-        return TargetInfo.from_pb(await self._policy.call(timeout, self._info))
-
-    async def _info(self, left: float | None) -> target_pb2.GetTargetInfoResponse:
-        with typed_errors(self.address):
-            return await self._stub.GetTargetInfo(
-                target_pb2.GetTargetInfoRequest(), timeout=left, metadata=self._connection.metadata
-            )
+        ask = partial(self._connection.call, self._stub.GetTargetInfo, target_pb2.GetTargetInfoRequest())
+        return TargetInfo.from_pb(await self._policy.call(timeout, ask))
 
     async def serving(self, timeout: float = 5.0) -> bool:
         """Whether the target answers that it is healthy."""

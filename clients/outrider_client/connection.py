@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.addresses import address_problem
 from outrider.pem import check_authority, check_pair
-from outrider_client.failures import typed_errors
+from outrider_client.failures import cancellations, typed_error
 
 logger = logging.getLogger(__name__)
-
+Answer = TypeVar("Answer")
 TENANT_KEY = "outrider-tenant"
 TOKEN_KEY = "authorization"
 _LOCAL = ("unix:", "127.", "localhost:", "[::1]:")
-
 _OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_receive_message_length", 16 * 1024 * 1024),
     ("grpc.max_send_message_length", -1),
@@ -53,19 +55,29 @@ class Tls:
         return grpc.ssl_channel_credentials(roots, key, chain)
 
 
-class Connection:
+class AsyncClosing(ABC):
+    """Is closed when an `async with` block is left."""
+
+    @abstractmethod
+    async def close(self) -> None: ...
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+class Connection(AsyncClosing):
     """A channel and the metadata that every call on it carries."""
 
     def __init__(self, address: str, *, tls: Tls | None = None, token: str = "", tenant: str = "") -> None:
-        """`address` is HOST:PORT or unix:PATH. Must be called from a running event loop.
-
-        Raises `ValueError` for an invalid address and for files of `tls` with other content; `OSError` for those that
-        cannot be read; `TypeError` for an address that is no string.
-        """
+        """`address` is HOST:PORT or unix:PATH. Must be called from a running event loop. Raises `ValueError` for an
+        invalid address and for files of `tls` with other content; `OSError` for those that cannot be read; `TypeError`
+        for an address that is no string."""
         if not isinstance(address, str):
             raise TypeError(f"address: expected a string, got {type(address).__name__}")
-        problem = address_problem(address)
-        if problem is not None:
+        if problem := address_problem(address):
             raise ValueError(problem)
         self.address = address
         self.metadata = _metadata(token, tenant)
@@ -82,13 +94,40 @@ class Connection:
         other.__dict__.update(self.__dict__, metadata=_metadata(token, tenant))
         return other
 
+    async def call(self, method: Callable[..., Awaitable[Answer]], request: object, timeout: float | None) -> Answer:
+        """The answer to a message. Raises errors of `outrider.errors`, or `ServiceUnreachable`."""
+        try:
+            return await method(request, timeout=timeout, metadata=self.metadata)
+        except grpc.RpcError as error:
+            raise typed_error(error, self.address) from error
+
+    async def call_with_all(
+        self, method: Callable[..., Awaitable[Answer]], messages: AsyncIterator[object], timeout: float | None
+    ) -> Answer:
+        """As `call`, for the answer to all messages; raises what they raise. gRPC only cancels the call then, which
+        would look as if the caller had cancelled it."""
+        raised: list[Exception] = []
+
+        async def kept() -> AsyncIterator[object]:
+            try:
+                async for message in messages:
+                    yield message
+            except Exception as error:
+                raised.append(error)
+                raise
+
+        before = cancellations()
+        try:
+            return await self.call(method, kept(), timeout)
+        except asyncio.CancelledError:
+            if raised and cancellations() == before:
+                raise raised[0] from None
+            raise
+
     async def serving(self, service: str = "", timeout: float = 5.0) -> bool:
         """Whether `service` ("" for the process) reports SERVING. Raises as every call does."""
-        stub = health_pb2_grpc.HealthStub(self.channel)
-        with typed_errors(self.address):
-            response = await stub.Check(
-                health_pb2.HealthCheckRequest(service=service), timeout=timeout, metadata=self.metadata
-            )
+        check = health_pb2_grpc.HealthStub(self.channel).Check
+        response = await self.call(check, health_pb2.HealthCheckRequest(service=service), timeout)
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def close(self) -> None:
@@ -97,6 +136,5 @@ class Connection:
 
 
 def _metadata(token: str, tenant: str) -> tuple[tuple[str, str], ...]:
-    """The metadata that identifies the caller."""
     pairs = ((TOKEN_KEY, f"Bearer {token}" if token else ""), (TENANT_KEY, tenant))
     return tuple((key, value) for key, value in pairs if value)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 from outrider.wire.drafts import corpus_from_pb, info_from_pb
 from outrider.wire.frames import CorpusInfo, DraftInfo
-from outrider_client.blocks import AsyncClosing
-from outrider_client.connection import Connection, Tls
-from outrider_client.failures import raising_own, typed_errors
+from outrider_client.connection import AsyncClosing, Connection, Tls
 from outrider_client.policy import SINGLE_ATTEMPT, Policy
 
 DRAFT_SERVICE = "outrider.v1.DraftService"
@@ -44,13 +43,7 @@ class DraftClient(AsyncClosing):
 
     @classmethod
     def connect(
-        cls,
-        address: str,
-        *,
-        tls: Tls | None = None,
-        token: str = "",
-        tenant: str = "",
-        policy: Policy | None = None,
+        cls, address: str, *, tls: Tls | None = None, token: str = "", tenant: str = "", policy: Policy | None = None
     ) -> DraftClient:
         """A client of the draft at `address` (HOST:PORT or unix:PATH)."""
         return cls(Connection(address, tls=tls, token=token, tenant=tenant), policy or Policy())
@@ -61,29 +54,19 @@ class DraftClient(AsyncClosing):
 
     async def info(self, timeout: float | None = None) -> DraftInfo:
         """What the service drafts with. Without a timeout the policy's deadline holds."""
-        return info_from_pb(await self._policy.call(timeout, self._info))
-
-    async def _info(self, left: float | None) -> draft_pb2.GetDraftInfoResponse:
-        with typed_errors(self._connection.address):
-            return await self._stub.GetDraftInfo(
-                draft_pb2.GetDraftInfoRequest(), timeout=left, metadata=self._connection.metadata
-            )
+        ask = partial(self._connection.call, self._stub.GetDraftInfo, draft_pb2.GetDraftInfoRequest())
+        return info_from_pb(await self._policy.call(timeout, ask))
 
     async def add_corpus(
-        self,
-        documents: Iterable[Sequence[int]],
-        *,
-        tenant: str = "",
-        corpus: str = "",
-        timeout: float | None = None,
+        self, documents: Iterable[Sequence[int]], *, tenant: str = "", corpus: str = "", timeout: float | None = None
     ) -> CorpusAdded:
         """Add documents (token ids) to a tenant's trie, or to the shared corpus `corpus`.
 
         Raises `NotSupported` where the drafter has no trie, `QuotaExceeded` past the tenant's quota, `ValueError` for a
         token id that is no unsigned 32-bit number, and whatever `documents` raises.
         """
-        with typed_errors(self._connection.address), raising_own(_pieces(documents, tenant, corpus)) as pieces:
-            response = await self._stub.AddCorpus(pieces, timeout=timeout, metadata=self._connection.metadata)
+        pieces = _pieces(documents, tenant, corpus)
+        response = await self._connection.call_with_all(self._stub.AddCorpus, pieces, timeout)
         return CorpusAdded(response.tokens, response.nodes)
 
     async def list_corpora(self, *, tenant: str = "", timeout: float | None = None) -> list[CorpusInfo]:
@@ -92,13 +75,8 @@ class DraftClient(AsyncClosing):
 
         Raises `NotSupported` where the drafter has no trie.
         """
-        request = draft_pb2.ListCorporaRequest(tenant=tenant)
-
-        async def listed(left: float | None) -> draft_pb2.ListCorporaResponse:
-            with typed_errors(self._connection.address):
-                return await self._stub.ListCorpora(request, timeout=left, metadata=self._connection.metadata)
-
-        return [corpus_from_pb(pb) for pb in (await self._policy.call(timeout, listed)).corpora]
+        ask = partial(self._connection.call, self._stub.ListCorpora, draft_pb2.ListCorporaRequest(tenant=tenant))
+        return [corpus_from_pb(pb) for pb in (await self._policy.call(timeout, ask)).corpora]
 
     async def delete_corpus(self, corpus: str, *, tenant: str = "", timeout: float | None = None) -> CorpusInfo:
         """Delete a shared corpus; returns its description. Never retried: after a lost answer it may be done.
@@ -107,9 +85,7 @@ class DraftClient(AsyncClosing):
         drafter has no trie.
         """
         request = draft_pb2.DeleteCorpusRequest(tenant=tenant, corpus=corpus)
-        with typed_errors(self._connection.address):
-            response = await self._stub.DeleteCorpus(request, timeout=timeout, metadata=self._connection.metadata)
-        return corpus_from_pb(response.corpus)
+        return corpus_from_pb((await self._connection.call(self._stub.DeleteCorpus, request, timeout)).corpus)
 
     async def serving(self, timeout: float = 5.0) -> bool:
         """Whether the draft answers that it is healthy."""

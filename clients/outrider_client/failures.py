@@ -7,19 +7,14 @@ Errors that the service itself reports are the classes of `outrider.errors`. A s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
-from typing import TypeVar
 
 import grpc
 
 from outrider.errors import DeadlineExceeded, OutriderError
-from outrider.unreachable import SPEAKS_HTTP as SPEAKS_HTTP
 from outrider.unreachable import TlsProblem as TlsProblem
 from outrider.unreachable import cause_of
 from outrider.wire.trees import error_of_rpc
 
-Message = TypeVar("Message")
 # The status that gRPC gives a stream when a write finds the connection lost before a read does.
 _BROKEN_WRITE = "Internal error from Core"
 # The status message of a call that reaches a gRPC server just as it stops. Calls that we cancel have another message.
@@ -51,40 +46,6 @@ def typed_error(error: grpc.RpcError, address: str) -> OutriderError | ServiceUn
     if code == grpc.StatusCode.CANCELLED.name and typed.message == _CAME_TOO_LATE:
         return ServiceUnreachable(address, "it stopped as the call came")
     return typed
-
-
-@contextmanager
-def typed_errors(address: str) -> Iterator[None]:
-    """Raise gRPC errors of the block as `typed_error` returns them."""
-    try:
-        yield
-    except grpc.RpcError as error:
-        raise typed_error(error, address) from error
-
-
-@contextmanager
-def raising_own(messages: AsyncIterator[Message]) -> Iterator[AsyncIterator[Message]]:
-    """The messages to give to a call that the block awaits; the block raises what they raised.
-
-    gRPC only cancels the call then, which would look as if the caller had cancelled it.
-    """
-    raised: list[Exception] = []
-
-    async def kept() -> AsyncIterator[Message]:
-        try:
-            async for message in messages:
-                yield message
-        except Exception as error:
-            raised.append(error)
-            raise
-
-    before = cancellations()
-    try:
-        yield kept()
-    except asyncio.CancelledError:
-        if raised and cancellations() == before:
-            raise raised[0] from None
-        raise
 
 
 def cancellations() -> int:

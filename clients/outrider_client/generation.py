@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -23,6 +24,7 @@ from outrider_client.tracing import RequestSpan
 # For a call's status behind its last event, which comes with it. Chosen: long for a network, short for a reader.
 _END_SECONDS = 2.0
 _Call = Any  # grpc.aio.UnaryStreamCall, whose type parameters differ between stub versions.
+_Begin = Callable[..., _Call]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +53,15 @@ class Speculation:
         )
 
 
-@dataclass(slots=True)
-class _Received:
-    """Output received so far."""
-
-    token_ids: list[int] = field(default_factory=list)
-    text: list[str] = field(default_factory=list)
-    first_token_at: float | None = None
-
-
 class Generation:
     """A running request. Iterate over it for chunks; `result()` reads the rest and returns the totals.
 
     Leaving an `async with` block, or `cancel()`, ends the request and frees what it held on the target. Errors are
     those of `outrider.errors`, or `ServiceUnreachable`.
+
+    `started` is the request as the target accepted it; None until the first event has arrived. `draft_refused` is why
+    the draft service did not draft for the request, or not to its end: a reason of `outrider.errors`, such as
+    "UNKNOWN_CORPUS". Known once the request has ended, also by an error; empty when nothing was refused.
 
     Example:
         async with client.generate(text="Once upon a time") as generation:
@@ -74,17 +71,10 @@ class Generation:
     """
 
     def __init__(
-        self,
-        begin: Callable[[float | None], _Call],
-        address: str,
-        span: RequestSpan,
-        *,
-        policy: Policy,
-        timeout: float | None,
+        self, begin: _Begin, address: str, span: RequestSpan, *, policy: Policy, timeout: float | None
     ) -> None:
-        """`begin` makes the call, with a timeout in seconds. It runs with the first read, so that times start with the
-        request, and again as `policy` allows, within `timeout` seconds in all.
-        """
+        """`begin` makes the call, given a `timeout`. It runs with the first read, so that times start with the
+        request, and again as `policy` allows, within `timeout` seconds in all."""
         self._policy = policy
         self._timeout = timeout
         self._cancelled = False
@@ -93,21 +83,13 @@ class Generation:
         self._span = span
         self._call: _Call | None = None
         self._begun_at = 0.0
-        self._started: Started | None = None
-        self._received = _Received()
+        self.started: Started | None = None
+        # The output so far, and when it began.
+        self._token_ids: list[int] = []
+        self._text: list[str] = []
+        self._first_token_at: float | None = None
         self._result: Result | None = None
-        self._draft_refused = ""
-
-    @property
-    def started(self) -> Started | None:
-        """The request as the target accepted it; None until the first event has arrived."""
-        return self._started
-
-    @property
-    def draft_refused(self) -> str:
-        """Why the draft service did not draft for the request, or not to its end: a reason of `outrider.errors`, such
-        as "UNKNOWN_CORPUS". Known once the request has ended, also by an error; empty when nothing was refused."""
-        return self._draft_refused
+        self.draft_refused = ""
 
     async def __aenter__(self) -> Generation:
         return self
@@ -128,10 +110,15 @@ class Generation:
             event = await self._read()
             kind = event.WhichOneof("event")
             if kind == "started":
-                self._started = Started.from_pb(event.started)
-                self._span.started(self._started)
+                self.started = Started.from_pb(event.started)
+                self._span.started(self.started)
             elif kind == "chunk":
-                yield self._take(Chunk.from_pb(event.chunk, event.timings))
+                chunk = Chunk.from_pb(event.chunk, event.timings)
+                if self._first_token_at is None and chunk.token_ids:
+                    self._first_token_at = time.perf_counter()
+                self._token_ids.extend(chunk.token_ids)
+                self._text.append(chunk.text)
+                yield chunk
             elif kind == "finished":
                 self._finish(event.finished)
                 await self._read_end()
@@ -160,16 +147,20 @@ class Generation:
     async def _first_event(self) -> object:
         """Make the call, and retry as the policy allows: before the first event, nothing is lost."""
         self._begun_at = time.perf_counter()
-        attempt = self._policy.attempt(self._timeout)
-        while not self._cancelled:
-            self._call = self._begin(attempt.seconds_left())
+
+        async def attempt(left: float | None) -> object:
+            if self._cancelled:
+                raise asyncio.CancelledError
+            self._call = self._begin(timeout=left)
             try:
                 return await self._call.read()
             except grpc.RpcError as error:
-                failure = typed_error(error, self._address)
-                if not await attempt.again(failure):
-                    raise self._failed(failure) from error
-        raise asyncio.CancelledError
+                raise typed_error(error, self._address) from error
+
+        try:
+            return await self._policy.call(math.inf if self._timeout is None else self._timeout, attempt)
+        except (OutriderError, ServiceUnreachable) as error:
+            raise self._failed(error) from error.__cause__
 
     async def _read_end(self) -> None:
         """Read the call's status, so that the target does not count the call as cancelled."""
@@ -179,12 +170,12 @@ class Generation:
             await asyncio.wait_for(self._call.read(), _END_SECONDS)
         await self._read_trailers(self._call)
         if self._result is not None:
-            self._result = replace(self._result, draft_refused=self._draft_refused)
+            self._result = replace(self._result, draft_refused=self.draft_refused)
 
     async def _read_trailers(self, call: _Call) -> None:
         if call.done() and not call.cancelled():
             metadata = await call.trailing_metadata()
-            self._draft_refused = str((metadata or {}).get(DRAFT_REFUSED_KEY, ""))
+            self.draft_refused = str((metadata or {}).get(DRAFT_REFUSED_KEY, ""))
 
     def _failed(self, error: OutriderError | ServiceUnreachable) -> OutriderError | ServiceUnreachable:
         if isinstance(error, OutriderError):
@@ -193,21 +184,12 @@ class Generation:
             self._span.end(grpc.StatusCode.UNAVAILABLE.name)
         return error
 
-    def _take(self, chunk: Chunk) -> Chunk:
-        received = self._received
-        if received.first_token_at is None and chunk.token_ids:
-            received.first_token_at = time.perf_counter()
-        received.token_ids.extend(chunk.token_ids)
-        received.text.append(chunk.text)
-        return chunk
-
     def _finish(self, pb: target_pb2.GenerateFinished) -> None:
         ended_at = time.perf_counter()
-        received = self._received
         matched = pb.WhichOneof("matched")
         self._result = Result(
-            text="".join(received.text),
-            token_ids=tuple(received.token_ids),
+            text="".join(self._text),
+            token_ids=tuple(self._token_ids),
             finish_reason=reason_from_pb(pb.finish_reason),
             stop_token_id=pb.stop_token_id if matched == "stop_token_id" else None,
             stop_string=pb.stop_string if matched == "stop_string" else None,
@@ -215,7 +197,7 @@ class Generation:
             completion_tokens=pb.usage.completion_tokens,
             speculation=SpeculationTotals.from_pb(pb.speculation),
             times=RequestTimes.from_pb(pb.times),
-            time_to_first_token=(received.first_token_at or ended_at) - self._begun_at,
+            time_to_first_token=(self._first_token_at or ended_at) - self._begun_at,
             duration=ended_at - self._begun_at,
             trace_id=self._span.trace_id,
             accepted_prediction_tokens=pb.usage.accepted_prediction_tokens,

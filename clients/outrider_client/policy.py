@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -36,48 +37,25 @@ class Policy:
         if self.attempts < 1:
             raise ValueError(f"attempts: expected at least 1, got {self.attempts}")
 
-    def attempt(self, timeout: float | None) -> Attempt:
-        """The first attempt at a call that may take `timeout` seconds in all. Needs a running event loop."""
-        end = None if timeout is None else asyncio.get_running_loop().time() + timeout
-        return Attempt(self, end)
-
     async def call(self, timeout: float | None, begin: Callable[[float | None], Awaitable[Answer]]) -> Answer:
-        """The result of `begin`, which gets a timeout in seconds and raises errors of `outrider.errors`."""
-        attempt = self.attempt(self.call_timeout if timeout is None else timeout)
+        """The result of `begin`, which gets a timeout in seconds and raises errors of `outrider.errors`. `timeout` is
+        for all attempts: `call_timeout` if None, and infinite for none."""
+        now = asyncio.get_running_loop().time
+        seconds = self.call_timeout if timeout is None else timeout
+        end = math.inf if seconds is None else now() + seconds
+        made = 0
         while True:
+            made += 1
             try:
-                return await begin(attempt.seconds_left())
+                return await begin(None if end == math.inf else max(0.0, end - now()))
             except OutriderError as error:
-                if not await attempt.again(error):
+                if error.retry_after is None or made >= self.attempts:
                     raise
+                wait = error.retry_after * 2 ** (made - 1) * (1 + random.uniform(0, _SPREAD))
+                if wait >= end - now():
+                    raise
+            await asyncio.sleep(wait)
 
 
 # For programs that set their own deadlines for generations and handle refusals themselves.
 SINGLE_ATTEMPT = Policy(generate_timeout=None, attempts=1)
-
-
-class Attempt:
-    """The attempts made at one call, and its deadline."""
-
-    def __init__(self, policy: Policy, end: float | None) -> None:
-        """`end` is the deadline in the event loop's time."""
-        self._policy = policy
-        self._end = end
-        self._made = 1
-
-    def seconds_left(self) -> float | None:
-        """Until the deadline; None without one."""
-        return None if self._end is None else max(0.0, self._end - asyncio.get_running_loop().time())
-
-    async def again(self, error: Exception) -> bool:
-        """Whether to retry the call, after the wait that the error requests."""
-        after = error.retry_after if isinstance(error, OutriderError) else None
-        if after is None or self._made >= self._policy.attempts:
-            return False
-        wait = after * 2 ** (self._made - 1) * (1 + random.uniform(0, _SPREAD))
-        left = self.seconds_left()
-        if left is not None and wait >= left:
-            return False
-        self._made += 1
-        await asyncio.sleep(wait)
-        return True

@@ -12,11 +12,7 @@ from outrider.sampling import FinishReason, TokenLogprobs, VerificationMode
 from outrider.v1 import target_pb2, tree_pb2
 from outrider.wire.trees import mode_from_pb
 
-_REASONS = {
-    target_pb2.FINISH_REASON_END_OF_SEQUENCE: FinishReason.END_OF_SEQUENCE,
-    target_pb2.FINISH_REASON_STOP: FinishReason.STOP,
-    target_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
-}
+_REASONS = {target_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}"): reason for reason in FinishReason}
 
 
 def reason_from_pb(number: target_pb2.FinishReason.ValueType) -> FinishReason | None:
@@ -27,8 +23,8 @@ def reason_from_pb(number: target_pb2.FinishReason.ValueType) -> FinishReason | 
 def _same_named(kind: type[Any], pb: Message) -> dict[str, Any]:
     """Values for the fields of a dataclass that a message has by the same name, repeated ones as tuples. Takes
     microseconds: too slow for every chunk."""
-    found = {field.name: getattr(pb, field.name) for field in fields(kind) if hasattr(pb, field.name)}
-    return {name: tuple(value) if isinstance(value, MutableSequence) else value for name, value in found.items()}
+    found = ((field.name, getattr(pb, field.name)) for field in fields(kind) if hasattr(pb, field.name))
+    return {name: tuple(value) if isinstance(value, MutableSequence) else value for name, value in found}
 
 
 def _logprobs_from_pb(pbs: Iterable[target_pb2.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:

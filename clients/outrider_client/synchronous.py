@@ -6,14 +6,14 @@ import asyncio
 import concurrent.futures
 import contextlib
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from outrider.sampling import FinishReason, SamplingParams, TypicalAcceptance, VerificationMode
 from outrider.telemetry.tracing import Tracing
 from outrider.tree import TokenTree
-from outrider_client.blocks import Closing
 from outrider_client.client import Client
 from outrider_client.connection import Tls
 from outrider_client.generation import Generation, Speculation
@@ -38,10 +38,8 @@ class _LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, Answer]) -> Answer:
-        """Run a coroutine and return its result. An interrupt, such as Ctrl-C, cancels it.
-
-        Raises `RuntimeError` once the loop ends, also for work under way then.
-        """
+        """Run a coroutine and return its result. An interrupt, such as Ctrl-C, cancels it. Raises `RuntimeError` once
+        the loop ends, also for work under way then."""
         with self._submitting:
             if self._ending:
                 work.close()
@@ -89,7 +87,20 @@ class _LoopThread:
             await self._loop.shutdown_asyncgens()
 
 
-class SyncGeneration(Closing):
+class _Closing(ABC):
+    """Is closed when a `with` block is left."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class SyncGeneration(_Closing):
     """A running request. Iterate over it for chunks; `result()` reads the rest and returns the totals.
 
     Leaving a `with` block, `close()`, or dropping it ends the request and frees what it held on the target.
@@ -117,8 +128,7 @@ class SyncGeneration(Closing):
 
     @property
     def draft_refused(self) -> str:
-        """Why the draft service did not draft for the request, or not to its end: a reason of `outrider.errors`, such
-        as "UNKNOWN_CORPUS". Known once the request has ended, also by an error; empty when nothing was refused."""
+        """Why the draft service did not draft for the request, or not to its end; see `Generation`."""
         return self._generation.draft_refused
 
     def result(self) -> Result:
@@ -168,7 +178,7 @@ class SyncVerifiedSequence:
         self._run(self._sequence.close())
 
 
-class SyncVerifySession(Closing):
+class SyncVerifySession(_Closing):
     """One `Verify` stream, which carries many sequences. Use it with `with`."""
 
     def __init__(self, loop: _LoopThread, session: VerifySession) -> None:
@@ -183,8 +193,7 @@ class SyncVerifySession(Closing):
         mode: VerificationMode | None = None,
         typical: TypicalAcceptance | None = None,
     ) -> SyncVerifiedSequence:
-        """Start a sequence from a prompt of at least one token, whose last is the first root. `typical` is the rule for
-        mode TYPICAL."""
+        """Start a sequence from a prompt of at least one token; arguments as in `VerifySession.open`."""
         sequence = self._loop.run(self._session.open(token_ids, sampling=sampling, mode=mode, typical=typical))
         return SyncVerifiedSequence(self._loop, sequence)
 
@@ -193,7 +202,7 @@ class SyncVerifySession(Closing):
         self._loop.run(self._session.close())
 
 
-class SyncClient(Closing):
+class SyncClient(_Closing):
     """Talks to one target service, from a program without an event loop. Errors are those of `Client`.
 
     Example:

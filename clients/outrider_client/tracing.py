@@ -11,10 +11,8 @@ from outrider_client.results import Result, Started
 
 
 class RequestSpan:
-    """The span of one generation; a child of the caller's current span, if there is one.
-
-    Without tracing it costs next to nothing, and still propagates the caller's context.
-    """
+    """The span of one generation; a child of the caller's current span, if there is one. Without tracing it costs next
+    to nothing, and still propagates the caller's context."""
 
     def __init__(self, tracing: Tracing, address: str, *, chat: bool, model: str) -> None:
         attributes = {
@@ -27,6 +25,8 @@ class RequestSpan:
         if model:
             attributes["gen_ai.request.model"] = model
         self._span = tracing.tracer.start_span(telemetry.GENERATE, kind=SpanKind.CLIENT, attributes=attributes)
+        # `traceparent`, and `tracestate` if any, for the call.
+        self.metadata = metadata_of(self._span)
         self._ended = False
 
     @property
@@ -34,10 +34,6 @@ class RequestSpan:
         """32 hex digits; empty when the request is not traced."""
         context = self._span.get_span_context()
         return trace.format_trace_id(context.trace_id) if context.is_valid else ""
-
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        """`traceparent`, and `tracestate` if any, for the call."""
-        return metadata_of(self._span)
 
     def started(self, started: Started) -> None:
         self._span.set_attribute("outrider.sequence_id", started.sequence_id)

@@ -15,7 +15,7 @@ from outrider.sampling import FinishReason, SamplingParams, TypicalAcceptance, V
 from outrider.tree import TokenTree
 from outrider.v1 import target_pb2
 from outrider.wire.trees import error_of, mode_from_pb, mode_to_pb, sampling_to_pb, tree_to_pb, typical_to_pb
-from outrider_client.blocks import AsyncClosing
+from outrider_client.connection import AsyncClosing
 from outrider_client.failures import ServiceUnreachable, cancellations, typed_error
 from outrider_client.results import Verdict
 
@@ -48,17 +48,19 @@ class VerifiedSequence:
         After an error about the tree (`InvalidField`, `WrongRoot`) the sequence is unchanged. A cancelled step goes on
         at the target: the next is refused with `RuntimeError` until its verdict has come, and then begins after it.
         """
-        return await self._session._verify(self.sequence_id, self.step, tree)
+        request = target_pb2.VerifyTree(sequence_id=self.sequence_id, step=self.step, tree=tree_to_pb(tree))
+        answer = self._session._request(("verdict", self.sequence_id), target_pb2.VerifyRequest(tree=request))
+        verdict: Verdict = await asyncio.shield(answer)
+        return verdict
 
     async def close(self) -> None:
         """End the sequence and free its cache. Does nothing for one that has finished."""
         if self.finish_reason is None:
-            await self._session._close_sequence(self.sequence_id)
-
-    def _take(self, verdict: Verdict) -> None:
-        self.token_ids.extend(verdict.token_ids)
-        self.step = verdict.next_step
-        self.finish_reason = verdict.finish_reason
+            session, sequence_id = self._session, self.sequence_id
+            session._open.pop(sequence_id, None)
+            # The target sends no verdict any more.
+            session._resolve(("verdict", sequence_id), UnknownSequence("the sequence is closed"))
+            await asyncio.shield(session._begin_write(_close_frame(sequence_id)))
 
 
 class VerifySession(AsyncClosing):
@@ -95,16 +97,14 @@ class VerifySession(AsyncClosing):
         """Start a sequence from a prompt of at least one token, whose last is the first root. `typical` is the rule for
         mode TYPICAL."""
         tag = next(self._tags)
-        frame = target_pb2.VerifyRequest(
-            open=target_pb2.OpenVerification(
-                client_tag=tag,
-                token_ids=token_ids,
-                sampling=sampling_to_pb(sampling or SamplingParams()),
-                mode=mode_to_pb(mode),
-                typical=typical_to_pb(typical),
-            )
+        opening = target_pb2.OpenVerification(
+            client_tag=tag,
+            token_ids=token_ids,
+            sampling=sampling_to_pb(sampling or SamplingParams()),
+            mode=mode_to_pb(mode),
+            typical=typical_to_pb(typical),
         )
-        answer = self._request(("opened", tag), frame)
+        answer = self._request(("opened", tag), target_pb2.VerifyRequest(open=opening))
         try:
             opened: target_pb2.VerificationOpened = await asyncio.shield(answer)
         except asyncio.CancelledError:
@@ -120,27 +120,14 @@ class VerifySession(AsyncClosing):
             if not self._reader.done():
                 with contextlib.suppress(OutriderError, ServiceUnreachable):
                     for sequence_id in tuple(self._open):
-                        await self._write(_close_frame(sequence_id))
-                    await self._write(None)
+                        await asyncio.shield(self._begin_write(_close_frame(sequence_id)))
+                    await asyncio.shield(self._begin_write(None))
                 # The target ends the stream when it has read the end of our side; else it is cancelled.
                 await asyncio.wait({self._reader}, timeout=2.0)
         finally:
             self._call.cancel()
             self._reader.cancel()
             await asyncio.wait({self._reader})
-
-    async def _verify(self, sequence_id: int, step: int, tree: TokenTree) -> Verdict:
-        frame = target_pb2.VerifyRequest(
-            tree=target_pb2.VerifyTree(sequence_id=sequence_id, step=step, tree=tree_to_pb(tree))
-        )
-        verdict: Verdict = await asyncio.shield(self._request(("verdict", sequence_id), frame))
-        return verdict
-
-    async def _close_sequence(self, sequence_id: int) -> None:
-        self._open.pop(sequence_id, None)
-        # The target sends no verdict any more.
-        self._resolve(("verdict", sequence_id), UnknownSequence("the sequence is closed"))
-        await self._write(_close_frame(sequence_id))
 
     def _close_unwanted(self, answer: asyncio.Future[Any]) -> None:
         if answer.exception() is None:
@@ -161,9 +148,6 @@ class VerifySession(AsyncClosing):
         answer.add_done_callback(_retrieve)
         self._begin_write(frame).add_done_callback(written)
         return answer
-
-    async def _write(self, frame: target_pb2.VerifyRequest | None) -> None:
-        await asyncio.shield(self._begin_write(frame))
 
     def _begin_write(self, frame: target_pb2.VerifyRequest | None) -> asyncio.Task[None]:
         """Write in a task of its own: gRPC cancels the whole stream when the task that writes is cancelled."""
@@ -220,7 +204,8 @@ class VerifySession(AsyncClosing):
         key = ("verdict", verdict.sequence_id)
         sequence = self._open.get(verdict.sequence_id)
         if sequence is not None and key in self._waiting:
-            sequence._take(verdict)
+            sequence.token_ids.extend(verdict.token_ids)
+            sequence.step, sequence.finish_reason = verdict.next_step, verdict.finish_reason
             if verdict.finish_reason is not None:
                 del self._open[verdict.sequence_id]
         self._resolve(key, verdict)

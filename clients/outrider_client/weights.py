@@ -13,6 +13,8 @@ from outrider.v1 import target_pb2
 
 # Well below the limit of a message.
 _PIECE_BYTES = 1 << 20
+_Files = Sequence[Path | bytes]
+_Requests = AsyncIterator[target_pb2.UpdateWeightsRequest]
 
 
 class RunningRequests(Enum):
@@ -24,13 +26,6 @@ class RunningRequests(Enum):
     ABORT = "abort"
     # They are prefilled again with the new weights, and go on.
     CONTINUE = "continue"
-
-
-_NUMBERS = {
-    RunningRequests.DRAIN: target_pb2.RUNNING_REQUESTS_DRAIN,
-    RunningRequests.ABORT: target_pb2.RUNNING_REQUESTS_ABORT,
-    RunningRequests.CONTINUE: target_pb2.RUNNING_REQUESTS_CONTINUE,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,27 +47,17 @@ class WeightsUpdated:
 
     @classmethod
     def from_pb(cls, pb: target_pb2.UpdateWeightsResponse) -> WeightsUpdated:
-        return cls(
-            pb.model_version,
-            pb.tensors,
-            pb.bytes,
-            pb.prepare_nanoseconds / 1e9,
-            pb.pause_nanoseconds / 1e9,
-            pb.aborted_sequences,
-            pb.continued_sequences,
-        )
+        prepare, pause = pb.prepare_nanoseconds / 1e9, pb.pause_nanoseconds / 1e9
+        counts = pb.aborted_sequences, pb.continued_sequences
+        return cls(pb.model_version, pb.tensors, pb.bytes, prepare, pause, *counts)
 
 
-def update_requests(
-    folder: str, files: Sequence[Path | bytes], running: RunningRequests
-) -> AsyncIterator[target_pb2.UpdateWeightsRequest]:
+def update_requests(folder: str, files: _Files, running: RunningRequests) -> _Requests:
     """The messages of an update: of a folder on the server, or of safetensors files, as paths here or as their bytes.
-
-    Raises `InvalidField` unless exactly one of the two is given, and `OSError` for a file that is not there.
-    """
+    Raises `InvalidField` unless exactly one of the two is given, and `OSError` for a file that is not there."""
     if bool(folder) == bool(files):
         raise InvalidField("source", "needs exactly one of folder and files")
-    begin = target_pb2.BeginUpdate(running=_NUMBERS[running])
+    begin = target_pb2.BeginUpdate(running=target_pb2.RunningRequests.Value(f"RUNNING_REQUESTS_{running.name}"))
     if folder:
         begin.folder = folder
     else:
@@ -80,9 +65,7 @@ def update_requests(
     return _messages(begin, files)
 
 
-async def _messages(
-    begin: target_pb2.BeginUpdate, files: Sequence[Path | bytes]
-) -> AsyncIterator[target_pb2.UpdateWeightsRequest]:
+async def _messages(begin: target_pb2.BeginUpdate, files: _Files) -> _Requests:
     yield target_pb2.UpdateWeightsRequest(begin=begin)
     for file in files:
         if isinstance(file, Path):

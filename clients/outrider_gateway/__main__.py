@@ -19,19 +19,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     # gRPC reads its environment as it is imported, which the client's options do.
     from outrider_client.terminal.options import AccessOptions
 
-    parser = CommandParser(
-        prog="outrider gateway",
-        description="An OpenAI-compatible HTTP server in front of one target service or several.",
-        allow_abbrev=False,
-    )
+    description = "An OpenAI-compatible HTTP server in front of one target service or several."
+    parser = CommandParser(prog="outrider gateway", description=description, allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE", help="TOML file with settings (default: OUTRIDER_CONFIG)")
     add_flags(parser, GatewayConfig)
     flags = parser.parse_args(argv)
     path = settings_file(flags)
     try:
         config = load(GatewayConfig, "gateway", flags, os.environ, path)
-        # The section and the environment of every client; here they are how the gateway itself reaches its targets.
-        access = load(AccessOptions, "client", None, _access_variables(), path)
+        # The section and the environment of every client, but for the one setting that is not about access; here they
+        # are how the gateway itself reaches its targets.
+        variables = {name: value for name, value in os.environ.items() if name != "OUTRIDER_CLIENT_TARGET"}
+        access = load(AccessOptions, "client", None, variables, path)
         if missing := missing_for("gateway"):
             raise SettingsError(missing)
         configure_logging(config.log_level)
@@ -41,11 +40,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SettingsError as error:
         sys.stderr.write(f"{parser.prog}: error: {error}\n")
         return 2
-
-
-def _access_variables() -> dict[str, str]:
-    """The environment without the one setting of `[client]` that is not about access."""
-    return {name: value for name, value in os.environ.items() if name != "OUTRIDER_CLIENT_TARGET"}
 
 
 if __name__ == "__main__":

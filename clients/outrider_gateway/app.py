@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from outrider_gateway.caller import caller_from
-from outrider_gateway.config import GatewayConfig
-from outrider_gateway.cross_origin import cross_origin
+from outrider_gateway.config import ANY_ORIGIN, GatewayConfig
 from outrider_gateway.endpoints import GenerationEndpoint
 from outrider_gateway.failures import Refused
 from outrider_gateway.hosts import host_check
@@ -24,13 +24,16 @@ from outrider_gateway.served_models import ServedModels
 from outrider_gateway.targets import Targets
 from outrider_gateway.translation import chat_request, completion_request
 
+# How long a browser may go by one answer to "may I?", in seconds: Chromium's own limit.
+_REMEMBERED = 7200
+
 
 class Application:
     """What the routes share. `draining` is set when the gateway is about to stop."""
 
     def __init__(self, config: GatewayConfig, targets: Targets, models: ServedModels, metrics: GatewayMetrics) -> None:
         self.draining = False
-        self._targets = targets
+        self.targets = targets
         self._served = models
         self._metrics = metrics
         metrics.gauges(targets.readings)
@@ -49,12 +52,7 @@ class Application:
             routes += page_routes()
         others = Starlette(routes=routes, exception_handlers={HTTPException: _not_found, Refused: _refused})
         self.paths = tuple(route.path for route in routes if isinstance(route, Route))
-        self.asgi = host_check(cross_origin(_Shortcut(generating, others), config.origins), config)
-
-    @property
-    def running(self) -> int:
-        """Answers being written."""
-        return self._targets.running
+        self.asgi = host_check(_cross_origin(_shortcut(generating, others), config.origins), config)
 
     async def _models(self, request: Request) -> Response:
         models = await self._served.models(caller_from(request.scope["headers"]))
@@ -68,7 +66,7 @@ class Application:
         return JSONResponse({"status": "ok"})
 
     async def _ready(self, _request: Request) -> Response:
-        targets = {target.address: target.healthy for target in self._targets.all}
+        targets = {target.address: target.healthy for target in self.targets.all}
         ready = any(targets.values()) and not self.draining
         status = "ok" if ready else "draining" if self.draining else "no healthy target"
         return JSONResponse({"status": status, "targets": targets}, 200 if ready else 503)
@@ -78,25 +76,39 @@ class Application:
         return Response(page, headers={"content-type": content_type})
 
 
-class _Shortcut:
-    """Requests for answers go straight to their endpoint, which handles its own errors; all else to `others`.
+def _shortcut(endpoints: Mapping[str, ASGIApp], others: ASGIApp) -> ASGIApp:
+    """Requests for answers go straight to their endpoint, which handles its own errors; all else to `others`. What
+    stands around a Starlette application's routes takes a tenth of a request's time before the target is asked."""
 
-    What stands around a Starlette application's routes takes a tenth of a request's time before the target is asked.
-    """
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = endpoints.get(scope["path"]) if scope["method"] == "POST" else None
+        await (endpoint or others)(scope, receive, send)
 
-    def __init__(self, endpoints: Mapping[str, ASGIApp], others: ASGIApp) -> None:
-        self._endpoints = endpoints
-        self._others = others
+    return application
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        endpoint = self._endpoints.get(scope["path"]) if scope["method"] == "POST" else None
-        await (endpoint or self._others)(scope, receive, send)
+
+def _cross_origin(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """`app` for pages of these origins too (CORS): preflights are answered, and answers marked. `app` itself for none.
+    No cookies: a caller is known by its bearer token alone, which a page has to have. Any header may be sent, since
+    clients add their own (`x-stainless-*`), and none but those of `caller` are looked at."""
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),
+        # What a caller needs of an answer besides its body.
+        expose_headers=("x-request-id", "retry-after"),
+        max_age=_REMEMBERED,
+        # Chromium asks this for a gateway on the reader's own machine or network. Not for just any page.
+        allow_private_network=ANY_ORIGIN not in origins,
+    )
 
 
 async def _refused(_request: Request, error: Exception) -> Response:
     assert isinstance(error, Refused)
-    headers = {"x-request-id": uuid.uuid4().hex, **error.headers()}
-    return JSONResponse(error.body(), error.status, headers)
+    return JSONResponse(error.body(), error.status, {"x-request-id": uuid.uuid4().hex, **error.headers()})
 
 
 async def _not_found(request: Request, error: Exception) -> Response:

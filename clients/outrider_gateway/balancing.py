@@ -14,18 +14,16 @@ from collections.abc import Iterable, Mapping
 
 def ranked(key: str, addresses: Iterable[str]) -> list[str]:
     """The addresses in the order in which `key` prefers them: the same in every gateway."""
-    return sorted(addresses, key=lambda address: _score(key, address), reverse=True)
 
+    def score(address: str) -> bytes:
+        return hashlib.blake2b(f"{key}\0{address}".encode(), digest_size=16).digest()
 
-def _score(key: str, address: str) -> bytes:
-    return hashlib.blake2b(f"{key}\0{address}".encode(), digest_size=16).digest()
+    return sorted(addresses, key=score, reverse=True)
 
 
 def choose(key: str, loads: Mapping[str, int], bound: float) -> str:
     """The first that `key` prefers of those with less than `bound` times the mean load, the new request included.
-
-    `loads` has at least one entry. The least loaded is never above the mean, so one is always found.
-    """
+    `loads` has at least one entry. The least loaded is never above the mean, so one is always found."""
     if len(loads) == 1:
         return next(iter(loads))
     capacity = math.ceil(bound * (sum(loads.values()) + 1) / len(loads))

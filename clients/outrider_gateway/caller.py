@@ -13,7 +13,6 @@ from outrider_gateway.failures import Refused
 _TENANT = b"outrider-tenant"
 _TRACE = (b"traceparent", b"tracestate")
 _MAX_BYTES = 4096
-
 Headers = Iterable[tuple[bytes, bytes]]
 
 
@@ -36,19 +35,15 @@ def caller_from(headers: Headers) -> Caller:
     trace: list[tuple[str, str]] = []
     for name, value in headers:
         if name == b"authorization":
-            token = _bearer(value)
+            scheme, _, given = value.partition(b" ")
+            if scheme.lower() != b"bearer":
+                raise Refused(401, "only bearer tokens are taken", kind="authentication_error", code="invalid_api_key")
+            token = _printable(given.strip(), 401, "the bearer token")
         elif name == _TENANT:
             tenant = _printable(value, 400, "the header outrider-tenant")
         elif name in _TRACE:
             trace.append((name.decode(), value.decode("latin-1")))
     return Caller(token, tenant, context_from_metadata(trace) if trace else Context())
-
-
-def _bearer(value: bytes) -> str:
-    scheme, _, token = value.partition(b" ")
-    if scheme.lower() != b"bearer":
-        raise Refused(401, "only bearer tokens are taken", kind="authentication_error", code="invalid_api_key")
-    return _printable(token.strip(), 401, "the bearer token")
 
 
 def _printable(value: bytes, status: int, what: str) -> str:

@@ -21,10 +21,7 @@ ANY_HOST = "*"
 
 @dataclass(frozen=True)
 class GatewayConfig(Settings):
-    """Everything `outrider gateway` takes, by flag, environment (`OUTRIDER_GATEWAY_*`) or `[gateway]` table.
-
-    Raises `SettingsError` for values outside their limits.
-    """
+    """Everything `outrider gateway` takes, by flag, environment (`OUTRIDER_GATEWAY_*`) or `[gateway]` table."""
 
     target: str = setting("127.0.0.1:50051", "target services, HOST:PORT or unix:PATH, with commas between")
     listen: str = setting("127.0.0.1:8000", "HOST:PORT to serve HTTP on")
@@ -76,7 +73,6 @@ class GatewayConfig(Settings):
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """The address of every target."""
         return comma_words(self.target)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from time import perf_counter
 
 from opentelemetry.context import attach, detach
@@ -26,49 +27,37 @@ OnResult = Callable[[int, Result], Awaitable[None]]
 OnModel = Callable[[str], None]
 
 
+@dataclass(slots=True)
 class Dispatcher:
-    """The answers to one request. `on_chunk` and `on_result` are awaited as they come, in order for each index."""
+    """The answers to one request. `on_chunk` and `on_result` are awaited as they come, in order for each index.
+    `arrived` is when the request came, on `perf_counter`; `timeout` are the seconds from then on that it may take,
+    however many targets are tried."""
 
-    def __init__(
-        self,
-        targets: Targets,
-        metrics: GatewayMetrics,
-        request: GenerationRequest,
-        caller: Caller,
-        timeout: float | None,
-        arrived: float,
-    ) -> None:
-        """`arrived` is when the request came, on `perf_counter`; `timeout` are the seconds from then on that it may
-        take, however many targets are tried."""
-        self._targets = targets
-        self._metrics = metrics
-        self._request = request
-        self._caller = caller
-        self._key = caller.key(request.cache_key)
-        self._timeout = timeout
-        self._arrived = arrived
-        self._first_token_seen = False
+    _targets: Targets
+    _metrics: GatewayMetrics
+    request: GenerationRequest
+    _caller: Caller
+    _timeout: float | None
+    _arrived: float
+    _first_token_seen: bool = False
 
-    async def run(self, on_model: OnModel, on_chunk: OnChunk, on_result: OnResult) -> None:
+    async def run(self, on_model: OnModel, on_chunk: OnChunk, on_result: OnResult | None = None) -> list[Result]:
         """Write all answers. The first failure ends them all, as does cancelling; raises what calls raise."""
-        if self._request.answers == 1:
-            await self._answer(0, on_model, on_chunk, on_result)
-            return
-        tasks = [
-            asyncio.create_task(self._answer(index, on_model, on_chunk, on_result))
-            for index in range(self._request.answers)
-        ]
+        if self.request.answers == 1:
+            return [await self._answer(0, on_model, on_chunk, on_result)]
+        answers = (self._answer(index, on_model, on_chunk, on_result) for index in range(self.request.answers))
+        tasks = list(map(asyncio.create_task, answers))
         try:
-            await asyncio.gather(*tasks)
+            return await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _answer(self, index: int, on_model: OnModel, on_chunk: OnChunk, on_result: OnResult) -> None:
-        tried: list[Target] = []
+    async def _answer(self, index: int, on_model: OnModel, on_chunk: OnChunk, on_result: OnResult | None) -> Result:
+        tried, key = list[Target](), self._caller.key(self.request.cache_key)
         while True:
-            target = self._targets.pick(self._key, self._request.model, tried)
+            target = self._targets.pick(key, self.request.model, tried)
             begun = False
             with target.counting():
                 generation = self._begin(target, index)
@@ -77,12 +66,15 @@ class Dispatcher:
                         if not begun and generation.started is not None:
                             on_model(generation.started.model)
                         begun = True
-                        self._observe_first_token()
+                        if not self._first_token_seen:
+                            self._first_token_seen = True
+                            self._metrics.first_token.observe(perf_counter() - self._arrived)
                         await on_chunk(index, chunk)
                     result = await generation.result()
                     self._metrics.tokens.add(result.completion_tokens)
-                    await on_result(index, result)
-                    return
+                    if on_result is not None:
+                        await on_result(index, result)
+                    return result
                 except _ELSEWHERE:
                     target.leave_out()
                     tried.append(target)
@@ -94,7 +86,7 @@ class Dispatcher:
 
     def _begin(self, target: Target, index: int) -> Generation:
         """The call, in the caller's name and in its trace."""
-        request, prompt = self._request, self._request.prompt(index)
+        request, prompt = self.request, self.request.prompt(index)
         client = target.client.acting_for(token=self._caller.token, tenant=self._caller.tenant)
         previous = attach(self._caller.context)
         try:
@@ -119,8 +111,3 @@ class Dispatcher:
         if left <= 0:
             raise DeadlineExceeded(f"the request took longer than {self._timeout:g} s")
         return left
-
-    def _observe_first_token(self) -> None:
-        if not self._first_token_seen:
-            self._first_token_seen = True
-            self._metrics.first_token.observe(perf_counter() - self._arrived)

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -26,29 +27,20 @@ from outrider_gateway.served_models import ServedModels
 from outrider_gateway.targets import Targets
 
 logger = logging.getLogger(__name__)
-
 # As nginx counts a client that left; it is never sent.
 _CLIENT_GONE = 499
 
 
+@dataclass
 class GenerationEndpoint:
     """An endpoint that generates. `translate` makes a request from a body, for at most so many answers."""
 
-    def __init__(
-        self,
-        name: str,
-        translate: Callable[[Mapping[str, Any], int], GenerationRequest],
-        config: GatewayConfig,
-        targets: Targets,
-        models: ServedModels,
-        metrics: GatewayMetrics,
-    ) -> None:
-        self._name = name
-        self._translate = translate
-        self._config = config
-        self._targets = targets
-        self._models = models
-        self._metrics = metrics
+    _name: str
+    _translate: Callable[[Mapping[str, Any], int], GenerationRequest]
+    _config: GatewayConfig
+    _targets: Targets
+    _models: ServedModels
+    _metrics: GatewayMetrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = perf_counter()
@@ -76,17 +68,15 @@ class GenerationEndpoint:
         dispatcher = Dispatcher(self._targets, self._metrics, request, caller, config.request_seconds or None, arrived)
         write = self._stream if request.stream else self._whole
         try:
-            await write(response, receive, request, dispatcher)
+            await write(response, receive, dispatcher)
         except (OutriderError, ServiceUnreachable) as error:
             raise refusal(error, request.fields) from error
         return 200
 
-    async def _stream(
-        self, response: _Response, receive: Receive, request: GenerationRequest, dispatcher: Dispatcher
-    ) -> None:
+    async def _stream(self, response: _Response, receive: Receive, dispatcher: Dispatcher) -> None:
+        request = dispatcher.request
         writer = response.writer = EventWriter(response.send, response.id)
-        results: dict[int, Result] = {}
-        last = b""
+        running, last = request.answers, b""
         async with self._admitted(receive, request) as builder:
 
             async def on_chunk(index: int, chunk: Chunk) -> None:
@@ -95,51 +85,38 @@ class GenerationEndpoint:
                     await writer.write(events)
 
             async def on_result(index: int, result: Result) -> None:
-                nonlocal last
-                results[index] = result
-                last = builder.last(index, result)
+                nonlocal running, last
+                running, last = running - 1, builder.last(index, result)
                 # What ends the last answer goes with the end of the stream.
-                if len(results) < request.answers:
+                if running:
                     await writer.write(last)
 
-            await dispatcher.run(builder.answered_by, on_chunk, on_result)
+            results = await dispatcher.run(builder.answered_by, on_chunk, on_result)
         if request.include_usage:
-            last += builder.usage_event([results[index] for index in range(request.answers)])
+            last += builder.usage_event(results)
         await writer.end(last, done=True)
 
-    async def _whole(
-        self, response: _Response, receive: Receive, request: GenerationRequest, dispatcher: Dispatcher
-    ) -> None:
-        results: dict[int, Result] = {}
-        async with self._admitted(receive, request) as builder:
-
-            async def on_chunk(index: int, chunk: Chunk) -> None:
-                builder.keep(index, chunk)
-
-            async def on_result(index: int, result: Result) -> None:
-                results[index] = result
-
-            await dispatcher.run(builder.answered_by, on_chunk, on_result)
-        body = builder.whole([results[index] for index in range(request.answers)])
-        await send_json(response.send, 200, body, response.id)
+    async def _whole(self, response: _Response, receive: Receive, dispatcher: Dispatcher) -> None:
+        async with self._admitted(receive, dispatcher.request) as builder:
+            results = await dispatcher.run(builder.answered_by, builder.keep)
+        await send_json(response.send, 200, builder.whole(results), response.id)
 
     @contextlib.asynccontextmanager
     async def _admitted(self, receive: Receive, request: GenerationRequest) -> AsyncIterator[ResponseBuilder]:
-        """The place of a request's answers among those that may run, for as long as the block runs and its client is
-        there. Raises `TooMany`, or `ClientGone`."""
+        """Admit a request's answers while the block runs and its client is there. Raises `TooMany`, or `ClientGone`."""
         with self._targets.admitting(request.answers, self._config.max_running):
             builder = await self._models.response_builder(request)
             async with while_connected(receive):
                 yield builder
 
 
+@dataclass
 class _Response:
     """The way back to the client that sent a request."""
 
-    def __init__(self, send: Send, request_id: str) -> None:
-        self.send = send
-        self.id = request_id
-        self.writer: EventWriter | None = None
+    send: Send
+    id: str
+    writer: EventWriter | None = None
 
     async def refuse(self, refused: Refused) -> int:
         """Say that it failed: as the answer, or as the last event of one that has begun. Returns the status."""

@@ -2,9 +2,9 @@
 
 Refused
 ├── BadField      400   a field of the request breaks its limits, or is not supported
-├── TooLarge      413
-├── TooMany       429   the gateway runs as many answers as it may
-├── GatewayFailed 500   an error of the gateway's own
+├── TooLarge      413   the body has more than `limit` bytes
+├── TooMany       429   the gateway runs `limit` answers, which is as many as it may
+├── GatewayFailed 500   an error of the gateway's own; which is in the log alone, as it may quote the request
 └── NoTarget      503   no target is healthy
 
 Errors of the contract become one of the rows of `_STATUS`.
@@ -13,32 +13,27 @@ Errors of the contract become one of the rows of `_STATUS`.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from outrider.errors import InvalidField, OutriderError, PositionOutOfRange, UnknownCorpus, UnknownModel
 from outrider_client.failures import ServiceUnreachable
 
 # By the name of the gRPC status: HTTP status and OpenAI's type of error.
-_STATUS: Mapping[str, tuple[int, str]] = MappingProxyType(
-    {
-        "INVALID_ARGUMENT": (400, "invalid_request_error"),
-        "OUT_OF_RANGE": (400, "invalid_request_error"),
-        "FAILED_PRECONDITION": (400, "invalid_request_error"),
-        "UNAUTHENTICATED": (401, "authentication_error"),
-        "PERMISSION_DENIED": (403, "permission_error"),
-        "NOT_FOUND": (404, "invalid_request_error"),
-        "RESOURCE_EXHAUSTED": (429, "rate_limit_error"),
-        "UNAVAILABLE": (503, "server_error"),
-        "DEADLINE_EXCEEDED": (504, "server_error"),
-    }
-)
+_STATUS = {
+    "INVALID_ARGUMENT": (400, "invalid_request_error"),
+    "OUT_OF_RANGE": (400, "invalid_request_error"),
+    "FAILED_PRECONDITION": (400, "invalid_request_error"),
+    "UNAUTHENTICATED": (401, "authentication_error"),
+    "PERMISSION_DENIED": (403, "permission_error"),
+    "NOT_FOUND": (404, "invalid_request_error"),
+    "RESOURCE_EXHAUSTED": (429, "rate_limit_error"),
+    "UNAVAILABLE": (503, "server_error"),
+    "DEADLINE_EXCEEDED": (504, "server_error"),
+}
 _RETRY_SECONDS = 1.0
 # Numbers of a request that is too long.
 _LIMITS = ("tokens", "bytes", "limit")
-_SAMPLING = re.compile(r"^sampling\.")
 
 
 class Refused(Exception):
@@ -63,7 +58,6 @@ class Refused(Exception):
         self.retry_after = retry_after
 
     def body(self) -> dict[str, Any]:
-        """The JSON of the answer, as OpenAI has it."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
@@ -76,42 +70,27 @@ class Refused(Exception):
 
 
 class BadField(Refused):
-    """A field of the request breaks its limits, or is not supported."""
-
     def __init__(self, param: str, problem: str, code: str | None = None) -> None:
         super().__init__(400, f"{param}: {problem}", param=param, code=code)
 
 
 class TooLarge(Refused):
-    """The body has more than `limit` bytes."""
-
     def __init__(self, limit: int) -> None:
         super().__init__(413, f"the body has more than {limit} bytes", code="request_too_large")
 
 
 class TooMany(Refused):
-    """The gateway runs `limit` answers, which is as many as it may."""
-
     def __init__(self, limit: int) -> None:
-        super().__init__(
-            429,
-            f"the gateway writes {limit} answers at once, and no more now",
-            kind="rate_limit_error",
-            code="rate_limit_exceeded",
-            retry_after=_RETRY_SECONDS,
-        )
+        message = f"the gateway writes {limit} answers at once, and no more now"
+        super().__init__(429, message, kind="rate_limit_error", code="rate_limit_exceeded", retry_after=_RETRY_SECONDS)
 
 
 class GatewayFailed(Refused):
-    """An error of the gateway's own. What it was is in the log alone: it may quote the request."""
-
     def __init__(self) -> None:
         super().__init__(500, "the gateway failed", kind="server_error")
 
 
 class NoTarget(Refused):
-    """No target is healthy."""
-
     def __init__(self) -> None:
         super().__init__(
             503, "no target is healthy", kind="server_error", code="target_unavailable", retry_after=_RETRY_SECONDS
@@ -122,10 +101,9 @@ def refusal(error: OutriderError | ServiceUnreachable, fields: Mapping[str, str]
     """What the caller is told of a failed call. `fields` has the request's names of the contract's fields."""
     if isinstance(error, ServiceUnreachable):
         return NoTarget()
-    status, kind = _STATUS.get(error.code.name, (500, "server_error"))
-    if type(error) is OutriderError:
-        # Not ours: the transport's, or a proxy's.
-        status, kind = _STATUS.get(error.metadata.get("code", ""), (500, "server_error"))
+    # A plain one is not ours, but the transport's or a proxy's.
+    code_name = error.metadata.get("code", "") if type(error) is OutriderError else error.code.name
+    status, kind = _STATUS.get(code_name, (500, "server_error"))
     param, message, code = _named(error, fields)
     return Refused(status, message, kind=kind, param=param, code=code, retry_after=error.retry_after)
 
@@ -156,7 +134,7 @@ def _with_limits(error: OutriderError, fields: Mapping[str, str]) -> str:
 
 def _renamed(path: str, fields: Mapping[str, str]) -> str:
     """`sampling.top_p` is `top_p`, `chat.messages[2].role` is `messages[2].role`."""
-    path = _SAMPLING.sub("", path)
+    path = path.removeprefix("sampling.")
     for name in sorted(fields, key=len, reverse=True):
         if path == name or path.startswith((f"{name}.", f"{name}[")):
             return fields[name] + path[len(name) :]

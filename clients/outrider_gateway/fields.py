@@ -10,10 +10,8 @@ from outrider_gateway.failures import BadField
 
 
 class Fields:
-    """A JSON object whose fields are taken one after the other. A field that is null counts as not given.
-
-    Raises `BadField`, which names the field with its path.
-    """
+    """A JSON object whose fields are taken one after the other. A field that is null counts as not given. Raises
+    `BadField`, which names the field with its path."""
 
     def __init__(self, values: Mapping[str, Any], path: str = "") -> None:
         self._values = {name: value for name, value in values.items() if value is not None}
@@ -23,40 +21,29 @@ class Fields:
         """How the field is called in messages."""
         return self._path + name
 
-    def take(self, name: str) -> Any:
-        """The value as it stands; None when it is not given."""
-        return self._values.pop(name, None)
+    def take(self, name: str, default: Any = None) -> Any:
+        return self._values.pop(name, default)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        value = self.take(name)
-        if value is None:
-            return default
+        value = self.take(name, default)
         if not isinstance(value, bool):
             raise BadField(self.path(name), "must be true or false", "invalid_type")
         return value
 
     def whole(self, name: str, low: int, high: int) -> int | None:
-        """A whole number in [low, high]."""
         value = self.take(name)
         return None if value is None else whole(value, self.path(name), low, high)
 
     def number(self, name: str, default: float, low: float, high: float) -> float:
-        """A number in [low, high]."""
-        value = self.take(name)
-        return default if value is None else number(value, self.path(name), low, high)
+        return number(self.take(name, default), self.path(name), low, high)
 
     def text(self, name: str, default: str = "") -> str:
-        value = self.take(name)
-        return default if value is None else text(value, self.path(name))
+        return text(self.take(name, default), self.path(name))
 
     def inner(self, name: str) -> Fields | None:
         """An object as fields of its own."""
         value = self.take(name)
-        if value is None:
-            return None
-        if not isinstance(value, dict):
-            raise BadField(self.path(name), "must be an object", "invalid_type")
-        return Fields(value, self.path(name))
+        return None if value is None else Fields(mapping(value, self.path(name)), self.path(name))
 
     def ignore(self, names: Iterable[str]) -> None:
         """Take fields that change nothing here."""
@@ -96,6 +83,13 @@ def number(value: Any, path: str, low: float, high: float) -> float:
     if not (math.isfinite(value) and low <= value <= high):
         raise BadField(path, f"must be in [{low:g}, {high:g}]", "invalid_value")
     return float(value)
+
+
+def mapping(value: Any, path: str) -> Mapping[str, Any]:
+    """`value` as an object."""
+    if not isinstance(value, dict):
+        raise BadField(path, "must be an object", "invalid_type")
+    return value
 
 
 def items(value: Any, path: str) -> list[Any]:

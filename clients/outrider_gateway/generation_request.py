@@ -4,29 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from outrider.sampling import SamplingParams
 from outrider_client.client import Message
 from outrider_client.generation import Speculation
 
 # What each endpoint calls the contract's fields; `input` is what is continued.
-CHAT_FIELDS: Mapping[str, str] = MappingProxyType(
-    {
-        "input": "messages",
-        "chat.messages": "messages",
-        "logprobs": "top_logprobs",
-        "speculation": "outrider",
-    }
-)
-COMPLETION_FIELDS: Mapping[str, str] = MappingProxyType(
-    {
-        "input": "prompt",
-        "text": "prompt",
-        "tokens.token_ids": "prompt",
-        "speculation": "outrider",
-    }
-)
+CHAT_FIELDS = {"input": "messages", "chat.messages": "messages", "logprobs": "top_logprobs", "speculation": "outrider"}
+COMPLETION_FIELDS = {"input": "prompt", "text": "prompt", "tokens.token_ids": "prompt", "speculation": "outrider"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +25,9 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One request. It has `choices` answers to each of its prompts.
-
-    `prediction` is the text that the caller expects, `logprobs` whether tokens are listed with their probabilities,
-    `drafts` whether answers show what was drafted, and `cache_key` what else than the tenant keeps requests together.
-    """
+    """One request. It has `choices` answers to each of its prompts. `prediction` is the text that the caller expects,
+    `logprobs` whether tokens are listed with their probabilities, `drafts` whether answers show what was drafted, and
+    `cache_key` what else than the tenant keeps requests together."""
 
     chat: bool
     prompts: tuple[Prompt, ...]
@@ -61,7 +44,6 @@ class GenerationRequest:
 
     @property
     def answers(self) -> int:
-        """Answers in all."""
         return len(self.prompts) * self.choices
 
     @property

@@ -17,11 +17,9 @@ HEAD_SECONDS = 30.0
 
 class BoundedHeads(HttpToolsProtocol):
     """A connection that is closed where a head or trailers grow past `HEAD_BYTES`, where a head takes longer than
-    `HEAD_SECONDS`, and where a body goes on for longer than these when its answer is complete.
-
-    Without the bound on bytes a caller fills the memory, without those on time it keeps a connection's place by sending
-    nothing, or nothing that anybody reads. Trailers are read over, never taken for headers.
-    """
+    `HEAD_SECONDS`, and where a body goes on for longer than these when its answer is complete. Without the bound on
+    bytes a caller fills the memory, without those on time it keeps a connection's place by sending nothing, or nothing
+    that anybody reads. Trailers are read over, never taken for headers."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)

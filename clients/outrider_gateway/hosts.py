@@ -17,10 +17,8 @@ logger = logging.getLogger(__name__)
 
 
 class HostCheck:
-    """Refuses requests for other names, before anything else looks at them.
-
-    Requests without the header pass, as probes of HTTP/1.0 send them: every browser names the host.
-    """
+    """Refuses requests for other names, before anything else looks at them. Requests without the header pass, as probes
+    of HTTP/1.0 send them: every browser names the host."""
 
     def __init__(self, app: ASGIApp, names: HostNames) -> None:
         self._app = app
@@ -30,25 +28,21 @@ class HostCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         for name, value in scope["headers"]:
             if name == b"host" and value and not self.names.answers(host := value.decode("latin-1")):
+                if self._limit.due() is not None:
+                    # Without what the caller wrote.
+                    peer = (scope.get("client") or ("a socket",))[0]
+                    logger.warning(
+                        "refused a request from %s for a host that is not served: --allow-host lists more", peer
+                    )
                 refused = _refusal(host)
-                self._log_refusal(scope)
                 await send_json(send, refused.status, refused.body(), uuid.uuid4().hex)
                 return
         await self._app(scope, receive, send)
 
-    def _log_refusal(self, scope: Scope) -> None:
-        """A line in the log, without what the caller wrote."""
-        if self._limit.due() is not None:
-            peer = (scope.get("client") or ("a socket",))[0]
-            logger.warning("refused a request from %s for a host that is not served: --allow-host lists more", peer)
-
 
 def host_check(app: ASGIApp, config: GatewayConfig) -> ASGIApp:
-    """`app` behind the check, where one is wanted.
-
-    A page cannot show a certificate for its own name, so TLS needs none. A gateway that others reach by its address,
-    and that lists no names, may have any.
-    """
+    """`app` behind the check, where one is wanted. A page cannot show a certificate for its own name, so TLS needs
+    none. A gateway that others reach by its address, and that lists no names, may have any."""
     listen, _ = host_and_port(config.listen)
     if ANY_HOST in config.hosts or config.tls_certificate or not (config.hosts or is_loopback(listen)):
         return app

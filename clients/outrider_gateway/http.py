@@ -39,25 +39,6 @@ async def read_json(scope: Scope, receive: Receive, limit: int, seconds: float) 
             raw = await _read(receive, limit)
     except TimeoutError:
         raise Refused(408, f"the body did not arrive within {seconds:g} s") from None
-    return _parsed(raw)
-
-
-async def _read(receive: Receive, limit: int) -> bytes:
-    pieces, size = [], 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        piece = message.get("body", b"")
-        size += len(piece)
-        if size > limit:
-            raise TooLarge(limit)
-        pieces.append(piece)
-        if not message.get("more_body", False):
-            return b"".join(pieces)
-
-
-def _parsed(raw: bytes) -> Mapping[str, Any]:
     # orjson refuses what protobuf could not carry on: halves of surrogate pairs, NaN, any depth.
     try:
         body = orjson.loads(raw)
@@ -66,6 +47,19 @@ def _parsed(raw: bytes) -> Mapping[str, Any]:
     if not isinstance(body, dict):
         raise Refused(400, "the body must be a JSON object", code="invalid_json")
     return body
+
+
+async def _read(receive: Receive, limit: int) -> bytearray:
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        body += message.get("body", b"")
+        if len(body) > limit:
+            raise TooLarge(limit)
+        if not message.get("more_body", False):
+            return body
 
 
 @contextlib.asynccontextmanager

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, ProcessCollector, generate_latest
 
-from outrider.telemetry.registry import MetricSet, Reading
+from outrider.telemetry.registry import MetricSet
 from outrider.telemetry.table import GATEWAY
 
 
@@ -15,6 +13,8 @@ class GatewayMetrics:
 
     def __init__(self) -> None:
         self._set = MetricSet(GATEWAY)
+        # Takes what gives the values of gauges at every scrape.
+        self.gauges = self._set.gauges
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
         self._registry.register(self._set)
@@ -22,12 +22,7 @@ class GatewayMetrics:
         self.tokens = self._set.counter("outrider_gateway_tokens")
         self.retries = self._set.counter("outrider_gateway_retries")
 
-    def gauges(self, source: Callable[[], Iterable[Reading]]) -> None:
-        """Ask `source` for the values of gauges at every scrape."""
-        self._set.gauges(source)
-
     def ended(self, endpoint: str, status: int, seconds: float) -> None:
-        """A request for answers ended."""
         self._set.counter("outrider_gateway_requests", endpoint, str(status)).add()
         self._set.histogram("outrider_gateway_request_seconds", endpoint).observe(seconds)
 

@@ -15,7 +15,6 @@ from outrider_client.results import Chunk, Result
 from outrider_client.terminal.painting import Painter
 from outrider_gateway.generation_request import GenerationRequest
 from outrider_gateway.http import event_bytes
-from outrider_gateway.prediction import prediction_details
 from outrider_gateway.token_texts import TokenTexts, merged
 
 _FINISH = {FinishReason.END_OF_SEQUENCE: "stop", FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
@@ -28,15 +27,15 @@ class ResponseBuilder:
     """Makes the JSON of one request's answers, from chunks and results in the order in which they come."""
 
     def __init__(self, request: GenerationRequest, model: str, texts: TokenTexts, end_token_ids: Sequence[int]) -> None:
-        """`model` is the served model's name; empty where it is not known yet. `end_token_ids` end answers, and are no
-        part of their text."""
+        """`model` is empty where it is not known yet. `end_token_ids` end answers, and are no part of their text."""
         self._request = request
         self._texts = texts
         ends = () if request.sampling.ignore_eos else end_token_ids
         self._hidden = frozenset((*ends, *request.sampling.stop_token_ids))
+        chat_kind = "chat.completion.chunk" if request.stream else "chat.completion"
         self._head = {
             "id": ("chatcmpl-" if request.chat else "cmpl-") + uuid.uuid4().hex,
-            "object": _object(request),
+            "object": chat_kind if request.chat else "text_completion",
             "created": int(time.time()),
             "model": model,
             "system_fingerprint": _FINGERPRINT,
@@ -46,10 +45,6 @@ class ResponseBuilder:
         self._begun = [False] * request.answers
         self._frames: list[tuple[bytes, bytes] | None] = [None] * request.answers
         self._listed: list[list[Any]] = [[] for _ in range(request.answers)]
-
-    @property
-    def id(self) -> str:
-        return str(self._head["id"])
 
     def answered_by(self, model: str) -> None:
         """Name the model that answers, where no name was known when the request came."""
@@ -75,7 +70,7 @@ class ResponseBuilder:
     def last(self, index: int, result: Result) -> bytes:
         """The events that end an answer."""
         text: dict[str, Any] = {"delta": {}} if self._request.chat else {"text": ""}
-        event = self._event([{"index": index, **text, "logprobs": None, "finish_reason": _finish(result)}])
+        event = self._part(index, text, finish=_finish(result))
         if self._request.drafts:
             event["outrider"] = {"index": index, "totals": totals(result)}
         return self._opening(index) + event_bytes(event)
@@ -90,8 +85,7 @@ class ResponseBuilder:
         if self._begun[index] or not self._request.chat:
             return b""
         self._begun[index] = True
-        delta = {"role": "assistant", "content": ""}
-        return event_bytes(self._event([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]))
+        return event_bytes(self._part(index, {"delta": {"role": "assistant", "content": ""}}))
 
     def _frame(self, index: int) -> tuple[bytes, bytes]:
         """What stands before and behind the text in an event of text alone."""
@@ -101,11 +95,9 @@ class ResponseBuilder:
         return frame
 
     def _text_event(self, index: int, text: str, listed: Any) -> dict[str, Any]:
-        """An event with text, and with its tokens where they are listed."""
-        choice = {"delta": {"content": text}} if self._request.chat else {"text": text}
-        return self._event([{"index": index, **choice, "logprobs": listed, "finish_reason": None}])
+        return self._part(index, {"delta": {"content": text}} if self._request.chat else {"text": text}, listed)
 
-    def keep(self, index: int, chunk: Chunk) -> None:
+    async def keep(self, index: int, chunk: Chunk) -> None:
         """Note a chunk of an answer that is sent whole."""
         listed = self._list(index, chunk)
         if listed is not None:
@@ -151,6 +143,10 @@ class ResponseBuilder:
             drafting["tree"] = self._texts.tree(chunk, chunk.tree)
         return drafting
 
+    def _part(self, index: int, text: dict[str, Any], listed: Any = None, finish: str | None = None) -> dict[str, Any]:
+        """An event with a part of one answer."""
+        return self._event([{"index": index, **text, "logprobs": listed, "finish_reason": finish}])
+
     def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         event = {**self._head, "choices": choices}
         if self._request.include_usage:
@@ -161,20 +157,17 @@ class ResponseBuilder:
         """Tokens of all answers; those of a prompt count once, however many answers it has."""
         prompt = sum(result.prompt_tokens for result in results[:: self._request.choices])
         completion = sum(result.completion_tokens for result in results)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            **prediction_details(self._request.prediction is not None, results),
-            **_lossy_details(results),
-        }
-
-
-def _lossy_details(results: Sequence[Result]) -> dict[str, dict[str, int]]:
-    """Our own mark in `usage` of answers that need not be the model's own; empty for those that are."""
-    if not any(result.lossy for result in results):
-        return {}
-    return {"outrider": {"lossy_tokens": sum(result.lossy_tokens for result in results)}}
+        usage: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": completion}
+        usage["total_tokens"] = prompt + completion
+        if self._request.prediction is not None:
+            usage["completion_tokens_details"] = {
+                "accepted_prediction_tokens": sum(result.accepted_prediction_tokens for result in results),
+                "rejected_prediction_tokens": sum(result.rejected_prediction_tokens for result in results),
+            }
+        if any(result.lossy for result in results):
+            # Our own mark of answers that need not be the model's own.
+            usage["outrider"] = {"lossy_tokens": sum(result.lossy_tokens for result in results)}
+        return usage
 
 
 def totals(result: Result) -> dict[str, Any]:
@@ -195,12 +188,6 @@ def totals(result: Result) -> dict[str, Any]:
         "prefill_ms": round(result.times.prefill * 1e3, 3),
         "decode_ms": round(decode * 1e3, 3),
     }
-
-
-def _object(request: GenerationRequest) -> str:
-    if not request.chat:
-        return "text_completion"
-    return "chat.completion.chunk" if request.stream else "chat.completion"
 
 
 def _finish(result: Result) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 from outrider.errors import OutriderError
@@ -35,7 +34,8 @@ class ServedModels:
     async def response_builder(self, request: GenerationRequest) -> ResponseBuilder:
         """The builder of a request's JSON. While no target has reported its model, tokens have no names but those of a
         tokenizer that the operator named: the model that a caller names is never looked for."""
-        info = self._info(request.model)
+        known = [target.info for target in self._targets.healthy if target.info is not None]
+        info = next((info for info in known if info.model == request.model), known[0] if known else None)
         tokenizer = self._tokenizer or (info.model if info else "")
         wanted = request.logprobs or request.drafts
         texts = await self._texts_of(tokenizer) if wanted and tokenizer else TokenTexts(None)
@@ -48,14 +48,18 @@ class ServedModels:
         healthy = self._targets.healthy
         if not healthy:
             raise NoTarget
-        answers = await asyncio.gather(
-            *(target.client.acting_for(token=caller.token, tenant=caller.tenant).info() for target in healthy),
-            return_exceptions=True,
-        )
+        clients = [target.client.acting_for(token=caller.token, tenant=caller.tenant) for target in healthy]
+        answers = await asyncio.gather(*(client.info() for client in clients), return_exceptions=True)
         infos = [answer for answer in answers if isinstance(answer, TargetInfo)]
-        if not infos:
-            raise _refusal([answer for answer in answers if isinstance(answer, BaseException)])
-        return [self._entry(info) for info in {info.model: info for info in infos}.values()]
+        if infos:
+            return [self._entry(info) for info in {info.model: info for info in infos}.values()]
+        failures = [answer for answer in answers if isinstance(answer, BaseException)]
+        # By the first that failed as the contract has it.
+        for failure in failures:
+            if isinstance(failure, OutriderError | ServiceUnreachable):
+                raise refusal(failure, {"input": ""})
+        logger.error("no target could be asked for its model", exc_info=failures[0])
+        raise GatewayFailed
 
     async def model(self, name: str, caller: Caller) -> dict[str, Any]:
         """One of them. Raises `Refused`."""
@@ -63,10 +67,6 @@ class ServedModels:
             if entry["id"] == name:
                 return entry
         raise Refused(404, f"the model {name} is not served", param="model", code="model_not_found")
-
-    def _info(self, model: str) -> TargetInfo | None:
-        known = [target.info for target in self._targets.healthy if target.info is not None]
-        return next((info for info in known if info.model == model), known[0] if known else None)
 
     async def _texts_of(self, named: str) -> TokenTexts:
         """By the tokenizer of this name, model or folder, looked for once."""
@@ -91,12 +91,3 @@ class ServedModels:
                 "prediction": True,
             },
         }
-
-
-def _refusal(failures: Sequence[BaseException]) -> Refused:
-    """Of calls that all failed, at least one: by the first that failed as the contract has it."""
-    for failure in failures:
-        if isinstance(failure, OutriderError | ServiceUnreachable):
-            return refusal(failure, {"input": ""})
-    logger.error("no target could be asked for its model", exc_info=failures[0])
-    return GatewayFailed()

@@ -29,7 +29,6 @@ from outrider_gateway.served_models import ServedModels
 from outrider_gateway.targets import Targets
 
 logger = logging.getLogger(__name__)
-
 _KEEP_ALIVE_SECONDS = 65
 _BACKLOG = 1024
 

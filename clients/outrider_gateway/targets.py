@@ -16,7 +16,6 @@ from outrider_gateway.balancing import choose
 from outrider_gateway.failures import NoTarget, TooMany
 
 logger = logging.getLogger(__name__)
-
 _HEALTH_TIMEOUT_SECONDS = 5.0
 # Errors about the caller: the target itself serves.
 _ABOUT_THE_CALLER = ("UNAUTHENTICATED", "PERMISSION_DENIED")
@@ -27,19 +26,15 @@ class Target:
 
     def __init__(self, client: Client) -> None:
         self.client = client
+        self.address = client.address
         self.healthy = False
         self._logged = ""
         self.info: TargetInfo | None = None
         self.running = 0
         self.recheck = asyncio.Event()
 
-    @property
-    def address(self) -> str:
-        return self.client.address
-
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Count an answer for as long as the block runs."""
         self.running += 1
         try:
             yield
@@ -52,7 +47,6 @@ class Target:
         self.recheck.set()
 
     async def check_health(self) -> None:
-        """Ask it for its health, and for what it serves."""
         try:
             serving = await self.client.serving(_HEALTH_TIMEOUT_SECONDS)
             if serving:
@@ -100,17 +94,10 @@ class Targets:
     def healthy(self) -> list[Target]:
         return [target for target in self.all if target.healthy]
 
-    @property
-    def running(self) -> int:
-        """Answers being written, on all targets."""
-        return sum(target.running for target in self.all)
-
     @contextlib.contextmanager
     def admitting(self, answers: int, limit: int) -> Iterator[None]:
         """Let in a request for so many answers, which count until the block ends, also before a target writes them.
-
-        Raises `TooMany` where they would be more than `limit` with those that were let in before.
-        """
+        Raises `TooMany` where they would be more than `limit` with those that were let in before."""
         if self._admitted + answers > limit:
             raise TooMany(limit)
         self._admitted += answers
@@ -120,10 +107,8 @@ class Targets:
             self._admitted -= answers
 
     def pick(self, key: str, model: str, avoiding: Collection[Target] = ()) -> Target:
-        """The target for a request of the tenant `key`. Raises `NoTarget`.
-
-        Where some serve the model that is asked for, only they count; where none does, any can say so.
-        """
+        """The target for a request of the tenant `key`. Raises `NoTarget`. Where some serve the model that is asked
+        for, only they count; where none does, any can say so."""
         able = [target for target in self.healthy if target not in avoiding]
         serving = [target for target in able if target.info is not None and target.info.model == model]
         loads = {target.address: target.running for target in serving or able}
@@ -133,7 +118,6 @@ class Targets:
         return next(target for target in able if target.address == address)
 
     def readings(self) -> Iterator[Reading]:
-        """The gauges of all targets."""
         for target in self.all:
             yield "outrider_gateway_running", (target.address,), target.running
             yield "outrider_gateway_target_healthy", (target.address,), float(target.healthy)

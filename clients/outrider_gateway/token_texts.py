@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from outrider.sampling import TokenLogprobs
@@ -11,6 +11,8 @@ from outrider_client.results import Chunk, VerifiedTree
 from outrider_client.terminal.painting import Painter
 
 _REPLACEMENT = "\ufffd"
+# What /v1/completions lists of tokens.
+_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
 class TokenTexts:
@@ -20,9 +22,7 @@ class TokenTexts:
         self._tokenizer = tokenizer
 
     def name(self, token_id: int) -> str:
-        if self._tokenizer is None:
-            return f"token_id:{token_id}"
-        return self._tokenizer.decode((token_id,))
+        return f"token_id:{token_id}" if self._tokenizer is None else self._tokenizer.decode((token_id,))
 
     def chat(self, chunk: Chunk, hidden: Iterable[int]) -> list[dict[str, Any]]:
         """The chunk's tokens as /v1/chat/completions lists them, but for those in `hidden`, which have no text."""
@@ -33,7 +33,7 @@ class TokenTexts:
 
     def completion(self, chunk: Chunk, hidden: Iterable[int], offset: int) -> dict[str, list[Any]]:
         """The same as /v1/completions lists them; `offset` is how much text stood before the first."""
-        lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        lists: dict[str, list[Any]] = {name: [] for name in _LISTS}
         for token_id, entry in _visible(chunk, hidden):
             name = self.name(token_id)
             lists["tokens"].append(name)
@@ -44,8 +44,7 @@ class TokenTexts:
         return lists
 
     def tree(self, chunk: Chunk, tree: VerifiedTree) -> dict[str, Any]:
-        """What the chunk's last step verified, and the token of the model's own that came behind; null where the answer
-        ended before it."""
+        """What the last step verified, and the model's own token behind it; null where the answer ended before it."""
         own = bool(chunk.token_ids) and not chunk.drafted[-1]
         return {
             "tokens": [self.name(token_id) for token_id in tree.token_ids],
@@ -65,18 +64,11 @@ class TokenTexts:
         return {"token": name, "logprob": logprob, "bytes": list(name.encode()) if exact else None}
 
 
-def merged(parts: Iterable[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
+def merged(parts: Sequence[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
     """One set of lists from those of several chunks."""
-    whole: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    for part in parts:
-        for name, values in part.items():
-            whole[name] += values
-    return whole
+    return {name: [value for part in parts for value in part[name]] for name in _LISTS}
 
 
 def _visible(chunk: Chunk, hidden: Iterable[int]) -> list[tuple[int, TokenLogprobs]]:
-    return [
-        (token_id, entry)
-        for token_id, entry in zip(chunk.token_ids, chunk.logprobs, strict=False)
-        if token_id not in hidden
-    ]
+    entries = zip(chunk.token_ids, chunk.logprobs, strict=False)
+    return [(token_id, entry) for token_id, entry in entries if token_id not in hidden]

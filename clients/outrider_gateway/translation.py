@@ -8,20 +8,21 @@ from typing import Any
 
 from outrider.errors import InvalidField
 from outrider.sampling import MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams, VerificationMode
+from outrider_client.client import Message
 from outrider_client.generation import Speculation
-from outrider_gateway import message_text
 from outrider_gateway.failures import BadField, refusal
-from outrider_gateway.fields import Fields, items, number, text, whole
+from outrider_gateway.fields import Fields, items, mapping, number, text, whole
 from outrider_gateway.generation_request import CHAT_FIELDS, COMPLETION_FIELDS, GenerationRequest, Prompt
-from outrider_gateway.prediction import read_prediction
 
 # As OpenAI: the answers of /v1/completions are short unless asked to be long.
 _COMPLETION_TOKENS = 16
+# What OpenAI calls roles, and what the contract does.
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_MAX_MESSAGES = 4096
 _MAX_UINT32 = 2**32 - 1
 _MAX_TOKEN = 2**31 - 1
 # What names the caller's user or session, for a provider's own books.
 _WITHOUT_EFFECT = ("user", "safety_identifier", "prompt_cache_retention")
-
 
 # Fields that change an answer and are not supported: they are refused with any value but these, which ask for nothing.
 _CHAT_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
@@ -46,7 +47,7 @@ _COMPLETION_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {"echo": (False,), "suf
 def chat_request(body: Mapping[str, Any], max_choices: int) -> GenerationRequest:
     """The body of /v1/chat/completions. Raises `BadField`."""
     fields = Fields(body)
-    prompt = Prompt(messages=message_text.messages(fields.take("messages")))
+    prompt = Prompt(messages=_messages(fields.take("messages")))
     longest = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
     max_tokens = fields.whole("max_completion_tokens", 1, _MAX_UINT32)
     # Deprecated at OpenAI, and what most clients send; the newer name wins.
@@ -56,7 +57,7 @@ def chat_request(body: Mapping[str, Any], max_choices: int) -> GenerationRequest
     if top is not None and not logprobs:
         raise BadField("top_logprobs", "needs logprobs to be true", "invalid_value")
     sampling = _sampling(fields, older if max_tokens is None else max_tokens, (top or 0) if logprobs else None)
-    prediction = read_prediction(fields)
+    prediction = _prediction(fields)
     _refuse(fields, _CHAT_UNSUPPORTED)
     request = _request(fields, True, (prompt,), sampling, logprobs, prediction, max_choices)
     _check(sampling, {**CHAT_FIELDS, "max_tokens": longest})
@@ -105,11 +106,50 @@ def _request(
     )  # fmt: skip
 
 
+def _messages(value: Any) -> tuple[Message, ...]:
+    if value is None:
+        raise BadField("messages", "is missing", "missing_required_parameter")
+    turns = items(value, "messages")
+    if not 1 <= len(turns) <= _MAX_MESSAGES:
+        raise BadField("messages", f"must have 1 to {_MAX_MESSAGES} entries", "invalid_value")
+    return tuple(_message(turn, f"messages[{i}]") for i, turn in enumerate(turns))
+
+
+def _message(turn: Any, path: str) -> Message:
+    fields = Fields(mapping(turn, path), path)
+    role = fields.text("role")
+    if role not in _ROLES:
+        raise BadField(fields.path("role"), f"must be one of {', '.join(_ROLES)}", "invalid_value")
+    content = _content_text(fields.take("content"), fields.path("content"))
+    # What clients send back with an answer that they got, and what no chat template of a target reads.
+    fields.ignore(("name", "annotations", "refusal"))
+    if fields.take("tool_calls"):
+        raise BadField(fields.path("tool_calls"), "is not supported by this server", "unsupported_parameter")
+    fields.end()
+    return _ROLES[role], content
+
+
+def _content_text(content: Any, path: str) -> str:
+    """The text of a content: a string, or parts of type text, which stand on lines of their own."""
+    if isinstance(content, str):
+        return content
+    if content is None:
+        raise BadField(path, "is missing", "missing_required_parameter")
+    return "\n".join(_part(part, f"{path}[{i}]") for i, part in enumerate(items(content, path)))
+
+
+def _part(part: Any, path: str) -> str:
+    if mapping(part, path).get("type") != "text":
+        raise BadField(f"{path}.type", "must be text: this server reads nothing else", "invalid_value")
+    return text(part.get("text"), f"{path}.text")
+
+
 def _prompts(value: Any) -> tuple[Prompt, ...]:
     """A text, token ids, or a list of either."""
     if value is None:
         raise BadField("prompt", "is missing", "missing_required_parameter")
-    if isinstance(value, str) or (isinstance(value, list) and value and _is_id(value[0])):
+    # Not `isinstance`: true and false are no ids.
+    if isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int):
         return (_prompt(value, "prompt"),)
     entries = items(value, "prompt")
     if not entries:
@@ -125,29 +165,24 @@ def _prompt(value: Any, path: str) -> Prompt:
     return Prompt(token_ids=tuple(whole(i, f"{path}[{at}]", 0, _MAX_TOKEN) for at, i in enumerate(items(value, path))))
 
 
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _sampling(fields: Fields, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
     """OpenAI's sampling parameters, at its defaults, and the contract's further ones under the names vLLM gave them."""
     seed = fields.whole("seed", -(2**63), 2**64 - 1)
-    stop_ids = fields.take("stop_token_ids")
+    stop_ids = items(fields.take("stop_token_ids", []), "stop_token_ids")
     return SamplingParams(
         temperature=fields.number("temperature", 1.0, 0.0, 1e6),
-        top_k=_top_k(fields),
+        # -1 is what other servers take for "off".
+        top_k=max(fields.whole("top_k", -1, _MAX_UINT32) or 0, 0),
         top_p=fields.number("top_p", 1.0, 0.0, 1.0),
         min_p=fields.number("min_p", 0.0, 0.0, 1.0),
         repetition_penalty=fields.number("repetition_penalty", 1.0, 0.0, 1e6),
         presence_penalty=fields.number("presence_penalty", 0.0, -2.0, 2.0),
         frequency_penalty=fields.number("frequency_penalty", 0.0, -2.0, 2.0),
-        logit_bias=_logit_bias(fields.take("logit_bias")),
+        logit_bias=_logit_bias(fields.take("logit_bias", {})),
         min_tokens=fields.whole("min_tokens", 0, _MAX_UINT32) or 0,
         max_tokens=max_tokens,
-        stop=_stop(fields.take("stop")),
-        stop_token_ids=()
-        if stop_ids is None
-        else tuple(whole(i, "stop_token_ids", 0, _MAX_TOKEN) for i in items(stop_ids, "stop_token_ids")),
+        stop=_stop(fields.take("stop", [])),
+        stop_token_ids=tuple(whole(i, "stop_token_ids", 0, _MAX_TOKEN) for i in stop_ids),
         ignore_eos=fields.flag("ignore_eos"),
         # The contract's seeds have no sign.
         seed=None if seed is None else seed % 2**64,
@@ -155,15 +190,7 @@ def _sampling(fields: Fields, max_tokens: int | None, logprobs: int | None) -> S
     )
 
 
-def _top_k(fields: Fields) -> int:
-    """-1 is what other servers take for "off"."""
-    top_k = fields.whole("top_k", -1, _MAX_UINT32)
-    return max(top_k or 0, 0)
-
-
 def _stop(value: Any) -> tuple[str, ...]:
-    if value is None:
-        return ()
     if isinstance(value, str):
         return (value,)
     stops = items(value, "stop")
@@ -174,12 +201,8 @@ def _stop(value: Any) -> tuple[str, ...]:
 
 def _logit_bias(value: Any) -> dict[int, float]:
     """A map of token ids, which JSON writes as strings."""
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise BadField("logit_bias", "must be an object", "invalid_type")
     bias = {}
-    for token, amount in value.items():
+    for token, amount in mapping(value, "logit_bias").items():
         if not token.isdecimal() or len(token) > 10 or int(token) > _MAX_TOKEN:
             raise BadField("logit_bias", f"{token[:20]!r} is not a token id", "invalid_value")
         bias[int(token)] = number(amount, f"logit_bias.{token}", -100.0, 100.0)
@@ -201,9 +224,7 @@ def _stream_options(fields: Fields, stream: bool) -> bool:
 
 def _extension(fields: Fields) -> tuple[Speculation, bool]:
     """Our own object `outrider`: how drafts are used, and whether the answer shows what was drafted."""
-    inner = fields.inner("outrider")
-    if inner is None:
-        return Speculation(), False
+    inner = fields.inner("outrider") or Fields({})
     mode = inner.text("mode", "auto")
     modes = {mode.value: mode for mode in VerificationMode}
     if mode != "auto" and mode not in modes:
@@ -221,6 +242,18 @@ def _extension(fields: Fields) -> tuple[Speculation, bool]:
         raise BadField(inner.path("trees"), "needs drafts to be true", "invalid_value")
     inner.end()
     return speculation, drafts
+
+
+def _prediction(fields: Fields) -> str | None:
+    """The text that the caller expects; None when there is none."""
+    inner = fields.inner("prediction")
+    if inner is None:
+        return None
+    if inner.text("type", "content") != "content":
+        raise BadField(inner.path("type"), "must be content", "invalid_value")
+    expected = _content_text(inner.take("content"), inner.path("content"))
+    inner.end()
+    return expected
 
 
 def _refuse(fields: Fields, unsupported: Mapping[str, tuple[Any, ...]]) -> None:

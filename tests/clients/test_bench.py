@@ -19,11 +19,12 @@ from outrider_client.bench.profile import StepProfile, profile_table
 from outrider_client.bench.prompts import load_prompts
 from outrider_client.bench.report import ALL_TASKS, SCHEMA, cells, differing, percentile
 from outrider_client.bench.runner import Plan, Runner
-from outrider_client.bench.samples import Mode, Sample
+from outrider_client.bench.samples import Mode
 from outrider_client.bench.session import make_plan
 from outrider_client.cli.bench import EXIT_DIFFERENT, _verdict
 from outrider_client.client import Message
 from outrider_client.connection import Connection
+from outrider_client.results import RequestTimes, Result, SpeculationTotals
 from outrider_client.terminal.options import BenchOptions, ClientOptions
 
 PLAIN, TRIE = Mode("plain"), Mode("trie", "remote")
@@ -70,27 +71,27 @@ class Scripted:
         self.conversations: list[Sequence[Message]] = []
         self.tenants: list[str] = []
 
-    async def answer(self, messages: Sequence[Message], max_tokens: int, tenant: str) -> Sample:
+    async def answer(self, messages: Sequence[Message], max_tokens: int, tenant: str) -> Result:
         self._log.append(self._name)
         self.conversations.append(tuple(messages))
         self.tenants.append(tenant)
         if messages[0][1] == "six":
             raise PositionOutOfRange("too long")
-        drafts = self._name != "plain"
-        return Sample(
-            token_ids=self._tokens[:max_tokens],
+        drafted = SpeculationTotals(2, 2, 4, 2, (2, 2), (2, 1), draft_wait_ns=0, fallback_steps=0)
+        plain = SpeculationTotals(4, 0, 0, 0, (), (), draft_wait_ns=0, fallback_steps=0)
+        token_ids = self._tokens[:max_tokens]
+        return Result(
             text=f"answer of {self._name}",
+            token_ids=token_ids,
+            finish_reason=None,
+            stop_token_id=None,
+            stop_string=None,
             prompt_tokens=3,
-            steps=2 if drafts else 4,
-            drafted_tokens=4 if drafts else 0,
-            accepted_tokens=2 if drafts else 0,
-            drafted_by_depth=(2, 2) if drafts else (),
-            accepted_by_depth=(2, 1) if drafts else (),
-            draft_wait=0.0,
-            fallback_steps=0,
-            ttft=0.01,
-            tpot=0.001,
-            duration=0.02,
+            completion_tokens=len(token_ids),
+            speculation=plain if self._name == "plain" else drafted,
+            times=RequestTimes(0.0, 0.0, 0.0),
+            time_to_first_token=0.01,
+            duration=0.013,
         )
 
 
@@ -195,7 +196,7 @@ async def test_cells(prompts: Path) -> None:
     assert set(cell) >= CELL_KEYS
     assert (cell["n"], cell["refused"]) == (4, {"POSITION_OUT_OF_RANGE": 2})
     assert (cell["mean_accepted_length"], cell["acceptance_by_depth"]) == (2.0, [1.0, 0.5])
-    assert cell["ttft_ms"] == {"p50": 10.0, "p95": 10.0} and cell["tpot_ms"]["p95"] == 1.0
+    assert cell["ttft_ms"] == {"p50": 10.0, "p95": 10.0} and cell["tpot_ms"]["p95"] == pytest.approx(1.0)
     assert (cell["identical_to_plain"], cell["compared_outputs"]) == (True, 4)
     spread = cell["tokens_per_second_spread"]
     assert spread["min"] <= cell["tokens_per_second"] <= spread["max"] and len(spread["by_repeat"]) == 2

@@ -18,7 +18,7 @@ from outrider.errors import Loading
 from outrider.settings import DRAFTERS, SECTIONS
 from outrider.v1 import target_pb2
 from outrider_client.cli import main
-from outrider_client.terminal.loading import until_loaded
+from outrider_client.terminal.waiting import until_loaded
 
 
 @pytest.mark.parametrize("words", [["--help"], ["up", "--help"], ["bench", "--help"], ["corpus", "add", "--help"]])

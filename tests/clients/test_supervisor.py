@@ -39,8 +39,15 @@ async def test_ready_then_sigterm(tmp_path: Path) -> None:
 async def test_hangup_reloads_tokens_or_is_a_terminals_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_terminal: bool
 ) -> None:
-    lines, reloaded = Lines(), list[str]()
-    monkeypatch.setattr(Child, "reload", lambda child: reloaded.append(child.name))
+    lines, reloaded, send_signal = Lines(), list[str](), Child.send_signal
+
+    def noted(child: Child, number: signal.Signals) -> None:
+        if number == signal.SIGHUP:
+            reloaded.append(child.name)
+        else:
+            send_signal(child, number)
+
+    monkeypatch.setattr(Child, "send_signal", noted)
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: at_terminal))
     names = ("target", "draft", "gateway")
     target, draft, gateway = (service(name, tmp_path) for name in names)
@@ -220,7 +227,7 @@ async def test_waiting_for_what_never_serves(program: str, error: type[Exception
     await child.start()
     with pytest.raises(error, match="mute"):
         await wait_serving(child, f"unix:{tmp_path}/absent.sock", 1.0 if error is ServiceSlow else SECONDS)
-    child.kill()
+    child.send_signal(signal.SIGKILL)
     await child.wait()
 
 
@@ -233,7 +240,7 @@ from outrider_client.local.process import Child
 async def main():
     child = Child("sleeper", (sys.executable, "-c", "import time; time.sleep(99)"), print)
     await child.start()
-    open({str(pid_file)!r}, "w").write(str(child.pid))
+    open({str(pid_file)!r}, "w").write(str(child._process.pid))
     await asyncio.sleep(99)
 
 asyncio.run(main())

@@ -15,9 +15,8 @@ import pytest
 
 from draft_service.config import DraftConfig, drafter_config
 from outrider.settings import SettingsError, load
-from outrider_client.bench.samples import Sample
 from outrider_client.local.placement import Placement
-from outrider_client.results import TargetInfo
+from outrider_client.results import RequestTimes, Result, SpeculationTotals, TargetInfo
 from outrider_client.terminal.options import TuneOptions
 from outrider_client.tuning.budget import LEAST_PAIRS, Costs, final_seconds, measurable, next_share
 from outrider_client.tuning.candidates import Candidate, known_candidates, parse_candidates
@@ -236,12 +235,12 @@ class ScriptedSide:
     def backend(self, *_: object, **__: object) -> ScriptedSide:
         return self
 
-    async def answer(self, *_: object) -> Sample:
+    async def answer(self, *_: object) -> Result:
         await asyncio.sleep(0.01)
-        return Sample(
-            token_ids=(1, 2), text="ab", prompt_tokens=1, steps=1, drafted_tokens=1, accepted_tokens=1,
-            drafted_by_depth=(1,), accepted_by_depth=(1,), draft_wait=0.0, fallback_steps=0, ttft=0.001, tpot=0.001,
-            duration=0.002,
+        return Result(
+            text="ab", token_ids=(1, 2), finish_reason=None, stop_token_id=None, stop_string=None, prompt_tokens=1,
+            completion_tokens=2, speculation=SpeculationTotals(1, 1, 1, 1, (1,), (1,), 0, 0),
+            times=RequestTimes(0.0, 0.0, 0.0), time_to_first_token=0.001, duration=0.002,
         )  # fmt: skip
 
     async def close(self) -> None: ...

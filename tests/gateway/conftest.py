@@ -38,7 +38,7 @@ class Gateway:
     async def idle(self) -> None:
         """Wait until no answer is being written, or fail after five seconds."""
         async with asyncio.timeout(5):
-            while self.server.application.running:
+            while any(target.running for target in self.server.application.targets.all):
                 await asyncio.sleep(0.005)
             for target in self.targets:
                 await target.idle()

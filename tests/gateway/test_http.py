@@ -268,7 +268,7 @@ async def test_slow_reader_is_waited_for(gateways: Any) -> None:
 async def test_no_more_answers_than_the_limit(gateways: Any) -> None:
     async with gateways(ScriptedEngine(tick=0.01), max_running=2) as gateway:
         running = asyncio.create_task(gateway.http.post("/v1/completions", json={**TEXT, "max_tokens": 100, "n": 2}))
-        while gateway.server.application.running < 2:
+        while sum(target.running for target in gateway.server.application.targets.all) < 2:
             await asyncio.sleep(0.005)
         refused = await gateway.http.post("/v1/completions", json=TEXT)
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")

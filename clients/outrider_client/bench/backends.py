@@ -7,14 +7,14 @@ import contextlib
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from outrider.sampling import SamplingParams
 from outrider.settings import SettingsError
-from outrider_client.bench.samples import Sample
 from outrider_client.client import Client, Message
 from outrider_client.generation import Speculation
-from outrider_client.policy import SINGLE_ATTEMPT
+from outrider_client.results import RequestTimes, Result, SpeculationTotals
 from outrider_client.terminal.options import BenchOptions, ClientOptions
 
 _LINE_LIMIT = 16 * 1024 * 1024
@@ -23,7 +23,7 @@ _LINE_LIMIT = 16 * 1024 * 1024
 class Backend(Protocol):
     """Answers conversations under one mode."""
 
-    async def answer(self, messages: Sequence[Message], max_tokens: int, tenant: str) -> Sample:
+    async def answer(self, messages: Sequence[Message], max_tokens: int, tenant: str) -> Result:
         """One greedy answer for a tenant. Raises `OutriderError` for a conversation that is refused."""
 
 
@@ -40,33 +40,31 @@ class TargetBackend:
         self._speculation = Speculation(enabled=None if speculate else False, max_nodes=max_nodes)
         # Read once, and one connection for all tenants: neither is a part of the answers' times.
         self._token = reach.secret()
-        self._client = Client.connect(
-            address, tls=reach.tls_options(), token=self._token, tenant=reach.tenant, policy=SINGLE_ATTEMPT
-        )
+        self._client = Client(reach.connection(address))
 
     def client(self, tenant: str = "") -> Client:
         """The client for a tenant. With a token, the token determines the tenant."""
         name = self._reach.tenant if self._token else tenant or self._reach.tenant
         return self._client.acting_for(token=self._token, tenant=name)
 
-    async def answer(self, messages: Sequence[Message], max_tokens: int, tenant: str) -> Sample:
+    async def answer(self, messages: Sequence[Message], max_tokens: int, tenant: str) -> Result:
         generation = self.client(self._memory + tenant).generate(
             messages=messages,
             sampling=SamplingParams(max_tokens=max_tokens),
             speculation=self._speculation,
             timeout=self._reach.deadline,
         )
-        return Sample.of(await generation.result())
+        return await generation.result()
 
     async def close(self) -> None:
         await self._client.close()
 
 
+@dataclass
 class TransformersBackend:
     """transformers' `generate` on the same model, in a separate process."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
+    _process: asyncio.subprocess.Process
 
     @classmethod
     async def start(cls, options: BenchOptions) -> TransformersBackend:
@@ -84,20 +82,24 @@ class TransformersBackend:
         await backend._read()
         return backend
 
-    async def answer(self, messages: Sequence[Message], max_tokens: int, tenant: str) -> Sample:  # noqa: ARG002
+    async def answer(self, messages: Sequence[Message], max_tokens: int, tenant: str) -> Result:  # noqa: ARG002
         assert self._process.stdin is not None
-        request = {"messages": [list(message) for message in messages], "max_tokens": max_tokens}
+        request = {"messages": messages, "max_tokens": max_tokens}
         self._process.stdin.write(json.dumps(request).encode() + b"\n")
         await self._process.stdin.drain()
         row = await self._read()
         count = len(row["token_ids"])
-        return Sample(
-            token_ids=tuple(row["token_ids"]),
+        return Result(
             text=row["text"],
+            token_ids=tuple(row["token_ids"]),
+            finish_reason=None,
+            stop_token_id=None,
+            stop_string=None,
             prompt_tokens=row["prompt_tokens"],
-            steps=count,
-            ttft=row["ttft"],
-            tpot=(row["duration"] - row["ttft"]) / (count - 1) if count > 1 else None,
+            completion_tokens=count,
+            speculation=SpeculationTotals(count, 0, 0, 0, (), (), 0, 0),
+            times=RequestTimes(0.0, 0.0, 0.0),
+            time_to_first_token=row["ttft"],
             duration=row["duration"],
         )
 

@@ -10,6 +10,8 @@ from outrider.settings import SettingsError
 from outrider_client.bench.report import ALL_TASKS
 from outrider_client.bench.samples import Mode
 
+# By mode and task.
+_Cells = Mapping[tuple[str, str], Mapping[str, Any]]
 _WIDTH_PER_TASK = 1.25
 _BAR_SPACE = 0.8
 _LEGEND_COLUMNS = 3
@@ -49,32 +51,16 @@ def save_plot(document: Mapping[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _bars(
-    axis: Any,
-    cells: Mapping[tuple[str, str], Mapping[str, Any]],
-    modes: Sequence[str],
-    tasks: Sequence[str],
-    name: str,
-    *,
-    spread: bool,
-) -> None:
+def _bars(axis: Any, cells: _Cells, modes: Sequence[str], tasks: Sequence[str], name: str, *, spread: bool) -> None:
     bar = _BAR_SPACE / len(modes)
     for index, mode in enumerate(modes):
         found = [(at, cells[mode, task]) for at, task in enumerate(tasks) if (mode, task) in cells]
         if not found:
             continue
         heights = [cell[name] or 0.0 for _, cell in found]
-        errors = [_error(cell) for _, cell in found] if spread else []
+        errors = list(zip(*(_error(cell) for _, cell in found), strict=True)) if spread else None
         places = [at - _BAR_SPACE / 2 + bar * (index + 0.5) for at, _ in found]
-        axis.bar(
-            places,
-            heights,
-            bar,
-            label=mode,
-            color=f"C{index}",
-            yerr=list(zip(*errors, strict=True)) if errors else None,
-            error_kw={"linewidth": 0.8},
-        )
+        axis.bar(places, heights, bar, label=mode, color=f"C{index}", yerr=errors, error_kw={"linewidth": 0.8})
     axis.set_xticks(range(len(tasks)), [task.replace("_", "\n") for task in tasks], fontsize=8)
     axis.grid(axis="y", linewidth=0.3)
     axis.set_axisbelow(True)

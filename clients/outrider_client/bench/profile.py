@@ -1,11 +1,11 @@
-"""The time of a target's steps by phase and mode, and the share of drafts that arrive in time, from its metrics, which
-are read before and after every block."""
+"""The time of a target's steps by phase, and the share of drafts in time, from its metrics around every block."""
 
 from __future__ import annotations
 
 import asyncio
 import urllib.request
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from rich import box
 from rich.table import Table
@@ -25,15 +25,17 @@ _COUNTED = {
 }
 _READ_SECONDS = 10.0
 STEPS = "steps"
-# Counters by name, as `parse_phases` returns them.
+# Counters by name.
 Spent = Mapping[str, float]
 
 
-def parse_phases(text: str) -> Spent:
+def _read_page(url: str) -> Spent:
     """Seconds by phase, the number of "steps", and the counters of `_COUNTED`, from a target's metrics page."""
     # Imported here: not part of a client's installation, and needed only for profiles.
     from prometheus_client.parser import text_string_to_metric_families
 
+    with urllib.request.urlopen(url, timeout=_READ_SECONDS) as page:
+        text = page.read().decode()
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -46,18 +48,16 @@ def parse_phases(text: str) -> Spent:
     return found
 
 
+@dataclass
 class StepProfile:
     """Adds up the time that targets spend in each phase, by mode."""
 
-    def __init__(self, pages: Mapping[Mode, str]) -> None:
-        """`pages` has the metrics URL of each mode's target; modes without one are not profiled."""
-        self._pages = pages
-        self.totals: dict[Mode, dict[str, float]] = {}
+    # The metrics URL of each mode's target; modes without one are not profiled.
+    _pages: Mapping[Mode, str]
+    totals: dict[Mode, dict[str, float]] = field(default_factory=dict)
 
     async def read(self, mode: Mode) -> Spent:
-        """The counters of the mode's target now."""
-        url = self._pages.get(mode)
-        return parse_phases(await asyncio.to_thread(_fetch, url)) if url else {}
+        return await asyncio.to_thread(_read_page, self._pages[mode]) if mode in self._pages else {}
 
     async def add(self, mode: Mode, before: Spent) -> None:
         """Add the difference to the counters `before` to this mode's totals."""
@@ -74,9 +74,9 @@ class StepProfile:
                 continue
             phases = {phase: 1e3 * totals.get(phase, 0.0) / steps for phase in PHASES}
             host = phases["plan"] + phases["launch"] + phases["verify"] + phases["commit"]
-            row: dict[str, object] = {"mode": mode.name, "draft_placement": mode.placement or None, "steps": steps}
             shares = {"hit_share": _share(totals, "hits", "misses"), "idle_share": _share(totals, "idle", "busy")}
-            rows.append({**row, **phases, "host": host, **shares})
+            identity = {"mode": mode.name, "draft_placement": mode.placement or None, "steps": steps}
+            rows.append({**identity, **phases, "host": host, **shares})
         return rows
 
 
@@ -84,12 +84,6 @@ def _share(totals: Spent, part: str, rest: str) -> float | None:
     """`part` of `part` and `rest` together, 0 to 1; None where nothing was counted."""
     whole = totals.get(part, 0.0) + totals.get(rest, 0.0)
     return totals.get(part, 0.0) / whole if whole else None
-
-
-def _fetch(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=_READ_SECONDS) as page:
-        text: str = page.read().decode()
-    return text
 
 
 def profile_table(rows: list[dict[str, object]]) -> Table:

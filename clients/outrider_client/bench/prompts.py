@@ -20,11 +20,8 @@ class Prompt:
 
 
 def load_prompts(path: Path, *, limit: int = 0, tasks: Iterable[str] = ()) -> list[Prompt]:
-    """The prompts of a file, grouped by task.
-
-    `tasks` selects tasks. A `limit` takes that many in all, evenly from the tasks, in the file's order. Raises
-    `SettingsError`, which names the line.
-    """
+    """The prompts of a file, grouped by task. `tasks` selects tasks. A `limit` takes that many in all, evenly from the
+    tasks, in the file's order. Raises `SettingsError`, which names the line."""
     by_task: dict[str, list[Prompt]] = {}
     for where, row in json_lines(path, read_text(path)):
         prompt = _parse(where, row)

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from itertools import product, zip_longest
 from typing import Any
 
-from outrider_client.bench.samples import PLAIN, TRANSFORMERS, Block, Mode, Sample
+from outrider_client.bench.samples import PLAIN, TRANSFORMERS, Block, Mode
+from outrider_client.results import Result
 
 SCHEMA = "outrider.bench.v1"
 ALL_TASKS = "all"
@@ -35,46 +36,45 @@ def cells(blocks: Sequence[Block], modes: Sequence[Mode]) -> list[Cell]:
     return found
 
 
-def _cell(mode: Mode, task: str, concurrency: int, blocks: Sequence[Block], plain: dict[_Place, Sample]) -> Cell:
-    samples = [request.sample for block in blocks for request in block.requests if request.sample]
-    rates = [_rate(group) for group in _by_repeat(blocks)]
-    drafted, accepted = (
-        _sum_by_depth(s.drafted_by_depth for s in samples),
-        _sum_by_depth(s.accepted_by_depth for s in samples),
-    )
-    tokens, steps = sum(len(s.token_ids) for s in samples), sum(s.steps for s in samples)
+def _cell(mode: Mode, task: str, concurrency: int, blocks: Sequence[Block], plain: dict[_Place, Result]) -> Cell:
+    requests = [request for block in blocks for request in block.requests]
+    results = [request.result for request in requests if request.result]
+    totals = [result.speculation for result in results]
+    repeats = [[b for b in blocks if b.repeat == repeat] for repeat in sorted({b.repeat for b in blocks})]
+    rates = [_ratio(sum(b.tokens for b in group), sum(b.seconds for b in group)) or 0.0 for group in repeats]
+    drafted = map(sum, zip_longest(*(t.drafted_by_depth for t in totals), fillvalue=0))
+    accepted = map(sum, zip_longest(*(t.accepted_by_depth for t in totals), fillvalue=0))
+    tokens, steps = sum(len(result.token_ids) for result in results), sum(t.steps for t in totals)
     return {
         "mode": mode.name,
         "draft_placement": mode.placement or None,
         "task": task,
         "concurrency": concurrency,
-        "n": len(samples),
-        "refused": _refusals(blocks),
+        "n": len(results),
+        "refused": dict(Counter(request.refusal for request in requests if request.result is None)),
         "tokens": tokens,
         "tokens_per_second": statistics.median(rates),
         "tokens_per_second_spread": {
             "min": min(rates),
             "max": max(rates),
             "by_repeat": rates,
-            "by_block": _quartiles([block.tokens / block.seconds for block in blocks]),
+            "by_block": _percentiles([block.tokens / block.seconds for block in blocks], 25, 50, 75),
         },
         "mean_accepted_length": _ratio(tokens, steps),
         "acceptance_by_depth": [_ratio(a, d) for a, d in zip(accepted, drafted, strict=False)],
-        "drafted_tokens": sum(s.drafted_tokens for s in samples),
-        "accepted_tokens": sum(s.accepted_tokens for s in samples),
-        "fallback_steps": sum(s.fallback_steps for s in samples),
-        "draft_wait_ms_per_step": _ratio(1e3 * sum(s.draft_wait for s in samples), steps),
-        "ttft_ms": _p50_p95([1e3 * s.ttft for s in samples]),
-        "tpot_ms": _p50_p95([1e3 * s.tpot for s in samples if s.tpot is not None]),
+        "drafted_tokens": sum(t.drafted_tokens for t in totals),
+        "accepted_tokens": sum(t.accepted_tokens for t in totals),
+        "fallback_steps": sum(t.fallback_steps for t in totals),
+        "draft_wait_ms_per_step": _ratio(sum(t.draft_wait_ns for t in totals) / 1e6, steps),
+        "ttft_ms": _percentiles([1e3 * result.time_to_first_token for result in results], 50, 95),
+        "tpot_ms": _percentiles([1e3 * each for r in results if (each := r.time_per_output_token) is not None], 50, 95),
         **_identity(mode, blocks, plain),
     }
 
 
 def differing(found: Iterable[Cell]) -> int:
     """The number of outputs that differ from plain ones; without transformers, whose arithmetic differs."""
-    return sum(
-        cell["differing_outputs"] or 0 for cell in found if cell["task"] == ALL_TASKS and cell["mode"] != TRANSFORMERS
-    )
+    return sum(c["differing_outputs"] or 0 for c in found if c["task"] == ALL_TASKS and c["mode"] != TRANSFORMERS)
 
 
 def undrafted(found: Sequence[Cell]) -> list[Mode]:
@@ -87,52 +87,31 @@ def undrafted(found: Sequence[Cell]) -> list[Mode]:
     return [mode for mode, tokens in drafted.items() if not tokens]
 
 
-def _answers(blocks: Iterable[Block]) -> dict[_Place, Sample]:
+def _answers(blocks: Iterable[Block]) -> dict[_Place, Result]:
     return {
-        (block.repeat, block.concurrency, request.prompt_id, request.turn): request.sample
+        (block.repeat, block.concurrency, request.prompt_id, request.turn): request.result
         for block in blocks
         for request in block.requests
-        if request.sample is not None
+        if request.result is not None
     }
 
 
-def _identity(mode: Mode, blocks: Sequence[Block], plain: dict[_Place, Sample]) -> Cell:
+def _identity(mode: Mode, blocks: Sequence[Block], plain: dict[_Place, Result]) -> Cell:
     """Outputs compared with plain ones of the same repeat and concurrency; plain ones with the first plain one."""
-    first: dict[tuple[str, int], Sample] = {}
-    for (_, _, prompt_id, turn), sample in plain.items():
-        first.setdefault((prompt_id, turn), sample)
+    first: dict[tuple[str, int], Result] = {}
+    for (*_, prompt_id, turn), result in plain.items():
+        first.setdefault((prompt_id, turn), result)
     compared = different = 0
-    for (repeat, concurrency, prompt_id, turn), sample in _answers(blocks).items():
-        if mode.name == PLAIN:
-            reference = first.get((prompt_id, turn))
-        else:
-            reference = plain.get((repeat, concurrency, prompt_id, turn))
+    for place, result in _answers(blocks).items():
+        reference = first.get(place[2:]) if mode.name == PLAIN else plain.get(place)
         if reference is not None:
             compared += 1
-            different += reference.token_ids != sample.token_ids
+            different += reference.token_ids != result.token_ids
     return {
         "identical_to_plain": different == 0 if compared else None,
         "differing_outputs": different if compared else None,
         "compared_outputs": compared,
     }
-
-
-def _by_repeat(blocks: Sequence[Block]) -> list[list[Block]]:
-    repeats = sorted({block.repeat for block in blocks})
-    return [[block for block in blocks if block.repeat == repeat] for repeat in repeats]
-
-
-def _rate(blocks: Sequence[Block]) -> float:
-    return _ratio(sum(block.tokens for block in blocks), sum(block.seconds for block in blocks)) or 0.0
-
-
-def _refusals(blocks: Sequence[Block]) -> dict[str, int]:
-    requests = (request for block in blocks for request in block.requests)
-    return dict(Counter(request.refusal for request in requests if request.sample is None))
-
-
-def _sum_by_depth(columns: Iterable[Sequence[int]]) -> list[int]:
-    return [sum(counts) for counts in zip_longest(*columns, fillvalue=0)]
 
 
 def _ratio(over: float, under: float) -> float | None:
@@ -141,14 +120,8 @@ def _ratio(over: float, under: float) -> float | None:
 
 def percentile(values: Sequence[float], share: float) -> float | None:
     """Nearest-rank percentile; None of nothing."""
-    if not values:
-        return None
-    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)] if values else None
 
 
-def _p50_p95(values: Sequence[float]) -> dict[str, float | None]:
-    return {"p50": percentile(values, 0.5), "p95": percentile(values, 0.95)}
-
-
-def _quartiles(values: Sequence[float]) -> dict[str, float | None]:
-    return {"p25": percentile(values, 0.25), "p50": percentile(values, 0.5), "p75": percentile(values, 0.75)}
+def _percentiles(values: Sequence[float], *ranks: int) -> dict[str, float | None]:
+    return {f"p{rank}": percentile(values, rank / 100) for rank in ranks}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import dataclass, field
+from itertools import groupby, product
 
 from outrider.errors import OutriderError
 from outrider_client.bench.backends import Backend
@@ -28,18 +28,17 @@ class Plan:
     prompts: Sequence[Prompt]
     modes: Sequence[Mode]
     concurrency: Sequence[int]
-    repeats: int
     max_tokens: int
-    second_turns: bool
-    isolate: bool
     # Part of this run's tenant names, so that no draft has learnt the prompts in another run.
     run_id: str
+    repeats: int = 1
+    second_turns: bool = False
+    isolate: bool = False
 
     def turns(self, prompt: Prompt) -> int:
         return min(len(prompt.turns), 2) if self.second_turns else 1
 
     def requests(self) -> int:
-        """How many requests will run."""
         per_mode = sum(map(self.turns, self.prompts)) * self.repeats
         return sum(per_mode * sum(1 for mode in self.modes if runs(mode, level)) for level in self.concurrency)
 
@@ -49,23 +48,16 @@ def runs(mode: Mode, concurrency: int) -> bool:
     return mode.name != TRANSFORMERS or concurrency == 1
 
 
+@dataclass
 class Runner:
-    """Runs a plan on the backends of its modes."""
+    """Runs a plan. `on_answer` is called after each answer with what is measured; `profile` reads targets' metrics."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        backends: Mapping[Mode, Backend],
-        on_answer: Callable[[str], None],
-        profile: StepProfile | None = None,
-    ) -> None:
-        """`on_answer` is called after each answer with what is measured; `profile` reads the targets' metrics."""
-        self._plan = plan
-        self._backends = backends
-        self._on_answer = on_answer
-        self._profile = profile or StepProfile({})
-        # First answers by prompt, of the mode that ran first: every mode's second turn builds on them.
-        self._answers: dict[str, str] = {}
+    _plan: Plan
+    _backends: Mapping[Mode, Backend]
+    _on_answer: Callable[[str], None]
+    _profile: StepProfile = field(default_factory=lambda: StepProfile({}))
+    # First answers by prompt, of the mode that ran first: every mode's second turn builds on them.
+    _answers: dict[str, str] = field(default_factory=dict)
 
     async def warm_up(self) -> None:
         """Have every backend compile and allocate before anything is measured."""
@@ -76,10 +68,9 @@ class Runner:
     async def run(self) -> list[Block]:
         """Run every block of every repeat. Raises `ServiceUnreachable` when a target is gone."""
         blocks: list[Block] = []
-        for repeat in range(self._plan.repeats):
-            for concurrency in self._plan.concurrency:
-                for number, prompts in enumerate(self._blocks(concurrency)):
-                    blocks.extend(await self._interleave(prompts, concurrency, repeat, number))
+        for repeat, concurrency in product(range(self._plan.repeats), self._plan.concurrency):
+            for number, prompts in enumerate(self._blocks(concurrency)):
+                blocks.extend(await self._interleave(prompts, concurrency, repeat, number))
         return blocks
 
     def _blocks(self, concurrency: int) -> Iterator[list[Prompt]]:
@@ -92,25 +83,20 @@ class Runner:
     async def _interleave(self, prompts: Sequence[Prompt], concurrency: int, repeat: int, number: int) -> list[Block]:
         modes = [mode for mode in self._plan.modes if runs(mode, concurrency)]
         shift = (number + repeat) % len(modes)
-        blocks = []
+        blocks: list[Block] = []
         for turn in range(max(map(self._plan.turns, prompts))):
-            ready = [
-                prompt
-                for prompt in prompts
-                if turn < self._plan.turns(prompt) and (turn == 0 or prompt.prompt_id in self._answers)
-            ]
+            wanted = [prompt for prompt in prompts if turn < self._plan.turns(prompt)]
+            ready = [prompt for prompt in wanted if turn == 0 or prompt.prompt_id in self._answers]
             if not ready:
                 continue
-            done = [await self._block(mode, ready, turn, concurrency, repeat) for mode in modes[shift:] + modes[:shift]]
-            self._remember(modes[0], done)
-            blocks.extend(done)
+            for mode in modes[shift:] + modes[:shift]:
+                blocks.append(await self._block(mode, ready, turn, concurrency, repeat))
+            if turn == 0:
+                first = next(block for block in blocks if block.mode == modes[0])
+                for request in first.requests:
+                    if request.result is not None:
+                        self._answers.setdefault(request.prompt_id, request.result.text)
         return blocks
-
-    def _remember(self, first: Mode, blocks: Sequence[Block]) -> None:
-        for block in blocks:
-            for request in block.requests:
-                if block.mode == first and request.turn == 0 and request.sample is not None:
-                    self._answers.setdefault(request.prompt_id, request.sample.text)
 
     async def _block(self, mode: Mode, prompts: Sequence[Prompt], turn: int, concurrency: int, repeat: int) -> Block:
         places = asyncio.Semaphore(concurrency)
@@ -136,8 +122,8 @@ class Runner:
         if self._plan.isolate:
             tenant = f"{tenant}-{self._plan.prompts.index(prompt)}"
         try:
-            sample = await self._backends[mode].answer(messages, self._plan.max_tokens, tenant)
+            result = await self._backends[mode].answer(messages, self._plan.max_tokens, tenant)
         except OutriderError as error:
             # For example a prompt longer than the model's context: it is counted, and the rest goes on.
-            return RequestOutcome(prompt.prompt_id, prompt.task, turn, None, error.reason)
-        return RequestOutcome(prompt.prompt_id, prompt.task, turn, sample)
+            return RequestOutcome(prompt.prompt_id, turn, None, error.reason)
+        return RequestOutcome(prompt.prompt_id, turn, result)

@@ -1,4 +1,4 @@
-"""What is measured: one answer, and one block of answers under a mode."""
+"""What is measured: blocks of answers, each under one mode."""
 
 from __future__ import annotations
 
@@ -27,51 +27,12 @@ class Mode:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """One answer. Times are seconds on the client's clock; `tpot` is None for answers of one token."""
-
-    token_ids: tuple[int, ...]
-    text: str
-    prompt_tokens: int
-    steps: int
-    ttft: float
-    tpot: float | None
-    duration: float
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    drafted_by_depth: tuple[int, ...] = ()
-    accepted_by_depth: tuple[int, ...] = ()
-    draft_wait: float = 0.0
-    fallback_steps: int = 0
-
-    @classmethod
-    def of(cls, result: Result) -> Sample:
-        totals = result.speculation
-        return cls(
-            token_ids=result.token_ids,
-            text=result.text,
-            prompt_tokens=result.prompt_tokens,
-            steps=totals.steps,
-            drafted_tokens=totals.drafted_tokens,
-            accepted_tokens=totals.accepted_tokens,
-            drafted_by_depth=totals.drafted_by_depth,
-            accepted_by_depth=totals.accepted_by_depth,
-            draft_wait=totals.draft_wait_ns / 1e9,
-            fallback_steps=totals.fallback_steps,
-            ttft=result.time_to_first_token,
-            tpot=result.time_per_output_token,
-            duration=result.duration,
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class RequestOutcome:
-    """One request of the plan and its outcome: a sample, or the reason of its refusal."""
+    """One request of the plan and its outcome: a result, or the reason of its refusal."""
 
     prompt_id: str
-    task: str
     turn: int
-    sample: Sample | None
+    result: Result | None
     refusal: str = ""
 
 
@@ -88,4 +49,4 @@ class Block:
 
     @property
     def tokens(self) -> int:
-        return sum(len(request.sample.token_ids) for request in self.requests if request.sample)
+        return sum(len(request.result.token_ids) for request in self.requests if request.result)

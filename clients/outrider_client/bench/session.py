@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import datetime
 import secrets
 import shlex
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,7 @@ def make_plan(options: BenchOptions) -> Plan:
         raise SettingsError("--prompts is needed: a JSONL file with id, task and turns")
     if options.profile and options.target:
         raise SettingsError("--profile reads the metrics of targets that are started for it: leave --target out")
-    problem = address_problem(options.target) if options.target else None
-    if problem is not None:
+    if options.target and (problem := address_problem(options.target)):
         raise SettingsError(f"--target: {problem}")
     prompts = load_prompts(Path(options.prompts), limit=options.limit, tasks=comma_words(options.tasks))
     return Plan(
@@ -78,75 +77,51 @@ def _modes(options: BenchOptions) -> list[Mode]:
     return modes
 
 
+@dataclass
 class Session:
-    """The backends of a plan. Leaving the `async with` block ends what was started for it."""
+    """The backends of a plan. `note` is called with what is being waited for; what is started ends with `leave`."""
 
-    def __init__(self, options: BenchOptions, reach: ClientOptions, note: Note) -> None:
-        """`note` is called with what is being waited for."""
-        self._options = options
-        self._reach = reach
-        self._note = note
-        self._exit = contextlib.AsyncExitStack()
-        self._targets: dict[Mode, str] = {}
-        self._drafts: dict[str, str] = {}
-        self._stack: Stack | None = None
-        self.backends: dict[Mode, Backend] = {}
-        self.info: TargetInfo | None = None
-        # URLs of the metrics of the modes' targets, when profiling.
-        self.pages: dict[Mode, str] = {}
-
-    async def __aenter__(self) -> Session:
-        return self
-
-    async def __aexit__(self, *error: Any) -> None:
-        # With the error, so that the stack can raise its cause.
-        await self._exit.__aexit__(*error)
+    _options: BenchOptions
+    _reach: ClientOptions
+    _note: Note
+    _leave: AsyncExitStack
+    _drafts: dict[str, str] = field(default_factory=dict)
+    _stack: Stack | None = None
+    backends: dict[Mode, Backend] = field(default_factory=dict)
+    info: TargetInfo | None = None
+    # URLs of the metrics of the modes' targets, when profiling.
+    pages: dict[Mode, str] = field(default_factory=dict)
 
     async def start(self, modes: Sequence[Mode]) -> None:
-        """Start or find a backend for every mode. Plain answers come from the first drafter's own target.
-
-        One after another, since a target times its own steps when it starts. Raises `SettingsError`,
-        `ServiceFailed`, or what a call raises.
-        """
+        """Start or find a backend for every mode; plain answers come from the first drafter's own target. One after
+        another, since a target times its own steps when it starts. Raises `SettingsError`, or as calls do."""
+        running, targets = self._options.target, dict[Mode, str]()
         for mode in modes:
             if mode.drafts:
-                self.backends[mode] = await self._target_backend(await self._target(mode), True)
+                address = targets[mode] = running or await self._start_target(mode)
+                info = await self._add_backend(mode, address)
+                if running and not _is_drafter_of(mode, info.drafter):
+                    raise SettingsError(f"the target's drafter is {info.drafter or 'none'}, not {mode.name}")
         for mode in modes:
             if mode.name == PLAIN:
-                first = next(iter(self._targets), mode)
-                address = self._targets.get(first) or await self._target(mode)
+                first = next(iter(targets), mode)
+                await self._add_backend(mode, targets.get(first) or running or await self._start_target(mode))
                 self.pages |= {mode: self.pages[first]} if first in self.pages else {}
-                self.backends[mode] = await self._target_backend(address, False)
             elif mode.name == TRANSFORMERS:
                 self._note("loading the model for transformers")
-                loop = await TransformersBackend.start(self._options)
-                self._exit.push_async_callback(loop.close)
-                self.backends[mode] = loop
+                loop = self.backends[mode] = await TransformersBackend.start(self._options)
+                self._leave.push_async_callback(loop.close)
 
-    async def _target_backend(self, address: str, speculate: bool) -> TargetBackend:
-        backend = TargetBackend(self._reach, address, speculate)
-        self._exit.push_async_callback(backend.close)
-        if self.info is None:
-            self.info = await backend.client().info()
-        return backend
-
-    async def _target(self, mode: Mode) -> str:
-        if self._options.target:
-            await self._check_drafter(mode)
-            address = self._options.target
-        else:
-            address = await self._start_target(mode)
-        self._targets[mode] = address
-        return address
-
-    async def _check_drafter(self, mode: Mode) -> None:
-        info = await (await self._target_backend(self._options.target, False)).client().info()
-        if mode.drafts and not _is_drafter_of(mode, info.drafter):
-            raise SettingsError(f"the target's drafter is {info.drafter or 'none'}, not {mode.name}")
+    async def _add_backend(self, mode: Mode, address: str) -> TargetInfo:
+        """A backend for the mode. Returns the description of the first target."""
+        backend = self.backends[mode] = TargetBackend(self._reach, address, mode.drafts)
+        self._leave.push_async_callback(backend.close)
+        self.info = self.info or await backend.client().info()
+        return self.info
 
     async def _start_target(self, mode: Mode) -> str:
         if self._stack is None:
-            self._stack = await self._exit.enter_async_context(private_stack())
+            self._stack = await self._leave.enter_async_context(private_stack())
         stack, options = self._stack, self._options
         flags = ["--model", options.model, "--dtype", options.dtype, "--device", options.device]
         if mode.placement == "inprocess":
@@ -154,9 +129,8 @@ class Session:
         elif mode.drafts:
             if mode.name not in self._drafts:
                 self._note(f"starting a draft service with {mode.name}")
-                self._drafts[mode.name] = await stack.start(
-                    f"draft-{mode.name}", "draft_service", "--drafter", mode.name, *flag_words(options.draft_flags)
-                )
+                words = ("--drafter", mode.name, *flag_words(options.draft_flags))
+                self._drafts[mode.name] = await stack.start(f"draft-{mode.name}", "draft_service", *words)
             flags += ["--draft", self._drafts[mode.name]]
         self._note(f"starting a target for {mode.label}")
         if options.profile:
@@ -172,41 +146,30 @@ class Session:
         return address
 
 
-@contextlib.asynccontextmanager
-async def open_session(options: BenchOptions, reach: ClientOptions, plan: Plan, note: Note) -> AsyncIterator[Session]:
-    """A session whose backends are up and warm."""
-    async with Session(options, reach, note) as session:
+async def measure(bench: BenchOptions, reach: ClientOptions, plan: Plan, note: Note, on_answer: Note) -> dict[str, Any]:
+    """Start what the plan needs, run it, and return the figures. `on_answer` is called with what is measured."""
+    async with AsyncExitStack() as leave:
+        session = Session(bench, reach, note, leave)
         await session.start(plan.modes)
+        profile = StepProfile(session.pages)
+        runner = Runner(plan, session.backends, on_answer, profile)
         note("warming up")
-        await Runner(plan, session.backends, lambda _: None).warm_up()
-        yield session
-
-
-async def measure(
-    options: BenchOptions, plan: Plan, session: Session, on_answer: Callable[[str], None]
-) -> dict[str, Any]:
-    """Run the plan and return the document of figures."""
-    begun = datetime.datetime.now(datetime.UTC)
-    profile = StepProfile(session.pages)
-    blocks = await Runner(plan, session.backends, on_answer, profile).run()
-    assert session.info is not None
+        await runner.warm_up()
+        begun = datetime.datetime.now(datetime.UTC)
+        blocks = await runner.run()
+        seconds = (datetime.datetime.now(datetime.UTC) - begun).total_seconds()
+    info = session.info
     return {
         "schema": SCHEMA,
         "started_at": begun.isoformat(timespec="seconds"),
-        "seconds": (datetime.datetime.now(datetime.UTC) - begun).total_seconds(),
+        "seconds": seconds,
         "machine": describe_machine(),
         "versions": describe_versions(),
         "commit": describe_commit(),
         "command": shlex.join(["outrider", *sys.argv[1:]]),
-        "arguments": dataclasses.asdict(options),
-        "target": {
-            "model": session.info.model,
-            "dtype": session.info.dtype,
-            "page_size": session.info.page_size,
-            "max_rows": session.info.max_rows,
-            "version": session.info.version,
-        },
+        "arguments": asdict(bench),
+        "target": {name: getattr(info, name) for name in ("model", "dtype", "page_size", "max_rows", "version")},
         "prompts": len(plan.prompts),
         "results": cells(blocks, plan.modes),
-        **({"ms_per_step": profile.per_step()} if options.profile else {}),
+        **({"ms_per_step": profile.per_step()} if bench.profile else {}),
     }

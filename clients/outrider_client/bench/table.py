@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from rich import box
@@ -24,9 +25,7 @@ class _Column:
 
 def figures_table(document: Mapping[str, Any], width: int) -> Table:
     """One row per task, concurrency and mode, for a terminal of this width; `x plain` compares tokens per second.
-
-    `spread` is least to most over repeats, or the quartiles over blocks of requests where there is one repeat.
-    """
+    `spread` is least to most over repeats, or the quartiles over blocks of requests where there is one repeat."""
     target = document["target"]
     title = f"{target['model']}, {target['dtype']}, {document['prompts']} prompts"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
@@ -35,24 +34,13 @@ def figures_table(document: Mapping[str, Any], width: int) -> Table:
     columns = [column for column in _COLUMNS if width >= _WIDE or not column.wide_only]
     for column in columns:
         table.add_column(column.name, justify="right", no_wrap=True)
-    for rows in _sections(document["results"]):
+    for (task, concurrency), cells in groupby(document["results"], lambda cell: (cell["task"], cell["concurrency"])):
         table.add_section()
-        for number, cell in enumerate(rows):
-            shown = ("", "") if number else (cell["task"], str(cell["concurrency"]))
-            table.add_row(*shown, _mode(cell), *(column.show(cell) for column in columns))
+        for number, cell in enumerate(cells):
+            shown = ("", "") if number else (task, str(concurrency))
+            mode = f"{cell['mode']} {cell['draft_placement'] or ''}".rstrip()
+            table.add_row(*shown, mode, *(column.show(cell) for column in columns))
     return table
-
-
-def _sections(results: Sequence[Cell]) -> list[list[Cell]]:
-    sections: dict[tuple[str, int], list[Cell]] = {}
-    for cell in results:
-        sections.setdefault((cell["task"], cell["concurrency"]), []).append(cell)
-    return list(sections.values())
-
-
-def _mode(cell: Cell) -> str:
-    placement = f" {cell['draft_placement']}" if cell["draft_placement"] else ""
-    return f"{cell['mode']}{placement}"
 
 
 def _count(cell: Cell) -> str:

@@ -31,33 +31,25 @@ class _FirstToken(BaseStreamer):  # type: ignore[misc]
         if self.calls == 2:
             self.at = time.perf_counter()
 
-    def end(self) -> None:
-        return None
+    def end(self) -> None: ...
 
 
-class _Loop:
-    def __init__(self, folder: str, dtype: str, device: str) -> None:
-        self._device = device
-        self._tokenizer = AutoTokenizer.from_pretrained(folder)
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device).eval()
-
-    def answer(self, messages: list[dict[str, str]], max_tokens: int) -> dict[str, object]:
-        begun = time.perf_counter()
-        inputs = self._tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-        ).to(self._device)
-        first = _FirstToken()
-        output = self._model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False, streamer=first)
-        ended = time.perf_counter()
-        prompt_tokens = inputs["input_ids"].shape[1]
-        token_ids = output[0, prompt_tokens:].tolist()
-        return {
-            "token_ids": token_ids,
-            "text": self._tokenizer.decode(token_ids, skip_special_tokens=True),
-            "prompt_tokens": prompt_tokens,
-            "ttft": first.at - begun,
-            "duration": ended - begun,
-        }
+def _answer(model: Any, tokenizer: Any, messages: list[dict[str, str]], max_tokens: int) -> dict[str, object]:
+    begun = time.perf_counter()
+    wanted = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+    inputs = tokenizer.apply_chat_template(messages, **wanted).to(model.device)
+    first = _FirstToken()
+    output = model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False, streamer=first)
+    ended = time.perf_counter()
+    prompt_tokens = inputs["input_ids"].shape[1]
+    token_ids = output[0, prompt_tokens:].tolist()
+    return {
+        "token_ids": token_ids,
+        "text": tokenizer.decode(token_ids, skip_special_tokens=True),
+        "prompt_tokens": prompt_tokens,
+        "ttft": first.at - begun,
+        "duration": ended - begun,
+    }
 
 
 def main() -> int:
@@ -68,12 +60,14 @@ def main() -> int:
     arguments = parser.parse_args()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    loop = _Loop(str(model_path(arguments.model)), arguments.dtype, arguments.device)
+    folder, dtype = str(model_path(arguments.model)), getattr(torch, arguments.dtype)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(arguments.device).eval()
     _write({"ready": True})
     for line in sys.stdin:
         request = json.loads(line)
         messages = [{"role": role, "content": content} for role, content in request["messages"]]
-        _write(loop.answer(messages, request["max_tokens"]))
+        _write(_answer(model, tokenizer, messages, request["max_tokens"]))
     return 0
 
 

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from outrider import __version__
 from outrider.command_line import CommandParser
@@ -15,7 +16,6 @@ from outrider_client.local.roles import missing_for
 _DESCRIPTION = """\
 Lossless speculative decoding over gRPC: a draft service guesses ahead, a target service checks whole trees of
 guesses in one pass and generates exactly what it would have generated alone, only sooner."""
-
 _EPILOG = """\
 start here:
   outrider demo                          see it work: a real model, drafted and own tokens in colours, the proof
@@ -46,38 +46,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = CommandParser(
-        prog="outrider",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    shape: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    parser = CommandParser(prog="outrider", description=_DESCRIPTION, epilog=_EPILOG, **shape)
     parser.add_argument("--version", action="version", version=f"outrider {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
+    named = {command.name: command for command in COMMANDS}
     parsers = {}
     for command in COMMANDS:
-        own = commands.add_parser(
-            command.name,
-            help=command.summary,
-            description=command.description,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-            add_help=command.module is None,
+        own = parsers[command.name] = commands.add_parser(
+            command.name, help=command.summary, description=command.description, add_help=not command.module, **shape
         )
-        parsers[command.name] = own
         command.set_up(own)
     # Before parsing: a service parses its own flags, --help among them.
-    service = next((command for command in COMMANDS if command.module and words[:1] == [command.name]), None)
-    if service is not None:
-        message = missing_for(service.needs) if service.needs else None
-        if message:
+    service = named.get(words[0]) if words else None
+    if service is not None and service.module:
+        if service.needs and (message := missing_for(service.needs)):
             sys.stderr.write(f"error: {message}\n")
             return 1
-        os.execv(sys.executable, [sys.executable, "-m", str(service.module), *words[1:]])
+        os.execv(sys.executable, [sys.executable, "-m", service.module, *words[1:]])
     arguments, unknown = parser.parse_known_args(words)
     if unknown:
         # By the command's own parser, which prints the usage of the command.
         parsers[arguments.command].error(f"no such flag or argument: {' '.join(unknown)}")
-    command = next(command for command in COMMANDS if command.name == arguments.command)
-    return run_command(command, parsers[command.name], arguments)
+    return run_command(named[arguments.command], parsers[arguments.command], arguments)

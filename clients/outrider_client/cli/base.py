@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,8 +14,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from outrider.errors import OutriderError
+from outrider.runtime import run
 from outrider.settings import SettingsError, add_flags, load, settings_file
-from outrider_client.failures import SPEAKS_HTTP, ServiceUnreachable, TlsProblem
+from outrider.unreachable import SPEAKS_HTTP, TlsProblem
+from outrider_client.failures import ServiceUnreachable
 from outrider_client.local.roles import missing_for
 from outrider_client.local.stack import ServiceFailed
 
@@ -43,14 +45,14 @@ def _not_run(_: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Command:
-    """One command. With a `module`, everything after its name is passed to `python -m module`. `needs` is the extra of
-    the package that it requires. `settings` are classes for `options`, each setting a flag; `add_flags` adds other
-    flags. `service` is the one that it calls, if any: target or draft."""
+    """One command. `run` is a function or a coroutine's; with a `module`, everything after the name is passed to
+    `python -m module`. `needs` is the extra of the package that it requires. `settings` are classes for `options`, each
+    setting a flag; `add_flags` adds other flags. `service` is the one that it calls, if any: target or draft."""
 
     name: str
     summary: str
     description: str = ""
-    run: Callable[[argparse.Namespace], int] = _not_run
+    run: Callable[[argparse.Namespace], int | Coroutine[Any, Any, int]] = _not_run
     settings: tuple[type[Any], ...] = ()
     add_flags: Callable[[argparse.ArgumentParser], None] = lambda _: None
     module: str | None = None
@@ -58,7 +60,6 @@ class Command:
     service: str = "target"
 
     def set_up(self, parser: argparse.ArgumentParser) -> None:
-        """Add all flags to its parser."""
         if self.settings:
             add_config_flag(parser)
         self.add_flags(parser)
@@ -76,18 +77,8 @@ def options(kind: type[Options], section: str, arguments: argparse.Namespace) ->
     return load(kind, section, arguments, os.environ, settings_file(arguments))
 
 
-def check_installed(command: Command) -> None:
-    """Raises `CommandFailed` where what the command needs is not installed."""
-    message = missing_for(command.needs) if command.needs else None
-    if message:
-        raise CommandFailed(message)
-
-
 def make_folders_of(*paths: str) -> None:
-    """Create the parent folders of output files, before hours of measuring; empty paths are skipped.
-
-    Raises `SettingsError` where that fails.
-    """
+    """Create the parent folders of output files, before hours of measuring. Raises `SettingsError` where that fails."""
     for path in filter(None, paths):
         try:
             Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
@@ -115,8 +106,7 @@ def advice(error: ServiceUnreachable) -> str:
 
 
 def failure_line(error: OutriderError, service: str = "target") -> str:
-    """The message for an error of a service, with the facts that it sent; or for a server that is not the expected
-    `service`, target or draft."""
+    """The message for an error of a service, with the facts that it sent, or for a server that is no such `service`."""
     if error.metadata.get("code") == _NO_METHOD:
         return wrong_service(service, f"it does not have this call ({_NO_METHOD})")
     # The message begins with the field's name already.
@@ -135,8 +125,10 @@ def wrong_service(service: str, why: str) -> str:
 def run_command(command: Command, parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     """Run a command; its failures become a message and an exit status."""
     try:
-        check_installed(command)
-        return command.run(arguments)
+        if command.needs and (message := missing_for(command.needs)):
+            raise CommandFailed(message)
+        status = command.run(arguments)
+        return status if isinstance(status, int) else run(status)
     except SettingsError as error:
         parser.error(str(error))
     except OutriderError as error:

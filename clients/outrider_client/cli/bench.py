@@ -8,20 +8,20 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 
 from outrider.runtime import run
 from outrider_client.bench.plot import require_matplotlib, save_plot
 from outrider_client.bench.profile import profile_table
 from outrider_client.bench.report import differing, undrafted
-from outrider_client.bench.session import make_plan, measure, open_session
+from outrider_client.bench.session import make_plan, measure
 from outrider_client.bench.table import figures_table
 from outrider_client.cli.base import Command, error_console, make_folders_of, options, table_console
 from outrider_client.terminal.options import AccessOptions, BenchOptions, ClientOptions, flag_words
 from outrider_client.terminal.waiting import ProgressBar
 
 EXIT_DIFFERENT = 3
+# Between the lines about answers where there is no bar.
 _LINE_SECONDS = 30.0
 _DESCRIPTION = """\
 Measures modes against each other on the prompts of a file. Modes take turns within every block of prompts, so that
@@ -57,33 +57,26 @@ def _run(arguments: argparse.Namespace) -> int:
 
 async def _bench(bench: BenchOptions, reach: ClientOptions) -> dict[str, Any]:
     plan = make_plan(bench)
-    with _Watcher(error_console(), plan.requests()) as watcher:
-        async with open_session(bench, reach, plan, watcher.waits_for) as session:
-            return await measure(bench, plan, session, watcher.answered)
+    total, answers, line_at = plan.requests(), 0, time.monotonic()
+    with ProgressBar(error_console(), total, MofNCompleteColumn(), TimeRemainingColumn()) as bar:
 
+        def log(line: str) -> None:
+            nonlocal line_at
+            line_at = time.monotonic()
+            bar.line(line)
 
-class _Watcher(ProgressBar):
-    """Shows what is measured: after each answer in a terminal, else a line every `_LINE_SECONDS`."""
+        def waits_for(what: str) -> None:
+            bar.show(what)
+            log(f"{what} ...")
 
-    def __init__(self, console: Console, total: int) -> None:
-        super().__init__(console, total, MofNCompleteColumn(), TimeRemainingColumn())
-        self._total = total
-        self._answers = 0
-        self._line_at = time.monotonic()
+        def answered(where: str) -> None:
+            nonlocal answers
+            answers += 1
+            bar.show(where, completed=answers)
+            if time.monotonic() - line_at > _LINE_SECONDS:
+                log(f"{answers} of {total} answers: {where}")
 
-    def waits_for(self, what: str) -> None:
-        self.show(what)
-        self._log(f"{what} ...")
-
-    def answered(self, where: str) -> None:
-        self._answers += 1
-        self.show(where, completed=self._answers)
-        if time.monotonic() - self._line_at > _LINE_SECONDS:
-            self._log(f"{self._answers} of {self._total} answers: {where}")
-
-    def _log(self, line: str) -> None:
-        self._line_at = time.monotonic()
-        self.line(line)
+        return await measure(bench, reach, plan, waits_for, answered)
 
 
 def _verdict(document: dict[str, Any]) -> int:

@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.markup import escape
 
 from outrider.errors import DeadlineExceeded, Draining, EngineDead, Loading, OutriderError
-from outrider.runtime import run
 from outrider_client.cli.base import Command, failure_line, options
 from outrider_client.cli.generate import summary, warn_of_refusal
 from outrider_client.client import Client, Message
@@ -22,10 +21,9 @@ from outrider_client.failures import ServiceUnreachable
 from outrider_client.local.models import Tokenizer, find_tokenizer
 from outrider_client.results import Chunk, Result
 from outrider_client.terminal.lines import History, LineReader, history_path
-from outrider_client.terminal.loading import until_loaded
 from outrider_client.terminal.options import ClientOptions, GenerateOptions
 from outrider_client.terminal.painting import Painter, coloured, legend
-from outrider_client.terminal.waiting import waiting
+from outrider_client.terminal.waiting import until_loaded, waiting
 from outrider_client.terminal.wrapping import Part, WordWrap
 
 _COMMANDS = (
@@ -49,13 +47,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", default="", metavar="TEXT", help="system message of the conversation")
 
 
-def _run(arguments: argparse.Namespace) -> int:
+async def _run(arguments: argparse.Namespace) -> int:
     reach = options(ClientOptions, "client", arguments)
     wanted = options(GenerateOptions, "generate", arguments)
-    return run(_chat(reach, wanted, arguments.system))
-
-
-async def _chat(reach: ClientOptions, wanted: GenerateOptions, system: str) -> int:
     console = Console(highlight=False)
     async with Client(reach.connection(reach.target)) as client:
         info = await until_loaded(client, console, reach.deadline)
@@ -66,7 +60,7 @@ async def _chat(reach: ClientOptions, wanted: GenerateOptions, system: str) -> i
         tokenizer = await asyncio.to_thread(find_tokenizer, info.model)
         path = history_path()
         reader = LineReader(History(path) if path else None)
-        await Conversation(client, console, reader, wanted, reach.deadline, tokenizer, system).run()
+        await Conversation(client, console, reader, wanted, reach.deadline, tokenizer, arguments.system).run()
     return 0
 
 
@@ -133,10 +127,8 @@ class Conversation:
                 await self._turn()
 
     def _read_line(self) -> str | None:
-        """A line from the user; None at the end of input or after Ctrl-C.
-
-        It blocks the event loop, which is idle then; a thread could not be interrupted by Ctrl-C.
-        """
+        """A line from the user; None at the end of input or after Ctrl-C. It blocks the event loop, which is idle then;
+        a thread could not be interrupted by Ctrl-C."""
         self.console.print()
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:

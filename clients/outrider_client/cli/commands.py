@@ -1,6 +1,5 @@
 """The commands of `outrider`, in the order of its help."""
 
-from outrider_client.cli.base import Command
 from outrider_client.cli.bench import BENCH
 from outrider_client.cli.chat import CHAT
 from outrider_client.cli.corpus import CORPUS
@@ -13,21 +12,7 @@ from outrider_client.cli.services import DRAFT, GATEWAY, MODEL, TARGET, TRAIN_HE
 from outrider_client.cli.tune import TUNE
 from outrider_client.cli.weights import WEIGHTS
 
-COMMANDS: tuple[Command, ...] = (
-    DEMO,
-    UP,
-    CHAT,
-    GENERATE,
-    BENCH,
-    TUNE,
-    HEALTH,
-    INFO,
-    MODEL,
-    HEAD,
-    CORPUS,
-    WEIGHTS,
-    TARGET,
-    DRAFT,
-    GATEWAY,
-    TRAIN_HEAD,
+COMMANDS = (
+    *(DEMO, UP, CHAT, GENERATE, BENCH, TUNE, HEALTH, INFO),
+    *(MODEL, HEAD, CORPUS, WEIGHTS, TARGET, DRAFT, GATEWAY, TRAIN_HEAD),
 )

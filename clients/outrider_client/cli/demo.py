@@ -6,29 +6,20 @@ import argparse
 
 from rich.console import Console
 
-from outrider.runtime import run
 from outrider_client.cli.base import Command, CommandFailed, error_console, options
 from outrider_client.terminal.options import DemoOptions
 
 EXIT_DIFFERENT = 3
 
 
-def _run(arguments: argparse.Namespace) -> int:
-    return run(_demo(options(DemoOptions, "demo", arguments)))
-
-
-async def _demo(demo: DemoOptions) -> int:
+async def _run(arguments: argparse.Namespace) -> int:
     # Imported here: services and trace receiver are not part of a client's installation.
-    from outrider_client.demo.run import DraftNotFound, pull_model, run_demo
+    from outrider_client.demo.run import pull_model, run_demo
 
-    status = await pull_model(demo.model)
-    if status != 0:
+    demo = options(DemoOptions, "demo", arguments)
+    if await pull_model(demo.model) != 0:
         raise CommandFailed(f"cannot get the model {demo.model}")
-    try:
-        identical = await run_demo(demo, Console(highlight=False))
-    except DraftNotFound as error:
-        raise CommandFailed(str(error)) from error
-    if not identical:
+    if not await run_demo(demo, Console(highlight=False)):
         error_console().print("[bold red]the outputs differ, in fp32, where they must not[/]")
         return EXIT_DIFFERENT
     return 0

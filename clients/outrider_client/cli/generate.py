@@ -19,9 +19,9 @@ from outrider_client.client import Client, Message
 from outrider_client.generation import Generation
 from outrider_client.local.models import find_tokenizer
 from outrider_client.results import Result
-from outrider_client.terminal.loading import until_loaded
 from outrider_client.terminal.options import ClientOptions, GenerateOptions
 from outrider_client.terminal.painting import Painter
+from outrider_client.terminal.waiting import until_loaded
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
@@ -120,11 +120,12 @@ def warn_of_refusal(result: Result, wanted: GenerateOptions) -> None:
 
 def result_as_json(result: Result) -> dict[str, object]:
     """A result as JSON types, derived figures included."""
-    document = dataclasses.asdict(result)
-    document["finish_reason"] = result.finish_reason.value if result.finish_reason else None
-    document["tokens_per_second"] = result.tokens_per_second
-    document["mean_accepted_length"] = result.mean_accepted_length
-    return document
+    return {
+        **dataclasses.asdict(result),
+        "finish_reason": result.finish_reason.value if result.finish_reason else None,
+        "tokens_per_second": result.tokens_per_second,
+        "mean_accepted_length": result.mean_accepted_length,
+    }
 
 
 def text_of(path: Path) -> str:

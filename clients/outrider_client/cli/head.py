@@ -6,15 +6,14 @@ import argparse
 
 from rich.console import Console
 
-from outrider.heads import ShippedHead, shipped_heads
+from outrider.heads import shipped_heads
 from outrider_client.cli.base import Command, CommandFailed
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action", required=True)
     actions.add_parser("list", help="heads that come with Outrider, and for which models", allow_abbrev=False)
-    path = actions.add_parser("path", help="print the folder of one", allow_abbrev=False)
-    path.add_argument("name")
+    actions.add_parser("path", help="print the folder of one", allow_abbrev=False).add_argument("name")
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -28,16 +27,12 @@ def _run(arguments: argparse.Namespace) -> int:
         out.print(str(folder), markup=False)
         return 0
     for head in heads:
-        out.print(_line(head), markup=False)
+        length, target = head.accepted_length, head.target or "a model that it does not name"
+        recorded = f", {length:.2f} tokens a step on its target's own text" if length is not None else ""
+        out.print(f"{head.name}  for {target}, {head.megabytes:.0f} MB{recorded}", markup=False)
     if not heads:
         out.print("no head in this installation; `outrider train-head` makes one")
     return 0
-
-
-def _line(head: ShippedHead) -> str:
-    length = head.accepted_length
-    recorded = f", {length:.2f} tokens a step on its target's own text" if length is not None else ""
-    return f"{head.name}  for {head.target or 'a model that it does not name'}, {head.megabytes:.0f} MB{recorded}"
 
 
 HEAD = Command(

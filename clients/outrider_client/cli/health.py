@@ -8,7 +8,6 @@ from rich.console import Console
 
 from outrider.errors import OutriderError
 from outrider.healthcheck import LIVENESS
-from outrider.runtime import run
 from outrider_client.cli.base import Command, options, wrong_service
 from outrider_client.client import TARGET_SERVICE, Client
 from outrider_client.connection import Connection
@@ -27,19 +26,17 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--live", action="store_true", help="ask whether its process lives, ready for calls or not")
 
 
-def _run(arguments: argparse.Namespace) -> int:
-    return run(_health(options(ClientOptions, "client", arguments), arguments.draft, arguments.live))
-
-
-async def _health(client: ClientOptions, draft_address: str, live: bool) -> int:
-    kind = "draft" if draft_address else "target"
-    address = draft_address or client.target
-    service, describe = (LIVENESS, _describe_process) if live else _SERVICES[kind]
-    console, connection = Console(highlight=False), client.connection(address)
+async def _run(arguments: argparse.Namespace) -> int:
+    client = options(ClientOptions, "client", arguments)
+    kind = "draft" if arguments.draft else "target"
+    address = arguments.draft or client.target
+    service, describe = (LIVENESS, _describe_process) if arguments.live else _SERVICES[kind]
+    console = Console(highlight=False)
     try:
-        healthy = await connection.serving(service, client.deadline or _SECONDS)
-        state = "SERVING" if healthy else "NOT_SERVING"
-        console.print(f"{address} {state}" + (f"  {await describe(connection)}" if healthy else ""), soft_wrap=True)
+        async with client.connection(address) as connection:
+            healthy = await connection.serving(service, client.deadline or _SECONDS)
+            state = "SERVING" if healthy else "NOT_SERVING"
+            console.print(f"{address} {state}" + (f"  {await describe(connection)}" if healthy else ""), soft_wrap=True)
     except ServiceUnreachable as error:
         console.print(f"{address} UNREACHABLE  {error.cause}", soft_wrap=True, markup=False)
         return 1
@@ -50,8 +47,6 @@ async def _health(client: ClientOptions, draft_address: str, live: bool) -> int:
             message = wrong_service(kind, message)
         console.print(f"{address} {reason}  {message}", soft_wrap=True, markup=False)
         return 1
-    finally:
-        await connection.close()
     return 0 if healthy else 1
 
 
@@ -71,7 +66,6 @@ async def _describe_draft(connection: Connection) -> str:
 
 # For each kind of service, its name in health checks, and what describes one that serves.
 _SERVICES = {"target": (TARGET_SERVICE, _describe_target), "draft": (DRAFT_SERVICE, _describe_draft)}
-
 HEALTH = Command(
     "health",
     "ask whether a service is healthy (exit status 0 if so)",

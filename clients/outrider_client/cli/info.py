@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from outrider.runtime import run
 from outrider_client.cli.base import Command, options
 from outrider_client.client import Client
 from outrider_client.results import TargetInfo
@@ -20,11 +19,8 @@ from outrider_client.terminal.options import ClientOptions
 _PIPED_COLUMNS = 1000
 
 
-def _run(arguments: argparse.Namespace) -> int:
-    return run(_info(options(ClientOptions, "client", arguments)))
-
-
-async def _info(client: ClientOptions) -> int:
+async def _run(arguments: argparse.Namespace) -> int:
+    client = options(ClientOptions, "client", arguments)
     async with Client(client.connection(client.target)) as target:
         info = await target.info(client.deadline)
     table = Table.grid(padding=(0, 2))
@@ -46,7 +42,8 @@ def _lines(address: str, info: TargetInfo) -> Iterator[tuple[str, str]]:
         yield "weights", f"version {info.model_version}"
     if info.device:
         yield "device", f"{info.device}, {info.device_name}" if info.device_name else info.device
-        yield "steps", _steps(info)
+        captured = f"{info.captured_step_sizes} of {info.capturable_step_sizes} sizes of steps are captured"
+        yield "steps", captured if info.capturable_step_sizes else "run eagerly"
     each = f", {info.kv_token_bytes:,} bytes each" if info.kv_token_bytes else ""
     yield "context", f"{info.max_context} tokens a sequence, {info.kv_tokens} in the KV cache{each}"
     yield "drafter", f"{info.drafter or 'none'}, up to {info.max_rows - 1} drafted rows a sequence and step"
@@ -54,12 +51,6 @@ def _lines(address: str, info: TargetInfo) -> Iterator[tuple[str, str]]:
         yield "draft", f"{info.draft}, {'connected' if info.draft_connected else 'not connected'}"
     if info.speculation_reason:
         yield "speculation", f"{'on' if info.speculating else 'off'}: {info.speculation_reason}"
-
-
-def _steps(info: TargetInfo) -> str:
-    if not info.capturable_step_sizes:
-        return "run eagerly"
-    return f"{info.captured_step_sizes} of {info.capturable_step_sizes} sizes of steps are captured"
 
 
 INFO = Command(

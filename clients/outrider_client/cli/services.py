@@ -6,11 +6,11 @@ import argparse
 import os
 import shlex
 import sys
-from typing import NamedTuple
 
 from rich.console import Console
 from rich.text import Text
 
+from outrider.model_store import MODEL_STORE
 from outrider.ports import port_refusal
 from outrider.runtime import run
 from outrider.settings import CONFIG_VARIABLE, SettingsError, settings_file
@@ -18,7 +18,7 @@ from outrider_client.cli.base import Command, CommandFailed, error_console, opti
 from outrider_client.local.mps import TAKE_TURNS, Mps
 from outrider_client.local.placement import Placement, named_settings, place, visible_gpus
 from outrider_client.local.roles import missing_for
-from outrider_client.local.stack import private_directory, service_argv
+from outrider_client.local.stack import given, private_directory, service_argv
 from outrider_client.local.supervisor import ServiceCommand, Supervisor
 from outrider_client.terminal.options import ClientOptions, UpOptions, flag_words
 
@@ -37,14 +37,14 @@ def _up(arguments: argparse.Namespace) -> int:
     console = error_console()
     with private_directory() as directory:
         path = settings_file(arguments)
-        shared = ("--config", str(path)) if path else ()
+        shared = given(config=str(path or ""))
         named = named_settings(os.environ, path)
         placed = place(visible_gpus(), up.drafter, up.model, target_words, draft_words, named)
         host = f"[{up.host}]" if ":" in up.host else up.host
         listen = f"{host}:{up.port}"
 
         def target_with(draft: str) -> ServiceCommand:
-            flags = ("--listen", listen, *_given(draft=draft, model=up.model, dtype=up.dtype))
+            flags = given(listen=listen, draft=draft, model=up.model, dtype=up.dtype)
             argv = service_argv("target_service", *flags, *shared, *placed.target, *target_words)
             # A drafter in its process reads the file that the environment names.
             environment = {CONFIG_VARIABLE: str(path)} if path else {}
@@ -53,8 +53,8 @@ def _up(arguments: argparse.Namespace) -> int:
         draft, alone = None, None
         if up.drafter != "none":
             address = up.draft_listen or f"unix:{directory / 'draft.sock'}"
-            flags = (*_given(drafter=up.drafter), *shared, *placed.draft, *draft_words)
-            draft = ServiceCommand("draft", service_argv("draft_service", "--listen", address, *flags), address)
+            flags = (*given(listen=address, drafter=up.drafter), *shared, *placed.draft, *draft_words)
+            draft = ServiceCommand("draft", service_argv("draft_service", *flags), address)
         # Others may want to reach a draft whose address is named.
         if placed.shared and not up.draft_listen:
             drafter = up.drafter or named["draft", "drafter"]
@@ -62,17 +62,12 @@ def _up(arguments: argparse.Namespace) -> int:
         target = target_with(draft.address if draft else "")
         if alone is not None and not up.mps:
             target, draft = alone, None
-        gateway = _gateway(http, listen, (*shared, *flag_words(up.gateway_flags)))
-        return _supervise(console, _Services(target, draft, gateway, alone), placed, up.mps)
-
-
-class _Services(NamedTuple):
-    """What `outrider up` runs. `alone` is the target with the draft in its process."""
-
-    target: ServiceCommand
-    draft: ServiceCommand | None
-    gateway: ServiceCommand | None
-    alone: ServiceCommand | None
+        gateway = None
+        if http:
+            # It reaches the target by the settings of [client], like every client.
+            flags = (*given(listen=http, target=listen), *shared, *flag_words(up.gateway_flags))
+            gateway = ServiceCommand("gateway", service_argv("outrider_gateway", *flags), http)
+        return _supervise(console, target, draft, gateway, alone, placed, up.mps)
 
 
 def _http_address(http: str) -> str:
@@ -82,31 +77,28 @@ def _http_address(http: str) -> str:
     host, _, port = f"127.0.0.1:{http}".rpartition(":") if http.isdecimal() else http.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise SettingsError(f"--http: {http!r} is neither a port nor HOST:PORT")
-    message = missing_for("gateway")
-    if message:
+    if message := missing_for("gateway"):
         raise CommandFailed(f"--http: {message}")
     _check_free(host.strip("[]"), int(port), "--http")
     return f"{host}:{port}"
 
 
-def _gateway(http: str, target: str, flags: tuple[str, ...]) -> ServiceCommand | None:
-    """The gateway in front of the target, which it reaches by the settings of `[client]`, like every client."""
-    if not http:
-        return None
-    return ServiceCommand(
-        "gateway", service_argv("outrider_gateway", "--listen", http, "--target", target, *flags), http
-    )
-
-
 def _check_free(host: str, port: int, flag: str) -> None:
     """Fail now when the port is taken: the target would load its model first."""
-    refusal = port_refusal(host, port)
-    if refusal is not None:
+    if refusal := port_refusal(host, port):
         raise CommandFailed(f"cannot listen on {host}:{port}: {refusal.strerror}; {flag} takes another")
 
 
-def _supervise(console: Console, services: _Services, placed: Placement, mps: bool) -> int:
-    target, draft, gateway, alone = services
+def _supervise(
+    console: Console,
+    target: ServiceCommand,
+    draft: ServiceCommand | None,
+    gateway: ServiceCommand | None,
+    alone: ServiceCommand | None,
+    placed: Placement,
+    mps: bool,
+) -> int:
+    """Run the services. `alone` is the target with the draft in its process."""
 
     def emit(name: str, line: str) -> None:
         console.print(Text.assemble((f"{name:<8} | ", _COLOURS[name]), line), soft_wrap=True)
@@ -139,11 +131,6 @@ def _beside(draft: ServiceCommand | None, *, in_process: bool) -> str:
     return "with the draft in its process" if in_process else "without a draft"
 
 
-def _given(**flags: str) -> tuple[str, ...]:
-    """Flags with a value; empty ones are left to the service's own settings."""
-    return tuple(word for name, value in flags.items() if value for word in (f"--{name}", value))
-
-
 UP = Command(
     "up",
     "run a draft and a target on this machine, supervised",
@@ -172,6 +159,4 @@ TRAIN_HEAD = Command(
     module="draft_service.training",
     needs="train",
 )
-MODEL = Command(
-    "model", "fetch, list or locate models (see --help)", module="target_service.model.loading.store", needs="target"
-)
+MODEL = Command("model", "fetch, list or locate models (see --help)", module=MODEL_STORE, needs="target")

@@ -9,7 +9,6 @@ import sys
 import time
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import TimeElapsedColumn
 
 from outrider.runtime import run
@@ -19,8 +18,8 @@ from outrider_client.cli.base import Command, error_console, make_folders_of, op
 from outrider_client.terminal.options import TuneOptions, request_counts
 from outrider_client.terminal.waiting import ProgressBar
 from outrider_client.tuning.report import file_comment, save_tuning_plot, sentences, tuning_table
-from outrider_client.tuning.services import Setup, read_setup
-from outrider_client.tuning.session import Tuning, read_prompts, tune
+from outrider_client.tuning.services import read_setup
+from outrider_client.tuning.session import read_prompts, tune
 from outrider_client.tuning.settings_file import to_toml, with_settings
 
 _DESCRIPTION = """\
@@ -46,8 +45,15 @@ def _run(arguments: argparse.Namespace) -> int:
         raise SettingsError(f"--out: {wanted.out} is there already; name another file")
     if wanted.plot:
         require_matplotlib()
-    with _Watcher(error_console(), 60.0 * wanted.minutes) as watcher:
-        tuning = run(tune(setup, loads, prompts, watcher.note))
+    begun = time.monotonic()
+    with ProgressBar(error_console(), 60.0 * wanted.minutes, TimeElapsedColumn()) as bar:
+
+        def note(what: str) -> None:
+            elapsed = time.monotonic() - begun
+            bar.show(what, completed=elapsed)
+            bar.line(f"{elapsed:4.0f} s  {what} ...")
+
+        tuning = run(tune(setup, loads, prompts, note))
     console = table_console()
     console.print(tuning_table(tuning))
     for line in sentences(tuning):
@@ -55,32 +61,13 @@ def _run(arguments: argparse.Namespace) -> int:
     if wanted.plot:
         save_tuning_plot(tuning, Path(wanted.plot))
     if wanted.out:
-        Path(wanted.out).write_text(tuned_file(setup, tuning), encoding="utf-8")
+        # What --config named, what was tuned, and what was chosen.
+        settings = [*setup.identity, *(tuning.chosen.settings if tuning.chosen else ())]
+        when = datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes")
+        comment = file_comment(tuning, when, shlex.join(["outrider", *sys.argv[1:]]))
+        Path(wanted.out).write_text(to_toml(with_settings(setup.document, settings), comment), encoding="utf-8")
         console.print(f"Written: {wanted.out}. `outrider up --config {wanted.out}` serves with it.", markup=False)
     return 0
-
-
-def tuned_file(setup: Setup, tuning: Tuning) -> str:
-    """The settings file: what `--config` named, what was tuned, and what was chosen."""
-    chosen = tuning.chosen
-    settings = [*setup.identity, *(chosen.settings if chosen is not None else ())]
-    when = datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes")
-    comment = file_comment(tuning, when, shlex.join(["outrider", *sys.argv[1:]]))
-    return to_toml(with_settings(setup.document, settings), comment)
-
-
-class _Watcher(ProgressBar):
-    """Shows what is being measured, and how much of the time has passed."""
-
-    def __init__(self, console: Console, seconds: float) -> None:
-        super().__init__(console, seconds, TimeElapsedColumn())
-        self._begun = time.monotonic()
-
-    def note(self, what: str) -> None:
-        """Show what is being done now."""
-        elapsed = time.monotonic() - self._begun
-        self.show(what, completed=elapsed)
-        self.line(f"{elapsed:4.0f} s  {what} ...")
 
 
 TUNE = Command(

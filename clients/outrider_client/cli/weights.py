@@ -7,13 +7,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from outrider.runtime import run
 from outrider.settings import SettingsError, add_flags, unreadable
 from outrider_client.cli.base import Command, CommandFailed, add_config_flag, options
 from outrider_client.client import Client
 from outrider_client.failures import ServiceUnreachable
 from outrider_client.terminal.options import ClientOptions
-from outrider_client.weights import RunningRequests, WeightsUpdated
+from outrider_client.weights import RunningRequests
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
@@ -39,12 +38,14 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add_flags(update, ClientOptions)
 
 
-def _run(arguments: argparse.Namespace) -> int:
+async def _run(arguments: argparse.Namespace) -> int:
     reach = options(ClientOptions, "client", arguments)
-    if bool(arguments.folder) == bool(arguments.files):
+    folder, files, running = arguments.folder, arguments.files, RunningRequests(arguments.running)
+    if bool(folder) == bool(files):
         raise SettingsError("either --folder or files are needed")
     try:
-        done = run(_update(reach, arguments.folder, arguments.files, RunningRequests(arguments.running)))
+        async with Client(reach.connection(reach.target)) as target:
+            done = await target.update_weights(folder=folder, files=files, running=running, timeout=reach.deadline)
     except ServiceUnreachable:
         # Also an `OSError`, but not of a file.
         raise
@@ -57,11 +58,6 @@ def _run(arguments: argparse.Namespace) -> int:
         soft_wrap=True,
     )
     return 0
-
-
-async def _update(reach: ClientOptions, folder: str, files: list[Path], running: RunningRequests) -> WeightsUpdated:
-    async with Client(reach.connection(reach.target)) as target:
-        return await target.update_weights(folder=folder, files=files, running=running, timeout=reach.deadline)
 
 
 WEIGHTS = Command(

@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import secrets
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 from rich.console import Console
@@ -17,13 +16,13 @@ from outrider.heads import head_made_for
 from outrider.model_store import MODEL_STORE
 from outrider.sampling import SamplingParams
 from outrider.telemetry import names as telemetry
-from outrider.telemetry.tracing import set_up_tracing
+from outrider.telemetry.tracing import Tracing, set_up_tracing
 from outrider_client.client import Client, Message
 from outrider_client.demo.show import totals_table, trace_table
 from outrider_client.demo.trace_sink import TraceSink
 from outrider_client.generation import Speculation
 from outrider_client.local.models import find_tokenizer
-from outrider_client.local.stack import Stack, private_stack, wait_for_drafter
+from outrider_client.local.stack import ServiceFailed, Stack, private_stack, wait_for_drafter
 from outrider_client.results import Result
 from outrider_client.terminal.options import DemoOptions
 from outrider_client.terminal.painting import Painter, legend
@@ -61,15 +60,8 @@ class Stack:
 ```"""
 
 
-class DraftNotFound(Exception):
-    """The services run, but the target has no draft to show."""
-
-
 async def pull_model(model: str) -> int:
-    """Fetch a model with the model store, which shows its progress. Returns its exit status.
-
-    Folders need no fetching; hub ids, which have a slash, are fetched by the target.
-    """
+    """Fetch a model with the model store; the target fetches hub ids itself. Returns the store's exit status."""
     if "/" in model or Path(model).is_dir():
         return 0
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", MODEL_STORE, "pull", model)
@@ -77,18 +69,16 @@ async def pull_model(model: str) -> int:
 
 
 async def run_demo(options: DemoOptions, console: Console) -> bool:
-    """Run the demo. Returns whether all outputs were identical. Raises `ServiceFailed`, or what a call raises.
-
-    The trie drafts first, since on a CPU it costs nearly nothing; if Outrider has a head for the model, a second run
-    adds it, and shows its gain and cost in another column.
-    """
+    """Run the demo. Returns whether all outputs were identical. Raises `ServiceFailed`, or what a call raises. The trie
+    drafts first, since on a CPU it costs nearly nothing; if Outrider has a head for the model, a second run adds it,
+    and shows its gain and cost in another column."""
     head = head_made_for(options.model)
-    async with _services(options, console) as running:
+    async with _services(options, console) as (stack, client, sink, tracing):
         tokenizer = await asyncio.to_thread(find_tokenizer, options.model)
 
         async def answer(title: str, speculate: bool = True) -> Result:
             console.print(Rule(title, align="left"))
-            return await _answer(running.client, options, console, Painter(tokenizer), speculate=speculate)
+            return await _answer(client, options, console, Painter(tokenizer), speculate)
 
         console.print(Rule("prompt", align="left"))
         console.print(_QUESTION, markup=False)
@@ -96,37 +86,25 @@ async def run_demo(options: DemoOptions, console: Console) -> bool:
         drafted = {"trie": await answer("answer, drafted by a trie of the text so far")}
         plain = await answer("the same prompt, without drafts", speculate=False)
         if head is not None:
-            await running.change_draft(console, head.name)
+            # The target keeps running, and reconnects.
+            what = f"starting another draft service, with the EAGLE head {head.name} beside a fresh trie"
+            with waiting(console, what):
+                await stack.stop("draft")
+                await stack.start("draft", "draft_service", *_WITH_HEAD, "--head", head.name)
+                await _warm_up(client.address, "merged")
             drafted["trie and EAGLE head"] = await answer("the same prompt, drafted by trie and EAGLE head together")
         console.print()
         console.print(totals_table(drafted, plain))
         with waiting(console, "collecting the trace"):
-            await running.finish_tracing()
-            spans = await running.sink.wait(drafted["trie"].trace_id, _SERVICES, _TRACE_SECONDS)
+            # In a thread: it waits for the sink, which runs on this event loop.
+            await asyncio.to_thread(tracing.shutdown)
+            spans = await sink.wait(drafted["trie"].trace_id, _SERVICES, _TRACE_SECONDS)
         console.print(trace_table(spans))
     return all(run.token_ids == plain.token_ids for run in drafted.values())
 
 
-@dataclass(frozen=True)
-class _Running:
-    """The services, the client, the receiver of its spans, and the function that flushes them."""
-
-    stack: Stack
-    target: str
-    client: Client
-    sink: TraceSink
-    finish_tracing: Callable[[], Awaitable[None]]
-
-    async def change_draft(self, console: Console, head: str) -> None:
-        """Replace the running draft by another. The target keeps running, and reconnects."""
-        with waiting(console, f"starting another draft service, with the EAGLE head {head} beside a fresh trie"):
-            await self.stack.stop("draft")
-            await self.stack.start("draft", "draft_service", *_WITH_HEAD, "--head", head)
-            await _warm_up(self.target, "merged")
-
-
 @contextlib.asynccontextmanager
-async def _services(options: DemoOptions, console: Console) -> AsyncIterator[_Running]:
+async def _services(options: DemoOptions, console: Console) -> AsyncIterator[tuple[Stack, Client, TraceSink, Tracing]]:
     """Both services as processes, warmed up, and a client that sends its spans to a local receiver."""
     async with contextlib.AsyncExitStack() as leave:
         sink = TraceSink()
@@ -147,23 +125,21 @@ async def _services(options: DemoOptions, console: Console) -> AsyncIterator[_Ru
             await _warm_up(target, "trie")
         tracing = set_up_tracing(telemetry.CLIENT, sink.endpoint)
         client = await leave.enter_async_context(Client.connect(target, tenant=tenant, tracing=tracing))
-        # In a thread: it waits for the sink, which runs on this event loop.
-        yield _Running(stack, target, client, sink, lambda: asyncio.to_thread(tracing.shutdown))
+        yield stack, client, sink, tracing
 
 
 async def _warm_up(target: str, drafter: str) -> None:
     async with Client.connect(target, tenant="warm-up") as client:
         if not await wait_for_drafter(client, drafter):
-            raise DraftNotFound(f"the target did not reach its draft service, or cannot use its drafter ({drafter})")
+            problem = f"the target did not reach its draft service, or cannot use its drafter ({drafter})"
+            raise ServiceFailed(LookupError(problem))
         for enabled in (None, False):
             await client.generate(
                 messages=_WARM_UP, sampling=SamplingParams(max_tokens=24), speculation=Speculation(enabled=enabled)
             ).result()
 
 
-async def _answer(
-    client: Client, options: DemoOptions, console: Console, painter: Painter, *, speculate: bool
-) -> Result:
+async def _answer(client: Client, options: DemoOptions, console: Console, painter: Painter, speculate: bool) -> Result:
     generation = client.generate(
         messages=[("user", _QUESTION)],
         sampling=SamplingParams(max_tokens=options.max_tokens),

@@ -96,17 +96,16 @@ def trace_table(spans: Sequence[ReceivedSpan]) -> Table:
 def _tree(spans: Sequence[ReceivedSpan]) -> Iterator[tuple[int, ReceivedSpan]]:
     known = {span.span_id for span in spans}
 
-    def below(parent_id: str, depth: int) -> Iterator[tuple[int, ReceivedSpan]]:
-        for span in spans:
-            if span.parent_id == parent_id:
-                yield depth, span
-                yield from below(span.span_id, depth + 1)
+    def from_span(span: ReceivedSpan, depth: int) -> Iterator[tuple[int, ReceivedSpan]]:
+        yield depth, span
+        for child in spans:
+            if child.parent_id == span.span_id:
+                yield from from_span(child, depth + 1)
 
     for span in spans:
         # A span whose parent is missing is shown as a root.
         if span.parent_id not in known:
-            yield 0, span
-            yield from below(span.span_id, 1)
+            yield from from_span(span, 0)
 
 
 def _attributes(span: ReceivedSpan) -> Iterator[str]:

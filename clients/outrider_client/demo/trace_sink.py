@@ -64,11 +64,9 @@ class TraceSink(trace_service_pb2_grpc.TraceServiceServicer):
 
 
 def _received(span: Any, service: str) -> ReceivedSpan:
-    attributes = {}
-    for entry in span.attributes:
-        kind = entry.value.WhichOneof("value")
-        if kind in ("string_value", "int_value", "double_value", "bool_value"):
-            attributes[entry.key] = getattr(entry.value, kind)
+    values = {entry.key: (entry.value, entry.value.WhichOneof("value")) for entry in span.attributes}
+    plain = ("string_value", "int_value", "double_value", "bool_value")
+    attributes = {key: getattr(value, kind) for key, (value, kind) in values.items() if kind in plain}
     return ReceivedSpan(
         trace_id=span.trace_id.hex(),
         span_id=span.span_id.hex(),

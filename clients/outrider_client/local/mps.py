@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from outrider_client.local.process import Child
@@ -57,37 +57,25 @@ class MpsTimes:
 
 
 class _Unusable(Exception):
-    """MPS cannot be used."""
-
-    def __init__(self, reason: str, remedy: str) -> None:
-        super().__init__(reason, remedy)
-        self.reason, self.remedy = reason, remedy
+    """MPS cannot be used: the reason, and the remedy."""
 
 
+@dataclass
 class Mps:
     """A daemon for one target and its draft, from `start` to `stop`; or the user's own, or none, with the reason."""
 
-    def __init__(
-        self,
-        placed: str,
-        report: Callable[[str], None],
-        times: MpsTimes | None = None,
-        default_pipes: Path | None = None,
-        probe: Sequence[str] | None = None,
-        otherwise: str = TAKE_TURNS,
-    ) -> None:
-        """`placed` is the placement's summary; `start` calls `report` with it and how the GPU is shared, or with what
-        happens `otherwise`. `probe` is a program that fails where CUDA does; by default it opens the first GPU."""
-        self._placed = placed
-        self._otherwise = otherwise
-        self._report = report
-        self._times = times or MpsTimes()
-        self._default_pipes = default_pipes or DEFAULT_PIPES
-        self._probe = tuple(probe or (sys.executable, "-c", _PROBE))
-        self._folder: Path | None = None
-        self._child: Child | None = None
-        self._tail: deque[str] = deque(maxlen=1)
-        self._watch: asyncio.Task[None] | None = None
+    # The placement's summary: `start` reports it, and how the GPU is shared, or what happens otherwise.
+    _placed: str
+    _report: Callable[[str], None]
+    _times: MpsTimes = MpsTimes()
+    _default_pipes: Path | None = None
+    # A program that fails where CUDA does; by default it opens the first GPU.
+    _probe: Sequence[str] = ()
+    otherwise: str = TAKE_TURNS
+    _folder: Path | None = None
+    _child: Child | None = None
+    _tail: deque[str] = field(default_factory=lambda: deque(maxlen=1))
+    _watch: asyncio.Task[None] | None = None
 
     def environment(self, service: str) -> Mapping[str, str | None]:
         """Variables for the service "target" or "draft"; None for one that it must not inherit."""
@@ -105,8 +93,9 @@ class Mps:
                 await self._start_daemon()
         except _Unusable as error:
             await self.stop()
+            reason, remedy = error.args
             self._report(self._placed)
-            self._report(f"no MPS: {error.reason}. So {self._otherwise}: {error.remedy}")
+            self._report(f"no MPS: {reason}. So {self.otherwise}: {remedy}")
             return False
         self._report(f"{self._placed} by MPS" + ("" if running is None else f", of the daemon that runs in {running}"))
         return True
@@ -128,7 +117,7 @@ class Mps:
     def _running(self) -> Path | None:
         """The directory of the user's running daemon, if any. A socket without a pid file is left from an ended one."""
         named = os.environ.get(PIPES, "")
-        pipes = Path(named) if named else self._default_pipes
+        pipes = Path(named) if named else self._default_pipes or DEFAULT_PIPES
         if all((pipes / name).exists() for name in ("control", f"{CONTROL}.pid")):
             return pipes
         if named:
@@ -153,9 +142,14 @@ class Mps:
             await child.start()
             self._child = child
             await self._wait_listening(child, Path(directories[PIPES]) / "control", remedy)
-            await self._run_probe(directories, remedy)
+            # A CUDA program under the daemon, which starts its server for it.
+            probe = self._probe or (sys.executable, "-c", _PROBE)
+            status, output = await _outcome(probe, "", os.environ | directories, self._times.probe)
         except OSError as error:
             raise _Unusable(f"{CONTROL} cannot be started: {error.strerror or error}", remedy) from error
+        if status != 0:
+            reason = "it did not end" if status is None else output.strip().rpartition("\n")[2] or f"status {status}"
+            raise _Unusable(f"a CUDA program cannot run under it ({reason})", remedy)
         self._watch = asyncio.create_task(self._report_end(child))
 
     async def _wait_listening(self, child: Child, socket: Path, remedy: str) -> None:
@@ -171,13 +165,6 @@ class Mps:
                 raise _Unusable(f"{CONTROL} did not listen within {self._times.start:g} s", remedy)
             await asyncio.sleep(_POLL_SECONDS)
 
-    async def _run_probe(self, directories: Mapping[str, str], remedy: str) -> None:
-        """Run a CUDA program under the daemon, which starts its server for it. Raises `_Unusable` when it fails."""
-        status, output = await _outcome(self._probe, "", os.environ | directories, self._times.probe)
-        if status != 0:
-            reason = "it did not end" if status is None else output.strip().rpartition("\n")[2] or f"status {status}"
-            raise _Unusable(f"a CUDA program cannot run under it ({reason})", remedy)
-
     async def _report_end(self, child: Child) -> None:
         await _ended(child, math.inf, every=_WATCH_SECONDS)
         self._report(f"{CONTROL} ended with status {child.status}: what starts from now on shares the GPU without MPS")
@@ -189,7 +176,7 @@ class Mps:
             with contextlib.suppress(OSError):
                 await _outcome((program,), "quit\n", os.environ | self._directories(folder), self._times.quit)
         if not await _ended(child, self._times.stop):
-            child.terminate()
+            child.send_signal(signal.SIGTERM)
             await _ended(child, self._times.stop)
 
     async def _kill_left(self, folder: Path) -> None:

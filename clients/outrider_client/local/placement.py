@@ -27,12 +27,10 @@ _WITH_HEAD = ("eagle", "medusa", "merged", "mtp")
 # The default of the draft's own setting, which cannot be imported here.
 _MERGED_DRAFTERS = "eagle,trie"
 _SECTIONS = ("target", "draft", "eagle", "medusa", "model", "mtp", "merged")
-_NOTHING: Mapping[tuple[str, str], str] = MappingProxyType({})
 
 
 class Placement(NamedTuple):
-    """Flags for target and draft, a line that describes them, and whether both run on one GPU; empty where nothing is
-    placed."""
+    """Flags for target and draft, a line about them, and whether both run on one GPU; empty where nothing is placed."""
 
     target: tuple[str, ...] = ()
     draft: tuple[str, ...] = ()
@@ -44,9 +42,8 @@ def visible_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Pa
     """The number of NVIDIA GPUs that CUDA would use here: those that `CUDA_VISIBLE_DEVICES` lists, else all."""
     listed = environment.get("CUDA_VISIBLE_DEVICES")
     found = len([path for path in devices.glob("nvidia[0-9]*") if path.name.removeprefix("nvidia").isdigit()])
-    if listed is None:
-        return found
-    return min(found, len([name for name in listed.split(",") if name.strip() not in ("", "-1")]))
+    names = [name for name in (listed or "").split(",") if name.strip() not in ("", "-1")]
+    return found if listed is None else min(found, len(names))
 
 
 def named_settings(environment: Mapping[str, str], path: Path | None) -> dict[tuple[str, str], str]:
@@ -67,9 +64,8 @@ def named_settings(environment: Mapping[str, str], path: Path | None) -> dict[tu
 
 
 def merged_drafters(words: Sequence[str], named: Mapping[tuple[str, str], str]) -> tuple[str, ...]:
-    """The parts of the drafter `merged`: those of the draft's flags, or named elsewhere (see `named_settings`), or the
-    default's."""
-    flag = _value(words, "--merged-drafters")
+    """The parts of the drafter `merged`: of the draft's flags, named elsewhere (`named_settings`), or the default's."""
+    flag = flag_value(words, "--merged-drafters")
     return comma_words(flag or named.get(("merged", "merged_drafters"), "") or _MERGED_DRAFTERS)
 
 
@@ -79,23 +75,16 @@ def place(
     model: str,
     target_words: Sequence[str],
     draft_words: Sequence[str],
-    named: Mapping[tuple[str, str], str] = _NOTHING,
+    named: Mapping[tuple[str, str], str] = MappingProxyType({}),
 ) -> Placement:
-    """The target on the first GPU, a neural draft on the second, or on the same where there is no other.
-
-    Args:
-        gpus: number of visible GPUs.
-        drafter: its name; empty for the draft's own setting.
-        model: the served model; empty for the target's own setting.
-        target_words, draft_words: flags that the user gave.
-        named: see `named_settings`. Flags of a placement would override these, so they count as the user's flags do:
-            where a device is named, nothing is placed, and where a head is, that one is used.
-    """
+    """The target on the first GPU, a neural draft on the second, or on the same where there is no other. `drafter` and
+    `model` are empty for the services' own settings; `target_words` and `draft_words` are flags that the user gave.
+    Flags of a placement would override the settings that are `named` (see `named_settings`), so these count as the
+    user's flags do: where a device is named, nothing is placed, and where a head is, that one is used."""
     drafter = drafter or named.get(("draft", "drafter"), "")
     sections = ("target", *_NEURAL.get(drafter, ()))
-    if not gpus or has_flag(target_words, "--device") or has_flag(draft_words, "--device"):
-        return Placement()
-    if any((section, "device") in named for section in sections):
+    given = any(flag_value(words, "--device") is not None for words in (target_words, draft_words))
+    if not gpus or given or any((section, "device") in named for section in sections):
         return Placement()
     names = {drafter, *(merged_drafters(draft_words, named) if drafter == "merged" else ())}
     target, draft = ["--device", "cuda:0"], list[str]()
@@ -112,7 +101,7 @@ def place(
             chosen = _own_head(names, model or named.get(("target", "model"), "") or DEFAULT_MODEL)
             draft += [flag, chosen] if chosen else []
         # A captured step keeps the states that a head reads only if it is named.
-        if chosen and not has_flag(target_words, "--draft-head") and ("target", "draft_head") not in named:
+        if chosen and flag_value(target_words, "--draft-head") is None and ("target", "draft_head") not in named:
             target += ["--draft-head", chosen]
     return Placement(tuple(target), tuple(draft), summary, shared)
 
@@ -122,7 +111,7 @@ def _head(names: Set[str], words: Sequence[str], named: Mapping[tuple[str, str],
     flag, section = "--head", "medusa" if "medusa" in names else "eagle"
     if "mtp" in names:
         flag, section = "--base-model", "mtp"
-    return flag, _value(words, flag) or named.get((section, flag.removeprefix("--").replace("-", "_")), "")
+    return flag, flag_value(words, flag) or named.get((section, flag.removeprefix("--").replace("-", "_")), "")
 
 
 def _own_head(names: Set[str], model: str) -> str:
@@ -133,15 +122,11 @@ def _own_head(names: Set[str], model: str) -> str:
     return "" if shipped is None or "medusa" in names else shipped.name
 
 
-def has_flag(words: Sequence[str], flag: str) -> bool:
-    """Whether a command line has a flag such as "--device", as `--device X` or `--device=X`."""
-    return any(word == flag or word.startswith(f"{flag}=") for word in words)
-
-
-def _value(words: Sequence[str], flag: str) -> str:
+def flag_value(words: Sequence[str], flag: str) -> str | None:
+    """The value of a flag such as "--device" in a command line, as `--device X` or `--device=X`; None without it."""
     for at, word in enumerate(words):
         if word == flag:
             return "".join(words[at + 1 : at + 2])
         if word.startswith(f"{flag}="):
             return word.partition("=")[2]
-    return ""
+    return None

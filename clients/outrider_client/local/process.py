@@ -29,8 +29,6 @@ class ServiceDied(Exception):
     def __init__(self, name: str, status: int) -> None:
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
         super().__init__(f"the {name} service {how}")
-        self.name = name
-        self.status = status
 
 
 class ServiceSlow(Exception):
@@ -72,11 +70,6 @@ class Child:
         self._pump = asyncio.create_task(self._read_lines(self._process.stdout))
 
     @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
-
-    @property
     def status(self) -> int | None:
         """The exit status, negative for a signal; None while it runs."""
         return None if self._process is None else self._process.returncode
@@ -91,24 +84,14 @@ class Child:
     async def stop(self, grace: float) -> int:
         """Send SIGTERM, and SIGKILL after `grace` seconds. Returns the exit status."""
         assert self._process is not None
-        self._signal(signal.SIGTERM)
+        self.send_signal(signal.SIGTERM)
         try:
             return await asyncio.wait_for(self.wait(), grace)
         except TimeoutError:
-            self._signal(signal.SIGKILL)
+            self.send_signal(signal.SIGKILL)
             return await self._process.wait()
 
-    def reload(self) -> None:
-        """Have it read its tokens again."""
-        self._signal(signal.SIGHUP)
-
-    def terminate(self) -> None:
-        self._signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        self._signal(signal.SIGKILL)
-
-    def _signal(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
@@ -144,16 +127,12 @@ async def wait_serving(
     tls: Tls | None = None,
     on_refused: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Return once `address` reports SERVING. Raises `ServiceDied` or `ServiceSlow`.
-
-    `on_refused` is called with the cause where no connection can be made for TLS, once for each cause: one that waiting
-    does not change.
-    """
+    """Return once `address` reports SERVING. Raises `ServiceDied` or `ServiceSlow`. `on_refused` is called with the
+    cause where no connection can be made for TLS, once for each cause: one that waiting does not change."""
     refused, last = set[str](), ""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout
-    connection = Connection(address, token=token, tls=tls)
-    try:
+    async with Connection(address, token=token, tls=tls) as connection:
         while loop.time() < deadline:
             if child.status is not None:
                 raise ServiceDied(child.name, await child.wait())
@@ -172,5 +151,3 @@ async def wait_serving(
             await asyncio.sleep(_POLL_SECONDS)
         because = f": {last}" if last else ""
         raise ServiceSlow(f"the {child.name} service was not healthy after {timeout:.0f} s{because}")
-    finally:
-        await connection.close()

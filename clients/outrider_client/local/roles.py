@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from importlib.util import find_spec
-from types import MappingProxyType
 
 # One module of each requirement of an extra without which it cannot start; pyproject.toml has the requirements.
-_MODULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "target": ("torch", "transformers", "numba", "prometheus_client"),
-        "draft": ("numba", "numpy", "prometheus_client"),
-        "gateway": ("starlette", "uvicorn", "httptools", "orjson", "prometheus_client"),
-        "train": ("torch", "transformers", "rich"),
-        "all": ("torch", "transformers", "numba", "prometheus_client", "opentelemetry.sdk"),
-    }
-)
+_MODULES = {
+    "target": ("torch", "transformers", "numba", "prometheus_client"),
+    "draft": ("numba", "numpy", "prometheus_client"),
+    "gateway": ("starlette", "uvicorn", "httptools", "orjson", "prometheus_client"),
+    "train": ("torch", "transformers", "rich"),
+    "all": ("torch", "transformers", "numba", "prometheus_client", "opentelemetry.sdk"),
+}
 
 
 def missing_for(extra: str) -> str | None:

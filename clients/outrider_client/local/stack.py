@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 from outrider_client.client import Client
+from outrider_client.connection import AsyncClosing
 from outrider_client.failures import ServiceUnreachable
 from outrider_client.local.process import Child, ServiceDied, ServiceSlow, wait_serving
 
@@ -24,9 +25,9 @@ _DEATH_SECONDS = 0.5
 
 
 class ServiceFailed(Exception):
-    """A service did not start; `tail` is the end of its log."""
+    """A service did not start, or is of no use; `tail` is the end of its log."""
 
-    def __init__(self, cause: Exception, tail: Sequence[str]) -> None:
+    def __init__(self, cause: Exception, tail: Sequence[str] = ()) -> None:
         super().__init__(str(cause))
         self.tail = tuple(tail)
 
@@ -34,6 +35,11 @@ class ServiceFailed(Exception):
 def service_argv(service: str, *flags: str) -> tuple[str, ...]:
     """The command line of the module `draft_service` or `target_service`, under this interpreter."""
     return (sys.executable, "-m", service, *flags)
+
+
+def given(**flags: str) -> tuple[str, ...]:
+    """Flags with a value; empty ones are left to the service's own settings."""
+    return tuple(word for name, value in flags.items() if value for word in (f"--{name}", value))
 
 
 @contextlib.contextmanager
@@ -46,7 +52,7 @@ def private_directory() -> Iterator[Path]:
         yield Path(folder)
 
 
-class Stack:
+class Stack(AsyncClosing):
     """Draft and target processes, by name. Leaving the `async with` block stops them all.
 
     Example:
@@ -59,15 +65,12 @@ class Stack:
     def __init__(self, directory: Path) -> None:
         """`directory` holds sockets, and settings that services are started with; see `private_directory`."""
         self.directory = directory
-        # Each with the end of its log.
-        self._children: list[tuple[Child, deque[str]]] = []
+        # By name, each with the end of its log.
+        self._children: dict[str, tuple[Child, deque[str]]] = {}
 
-    async def __aenter__(self) -> Stack:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
+    async def close(self) -> None:
         # Targets were started last, and stop first: they would report a lost draft otherwise.
-        for child, _tail in reversed(self._children):
+        for child, _tail in reversed(self._children.values()):
             if child.status is None:
                 await child.stop(_STOP_SECONDS)
 
@@ -79,7 +82,7 @@ class Stack:
         except ServiceUnreachable as error:
             # A socket closes a moment before its process has ended.
             await asyncio.sleep(_DEATH_SECONDS)
-            for child, tail in self._children:
+            for child, tail in self._children.values():
                 if child.status is not None:
                     raise ServiceFailed(ServiceDied(child.name, child.status), tail) from error
             raise
@@ -90,9 +93,9 @@ class Stack:
 
     async def stop(self, name: str) -> None:
         """Stop the service of this name; another may then be started under it."""
-        for started in [started for started in self._children if started[0].name == name]:
-            self._children.remove(started)
-            await started[0].stop(_STOP_SECONDS)
+        if name in self._children:
+            child, _tail = self._children.pop(name)
+            await child.stop(_STOP_SECONDS)
 
     async def start(self, name: str, service: str, *flags: str) -> str:
         """Start a service and return its address once it is healthy. Raises `ServiceFailed`."""
@@ -100,7 +103,7 @@ class Stack:
         tail: deque[str] = deque(maxlen=_TAIL_LINES)
         child = Child(name, service_argv(service, "--listen", address, *flags), tail.append)
         await child.start()
-        self._children.append((child, tail))
+        self._children[name] = child, tail
         try:
             await wait_serving(child, address, _START_SECONDS)
         except (ServiceDied, ServiceSlow) as error:
@@ -117,11 +120,8 @@ async def private_stack() -> AsyncIterator[Stack]:
 
 
 async def wait_for_drafter(client: Client, wanted: str = "") -> str:
-    """The name of the target's drafter, once the target has reached it: any, or the one that is `wanted`. Empty when it
-    does not within half a minute.
-
-    A target is healthy without its draft, so one that was just started may not have found it yet.
-    """
+    """The name of the target's drafter, once it is reached: any, or the one `wanted`; empty if not within half a
+    minute. A target is healthy without its draft, so one that was just started may not have found it yet."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + _CONNECT_SECONDS
     while loop.time() < deadline:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from outrider.runtime import until_first_ends
 from outrider_client.connection import Tls
 from outrider_client.local.mps import Mps
 from outrider_client.local.process import Child, ServiceDied, ServiceSlow, wait_serving
@@ -32,8 +33,7 @@ class ServiceCommand:
 
 @dataclass(frozen=True)
 class RestartTimes:
-    """Times in seconds. Back-off doubles from `first_backoff` to `longest_backoff`, and is reset once a service has run
-    for `healthy_after`."""
+    """Seconds. Back-off doubles from the first to the longest, and is reset once a service ran for `healthy_after`."""
 
     start: float = 600.0
     stop: float = 35.0
@@ -71,7 +71,6 @@ class Supervisor:
 
     @property
     def draft(self) -> ServiceCommand | None:
-        """The draft service, if one is run."""
         return next((command for command in self._beside if command.name == "draft"), None)
 
     async def run(self, on_ready: Callable[[], None] = lambda: None) -> int:
@@ -109,17 +108,17 @@ class Supervisor:
                     task.result()
 
     def _on_hangup(self) -> None:
-        """Without a terminal, whose end it would be: pass on that the tokens changed."""
+        """Without a terminal, whose end it would be: have the services read their tokens again."""
         for name, child in self._children.items():
             # The gateway has none.
             if name != "gateway":
-                child.reload()
+                child.send_signal(signal.SIGHUP)
 
     def _on_signal(self) -> None:
         if self._stopping.is_set():
             self._emit("outrider", "stopping at once")
             for child in self._children.values():
-                child.kill()
+                child.send_signal(signal.SIGKILL)
             return
         self._emit("outrider", "stopping: running requests may finish; once more stops at once")
         self._stopping.set()
@@ -127,12 +126,8 @@ class Supervisor:
     async def _start_mps(self, mps: Mps) -> bool:
         """Return once MPS has started or failed, or a stop is requested; whether it has started."""
         starting = asyncio.create_task(mps.start())
-        stopping = asyncio.create_task(self._stopping.wait())
-        try:
-            await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            return starting.done() and starting.result()
-        finally:
-            await _cancel(starting, stopping)
+        await until_first_ends(starting, self._stopping.wait())
+        return not starting.cancelled() and starting.result()
 
     async def _start(self, command: ServiceCommand) -> Child:
         environment = {**command.environment, **(self._mps.environment(command.name) if self._mps else {})}
@@ -215,7 +210,6 @@ class Supervisor:
 
 
 async def _cancel(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel tasks, and wait until they have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

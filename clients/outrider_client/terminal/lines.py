@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -47,18 +47,15 @@ class History:
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             # A paste may have several lines.
-            self._replace([*self.lines(), " ".join(line.splitlines())][-MAX_LINES:])
-
-    def _replace(self, lines: Sequence[str]) -> None:
-        # Created with mode 0600; the rename leaves either the whole old file or the whole new one.
-        descriptor, name = tempfile.mkstemp(dir=self._path.parent, prefix=self._path.name)
-        try:
-            with open(descriptor, "w", encoding="utf-8", errors="replace") as file:
-                file.writelines(f"{line}\n" for line in lines)
-            os.replace(name, self._path)
-        except OSError:
-            os.unlink(name)
-            raise
+            lines = [*self.lines(), " ".join(line.splitlines())][-MAX_LINES:]
+            # Created with mode 0600; the rename leaves either the whole old file or the whole new one.
+            descriptor, name = tempfile.mkstemp(dir=self._path.parent, prefix=self._path.name)
+            try:
+                with open(descriptor, "w", encoding="utf-8", errors="replace") as file:
+                    file.writelines(f"{line}\n" for line in lines)
+                os.replace(name, self._path)
+            except OSError:
+                os.unlink(name)
 
 
 class LineReader:
@@ -66,29 +63,23 @@ class LineReader:
 
     def __init__(self, history: History | None) -> None:
         self._history = history
-        self._readline = _readline() if sys.stdin.isatty() and sys.stdout.isatty() else None
+        self._readline: ModuleType | None = None
+        if sys.stdin.isatty() and sys.stdout.isatty():
+            # Missing on some systems; importing it changes how `input` reads.
+            with contextlib.suppress(ImportError):
+                self._readline = importlib.import_module("readline")
         if self._readline is not None and history is not None:
             for line in history.lines():
                 self._readline.add_history(line)
 
     def read(self, prompt: str, *, bold: bool) -> str:
         """The next line. Raises `EOFError` at the end of input, `KeyboardInterrupt` for Ctrl-C."""
-        line = input(self._shown(prompt) if bold else prompt).strip()
+        if bold and self._readline is not None:
+            # readline counts no columns for text between \001 and \002.
+            prompt = f"\001{_BOLD}\002{prompt}\001{_NORMAL}\002"
+        elif bold:
+            prompt = f"{_BOLD}{prompt}{_NORMAL}"
+        line = input(prompt).strip()
         if self._readline is not None and self._history is not None and line:
             self._history.add(line)
         return line
-
-    def _shown(self, prompt: str) -> str:
-        if self._readline is None:
-            return f"{_BOLD}{prompt}{_NORMAL}"
-        # readline counts no columns for text between \001 and \002.
-        return f"\001{_BOLD}\002{prompt}\001{_NORMAL}\002"
-
-
-def _readline() -> ModuleType | None:
-    # Missing on some systems; importing it changes how `input` reads.
-    try:
-        import readline
-    except ImportError:
-        return None
-    return readline

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from outrider.sampling import MAX_SEED, SamplingParams, TypicalAcceptance, VerificationMode
@@ -104,20 +104,10 @@ class GenerateOptions(Settings):
     corpus: str = setting("", "shared corpus the draft may use")
 
     def sampling(self, stop: tuple[str, ...] = ()) -> SamplingParams:
-        return SamplingParams(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            min_tokens=self.min_tokens,
-            max_tokens=self.max_tokens,
-            stop=stop,
-            ignore_eos=self.ignore_eos,
-            seed=self.seed,
-        )
+        """The settings that have the names of sampling parameters."""
+        own = vars(self)
+        named = {field.name: own[field.name] for field in fields(SamplingParams) if field.name in own}
+        return SamplingParams(**named, stop=stop)
 
     def speculating(self, enabled: bool | None = None) -> Speculation:
         """The options of one request; `enabled` overrides the setting."""

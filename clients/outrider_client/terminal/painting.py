@@ -33,10 +33,8 @@ def coloured(parts: Iterable[tuple[str, bool]]) -> Text:
 
 
 class Painter:
-    """Splits the text of one generation's chunks into drafted and own parts.
-
-    Exact with the model's tokenizer. Without one, the last word of a step's text counts as the model's own token.
-    """
+    """Splits the text of one generation's chunks into drafted and own parts. Exact with the model's tokenizer. Without
+    one, the last word of a step's text counts as the model's own token."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -51,7 +49,6 @@ class Painter:
         self._ends: deque[tuple[int, bool]] = deque()
 
     def paint(self, chunk: Chunk) -> Text:
-        """The chunk's text, coloured."""
         return coloured(self.parts(chunk))
 
     def parts(self, chunk: Chunk) -> list[tuple[str, bool]]:
@@ -74,11 +71,8 @@ class Painter:
         return True
 
     def _decode(self, token_id: int, tokenizer: Tokenizer) -> int:
-        """Add a token to the text. Returns how many characters of the whole output are complete with it.
-
-        Decoded are the tokens since the character before the last, not the whole output, which would take longer with
-        every token.
-        """
+        """Add a token to the text. Returns how many characters of the whole output are complete with it. Decoded are
+        the tokens since the character before the last: the whole output would take longer with every token."""
         self._ids.append(token_id)
         known, whole = tokenizer.decode(self._ids[: self._read]), tokenizer.decode(self._ids)
         self._pending = whole[len(known) :]

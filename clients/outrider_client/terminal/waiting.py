@@ -1,17 +1,24 @@
-"""Progress display: a spinner with a clock or a bar in a terminal, lines elsewhere."""
+"""Waiting, visibly: a spinner with a clock or a bar in a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Self
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from outrider.errors import DeadlineExceeded, Loading
+from outrider_client.client import Client
+from outrider_client.results import TargetInfo
 
-@contextmanager
+# Between questions to a target that loads its model: the interval that it suggests.
+_POLL_SECONDS = 1.0
+
+
+@contextlib.contextmanager
 def waiting(console: Console, what: str) -> Iterator[None]:
     """Show `what` while the block runs."""
     if not console.is_terminal:
@@ -24,27 +31,41 @@ def waiting(console: Console, what: str) -> Iterator[None]:
         yield
 
 
-class ProgressBar:
+class ProgressBar(Progress):
     """Progress while a block runs: a bar in a terminal, lines elsewhere."""
 
     def __init__(self, console: Console, total: float, *columns: ProgressColumn) -> None:
         """`columns` are shown after the bar."""
         shown = (TextColumn("{task.description}"), BarColumn(), *columns)
-        self._progress = Progress(*shown, console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._progress.add_task("starting", total=total)
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+        super().__init__(*shown, console=console, transient=True, disable=not console.is_terminal)
+        self._shown = self.add_task("starting", total=total)
 
     def show(self, what: str, *, completed: float | None = None) -> None:
-        """Show what is being done, and how much of the total is done."""
-        self._progress.update(self._task, description=what, completed=completed)
+        self.update(self._shown, description=what, completed=completed)
 
     def line(self, text: str) -> None:
         """Print a line if there is no bar."""
-        if self._progress.disable:
-            self._progress.console.print(text, markup=False)
+        if self.disable:
+            self.console.print(text, markup=False)
+
+
+async def until_loaded(client: Client, console: Console, timeout: float | None = None) -> TargetInfo:
+    """What the target serves, once it has loaded its model. `console` shows the wait, if any. `timeout` is in seconds;
+    None has no limit. Raises `Loading` if the target still loads after it, and what `Client.info` raises."""
+    loop = asyncio.get_running_loop()
+    end = None if timeout is None else loop.time() + timeout
+    try:
+        return await client.info(timeout)
+    except Loading as error:
+        loading = error
+    message = "the target is loading its model; Ctrl-C ends the wait"
+    with waiting(console, message), contextlib.suppress(TimeoutError, DeadlineExceeded):
+        async with asyncio.timeout_at(end):
+            while True:
+                await asyncio.sleep(_POLL_SECONDS)
+                try:
+                    # With the time that is left, the call's own pauses before it tries again do not pass the end.
+                    return await client.info(None if end is None else max(0.001, end - loop.time()))
+                except Loading as error:
+                    loading = error
+    raise loading

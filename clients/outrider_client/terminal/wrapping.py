@@ -12,11 +12,9 @@ _TAB_CELLS = 8
 
 
 class WordWrap:
-    """Adds line breaks to a text that arrives in parts, each with a mark that stays with its characters.
-
-    The output without the added breaks is the input. Lines have at most `width` cells, unless a single word has more.
-    A word is held back until its line is known. Characters of two cells, such as those of Chinese, are separate words.
-    """
+    """Adds line breaks to a text that arrives in parts, each with a mark that stays with its characters. The output
+    without the added breaks is the input. Lines have at most `width` cells, unless a single word has more. A word is
+    held back until its line is known. Characters of two cells, such as those of Chinese, are separate words."""
 
     def __init__(self, width: Callable[[], int]) -> None:
         """`width` is called for every part, since terminals are resized."""

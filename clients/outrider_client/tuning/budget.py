@@ -37,13 +37,11 @@ def final_seconds(left: float, costs: Costs) -> float:
 
 
 def next_share(left: float, kept: float, waiting: int, first: bool, costs: Costs) -> float:
-    """Seconds for the next of `waiting` candidates, its start included; 0 where there is not enough for one.
-
-    As many as can be measured get equal shares, so with little time the first few are measured and the others are not.
-    What one leaves or overruns changes the shares of the rest. Of `left`, `kept` is for the second measurement; where
-    there is no time for one, the `first` candidate gets all of it: the only one is not the luckiest of several, so its
-    one measurement can be trusted.
-    """
+    """Seconds for the next of `waiting` candidates, its start included; 0 where there is not enough for one. As many as
+    can be measured get equal shares, so with little time the first few are measured and the others are not. What one
+    leaves or overruns changes the shares of the rest. Of `left`, `kept` is for the second measurement; where there is
+    no time for one, the `first` candidate gets all of it: the only one is not the luckiest of several, so its one
+    measurement can be trusted."""
     affordable = min(waiting, int((left - kept) / costs.least))
     if affordable > 0:
         return (left - kept) / affordable
@@ -58,6 +56,5 @@ def measurable(left: float, waiting: int, costs: Costs) -> int:
 
 
 def seconds_for_all(spent: float, waiting: int, costs: Costs) -> float:
-    """Estimated seconds for measuring `waiting` candidates, and the best once more, beside those `spent` on starting
-    services and on the settings in force."""
+    """Estimated seconds for all `waiting` candidates and the second measurement, with those `spent` before them."""
     return spent + waiting * costs.least / (1.0 - FINAL_SHARE)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from types import MappingProxyType
 
 from outrider.settings import SECTIONS, SettingsError
 
@@ -40,9 +39,7 @@ class Candidate:
 
 
 def _shapes(section: str, names: Sequence[str], rows: Iterable[Sequence[int]]) -> tuple[Candidate, ...]:
-    return tuple(
-        Candidate(tuple((section, name, value) for name, value in zip(names, row, strict=True))) for row in rows
-    )
+    return tuple(Candidate(tuple((section, *one) for one in zip(names, row, strict=True))) for row in rows)
 
 
 # Around the defaults, the likeliest first, since there may be no time for all: smaller and larger trees, deeper and
@@ -52,29 +49,25 @@ _LEVELS = ("num_steps", "topk", "frontier", "num_draft_tokens")
 _EAGER_SHAPES = ((2, 4, 4, 8), (4, 4, 4, 16), (3, 8, 8, 24), (3, 1, 1, 3), (2, 2, 2, 4), (5, 4, 8, 32), (5, 1, 1, 5))
 # Beside 8, 8, 32, 239; a level adds as many nodes as it expands.
 _CAPTURED_SHAPES = ((6, 8, 32, 175), (8, 8, 16, 127), (4, 8, 32, 111), (6, 8, 16, 95), (4, 8, 16, 63), (5, 4, 8, 39))
-_OWN: Mapping[str, tuple[Candidate, ...]] = MappingProxyType(
-    {
-        # Beside 32 nodes, paths of 32, 8 children.
-        "trie": (
-            *_shapes("trie", ("num_draft_tokens",), ((16,), (63,), (8,))),
-            *_shapes("trie", ("num_draft_tokens", "breadth"), ((16, 1), (8, 1), (16, 3))),
-            *_shapes("trie", ("branch_length",), ((8,),)),
-        ),
-        # Beside 10.
-        "prompt_lookup": _shapes("prompt_lookup", ("lookup_tokens",), ((5,), (15,), (3,))),
-        # Beside 63 nodes, 10 children.
-        "medusa": _shapes("medusa", ("num_draft_tokens", "topk"), ((31, 10), (15, 5), (15, 10), (7, 3))),
-    }
-)
+_OWN = {
+    # Beside 32 nodes, paths of 32, 8 children.
+    "trie": (
+        *_shapes("trie", ("num_draft_tokens",), ((16,), (63,), (8,))),
+        *_shapes("trie", ("num_draft_tokens", "breadth"), ((16, 1), (8, 1), (16, 3))),
+        *_shapes("trie", ("branch_length",), ((8,),)),
+    ),
+    # Beside 10.
+    "prompt_lookup": _shapes("prompt_lookup", ("lookup_tokens",), ((5,), (15,), (3,))),
+    # Beside 63 nodes, 10 children.
+    "medusa": _shapes("medusa", ("num_draft_tokens", "topk"), ((31, 10), (15, 5), (15, 10), (7, 3))),
+}
 # Beside 63, in the order of trying.
 _VERIFIED = (15, 31, 7)
 
 
 def known_candidates(drafter: str, parts: Sequence[str] = (), captured: bool = False) -> list[Candidate]:
-    """Candidates for a drafter, the likeliest first; for `merged`, those of its `parts` in turn.
-
-    `captured`: trees are drafted in CUDA graphs, whose defaults are larger.
-    """
+    """Candidates for a drafter, the likeliest first; for `merged`, those of its `parts` in turn. `captured`: trees are
+    drafted in CUDA graphs, whose defaults are larger."""
     verified = _shapes(TARGET, (MAX_DRAFT_NODES,), [(rows,) for rows in _VERIFIED])
     columns = [_shapes_of(name, captured) for name in (parts if drafter == MERGED else (drafter,))]
     return [one for row in zip_longest(*columns, verified) for one in row if one is not None]
@@ -87,12 +80,9 @@ def _shapes_of(drafter: str, captured: bool) -> tuple[Candidate, ...]:
 
 
 def parse_candidates(text: str) -> list[Candidate]:
-    """Candidates as a user writes them: `trie.breadth=1 trie.num_draft_tokens=16; target.max_draft_nodes=15`.
-
-    Raises `SettingsError` for anything else. Only the service checks whether it has such a setting.
-    """
-    found = [_candidate(words.split()) for words in text.split(";") if words.strip()]
-    return list(dict.fromkeys(found))
+    """Candidates as a user writes them: `trie.breadth=1 trie.num_draft_tokens=16; target.max_draft_nodes=15`. Raises
+    `SettingsError` for anything else. Only the service checks whether it has such a setting."""
+    return list(dict.fromkeys(_candidate(words.split()) for words in text.split(";") if words.strip()))
 
 
 def _candidate(words: Sequence[str]) -> Candidate:

@@ -14,8 +14,7 @@ _T95_MANY = 2.09
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A ratio of speeds. `mean` and `error` are of its logarithm, `freedom` the degrees of freedom of the error; with 0
-    the error is unknown."""
+    """A ratio of speeds. `mean` and `error` are of its logarithm; with 0 degrees of `freedom` the error is unknown."""
 
     mean: float
     error: float
@@ -42,11 +41,9 @@ class Estimate:
 
 
 def estimate(pairs: Sequence[tuple[float, float]]) -> Estimate:
-    """The ratio of first to second of `pairs` of speeds, each pair of the same work at nearly the same time.
-
-    The mean is the geometric one, which calls twice as fast and half as fast equal. Speeds are above 0; no pairs give a
-    ratio of 1 without an interval.
-    """
+    """The ratio of first to second of `pairs` of speeds, each pair of the same work at nearly the same time. The mean
+    is the geometric one, which calls twice as fast and half as fast equal. Speeds are above 0; no pairs give a ratio of
+    1 without an interval."""
     logs = [math.log(first / second) for first, second in pairs]
     if len(logs) < 2:
         return Estimate(sum(logs), math.inf, 0)
@@ -55,20 +52,13 @@ def estimate(pairs: Sequence[tuple[float, float]]) -> Estimate:
 
 def over_loads(estimates: Sequence[Estimate]) -> Estimate:
     """The geometric mean of one ratio at several loads, equally weighted, with the fewest degrees of freedom of any."""
-    count = len(estimates)
-    return Estimate(
-        sum(one.mean for one in estimates) / count,
-        math.sqrt(sum(one.error**2 for one in estimates)) / count,
-        min(one.freedom for one in estimates),
-    )
+    error = math.sqrt(sum(one.error**2 for one in estimates)) / len(estimates)
+    return Estimate(statistics.fmean(one.mean for one in estimates), error, min(one.freedom for one in estimates))
 
 
 def most_promising(estimates: Sequence[Estimate]) -> int | None:
-    """The index of the candidate that is worth measuring once more: the fastest, the first of equals; None where none
-    was faster than the settings in force.
-
-    The best of many is partly the luckiest, so this decides nothing: `better` does, from a later measurement.
-    """
+    """The index of the candidate to measure once more: the fastest, the first of equals; None where none was faster.
+    The best of many is partly the luckiest, so this decides nothing: `better` does, from a later measurement."""
     best = max(range(len(estimates)), key=lambda place: estimates[place].mean, default=None)
     return None if best is None or estimates[best].mean <= 0.0 else best
 

@@ -15,8 +15,7 @@ from outrider_client.tuning.session import NO_TIME, Measured, Tuning
 
 
 def tuning_table(tuning: Tuning) -> Table:
-    """A row for each configuration and load: speeds, tokens per step, and the ratio to the settings in force with its
-    95 % interval."""
+    """A row for each configuration and load: speeds, tokens per step, and the ratio with its 95 % interval."""
     info = tuning.info
     title = f"{info.model}, {info.dtype}, {info.drafter or 'no draft'}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
@@ -59,7 +58,9 @@ def _gain(ratio: Estimate) -> str:
 
 def sentences(tuning: Tuning) -> list[str]:
     """The speed of the settings in force, the engine's own decision, what tuning adds, and what was not measured."""
-    speculation, left_out = tuning.speculation.ratio, _left_out(tuning)
+    speculation, left_out = tuning.speculation.ratio, dict[str, list[str]]()
+    for candidate, why in tuning.left_out:
+        left_out.setdefault(why, []).append(candidate.label)
     lines = [f"The settings in force make {_gain(speculation)} of plain decoding."]
     if speculation.high < 1.0:
         lines.append("Drafts cost more than they bring here: a target without a draft would be faster.")
@@ -70,13 +71,6 @@ def sentences(tuning: Tuning) -> list[str]:
     if NO_TIME in left_out:
         lines.append(f"To measure all of them takes about --minutes {math.ceil(tuning.minutes_for_all)}.")
     return lines
-
-
-def _left_out(tuning: Tuning) -> dict[str, list[str]]:
-    by_reason: dict[str, list[str]] = {}
-    for candidate, why in tuning.left_out:
-        by_reason.setdefault(why, []).append(candidate.label)
-    return by_reason
 
 
 def verdict(tuning: Tuning) -> str:

@@ -12,14 +12,14 @@ from typing import Any
 
 from outrider.settings import SettingsError
 from outrider_client.bench.backends import TargetBackend
-from outrider_client.local.placement import Placement, has_flag, merged_drafters, named_settings, place, visible_gpus
-from outrider_client.local.stack import ServiceFailed, Stack, wait_for_drafter
+from outrider_client.local.placement import Placement, flag_value, merged_drafters, named_settings, place, visible_gpus
+from outrider_client.local.stack import ServiceFailed, Stack, given, wait_for_drafter
 from outrider_client.results import TargetInfo
 from outrider_client.terminal.options import ClientOptions, TuneOptions, flag_words
 from outrider_client.tuning.candidates import Candidate, known_candidates, parse_candidates
 from outrider_client.tuning.settings_file import Document, read_document, to_toml, with_settings
 
-# Flags for other clients and operators of a service, which are left empty here.
+# Flags for other clients and operators of a service, and of a target for its draft: they are left empty here.
 _PRIVATE = (
     *("metrics-listen", "admin-listen", "otlp-endpoint"),
     *("auth-tokens", "tls-certificate", "tls-key", "tls-client-ca"),
@@ -83,31 +83,30 @@ def _check_effective(candidates: Sequence[Candidate], words: Sequence[str], envi
             raise SettingsError(f"{variable} is set, and would be for all that is tried: unset it for tuning")
     for _, name in tried:
         flag = "--" + name.replace("_", "-")
-        if has_flag(words, flag):
+        if flag_value(words, flag) is not None:
             raise SettingsError(f"--draft-flags: {flag} is what is tuned; leave it out")
 
 
 class Side:
     """A target and its draft, which can be restarted with other settings."""
 
-    def __init__(self, name: str, setup: Setup, stack: Stack) -> None:
+    def __init__(self, name: str, setup: Setup, stack: Stack, leave: contextlib.AsyncExitStack) -> None:
+        """`leave` closes the backends; `stack` stops the services."""
         self._name = name
         self._setup = setup
         self._stack = stack
+        self._leave = leave
         self._address = ""
         self._draft: tuple[tuple[str, str, int], ...] | None = None
-        self._backends: list[TargetBackend] = []
         # How long the draft last took to start.
         self.draft_seconds = 0.0
 
     async def start(self) -> None:
         """Start both, with the settings in force. Raises `ServiceFailed` or `SettingsError`."""
         setup, draft = self._setup, self._stack.address(f"draft-{self._name}")
-        own = (("--model", setup.options.model), ("--dtype", setup.options.dtype))
-        words = [word for pair in own if pair[1] for word in pair]
-        if setup.path is not None:
-            words += ["--config", str(setup.path)]
-        words += [*setup.placed.target, *setup.target_words, *_emptied(_PRIVATE + _PRIVATE_TARGET), "--draft", draft]
+        own = given(model=setup.options.model, dtype=setup.options.dtype, config=str(setup.path or ""))
+        private = _emptied(*_PRIVATE, *_PRIVATE_TARGET)
+        words = [*own, *setup.placed.target, *setup.target_words, *private, "--draft", draft]
         if setup.placed.shared:
             # One after the other: the target takes a share of the memory that the draft leaves free.
             await self._start_draft(Candidate())
@@ -132,24 +131,16 @@ class Side:
             await self._connected()
 
     def backend(self, candidate: Candidate, speculate: bool = True) -> TargetBackend:
-        """The backend for a candidate that was taken; it decodes plainly with `speculate` off.
-
-        A candidate's prompts are sent for another tenant than those of the settings in force, so that where one target
-        serves both, no draft learns from the other's answers.
-        """
+        """The backend for a candidate that was taken; it decodes plainly with `speculate` off. A candidate's prompts
+        are sent for another tenant than those of the settings in force, so that where one target serves both, no draft
+        learns from the other's answers."""
         memory = "tried-" if candidate.settings else ""
         backend = TargetBackend(ClientOptions(), self._address, speculate, candidate.max_nodes, memory)
-        self._backends.append(backend)
+        self._leave.push_async_callback(backend.close)
         return backend
 
     async def info(self) -> TargetInfo:
-        """The target's current description."""
         return await self.backend(Candidate()).client().info()
-
-    async def close(self) -> None:
-        """Close the backends; the stack stops the services."""
-        for backend in self._backends:
-            await backend.close()
 
     async def _start_draft(self, candidate: Candidate) -> None:
         setup = self._setup
@@ -159,7 +150,7 @@ class Side:
         path.write_text(to_toml(document), encoding="utf-8")
         words = ["--config", str(path), "--drafter", setup.options.drafter, *setup.placed.draft, *setup.draft_words]
         begun = asyncio.get_running_loop().time()
-        await self._stack.start(f"draft-{self._name}", "draft_service", *words, *_emptied(_PRIVATE))
+        await self._stack.start(f"draft-{self._name}", "draft_service", *words, *_emptied(*_PRIVATE))
         self.draft_seconds = asyncio.get_running_loop().time() - begun
         self._draft = candidate.draft
 
@@ -168,5 +159,5 @@ class Side:
             raise SettingsError(f"the target did not reach its draft service with {self._setup.options.drafter}")
 
 
-def _emptied(names: Sequence[str]) -> list[str]:
+def _emptied(*names: str) -> list[str]:
     return [word for name in names for word in (f"--{name}", "")]

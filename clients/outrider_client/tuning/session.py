@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from importlib.resources import files
 from itertools import groupby, zip_longest
 from pathlib import Path
+from time import monotonic
 
 from outrider.settings import SettingsError
 from outrider_client.bench.backends import Backend
@@ -32,6 +33,9 @@ from outrider_client.tuning.estimates import Estimate, better, estimate, most_pr
 from outrider_client.tuning.services import Setup, Side
 
 Note = Callable[[str], None]
+# What takes turns, and a block of each.
+_Way = tuple[Mode, Backend]
+_Pair = tuple[Block, Block]
 _IN_FORCE = Mode(Candidate().label)
 _WARM_TOKENS = 24
 NO_TIME = "for lack of time"
@@ -39,8 +43,7 @@ NO_TIME = "for lack of time"
 
 @dataclass(frozen=True, slots=True)
 class LoadFigures:
-    """One configuration at one load, against a base that took turns with it. `tokens_per_step` is None without
-    output."""
+    """One configuration at one load, against a base in turn with it. `tokens_per_step` is None without output."""
 
     ratio: Estimate
     tokens_per_second: float
@@ -88,54 +91,41 @@ def read_prompts(path: str) -> list[Prompt]:
     return [replace(prompt, task=ALL_TASKS) for row in zip_longest(*tasks) for prompt in row if prompt is not None]
 
 
+@dataclass(frozen=True)
 class Comparison:
     """Runs two configurations in turn on the same prompts, block by block, at each load."""
 
-    def __init__(self, prompts: Sequence[Prompt], loads: Sequence[int], max_tokens: int) -> None:
-        self._prompts = prompts
-        self._loads = loads
-        self._max_tokens = max_tokens
+    _prompts: Sequence[Prompt]
+    _loads: Sequence[int]
+    _max_tokens: int
 
-    async def run(
-        self, first: tuple[Mode, Backend], second: tuple[Mode, Backend], until: float, start: int = 0
-    ) -> tuple[Measured, float]:
-        """Measure first against second until the event loop's time `until`, for at least one round over the loads.
-
-        `start` is the index of the first prompt. Returns the figures and the seconds of a round. Raises
-        `SettingsError` where a block gets no answers.
-        """
-        loop = asyncio.get_running_loop()
-        begun, rounds = loop.time(), 0
-        pairs: dict[int, list[tuple[Block, Block]]] = {load: [] for load in self._loads}
+    async def run(self, first: _Way, second: _Way, until: float, start: int = 0) -> tuple[Measured, float]:
+        """Measure first against second until the time `until` of `monotonic`, for at least one round over the loads.
+        `start` is the index of the first prompt. Returns the figures and the seconds of a round. Raises `SettingsError`
+        where a block gets no answers."""
+        # Both, so that neither has colder caches.
+        for _, backend in (second, first):
+            await backend.answer((("user", "Count from one to ten."),), _WARM_TOKENS, "warm")
+        begun, rounds = monotonic(), 0
+        pairs: dict[int, list[_Pair]] = {load: [] for load in self._loads}
         # A new tenant, so that no draft has learnt these prompts.
         run_id = secrets.token_hex(4)
         while True:
             for load in self._loads:
                 pairs[load].append(await self._pair(first, second, load, rounds, start, run_id))
             rounds += 1
-            seconds = (loop.time() - begun) / rounds
-            if loop.time() + seconds / 2 > until:
+            seconds = (monotonic() - begun) / rounds
+            if monotonic() + seconds / 2 > until:
                 return Measured(first[0].name, {load: _figures(found) for load, found in pairs.items()}), seconds
 
-    async def _pair(
-        self,
-        first: tuple[Mode, Backend],
-        second: tuple[Mode, Backend],
-        load: int,
-        number: int,
-        start: int,
-        run_id: str,
-    ) -> tuple[Block, Block]:
+    async def _pair(self, first: _Way, second: _Way, load: int, number: int, start: int, run_id: str) -> _Pair:
         count = 1 if load == 1 else max(load, min(2 * load, len(self._prompts)))
         at = start + number * count
         plan = Plan(
             prompts=[self._prompts[(at + place) % len(self._prompts)] for place in range(count)],
             modes=(first[0], second[0]) if number % 2 else (second[0], first[0]),
             concurrency=(load,),
-            repeats=1,
             max_tokens=self._max_tokens,
-            second_turns=False,
-            isolate=False,
             # A new tenant each time the prompts repeat, for the same reason.
             run_id=f"{run_id}-{(number * count) // len(self._prompts)}",
         )
@@ -146,16 +136,12 @@ class Comparison:
         return found[first[0]], found[second[0]]
 
 
-def _figures(pairs: Sequence[tuple[Block, Block]]) -> LoadFigures:
+def _figures(pairs: Sequence[_Pair]) -> LoadFigures:
     own, base = ([pair[place] for pair in pairs] for place in (0, 1))
     cell = cells(own, [own[0].mode])[0]
-    ratio = estimate([(_rate(one), _rate(other)) for one, other in pairs])
+    ratio = estimate([(one.tokens / one.seconds, other.tokens / other.seconds) for one, other in pairs])
     rate = cells(base, [base[0].mode])[0]["tokens_per_second"]
     return LoadFigures(ratio, cell["tokens_per_second"], cell["mean_accepted_length"], rate)
-
-
-def _rate(block: Block) -> float:
-    return block.tokens / block.seconds
 
 
 class _Tuner:
@@ -169,22 +155,26 @@ class _Tuner:
         self._measured: list[tuple[Candidate, Measured]] = []
 
     async def run(self) -> Tuning:
-        loop = asyncio.get_running_loop()
-        begun, seconds = loop.time(), 60.0 * self._setup.options.minutes
+        begun, seconds = monotonic(), 60.0 * self._setup.options.minutes
         until = begun + seconds
         # On a GPU one after the other, since each takes a share of the free memory. On a CPU together, so that other
         # load affects both alike while they time their own steps.
         sides = (self._base,) if self._setup.gpu else (self._base, self._challenger)
         self._note("starting targets and drafts")
         await asyncio.gather(*(side.start() for side in sides))
-        started = loop.time() - begun
+        started = monotonic() - begun
         self._note("measuring the settings in force against plain decoding")
-        speculation, pair = await self._speculation(loop.time() + SPECULATION_SHARE * seconds)
+        in_force, plain = self._base.backend(Candidate()), self._base.backend(Candidate(), speculate=False)
+        end = monotonic() + SPECULATION_SHARE * seconds
+        speculation, pair = await self._comparison.run((_IN_FORCE, in_force), (Mode(PLAIN), plain), end)
         info = await self._base.info()
         # Estimates, until a draft has been changed.
-        spent, costs = loop.time() - begun, Costs(change=self._base.draft_seconds, pair=pair)
+        spent, costs = monotonic() - begun, Costs(change=self._base.draft_seconds, pair=pair)
         ahead = started if self._setup.gpu else 0.0
-        waiting = self._possible(info)
+        bound = info.max_rows - 1
+        above = [one for one in self._setup.candidates if one.max_nodes is not None and one.max_nodes > bound]
+        self._left_out += [(one, f"the target's own max_draft_nodes is {bound}") for one in above]
+        waiting = [one for one in self._setup.candidates if one not in above]
         needed = seconds_for_all(spent + ahead, len(waiting), costs)
         if self._setup.gpu:
             waiting, costs = await self._with_a_challenger(waiting, until, ahead, costs)
@@ -197,7 +187,7 @@ class _Tuner:
         """Choose between a second target, which takes `ahead` seconds to start, and the first alone, which can only
         measure other `max_nodes`, without changing its draft: whichever measures more. Returns the candidates it can
         measure and their costs."""
-        left = until - asyncio.get_running_loop().time()
+        left = until - monotonic()
         bounds, unchanged = [one for one in waiting if not one.draft], replace(costs, change=0.0)
         alone = measurable(left, len(bounds), unchanged)
         if len(bounds) < len(waiting) and measurable(left - ahead, len(waiting), costs) >= max(1, alone):
@@ -208,36 +198,23 @@ class _Tuner:
         self._left_out += [(candidate, NO_TIME) for candidate in waiting if candidate.draft]
         return bounds, unchanged
 
-    async def _speculation(self, until: float) -> tuple[Measured, float]:
-        in_force, plain = self._base.backend(Candidate()), self._base.backend(Candidate(), speculate=False)
-        await _warm(in_force)
-        await _warm(plain)
-        return await self._comparison.run((_IN_FORCE, in_force), (Mode(PLAIN), plain), until)
-
-    def _possible(self, info: TargetInfo) -> list[Candidate]:
-        bound = info.max_rows - 1
-        above = [one for one in self._setup.candidates if one.max_nodes is not None and one.max_nodes > bound]
-        self._left_out += [(one, f"the target's own max_draft_nodes is {bound}") for one in above]
-        return [one for one in self._setup.candidates if one not in above]
-
     async def _screen_and_confirm(
         self, waiting: list[Candidate], until: float, costs: Costs
     ) -> tuple[Candidate, Measured] | None:
-        loop = asyncio.get_running_loop()
-        begun_left = until - loop.time()
+        begun_left = until - monotonic()
         while waiting:
-            left, kept = until - loop.time(), final_seconds(begun_left, costs)
+            left, kept = until - monotonic(), final_seconds(begun_left, costs)
             share = next_share(left, kept, len(waiting), not self._measured, costs)
             if not share:
                 break
-            candidate, begun = waiting.pop(0), loop.time()
+            candidate, begun = waiting.pop(0), monotonic()
             self._note(f"measuring {candidate.label}, {len(waiting)} more wait")
             costs = await self._measure(candidate, begun + share, costs)
         self._left_out += [(candidate, NO_TIME) for candidate in waiting]
         place = most_promising([measured.ratio for _, measured in self._measured])
         if place is None:
             return None
-        if len(self._measured) == 1 and until - loop.time() < costs.least:
+        if len(self._measured) == 1 and until - monotonic() < costs.least:
             return self._measured[0]
         best = self._measured[place][0]
         self._note(f"measuring the best once more: {best.label}")
@@ -246,38 +223,27 @@ class _Tuner:
 
     async def _measure(self, candidate: Candidate, until: float, costs: Costs) -> Costs:
         """Measure a candidate, or note why not. Returns the costs as measured now."""
-        loop = asyncio.get_running_loop()
-        begun = loop.time()
+        begun = monotonic()
         try:
             await self._challenger.take(candidate)
         except ServiceFailed as error:
             self._left_out.append((candidate, error.tail[-1] if error.tail else str(error)))
             return costs
-        change = loop.time() - begun
+        change = monotonic() - begun
         measured, pair = await self._against(candidate, until, 0)
         self._measured.append((candidate, measured))
         return Costs(max(costs.change if self._measured[1:] else 0.0, change), pair)
 
     async def _against(self, candidate: Candidate, until: float, start: int) -> tuple[Measured, float]:
         own, in_force = self._challenger.backend(candidate), self._base.backend(Candidate())
-        # Both, so that neither has colder caches.
-        await _warm(in_force)
-        await _warm(own)
         return await self._comparison.run((Mode(candidate.label), own), (_IN_FORCE, in_force), until, start)
 
 
-async def _warm(backend: Backend) -> None:
-    await backend.answer((("user", "Count from one to ten."),), _WARM_TOKENS, "warm")
-
-
 async def tune(setup: Setup, loads: Sequence[int], prompts: Sequence[Prompt], note: Note) -> Tuning:
-    """Measure candidates for the time that the options give. Raises `SettingsError`, `ServiceFailed`, or what a call
-    raises."""
+    """Measure candidates in the time of the options. Raises `SettingsError`, `ServiceFailed`, or what a call raises."""
     comparison = Comparison(prompts, loads, setup.options.max_tokens)
-    async with AsyncExitStack() as exit_stack:
-        stack = await exit_stack.enter_async_context(private_stack())
-        sides = Side("base", setup, stack), Side("other", setup, stack)
-        for side in sides:
-            exit_stack.push_async_callback(side.close)
+    async with AsyncExitStack() as leave:
+        stack = await leave.enter_async_context(private_stack())
+        sides = Side("base", setup, stack, leave), Side("other", setup, stack, leave)
         # The second measurement starts at prompts that the first may not have reached.
         return await _Tuner(setup, comparison, sides, len(prompts) // 2, note).run()

@@ -21,9 +21,8 @@ def read_document(path: Path | None) -> Document:
         if not isinstance(table, dict):
             raise SettingsError(f"{path}: {section} is not a table")
     # Normalized as the services do, so that a setting written in either way is replaced.
-    return {
-        section: {name.replace("-", "_"): value for name, value in table.items()} for section, table in document.items()
-    }
+    tables = document.items()
+    return {section: {name.replace("-", "_"): value for name, value in table.items()} for section, table in tables}
 
 
 def with_settings(document: Mapping[str, Mapping[str, Any]], settings: Iterable[tuple[str, str, Any]]) -> Document:
