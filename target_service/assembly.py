@@ -18,12 +18,11 @@ from outrider.settings import SettingsError
 from outrider.wire.frames import StoppableLink
 from target_service.api.admission import Runtime, ServedModel
 from target_service.config import TargetConfig
-from target_service.core.scheduler import SchedulerConfig
-from target_service.engine.engine import Engine, EngineConfig
+from target_service.engine.engine import Engine
 from target_service.engine.stats import EngineObserver
 from target_service.model.loading.loader import load_runner
 from target_service.model.runner import ModelRunner
-from target_service.preflight import EngineRefused, drafting_config, speculates
+from target_service.preflight import EngineRefused
 from target_service.speculation.policy.cost_profile import measure_step_cost
 from target_service.speculation.policy.step_cost import StepCost
 
@@ -49,19 +48,6 @@ def load_model(config: TargetConfig) -> ModelRunner:
         raise EngineRefused(1, f"cannot serve {config.model}: {error}{hint}") from None
 
 
-def engine_config(config: TargetConfig) -> EngineConfig:
-    """The settings of the engine."""
-    return EngineConfig(
-        scheduler=SchedulerConfig(config.max_running, config.step_rows, config.chunk_rows),
-        drafting=drafting_config(config),
-        max_waiting=config.max_waiting,
-        max_draft_nodes=config.max_draft_nodes,
-        chains=config.batch_invariant,
-        lockstep=config.lockstep,
-        typical=config.allow_lossy,
-    )
-
-
 def served_model(config: TargetConfig, runner: ModelRunner) -> ServedModel:
     """The model's description and limits, for clients and their requests."""
     cache = runner.cache
@@ -77,7 +63,7 @@ def served_model(config: TargetConfig, runner: ModelRunner) -> ServedModel:
         end_token_ids=runner.end_token_ids,
         tokenizer_fingerprint=runner.tokenizer_fingerprint,
         tokenizer=runner.tokenizer,
-        speculation=speculates(config) or runner.node_table is not None,
+        speculation=config.speculates or runner.node_table is not None,
         predictions=config.speculation,
         lossy=config.allow_lossy,
         runtime=_runtime(config, runner),
@@ -128,7 +114,7 @@ def assemble(
     if (config.speculation or runner.node_table is not None) and config.row_budget == "adaptive":
         logger.info("measuring the cost of a step by its rows")
         cost = in_passing_thread(lambda: _step_cost(runner, config))
-    engine = Engine(runner, engine_config(config), step_cost=cost, observer=observer)
+    engine = Engine(runner, config, step_cost=cost, observer=observer)
     served = served_model(config, runner)
     if connect is None:
         return Assembled(engine, served)

@@ -179,6 +179,16 @@ class TargetConfig(Settings):
     log_level: str = setting("info", "log level", choices=("debug", "info", "warning", "error"))
 
     @property
+    def speculates(self) -> bool:
+        """Whether a draft service is used at all."""
+        return self.speculation and bool(self.draft)
+
+    @property
+    def drafting_resumes_at(self) -> int:
+        """Running sequences at which drafting resumes after load has stopped it: fewer, so that it does not flap."""
+        return max(1, int(self.speculative_disable_queue_size * 0.75))
+
+    @property
     def tenant_limits(self) -> TenantLimits:
         """Limits of a tenant without any in the tokens' file. By default no tenant alone can fill the queue.
 

@@ -18,12 +18,11 @@ from outrider.telemetry.rpc import RpcMetricsInterceptor
 from outrider.telemetry.tracing import Tracing, set_up_tracing
 from outrider.v1 import target_pb2_grpc
 from target_service.api.admission import Admission, ServedModel
-from target_service.api.server import SERVICE_NAME, StreamLimits, TargetServicer
-from target_service.api.weights import WeightRules, WeightUpdates
+from target_service.api.server import SERVICE_NAME, TargetServicer
+from target_service.api.weights import WeightUpdates
 from target_service.config import TargetConfig
 from target_service.core.events import Sequences, ServingEngine
 from target_service.core.quotas import TenantQuotas
-from target_service.preflight import drafting_config, speculates
 from target_service.speculation_state import SpeculationState, speculation_state
 from target_service.telemetry.metrics import PrometheusObserver
 
@@ -97,27 +96,10 @@ def _make_servicer(
     config: TargetConfig, served: ServedModel, sequences: Sequences, engine: ServingEngine, tracing: Tracing
 ) -> TargetServicer:
     def speculation() -> SpeculationState:
-        return speculation_state(
-            drafting_config(config),
-            engine.snapshot(),
-            engine.draft_info,
-            draft=config.draft,
-            wanted=config.speculation,
-            lookup=served.runtime.lookup,
-        )
+        return speculation_state(config, engine.snapshot(), engine.draft_info, lookup=served.runtime.lookup)
 
-    weights = WeightUpdates(
-        engine,
-        WeightRules(
-            config.weights_folder,
-            config.weights_staging,
-            int(config.weights_stream_gb * 1e9),
-            config.weights_without_token,
-        ),
-    )
-    limits = StreamLimits(max_sequences=config.max_sequences_per_stream, idle_seconds=config.verify_idle_seconds)
-    admission = Admission(served, sequences.quotas)
-    return TargetServicer(sequences, admission, limits, speculation, tracing, weights, tokens=bool(config.auth_tokens))
+    admission, weights = Admission(served, sequences.quotas), WeightUpdates(engine, config)
+    return TargetServicer(config, sequences, admission, weights, speculation, tracing)
 
 
 async def serve_engine(config: TargetConfig, host: EngineHost, stopping: asyncio.Event | None = None) -> int:
@@ -148,7 +130,7 @@ async def serve_engine(config: TargetConfig, host: EngineHost, stopping: asyncio
             sequences = Sequences(engine, asyncio.get_running_loop(), quotas)
             servicer = _make_servicer(config, served, sequences, engine, tracing)
             if observer is not None and metrics is not None:
-                observer.watch(engine, drafted=speculates(config))
+                observer.watch(engine, drafted=config.speculates)
                 metrics.add([observer.metrics, calls.metrics], observer.vllm_names)
             stack.enter_context(settled())
             await host.start(sequences)

@@ -13,8 +13,9 @@ from benchmarks.shared.workload import LONGEST_PROMPT, Conversation, Prompt, cha
 from draft_service.drafters.base import Drafter
 from draft_service.in_process import InprocessLink
 from outrider.sampling import SamplingParams, TypicalAcceptance, VerificationMode
+from target_service.config import TargetConfig
 from target_service.core.sequence import SequenceRequest, SequenceTotals, Verdict
-from target_service.engine.engine import Engine, EngineConfig
+from target_service.engine.engine import Engine
 from target_service.model.runner import ModelRunner
 
 # Seeds of sampled requests, the same for every drafter.
@@ -96,7 +97,7 @@ class Talk:
     """One drafter's run over all conversations, in one distribution."""
 
     def __init__(
-        self, runner: ModelRunner, config: EngineConfig, drafter: Drafter, conversations: Sequence[Conversation]
+        self, runner: ModelRunner, config: TargetConfig, drafter: Drafter, conversations: Sequence[Conversation]
     ) -> None:
         self._tokenizer: Any = runner.tokenizer
         self._conversations = conversations

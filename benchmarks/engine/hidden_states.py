@@ -42,11 +42,11 @@ from outrider.runtime import switch_threads_often
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import TokenTree
 from outrider.wire.frames import DraftInfo, FeatureRequest, SequenceGrowth, TreeLimits
+from target_service.config import TargetConfig
 from target_service.core.sequence import Sequence, SequenceRequest, SequenceTotals
 from target_service.execution.batch import StepItem
 from target_service.model.runner import ModelRunner
 from target_service.sampling.verifier import Verified
-from target_service.speculation.config import DraftingConfig
 from target_service.speculation.drafts import Drafting
 from target_service.speculation.hidden_states.encoding import AHEAD_ROWS, StepFeatures
 from target_service.speculation.hidden_states.sending import Features
@@ -223,7 +223,10 @@ def drain(descriptor: int) -> None:
 def measure(options: argparse.Namespace) -> list[Figure]:
     """All figures, over one link."""
     features = Features(cast(ModelRunner, Runner()), KEEP)
-    drafting = Drafting(DraftingConfig(True, 10**6, 0.0, 1, KEEP), VOCABULARY_SIZE, features)
+    config = TargetConfig(
+        draft="the link", speculative_disable_queue_size=10**6, draft_wait_ms=0.0, draft_failures_to_open=1
+    )
+    drafting = Drafting(config, VOCABULARY_SIZE, features)
     receiver = Receiver()
     command = (sys.executable, "-m", "benchmarks.engine.hidden_states", "--drain")
     link = LinkProcess("", receiver, VOCABULARY_SIZE, "", command=command)

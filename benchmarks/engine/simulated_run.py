@@ -11,7 +11,6 @@ from benchmarks.shared.step_recorder import StepRecorder, summarise
 from benchmarks.shared.workload import Prompt
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.wire.frames import DraftEvents, StoppableLink
-from target_service.assembly import engine_config
 from target_service.config import TargetConfig
 from target_service.core.sequence import SequenceRequest, SequenceTotals, Verdict
 from target_service.engine.engine import Engine
@@ -42,7 +41,7 @@ class SimulatedRun:
         self._warm_up, self._most_warm_ups = (_WARM_UP_ADAPTIVE, _MOST_WARM_UPS) if adaptive else (_WARM_UP, 1)
         self._settle = settle
         cost = measure_step_cost(runner, config.step_rows) if adaptive else None
-        self._engine = Engine(runner, engine_config(config), step_cost=cost, observer=self._recorder)
+        self._engine = Engine(runner, config, step_cost=cost, observer=self._recorder)
         self._link: StoppableLink | None = None
         if connect is not None:
             self._link = connect(self._engine.draft_events, runner.vocabulary_size)

@@ -21,7 +21,7 @@ from benchmarks.shared.machine import describe
 from benchmarks.shared.report import parser_of, show, write_json
 from outrider.errors import OutriderError
 from outrider.sampling import SamplingParams
-from target_service.assembly import engine_config, load_model
+from target_service.assembly import load_model
 from target_service.config import TargetConfig
 from target_service.core.sequence import SequenceEvent, SequenceRequest
 from target_service.core.weights import RunningRequests, WeightsUpdated, WeightUpdate
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=3)
     options = parser.parse_args()
     config = TargetConfig(model=options.model, device=options.device, dtype=options.dtype, speculation=False)
-    engine = Engine(load_model(config), engine_config(config))
+    engine = Engine(load_model(config), config)
     gaps = Gaps(engine, options.sequences, options.max_tokens)
     rows = []
     for _ in range(options.updates):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -23,6 +22,7 @@ from target_service.api.byte_text import Detokenizers
 from target_service.api.event_queue import EventQueue, joined
 from target_service.api.verify_session import VerifySession
 from target_service.api.weights import WeightUpdates
+from target_service.config import TargetConfig
 from target_service.core.events import Sequences
 from target_service.core.sequence import SequenceFinished, SequenceRequest, Verdict
 from target_service.speculation_state import SpeculationState
@@ -30,19 +30,11 @@ from target_service.telemetry.tracing import RequestTrace
 
 SERVICE_NAME: str = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
 
+# Steps that a reader of Generate may lag, beyond the megabytes that gRPC buffers for it.
+UNREAD_STEPS = 1024
+
 GenerateContext = grpc.aio.ServicerContext[target_pb2.GenerateRequest, target_pb2.GenerateResponse]
 VerifyContext = grpc.aio.ServicerContext[target_pb2.VerifyRequest, target_pb2.VerifyResponse]
-
-
-@dataclass(frozen=True)
-class StreamLimits:
-    """Limits of one stream."""
-
-    # Steps that a reader of Generate may lag, beyond the megabytes that gRPC buffers for it.
-    unread_steps: int = 1024
-    # Open sequences of one Verify stream, and how long each may be without a tree.
-    max_sequences: int = 256
-    idle_seconds: float = 120.0
 
 
 class TargetServicer(target_pb2_grpc.TargetServiceServicer):
@@ -54,24 +46,22 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
 
     def __init__(
         self,
+        config: TargetConfig,
         sequences: Sequences,
         admission: Admission,
-        limits: StreamLimits,
+        weights: WeightUpdates,
         speculation: Callable[[], SpeculationState],
         tracing: Tracing,
-        weights: WeightUpdates,
-        tokens: bool,
     ) -> None:
-        """`speculation` returns the present state of drafting; `tokens`: callers need a token."""
+        """`speculation` returns the present state of drafting."""
+        self._config = config
         self._sequences = sequences
         self._admission = admission
         tokenizer = admission.served.tokenizer
         self._detokenizers = None if tokenizer is None else Detokenizers(tokenizer)
-        self._limits = limits
         self._speculation = speculation
         self._tracing = tracing
         self._weights = weights
-        self._tokens = tokens
 
     async def Generate(  # type: ignore[override]
         self, request: target_pb2.GenerateRequest, context: GenerateContext
@@ -79,7 +69,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         trace, tenant = RequestTrace(self._tracing, context.invocation_metadata()), current_tenant()
         with _ending(trace, context), self._admission.quotas.stream(tenant):
             admitted = await self._admission.generation(request, tenant, trace.traceparent)
-            queue = EventQueue(self._limits.unread_steps, self._sequences.cancel)
+            queue = EventQueue(UNREAD_STEPS, self._sequences.cancel)
             sequence_id = self._sequences.submit(admitted, queue.put)
             try:
                 model, chat = self._admission.served.name, request.HasField("chat")
@@ -122,8 +112,8 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
                 self._admission,
                 tenant=tenant,
                 trace=lambda: RequestTrace(self._tracing, context.invocation_metadata(), VERIFY_SEQUENCE),
-                max_sequences=self._limits.max_sequences,
-                idle_seconds=self._limits.idle_seconds,
+                max_sequences=self._config.max_sequences_per_stream,
+                idle_seconds=self._config.verify_idle_seconds,
             )
             reader = asyncio.create_task(session.read(request_iterator))
             reaper = asyncio.create_task(session.reap())
@@ -172,7 +162,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     async def UpdateWeights(
         self, request_iterator: AsyncIterator[target_pb2.UpdateWeightsRequest], _context: Any
     ) -> target_pb2.UpdateWeightsResponse:
-        self._weights.check_caller(current_caller(), tokens=self._tokens)
+        self._weights.check_caller(current_caller())
         return replies.updated(await self._weights.run(request_iterator))
 
 

@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.errors import (
@@ -25,6 +24,7 @@ from outrider.errors import (
 )
 from outrider.serving import Caller
 from outrider.v1 import target_pb2 as pb
+from target_service.config import TargetConfig
 from target_service.core.events import ServingEngine
 from target_service.core.weights import RunningRequests, WeightsUpdated, WeightUpdate
 
@@ -40,29 +40,12 @@ _MOST_FILES = 1024
 _SILENCE_SECONDS = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class WeightRules:
-    """What is allowed, as set in `TargetConfig`.
-
-    Attributes:
-        folder: folder that weights may be read from; none when empty.
-        staging: folder for streamed files, until they are read; the system's own for temporary files when empty.
-        stream_bytes: most bytes of one streamed update.
-        without_token: whether callers may update where no tokens are required.
-    """
-
-    folder: str = ""
-    staging: str = ""
-    stream_bytes: int = 0
-    without_token: bool = False
-
-
 class WeightUpdates:
     """Takes updates for an engine. Belongs to the event loop."""
 
-    def __init__(self, engine: ServingEngine, rules: WeightRules) -> None:
+    def __init__(self, engine: ServingEngine, config: TargetConfig) -> None:
         self._engine = engine
-        self._rules = rules
+        self._config = config
         self._busy = False
 
     @property
@@ -70,11 +53,12 @@ class WeightUpdates:
         """Version of the weights in use."""
         return self._engine.snapshot().model_version
 
-    def check_caller(self, caller: Caller, *, tokens: bool) -> None:
-        """Raise `PermissionDenied` unless the caller may update weights. `tokens`: callers need a token."""
-        if tokens and not caller.operator:
-            raise PermissionDenied("the token is no operator's")
-        if not tokens and not self._rules.without_token:
+    def check_caller(self, caller: Caller) -> None:
+        """Raise `PermissionDenied` unless the caller may update weights."""
+        if self._config.auth_tokens:
+            if not caller.operator:
+                raise PermissionDenied("the token is no operator's")
+        elif not self._config.weights_without_token:
             raise PermissionDenied("only operators may update weights, and they need a token: see --auth-tokens")
 
     async def run(self, requests: AsyncIterator[pb.UpdateWeightsRequest]) -> WeightsUpdated:
@@ -125,9 +109,9 @@ class WeightUpdates:
 
     def _allowed(self, requested: str) -> Path:
         """The requested folder, if it and its files lie within the allowed one."""
-        if not self._rules.folder:
+        if not self._config.weights_folder:
             raise PermissionDenied("weights may be read from no folder: see --weights-folder")
-        root = Path(self._rules.folder).resolve()
+        root = Path(self._config.weights_folder).resolve()
         try:
             folder = (root / requested).resolve()
         except (OSError, ValueError):
@@ -148,11 +132,11 @@ class WeightUpdates:
         """A temporary folder with all files of a stream."""
         if not 1 <= len(sizes) <= _MOST_FILES:
             raise InvalidField("begin.files.sizes", f"needs 1 to {_MOST_FILES} entries")
-        total, limit = sum(sizes), self._rules.stream_bytes
+        total, limit = sum(sizes), round(self._config.weights_stream_gb * 1e9)
         if total > limit:
             raise QuotaExceeded("the files are more than a stream may carry", bytes=total, limit=limit).after(None)
         try:
-            folder = Path(tempfile.mkdtemp(prefix="outrider-weights-", dir=self._rules.staging or None))
+            folder = Path(tempfile.mkdtemp(prefix="outrider-weights-", dir=self._config.weights_staging or None))
         except OSError as error:
             raise NotSupported(f"streamed weights have nowhere to be: {error.strerror}") from None
         try:

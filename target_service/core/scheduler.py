@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from outrider.tree import TokenTree
+from target_service.config import TargetConfig
 from target_service.core.fairness import FairShare, Share, TimeShares
 from target_service.core.kv_cache import KVCache, OutOfPages
 from target_service.core.preemption import order_of_preemption
@@ -23,15 +24,6 @@ _RUNS = (SequenceState.PREFILL, SequenceState.RUNNING)
 _LEAST_READ = 16
 # Parts in which a step's rows of prompts are divided among tenants. Chosen: one part is little of a step.
 _PARTS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """Bounds of one step; the defaults live in `TargetConfig`."""
-
-    max_running: int
-    max_step_rows: int
-    prefill_chunk: int
 
 
 @dataclass(slots=True)
@@ -57,8 +49,8 @@ class Scheduler:
     holds most for its weight. The oldest of all is last, so that it ends at some time.
     """
 
-    def __init__(self, config: SchedulerConfig, cache: KVCache) -> None:
-        self._config = config
+    def __init__(self, config: TargetConfig, cache: KVCache) -> None:
+        self._max_running, self._prefill_chunk = config.max_running, config.chunk_rows
         self._cache = cache
         self.pages = SequencePages(cache)
         # Times of steps, observed by the engine. Without any, time is not shared.
@@ -70,7 +62,7 @@ class Scheduler:
         self._places, self._rows, self._time = FairShare(), FairShare(), TimeShares()
         self.running: list[Sequence] = []
         # Most rows of a step: as configured, or fewer where those did not fit the device's memory.
-        self.max_step_rows = config.max_step_rows
+        self.max_step_rows = config.step_rows
 
     def shrink(self) -> bool:
         """Halve the rows of a step for good, which did not fit the device's memory. False if none can be taken away."""
@@ -91,12 +83,12 @@ class Scheduler:
     @property
     def load(self) -> int:
         """Sequences that have a place in the next step, or will once prompts are read."""
-        return min(self._config.max_running, len(self.running) + self.waiting)
+        return min(self._max_running, len(self.running) + self.waiting)
 
     @property
     def admits(self) -> bool:
         """Whether a sequence waits and a place is free."""
-        return bool(self._waiting) and self._busy() < self._config.max_running
+        return bool(self._waiting) and self._busy() < self._max_running
 
     def sequences(self) -> Iterator[Sequence]:
         """Every sequence, running ones first."""
@@ -216,7 +208,7 @@ class Scheduler:
             if known > 1:
                 # The last pending token is fed alone, after the others. Those of a stride before it are not known yet.
                 known -= sequence.pending_tokens
-        return min(known, self._config.prefill_chunk)
+        return min(known, self._prefill_chunk)
 
     def _share_places(self) -> tuple[list[Sequence], list[Sequence], dict[str, int], float]:
         """Divide the places of the next step among tenants.
@@ -232,7 +224,7 @@ class Scheduler:
             for tenant, demand in demands.items()
         }
         # Every place takes a row.
-        places, seconds = min(self._config.max_running, self.max_step_rows), math.inf
+        places, seconds = min(self._max_running, self.max_step_rows), math.inf
         if len(allowed) > 1 or self._time.shared:
             alone = {
                 tenant: self.times.own_seconds(min(demand.decoding, allowed[tenant]), demand.rows)
@@ -388,7 +380,7 @@ class Scheduler:
     def _note_kept_out(self, newcomer: Sequence | None) -> None:
         """Let drafted rows give way to the first newcomer that has to wait for pages, if they hold what it lacks."""
         self.pages.forget_newcomer()
-        if newcomer is None or self._busy() >= self._config.max_running:
+        if newcomer is None or self._busy() >= self._max_running:
             return
         if not self._exceeds_share(newcomer, self._held(newcomer.request.tenant)):
             self.pages.note_newcomer(self._pages_wanted(newcomer), self.running)

@@ -12,17 +12,16 @@ from outrider.devices import choose_device
 from outrider.errors import Draining, EngineDead, OutriderError
 from outrider.tree import TokenTree
 from outrider.wire.frames import DraftEvents, DraftInfo, DraftLink
+from target_service.config import TargetConfig
 from target_service.core.events import EngineSnapshot
 from target_service.core.front import EngineFront
 from target_service.core.sequence import SequenceEvent, SequenceRequest
 from target_service.core.weights import UpdateDone, WeightUpdate
 from target_service.engine.exchange import WeightExchange
-from target_service.engine.loop import EngineConfig, EngineLoop
+from target_service.engine.loop import EngineLoop
 from target_service.engine.stats import EngineObserver
 from target_service.model.runner import ModelRunner
 from target_service.speculation.policy.step_cost import StepCost
-
-__all__ = ["Engine", "EngineConfig", "EngineSnapshot"]
 
 log = logging.getLogger(__name__)
 # How often an idle engine beats, in seconds.
@@ -35,7 +34,7 @@ class Engine(EngineFront):
     def __init__(
         self,
         runner: ModelRunner,
-        config: EngineConfig,
+        config: TargetConfig,
         *,
         step_cost: StepCost | None = None,
         observer: EngineObserver | None = None,

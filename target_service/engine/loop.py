@@ -8,15 +8,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from outrider.errors import QuotaExceeded
 from outrider.wire.frames import DraftInfo
+from target_service.config import TargetConfig
 from target_service.core.running_means import RunningTime
 from target_service.core.schedule import Schedule
-from target_service.core.scheduler import Scheduler, SchedulerConfig
+from target_service.core.scheduler import Scheduler
 from target_service.core.sequence import (
     Sequence,
     SequenceEvent,
@@ -38,7 +39,6 @@ from target_service.execution.multi_step import Stride
 from target_service.execution.pass_ends import PassEnds
 from target_service.model.runner import ModelRunner
 from target_service.sampling.verifier import Verified
-from target_service.speculation.config import DraftingConfig
 from target_service.speculation.drafts import Drafting
 from target_service.speculation.hidden_states.encoding import AHEAD_ROWS
 from target_service.speculation.hidden_states.sending import Features
@@ -64,22 +64,6 @@ _POLL_NS = 100_000
 _LAUNCH_SHARE = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """Bounds of the engine; the defaults live in `TargetConfig`."""
-
-    scheduler: SchedulerConfig
-    drafting: DraftingConfig
-    max_waiting: int
-    max_draft_nodes: int
-    # Verify one path of each tree, so that rows attend to what they would one at a time.
-    chains: bool = False
-    # Run one step after the other, verified by the host.
-    lockstep: bool = False
-    # Requests may ask for typical acceptance, so its kernels are compiled at start.
-    typical: bool = False
-
-
 class EngineLoop:
     """Every sequence under way, and the step that they run in.
 
@@ -90,7 +74,7 @@ class EngineLoop:
     def __init__(
         self,
         runner: ModelRunner,
-        config: EngineConfig,
+        config: TargetConfig,
         *,
         steps: Steps | None = None,
         step_cost: StepCost | None = None,
@@ -103,14 +87,14 @@ class EngineLoop:
         self._steps = steps or _steps_of(runner, config)
         self._observer = observer
         self._budget = RowBudget(step_cost)
-        self.features = Features(runner, config.drafting.feature_window if config.drafting.enabled else 0)
-        self.drafting = Drafting(config.drafting, runner.vocabulary_size, self.features, self._steps.tables)
-        self.scheduler = Scheduler(config.scheduler, runner.cache)
+        self.features = Features(runner, config.feature_window if config.speculates else 0)
+        self.drafting = Drafting(config, runner.vocabulary_size, self.features, self._steps.tables)
+        self.scheduler = Scheduler(config, runner.cache)
         self.live: dict[int, LiveSequence] = {}
         # Batch-invariant drafts are chains, which the host cuts.
-        device_chooses = self._steps.tables is not None and not (config.chains and config.drafting.enabled)
+        device_chooses = self._steps.tables is not None and not (config.batch_invariant and config.speculates)
         most = config.max_draft_nodes if device_chooses else 0
-        self._policy = RowPolicy(most, step_cost, self.live, config.drafting.disable_above)
+        self._policy = RowPolicy(most, step_cost, self.live, config.speculative_disable_queue_size)
         self._follow = FollowSwitch()
         self._gathering = self._gather_with(config, step_cost)
         self._stride = stride or Stride()
@@ -144,7 +128,7 @@ class EngineLoop:
         # When the device had ended the last step, and when its results were committed; 0 after a pause.
         self._free_ns = self._ended_ns = 0
 
-    def _gather_with(self, config: EngineConfig, step_cost: StepCost | None) -> Gathering:
+    def _gather_with(self, config: TargetConfig, step_cost: StepCost | None) -> Gathering:
         """What gathers drafts; without a cost of steps it never turns them off."""
         return Gathering(
             self.drafting,
@@ -152,7 +136,7 @@ class EngineLoop:
             self._budget,
             self.live,
             max_draft_nodes=config.max_draft_nodes,
-            chains=config.chains,
+            chains=config.batch_invariant,
             switch=None if step_cost is None else DraftSwitch(),
             policy=self._policy,
             follow=self._follow if step_cost is not None else None,
@@ -455,9 +439,9 @@ class EngineLoop:
         return events
 
 
-def _steps_of(runner: ModelRunner, config: EngineConfig) -> Steps:
+def _steps_of(runner: ModelRunner, config: TargetConfig) -> Steps:
     """The fastest for the runner, or the plain ones in lockstep."""
     if config.lockstep:
         return HostSteps(runner)
-    bounds = config.scheduler
-    return best_steps(runner, max_sequences=bounds.max_running, max_rows=bounds.max_step_rows, typical=config.typical)
+    # Kernels of typical acceptance are compiled at start where requests may ask for it.
+    return best_steps(runner, max_sequences=config.max_running, max_rows=config.step_rows, typical=config.allow_lossy)

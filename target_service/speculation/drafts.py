@@ -22,12 +22,12 @@ from outrider.wire.frames import (
     SequenceGrowth,
     TreeLimits,
 )
+from target_service.config import TargetConfig
 from target_service.core.sequence import Sequence, SequenceRequest
 from target_service.core.weights import FIRST_VERSION
 from target_service.execution.batch import StepItem
 from target_service.execution.node_tables import NodeTables
 from target_service.sampling.verifier import Verified
-from target_service.speculation.config import DraftingConfig
 from target_service.speculation.hidden_states.encoding import StepFeatures
 from target_service.speculation.hidden_states.sending import Features
 
@@ -45,7 +45,7 @@ class Drafting(DraftInbox):
     """
 
     def __init__(
-        self, config: DraftingConfig, vocabulary_size: int, features: Features, tables: NodeTables | None = None
+        self, config: TargetConfig, vocabulary_size: int, features: Features, tables: NodeTables | None = None
     ) -> None:
         """Drafts are also written to `tables`, where the device chooses rows."""
         super().__init__()
@@ -61,11 +61,11 @@ class Drafting(DraftInbox):
         # Sequences that may be drafted for, and those of them that the draft has to be sent.
         self._eligible: dict[int, Sequence] = {}
         self._unopened: list[Sequence] = []
-        self.latency = DraftLatency(config.failures_to_open)
+        self.latency = DraftLatency(config.draft_failures_to_open)
         self.info: DraftInfo | None = None
         # Why there is no draft; empty while one is connected, and before the first.
         self.lost = ""
-        self.active = config.enabled
+        self._enabled = self.active = config.speculates
         # Whether drafting stopped because drafts did not pay, and not because of load.
         self._dropped = False
         self._model_version = FIRST_VERSION
@@ -102,7 +102,7 @@ class Drafting(DraftInbox):
 
     def add(self, sequence: Sequence) -> None:
         """Register a new sequence; the draft gets it with `open_newcomers`, once the load includes it."""
-        if self.config.enabled and sequence.request.speculate and not sequence.request.external:
+        if self._enabled and sequence.request.speculate and not sequence.request.external:
             self._eligible[sequence.sequence_id] = sequence
             self._unopened.append(sequence)
 
@@ -126,11 +126,11 @@ class Drafting(DraftInbox):
 
         While drafts are not `useful`, drafting stops for more than one sequence as well, since each frame takes time;
         a draft that reads features stops at any load."""
-        if not self.config.enabled:
+        if not self._enabled:
             return
         anyway = self._tables is None and running <= FOLLOWED_ANYWAY and not self.reads_features
         useful = useful or anyway
-        if self.active and (self.config.too_many(running) or not useful):
+        if self.active and (self.too_many(running) or not useful):
             self.active, self._dropped = False, not useful
             self._close_all()
         elif not self.active and useful and self._may_resume(running):
@@ -141,7 +141,11 @@ class Drafting(DraftInbox):
 
     def _may_resume(self, running: int) -> bool:
         """Whether the load allows drafting: well below the limit, or just below it if load was not why it stopped."""
-        return running <= self.config.resumes_at or (self._dropped and not self.config.too_many(running))
+        return running <= self.config.drafting_resumes_at or (self._dropped and not self.too_many(running))
+
+    def too_many(self, running: int) -> bool:
+        """Whether this many running sequences stop drafting."""
+        return running > self.config.speculative_disable_queue_size
 
     def reopen_all(self, model_version: int) -> None:
         """Open every sequence at the draft again: drafts and kept hidden states are those of other weights."""
@@ -164,7 +168,7 @@ class Drafting(DraftInbox):
         if not self.latency.waiting_pays or self._answered(sequences):
             return 0
         begin = time.monotonic_ns()
-        deadline = time.monotonic() + min(self.config.wait_seconds, max_wait)
+        deadline = time.monotonic() + min(self.config.draft_wait_ms / 1e3, max_wait)
         while not self._answered(sequences):
             # Other frames of the draft do not count as the answer.
             if time.monotonic() >= deadline or not self._wait_until(deadline):

@@ -32,8 +32,9 @@ from outrider.serving.tenancy import Authenticator
 from outrider.telemetry.tracing import Tracing
 from outrider.v1 import draft_pb2_grpc, target_pb2_grpc
 from target_service.api.admission import Admission
-from target_service.api.server import StreamLimits, TargetServicer
-from target_service.api.weights import WeightRules, WeightUpdates
+from target_service.api.server import TargetServicer
+from target_service.api.weights import WeightUpdates
+from target_service.config import TargetConfig
 from target_service.core.events import Sequences
 from target_service.core.quotas import TenantQuotas
 
@@ -188,14 +189,14 @@ async def doors() -> AsyncIterator[Doors]:
     quotas = TenantQuotas(TenantTable(unbounded))
     sequences = Sequences(engine, asyncio.get_running_loop(), quotas)
     engine.start(sequences.deliver)
+    config = TargetConfig(weights_stream_gb=65_536e-9, weights_without_token=True)
     servicer = TargetServicer(
+        config,
         sequences,
         Admission(replace(SERVED, tokenizer=byte_tokenizer()), quotas),
-        StreamLimits(),
+        WeightUpdates(engine, config),
         lambda: SPECULATION,
         Tracing(),
-        WeightUpdates(engine, WeightRules(stream_bytes=1 << 16, without_token=True)),
-        tokens=False,
     )
     target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, target)  # type: ignore[arg-type]
     drafter = NgramDrafter(TrieConfig(max_context=64))

@@ -253,7 +253,7 @@ def test_drafts_cut_to_chains_do_not_matter(
     case: tuple[list[SequenceRequest], list[Sequence[int]]], tiny_model: PreTrainedModel
 ) -> None:
     wanted, said = case
-    config = replace(engine_config(), chains=True)
+    config = replace(engine_config(), batch_invariant=True)
     outcomes = run(make_runner(tiny_model), wanted, propose=drafter("knowing", wanted, said), config=config)
     assert [o.token_ids for o in outcomes] == said
     assert sum(o.finished.totals.accepted_tokens for o in outcomes) > 20

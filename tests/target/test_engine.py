@@ -89,7 +89,7 @@ def test_cancelling_twice_or_the_unknown_is_nothing(start: Started) -> None:
 
 
 def test_a_full_queue_refuses(start: Started) -> None:
-    engine, _ = start(max_waiting=2, scheduler=replace(engine_config().scheduler, max_running=1))
+    engine, _ = start(max_waiting=2, max_running=1)
     with pytest.raises(QuotaExceeded):
         for _ in range(6):
             engine.submit(request([5], 400))
@@ -97,7 +97,7 @@ def test_a_full_queue_refuses(start: Started) -> None:
 
 def test_half_of_the_queue_is_out_of_reach_for_callers_who_draft(start: Started) -> None:
     """Their sequences wait for a tree as long as they like: other tenants' requests were refused meanwhile."""
-    engine, events = start(max_waiting=8, scheduler=replace(engine_config().scheduler, max_running=1))
+    engine, events = start(max_waiting=8, max_running=1)
     engine.submit(request([5], 400))
     # It runs, and all others wait.
     events.get(timeout=60)

@@ -280,8 +280,8 @@ def test_drafts_that_were_of_no_use_are_tried_again_at_the_same_load(tiny_model:
     drafting.follow_load(5, useful=True)
     drafting.follow_load(4, useful=True)
     assert not drafting.active
-    drafting.follow_load(drafting.config.resumes_at, useful=True)
-    assert drafting.active and drafting.config.resumes_at < 4
+    drafting.follow_load(drafting.config.drafting_resumes_at, useful=True)
+    assert drafting.active and drafting.config.drafting_resumes_at < 4
 
 
 def head_loop(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> tuple[EngineLoop, DraftSwitch]:

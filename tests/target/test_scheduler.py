@@ -11,10 +11,11 @@ import torch
 
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import TokenTree
+from target_service.config import TargetConfig
 from target_service.core.fairness import Share
 from target_service.core.kv_cache import KVCache
 from target_service.core.schedule import Schedule
-from target_service.core.scheduler import Scheduler, SchedulerConfig
+from target_service.core.scheduler import Scheduler
 from target_service.core.sequence import Sequence, SequenceRequest, SequenceState, SequenceTotals
 
 
@@ -23,7 +24,7 @@ def cache(pages: int = 64, page_size: int = 16) -> KVCache:
 
 
 def scheduler(pages: KVCache, running: int = 8, rows: int = 64, chunk: int = 32) -> Scheduler:
-    return Scheduler(SchedulerConfig(max_running=running, max_step_rows=rows, prefill_chunk=chunk), pages)
+    return Scheduler(TargetConfig(max_running=running, max_step_rows=rows, prefill_chunk=chunk), pages)
 
 
 def sequence(

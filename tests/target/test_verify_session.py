@@ -22,8 +22,8 @@ from outrider.v1 import target_pb2 as pb
 from outrider.v1 import tree_pb2
 from outrider.wire.trees import error_of
 from target_service.api.admission import Admission
-from target_service.api.server import StreamLimits
 from target_service.api.verify_session import VerifySession
+from target_service.config import TargetConfig
 from target_service.core.events import Sequences
 from target_service.telemetry.tracing import RequestTrace
 
@@ -184,7 +184,7 @@ class TestEnds:
         await channel.close()
 
     async def test_idle_sequence_is_ended(self, targets: Any) -> None:
-        async with targets(limits=StreamLimits(idle_seconds=0.2)) as target:
+        async with targets(config=TargetConfig(verify_idle_seconds=0.2)) as target:
             talk = Conversation(target)
             idle, busy = await talk.open(10), await talk.open(10)
             step, failed = 0, None

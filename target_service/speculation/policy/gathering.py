@@ -122,7 +122,7 @@ class Gathering:
 
     def _best_use(self, running: SequenceOf[Sequence], ahead: bool) -> Use:
         """What pays in the next step. The switch counts steps while no draft is followed, too."""
-        if not self._drafting.connected or self._drafting.config.too_many(self._scheduler.load):
+        if not self._drafting.connected or self._drafting.too_many(self._scheduler.load):
             return Use.PLAIN
         if ahead and self._device_chooses(running):
             # Rows come from the device's tables then.
