@@ -18,8 +18,8 @@ from outrider.settings import SettingsError
 from outrider.wire.frames import StoppableLink
 from target_service.api.admission import Runtime, ServedModel
 from target_service.config import TargetConfig
+from target_service.core.events import EngineObserver
 from target_service.engine.engine import Engine
-from target_service.engine.stats import EngineObserver
 from target_service.model.loading.loader import load_runner
 from target_service.model.runner import ModelRunner
 from target_service.preflight import EngineRefused

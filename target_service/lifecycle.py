@@ -6,7 +6,8 @@ import asyncio
 import logging
 import time
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 from outrider import __version__
 from outrider.limits import TenantTable
@@ -21,13 +22,10 @@ from target_service.api.admission import Admission, ServedModel
 from target_service.api.server import SERVICE_NAME, TargetServicer
 from target_service.api.weights import WeightUpdates
 from target_service.config import TargetConfig
-from target_service.core.events import Sequences, ServingEngine
+from target_service.core.events import EngineObserver, Sequences, ServingEngine
 from target_service.core.quotas import TenantQuotas
 from target_service.speculation_state import SpeculationState, speculation_state
 from target_service.telemetry.metrics import PrometheusObserver
-
-if TYPE_CHECKING:
-    from target_service.engine.stats import EngineObserver
 
 logger = logging.getLogger(__name__)
 
@@ -45,26 +43,25 @@ class EngineHost(Protocol):
     async def stop(self) -> None: ...
 
 
+@dataclass
 class EngineWorker:
     """The engine as a worker of the server's lifecycle."""
 
-    def __init__(self, engine: ServingEngine, heartbeat_seconds: float) -> None:
-        self._engine = engine
-        self._heartbeat_seconds = heartbeat_seconds
+    engine: ServingEngine
+    heartbeat_seconds: float
 
     def alive(self) -> bool:
         """Whether the engine's loop ran recently."""
-        age = (time.monotonic_ns() - self._engine.last_beat_ns) / 1e9
-        return self._engine.failure is None and age < self._heartbeat_seconds
+        age = (time.monotonic_ns() - self.engine.last_beat_ns) / 1e9
+        return self.engine.failure is None and age < self.heartbeat_seconds
 
     def failure(self) -> BaseException | None:
-        """Why the engine has failed; None while it has not."""
-        return self._engine.failure
+        return self.engine.failure
 
     async def drain(self) -> None:
         """Refuse new requests and wait for those under way."""
-        self._engine.drain()
-        while self._engine.snapshot().sequences:
+        self.engine.drain()
+        while self.engine.snapshot().sequences:
             await asyncio.sleep(_DRAIN_POLL)
 
 
@@ -121,7 +118,11 @@ async def serve_engine(config: TargetConfig, host: EngineHost, stopping: asyncio
         stack.push_async_callback(host.stop)
         quotas = TenantQuotas(TenantTable.from_file(config.auth_tokens, config.tenant_limits))
         server = _make_server(config, quotas, calls)
-        metrics = _metrics(config, stack)
+        # At first with the metrics of the process only.
+        metrics = MetricsServer(config.metrics_listen) if config.metrics_listen else None
+        if metrics is not None:
+            stack.callback(metrics.close)
+            logger.info("metrics on http://%s/metrics", metrics.address)
 
         async def load() -> EngineWorker:
             served = await host.load()
@@ -139,13 +140,3 @@ async def serve_engine(config: TargetConfig, host: EngineHost, stopping: asyncio
             return EngineWorker(engine, config.heartbeat_seconds)
 
         return await load_and_serve(server, load, config.drain_seconds, stopping)
-
-
-def _metrics(config: TargetConfig, stack: AsyncExitStack) -> MetricsServer | None:
-    """A metrics server, at first with the metrics of the process only; None where no address is set."""
-    if not config.metrics_listen:
-        return None
-    metrics = MetricsServer(config.metrics_listen)
-    stack.callback(metrics.close)
-    logger.info("metrics on http://%s/metrics", metrics.address)
-    return metrics

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from outrider.runtime import in_thread_to_leave
 from target_service.api.admission import ServedModel
 from target_service.config import TargetConfig
-from target_service.core.events import Sequences
+from target_service.core.events import EngineObserver, Sequences
 from target_service.engine_process.client import STOP_SECONDS
 from target_service.preflight import check_head, check_model, prepared_draft
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from outrider.drafting.link import Connect
     from target_service.assembly import Assembled
     from target_service.engine.engine import Engine
-    from target_service.engine.stats import EngineObserver
     from target_service.model.runner import ModelRunner
 
 logger = logging.getLogger(__name__)

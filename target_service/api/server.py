@@ -18,13 +18,14 @@ from outrider.v1 import target_pb2, target_pb2_grpc
 from outrider.wire.trees import mode_to_pb
 from target_service.api import replies
 from target_service.api.admission import Admission
-from target_service.api.byte_text import Detokenizers
+from target_service.api.byte_text import ByteText, detokenizers
 from target_service.api.event_queue import EventQueue, joined
 from target_service.api.verify_session import VerifySession
 from target_service.api.weights import WeightUpdates
 from target_service.config import TargetConfig
 from target_service.core.events import Sequences
 from target_service.core.sequence import SequenceFinished, SequenceRequest, Verdict
+from target_service.core.stopping import Detokenizer
 from target_service.speculation_state import SpeculationState
 from target_service.telemetry.tracing import RequestTrace
 
@@ -58,7 +59,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         self._sequences = sequences
         self._admission = admission
         tokenizer = admission.served.tokenizer
-        self._detokenizers = None if tokenizer is None else Detokenizers(tokenizer)
+        self._new_text = None if tokenizer is None else detokenizers(tokenizer)
         self._speculation = speculation
         self._tracing = tracing
         self._weights = weights
@@ -83,7 +84,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         self, request: SequenceRequest, queue: EventQueue, context: GenerateContext, trace: RequestTrace
     ) -> None:
         """Write the events of one sequence, to its end. Those that wait for a slow reader go in one chunk."""
-        text = _Text(self._detokenizers, request.sampling.stop)
+        text = None if self._new_text is None else self._new_text(request.sampling.stop)
         while True:
             events = await queue.take()
             if trace.recording:
@@ -92,7 +93,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
                         trace.step(event)
             for event in joined(events):
                 if isinstance(event, Verdict):
-                    await context.write(replies.chunk(event, text.of(event)))
+                    await context.write(replies.chunk(event, "" if text is None else _text_of(event, text)))
                 elif isinstance(event, SequenceFinished):
                     trace.finished(event.finish, event.totals)
                     context.set_trailing_metadata(replies.trailers(event.totals.draft_refused))
@@ -166,22 +167,14 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         return replies.updated(await self._weights.run(request_iterator))
 
 
-class _Text:
-    """The text of one output, chunk by chunk; always empty for a model without a tokenizer."""
-
-    def __init__(self, detokenizers: Detokenizers | None, stop: tuple[str, ...]) -> None:
-        self._detokenizer = None if detokenizers is None else detokenizers.new(stop)
-
-    def of(self, verdict: Verdict) -> str:
-        """Text that is certain with this verdict; all of it with the last one. A stop or end token has no text."""
-        if self._detokenizer is None:
-            return ""
-        finish, token_ids = verdict.finish, verdict.token_ids
-        if finish is None:
-            return self._detokenizer.push(token_ids)
-        if finish.stop_token_id is not None:
-            token_ids = token_ids[:-1]
-        return self._detokenizer.push(token_ids) + self._detokenizer.finish()
+def _text_of(verdict: Verdict, text: Detokenizer | ByteText) -> str:
+    """Text that is certain with this verdict; all of it with the last one. A stop or end token has no text."""
+    finish, token_ids = verdict.finish, verdict.token_ids
+    if finish is None:
+        return text.push(token_ids)
+    if finish.stop_token_id is not None:
+        token_ids = token_ids[:-1]
+    return text.push(token_ids) + text.finish()
 
 
 @contextmanager

@@ -8,16 +8,8 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
-from outrider.errors import (
-    DeadlineExceeded,
-    InvalidField,
-    OutriderError,
-    PositionOutOfRange,
-    QuotaExceeded,
-    StepReplayed,
-    StepSkipped,
-    UnknownSequence,
-)
+from outrider import errors
+from outrider.errors import OutriderError
 from outrider.v1 import target_pb2 as pb
 from outrider.wire.trees import tree_from_pb
 from target_service.api import replies
@@ -106,7 +98,7 @@ class VerifySession:
                 if verification.pending is None and verification.active_at < oldest:
                     self._close(sequence_id)
                     if not verification.ended:
-                        error = DeadlineExceeded("no tree came in time", idle_seconds=self._idle_seconds)
+                        error = errors.DeadlineExceeded("no tree came in time", idle_seconds=self._idle_seconds)
                         self._send(replies.failed(error, sequence_id=sequence_id, step=verification.step))
 
     def abort(self) -> None:
@@ -124,7 +116,7 @@ class VerifySession:
             elif kind == "close":
                 self._close(frame.close.sequence_id)
             else:
-                raise InvalidField("frame", "one of open, tree and close must be set")
+                raise errors.InvalidField("frame", "one of open, tree and close must be set")
         except OutriderError as error:
             sequence_id, step = frame.tree.sequence_id, frame.tree.step
             client_tag = frame.open.client_tag
@@ -150,21 +142,21 @@ class VerifySession:
             if verification.ended:
                 del self._verifications[sequence_id]
                 return
-        raise QuotaExceeded("too many sequences on this stream", limit=self._max_sequences)
+        raise errors.QuotaExceeded("too many sequences on this stream", limit=self._max_sequences)
 
     def _verify(self, frame: pb.VerifyTree) -> None:
         verification = self._verifications.get(frame.sequence_id)
         if verification is None:
-            raise UnknownSequence("the sequence is not open on this stream")
+            raise errors.UnknownSequence("the sequence is not open on this stream")
         digest = hashlib.blake2b(frame.tree.SerializeToString(deterministic=True), digest_size=16).digest()
         if self._is_repeated(frame.step, digest, verification):
             return
         if verification.ended:
-            raise UnknownSequence("the sequence has ended")
+            raise errors.UnknownSequence("the sequence has ended")
         served = self._admission.served
         tree = tree_from_pb(frame.tree, served.vocabulary_size, served.max_rows, "tree")
         if verification.length + max(tree.depths) > served.max_context:
-            raise PositionOutOfRange("the tree reaches past the context", limit=served.max_context)
+            raise errors.PositionOutOfRange("the tree reaches past the context", limit=served.max_context)
         self._sequences.verify(frame.sequence_id, tree)
         verification.pending = digest
         verification.active_at = time.monotonic()
@@ -173,13 +165,13 @@ class VerifySession:
         """Whether the frame was sent before. Its verdict is then sent again, unless it is still under verification."""
         due = verification.step
         if step > due:
-            raise StepSkipped("the step lies ahead", step=step, due=due)
+            raise errors.StepSkipped("the step lies ahead", step=step, due=due)
         if step == due:
             if verification.pending not in (None, digest):
-                raise StepReplayed("another tree is under verification for this step", step=step)
+                raise errors.StepReplayed("another tree is under verification for this step", step=step)
             return verification.pending is not None
         if step < due - 1 or digest != verification.answered or verification.answer is None:
-            raise StepReplayed("the step was answered, for another tree or too long ago", step=step, due=due)
+            raise errors.StepReplayed("the step was answered, for another tree or too long ago", step=step, due=due)
         self._send(verification.answer)
         return True
 

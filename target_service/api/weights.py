@@ -14,14 +14,8 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
-from outrider.errors import (
-    DeadlineExceeded,
-    InvalidField,
-    NotSupported,
-    OutriderError,
-    PermissionDenied,
-    QuotaExceeded,
-)
+from outrider import errors
+from outrider.errors import OutriderError
 from outrider.serving import Caller
 from outrider.v1 import target_pb2 as pb
 from target_service.config import TargetConfig
@@ -57,9 +51,9 @@ class WeightUpdates:
         """Raise `PermissionDenied` unless the caller may update weights."""
         if self._config.auth_tokens:
             if not caller.operator:
-                raise PermissionDenied("the token is no operator's")
+                raise errors.PermissionDenied("the token is no operator's")
         elif not self._config.weights_without_token:
-            raise PermissionDenied("only operators may update weights, and they need a token: see --auth-tokens")
+            raise errors.PermissionDenied("only operators may update weights, and they need a token: see --auth-tokens")
 
     async def run(self, requests: AsyncIterator[pb.UpdateWeightsRequest]) -> WeightsUpdated:
         """Take one update to its end. Cancelled before the exchange, it changes nothing.
@@ -69,24 +63,24 @@ class WeightUpdates:
         """
         first = await _next(requests)
         if first is None or first.WhichOneof("part") != "begin":
-            raise InvalidField("begin", "must come first")
+            raise errors.InvalidField("begin", "must come first")
         begin = first.begin
         running = _RUNNING.get(begin.running)
         if running is None:
-            raise InvalidField("begin.running", "is not known")
+            raise errors.InvalidField("begin.running", "is not known")
         with self._alone():
             source = begin.WhichOneof("source")
             if source == "folder":
                 return await self._exchange(WeightUpdate(str(self._allowed(begin.folder)), running))
             if source != "files":
-                raise InvalidField("begin.source", "one of folder and files must be set")
+                raise errors.InvalidField("begin.source", "one of folder and files must be set")
             async with self._received(requests, tuple(begin.files.sizes)) as folder:
                 return await self._exchange(WeightUpdate(str(folder), running))
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
         if self._busy:
-            raise QuotaExceeded("another update of the weights is under way")
+            raise errors.QuotaExceeded("another update of the weights is under way")
         self._busy = True
         try:
             yield
@@ -110,19 +104,19 @@ class WeightUpdates:
     def _allowed(self, requested: str) -> Path:
         """The requested folder, if it and its files lie within the allowed one."""
         if not self._config.weights_folder:
-            raise PermissionDenied("weights may be read from no folder: see --weights-folder")
+            raise errors.PermissionDenied("weights may be read from no folder: see --weights-folder")
         root = Path(self._config.weights_folder).resolve()
         try:
             folder = (root / requested).resolve()
         except (OSError, ValueError):
-            raise InvalidField("begin.folder", "is no path") from None
+            raise errors.InvalidField("begin.folder", "is no path") from None
         # Before any access to it, so that callers cannot find out what exists elsewhere.
         if not folder.is_relative_to(root):
-            raise PermissionDenied("the folder is outside of --weights-folder")
+            raise errors.PermissionDenied("the folder is outside of --weights-folder")
         if not folder.is_dir():
-            raise InvalidField("begin.folder", "is no folder")
+            raise errors.InvalidField("begin.folder", "is no folder")
         if any(not path.resolve().is_relative_to(root) for path in folder.glob("*.safetensors")):
-            raise PermissionDenied("a file of the folder is a link to outside of --weights-folder")
+            raise errors.PermissionDenied("a file of the folder is a link to outside of --weights-folder")
         return folder
 
     @asynccontextmanager
@@ -131,21 +125,23 @@ class WeightUpdates:
     ) -> AsyncIterator[Path]:
         """A temporary folder with all files of a stream."""
         if not 1 <= len(sizes) <= _MOST_FILES:
-            raise InvalidField("begin.files.sizes", f"needs 1 to {_MOST_FILES} entries")
+            raise errors.InvalidField("begin.files.sizes", f"needs 1 to {_MOST_FILES} entries")
         total, limit = sum(sizes), round(self._config.weights_stream_gb * 1e9)
         if total > limit:
-            raise QuotaExceeded("the files are more than a stream may carry", bytes=total, limit=limit).after(None)
+            raise errors.QuotaExceeded("the files are more than a stream may carry", bytes=total, limit=limit).after(
+                None
+            )
         try:
             folder = Path(tempfile.mkdtemp(prefix="outrider-weights-", dir=self._config.weights_staging or None))
         except OSError as error:
-            raise NotSupported(f"streamed weights have nowhere to be: {error.strerror}") from None
+            raise errors.NotSupported(f"streamed weights have nowhere to be: {error.strerror}") from None
         try:
             if shutil.disk_usage(folder).free < total:
-                raise QuotaExceeded("the disk has no room for the files", bytes=total).after(None)
+                raise errors.QuotaExceeded("the disk has no room for the files", bytes=total).after(None)
             await _spool(requests, folder, sizes)
             yield folder
         except OSError as error:
-            raise NotSupported(f"streamed weights cannot be kept: {error.strerror}") from None
+            raise errors.NotSupported(f"streamed weights cannot be kept: {error.strerror}") from None
         finally:
             await asyncio.shield(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))
 
@@ -160,20 +156,20 @@ async def _spool(requests: AsyncIterator[pb.UpdateWeightsRequest], folder: Path,
             while left:
                 rest = rest or await _next_data(requests)
                 if not rest:
-                    raise InvalidField("data", "ends before the files do")
+                    raise errors.InvalidField("data", "ends before the files do")
                 piece, rest = rest[:left], rest[left:]
                 # In a thread: disks are slow, and other calls go on.
                 await asyncio.to_thread(file.write, piece)
                 left -= len(piece)
     if rest or await _next_data(requests):
-        raise InvalidField("data", "is longer than the files' sizes")
+        raise errors.InvalidField("data", "is longer than the files' sizes")
 
 
 async def _next_data(requests: AsyncIterator[pb.UpdateWeightsRequest]) -> bytes:
     """The next bytes of the stream; empty at its end."""
     while (request := await _next(requests)) is not None:
         if request.WhichOneof("part") != "data":
-            raise InvalidField("data", "must follow begin, and nothing else")
+            raise errors.InvalidField("data", "must follow begin, and nothing else")
         if request.data:
             return request.data
     return b""
@@ -184,4 +180,4 @@ async def _next(requests: AsyncIterator[pb.UpdateWeightsRequest]) -> pb.UpdateWe
         async with asyncio.timeout(_SILENCE_SECONDS):
             return await anext(requests, None)
     except TimeoutError:
-        raise DeadlineExceeded(f"the stream was silent for {_SILENCE_SECONDS:g} s") from None
+        raise errors.DeadlineExceeded(f"the stream was silent for {_SILENCE_SECONDS:g} s") from None

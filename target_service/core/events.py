@@ -11,7 +11,7 @@ from typing import Protocol
 from outrider.tree import TokenTree
 from outrider.wire.frames import DraftInfo
 from target_service.core.quotas import TenantQuotas
-from target_service.core.sequence import SequenceEvent, SequenceRequest, Verdict
+from target_service.core.sequence import SequenceEvent, SequenceRequest, SequenceTotals, StepStats, Verdict
 from target_service.core.weights import FIRST_VERSION, UpdateDone, WeightUpdate
 
 logger = logging.getLogger(__name__)
@@ -59,6 +59,19 @@ class ServingEngine(Protocol):
     def cancel_update(self, update_id: int) -> None: ...
     def snapshot(self) -> EngineSnapshot: ...
     def drain(self) -> None: ...
+
+
+class EngineObserver(Protocol):
+    """Receives what the engine did. Called from the engine's thread; must be quick and must not raise."""
+
+    def on_step(self, stats: StepStats) -> None:
+        """One step ran."""
+
+    def on_finished(self, sequence_id: int, request: SequenceRequest, totals: SequenceTotals, outcome: str) -> None:
+        """A sequence ended; `outcome` is its finish reason, "cancelled", or an error's reason."""
+
+    def on_speculation(self, active: bool) -> None:
+        """Drafting was switched on or off by load."""
 
 
 class Sequences:

@@ -6,15 +6,8 @@ import itertools
 import time
 from collections.abc import Iterable
 
-from outrider.errors import (
-    Draining,
-    EngineDead,
-    OutriderError,
-    PositionOutOfRange,
-    QuotaExceeded,
-    UnknownSequence,
-    WrongRoot,
-)
+from outrider import errors
+from outrider.errors import OutriderError
 from outrider.tree import TokenTree
 from target_service.core.sequence import SequenceEvent, SequenceFailed, SequenceRequest, Verdict
 
@@ -62,9 +55,9 @@ class EngineFront:
         """
         root = self._roots.get(sequence_id)
         if root is None:
-            raise UnknownSequence("the sequence is not open")
+            raise errors.UnknownSequence("the sequence is not open")
         if tree.token_ids[0] != root:
-            raise WrongRoot("the tree's root is not the last committed token")
+            raise errors.WrongRoot("the tree's root is not the last committed token")
 
     def _admit(
         self, request: SequenceRequest, *, capacity: int, not_waiting: int, sequence_id: int | None = None
@@ -76,18 +69,18 @@ class EngineFront:
         self._check_up()
         needed = len(request.token_ids) + request.max_tokens
         if needed > capacity:
-            raise PositionOutOfRange("prompt and output do not fit", tokens=needed, capacity=capacity)
+            raise errors.PositionOutOfRange("prompt and output do not fit", tokens=needed, capacity=capacity)
         waiting = len(self._open) - not_waiting
         # Clients that draft get half of the queue: their sequences may wait for a tree without end.
         if waiting >= (self._max_waiting // 2 if request.external else self._max_waiting):
-            raise QuotaExceeded("too many requests wait", waiting=waiting)
+            raise errors.QuotaExceeded("too many requests wait", waiting=waiting)
         return next(self._ids) if sequence_id is None else sequence_id
 
     def _check_up(self) -> None:
         if self.failure is not None:
-            raise EngineDead("the engine has failed")
+            raise errors.EngineDead("the engine has failed")
         if self._draining:
-            raise Draining("the target is draining")
+            raise errors.Draining("the target is draining")
 
     def _add(self, sequence_id: int, request: SequenceRequest) -> None:
         """Register an open sequence, before the engine gets it."""

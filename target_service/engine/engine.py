@@ -13,13 +13,12 @@ from outrider.errors import Draining, EngineDead, OutriderError
 from outrider.tree import TokenTree
 from outrider.wire.frames import DraftEvents, DraftInfo, DraftLink
 from target_service.config import TargetConfig
-from target_service.core.events import EngineSnapshot
+from target_service.core.events import EngineObserver, EngineSnapshot
 from target_service.core.front import EngineFront
 from target_service.core.sequence import SequenceEvent, SequenceRequest
 from target_service.core.weights import UpdateDone, WeightUpdate
 from target_service.engine.exchange import WeightExchange
 from target_service.engine.loop import EngineLoop
-from target_service.engine.stats import EngineObserver
 from target_service.model.runner import ModelRunner
 from target_service.speculation.policy.step_cost import StepCost
 
@@ -155,7 +154,7 @@ class Engine(EngineFront):
             evicted=loop.scheduler.evicted,
             model_version=loop.model_version,
             exchange_ns=self._exchange.pause_ns,
-            measuring=loop.measures,
+            measuring=loop.gathering.measures,
             draft_lost=loop.drafting.lost,
         )
 

@@ -37,12 +37,17 @@ class Learning:
     gathering: Gathering
     policy: RowPolicy
     follow: FollowSwitch
-    modes: LaunchModes
     stride: Stride
-    pass_ends: PassEnds
     unaided: Unaided
+    modes: LaunchModes = field(default_factory=LaunchModes)
+    pass_ends: PassEnds = field(default_factory=PassEnds)
     # Steps of which a sequence was compared with plain decoding.
     compared: int = field(default=0, init=False)
+
+    def forget_draft(self) -> None:
+        """Drop what was observed of a draft: another one has connected, or the weights have changed."""
+        self.follow.forget()
+        self.modes.forget()
 
     def kind(self, mode: Launch) -> Kind:
         """The kind of passes launched in this mode, for the row policy."""
@@ -82,13 +87,13 @@ class Learning:
                 tokens = stats.committed_tokens / max(1, load) / step.stride
                 self.modes.observe(load, step.mode, tokens, seconds)
         if step.ahead and step.gathered.use is Use.PLAIN and not step.behind_tree:
-            self.stride.observe(step.stride, period, step.clock.waited_ns * 1e-9)
+            self.stride.observe(step.stride, period, (step.clock.forwarded - step.clock.waits_since) * 1e-9)
 
     def _compare(self, step: Step, verdicts: SequenceOf[Verdict], drafted: int, *, followed: bool) -> None:
         """Compare one sequence of a step, which had `drafted` rows, with what it would have made without the draft."""
         found = self.unaided.take()
         if found is not None:
-            self.follow.compare(found.load, found.made, found.unaided)
+            self.follow.compare(*found)
         if not (followed and verdicts):
             return
         self.compared += 1

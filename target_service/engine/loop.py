@@ -8,13 +8,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
 
 import torch
 
 from outrider.errors import QuotaExceeded
 from outrider.wire.frames import DraftInfo
 from target_service.config import TargetConfig
+from target_service.core.events import EngineObserver
 from target_service.core.running_means import RunningTime
 from target_service.core.schedule import Schedule
 from target_service.core.scheduler import Scheduler
@@ -29,14 +29,12 @@ from target_service.core.sequence import (
 from target_service.core.weights import FIRST_VERSION
 from target_service.engine.commit import commit
 from target_service.engine.learning import Learning
-from target_service.engine.stats import EngineObserver, StepClock
-from target_service.engine.step import Step
+from target_service.engine.step import Step, StepClock
 from target_service.execution.batch import DeviceRows, StepBatch, lay_out
 from target_service.execution.device_executor import best_steps
 from target_service.execution.device_time import DeviceTime
 from target_service.execution.host_executor import HostSteps, Steps
 from target_service.execution.multi_step import Stride
-from target_service.execution.pass_ends import PassEnds
 from target_service.model.runner import ModelRunner
 from target_service.sampling.verifier import Verified
 from target_service.speculation.drafts import Drafting
@@ -45,9 +43,8 @@ from target_service.speculation.hidden_states.sending import Features
 from target_service.speculation.policy.draft_switch import DraftSwitch
 from target_service.speculation.policy.draft_times import Use
 from target_service.speculation.policy.follow_switch import FollowSwitch
-from target_service.speculation.policy.gathered import Gathered
-from target_service.speculation.policy.gathering import Gathering
-from target_service.speculation.policy.launch_modes import Launch, LaunchModes
+from target_service.speculation.policy.gathering import Gathered, Gathering
+from target_service.speculation.policy.launch_modes import Launch
 from target_service.speculation.policy.live_sequence import LiveSequence
 from target_service.speculation.policy.predicted_nodes import graft_predictions, note_passes
 from target_service.speculation.policy.row_budget import RowBudget
@@ -86,7 +83,6 @@ class EngineLoop:
         self._runner = runner
         self._steps = steps or _steps_of(runner, config)
         self._observer = observer
-        self._budget = RowBudget(step_cost)
         self.features = Features(runner, config.feature_window if config.speculates else 0)
         self.drafting = Drafting(config, runner.vocabulary_size, self.features, self._steps.tables)
         self.scheduler = Scheduler(config, runner.cache)
@@ -95,27 +91,31 @@ class EngineLoop:
         device_chooses = self._steps.tables is not None and not (config.batch_invariant and config.speculates)
         most = config.max_draft_nodes if device_chooses else 0
         self._policy = RowPolicy(most, step_cost, self.live, config.speculative_disable_queue_size)
-        self._follow = FollowSwitch()
-        self._gathering = self._gather_with(config, step_cost)
-        self._stride = stride or Stride()
+        budget, follow = RowBudget(step_cost), FollowSwitch()
+        # Without a cost of steps it never turns drafts off.
+        self.gathering = Gathering(
+            drafting=self.drafting,
+            scheduler=self.scheduler,
+            budget=budget,
+            live=self.live,
+            policy=self._policy,
+            switch=None if step_cost is None else DraftSwitch(),
+            follow=None if step_cost is None else follow,
+        )
         self._ahead: Step | None = None
-        self._pass_ends = PassEnds()
         # Whether the last pass was seen to run until about its end.
         self._seen_running = True
         # Seconds to launch a pass that is laid out.
         self._launching = RunningTime(_LAUNCH_SHARE)
-        self._modes = LaunchModes()
         self._learning = Learning(
             drafting=self.drafting,
             tables=self._steps.tables,
             live=self.live,
-            budget=self._budget,
-            gathering=self._gathering,
+            budget=budget,
+            gathering=self.gathering,
             policy=self._policy,
-            follow=self._follow,
-            modes=self._modes,
-            stride=self._stride,
-            pass_ends=self._pass_ends,
+            follow=follow,
+            stride=stride or Stride(),
             unaided=Unaided(runner.node_table.lookup_tokens if runner.node_table is not None else 0),
         )
         # How the next pass is launched, and the rows that the device chose for the last one.
@@ -127,20 +127,6 @@ class EngineLoop:
         self.model_version, self.settling = FIRST_VERSION, False
         # When the device had ended the last step, and when its results were committed; 0 after a pause.
         self._free_ns = self._ended_ns = 0
-
-    def _gather_with(self, config: TargetConfig, step_cost: StepCost | None) -> Gathering:
-        """What gathers drafts; without a cost of steps it never turns them off."""
-        return Gathering(
-            self.drafting,
-            self.scheduler,
-            self._budget,
-            self.live,
-            max_draft_nodes=config.max_draft_nodes,
-            chains=config.batch_invariant,
-            switch=None if step_cost is None else DraftSwitch(),
-            policy=self._policy,
-            follow=self._follow if step_cost is not None else None,
-        )
 
     def make(self, sequence_id: int, request: SequenceRequest) -> LiveSequence:
         """A new sequence, not added yet. Any thread."""
@@ -170,19 +156,13 @@ class EngineLoop:
         """Whether no step is under way."""
         return self._ahead is None
 
-    @property
-    def measures(self) -> bool:
-        """See `Gathering.measures`."""
-        return self._gathering.measures
-
     def exchanged(self, *, version: int) -> None:
         """The weights were exchanged, while no step was under way. Drops the keys and values of the old ones and what
         was learnt of their drafts, and opens every sequence at the draft again."""
         self.model_version = version
         self.scheduler.preempt_all()
         self.drafting.reopen_all(version)
-        self._follow.forget()
-        self._modes.forget()
+        self._learning.forget_draft()
 
     def step(self) -> list[SequenceEvent] | None:
         """Run one step. Returns its events, or None when there was nothing to run."""
@@ -203,7 +183,10 @@ class EngineLoop:
             self._ahead = self._ahead.moved_on(outcomes)
         self._trim(step)
         self.drafting.collect(step.batch.items, step.features, outcomes)
-        self._advance(verdicts)
+        # The draft works while the events go out.
+        self.drafting.advance(
+            [(self.live[one.sequence_id].sequence, len(one.token_ids)) for one in verdicts if one.finish is None]
+        )
         self._learning.observe_outcomes(step, outcomes)
         events = self._finish(verdicts)
         step.clock.committed = time.monotonic_ns()
@@ -223,7 +206,7 @@ class EngineLoop:
             if not schedule.chunks:
                 return None
             try:
-                return self._begin(schedule, self._gathering.gather(schedule), clock)
+                return self._begin(schedule, self.gathering.gather(schedule), clock)
             except torch.OutOfMemoryError:
                 self._make_room(schedule)
 
@@ -232,16 +215,16 @@ class EngineLoop:
         clock, running = StepClock(), self.scheduler.running
         self._follow_load()
         ahead = step.launched.followable and all(map(self._needs_no_host, running))
-        use = self._gathering.choose(running, ahead=ahead)
+        use = self.gathering.choose(running, ahead=ahead)
         self._mode = self._choose_mode(running) if ahead and use is Use.PLAIN else Launch.AHEAD
-        if use is Use.AFTER or not ahead or self._mode is Launch.HELD or self._gathering.awaits_tokens(running):
+        if use is Use.AFTER or not ahead or self._mode is Launch.HELD or self.gathering.awaits_tokens(running):
             return None
         step.await_tokens()
         try:
             schedule = self.scheduler.schedule()
             if not schedule.chunks or not self.scheduler.pages.reserve_behind_trees(schedule, self._runner.max_context):
                 return None
-            return self._begin(schedule, self._gathering.plain(schedule), clock, behind=step)
+            return self._begin(schedule, self.gathering.plain(schedule), clock, behind=step)
         except torch.OutOfMemoryError:
             # There may be memory once this step has ended.
             return None
@@ -260,7 +243,9 @@ class EngineLoop:
         # Where a pass behind drafts begins, only the device can find out.
         several = behind is not None and (device_rows is not None or not behind.has_drafts)
         several = several and gathered.use is Use.PLAIN and not fed
-        return self._stride.choose(schedule, self.scheduler, self._runner.max_context, device_rows, several=several)
+        return self._learning.stride.choose(
+            schedule, self.scheduler, self._runner.max_context, device_rows, several=several
+        )
 
     def _choose_mode(self, running: SequenceOf[Sequence]) -> Launch:
         """Whether the next pass is held for the draft's answer to the one under way."""
@@ -268,14 +253,14 @@ class EngineLoop:
             return Launch.AHEAD
         load, rows = len(running), self._rows
         takes = self._policy.seconds(load, rows, Kind.AHEAD) or self._policy.seconds(load, rows, Kind.HELD)
-        return self._modes.choose(load, self.drafting.latency.answer_seconds, self._launching.value, takes)
+        return self._learning.modes.choose(load, self.drafting.latency.answer_seconds, self._launching.value, takes)
 
     def _feed(self, step: Step) -> None:
         """While a step runs, publish drafts as they arrive: the device reads them when it begins the next one."""
         drafting, tables, self._seen_running = self.drafting, self._steps.tables, True
         if self._ahead is None or self._ahead.batch.device_rows is None or tables is None or not drafting.follows:
             return
-        takes = step.stride * self._pass_ends.earliest(*step.size)
+        takes = step.stride * self._learning.pass_ends.earliest(*step.size)
         ends = max(step.clock.launched, self._free_ns) + int(takes * 1e9)
         drafting.listen()
         tables.publish()
@@ -288,19 +273,17 @@ class EngineLoop:
             drafting.listen()
             tables.publish()
 
-    def _before_launch(self, behind: Step | None, batch: StepBatch, clock: StepClock) -> int:
+    def _before_launch(self, behind: Step | None, batch: StepBatch, clock: StepClock) -> None:
         """Wait for the draft's answer for a pass that is laid out, if it is to be held: for at most 1.5 times the usual
-        latency, so that a draft that has stopped costs one round trip. Returns the nanoseconds waited."""
-        held_ns = 0
+        latency, so that a draft that has stopped costs one round trip."""
         if behind is None and batch.device_rows is not None and self._mode is Launch.HELD:
             # Sequences that read have no rows for a draft.
             sequences = [item.sequence for item in batch.items[batch.input.reading :]]
             most = _WAIT_IN_ANSWERS * self.drafting.latency.answer_seconds or _FIRST_WAIT_SECONDS
-            held_ns = self.drafting.wait_for(sequences, most)
+            clock.held_ns = self.drafting.wait_for(sequences, most)
         if self._steps.tables is not None:
             self._steps.tables.trust = self._policy.trust
         clock.planned = time.monotonic_ns()
-        return held_ns
 
     def _needs_no_host(self, sequence: Sequence) -> bool:
         """Whether neither host nor client needs the sequence's tokens before they are fed."""
@@ -312,15 +295,8 @@ class EngineLoop:
         verifiers = [self.live[item.sequence.sequence_id].verifier for item in batch.items]
         if device_rows is not None and self._steps.tables is not None:
             graft_predictions((item.sequence for item in batch.items), self.live, self._steps.tables)
-        held_ns = 0
-
-        def ready() -> None:
-            nonlocal held_ns
-            held_ns = self._before_launch(behind, batch, clock)
-
-        launched = self._steps.launch(batch, verifiers, stride, ready)
+        launched = self._steps.launch(batch, verifiers, stride, lambda: self._before_launch(behind, batch, clock))
         self.scheduler.begin(schedule)
-        gathered = replace(gathered, wait_ns=gathered.wait_ns + held_ns)
         if behind is not None:
             # Without the hold: the host's time alone.
             self._launching.observe((time.monotonic_ns() - clock.planned) * 1e-9)
@@ -388,9 +364,8 @@ class EngineLoop:
         if self.drafting.info is not self._draft:
             # Another draft: what was observed does not apply to it.
             self._draft = self.drafting.info
-            self._follow.forget()
-            self._modes.forget()
-        if self._gathering.follow_load() and self._observer is not None:
+            self._learning.forget_draft()
+        if self.gathering.follow_load() and self._observer is not None:
             self._observer.on_speculation(self.drafting.active)
         if not self._steps.in_background:
             # Otherwise this happens while a step runs, so that a draft in this process does not delay the device.
@@ -406,7 +381,7 @@ class EngineLoop:
             if live is None or tree is None or outcome is None:
                 continue
             if learns and (answered or tree.drafted):
-                self._gathering.learn(live, tree, outcome, step.gathered.row_cost)
+                self.gathering.learn(live, tree, outcome, step.gathered.row_cost)
             verdict = commit(live, tree, outcome, compute_ns, model_version=version, kept=item.kept)
             verdicts.append(verdict)
             if live.prediction is not None and tables is not None:
@@ -421,12 +396,6 @@ class EngineLoop:
         for item in step.batch.items:
             if item.kept:
                 self.scheduler.pages.trim(item.sequence, needed.get(item.sequence.sequence_id, 0))
-
-    def _advance(self, verdicts: SequenceOf[Verdict]) -> None:
-        """Send the commits to the draft, so that it works while the events go out."""
-        self.drafting.advance(
-            [(self.live[one.sequence_id].sequence, len(one.token_ids)) for one in verdicts if one.finish is None]
-        )
 
     def _finish(self, verdicts: SequenceOf[Verdict]) -> list[SequenceEvent]:
         """The events of the step. Frees the sequences that ended."""

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from outrider.errors import InvalidField, QuotaExceeded, all_errors
-from outrider.processes.framing import LENGTH_BYTES
+from outrider.processes.framing import LENGTH_BYTES, FrameCutter
 from outrider.sampling import FinishReason, SamplingParams, TokenLogprobs, TypicalAcceptance, VerificationMode
 from outrider.tree import DraftDistribution, TokenTree
 from outrider.wire.frames import DraftInfo, FeatureRequest, TreeLimits
@@ -36,7 +36,6 @@ from target_service.engine_process.messages import (
     Configure,
     Dead,
     Drafter,
-    Frames,
     Message,
     Ready,
     Refused,
@@ -186,9 +185,9 @@ def test_an_error_keeps_its_time_to_retry(seconds: float | None) -> None:
 @pytest.mark.parametrize("size", [1, 3, 1000, 1 << 20], ids=str)
 def test_frames_are_found_however_bytes_arrive(size: int) -> None:
     stream = b"".join(pack(message) for message in MESSAGES.values())
-    frames, received = Frames(), []
+    frames, received = FrameCutter(), []
     for begin in range(0, len(stream), size):
-        received += frames.feed(stream[begin : begin + size])
+        received += map(unpack, frames.feed(stream[begin : begin + size]))
     assert received == list(MESSAGES.values())
 
 
@@ -209,4 +208,4 @@ def test_frames_are_found_however_bytes_arrive(size: int) -> None:
 )
 def test_malformed_frames_are_refused(body: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
-        Frames().feed(len(body).to_bytes(LENGTH_BYTES, "big") + body)
+        unpack(body)

@@ -20,15 +20,6 @@ Ints = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
-    """Tokens that one pass made, and that it would have made without a draft."""
-
-    load: int
-    made: int
-    unaided: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Pass:
     load: int
     sequence: Sequence
@@ -57,8 +48,9 @@ class Unaided:
         if self._pending is None:
             self._pending = _Pass(load, sequence, start, made, min(rows, self.lookup_tokens))
 
-    def take(self) -> Compared | None:
-        """The comparison under way, once the text is longer by a chain, or has ended; else None."""
+    def take(self) -> tuple[int, int, int] | None:
+        """(load, tokens that the pass made, tokens that it would have made without a draft) of the comparison under
+        way, once the text is longer by a chain, or has ended; else None."""
         if self._pending is None:
             return None
         was, token_ids = self._pending, self._pending.sequence.token_ids
@@ -68,7 +60,7 @@ class Unaided:
         self._pending = None
         text = np.array(token_ids[max(0, was.start - WINDOW - LONGEST) : was.start + was.rows], np.int32)
         known = len(text) - min(behind, was.rows)
-        return Compared(was.load, was.made, min(behind, 1 + followed_chain(text, known)))
+        return was.load, was.made, min(behind, 1 + followed_chain(text, known))
 
 
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
