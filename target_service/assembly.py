@@ -16,7 +16,7 @@ from outrider.errors import NotSupported
 from outrider.runtime import in_passing_thread
 from outrider.settings import SettingsError
 from outrider.wire.frames import StoppableLink
-from target_service.api.admission import Runtime, ServedModel
+from target_service.api.admission import ServedModel
 from target_service.config import TargetConfig
 from target_service.core.events import EngineObserver
 from target_service.engine.engine import Engine
@@ -50,8 +50,13 @@ def load_model(config: TargetConfig) -> ModelRunner:
 
 def served_model(config: TargetConfig, runner: ModelRunner) -> ServedModel:
     """The model's description and limits, for clients and their requests."""
-    cache = runner.cache
+    cache, device = runner.cache, runner.device
     kv_tokens = cache.num_pages * cache.page_size
+    try:
+        triton_version = version("triton")
+    except PackageNotFoundError:
+        triton_version = ""
+    captured, capturable = runner.captured_steps
     return ServedModel(
         name=runner.name,
         vocabulary_size=runner.vocabulary_size,
@@ -66,22 +71,11 @@ def served_model(config: TargetConfig, runner: ModelRunner) -> ServedModel:
         speculation=config.speculates or runner.node_table is not None,
         predictions=config.speculation,
         lossy=config.allow_lossy,
-        runtime=_runtime(config, runner),
         kv_token_bytes=cache.token_bytes,
-    )
-
-
-def _runtime(config: TargetConfig, runner: ModelRunner) -> Runtime:
-    try:
-        triton_version = version("triton")
-    except PackageNotFoundError:
-        triton_version = ""
-    captured, capturable = runner.captured_steps
-    return Runtime(
         torch_version=str(torch.__version__),
         triton_version=triton_version,
-        device=str(runner.device),
-        device_name=torch.cuda.get_device_name(runner.device) if runner.device.type == "cuda" else "",
+        device=str(device),
+        device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else "",
         captured_steps=captured,
         capturable_steps=capturable,
         lookup=runner.node_table is not None and config.lookup_rows > 0,
@@ -119,10 +113,10 @@ def assemble(
     if connect is None:
         return Assembled(engine, served)
     try:
-        link = connect(engine.draft_events, runner.vocabulary_size, runner.tokenizer_fingerprint)
+        link = connect(engine.drafting, runner.vocabulary_size, runner.tokenizer_fingerprint)
     except SettingsError as error:
         raise EngineRefused(2, f"error: --draft: {error}") from None
-    engine.attach_draft(link)
+    engine.drafting.attach(link)
     return Assembled(engine, served, link)
 
 

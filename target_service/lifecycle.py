@@ -24,7 +24,7 @@ from target_service.api.weights import WeightUpdates
 from target_service.config import TargetConfig
 from target_service.core.events import EngineObserver, Sequences, ServingEngine
 from target_service.core.quotas import TenantQuotas
-from target_service.speculation_state import SpeculationState, speculation_state
+from target_service.speculation_state import speculation_state
 from target_service.telemetry.metrics import PrometheusObserver
 
 logger = logging.getLogger(__name__)
@@ -92,11 +92,14 @@ def _make_server(config: TargetConfig, quotas: TenantQuotas, calls: RpcMetricsIn
 def _make_servicer(
     config: TargetConfig, served: ServedModel, sequences: Sequences, engine: ServingEngine, tracing: Tracing
 ) -> TargetServicer:
-    def speculation() -> SpeculationState:
-        return speculation_state(config, engine.snapshot(), engine.draft_info, lookup=served.runtime.lookup)
-
-    admission, weights = Admission(served, sequences.quotas), WeightUpdates(engine, config)
-    return TargetServicer(config, sequences, admission, weights, speculation, tracing)
+    return TargetServicer(
+        config,
+        sequences,
+        Admission(served, sequences.quotas),
+        WeightUpdates(engine, config),
+        lambda: speculation_state(config, engine.snapshot(), engine.draft_info, lookup=served.lookup),
+        tracing,
+    )
 
 
 async def serve_engine(config: TargetConfig, host: EngineHost, stopping: asyncio.Event | None = None) -> int:

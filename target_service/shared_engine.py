@@ -50,14 +50,12 @@ class SharedEngine:
 
     async def engine(self, observer: EngineObserver | None) -> Engine:
         """Assemble the engine. `observer` is called in its thread. Raises what `assemble` raises."""
-        self._assembled = await in_thread_to_leave(lambda: self._assemble(observer))
-        return self._assembled.engine
-
-    def _assemble(self, observer: EngineObserver | None) -> Assembled:
         from target_service.assembly import assemble
 
-        assert self._runner is not None, "the model is not loaded"
-        return assemble(self._config, self._runner, observer, self._connect)
+        runner, connect = self._runner, self._connect
+        assert runner is not None, "the model is not loaded"
+        self._assembled = await in_thread_to_leave(lambda: assemble(self._config, runner, observer, connect))
+        return self._assembled.engine
 
     async def start(self, sequences: Sequences) -> None:
         """Deliver events to `sequences` from now on."""

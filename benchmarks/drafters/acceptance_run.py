@@ -108,8 +108,8 @@ class Talk:
         self._drafter = drafter
         # Without a step cost every drafted row is verified, and every step waits for its drafts.
         self._engine = Engine(runner, config)
-        self._link = InprocessLink(drafter, self._engine.draft_events)
-        self._engine.attach_draft(self._link)
+        self._link = InprocessLink(drafter, self._engine.drafting)
+        self._engine.drafting.attach(self._link)
         self.tallies = {one.task: Tally() for one in conversations}
         self.drafter_stats: dict[str, float] = {}
         # Tokens by (conversation, turn), to compare with another run's.

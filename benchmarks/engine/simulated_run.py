@@ -44,8 +44,8 @@ class SimulatedRun:
         self._engine = Engine(runner, config, step_cost=cost, observer=self._recorder)
         self._link: StoppableLink | None = None
         if connect is not None:
-            self._link = connect(self._engine.draft_events, runner.vocabulary_size)
-            self._engine.attach_draft(self._link)
+            self._link = connect(self._engine.drafting, runner.vocabulary_size)
+            self._engine.drafting.attach(self._link)
         self._drafted = connect is not None
         self._engine.start(self._events.deliver)
         self._wait_for_draft()

@@ -21,24 +21,9 @@ DEFAULT_MAX_TOKENS = 1024
 
 
 @dataclass(frozen=True)
-class Runtime:
-    """The software and hardware that a model runs on. Names and versions are empty where unknown."""
-
-    torch_version: str = ""
-    triton_version: str = ""
-    device: str = ""
-    # Name of the GPU.
-    device_name: str = ""
-    # Step sizes that were captured as graphs, and all that could have been.
-    captured_steps: int = 0
-    capturable_steps: int = 0
-    # Whether the device drafts from the text so far.
-    lookup: bool = False
-
-
-@dataclass(frozen=True)
 class ServedModel:
-    """The model that is served, and its limits. `max_context` is also what fits one sequence in the KV cache."""
+    """The model that is served, its limits, and the software and hardware that it runs on, empty where unknown.
+    `max_context` is also what fits one sequence in the KV cache."""
 
     name: str
     vocabulary_size: int
@@ -57,9 +42,18 @@ class ServedModel:
     predictions: bool = True
     # Whether requests may use lossy modes.
     lossy: bool = False
-    runtime: Runtime = Runtime()
     # Bytes of one token in the KV cache, all layers.
     kv_token_bytes: int = 0
+    torch_version: str = ""
+    triton_version: str = ""
+    device: str = ""
+    # Name of the GPU.
+    device_name: str = ""
+    # Step sizes that were captured as graphs, and all that could have been.
+    captured_steps: int = 0
+    capturable_steps: int = 0
+    # Whether the device drafts from the text so far.
+    lookup: bool = False
 
     @property
     def modes(self) -> tuple[VerificationMode, ...]:
@@ -144,10 +138,7 @@ class Admission:
         return sampling
 
     def _mode(
-        self,
-        pb: target_pb2.SpeculationOptions | target_pb2.OpenVerification,
-        sampling: SamplingParams,
-        field_path: str,
+        self, pb: target_pb2.SpeculationOptions | target_pb2.OpenVerification, sampling: SamplingParams, field_path: str
     ) -> tuple[VerificationMode, TypicalAcceptance]:
         """The verification mode, and the rule of TYPICAL."""
         try:

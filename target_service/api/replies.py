@@ -152,8 +152,7 @@ def _tree(shown: VerifiedTree | None) -> pb.VerifiedTree | None:
 def _logprobs(logprobs: Sequence[TokenLogprobs]) -> list[pb.TokenLogprobs]:
     return [
         pb.TokenLogprobs(
-            logprob=entry.logprob,
-            top=[pb.TopLogprob(token_id=token, logprob=logprob) for token, logprob in entry.top],
+            logprob=entry.logprob, top=[pb.TopLogprob(token_id=token, logprob=logprob) for token, logprob in entry.top]
         )
         for entry in logprobs
     ]

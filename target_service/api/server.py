@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -38,6 +39,7 @@ GenerateContext = grpc.aio.ServicerContext[target_pb2.GenerateRequest, target_pb
 VerifyContext = grpc.aio.ServicerContext[target_pb2.VerifyRequest, target_pb2.VerifyResponse]
 
 
+@dataclass(eq=False)
 class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     """Translates between callers and the engine.
 
@@ -45,40 +47,33 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     when its call is cancelled in mid-write, and a cancelled call must free its pages at once.
     """
 
-    def __init__(
-        self,
-        config: TargetConfig,
-        sequences: Sequences,
-        admission: Admission,
-        weights: WeightUpdates,
-        speculation: Callable[[], SpeculationState],
-        tracing: Tracing,
-    ) -> None:
-        """`speculation` returns the present state of drafting."""
-        self._config = config
-        self._sequences = sequences
-        self._admission = admission
-        tokenizer = admission.served.tokenizer
+    config: TargetConfig
+    sequences: Sequences
+    admission: Admission
+    weights: WeightUpdates
+    # The present state of drafting.
+    speculation: Callable[[], SpeculationState]
+    tracing: Tracing
+
+    def __post_init__(self) -> None:
+        tokenizer = self.admission.served.tokenizer
         self._new_text = None if tokenizer is None else detokenizers(tokenizer)
-        self._speculation = speculation
-        self._tracing = tracing
-        self._weights = weights
 
     async def Generate(  # type: ignore[override]
         self, request: target_pb2.GenerateRequest, context: GenerateContext
     ) -> None:
-        trace, tenant = RequestTrace(self._tracing, context.invocation_metadata()), current_tenant()
-        with _ending(trace, context), self._admission.quotas.stream(tenant):
-            admitted = await self._admission.generation(request, tenant, trace.traceparent)
-            queue = EventQueue(UNREAD_STEPS, self._sequences.cancel)
-            sequence_id = self._sequences.submit(admitted, queue.put)
+        trace, tenant = RequestTrace(self.tracing, context.invocation_metadata()), current_tenant()
+        with _ending(trace, context), self.admission.quotas.stream(tenant):
+            admitted = await self.admission.generation(request, tenant, trace.traceparent)
+            queue = EventQueue(UNREAD_STEPS, self.sequences.cancel)
+            sequence_id = self.sequences.submit(admitted, queue.put)
             try:
-                model, chat = self._admission.served.name, request.HasField("chat")
+                model, chat = self.admission.served.name, request.HasField("chat")
                 trace.accepted(sequence_id, admitted, model, chat=chat, requested_model=request.model)
                 await context.write(replies.started(sequence_id, admitted, model))
                 await self._stream(admitted, queue, context, trace)
             finally:
-                self._sequences.cancel(sequence_id)
+                self.sequences.cancel(sequence_id)
 
     async def _stream(
         self, request: SequenceRequest, queue: EventQueue, context: GenerateContext, trace: RequestTrace
@@ -107,14 +102,14 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         self, request_iterator: AsyncIterator[target_pb2.VerifyRequest], context: VerifyContext
     ) -> None:
         tenant = current_tenant()
-        with self._admission.quotas.stream(tenant):
+        with self.admission.quotas.stream(tenant):
             session = VerifySession(
-                self._sequences,
-                self._admission,
-                tenant=tenant,
-                trace=lambda: RequestTrace(self._tracing, context.invocation_metadata(), VERIFY_SEQUENCE),
-                max_sequences=self._config.max_sequences_per_stream,
-                idle_seconds=self._config.verify_idle_seconds,
+                self.sequences,
+                self.admission,
+                tenant,
+                lambda: RequestTrace(self.tracing, context.invocation_metadata(), VERIFY_SEQUENCE),
+                self.config.max_sequences_per_stream,
+                self.config.verify_idle_seconds,
             )
             reader = asyncio.create_task(session.read(request_iterator))
             reaper = asyncio.create_task(session.reap())
@@ -131,8 +126,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     async def GetTargetInfo(
         self, _request: target_pb2.GetTargetInfoRequest, _context: Any
     ) -> target_pb2.GetTargetInfoResponse:
-        served, speculation = self._admission.served, self._speculation()
-        runtime = served.runtime
+        served, speculation = self.admission.served, self.speculation()
         return target_pb2.GetTargetInfoResponse(
             model=served.name,
             vocabulary_size=served.vocabulary_size,
@@ -146,25 +140,25 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             drafter=speculation.drafter,
             end_token_ids=served.end_token_ids,
             version=outrider.__version__,
-            torch_version=runtime.torch_version,
-            triton_version=runtime.triton_version,
-            device=runtime.device,
-            device_name=runtime.device_name,
-            captured_step_sizes=runtime.captured_steps,
-            capturable_step_sizes=runtime.capturable_steps,
+            torch_version=served.torch_version,
+            triton_version=served.triton_version,
+            device=served.device,
+            device_name=served.device_name,
+            captured_step_sizes=served.captured_steps,
+            capturable_step_sizes=served.capturable_steps,
             draft=speculation.draft,
             draft_connected=speculation.draft_connected,
             speculating=speculation.speculating,
             speculation_reason=speculation.reason,
-            model_version=self._weights.model_version,
+            model_version=self.weights.model_version,
             kv_token_bytes=served.kv_token_bytes,
         )
 
     async def UpdateWeights(
         self, request_iterator: AsyncIterator[target_pb2.UpdateWeightsRequest], _context: Any
     ) -> target_pb2.UpdateWeightsResponse:
-        self._weights.check_caller(current_caller())
-        return replies.updated(await self._weights.run(request_iterator))
+        self.weights.check_caller(current_caller())
+        return replies.updated(await self.weights.run(request_iterator))
 
 
 def _text_of(verdict: Verdict, text: Detokenizer | ByteText) -> str:

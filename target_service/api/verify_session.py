@@ -36,31 +36,22 @@ class _Verification:
     active_at: float = field(default_factory=time.monotonic)
 
 
+@dataclass(eq=False)
 class VerifySession:
     """Translates the frames of one stream. Belongs to the event loop; `next` ends when `read` has."""
 
-    def __init__(
-        self,
-        sequences: Sequences,
-        admission: Admission,
-        *,
-        tenant: str,
-        trace: Callable[[], RequestTrace],
-        max_sequences: int,
-        idle_seconds: float,
-    ) -> None:
-        """`trace` begins the span of a sequence."""
-        self._sequences = sequences
-        self._admission = admission
-        self._tenant = tenant
-        self._trace = trace
-        self._max_sequences = max_sequences
-        self._idle_seconds = idle_seconds
-        self._verifications: dict[int, _Verification] = {}
-        self._outbox: asyncio.Queue[pb.VerifyResponse | None] = asyncio.Queue()
-        self._taken = asyncio.Event()
-        # Set after each event of a sequence.
-        self._told = asyncio.Event()
+    sequences: Sequences
+    admission: Admission
+    tenant: str
+    # Begins the span of a sequence.
+    trace: Callable[[], RequestTrace]
+    max_sequences: int
+    idle_seconds: float
+    _verifications: dict[int, _Verification] = field(default_factory=dict, init=False)
+    _outbox: asyncio.Queue[pb.VerifyResponse | None] = field(default_factory=asyncio.Queue, init=False)
+    _taken: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    # Set after each event of a sequence.
+    _told: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     async def next(self) -> pb.VerifyResponse | None:
         """The next response; None after the last."""
@@ -77,7 +68,7 @@ class VerifySession:
         try:
             async for frame in frames:
                 self._handle(frame)
-                while self._outbox.qsize() > self._max_sequences:
+                while self._outbox.qsize() > self.max_sequences:
                     self._taken.clear()
                     await self._taken.wait()
             # A client that has sent its last tree may still want the verdict. Where it has cancelled the call instead,
@@ -92,13 +83,13 @@ class VerifySession:
     async def reap(self) -> None:
         """End sequences whose client has sent no tree for too long, since they hold pages."""
         while True:
-            await asyncio.sleep(self._idle_seconds / 4)
-            oldest = time.monotonic() - self._idle_seconds
+            await asyncio.sleep(self.idle_seconds / 4)
+            oldest = time.monotonic() - self.idle_seconds
             for sequence_id, verification in list(self._verifications.items()):
                 if verification.pending is None and verification.active_at < oldest:
                     self._close(sequence_id)
                     if not verification.ended:
-                        error = errors.DeadlineExceeded("no tree came in time", idle_seconds=self._idle_seconds)
+                        error = errors.DeadlineExceeded("no tree came in time", idle_seconds=self.idle_seconds)
                         self._send(replies.failed(error, sequence_id=sequence_id, step=verification.step))
 
     def abort(self) -> None:
@@ -123,12 +114,12 @@ class VerifySession:
             self._send(replies.failed(error, sequence_id=sequence_id, client_tag=client_tag, step=step))
 
     def _open(self, frame: pb.OpenVerification) -> None:
-        if len(self._verifications) >= self._max_sequences:
+        if len(self._verifications) >= self.max_sequences:
             self._remove_ended()
-        trace, served = self._trace(), self._admission.served
+        trace, served = self.trace(), self.admission.served
         try:
-            request = self._admission.verification(frame, self._tenant, trace.traceparent)
-            sequence_id = self._sequences.submit(request, self._on_event)
+            request = self.admission.verification(frame, self.tenant, trace.traceparent)
+            sequence_id = self.sequences.submit(request, self._on_event)
         except OutriderError as error:
             trace.failed(error)
             raise
@@ -142,7 +133,7 @@ class VerifySession:
             if verification.ended:
                 del self._verifications[sequence_id]
                 return
-        raise errors.QuotaExceeded("too many sequences on this stream", limit=self._max_sequences)
+        raise errors.QuotaExceeded("too many sequences on this stream", limit=self.max_sequences)
 
     def _verify(self, frame: pb.VerifyTree) -> None:
         verification = self._verifications.get(frame.sequence_id)
@@ -153,11 +144,11 @@ class VerifySession:
             return
         if verification.ended:
             raise errors.UnknownSequence("the sequence has ended")
-        served = self._admission.served
+        served = self.admission.served
         tree = tree_from_pb(frame.tree, served.vocabulary_size, served.max_rows, "tree")
         if verification.length + max(tree.depths) > served.max_context:
             raise errors.PositionOutOfRange("the tree reaches past the context", limit=served.max_context)
-        self._sequences.verify(frame.sequence_id, tree)
+        self.sequences.verify(frame.sequence_id, tree)
         verification.pending = digest
         verification.active_at = time.monotonic()
 
@@ -178,7 +169,7 @@ class VerifySession:
     def _close(self, sequence_id: int) -> None:
         verification = self._verifications.pop(sequence_id, None)
         if verification is not None:
-            self._sequences.cancel(sequence_id)
+            self.sequences.cancel(sequence_id)
             verification.trace.abandoned(None)
 
     def _on_event(self, event: SequenceEvent) -> None:

@@ -37,22 +37,12 @@ class EngineFront:
         self._draining = True
 
     def check_update(self) -> int:
-        """The id of a new update of the weights.
-
-        Raises:
-            Draining: the engine is about to stop.
-            EngineDead: the loop has failed.
-        """
+        """The id of a new update of the weights. Raises `Draining` and `EngineDead`."""
         self._check_up()
         return next(self._update_ids)
 
     def check_tree(self, sequence_id: int, tree: TokenTree) -> None:
-        """Check a client's tree.
-
-        Raises:
-            UnknownSequence: no such sequence, or one whose client does not draft.
-            WrongRoot: the tree's root is not the last committed token.
-        """
+        """Check a client's tree. Raises `WrongRoot`, and `UnknownSequence` also where the client does not draft."""
         root = self._roots.get(sequence_id)
         if root is None:
             raise errors.UnknownSequence("the sequence is not open")

@@ -12,12 +12,13 @@ from operator import attrgetter
 from outrider.tree import TokenTree
 from target_service.config import TargetConfig
 from target_service.core.fairness import FairShare, Share, TimeShares
-from target_service.core.kv_cache import KVCache, OutOfPages
+from target_service.core.kv_cache import KVCache
 from target_service.core.preemption import order_of_preemption
 from target_service.core.schedule import Chunk, Schedule
 from target_service.core.sequence import Sequence, SequenceState
 from target_service.core.sequence_pages import SequencePages
 from target_service.core.step_times import StepTimes
+from tree_kernels.pages import OutOfPages
 
 _RUNS = (SequenceState.PREFILL, SequenceState.RUNNING)
 # Rows of prompts that every step reads, however long steps are, so that prompts make progress. Chosen.
@@ -386,11 +387,8 @@ class Scheduler:
             self.pages.note_newcomer(self._pages_wanted(newcomer), self.running)
 
     def _once_ordered(self) -> Callable[[], list[tuple[Sequence, float]]]:
-        """`_order_of_preemption`, worked out when it is first asked for: as long as nothing is preempted."""
-        return functools.cache(lambda: list(self._order_of_preemption()))
-
-    def _order_of_preemption(self) -> Iterator[tuple[Sequence, float]]:
-        return order_of_preemption(self.running, self._idle)
+        """`order_of_preemption`, worked out when it is first asked for: as long as nothing is preempted."""
+        return functools.cache(lambda: list(order_of_preemption(self.running, self._idle)))
 
     def _held(self, tenant: str) -> int:
         """Pages held by a tenant's sequences."""
@@ -434,7 +432,7 @@ class Scheduler:
 
     def _victim(self, sequence: Sequence, *, own: bool) -> Sequence:
         """The sequence to preempt for `sequence`: itself, if there is no other. `own`: only of the same tenant."""
-        for victim, _ in self._order_of_preemption():
+        for victim, _ in order_of_preemption(self.running, self._idle):
             if not own or victim.request.tenant == sequence.request.tenant:
                 return victim
         return sequence

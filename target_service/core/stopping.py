@@ -68,7 +68,7 @@ class Detokenizer:
         """The text still held back, at the end of the output."""
         if self.matched is not None:
             return ""
-        text = self._decode(self._prefix)[len(self._decoded()) :]
+        text = self._decode(self._prefix)[len(self._decode(self._prefix, self._read)) :]
         self._prefix = self._read = len(self._ids)
         return self._stops.push(text, final=True)
 
@@ -76,29 +76,22 @@ class Detokenizer:
         if self.matched is not None:
             return ""
         self._ids.append(token)
-        whole, known = self._decode(self._prefix), self._decoded()
+        whole, known = self._decode(self._prefix), self._decode(self._prefix, self._read)
         uncertain = len(whole) <= len(known) or whole.endswith(_INCOMPLETE)
         if uncertain and len(self._ids) - self._read < _LONGEST_PENDING:
             return ""
         self._prefix, self._read = self._read, len(self._ids)
         return self._stops.push(whole[len(known) :])
 
-    def _decode(self, start: int) -> str:
-        return str(self._tokenizer.decode(self._ids[start:], skip_special_tokens=True))
-
-    def _decoded(self) -> str:
-        return str(self._tokenizer.decode(self._ids[self._prefix : self._read], skip_special_tokens=True))
+    def _decode(self, start: int, stop: int | None = None) -> str:
+        return str(self._tokenizer.decode(self._ids[start:stop], skip_special_tokens=True))
 
 
 class StopChecker:
     """Decides token by token where one output ends."""
 
     def __init__(
-        self,
-        params: SamplingParams,
-        end_token_ids: Sequence[int],
-        max_tokens: int,
-        tokenizer: Any | None,
+        self, params: SamplingParams, end_token_ids: Sequence[int], max_tokens: int, tokenizer: Any | None
     ) -> None:
         self._ends = frozenset(() if params.ignore_eos else end_token_ids)
         self._stops = frozenset(params.stop_token_ids)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from outrider.devices import choose_device
 from outrider.errors import Draining, EngineDead, OutriderError
 from outrider.tree import TokenTree
-from outrider.wire.frames import DraftEvents, DraftInfo, DraftLink
+from outrider.wire.frames import DraftInfo
 from target_service.config import TargetConfig
 from target_service.core.events import EngineObserver, EngineSnapshot
 from target_service.core.front import EngineFront
@@ -42,6 +42,8 @@ class Engine(EngineFront):
         super().__init__(config.max_waiting)
         self._runner = runner
         self._loop = EngineLoop(runner, config, step_cost=step_cost, observer=observer)
+        # Receives the events of a draft link, which is attached before `start`.
+        self.drafting = self._loop.drafting
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._deliver: Callable[[list[SequenceEvent]], None] = lambda _: None
@@ -50,18 +52,9 @@ class Engine(EngineFront):
         self._exchange = WeightExchange(runner, self._loop, self._wake_up, self._beat)
 
     @property
-    def draft_events(self) -> DraftEvents:
-        """Receives the events of a draft link."""
-        return self._loop.drafting
-
-    @property
     def draft_info(self) -> DraftInfo | None:
         """Information from the draft service; None while it is not connected."""
-        return self._loop.drafting.info
-
-    def attach_draft(self, link: DraftLink) -> None:
-        """Draft through `link`. Call before `start`."""
-        self._loop.drafting.attach(link)
+        return self.drafting.info
 
     def start(self, deliver: Callable[[list[SequenceEvent]], None]) -> None:
         """Start the loop. `deliver` receives all events of a step at once, in the engine's thread."""
@@ -71,11 +64,8 @@ class Engine(EngineFront):
     def submit(self, request: SequenceRequest, sequence_id: int | None = None) -> int:
         """Queue a request and return its sequence id: the one given, which must be new, or the next.
 
-        Raises:
-            Draining: the engine takes no new requests.
-            QuotaExceeded: too many sequences wait.
-            PositionOutOfRange: prompt and output could never fit the KV cache or the model's context.
-            EngineDead: the loop has failed.
+        Raises `Draining`, `EngineDead`, `QuotaExceeded` where too many sequences wait, and `PositionOutOfRange` where
+        prompt and output could never fit the KV cache or the model's context.
         """
         cache, running = self._runner.cache, self._loop.scheduler.running
         capacity = min(self._runner.max_context, cache.num_pages * cache.page_size)
@@ -114,10 +104,7 @@ class Engine(EngineFront):
         """Exchange the model's weights; returns the update's id: the one given, which must be new, or the next. `done`
         receives the result, once, in a thread of the engine.
 
-        Raises:
-            QuotaExceeded: another update is under way.
-            Draining: the engine is about to stop.
-            EngineDead: the loop has failed.
+        Raises `Draining`, `EngineDead`, and `QuotaExceeded` while another update is under way.
         """
         minted = self.check_update()
         update_id = minted if update_id is None else update_id
@@ -148,14 +135,14 @@ class Engine(EngineFront):
             sequences=len(self._open),
             pages_used=cache.used_pages,
             pages_total=cache.num_pages,
-            speculating=loop.drafting.active and loop.drafting.connected,
-            draft_connected=loop.drafting.connected,
+            speculating=self.drafting.active and self.drafting.connected,
+            draft_connected=self.drafting.connected,
             kept_feature_bytes=loop.features.kept_bytes,
             evicted=loop.scheduler.evicted,
             model_version=loop.model_version,
             exchange_ns=self._exchange.pause_ns,
             measuring=loop.gathering.measures,
-            draft_lost=loop.drafting.lost,
+            draft_lost=self.drafting.lost,
         )
 
     def _wake_up(self) -> None:
@@ -189,7 +176,7 @@ class Engine(EngineFront):
         if events is None:
             with self._wake:
                 self._wake.wait_for(lambda: self._commands or self._stopping, timeout=_IDLE_BEAT)
-            self._loop.drafting.listen()
+            self.drafting.listen()
         elif events:
             self._emit(events)
 

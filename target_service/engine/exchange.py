@@ -54,11 +54,8 @@ class WeightExchange:
         self.pause_ns = 0
 
     def begin(self, update_id: int, update: WeightUpdate, done: UpdateDone) -> None:
-        """Begin to read weights; `done` receives the result, once.
-
-        Raises:
-            QuotaExceeded: another update is under way.
-        """
+        """Begin to read weights; `done` receives the result, once. Raises `QuotaExceeded` while another update is under
+        way."""
         pending = _Pending(update_id, update, done, HostRoom(self._runner.device))
         with self._lock:
             if self._pending is not None:

@@ -46,10 +46,7 @@ class EngineLink(EngineFront, asyncio.Protocol):
     """
 
     def __init__(
-        self,
-        config: TargetConfig,
-        command: Sequence[str] = ENGINE_COMMAND,
-        tokenizer: Callable[[], Any] | None = None,
+        self, config: TargetConfig, command: Sequence[str] = ENGINE_COMMAND, tokenizer: Callable[[], Any] | None = None
     ) -> None:
         """Start `command` with the number of its socket as last argument.
 

@@ -14,14 +14,7 @@ from outrider.drafting.latency import DraftLatency
 from outrider.errors import InvalidField, NotSupported, OutriderError
 from outrider.log_limit import LogLimit
 from outrider.sampling import SamplingParams, VerificationMode
-from outrider.wire.frames import (
-    DraftInfo,
-    OpenSequence,
-    SequenceAdvance,
-    SequenceFailure,
-    SequenceGrowth,
-    TreeLimits,
-)
+from outrider.wire.frames import DraftInfo, OpenSequence, SequenceAdvance, SequenceFailure, SequenceGrowth, TreeLimits
 from target_service.config import TargetConfig
 from target_service.core.sequence import Sequence, SequenceRequest
 from target_service.core.weights import FIRST_VERSION

@@ -29,7 +29,7 @@ def start(tiny_model: PreTrainedModel) -> Iterator[Started]:
         config = replace(engine_config(), **changes)  # type: ignore[arg-type]
         engine = Engine(make_runner(tiny_model), config)
         if draft:
-            engine.attach_draft(ScriptedDraft(engine.draft_events, random_tree(211, 16)))
+            engine.drafting.attach(ScriptedDraft(engine.drafting, random_tree(211, 16)))
         events: queue.Queue[SequenceEvent] = queue.Queue()
         engine.start(lambda batch: [events.put(event) for event in batch] and None)
         engines.append(engine)

@@ -14,7 +14,7 @@ from outrider.processes.framing import LENGTH_BYTES, FrameCutter
 from outrider.sampling import FinishReason, SamplingParams, TokenLogprobs, TypicalAcceptance, VerificationMode
 from outrider.tree import DraftDistribution, TokenTree
 from outrider.wire.frames import DraftInfo, FeatureRequest, TreeLimits
-from target_service.api.admission import Runtime, ServedModel
+from target_service.api.admission import ServedModel
 from target_service.config import TargetConfig
 from target_service.core.events import EngineSnapshot
 from target_service.core.fairness import Share
@@ -66,10 +66,15 @@ def report(*events: SequenceEvent) -> Report:
     return Report(list(events), [], [], [], SNAPSHOT, 123)
 
 
-RUNTIME = Runtime("2.9", "", "cuda:1", "A GPU", captured_steps=25, capturable_steps=26, lookup=True)
 SERVED = replace(
-    ServedModel("m", 300, 256, 16, "float32", 16, 4096, (2, 3), "f" * 64, speculation=True, runtime=RUNTIME),
+    ServedModel("m", 300, 256, 16, "float32", 16, 4096, (2, 3), "f" * 64, speculation=True),
     kv_token_bytes=46_080,
+    torch_version="2.9",
+    device="cuda:1",
+    device_name="A GPU",
+    captured_steps=25,
+    capturable_steps=26,
+    lookup=True,
 )
 MESSAGES: dict[str, Message] = {
     "configure": Configure(TargetConfig(model="tiny", draft_wait_ms=2.5, reflection=True)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ import torch
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import TokenTree
 from target_service.config import TargetConfig
+from target_service.core import scheduler as scheduler_module
 from target_service.core.fairness import Share
 from target_service.core.kv_cache import KVCache
+from target_service.core.preemption import order_of_preemption
 from target_service.core.schedule import Schedule
 from target_service.core.scheduler import Scheduler
 from target_service.core.sequence import Sequence, SequenceRequest, SequenceState, SequenceTotals
@@ -381,13 +384,12 @@ def test_waiting_tenants_do_not_each_work_out_who_gives_way(monkeypatch: pytest.
     for number in range(100, 150):
         scheduled.add(sequence(number, prompt=33, tenant=f"waiting {number}"))
     worked_out = 0
-    order = Scheduler._order_of_preemption
 
-    def counted(one: Scheduler) -> Iterator[tuple[Sequence, float]]:
+    def counted(*given: Any) -> Iterator[tuple[Sequence, float]]:
         nonlocal worked_out
         worked_out += 1
-        return order(one)
+        return order_of_preemption(*given)
 
-    monkeypatch.setattr(Scheduler, "_order_of_preemption", counted)
+    monkeypatch.setattr(scheduler_module, "order_of_preemption", counted)
     scheduled.schedule()
     assert 1 <= worked_out <= 4

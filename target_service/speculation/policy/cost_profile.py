@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 import torch
 
@@ -33,29 +32,24 @@ def measure_step_cost(runner: ModelRunner, max_rows: int) -> StepCost:
     deadline = time.monotonic() + _SECONDS
     measured: dict[int, float] = {}
     try:
-        _run(runner, _step(runner, pages, context, sizes[0]))
+        _seconds(runner, _step(runner, pages, context, sizes[0]))
         for rows in sizes:
             if len(measured) >= _FEWEST_SIZES and time.monotonic() > deadline:
                 break
-            measured[rows] = min(_times(runner, pages, context, rows))
+            step = _step(runner, pages, context, rows)
+            measured[rows] = min(_seconds(runner, step) for _ in range(_REPEATS))
     finally:
         cache.release(pages)
     return StepCost(sorted(measured.items()))
 
 
-def _times(runner: ModelRunner, pages: list[int], context: int, rows: int) -> Iterator[float]:
-    step = _step(runner, pages, context, rows)
-    for _ in range(_REPEATS):
-        begin = time.perf_counter()
-        _run(runner, step)
-        yield time.perf_counter() - begin
-
-
-def _run(runner: ModelRunner, step: ForwardInput) -> None:
-    """The step, to its end on the device."""
+def _seconds(runner: ModelRunner, step: ForwardInput) -> float:
+    """The time of a step, to its end on the device."""
+    begin = time.perf_counter()
     runner.forward(step)
     if runner.device.type == "cuda":
         torch.cuda.synchronize(runner.device)
+    return time.perf_counter() - begin
 
 
 def _step(runner: ModelRunner, pages: list[int], context: int, rows: int) -> ForwardInput:

@@ -125,5 +125,5 @@ class DraftSwitch:
             if lower is not None:
                 self._loads[size] = self._loads[lower].warm_start()
             else:
-                self._loads[size] = LoadTimes(overhead=StepTime.of(ENOUGH if size == 1 else ENOUGH_OF_MANY))
+                self._loads[size] = LoadTimes(overhead=StepTime(first_few=ENOUGH if size == 1 else ENOUGH_OF_MANY))
         return self._loads[size]

@@ -43,12 +43,11 @@ def enough_plain(*, ahead: bool) -> int:
 class StepTime(RunningTime):
     """The time of steps of a kind, in plain steps or the like; never more than the longest of the last few."""
 
+    share: float = _SHARE
+    first_few: int = ENOUGH
+    most: float = _BOUND
+    unit: float = 1.0
     last: deque[float] = field(default_factory=lambda: deque(maxlen=_IN_A_ROW))
-
-    @classmethod
-    def of(cls, first_few: int = ENOUGH) -> StepTime:
-        """Nothing observed yet."""
-        return cls(_SHARE, first_few=first_few, most=_BOUND, unit=1.0)
 
     def observe(self, value: float) -> None:
         is_first = self.is_first
@@ -65,9 +64,7 @@ class StepTime(RunningTime):
 
     def warm_start(self) -> StepTime:
         """A copy that a few steps outweigh."""
-        started = StepTime.of(ENOUGH_OF_MANY)
-        started.value, started.count = self.value, min(self.count, _INHERITED)
-        return started
+        return StepTime(value=self.value, count=min(self.count, _INHERITED), first_few=ENOUGH_OF_MANY)
 
 
 @dataclass(slots=True)
@@ -79,7 +76,7 @@ class LoadTimes:
     unfed_steps: int = 0
     fed: float = 0.0
     # Time of a step that waited for drafts beyond that of its rows, and the share of such steps that were answered.
-    overhead: StepTime = field(default_factory=StepTime.of)
+    overhead: StepTime = field(default_factory=StepTime)
     answered: RunningMean = field(default_factory=lambda: RunningMean.settled(_SHARE, 1.0))
     # Whether the times of drafts come from a lower load.
     inherited: bool = False

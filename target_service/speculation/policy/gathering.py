@@ -11,7 +11,6 @@ from functools import cached_property
 from outrider.drafting.draft_tree import GrowingTree
 from outrider.sampling import VerificationMode
 from outrider.tree import TokenTree
-from target_service.core.kv_cache import OutOfPages
 from target_service.core.schedule import Chunk, Schedule
 from target_service.core.scheduler import Scheduler
 from target_service.core.sequence import Sequence
@@ -24,6 +23,7 @@ from target_service.speculation.policy.follow_switch import FollowSwitch
 from target_service.speculation.policy.live_sequence import LiveSequence
 from target_service.speculation.policy.row_budget import IN_ORDER_NODES, Offer, RowBudget
 from target_service.speculation.policy.row_policy import RowPolicy
+from tree_kernels.pages import OutOfPages
 
 # Time to send a sequence to a draft, and the features that a head needs by then, in plain steps.
 _SENDING, _SENDING_HEADS = 0.5, 12.0

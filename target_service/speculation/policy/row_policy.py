@@ -105,11 +105,7 @@ class RowPolicy:
     """Chooses the rows of each launch."""
 
     def __init__(
-        self,
-        most: int,
-        cost: StepCost | None,
-        live: Mapping[int, LiveSequence],
-        disable_above: int = 1 << 30,
+        self, most: int, cost: StepCost | None, live: Mapping[int, LiveSequence], disable_above: int = 1 << 30
     ) -> None:
         """A sequence gets at most `most` rows, and none above `disable_above` sequences; 0 turns the policy off. `cost`
         of None takes as many rows as are allowed. `live` is the engine's own table."""
@@ -144,7 +140,8 @@ class RowPolicy:
             return None
         live, chunks, reading = self._live, schedule.chunks, schedule.reading
         lives = [live[chunk.sequence.sequence_id] for chunk in chunks]
-        if len(lives) > self._disable_above or not all([_device_may_choose(one) for one in lives]):
+        free = [one.verifier.device_rows and not one.sequence.request.external for one in lives]
+        if len(lives) > self._disable_above or not all(free):
             return None
         limits = [self._max_rows(one) for one in lives[reading:]]
         if not any(limits):
@@ -187,7 +184,7 @@ class RowPolicy:
             rows = device_rows.rows if device_rows is not None else 0
             times = self._times.setdefault((sequences.bit_length(), kind), {})
             if rows not in times:
-                times[rows] = StepTime.of(_ENOUGH)
+                times[rows] = StepTime(first_few=_ENOUGH)
             times[rows].observe(seconds / self._cost(sequences))
 
     def observe(self, outcomes: SequenceOf[Verified | None], kind: Kind, drafted: SequenceOf[bool]) -> None:
@@ -268,10 +265,6 @@ class RowPolicy:
             rows: measured[rows] if rows in measured else plain * self._cost(max(sequences, rows)) / cost
             for rows in sizes
         }
-
-
-def _device_may_choose(live: LiveSequence) -> bool:
-    return live.verifier.device_rows and not live.sequence.request.external
 
 
 def _sizes(limits: SequenceOf[int], read_rows: int, max_rows: int) -> list[int]:
