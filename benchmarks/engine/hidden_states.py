@@ -153,8 +153,8 @@ class Engine:
             row += known + accepted
         self._turn = (self._turn + 1) % BUFFERS
         host = self._hosts[self._turn]
-        states = StepFeatures(None, "bfloat16", None)
-        states.copy_to(host[:row], torch.full_like(host[:row], self._turn), cast(torch.cuda.Event, Done()))
+        host[:row].copy_(torch.full_like(host[:row], self._turn))
+        states = StepFeatures(None, "bfloat16", None, host[:row].numpy(), cast(torch.cuda.Event, Done()))
         begin = time.perf_counter_ns()
         self._drafting.collect(items, states, outcomes)
         between = time.perf_counter_ns()

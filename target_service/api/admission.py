@@ -57,7 +57,6 @@ class ServedModel:
 
     @property
     def modes(self) -> tuple[VerificationMode, ...]:
-        """Verification modes that requests may use."""
         return (*LOSSLESS_MODES, VerificationMode.TYPICAL) if self.lossy else LOSSLESS_MODES
 
 

@@ -36,7 +36,6 @@ class TextPool:
 
     @property
     def waiting(self) -> int:
-        """Texts that wait for a thread."""
         return sum(map(len, self._lines.values()))
 
     async def run(self, tenant: str, work: Callable[[], Result]) -> Result:

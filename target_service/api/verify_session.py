@@ -93,7 +93,6 @@ class VerifySession:
                         self._send(replies.failed(error, sequence_id=sequence_id, step=verification.step))
 
     def abort(self) -> None:
-        """End every sequence of the stream."""
         for sequence_id in list(self._verifications):
             self._close(sequence_id)
 

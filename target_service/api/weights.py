@@ -44,11 +44,9 @@ class WeightUpdates:
 
     @property
     def model_version(self) -> int:
-        """Version of the weights in use."""
         return self._engine.snapshot().model_version
 
     def check_caller(self, caller: Caller) -> None:
-        """Raise `PermissionDenied` unless the caller may update weights."""
         if self._config.auth_tokens:
             if not caller.operator:
                 raise errors.PermissionDenied("the token is no operator's")

@@ -62,16 +62,13 @@ class ServingEngine(Protocol):
 
 
 class EngineObserver(Protocol):
-    """Receives what the engine did. Called from the engine's thread; must be quick and must not raise."""
+    """Receives what the engine did: each step, the end of each sequence, with its finish reason, "cancelled" or an
+    error's reason, and that drafting was switched by load. Called from the engine's thread; must be quick and must not
+    raise."""
 
-    def on_step(self, stats: StepStats) -> None:
-        """One step ran."""
-
-    def on_finished(self, sequence_id: int, request: SequenceRequest, totals: SequenceTotals, outcome: str) -> None:
-        """A sequence ended; `outcome` is its finish reason, "cancelled", or an error's reason."""
-
-    def on_speculation(self, active: bool) -> None:
-        """Drafting was switched on or off by load."""
+    def on_step(self, stats: StepStats) -> None: ...
+    def on_finished(self, sequence_id: int, request: SequenceRequest, totals: SequenceTotals, outcome: str) -> None: ...
+    def on_speculation(self, active: bool) -> None: ...
 
 
 class Sequences:
@@ -90,7 +87,6 @@ class Sequences:
         self._waiting: set[int] = set()
 
     def __len__(self) -> int:
-        """Sequences with a sink."""
         return len(self._open)
 
     def submit(self, request: SequenceRequest, sink: Sink) -> int:
@@ -107,7 +103,6 @@ class Sequences:
         return sequence_id
 
     def verify(self, sequence_id: int, tree: TokenTree) -> None:
-        """Verify a client's tree, see `Engine.verify`."""
         self._engine.verify(sequence_id, tree)
 
     def cancel(self, sequence_id: int) -> None:

@@ -173,7 +173,6 @@ class TimeShares:
         self._present, self._last_tenants, self._last_step = self._next, tenants, seconds
 
     def note_shortened(self) -> None:
-        """Count a step that was shortened to the bound."""
         self._shortened += 1
 
     def alone_next(self, ready: Container[str]) -> str | None:

@@ -45,7 +45,6 @@ class TenantQuotas:
         self._accounts: dict[str, _Account] = {}
 
     def share(self, tenant: str) -> Share:
-        """A tenant's share of the engine."""
         limits = self.table.of(tenant)
         return Share(limits.weight, limits.running, limits.kv_tokens)
 
@@ -99,11 +98,9 @@ class TenantQuotas:
             account.waiting.add(sequence_id)
 
     def began(self, sequence_id: int, tenant: str) -> None:
-        """A sequence has its first token."""
         self._account(tenant).waiting.discard(sequence_id)
 
     def ended(self, sequence_id: int, tenant: str) -> None:
-        """A sequence has ended."""
         account = self._account(tenant)
         account.sequences.discard(sequence_id)
         account.waiting.discard(sequence_id)

@@ -73,7 +73,6 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Sequences that wait for a place."""
         return sum(map(len, self._waiting.values())) + len(self._held_back or ())
 
     @property
@@ -126,7 +125,6 @@ class Scheduler:
             self._preempt(sequence)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence."""
         if self._held_back is not None:
             self._held_back.append(sequence)
             return
@@ -140,7 +138,6 @@ class Scheduler:
             self._requeue(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove the sequence and release its pages."""
         if self._held_back is not None and sequence in self._held_back:
             self._held_back.remove(sequence)
         elif sequence.state is SequenceState.WAITING:
@@ -391,7 +388,6 @@ class Scheduler:
         return functools.cache(lambda: list(order_of_preemption(self.running, self._idle)))
 
     def _held(self, tenant: str) -> int:
-        """Pages held by a tenant's sequences."""
         return sum(len(sequence.pages) for sequence in self.running if sequence.request.tenant == tenant)
 
     def _holds_chunk(self, sequence: Sequence, count: int) -> bool:

@@ -92,7 +92,6 @@ class SequencePages:
             del sequence.pages[keep:]
 
     def release(self, sequence: Sequence) -> None:
-        """Release all pages of the sequence."""
         self._cache.release(sequence.pages)
         del sequence.pages[:]
         sequence.kv_length = 0

@@ -188,7 +188,6 @@ class Engine(EngineFront):
         self._deliver(events)
 
     def _fail_all(self, error: OutriderError) -> None:
-        """Send the last event of every sequence that is still open."""
         # Under the lock, so that a request is either refused or among those that fail.
         with self._wake:
             self.drain()

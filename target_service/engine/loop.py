@@ -81,7 +81,11 @@ class EngineLoop:
         """`steps` of None takes the fastest for the runner, or the plain ones in lockstep. `step_cost` of None verifies
         every drafted row that is allowed, and always waits for drafts."""
         self._runner = runner
-        self._steps = steps or _steps_of(runner, config)
+        if steps is None and not config.lockstep:
+            # Kernels of typical acceptance are compiled at start where requests may ask for it.
+            typical, most_rows = config.allow_lossy, config.step_rows
+            steps = best_steps(runner, max_sequences=config.max_running, max_rows=most_rows, typical=typical)
+        self._steps = steps or HostSteps(runner)
         self._observer = observer
         self.features = Features(runner, config.feature_window if config.speculates else 0)
         self.drafting = Drafting(config, runner.vocabulary_size, self.features, self._steps.tables)
@@ -91,12 +95,12 @@ class EngineLoop:
         device_chooses = self._steps.tables is not None and not (config.batch_invariant and config.speculates)
         most = config.max_draft_nodes if device_chooses else 0
         self._policy = RowPolicy(most, step_cost, self.live, config.speculative_disable_queue_size)
-        budget, follow = RowBudget(step_cost), FollowSwitch()
+        follow = FollowSwitch()
         # Without a cost of steps it never turns drafts off.
         self.gathering = Gathering(
             drafting=self.drafting,
             scheduler=self.scheduler,
-            budget=budget,
+            budget=RowBudget(step_cost),
             live=self.live,
             policy=self._policy,
             switch=None if step_cost is None else DraftSwitch(),
@@ -108,12 +112,8 @@ class EngineLoop:
         # Seconds to launch a pass that is laid out.
         self._launching = RunningTime(_LAUNCH_SHARE)
         self._learning = Learning(
-            drafting=self.drafting,
-            tables=self._steps.tables,
-            live=self.live,
-            budget=budget,
             gathering=self.gathering,
-            policy=self._policy,
+            tables=self._steps.tables,
             follow=follow,
             stride=stride or Stride(),
             unaided=Unaided(runner.node_table.lookup_tokens if runner.node_table is not None else 0),
@@ -338,7 +338,6 @@ class EngineLoop:
         return failed
 
     def _observe(self, step: Step, outcomes: SequenceOf[Verified | None], verdicts: SequenceOf[Verdict]) -> None:
-        """Observe the times of a step, and report it."""
         device_ns = self._device_time.take(step.launched.span, follows=bool(self._ended_ns))
         stats = step.stats(
             outcomes,
@@ -406,11 +405,3 @@ class EngineLoop:
                 assert live is not None
                 events.append(SequenceFinished(verdict.sequence_id, verdict.finish, live.sequence.totals))
         return events
-
-
-def _steps_of(runner: ModelRunner, config: TargetConfig) -> Steps:
-    """The fastest for the runner, or the plain ones in lockstep."""
-    if config.lockstep:
-        return HostSteps(runner)
-    # Kernels of typical acceptance are compiled at start where requests may ask for it.
-    return best_steps(runner, max_sequences=config.max_running, max_rows=config.step_rows, typical=config.allow_lossy)

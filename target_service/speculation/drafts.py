@@ -13,10 +13,10 @@ from outrider.drafting.inbox import Connected, Disconnected, DraftEvent, DraftIn
 from outrider.drafting.latency import DraftLatency
 from outrider.errors import InvalidField, NotSupported, OutriderError
 from outrider.log_limit import LogLimit
-from outrider.sampling import SamplingParams, VerificationMode
+from outrider.sampling import VerificationMode
 from outrider.wire.frames import DraftInfo, OpenSequence, SequenceAdvance, SequenceFailure, SequenceGrowth, TreeLimits
 from target_service.config import TargetConfig
-from target_service.core.sequence import Sequence, SequenceRequest
+from target_service.core.sequence import Sequence
 from target_service.core.weights import FIRST_VERSION
 from target_service.execution.batch import StepItem
 from target_service.execution.node_tables import NodeTables
@@ -65,7 +65,6 @@ class Drafting(DraftInbox):
 
     @property
     def connected(self) -> bool:
-        """Whether a draft is connected."""
         return self.info is not None
 
     @property
@@ -86,7 +85,6 @@ class Drafting(DraftInbox):
         return tree
 
     def is_followed(self, sequence: Sequence) -> bool:
-        """Whether the draft follows the sequence now."""
         return self.connected and sequence.sequence_id in self._trees
 
     def is_eligible(self, sequence: Sequence) -> bool:
@@ -100,7 +98,6 @@ class Drafting(DraftInbox):
             self._unopened.append(sequence)
 
     def remove(self, sequence_id: int) -> None:
-        """Remove a sequence, here and at the draft."""
         self._eligible.pop(sequence_id, None)
         self._opened.discard(sequence_id)
         self._features.forget(sequence_id)
@@ -121,8 +118,7 @@ class Drafting(DraftInbox):
         a draft that reads features stops at any load."""
         if not self._enabled:
             return
-        anyway = self._tables is None and running <= FOLLOWED_ANYWAY and not self.reads_features
-        useful = useful or anyway
+        useful = useful or (self._tables is None and running <= FOLLOWED_ANYWAY and not self.reads_features)
         if self.active and (self.too_many(running) or not useful):
             self.active, self._dropped = False, not useful
             self._close_all()
@@ -137,7 +133,6 @@ class Drafting(DraftInbox):
         return running <= self.config.drafting_resumes_at or (self._dropped and not self.too_many(running))
 
     def too_many(self, running: int) -> bool:
-        """Whether this many running sequences stop drafting."""
         return running > self.config.speculative_disable_queue_size
 
     def reopen_all(self, model_version: int) -> None:
@@ -221,7 +216,12 @@ class Drafting(DraftInbox):
         if self._link is None or not self.connected or not self.active:
             return
         request = sequence.request
-        mode, sampling = _drafted_by(request)
+        mode, sampling = request.mode, request.sampling
+        if mode is VerificationMode.TYPICAL:
+            # It accepts what is probable.
+            mode, sampling = VerificationMode.GREEDY, replace(sampling, temperature=0.0)
+        # What the device chooses from may be larger than what a pass verifies: as large as the draft itself allows.
+        device_chooses = self._tables is not None and mode is not VerificationMode.REJECTION
         if not self._trees:
             self.latency.begin()
         self.latency.sent()
@@ -240,7 +240,7 @@ class Drafting(DraftInbox):
                 seed=request.seed,
                 mode=mode,
                 sampling=sampling,
-                limits=self._limits_of(request),
+                limits=TreeLimits() if device_chooses else TreeLimits(max_nodes=request.max_draft_nodes),
                 vocabulary_size=self._vocabulary_size,
                 tenant=request.tenant,
                 corpus=request.corpus,
@@ -250,12 +250,6 @@ class Drafting(DraftInbox):
         )
         if features := self._features.opened(sequence):
             self._link.send_features(features)
-
-    def _limits_of(self, request: SequenceRequest) -> TreeLimits:
-        """The limits of a request's trees. What the device chooses from may be larger than what a pass verifies: as
-        large as the draft's own limits allow."""
-        device_chooses = self._tables is not None and request.mode is not VerificationMode.REJECTION
-        return TreeLimits() if device_chooses else TreeLimits(max_nodes=request.max_draft_nodes)
 
     def _forget_trees(self) -> None:
         """Drop every tree, also from the device's tables."""
@@ -353,10 +347,3 @@ class Drafting(DraftInbox):
         # None if it ended while the draft's frame was on its way.
         if sequence is not None:
             sequence.totals.draft_refused = reason if _REASON.fullmatch(reason) else OutriderError.reason
-
-
-def _drafted_by(request: SequenceRequest) -> tuple[VerificationMode, SamplingParams]:
-    """The mode and sampling to draft with. TYPICAL drafts for GREEDY, since it accepts what is probable."""
-    if request.mode is not VerificationMode.TYPICAL:
-        return request.mode, request.sampling
-    return VerificationMode.GREEDY, replace(request.sampling, temperature=0.0)

@@ -72,7 +72,6 @@ class RequestTrace:
     def accepted(
         self, sequence_id: int, request: SequenceRequest, model: str, *, chat: bool = False, requested_model: str = ""
     ) -> None:
-        """Record the accepted request."""
         if not self.recording:
             return
         sampling = request.sampling

@@ -30,7 +30,6 @@ class KeptVectors:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are held."""
         return (self.end - self._first) * self.row_bytes
 
     def append(self, position: int, vectors: memoryview, row_bytes: int, rows: SequenceOf[range]) -> None:
@@ -52,7 +51,6 @@ class KeptVectors:
         self.end += count
 
     def trim(self, keep: int) -> None:
-        """Keep the newest `keep` vectors."""
         begin = self.end - keep
         if begin <= self.begin:
             return
@@ -114,7 +112,6 @@ class KeptVectors:
 
 
 def _copied(vectors: memoryview, row_bytes: int, rows: SequenceOf[range]) -> bytes:
-    """The bytes of these rows."""
     if len(rows) == 1:
         return bytes(vectors[rows[0].start * row_bytes : rows[0].stop * row_bytes])
     return b"".join([vectors[part.start * row_bytes : part.stop * row_bytes] for part in rows])

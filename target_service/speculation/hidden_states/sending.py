@@ -49,7 +49,6 @@ class Features:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of all vectors that are kept."""
         return sum(kept.nbytes for kept in list(self._kept.values()))
 
     def connect(self, request: FeatureRequest | None) -> None:
@@ -169,7 +168,6 @@ class Features:
         return self.sent_vectors - reported[0], self.sent_bytes - reported[1]
 
     def forget(self, sequence_id: int) -> None:
-        """The sequence has ended."""
         self._kept.pop(sequence_id, None)
         self._fresh.pop(sequence_id, None)
 
@@ -237,7 +235,6 @@ class Features:
         return pieces
 
     def _count(self, sent: Iterable[Vectors]) -> None:
-        """Count these vectors as sent."""
         for vectors in sent:
             self.sent_vectors += vectors.rows
             self.sent_bytes += len(vectors.data) + 4 * len(vectors.scales)

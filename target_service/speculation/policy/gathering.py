@@ -106,7 +106,7 @@ class Gathering:
         ][:places]
         if not records:
             return False
-        expected = sum(map(self.budget.expected_tokens, records)) / self.policy.tokens_each + load - len(records)
+        expected = sum(map(self.budget.expected_tokens, records)) / self.policy.tokens_each.value + load - len(records)
         return switch.best(load, expected) is not Use.PLAIN
 
     @property
@@ -150,7 +150,7 @@ class Gathering:
         records = [self.live[sequence.sequence_id].record for sequence in eligible]
         load, others = len(running), len(running) - len(eligible)
         # Per token of plain steps, which make more than one each where the device drafts for them.
-        expected = sum(map(self.budget.expected_tokens, records)) / self.policy.tokens_each + others
+        expected = sum(map(self.budget.expected_tokens, records)) / self.policy.tokens_each.value + others
         if self._reads_prompts(running):
             # The times of such steps are not observed.
             return self.switch.best(load, expected)

@@ -245,7 +245,6 @@ class RowBudget:
         _learn(self.calibration, tree, tree.scores, accepted_rows, own, record)
 
     def observe_predicted(self, tree: PredictedTree, accepted_rows: SequenceOf[int], record: SequenceRecord) -> None:
-        """Learn from the predicted rows of a verified tree."""
         accepted = tree.accepted_predicted(accepted_rows)
         _learn(self.of_predictions, tree, tree.predicted, accepted_rows, accepted, record)
 

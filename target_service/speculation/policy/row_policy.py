@@ -124,14 +124,10 @@ class RowPolicy:
         # roots' cost.
         self._times: dict[tuple[int, Kind], dict[int, StepTime]] = {}
         self._since_timed = 0
-        self._tokens_each = RunningMean.settled(_SHARE, 1.0)
+        # Tokens of a sequence in a recent pass.
+        self.tokens_each = RunningMean.settled(_SHARE, 1.0)
         # See `NodeTables.trust`.
         self.trust = 1.0
-
-    @property
-    def tokens_each(self) -> float:
-        """Tokens of a sequence in a recent pass."""
-        return self._tokens_each.value
 
     def choose(self, schedule: Schedule, max_rows: int, kind: Kind, waits: float = 0.0) -> DeviceRows | None:
         """The rows of a step of at most `max_rows`, which waits `waits` seconds for its drafts; None where a plain step
@@ -179,7 +175,6 @@ class RowPolicy:
         return {rows: one.value for rows, one in times.items() if one.count >= _ENOUGH}
 
     def observe_time(self, sequences: int, device_rows: DeviceRows | None, seconds: float, kind: Kind) -> None:
-        """Observe the time of a pass."""
         if self._cost is not None:
             rows = device_rows.rows if device_rows is not None else 0
             times = self._times.setdefault((sequences.bit_length(), kind), {})
@@ -191,10 +186,10 @@ class RowPolicy:
         """Learn from passes whose rows the device chose. `drafted`: the sequence's table holds only a draft's nodes."""
         passes = [one for outcome in outcomes if outcome is not None for one in outcome.device_passes]
         if not passes:
-            self._tokens_each.observe(1.0)
+            self.tokens_each.observe(1.0)
             return
         self._yields[kind].observe(passes)
-        self._tokens_each.observe(1 + sum([one.accepted for one in passes]) / len(passes))
+        self.tokens_each.observe(1 + sum([one.accepted for one in passes]) / len(passes))
         known = zip(outcomes, drafted, strict=True)
         followed = [one for outcome, has in known if has and outcome is not None for one in outcome.device_passes]
         if kind is not Kind.ALONE and followed:
