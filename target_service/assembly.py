@@ -92,7 +92,7 @@ class Assembled:
 
     def stop(self) -> None:
         """Fail the remaining sequences and free everything. Waits for the step under way."""
-        self.engine.stop(0.0)
+        self.engine.stop()
         if self.link is not None:
             self.link.stop()
 

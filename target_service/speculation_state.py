@@ -11,7 +11,6 @@ from target_service.core.events import EngineSnapshot
 
 # The drafter of a target without a draft service whose device drafts.
 LOOKUP = "lookup"
-_DEVICE_DRAFTS = "the device drafts from the text so far"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ def speculation_state(
         return SpeculationState("", config.draft, reason="it is switched off (--no-speculation)")
     drafter = info.drafter if info is not None else LOOKUP if lookup else ""
     about_draft = _about_draft(config, snapshot)
-    reason = f"{_DEVICE_DRAFTS}; {about_draft}" if lookup else about_draft
+    reason = f"the device drafts from the text so far; {about_draft}" if lookup else about_draft
     return SpeculationState(drafter, config.draft, snapshot.draft_connected, snapshot.speculating or lookup, reason)
 
 

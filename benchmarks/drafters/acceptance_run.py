@@ -139,7 +139,7 @@ class Talk:
             # They show trees that are missing for lack of features or cache, which would count as bad ones.
             self.drafter_stats = dict(self._drafter.stats())
         finally:
-            self._engine.stop(grace=0)
+            self._engine.stop()
             self._link.stop()
 
     def _collect(self, verdict: Verdict) -> None:

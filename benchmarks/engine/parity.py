@@ -98,7 +98,7 @@ def loaded(options: argparse.Namespace, dtype: str) -> Iterator[Model]:
     engine.drafting.attach(link)
     engine.start(answers.events.deliver)
     yield Model(engine, answers)
-    engine.stop(grace=0)
+    engine.stop()
     link.stop()
     del engine, runner, link
     gc.collect()

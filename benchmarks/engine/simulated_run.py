@@ -81,7 +81,7 @@ class SimulatedRun:
         return figures, outputs
 
     def close(self) -> None:
-        self._engine.stop(grace=0)
+        self._engine.stop()
         if self._link is not None:
             self._link.stop()
 

@@ -118,7 +118,7 @@ def main() -> None:
         time.sleep(_BETWEEN_SECONDS)
         rows.append(_figures(done) | {"longest_gap_s": gaps.take()})
         show("  ".join(f"{name} {value:.3f}" for name, value in rows[-1].items()))
-    engine.stop(0.0)
+    engine.stop()
     median = statistics.median(row["pause_s"] for row in rows)
     show(f"pause: median {median:.3f} s of {len(rows)}")
     write_json(options.json, {"machine": describe(), "arguments": vars(options), "updates": rows})

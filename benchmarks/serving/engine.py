@@ -53,7 +53,7 @@ class EngineAlone:
         return [Share(concurrency, [self._answers.pop(number) for number in begun])]
 
     def close(self) -> None:
-        self._engine.stop(grace=0)
+        self._engine.stop()
 
     def _begin(self, ids: Prompt, max_tokens: int) -> int:
         sampling = SamplingParams(ignore_eos=True, max_tokens=max_tokens)

@@ -12,11 +12,7 @@ from outrider.wire.trees import DRAFT_REFUSED_KEY, mode_to_pb, status_of
 from target_service.core.sequence import SequenceFinished, SequenceRequest, Verdict, VerifiedTree
 from target_service.core.weights import WeightsUpdated
 
-_REASONS = {
-    FinishReason.END_OF_SEQUENCE: pb.FINISH_REASON_END_OF_SEQUENCE,
-    FinishReason.STOP: pb.FINISH_REASON_STOP,
-    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
-}
+_REASONS = {reason: pb.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason}
 
 
 def started(sequence_id: int, request: SequenceRequest, model: str) -> pb.GenerateResponse:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from outrider import errors
@@ -22,12 +22,8 @@ from target_service.config import TargetConfig
 from target_service.core.events import ServingEngine
 from target_service.core.weights import RunningRequests, WeightsUpdated, WeightUpdate
 
-_RUNNING = {
-    pb.RUNNING_REQUESTS_UNSPECIFIED: RunningRequests.DRAIN,
-    pb.RUNNING_REQUESTS_DRAIN: RunningRequests.DRAIN,
-    pb.RUNNING_REQUESTS_ABORT: RunningRequests.ABORT,
-    pb.RUNNING_REQUESTS_CONTINUE: RunningRequests.CONTINUE,
-}
+_RUNNING = {pb.RunningRequests.Value(f"RUNNING_REQUESTS_{one.name}"): one for one in RunningRequests}
+_RUNNING[pb.RUNNING_REQUESTS_UNSPECIFIED] = RunningRequests.DRAIN
 # As documented in target.proto.
 _MOST_FILES = 1024
 # Seconds after which a silent stream is ended, since its files take disk space. Chosen, not measured.
@@ -40,7 +36,7 @@ class WeightUpdates:
     def __init__(self, engine: ServingEngine, config: TargetConfig) -> None:
         self._engine = engine
         self._config = config
-        self._busy = False
+        self._lock = asyncio.Lock()
 
     @property
     def model_version(self) -> int:
@@ -66,7 +62,9 @@ class WeightUpdates:
         running = _RUNNING.get(begin.running)
         if running is None:
             raise errors.InvalidField("begin.running", "is not known")
-        with self._alone():
+        if self._lock.locked():
+            raise errors.QuotaExceeded("another update of the weights is under way")
+        async with self._lock:
             source = begin.WhichOneof("source")
             if source == "folder":
                 return await self._exchange(WeightUpdate(str(self._allowed(begin.folder)), running))
@@ -74,16 +72,6 @@ class WeightUpdates:
                 raise errors.InvalidField("begin.source", "one of folder and files must be set")
             async with self._received(requests, tuple(begin.files.sizes)) as folder:
                 return await self._exchange(WeightUpdate(str(folder), running))
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        if self._busy:
-            raise errors.QuotaExceeded("another update of the weights is under way")
-        self._busy = True
-        try:
-            yield
-        finally:
-            self._busy = False
 
     async def _exchange(self, update: WeightUpdate) -> WeightsUpdated:
         ended: Future[WeightsUpdated | OutriderError] = Future()

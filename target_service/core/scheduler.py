@@ -7,6 +7,7 @@ import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
 
 from outrider.tree import TokenTree
@@ -92,22 +93,14 @@ class Scheduler:
 
     def sequences(self) -> Iterator[Sequence]:
         """Every sequence, running ones first."""
-        yield from self.running
-        for queue in self._waiting.values():
-            yield from queue
-        yield from self._held_back or ()
-        yield from self._evicted.values()
+        return chain(self.running, *self._waiting.values(), self._held_back or (), self._evicted.values())
 
     def hold_back(self) -> None:
         """Let no sequence begin until `release`. Those that have begun continue, also those that were preempted."""
         self._held_back = self._held_back or []
-        for tenant, queue in list(self._waiting.items()):
-            self._held_back += [sequence for sequence in queue if not sequence.begun]
-            begun = deque(sequence for sequence in queue if sequence.begun)
-            if begun:
-                self._waiting[tenant] = begun
-            else:
-                del self._waiting[tenant]
+        self._held_back += [one for one in chain(*self._waiting.values()) if not one.begun]
+        begun = {tenant: deque(one for one in queue if one.begun) for tenant, queue in self._waiting.items()}
+        self._waiting = {tenant: queue for tenant, queue in begun.items() if queue}
 
     def release(self) -> None:
         """Let sequences begin again, in order of arrival."""

@@ -115,12 +115,9 @@ class Engine(EngineFront):
         """Keep the old weights, unless they were exchanged already. Unknown ids are ignored."""
         self._exchange.cancel(update_id)
 
-    def stop(self, grace: float) -> None:
-        """Drain for at most `grace` seconds, fail the remaining sequences, and end the loop."""
+    def stop(self) -> None:
+        """Fail the remaining sequences, and end the loop. Waits for the step under way."""
         self.drain()
-        deadline = time.monotonic() + grace
-        while self._open and time.monotonic() < deadline and self._thread.is_alive():
-            time.sleep(0.01)
         self._stopping = True
         if self._thread.is_alive():
             self._wake_up()

@@ -119,10 +119,7 @@ class Step:
         """Its figures, once it is committed.
 
         Args:
-            outcomes: by item of the batch.
-            verdicts: of the sequences that committed tokens.
-            free_ns: when the device had ended the step before, which is when the forward pass of one launched ahead
-                begins.
+            free_ns: when the device had ended the step before, and could begin one launched ahead.
             features: vectors sent to the draft since the step before, and their bytes.
             device_ns: how long the device was busy with the launch before this one, and idle between the two.
             round_trip_ns: time of the draft's last answer, 0 without one.

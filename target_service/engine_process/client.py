@@ -206,7 +206,6 @@ class EngineLink(EngineFront, asyncio.Protocol):
         for event in report.events:
             if isinstance(event, SequenceFinished):
                 self._close(event.sequence_id, event.totals, event.finish.reason.value)
-        self._observe(report.events)
         self._dispatch(report.events)
 
     def _end_update(self, message: messages.WeightsDone) -> None:
@@ -229,12 +228,11 @@ class EngineLink(EngineFront, asyncio.Protocol):
         updates, self._updates = self._updates, {}
         for done in updates.values():
             done(EngineDead("the engine has failed"))
-        failed = self._failed(EngineDead("the engine has failed"))
-        self._observe(failed)
-        self._dispatch(failed)
+        self._dispatch(self._failed(EngineDead("the engine has failed")))
 
     def _dispatch(self, events: list[SequenceEvent]) -> None:
         """Dispatch events in a later iteration of the loop, so that an error in a sink does not end the connection."""
+        self._observe(events)
         if events and self._sequences is not None:
             asyncio.get_running_loop().call_soon(self._sequences.dispatch, events)
 

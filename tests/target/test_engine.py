@@ -37,7 +37,7 @@ def start(tiny_model: PreTrainedModel) -> Iterator[Started]:
 
     yield make
     for engine in engines:
-        engine.stop(grace=0)
+        engine.stop()
 
 
 def until_last(events: queue.Queue[SequenceEvent], sequence_id: int) -> list[SequenceEvent]:
@@ -126,7 +126,7 @@ def test_draining_refuses_newcomers_and_lets_the_others_end(start: Started) -> N
 def test_stopping_without_grace_fails_what_is_left(start: Started) -> None:
     engine, events = start()
     sequence_id = engine.submit(request([5, 6], 480))
-    engine.stop(grace=0)
+    engine.stop()
     last = until_last(events, sequence_id)[-1]
     assert isinstance(last, SequenceFailed)
     assert isinstance(last.error, Draining)

@@ -81,7 +81,7 @@ def start(old: PreTrainedModel) -> Iterator[Start]:
     yield make
     for running in engines:
         idle = running.engine._thread.is_alive() and not running.engine.snapshot().sequences
-        running.engine.stop(grace=0)
+        running.engine.stop()
         assert not idle or running.runner.cache.used_pages == 0
 
 
@@ -244,7 +244,7 @@ def test_the_engines_end_is_heard_by_who_waits(start: Start, folder: Path) -> No
     running.wait_said(held, 1)
     running.update(folder)
     time.sleep(0.2)
-    running.engine.stop(grace=0)
+    running.engine.stop()
     assert running.refused().reason == "DRAINING"
     with pytest.raises(OutriderError):
         running.update(folder)
@@ -312,11 +312,11 @@ def test_locked_memory_is_given_back_however_an_update_ends(
     update_id = running.update(folder)
     assert reading.wait(20)
     if way == "stopped while reading":
-        running.engine.stop(grace=0)
+        running.engine.stop()
         go_on.set()
     else:
         go_on.set()
-        running.engine.cancel_update(update_id) if way == "given up" else running.engine.stop(grace=0)
+        running.engine.cancel_update(update_id) if way == "given up" else running.engine.stop()
     running.engine.cancel(held)
     deadline = time.monotonic() + 20
     while not rooms.ever:

@@ -16,9 +16,8 @@ class KeptVectors:
     Positions are those of tokens. `begin` is the oldest vector's, `end` one past the newest's; vectors below `sent`
     were sent or skipped.
 
-    They are copied once, into pieces that are sent as they are. One array, of 4 MB for 512 vectors of 4,096 numbers,
-    was moved each time it was full: 0.5 to 0.9 ms for each pass of 32 sequences, and 15 to 86 ms for some (two CPU
-    cores).
+    They are copied once, into pieces that are sent as they are: one array, moved each time it was full, took 0.5 to
+    0.9 ms for each pass of 32 sequences, and 15 to 86 ms for some (512 vectors of 4,096 numbers, two CPU cores).
     """
 
     def __init__(self) -> None:

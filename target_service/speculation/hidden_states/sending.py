@@ -52,11 +52,8 @@ class Features:
         return sum(kept.nbytes for kept in list(self._kept.values()))
 
     def connect(self, request: FeatureRequest | None) -> None:
-        """A draft has connected that reads these features; None if it reads none.
-
-        Raises:
-            NotSupported: this target cannot provide them.
-        """
+        """A draft has connected that reads these features; None if it reads none. Raises `NotSupported` if this target
+        cannot provide them."""
         self._connected = False
         if request is not None:
             self._find_head(request)

@@ -153,14 +153,8 @@ class RowBudget:
         self.calibration, self.of_predictions = Calibration(), Calibration()
 
     def cut(self, offers: SequenceOf[Offer], base_rows: int, max_nodes: int, others: int = 0) -> list[TokenTree]:
-        """One tree per offer, at least the root.
-
-        Args:
-            offers: of the sequences that have drafts.
-            base_rows: rows of the step without drafts.
-            max_nodes: drafted rows of all offers together.
-            others: sequences that decode without drafts in this step.
-        """
+        """One tree per offer, at least the root; of all together at most `max_nodes` are drafted. The step has
+        `base_rows` rows without drafts, and `others` are sequences that decode without drafts in it."""
         streams = [self._ranked(index, offer) for index, offer in enumerate(offers)]
         merged = streams[0] if len(streams) == 1 else heapq.merge(*streams, key=_falling)
         ranked = list(islice(merged, max_nodes))
@@ -221,10 +215,7 @@ class RowBudget:
         return best_count
 
     def expected_tokens(self, record: SequenceRecord) -> float:
-        """Tokens of a sequence with drafts, in the time of a plain step and its share of the rows.
-
-        The mean of a short and a long view: bad luck must not end drafting, nor the past keep it from resuming.
-        """
+        """Tokens of a sequence with drafts, in the time of a plain step and its share of the rows."""
         return (record.near + record.far) / 2 or self._usual.value
 
     def observe_drafted(self, record: SequenceRecord, tokens: int, row_cost: float) -> None:

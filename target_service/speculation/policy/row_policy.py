@@ -272,26 +272,15 @@ def _sizes(limits: SequenceOf[int], read_rows: int, max_rows: int) -> list[int]:
 
 
 def pooled(prospects: SequenceOf[SequenceOf[float]]) -> SequenceOf[float]:
-    """Expected tokens of a sequence for 1, 3, 7 .. rows per sequence, where the rows go to the best of all sequences.
-
-    Args:
-        prospects: [B][len(PROSPECTS)] expected tokens of each sequence's own best rows, concave in the rows.
-
-    Returns:
-        [len(PROSPECTS)], interpolated linearly.
-    """
+    """Expected tokens of a sequence for 1, 3, 7 .. rows per sequence [len(PROSPECTS)], where the rows go to the best of
+    all sequences. `prospects` [B][len(PROSPECTS)] are those of each sequence's own best rows, concave in the rows."""
     return prospects[0] if len(prospects) == 1 else _pooled(np.array(prospects), _COUNTS).tolist()
 
 
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
 def _pooled(prospects: Reals, counts: Reals) -> Reals:
     """See `pooled`: of the sequences' next ranges of rows, that with the most tokens a row is taken, again and again.
-    Compiled, since arrays of a few hundred figures cost numpy more for its calls than for them.
-
-    Args:
-        prospects: [B, N].
-        counts: [N], rising.
-    """
+    `prospects` is [B, N], `counts` [N] rising. Compiled: numpy's calls take longer than a few hundred figures."""
     sequences, sizes = prospects.shape
     place = np.zeros(sequences, np.int64)
     rates = prospects[:, 0] / counts[0]

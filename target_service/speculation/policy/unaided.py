@@ -1,8 +1,7 @@
 """Computes what a pass that follows a draft would have made without it, by prompt lookup in the sequence's own text.
 
-Comparing passes with a draft to later ones without it measures the text more than the draft: a loop makes 16 tokens a
-pass, the list after it one. What the same pass would have made alone can be computed afterwards, since lookup depends
-on the text only.
+Later passes without a draft are no measure: a loop makes 16 tokens a pass, the list after it one. But lookup depends on
+the text only, so what the same pass would have made alone can be computed afterwards.
 """
 
 from __future__ import annotations
