@@ -23,8 +23,7 @@ from target_service.engine.engine import Engine
 from target_service.model.loading.loader import load_runner
 from target_service.model.runner import ModelRunner
 from target_service.preflight import EngineRefused
-from target_service.speculation.policy.cost_profile import measure_step_cost
-from target_service.speculation.policy.step_cost import StepCost
+from target_service.speculation.policy.step_cost import StepCost, measure_step_cost
 
 logger = logging.getLogger(__name__)
 
@@ -100,10 +99,8 @@ class Assembled:
 def assemble(
     config: TargetConfig, runner: ModelRunner, observer: EngineObserver | None, connect: Connect | None = None
 ) -> Assembled:
-    """Measure step costs if they are used, create the engine, and connect its draft, if there is one.
-
-    `connect` is the result of `prepared_draft`. Raises `EngineRefused` for a draft that does not fit the model.
-    """
+    """Measure step costs if they are used, create the engine, and connect its draft, if there is one. `connect` is the
+    result of `prepared_draft`. Raises `EngineRefused` for a draft that does not fit the model."""
     cost = None
     if (config.speculation or runner.node_table is not None) and config.row_budget == "adaptive":
         logger.info("measuring the cost of a step by its rows")

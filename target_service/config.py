@@ -190,10 +190,8 @@ class TargetConfig(Settings):
 
     @property
     def tenant_limits(self) -> TenantLimits:
-        """Limits of a tenant without any in the tokens' file. By default no tenant alone can fill the queue.
-
-        Raises `SettingsError` for numbers that cannot work.
-        """
+        """Limits of a tenant without any in the tokens' file. By default no tenant alone can fill the queue. Raises
+        `SettingsError` for numbers that cannot work."""
         return TenantLimits(
             running=self.tenant_running,
             waiting=self.tenant_waiting or max(1, self.max_waiting // 2),

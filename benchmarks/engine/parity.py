@@ -29,7 +29,7 @@ from target_service.assembly import load_model
 from target_service.config import TargetConfig
 from target_service.core.sequence import SequenceRequest, Verdict
 from target_service.engine.engine import Engine
-from target_service.speculation.policy.cost_profile import measure_step_cost
+from target_service.speculation.policy.step_cost import measure_step_cost
 
 # Of log-probability: twice the most by which rounding to bf16 moves a logit of magnitude 16 to 32.
 NEAR_TIE = 0.25

@@ -15,7 +15,7 @@ from target_service.config import TargetConfig
 from target_service.core.sequence import SequenceRequest, SequenceTotals, Verdict
 from target_service.engine.engine import Engine
 from target_service.model.runner import ModelRunner
-from target_service.speculation.policy.cost_profile import measure_step_cost
+from target_service.speculation.policy.step_cost import measure_step_cost
 
 # Links a draft to an engine, given the receiver of its events and the size of the vocabulary.
 Connect = Callable[[DraftEvents, int], StoppableLink]

@@ -70,11 +70,8 @@ class Admission:
         self._prompts = Prompts(served.tokenizer, served.vocabulary_size, served.max_context - 1, TextPool(self.quotas))
 
     async def generation(self, request: target_pb2.GenerateRequest, tenant: str, traceparent: str) -> SequenceRequest:
-        """The engine request of a `Generate` call.
-
-        Raises `UnknownModel`, `NotSupported`, `InvalidField` with the field's path, `PositionOutOfRange`, and
-        `QuotaExceeded` for a tenant with too many requests.
-        """
+        """The engine request of a `Generate` call. Raises `UnknownModel`, `NotSupported`, `InvalidField` with the
+        field's path, `PositionOutOfRange`, and `QuotaExceeded` for a tenant with too many requests."""
         self.quotas.request(tenant)
         served, options = self.served, request.speculation
         if request.model not in ("", served.name):

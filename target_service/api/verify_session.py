@@ -61,10 +61,7 @@ class VerifySession:
 
     async def read(self, frames: AsyncIterator[pb.VerifyRequest]) -> None:
         """Handle frames until they end, and wait for the verdicts that are due then. Sequences that were not closed are
-        aborted after that.
-
-        Reading pauses while more answers wait than the client may have sequences.
-        """
+        aborted after that. Reading pauses while more answers wait than the client may have sequences."""
         try:
             async for frame in frames:
                 self._handle(frame)

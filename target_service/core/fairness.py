@@ -56,10 +56,8 @@ class FairShare:
     def divide(
         self, wanted: Mapping[str, Sequence[int]], shares: Mapping[str, Share], room: int
     ) -> list[tuple[str, int]]:
-        """Divide `room` units. `wanted` holds the sizes of each tenant's items in their order, none empty.
-
-        Returns (tenant, units of its next item) in order of service; only the last item may be served in part.
-        """
+        """Divide `room` units. `wanted` holds the sizes of each tenant's items in their order, none empty. Returns
+        (tenant, units of its next item) in order of service; only the last item may be served in part."""
         heap = [(self._passes.get(tenant, 0.0), rank, tenant) for rank, tenant in enumerate(wanted)]
         heapq.heapify(heap)
         served: list[tuple[str, int]] = []
@@ -124,10 +122,8 @@ class TimeShares:
         return len(self._present) > 1
 
     def longest_step(self, alone: Mapping[str, float], shares: Mapping[str, Share]) -> float:
-        """Seconds that the next step may take, given those of each tenant's own step; infinite for one tenant.
-
-        What that step makes up for is owed until it begins.
-        """
+        """Seconds that the next step may take, given those of each tenant's own step; infinite for one tenant. What
+        that step makes up for is owed until it begins."""
         kept = {
             tenant: replace(present, steps=present.steps - 1)
             for tenant, present in self._present.items()

@@ -52,10 +52,8 @@ class EngineFront:
     def _admit(
         self, request: SequenceRequest, *, capacity: int, not_waiting: int, sequence_id: int | None = None
     ) -> int:
-        """Check a request, and return its id: the one given, or the next. See `Engine.submit` for what it raises.
-
-        One sequence may have `capacity` tokens. Of those open, `not_waiting` run, or wait for their client's tree.
-        """
+        """Check a request, and return its id: the one given, or the next. See `Engine.submit` for what it raises. One
+        sequence may have `capacity` tokens. Of those open, `not_waiting` run, or wait for their client's tree."""
         self._check_up()
         needed = len(request.token_ids) + request.max_tokens
         if needed > capacity:

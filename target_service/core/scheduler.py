@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
@@ -158,7 +158,8 @@ class Scheduler:
         if rows and self._waiting:
             reading += self._admit(free_places)
         if not own:
-            rows = self._rows_within(seconds, len(chunks), reading, rows)
+            within = self.times.reading_within(len(chunks), seconds, rows)
+            rows = self._shortened(sum(map(self._due, reading)), rows, _LEAST_READ, within)
         for sequence, count in self._share_rows(reading, rows):
             if self._holds_chunk(sequence, count):
                 chunks.append(Chunk(sequence, count))
@@ -171,19 +172,12 @@ class Scheduler:
         seconds = self.times.seconds(len(schedule.chunks) - schedule.reading, schedule.read_rows)
         self._time.begin({chunk.sequence.request.tenant for chunk in schedule.chunks}, seconds)
 
-    def _places_within(self, seconds: float, allowed: Mapping[str, int], places: int) -> int:
-        """Places, of at most `places`, whose sequences decode in `seconds`; one for each tenant at least."""
-        within = max(min(places, len(allowed)), self.times.decoding_within(seconds, places))
-        if within < min(places, sum(allowed.values())):
+    def _shortened(self, wanted: int, most: int, least: int, within: int) -> int:
+        """How many places or rows a step gets, of at most `most`: those `within` its time, and at least `least`."""
+        count = max(min(most, least), within)
+        if count < min(most, wanted):
             self._time.note_shortened()
-        return within
-
-    def _rows_within(self, seconds: float, decoding: int, reading: list[Sequence], rows: int) -> int:
-        """Rows of prompts, of at most `rows`, that a step may read in `seconds` beside what decodes."""
-        within = max(min(rows, _LEAST_READ), self.times.reading_within(decoding, seconds, rows))
-        if within < min(rows, sum(map(self._due, reading))):
-            self._time.note_shortened()
-        return within
+        return count
 
     def _due(self, sequence: Sequence) -> int:
         """Known tokens to feed next. The root of a client that drafts is fed with its tree only."""
@@ -222,7 +216,9 @@ class Scheduler:
                 for tenant, demand in demands.items()
             }
             seconds = self._time.longest_step(alone, shares)
-            places = self._places_within(seconds, allowed, places)
+            # One for each tenant at least.
+            within = self.times.decoding_within(seconds, places)
+            places = self._shortened(sum(allowed.values()), places, len(allowed), within)
             chosen = self._time.alone_next({tenant for tenant, demand in demands.items() if demand.decoding})
             if chosen is not None:
                 decoding = [one for one, decodes in ready if decodes and one.request.tenant == chosen]

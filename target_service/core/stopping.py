@@ -102,9 +102,7 @@ class StopChecker:
 
     def cut(self, length: int, new_ids: Sequence[int]) -> tuple[int, Finish | None]:
         """How many of `new_ids`, which follow `length` others, are kept, and why the output ends there, if it does.
-
-        Call once per commit.
-        """
+        Call once per commit."""
         goes_on = length + len(new_ids) < self._max_tokens and self._either.isdisjoint(new_ids)
         if goes_on and self._text is None:
             # Nearly all commits.

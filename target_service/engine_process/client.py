@@ -48,10 +48,8 @@ class EngineLink(EngineFront, asyncio.Protocol):
     def __init__(
         self, config: TargetConfig, command: Sequence[str] = ENGINE_COMMAND, tokenizer: Callable[[], Any] | None = None
     ) -> None:
-        """Start `command` with the number of its socket as last argument.
-
-        `tokenizer` loads the tokenizer, once the model is loaded; without it, only token ids are accepted.
-        """
+        """Start `command` with the number of its socket as last argument. `tokenizer` loads the tokenizer, once the
+        model is loaded; without it, only token ids are accepted."""
         super().__init__(config.max_waiting)
         self._frames = FrameCutter()
         self._observer: EngineObserver | None = None

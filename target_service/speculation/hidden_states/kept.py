@@ -33,10 +33,7 @@ class KeptVectors:
 
     def append(self, position: int, vectors: memoryview, row_bytes: int, rows: SequenceOf[range]) -> None:
         """Copy and add these `rows` of `vectors`, which are bytes of `row_bytes` a row; the first row's token is at
-        `position`, not below `end`.
-
-        A position past `end` leaves a gap, so all earlier vectors are dropped.
-        """
+        `position`, not below `end`. A position past `end` leaves a gap, so all earlier vectors are dropped."""
         if position != self.end:
             self._pieces.clear()
             self.begin = self.end = self._first = position

@@ -133,9 +133,7 @@ class Features:
         self, followed: Container[int], commits: SequenceOf[tuple[Sequence, int]]
     ) -> tuple[list[SequenceFeatures], dict[int, Vectors]]:
         """Vectors of the sequences in `followed` that are to be sent: those ahead of the commits, and those with them.
-
-        `commits` are (sequence, tokens committed) of the step that was collected last.
-        """
+        `commits` are (sequence, tokens committed) of the step that was collected last."""
         ahead: list[SequenceFeatures] = []
         along: dict[int, Vectors] = {}
         going_on = {sequence.sequence_id: (sequence, committed) for sequence, committed in commits}

@@ -194,10 +194,8 @@ class Gathering:
         return self.scheduler.admits or any(reading)
 
     def observe(self, load: int, seconds: float, gathered: Gathered, *, behind_tree: bool) -> None:
-        """Observe the time of a step that only decoded, from the end of the step before it.
-
-        `behind_tree`: that one had trees, and this one was launched while it ran.
-        """
+        """Observe the time of a step that only decoded, from the end of the step before it. `behind_tree`: that one had
+        trees, and this one was launched while it ran."""
         if self.switch is None:
             return
         if gathered.use is Use.AFTER:
