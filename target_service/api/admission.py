@@ -47,7 +47,6 @@ class ServedModel:
     torch_version: str = ""
     triton_version: str = ""
     device: str = ""
-    # Name of the GPU.
     device_name: str = ""
     # Step sizes that were captured as graphs, and all that could have been.
     captured_steps: int = 0

@@ -51,7 +51,6 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     sequences: Sequences
     admission: Admission
     weights: WeightUpdates
-    # The present state of drafting.
     speculation: Callable[[], SpeculationState]
     tracing: Tracing
 
@@ -157,8 +156,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     async def UpdateWeights(
         self, request_iterator: AsyncIterator[target_pb2.UpdateWeightsRequest], _context: Any
     ) -> target_pb2.UpdateWeightsResponse:
-        self.weights.check_caller(current_caller())
-        return replies.updated(await self.weights.run(request_iterator))
+        return replies.updated(await self.weights.run(current_caller(), request_iterator))
 
 
 def _text_of(verdict: Verdict, text: Detokenizer | ByteText) -> str:

@@ -42,19 +42,17 @@ class WeightUpdates:
     def model_version(self) -> int:
         return self._engine.snapshot().model_version
 
-    def check_caller(self, caller: Caller) -> None:
+    async def run(self, caller: Caller, requests: AsyncIterator[pb.UpdateWeightsRequest]) -> WeightsUpdated:
+        """Take one update to its end. Cancelled before the exchange, it changes nothing.
+
+        Raises `InvalidField`, `PermissionDenied` for callers and folders that are not allowed, `QuotaExceeded`,
+        `DeadlineExceeded` for a stream that falls silent, and what `Engine.update_weights` raises.
+        """
         if self._config.auth_tokens:
             if not caller.operator:
                 raise errors.PermissionDenied("the token is no operator's")
         elif not self._config.weights_without_token:
             raise errors.PermissionDenied("only operators may update weights, and they need a token: see --auth-tokens")
-
-    async def run(self, requests: AsyncIterator[pb.UpdateWeightsRequest]) -> WeightsUpdated:
-        """Take one update to its end. Cancelled before the exchange, it changes nothing.
-
-        Raises `InvalidField`, `PermissionDenied` for a folder that is not allowed, `QuotaExceeded`, `DeadlineExceeded`
-        for a stream that falls silent, and what `Engine.update_weights` raises.
-        """
         first = await _next(requests)
         if first is None or first.WhichOneof("part") != "begin":
             raise errors.InvalidField("begin", "must come first")

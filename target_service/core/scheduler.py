@@ -187,7 +187,7 @@ class Scheduler:
                 return 1 if sequence.external_tree is not None else 0
             known -= 1
         elif sequence.pending is not None:
-            if sequence.full:
+            if sequence.remaining <= 0:
                 # The step under way samples its last token.
                 return 0
             if known > 1:

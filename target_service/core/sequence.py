@@ -34,7 +34,6 @@ class SequenceRequest:
     # For TYPICAL.
     typical: TypicalAcceptance = field(default_factory=TypicalAcceptance)
     tenant: str = DEFAULT_TENANT
-    # What the tenant may take of the engine.
     share: Share = field(default_factory=Share)
     speculate: bool = True
     max_draft_nodes: int = 63
@@ -199,7 +198,6 @@ class StepStats:
     verify_ns: int
     commit_ns: int
     total_ns: int
-    # Hidden states sent to the draft, and their bytes.
     feature_vectors: int = 0
     feature_bytes: int = 0
     # Passes of followed sequences whose rows the device chose: with rows of the draft, and without.
@@ -287,11 +285,6 @@ class Sequence:
     def remaining(self) -> int:
         """Output tokens that may follow the known and pending ones."""
         return self.request.max_tokens - self.totals.completion_tokens - self.pending_tokens
-
-    @property
-    def full(self) -> bool:
-        """Whether no token may follow the known and pending ones."""
-        return self.remaining <= 0
 
     def feed(self, start: int, count: int) -> list[int]:
         """Tokens `start` .. `start + count` as a step reads them; a pending one is -1 - `pending`."""

@@ -12,7 +12,6 @@ from target_service.execution.node_tables import NodeTables
 from target_service.execution.pass_ends import PassEnds
 from target_service.sampling.verifier import Verified
 from target_service.speculation.policy.draft_times import Use
-from target_service.speculation.policy.follow_switch import FollowSwitch
 from target_service.speculation.policy.gathering import Gathering
 from target_service.speculation.policy.launch_modes import Launch, LaunchModes
 from target_service.speculation.policy.row_policy import Kind
@@ -26,7 +25,6 @@ class Learning:
     gathering: Gathering
     # Of the device; None where the host chooses rows.
     tables: NodeTables | None
-    follow: FollowSwitch
     stride: Stride
     unaided: Unaided
     modes: LaunchModes = field(default_factory=LaunchModes)
@@ -36,7 +34,7 @@ class Learning:
 
     def forget_draft(self) -> None:
         """Drop what was observed of a draft: another one has connected, or the weights have changed."""
-        self.follow.forget()
+        self.gathering.follow.forget()
         self.modes.forget()
 
     def kind(self, mode: Launch) -> Kind:
@@ -71,7 +69,7 @@ class Learning:
         if self.gathering.policy.on and not step.batch.drafted:
             followed = self.gathering.drafting.follows
             if not followed or step.mode is self.modes.preferred(load):
-                self.follow.observe(load, seconds, followed=followed)
+                self.gathering.follow.observe(load, seconds, followed=followed)
                 self._compare(step, verdicts, stats.chosen_rows, followed=followed)
             if followed and step.batch.device_rows is not None:
                 tokens = stats.committed_tokens / max(1, load) / step.stride
@@ -83,7 +81,7 @@ class Learning:
         """Compare one sequence of a step, which had `drafted` rows, with what it would have made without the draft."""
         found = self.unaided.take()
         if found is not None:
-            self.follow.compare(*found)
+            self.gathering.follow.compare(*found)
         if not (followed and verdicts):
             return
         self.compared += 1

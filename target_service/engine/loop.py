@@ -42,7 +42,6 @@ from target_service.speculation.hidden_states.encoding import AHEAD_ROWS
 from target_service.speculation.hidden_states.sending import Features
 from target_service.speculation.policy.draft_switch import DraftSwitch
 from target_service.speculation.policy.draft_times import Use
-from target_service.speculation.policy.follow_switch import FollowSwitch
 from target_service.speculation.policy.gathering import Gathered, Gathering
 from target_service.speculation.policy.launch_modes import Launch
 from target_service.speculation.policy.live_sequence import LiveSequence
@@ -95,7 +94,6 @@ class EngineLoop:
         device_chooses = self._steps.tables is not None and not (config.batch_invariant and config.speculates)
         most = config.max_draft_nodes if device_chooses else 0
         self._policy = RowPolicy(most, step_cost, self.live, config.speculative_disable_queue_size)
-        follow = FollowSwitch()
         # Without a cost of steps it never turns drafts off.
         self.gathering = Gathering(
             drafting=self.drafting,
@@ -104,7 +102,6 @@ class EngineLoop:
             live=self.live,
             policy=self._policy,
             switch=None if step_cost is None else DraftSwitch(),
-            follow=None if step_cost is None else follow,
         )
         self._ahead: Step | None = None
         # Whether the last pass was seen to run until about its end.
@@ -114,7 +111,6 @@ class EngineLoop:
         self._learning = Learning(
             gathering=self.gathering,
             tables=self._steps.tables,
-            follow=follow,
             stride=stride or Stride(),
             unaided=Unaided(runner.node_table.lookup_tokens if runner.node_table is not None else 0),
         )

@@ -58,7 +58,6 @@ class EngineLink(EngineFront, asyncio.Protocol):
         self._closed = asyncio.Event()
         self._snapshot = EngineSnapshot(0, 0, 0, 0, 0, speculating=False, draft_connected=False)
         self._stopping = False
-        # Updates of the weights that are under way.
         self._updates: dict[int, UpdateDone] = {}
         self._tokenizer = tokenizer
         self._served: ServedModel | None = None

@@ -69,10 +69,9 @@ class Gathering:
     # The engine's own table.
     live: Mapping[int, LiveSequence]
     policy: RowPolicy
-    # None always waits for drafts.
+    # None always waits for drafts, and always follows them.
     switch: DraftSwitch | None
-    # None always follows drafts.
-    follow: FollowSwitch | None
+    follow: FollowSwitch = field(default_factory=FollowSwitch)
     # How the next step uses drafts, and whether it may be launched behind the one under way.
     _use: Use = field(default=Use.AFTER, init=False)
     _ahead: bool = field(default=False, init=False)
@@ -80,10 +79,10 @@ class Gathering:
     @property
     def drafts_useful(self) -> bool:
         """Whether drafts are in use, or were recently, or may be soon."""
-        if self.policy.on:
-            return self.follow is None or self.follow.follows(max(1, len(self.scheduler.running)))
         if self.switch is None:
             return True
+        if self.policy.on:
+            return self.follow.follows(max(1, len(self.scheduler.running)))
         load, heads = self.scheduler.load, self.drafting.reads_features
         if load and heads and self.switch.needs_unfed(load, ahead=self._ahead):
             return False
@@ -113,7 +112,7 @@ class Gathering:
     def measures(self) -> bool:
         """Whether passes without a draft are still being timed at this load, so that none is followed."""
         load = max(1, len(self.scheduler.running))
-        return self.policy.on and self.follow is not None and self.follow.measures(load)
+        return self.policy.on and self.switch is not None and self.follow.measures(load)
 
     def follow_load(self) -> bool:
         """Read what has arrived from the draft, and start or stop drafting by load. Returns whether that changed."""
