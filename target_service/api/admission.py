@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from outrider.errors import InvalidField, NotSupported, UnknownModel
+from outrider.limits import TenantLimits
 from outrider.sampling import LOSSLESS_MODES, SamplingParams, TypicalAcceptance, VerificationMode
 from outrider.v1 import target_pb2
 from outrider.wire.trees import mode_from_pb, name_from_pb, sampling_from_pb, typical_from_pb
 from target_service.api.prompts import Prompts
 from target_service.api.text_pool import TextPool
-from target_service.core.fairness import Share
 from target_service.core.quotas import TenantQuotas
 from target_service.core.sequence import SequenceRequest
 
@@ -112,7 +112,7 @@ class Admission:
         traceparent: str,
     ) -> SequenceRequest:
         """What both calls have in common."""
-        share = self.quotas.share(tenant)
+        limits = self.quotas.table.of(tenant)
         return SequenceRequest(
             token_ids=prompt,
             sampling=sampling,
@@ -120,9 +120,9 @@ class Admission:
             typical=typical,
             # A random seed cannot be guessed by other callers.
             seed=secrets.randbits(64) if sampling.seed is None else sampling.seed,
-            max_tokens=self._max_tokens(sampling, len(prompt), share),
+            max_tokens=self._max_tokens(sampling, len(prompt), limits),
             tenant=tenant,
-            share=share,
+            limits=limits,
             traceparent=traceparent,
         )
 
@@ -146,11 +146,11 @@ class Admission:
             raise InvalidField(f"{field_path}.typical", f"is not for mode {mode.value}")
         return mode, typical_from_pb(pb.typical, f"{field_path}.typical")
 
-    def _max_tokens(self, sampling: SamplingParams, prompt_length: int, share: Share) -> int:
+    def _max_tokens(self, sampling: SamplingParams, prompt_length: int, limits: TenantLimits) -> int:
         """Most output tokens: as requested, or the default, within the context and the tenant's share of the cache."""
         room = self.served.max_context - prompt_length
         if sampling.max_tokens is not None:
             return min(sampling.max_tokens, room)
-        if share.kv_tokens:
-            room = min(room, max(1, share.kv_tokens - prompt_length))
+        if limits.kv_tokens:
+            room = min(room, max(1, limits.kv_tokens - prompt_length))
         return min(DEFAULT_MAX_TOKENS, room)

@@ -35,7 +35,7 @@ def _giving_way(
         # Ids rise in order of arrival.
         oldest = min((line[0] for line in lines.values()), key=lambda one: one.sequence_id)
         lines[oldest.request.tenant].remove(oldest)
-    weights = {tenant: line[0].request.share.weight for tenant, line in lines.items() if line}
+    weights = {tenant: line[0].request.limits.weight for tenant, line in lines.items() if line}
     while weights:
         tenant = max(weights, key=lambda name: held[name] / weights[name])
         victim = lines[tenant].pop()

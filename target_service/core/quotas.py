@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 from outrider.errors import QuotaExceeded
 from outrider.limits import TenantTable
-from target_service.core.fairness import Share
 from target_service.core.sequence import SequenceRequest
 
 # Accounts without anything open are removed once there are this many accounts.
@@ -43,10 +42,6 @@ class TenantQuotas:
         self.table = table or TenantTable()
         self._clock = clock
         self._accounts: dict[str, _Account] = {}
-
-    def share(self, tenant: str) -> Share:
-        limits = self.table.of(tenant)
-        return Share(limits.weight, limits.running, limits.kv_tokens)
 
     def stream(self, tenant: str) -> AbstractContextManager[None]:
         """Count one call, to its end. Raises `QuotaExceeded` on entry."""

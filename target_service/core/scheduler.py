@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
 
+from outrider.limits import TenantLimits
 from outrider.tree import TokenTree
 from target_service.config import TargetConfig
-from target_service.core.fairness import FairShare, Share, TimeShares
+from target_service.core.fairness import FairShare, TimeShares
 from target_service.core.kv_cache import KVCache
 from target_service.core.preemption import order_of_preemption
 from target_service.core.schedule import Chunk, Schedule
@@ -32,7 +33,7 @@ _PARTS = 64
 class _Demand:
     """What a tenant could use of the next step: sequences, those of them that decode, and rows of prompts."""
 
-    share: Share
+    limits: TenantLimits
     sequences: int = 0
     decoding: int = 0
     rows: int = 0
@@ -203,9 +204,9 @@ class Scheduler:
         """
         ready, demands = self._ready()
         self._note_kept_out(self._add_waiting(demands) if self._waiting else None)
-        shares = {tenant: demand.share for tenant, demand in demands.items()}
+        shares = {tenant: demand.limits for tenant, demand in demands.items()}
         allowed = {
-            tenant: min(demand.sequences, demand.share.running or demand.sequences)
+            tenant: min(demand.sequences, demand.limits.running or demand.sequences)
             for tenant, demand in demands.items()
         }
         # Every place takes a row.
@@ -252,7 +253,7 @@ class Scheduler:
             request = sequence.request
             demand = demands.get(request.tenant)
             if demand is None:
-                demand = demands[request.tenant] = _Demand(request.share)
+                demand = demands[request.tenant] = _Demand(request.limits)
             demand.sequences += 1
             if decodes:
                 demand.decoding += 1
@@ -265,7 +266,7 @@ class Scheduler:
         order, kept_out = self._once_ordered(), None
         for tenant, queue in self._waiting.items():
             if self._yielding(queue[0], order) is not None:
-                demand = demands.setdefault(tenant, _Demand(queue[0].request.share))
+                demand = demands.setdefault(tenant, _Demand(queue[0].request.limits))
                 demand.sequences += len(queue)
                 if demand.rows < self.max_step_rows:
                     # Only of the next in line: the others may have to wait anyway.
@@ -287,7 +288,7 @@ class Scheduler:
         # In small parts, so that a short prompt does not wait for another tenant's long one.
         part = max(1, rows // _PARTS)
         wanted = {tenant: _in_parts(sum(count for _, count in line), part) for tenant, line in lines.items()}
-        shares = {tenant: line[0][0].request.share for tenant, line in lines.items()}
+        shares = {tenant: line[0][0].request.limits for tenant, line in lines.items()}
         served = Counter[str]()
         for tenant, count in self._rows.divide(wanted, shares, rows):
             served[tenant] += count
@@ -342,8 +343,8 @@ class Scheduler:
 
         `order` is from `_once_ordered`: the order takes long enough that many waiting tenants have to share it.
         """
-        wanted, tenant, share = self._pages_wanted(newcomer), newcomer.request.tenant, newcomer.request.share
-        held = self._held(tenant) if share.kv_tokens or wanted + reserved > self._cache.free_pages else 0
+        wanted, tenant, limits = self._pages_wanted(newcomer), newcomer.request.tenant, newcomer.request.limits
+        held = self._held(tenant) if limits.kv_tokens or wanted + reserved > self._cache.free_pages else 0
         if self._exceeds_share(newcomer, held):
             return None
         missing = wanted + reserved - self._cache.free_pages
@@ -351,7 +352,7 @@ class Scheduler:
             return []
         victims: list[Sequence] = []
         for victim, left in order():
-            if not self._idle(victim) and (victim.request.tenant == tenant or left * share.weight < held + wanted):
+            if not self._idle(victim) and (victim.request.tenant == tenant or left * limits.weight < held + wanted):
                 continue
             victims.append(victim)
             missing -= len(victim.pages)
@@ -361,7 +362,7 @@ class Scheduler:
 
     def _exceeds_share(self, newcomer: Sequence, held: int) -> bool:
         """Whether its tenant, which holds `held` pages, may not hold the newcomer's too."""
-        most = newcomer.request.share.kv_tokens
+        most = newcomer.request.limits.kv_tokens
         return bool(most and held and held + self._pages_wanted(newcomer) > most // self._cache.page_size)
 
     def _note_kept_out(self, newcomer: Sequence | None) -> None:
@@ -396,7 +397,7 @@ class Scheduler:
 
     def _at_limit(self, sequence: Sequence, count: int) -> bool:
         """Whether the sequence needs more pages than its tenant may hold. A tenant's only one may always continue."""
-        limit = sequence.request.share.kv_tokens // self._cache.page_size
+        limit = sequence.request.limits.kv_tokens // self._cache.page_size
         missing = self._cache.pages_for(sequence.kv_length + count) - len(sequence.pages)
         if not limit or missing <= 0:
             return False

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import msgspec
 
 from outrider.errors import OutriderError
+from outrider.limits import TenantLimits
 from outrider.sampling import FinishReason, SamplingParams, TokenLogprobs, TypicalAcceptance, VerificationMode
 from outrider.tree import TokenTree
 from outrider.wire.frames import DEFAULT_TENANT
-from target_service.core.fairness import Share
 from target_service.core.weights import FIRST_VERSION
 
 # Most passes that are launched at once.
@@ -34,7 +34,8 @@ class SequenceRequest:
     # For TYPICAL.
     typical: TypicalAcceptance = field(default_factory=TypicalAcceptance)
     tenant: str = DEFAULT_TENANT
-    share: Share = field(default_factory=Share)
+    # What the tenant may take of the engine; tokens in the KV cache count in whole pages.
+    limits: TenantLimits = field(default_factory=TenantLimits)
     speculate: bool = True
     max_draft_nodes: int = 63
     corpus: str = ""

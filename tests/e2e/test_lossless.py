@@ -22,8 +22,8 @@ from engine_harness import (
 )
 from transformers import PreTrainedModel
 
+from outrider.limits import TenantLimits
 from outrider.sampling import SamplingParams, VerificationMode
-from target_service.core.fairness import Share
 from target_service.core.sequence import SequenceRequest
 from target_service.speculation.policy.step_cost import StepCost
 
@@ -286,7 +286,7 @@ def test_taking_turns_with_other_tenants_does_not_matter(
     wanted, said = case
     # Two places and few pages for three tenants: places change hands in mid-output, and pages too.
     shared = [
-        replace(one, tenant="abc"[i % 3], share=Share(1.0 + i % 2, kv_tokens=128 * (i % 2)))
+        replace(one, tenant="abc"[i % 3], limits=TenantLimits(1.0 + i % 2, kv_tokens=128 * (i % 2)))
         for i, one in enumerate(wanted)
     ]
     runner = make_runner(tiny_model, page_size=1, kv_tokens=9 * 16)

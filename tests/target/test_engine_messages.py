@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from outrider.errors import InvalidField, QuotaExceeded, all_errors
+from outrider.limits import TenantLimits
 from outrider.processes.framing import LENGTH_BYTES, FrameCutter
 from outrider.sampling import FinishReason, SamplingParams, TokenLogprobs, TypicalAcceptance, VerificationMode
 from outrider.tree import DraftDistribution, TokenTree
@@ -17,7 +18,6 @@ from outrider.wire.frames import DraftInfo, FeatureRequest, TreeLimits
 from target_service.api.admission import ServedModel
 from target_service.config import TargetConfig
 from target_service.core.events import EngineSnapshot
-from target_service.core.fairness import Share
 from target_service.core.sequence import (
     Finish,
     SequenceEvent,
@@ -94,7 +94,7 @@ MESSAGES: dict[str, Message] = {
             seed=2**64 - 1,
             max_tokens=77,
             tenant="acmé",
-            share=Share(2.5, 3, 4096),
+            limits=TenantLimits(2.5, 3, kv_tokens=4096),
             speculate=False,
             corpus="c",
             prediction=(4, 5, 6),

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from outrider.limits import TenantLimits
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import TokenTree
 from target_service.config import TargetConfig
 from target_service.core import scheduler as scheduler_module
-from target_service.core.fairness import Share
 from target_service.core.kv_cache import KVCache
 from target_service.core.preemption import order_of_preemption
 from target_service.core.schedule import Schedule
@@ -31,7 +31,7 @@ def scheduler(pages: KVCache, running: int = 8, rows: int = 64, chunk: int = 32)
 
 
 def sequence(
-    number: int, prompt: int = 8, tenant: str = "default", external: bool = False, share: Share | None = None
+    number: int, prompt: int = 8, tenant: str = "default", external: bool = False, limits: TenantLimits | None = None
 ) -> Sequence:
     tokens = tuple(range(1, prompt + 1))
     wanted = SequenceRequest(
@@ -41,7 +41,7 @@ def sequence(
         0,
         16,
         tenant=tenant,
-        share=share or Share(),
+        limits=limits or TenantLimits(),
         external=external,
     )
     return Sequence(number, wanted, list(tokens), SequenceTotals(prompt_tokens=prompt))
@@ -255,7 +255,7 @@ class TestTenants:
         for _ in range(3):
             play(scheduled.schedule(), scheduled)
         for number in range(33, 65):
-            scheduled.add(sequence(number, tenant="second", share=Share(weight)))
+            scheduled.add(sequence(number, tenant="second", limits=TenantLimits(weight)))
         served = Counter[str]()
         for _ in range(50):
             served.update("second" if number > 32 else "first" for number, _ in play(scheduled.schedule(), scheduled))
@@ -265,7 +265,7 @@ class TestTenants:
     def test_a_tenant_runs_no_more_than_it_may_even_alone(self) -> None:
         scheduled = scheduler(cache(), running=8)
         for number in range(1, 6):
-            scheduled.add(sequence(number, share=Share(running=2)))
+            scheduled.add(sequence(number, limits=TenantLimits(running=2)))
         for _ in range(3):
             assert len(play(scheduled.schedule(), scheduled)) == 2
 
@@ -282,9 +282,9 @@ class TestTenants:
     def test_a_tenants_pages_are_bounded(self) -> None:
         pages = cache(pages=64, page_size=16)
         scheduled = scheduler(pages, running=8)
-        bound = Share(kv_tokens=160)
+        bound = TenantLimits(kv_tokens=160)
         for number in range(1, 6):
-            scheduled.add(sequence(number, prompt=40, share=bound))
+            scheduled.add(sequence(number, prompt=40, limits=bound))
         for _ in range(60):
             play(scheduled.schedule(), scheduled)
             assert pages.used_pages <= 10
@@ -311,7 +311,7 @@ class TestTenants:
         chance = random.Random(seed)
         pages = cache(pages=24, page_size=8)
         scheduled = scheduler(pages, running=4, rows=24, chunk=16)
-        shares = [Share(), Share(weight=4.0), Share(running=2, kv_tokens=96)]
+        shares = [TenantLimits(), TenantLimits(weight=4.0), TenantLimits(running=2, kv_tokens=96)]
         left = {}
         for number in range(1, 31):
             tenant = chance.randrange(3)

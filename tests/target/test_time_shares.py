@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from outrider.limits import TenantLimits
 from outrider.sampling import SamplingParams, VerificationMode
 from target_service.config import TargetConfig
-from target_service.core.fairness import Share
 from target_service.core.kv_cache import KVCache
 from target_service.core.scheduler import Scheduler
 from target_service.core.sequence import Sequence, SequenceRequest, SequenceState, SequenceTotals
@@ -44,7 +44,7 @@ class Played:
     def add(self, tenant: str, prompt: int, weight: float = 1.0) -> Sequence:
         tokens = tuple(range(1, prompt + 1))
         asked = SequenceRequest(
-            tokens, SamplingParams(), VerificationMode.GREEDY, 0, 16, tenant=tenant, share=Share(weight)
+            tokens, SamplingParams(), VerificationMode.GREEDY, 0, 16, tenant=tenant, limits=TenantLimits(weight)
         )
         self._count += 1
         one = Sequence(self._count, asked, list(tokens), SequenceTotals(prompt_tokens=prompt))
