@@ -16,15 +16,13 @@ from outrider.serving import Authenticator, GrpcServer, Service, ServingOptions,
 from outrider.telemetry.names import TARGET_SERVICE
 from outrider.telemetry.registry import MetricsServer
 from outrider.telemetry.rpc import RpcMetricsInterceptor
-from outrider.telemetry.tracing import Tracing, set_up_tracing
+from outrider.telemetry.tracing import set_up_tracing
 from outrider.v1 import target_pb2_grpc
-from target_service.api.admission import Admission, ServedModel
+from target_service.api.admission import ServedModel
 from target_service.api.server import SERVICE_NAME, TargetServicer
-from target_service.api.weights import WeightUpdates
 from target_service.config import TargetConfig
 from target_service.core.events import EngineObserver, Sequences, ServingEngine
 from target_service.core.quotas import TenantQuotas
-from target_service.speculation_state import speculation_state
 from target_service.telemetry.metrics import PrometheusObserver
 
 logger = logging.getLogger(__name__)
@@ -89,19 +87,6 @@ def _make_server(config: TargetConfig, quotas: TenantQuotas, calls: RpcMetricsIn
     return GrpcServer(options, [Service(SERVICE_NAME)], [calls])
 
 
-def _make_servicer(
-    config: TargetConfig, served: ServedModel, sequences: Sequences, engine: ServingEngine, tracing: Tracing
-) -> TargetServicer:
-    return TargetServicer(
-        config,
-        sequences,
-        Admission(served, sequences.quotas),
-        WeightUpdates(engine, config),
-        lambda: speculation_state(config, engine.snapshot(), engine.draft_info, lookup=served.lookup),
-        tracing,
-    )
-
-
 async def serve_engine(config: TargetConfig, host: EngineHost, stopping: asyncio.Event | None = None) -> int:
     """Load and serve until SIGTERM, SIGINT (or `stopping`) or the engine's failure; returns the exit status.
 
@@ -132,7 +117,7 @@ async def serve_engine(config: TargetConfig, host: EngineHost, stopping: asyncio
             observer = PrometheusObserver(served.name, served.dtype, __version__) if metrics else None
             engine = await host.engine(observer)
             sequences = Sequences(engine, asyncio.get_running_loop(), quotas)
-            servicer = _make_servicer(config, served, sequences, engine, tracing)
+            servicer = TargetServicer(config, served, sequences, engine, tracing)
             if observer is not None and metrics is not None:
                 observer.watch(engine, drafted=config.speculates)
                 metrics.add([observer.metrics, calls.metrics], observer.vllm_names)

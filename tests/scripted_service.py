@@ -17,9 +17,8 @@ from outrider.limits import TenantTable
 from outrider.serving import GrpcServer, Service, ServingOptions
 from outrider.telemetry.tracing import Tracing
 from outrider.v1 import target_pb2_grpc
-from target_service.api.admission import Admission, ServedModel
+from target_service.api.admission import ServedModel
 from target_service.api.server import SERVICE_NAME, TargetServicer
-from target_service.api.weights import WeightUpdates
 from target_service.config import TargetConfig
 from target_service.core.events import Sequences
 from target_service.core.quotas import TenantQuotas
@@ -27,6 +26,13 @@ from target_service.speculation_state import SpeculationState
 
 CONFIG = TargetConfig(weights_stream_gb=0.0)
 SPECULATION = SpeculationState("trie", "localhost:1", draft_connected=True, speculating=True, reason="it is scripted")
+
+
+class ScriptedServicer(TargetServicer):
+    """One whose drafting is always in the same state."""
+
+    def speculation(self) -> SpeculationState:
+        return SPECULATION
 
 
 def _byte_characters() -> dict[int, str]:
@@ -87,14 +93,7 @@ async def target_over(
     engine.start(sequences.deliver)
     serving = ServingOptions(**options)
     config = replace(config, auth_tokens="tokens" if serving.authenticator.required else "")
-    servicer = TargetServicer(
-        config,
-        sequences,
-        Admission(served, quotas),
-        WeightUpdates(engine, config),
-        lambda: SPECULATION,
-        tracing or Tracing(),
-    )
+    servicer = ScriptedServicer(config, served, sequences, engine, tracing or Tracing())
     service = Service(SERVICE_NAME, lambda to: target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, to))
     server = GrpcServer(serving, [service])
     await server.start()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,16 +18,16 @@ from outrider.telemetry.tracing import Tracing
 from outrider.v1 import target_pb2, target_pb2_grpc
 from outrider.wire.trees import mode_to_pb
 from target_service.api import replies
-from target_service.api.admission import Admission
+from target_service.api.admission import Admission, ServedModel
 from target_service.api.byte_text import ByteText, detokenizers
 from target_service.api.event_queue import EventQueue, joined
 from target_service.api.verify_session import VerifySession
 from target_service.api.weights import WeightUpdates
 from target_service.config import TargetConfig
-from target_service.core.events import Sequences
+from target_service.core.events import Sequences, ServingEngine
 from target_service.core.sequence import SequenceFinished, SequenceRequest, Verdict
 from target_service.core.stopping import Detokenizer
-from target_service.speculation_state import SpeculationState
+from target_service.speculation_state import SpeculationState, speculation_state
 from target_service.telemetry.tracing import RequestTrace
 
 SERVICE_NAME: str = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
@@ -48,26 +48,31 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     """
 
     config: TargetConfig
+    served: ServedModel
     sequences: Sequences
-    admission: Admission
-    weights: WeightUpdates
-    speculation: Callable[[], SpeculationState]
+    engine: ServingEngine
     tracing: Tracing
 
     def __post_init__(self) -> None:
-        tokenizer = self.admission.served.tokenizer
+        self._admission = Admission(self.served, self.sequences.quotas)
+        self._weights = WeightUpdates(self.engine, self.config)
+        tokenizer = self.served.tokenizer
         self._new_text = None if tokenizer is None else detokenizers(tokenizer)
+
+    def speculation(self) -> SpeculationState:
+        """The present state of drafting."""
+        return speculation_state(self.config, self.engine.snapshot(), self.engine.draft_info, lookup=self.served.lookup)
 
     async def Generate(  # type: ignore[override]
         self, request: target_pb2.GenerateRequest, context: GenerateContext
     ) -> None:
         trace, tenant = RequestTrace(self.tracing, context.invocation_metadata()), current_tenant()
-        with _ending(trace, context), self.admission.quotas.stream(tenant):
-            admitted = await self.admission.generation(request, tenant, trace.traceparent)
+        with _ending(trace, context), self.sequences.quotas.counted(tenant, "streams"):
+            admitted = await self._admission.generation(request, tenant, trace.traceparent)
             queue = EventQueue(UNREAD_STEPS, self.sequences.cancel)
             sequence_id = self.sequences.submit(admitted, queue.put)
             try:
-                model, chat = self.admission.served.name, request.HasField("chat")
+                model, chat = self.served.name, request.HasField("chat")
                 trace.accepted(sequence_id, admitted, model, chat=chat, requested_model=request.model)
                 await context.write(replies.started(sequence_id, admitted, model))
                 await self._stream(admitted, queue, context, trace)
@@ -101,10 +106,10 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         self, request_iterator: AsyncIterator[target_pb2.VerifyRequest], context: VerifyContext
     ) -> None:
         tenant = current_tenant()
-        with self.admission.quotas.stream(tenant):
+        with self.sequences.quotas.counted(tenant, "streams"):
             session = VerifySession(
                 self.sequences,
-                self.admission,
+                self._admission,
                 tenant,
                 lambda: RequestTrace(self.tracing, context.invocation_metadata(), VERIFY_SEQUENCE),
                 self.config.max_sequences_per_stream,
@@ -125,7 +130,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     async def GetTargetInfo(
         self, _request: target_pb2.GetTargetInfoRequest, _context: Any
     ) -> target_pb2.GetTargetInfoResponse:
-        served, speculation = self.admission.served, self.speculation()
+        served, speculation = self.served, self.speculation()
         return target_pb2.GetTargetInfoResponse(
             model=served.name,
             vocabulary_size=served.vocabulary_size,
@@ -149,14 +154,14 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             draft_connected=speculation.draft_connected,
             speculating=speculation.speculating,
             speculation_reason=speculation.reason,
-            model_version=self.weights.model_version,
+            model_version=self.engine.snapshot().model_version,
             kv_token_bytes=served.kv_token_bytes,
         )
 
     async def UpdateWeights(
         self, request_iterator: AsyncIterator[target_pb2.UpdateWeightsRequest], _context: Any
     ) -> target_pb2.UpdateWeightsResponse:
-        return replies.updated(await self.weights.run(current_caller(), request_iterator))
+        return replies.updated(await self._weights.run(current_caller(), request_iterator))
 
 
 def _text_of(verdict: Verdict, text: Detokenizer | ByteText) -> str:

@@ -21,10 +21,8 @@ _MOST_WAITING = 128
 
 
 class TextPool:
-    """Runs work in threads: tenants take turns, and work that is cancelled while it waits is never run.
-
-    Work that has begun runs to its end, since a tokenizer cannot be stopped; its thread is busy until then.
-    """
+    """Runs work in threads: tenants take turns, and work that is cancelled while it waits is never run. Work that has
+    begun runs to its end, since a tokenizer cannot be stopped; its thread is busy until then."""
 
     def __init__(self, quotas: TenantQuotas) -> None:
         """`quotas` bound the texts of each tenant."""
@@ -40,7 +38,7 @@ class TextPool:
 
     async def run(self, tenant: str, work: Callable[[], Result]) -> Result:
         """Run `work` and return its result. Raises `QuotaExceeded` where too many of the tenant's, or of all, wait."""
-        with self._quotas.text(tenant):
+        with self._quotas.counted(tenant, "texts"):
             await self._turn(tenant)
             loop, future = asyncio.get_running_loop(), self._threads.submit(work)
 

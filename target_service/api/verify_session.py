@@ -21,10 +21,8 @@ from target_service.telemetry.tracing import RequestTrace
 
 @dataclass(slots=True)
 class _Verification:
-    """One sequence: the step that is due next, and the answer for a repeated frame.
-
-    At most one step is under way: `pending` is the digest of its tree.
-    """
+    """One sequence: the step that is due next, and the answer for a repeated frame. At most one step is under way:
+    `pending` is the digest of its tree."""
 
     trace: RequestTrace
     length: int

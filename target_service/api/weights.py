@@ -38,10 +38,6 @@ class WeightUpdates:
         self._config = config
         self._lock = asyncio.Lock()
 
-    @property
-    def model_version(self) -> int:
-        return self._engine.snapshot().model_version
-
     async def run(self, caller: Caller, requests: AsyncIterator[pb.UpdateWeightsRequest]) -> WeightsUpdated:
         """Take one update to its end. Cancelled before the exchange, it changes nothing.
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Literal
 
 from outrider.errors import QuotaExceeded
 from outrider.limits import TenantTable
@@ -43,18 +44,12 @@ class TenantQuotas:
         self._clock = clock
         self._accounts: dict[str, _Account] = {}
 
-    def stream(self, tenant: str) -> AbstractContextManager[None]:
-        """Count one call, to its end. Raises `QuotaExceeded` on entry."""
-        return self._counted(tenant, "streams", self.table.of(tenant).streams)
-
-    def text(self, tenant: str) -> AbstractContextManager[None]:
-        """Count one text, while it waits for the tokenizer or is tokenized. Raises `QuotaExceeded` on entry."""
-        return self._counted(tenant, "texts", self.table.of(tenant).texts)
-
     @contextmanager
-    def _counted(self, tenant: str, what: str, limit: int) -> Iterator[None]:
+    def counted(self, tenant: str, what: Literal["streams", "texts"]) -> Iterator[None]:
+        """Count one call, to its end, or one text, while it waits for the tokenizer or is tokenized. Raises
+        `QuotaExceeded` on entry."""
         account = self._account(tenant)
-        _check(what, account.open[what], limit)
+        _check(what, account.open[what], getattr(self.table.of(tenant), what))
         account.open[what] += 1
         try:
             yield

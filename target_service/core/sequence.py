@@ -221,10 +221,8 @@ class StepStats:
 
 
 class SequenceState(Enum):
-    """State of a sequence: WAITING -> PREFILL -> RUNNING -> (gone); a preempted sequence goes back to WAITING.
-
-    EVICTED is a sequence that was preempted while it waited for its client's tree; with a tree it is WAITING again.
-    """
+    """State of a sequence: WAITING -> PREFILL -> RUNNING -> (gone); a preempted sequence goes back to WAITING. EVICTED
+    is a sequence that was preempted while it waited for its client's tree; with a tree it is WAITING again."""
 
     WAITING = "waiting"
     PREFILL = "prefill"

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from outrider.errors import NotSupported, OutriderError, QuotaExceeded, WeightsChanged
-from target_service.core.sequence import SequenceEvent, SequenceFailed
+from target_service.core.sequence import SequenceEvent
 from target_service.core.weights import RunningRequests, UpdateDone, WeightsUpdated, WeightUpdate
 from target_service.engine.loop import EngineLoop
 from target_service.model.runner import ModelRunner
@@ -97,10 +97,8 @@ class WeightExchange:
         begun_ns, scheduler = time.monotonic_ns(), self._loop.scheduler
         events: list[SequenceEvent] = []
         if pending.update.running is RunningRequests.ABORT:
-            for sequence in scheduler.begun():
-                error = WeightsChanged("the model's weights were exchanged; send the request again")
-                self._loop.end(sequence.sequence_id, error.reason)
-                events.append(SequenceFailed(sequence.sequence_id, error, sequence.totals.draft_refused))
+            error = WeightsChanged("the model's weights were exchanged; send the request again")
+            events += [self._loop.fail(sequence, error) for sequence in scheduler.begun()]
         continued = len(scheduler.begun())
         # A failure in here leaves a mix of old and new weights, which ends the engine.
         write_weights(pending.slots, weights, self._runner.device, self._beat)

@@ -11,7 +11,7 @@ from collections.abc import Sequence as SequenceOf
 
 import torch
 
-from outrider.errors import QuotaExceeded
+from outrider.errors import OutriderError, QuotaExceeded
 from outrider.wire.frames import DraftInfo
 from target_service.config import TargetConfig
 from target_service.core.events import EngineObserver
@@ -146,6 +146,11 @@ class EngineLoop:
         if self._observer is not None:
             self._observer.on_finished(sequence_id, sequence.request, sequence.totals, outcome)
         return live
+
+    def fail(self, sequence: Sequence, error: OutriderError) -> SequenceFailed:
+        """End a sequence with an error. Returns its last event."""
+        self.end(sequence.sequence_id, error.reason)
+        return SequenceFailed(sequence.sequence_id, error, sequence.totals.draft_refused)
 
     @property
     def settled(self) -> bool:
@@ -325,9 +330,9 @@ class EngineLoop:
             log.warning("a step of %d rows did not fit the device's memory; steps are smaller now", schedule.rows)
             return
         youngest = max((chunk.sequence for chunk in schedule.chunks), key=lambda sequence: sequence.sequence_id)
-        error = QuotaExceeded("the device has no memory for a step", rows=schedule.rows)
-        self.end(youngest.sequence_id, error.reason)
-        self._failed.append(SequenceFailed(youngest.sequence_id, error, youngest.totals.draft_refused))
+        self._failed.append(
+            self.fail(youngest, QuotaExceeded("the device has no memory for a step", rows=schedule.rows))
+        )
 
     def _take_failed(self) -> list[SequenceEvent]:
         failed, self._failed = self._failed, []

@@ -40,10 +40,8 @@ _EXIT_SECONDS = 2.0
 
 
 class EngineLink(EngineFront, asyncio.Protocol):
-    """Starts the engine's process and represents it. Requests that `Engine` would refuse are refused here.
-
-    Construct it before the process has threads, then use it as a `lifecycle.EngineHost`.
-    """
+    """Starts the engine's process and represents it. Requests that `Engine` would refuse are refused here. Construct it
+    before the process has threads, then use it as a `lifecycle.EngineHost`."""
 
     def __init__(
         self, config: TargetConfig, command: Sequence[str] = ENGINE_COMMAND, tokenizer: Callable[[], Any] | None = None

@@ -26,7 +26,7 @@ from target_service.config import TargetConfig
 from target_service.core.sequence import SequenceEvent, SequenceFailed, SequenceRequest, SequenceTotals, StepStats
 from target_service.core.weights import WeightsUpdated
 from target_service.engine_process import messages
-from target_service.preflight import EngineRefused
+from target_service.preflight import EngineRefused, check_head, check_model, prepared_draft
 
 if TYPE_CHECKING:
     from target_service.assembly import Assembled
@@ -176,6 +176,17 @@ class EngineServer:
             engine.submit(message.request, message.sequence_id)
         except OutriderError as error:
             self._reporter.report(engine, [SequenceFailed(message.sequence_id, error)])
+
+
+def build(config: TargetConfig, reporter: Reporter) -> Assembled:
+    """Prepare the draft, then load the model and assemble its engine. Raises `EngineRefused`."""
+    connect = prepared_draft(config)
+    check_head(config.draft_head, config.model)
+    check_model(config.model)
+    # Imported late: PyTorch takes seconds, and wrong names should be refused at once.
+    from target_service.assembly import assemble, load_model
+
+    return assemble(config, load_model(config), reporter, connect)
 
 
 def serve_engine(descriptor: int, build: Build) -> int:

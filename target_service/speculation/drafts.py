@@ -33,9 +33,7 @@ _REASON = re.compile(r"[A-Z][A-Z0-9_]{0,62}")
 
 class Drafting(DraftInbox):
     """Holds the growing tree of every drafted sequence. A late, dead or wrong draft costs speed and nothing else.
-
-    Everything but the inbox belongs to the engine's thread.
-    """
+    Everything but the inbox belongs to the engine's thread."""
 
     def __init__(
         self, config: TargetConfig, vocabulary_size: int, features: Features, tables: NodeTables | None = None

@@ -15,11 +15,8 @@ _ROOT = 0
 
 @dataclass(frozen=True)
 class PredictedTree(TokenTree):
-    """A tree of which some rows were predicted.
-
-    `predicted[i]` is the prediction's probability of row i given its parent, 0 for a row it does not hold. Rows that
-    the draft does not hold have a score of 0.
-    """
+    """A tree of which some rows were predicted. `predicted[i]` is the prediction's probability of row i given its
+    parent, 0 for a row it does not hold. Rows that the draft does not hold have a score of 0."""
 
     predicted: tuple[float, ...] = ()
 

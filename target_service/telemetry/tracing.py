@@ -108,12 +108,10 @@ class RequestTrace:
         seen.steps += verdict.passes
         seen.completion_tokens += len(verdict.token_ids)
         seen.accepted_tokens += verdict.drafted_tokens
-        if self._steps_left:
-            self._steps_left -= 1
-            self._step_span(verdict)
-
-    def _step_span(self, verdict: Verdict) -> None:
-        """A span from the end of the last step, or for the time of this one, until now."""
+        if not self._steps_left:
+            return
+        self._steps_left -= 1
+        # From the end of the last step, or for the time of this one.
         now = time.time_ns()
         span = self._tracer.start_span(
             telemetry.STEP,

@@ -17,7 +17,7 @@ from chaos.sound_frames import DRAFT, HEALTH, TARGET, Call
 from google.rpc import code_pb2
 from grpc_health.v1 import health_pb2_grpc
 from scripted_engine import SERVED, ScriptedEngine
-from scripted_service import SPECULATION, byte_tokenizer
+from scripted_service import ScriptedServicer, byte_tokenizer
 
 from draft_service.drafters.base import info_of
 from draft_service.ngram.config import TrieConfig
@@ -31,9 +31,6 @@ from outrider.serving.interceptors import AuthInterceptor, ErrorInterceptor
 from outrider.serving.tenancy import Authenticator
 from outrider.telemetry.tracing import Tracing
 from outrider.v1 import draft_pb2_grpc, target_pb2_grpc
-from target_service.api.admission import Admission
-from target_service.api.server import TargetServicer
-from target_service.api.weights import WeightUpdates
 from target_service.config import TargetConfig
 from target_service.core.events import Sequences
 from target_service.core.quotas import TenantQuotas
@@ -190,14 +187,8 @@ async def doors() -> AsyncIterator[Doors]:
     sequences = Sequences(engine, asyncio.get_running_loop(), quotas)
     engine.start(sequences.deliver)
     config = TargetConfig(weights_stream_gb=65_536e-9, weights_without_token=True)
-    servicer = TargetServicer(
-        config,
-        sequences,
-        Admission(replace(SERVED, tokenizer=byte_tokenizer()), quotas),
-        WeightUpdates(engine, config),
-        lambda: SPECULATION,
-        Tracing(),
-    )
+    served = replace(SERVED, tokenizer=byte_tokenizer())
+    servicer = ScriptedServicer(config, served, sequences, engine, Tracing())
     target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, target)  # type: ignore[arg-type]
     drafter = NgramDrafter(TrieConfig(max_context=64))
     drafter.start()

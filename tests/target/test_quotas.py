@@ -161,12 +161,12 @@ class TestBucket:
 
     def test_who_has_something_open_is_not(self) -> None:
         quotas = self.quotas(streams=1)
-        with quotas.stream("busy"):
+        with quotas.counted("busy", "streams"):
             for number in range(5_000):
                 quotas.request(str(number))
-                with quotas.stream(str(number)):
+                with quotas.counted(str(number), "streams"):
                     pass
-            with pytest.raises(QuotaExceeded), quotas.stream("busy"):
+            with pytest.raises(QuotaExceeded), quotas.counted("busy", "streams"):
                 pass
 
 
