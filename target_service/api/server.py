@@ -108,12 +108,11 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         tenant = current_tenant()
         with self.sequences.quotas.counted(tenant, "streams"):
             session = VerifySession(
+                self.config,
                 self.sequences,
                 self._admission,
                 tenant,
                 lambda: RequestTrace(self.tracing, context.invocation_metadata(), VERIFY_SEQUENCE),
-                self.config.max_sequences_per_stream,
-                self.config.verify_idle_seconds,
             )
             reader = asyncio.create_task(session.read(request_iterator))
             reaper = asyncio.create_task(session.reap())

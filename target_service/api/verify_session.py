@@ -14,6 +14,7 @@ from outrider.v1 import target_pb2 as pb
 from outrider.wire.trees import tree_from_pb
 from target_service.api import replies
 from target_service.api.admission import Admission
+from target_service.config import TargetConfig
 from target_service.core.events import Sequences
 from target_service.core.sequence import SequenceEvent, SequenceFinished, Verdict
 from target_service.telemetry.tracing import RequestTrace
@@ -38,13 +39,12 @@ class _Verification:
 class VerifySession:
     """Translates the frames of one stream. Belongs to the event loop; `next` ends when `read` has."""
 
+    config: TargetConfig
     sequences: Sequences
     admission: Admission
     tenant: str
     # Begins the span of a sequence.
     trace: Callable[[], RequestTrace]
-    max_sequences: int
-    idle_seconds: float
     _verifications: dict[int, _Verification] = field(default_factory=dict, init=False)
     _outbox: asyncio.Queue[pb.VerifyResponse | None] = field(default_factory=asyncio.Queue, init=False)
     _taken: asyncio.Event = field(default_factory=asyncio.Event, init=False)
@@ -63,7 +63,7 @@ class VerifySession:
         try:
             async for frame in frames:
                 self._handle(frame)
-                while self._outbox.qsize() > self.max_sequences:
+                while self._outbox.qsize() > self.config.max_sequences_per_stream:
                     self._taken.clear()
                     await self._taken.wait()
             # A client that has sent its last tree may still want the verdict. Where it has cancelled the call instead,
@@ -77,14 +77,15 @@ class VerifySession:
 
     async def reap(self) -> None:
         """End sequences whose client has sent no tree for too long, since they hold pages."""
+        idle = self.config.verify_idle_seconds
         while True:
-            await asyncio.sleep(self.idle_seconds / 4)
-            oldest = time.monotonic() - self.idle_seconds
+            await asyncio.sleep(idle / 4)
+            oldest = time.monotonic() - idle
             for sequence_id, verification in list(self._verifications.items()):
                 if verification.pending is None and verification.active_at < oldest:
                     self._close(sequence_id)
                     if not verification.ended:
-                        error = errors.DeadlineExceeded("no tree came in time", idle_seconds=self.idle_seconds)
+                        error = errors.DeadlineExceeded("no tree came in time", idle_seconds=idle)
                         self._send(replies.failed(error, sequence_id=sequence_id, step=verification.step))
 
     def abort(self) -> None:
@@ -108,8 +109,12 @@ class VerifySession:
             self._send(replies.failed(error, sequence_id=sequence_id, client_tag=client_tag, step=step))
 
     def _open(self, frame: pb.OpenVerification) -> None:
-        if len(self._verifications) >= self.max_sequences:
-            self._remove_ended()
+        if len(self._verifications) >= self.config.max_sequences_per_stream:
+            ended = next((one for one, verification in self._verifications.items() if verification.ended), None)
+            if ended is None:
+                limit = self.config.max_sequences_per_stream
+                raise errors.QuotaExceeded("too many sequences on this stream", limit=limit)
+            del self._verifications[ended]
         trace, served = self.trace(), self.admission.served
         try:
             request = self.admission.verification(frame, self.tenant, trace.traceparent)
@@ -120,14 +125,6 @@ class VerifySession:
         trace.accepted(sequence_id, request, served.name)
         self._verifications[sequence_id] = _Verification(trace, len(request.token_ids))
         self._send(replies.opened(frame.client_tag, sequence_id, request, served.max_rows))
-
-    def _remove_ended(self) -> None:
-        """Remove one sequence that has ended. Raises `QuotaExceeded` if none has."""
-        for sequence_id, verification in self._verifications.items():
-            if verification.ended:
-                del self._verifications[sequence_id]
-                return
-        raise errors.QuotaExceeded("too many sequences on this stream", limit=self.max_sequences)
 
     def _verify(self, frame: pb.VerifyTree) -> None:
         verification = self._verifications.get(frame.sequence_id)

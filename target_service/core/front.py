@@ -20,8 +20,10 @@ class EngineFront:
         last_beat_ns: when its loop last ran, in monotonic nanoseconds.
     """
 
-    def __init__(self, max_waiting: int) -> None:
+    def __init__(self, max_waiting: int, capacity: int = 0) -> None:
+        """One sequence may have `capacity` tokens."""
         self._max_waiting = max_waiting
+        self._capacity = capacity
         self._ids = itertools.count(1)
         self._update_ids = itertools.count(1)
         # The engine's own table lags behind by the commands under way.
@@ -49,15 +51,13 @@ class EngineFront:
         if tree.token_ids[0] != root:
             raise errors.WrongRoot("the tree's root is not the last committed token")
 
-    def _admit(
-        self, request: SequenceRequest, *, capacity: int, not_waiting: int, sequence_id: int | None = None
-    ) -> int:
-        """Check a request, and return its id: the one given, or the next. See `Engine.submit` for what it raises. One
-        sequence may have `capacity` tokens. Of those open, `not_waiting` run, or wait for their client's tree."""
+    def _admit(self, request: SequenceRequest, not_waiting: int, sequence_id: int | None = None) -> int:
+        """Check a request, and return its id: the one given, or the next. See `Engine.submit` for what it raises. Of
+        the open sequences, `not_waiting` run, or wait for their client's tree."""
         self._check_up()
         needed = len(request.token_ids) + request.max_tokens
-        if needed > capacity:
-            raise errors.PositionOutOfRange("prompt and output do not fit", tokens=needed, capacity=capacity)
+        if needed > self._capacity:
+            raise errors.PositionOutOfRange("prompt and output do not fit", tokens=needed, capacity=self._capacity)
         waiting = len(self._open) - not_waiting
         # Clients that draft get half of the queue: their sequences may wait for a tree without end.
         if waiting >= (self._max_waiting // 2 if request.external else self._max_waiting):

@@ -39,7 +39,8 @@ class Engine(EngineFront):
         observer: EngineObserver | None = None,
     ) -> None:
         """`step_cost` of None verifies every drafted row that is allowed."""
-        super().__init__(config.max_waiting)
+        cache = runner.cache
+        super().__init__(config.max_waiting, min(runner.max_context, cache.num_pages * cache.page_size))
         self._runner = runner
         self._loop = EngineLoop(runner, config, step_cost=step_cost, observer=observer)
         # Receives the events of a draft link, which is attached before `start`.
@@ -67,13 +68,9 @@ class Engine(EngineFront):
         Raises `Draining`, `EngineDead`, `QuotaExceeded` where too many sequences wait, and `PositionOutOfRange` where
         prompt and output could never fit the KV cache or the model's context.
         """
-        cache, running = self._runner.cache, self._loop.scheduler.running
-        capacity = min(self._runner.max_context, cache.num_pages * cache.page_size)
+        scheduler = self._loop.scheduler
         with self._wake:
-            evicted = self._loop.scheduler.evicted
-            sequence_id = self._admit(
-                request, capacity=capacity, not_waiting=len(running) + evicted, sequence_id=sequence_id
-            )
+            sequence_id = self._admit(request, len(scheduler.running) + scheduler.evicted, sequence_id)
             live = self._loop.make(sequence_id, request)
             self._add(sequence_id, request)
             self._commands.append(lambda: self._loop.add(live))

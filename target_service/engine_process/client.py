@@ -70,11 +70,6 @@ class EngineLink(EngineFront, asyncio.Protocol):
     def pid(self) -> int:
         return self._process.pid
 
-    @property
-    def served(self) -> ServedModel:
-        assert self._served is not None, "the engine is not ready"
-        return self._served
-
     # `lifecycle.EngineHost`.
 
     async def load(self) -> ServedModel:
@@ -84,17 +79,18 @@ class EngineLink(EngineFront, asyncio.Protocol):
         importing = asyncio.ensure_future(in_thread_to_leave(_import_tokenizers)) if self._tokenizer else None
         try:
             await self._loaded.wait()
-            if self._served is None:
+            served = self._served
+            if served is None:
                 status = await asyncio.to_thread(self._process.wait)
                 await self.stop()
                 raise self._refused or EngineRefused(1, f"the engine's process ended with status {status}")
             if importing is not None and self._tokenizer is not None:
                 await importing
-                self._served = replace(self.served, tokenizer=await in_thread_to_leave(self._tokenizer))
+                served = replace(served, tokenizer=await in_thread_to_leave(self._tokenizer))
         finally:
             if importing is not None:
                 importing.cancel()
-        return self.served
+        return served
 
     async def engine(self, observer: EngineObserver | None) -> EngineLink:
         """This link. `observer` is called on the event loop."""
@@ -126,8 +122,7 @@ class EngineLink(EngineFront, asyncio.Protocol):
     # The interface of `Engine`, see there.
 
     def submit(self, request: SequenceRequest) -> int:
-        held = self._snapshot.running + self._snapshot.evicted
-        sequence_id = self._admit(request, capacity=self.served.max_context, not_waiting=held)
+        sequence_id = self._admit(request, self._snapshot.running + self._snapshot.evicted)
         self._add(sequence_id, request)
         self._send(messages.Submit(sequence_id, request))
         return sequence_id
@@ -175,7 +170,7 @@ class EngineLink(EngineFront, asyncio.Protocol):
             elif isinstance(message, messages.Dead):
                 self._fail(message.reason)
             elif isinstance(message, messages.Ready):
-                self._served = message.served
+                self._served, self._capacity = message.served, message.served.max_context
                 self._loaded.set()
             elif isinstance(message, messages.Refused):
                 self._refused = EngineRefused(message.status, message.reason)

@@ -20,6 +20,7 @@ from outrider.v1 import tree_pb2
 from outrider.wire.trees import error_of
 from target_service.api.admission import Admission
 from target_service.api.verify_session import VerifySession
+from target_service.config import TargetConfig
 from target_service.core.events import Sequences
 from target_service.telemetry.tracing import RequestTrace
 
@@ -73,12 +74,11 @@ async def replay(script: list[pb.VerifyRequest]) -> list[pb.VerifyResponse]:
             await asyncio.sleep(0)
 
     session = VerifySession(
+        TargetConfig(max_sequences_per_stream=4, verify_idle_seconds=10),
         sequences,
         Admission(SERVED),
         tenant="default",
         trace=lambda: RequestTrace(Tracing(), None),
-        max_sequences=4,
-        idle_seconds=10,
     )
     reader = asyncio.create_task(session.read(paced()))
     heard = []

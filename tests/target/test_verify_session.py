@@ -212,12 +212,11 @@ class TestEnds:
                 yield tree(1, 0, 10)
 
         session = VerifySession(
+            TargetConfig(max_sequences_per_stream=4, verify_idle_seconds=10),
             Sequences(engine, asyncio.get_running_loop()),
             Admission(SERVED),
             tenant="default",
             trace=lambda: RequestTrace(Tracing(), None),
-            max_sequences=4,
-            idle_seconds=10,
         )
         reader = asyncio.create_task(session.read(frames()))
         await asyncio.sleep(0.02)
