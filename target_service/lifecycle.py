@@ -116,8 +116,8 @@ async def serve_engine(config: TargetConfig, host: EngineHost, stopping: asyncio
             served = await host.load()
             observer = PrometheusObserver(served.name, served.dtype, __version__) if metrics else None
             engine = await host.engine(observer)
-            sequences = Sequences(engine, asyncio.get_running_loop(), quotas)
-            servicer = TargetServicer(config, served, sequences, engine, tracing)
+            sequences = Sequences(engine, quotas)
+            servicer = TargetServicer(config, served, sequences, tracing)
             if observer is not None and metrics is not None:
                 observer.watch(engine, drafted=config.speculates)
                 metrics.add([observer.metrics, calls.metrics], observer.vllm_names)

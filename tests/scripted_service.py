@@ -89,11 +89,11 @@ async def target_over(
 ) -> AsyncIterator[Target]:
     engine = engine or ScriptedEngine()
     quotas = TenantQuotas(table)
-    sequences = Sequences(engine, asyncio.get_running_loop(), quotas)
+    sequences = Sequences(engine, quotas)
     engine.start(sequences.deliver)
     serving = ServingOptions(**options)
     config = replace(config, auth_tokens="tokens" if serving.authenticator.required else "")
-    servicer = ScriptedServicer(config, served, sequences, engine, tracing or Tracing())
+    servicer = ScriptedServicer(config, served, sequences, tracing or Tracing())
     service = Service(SERVICE_NAME, lambda to: target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, to))
     server = GrpcServer(serving, [service])
     await server.start()

@@ -62,11 +62,10 @@ class ServedModel:
 class Admission:
     """Checks requests against the served model, so that the engine can run what it returns."""
 
-    def __init__(self, served: ServedModel, quotas: TenantQuotas | None = None) -> None:
-        """`quotas` of None set no limits."""
+    def __init__(self, served: ServedModel, quotas: TenantQuotas) -> None:
         self.served = served
-        self.quotas = quotas or TenantQuotas()
-        self._prompts = Prompts(served.tokenizer, served.vocabulary_size, served.max_context - 1, TextPool(self.quotas))
+        self.quotas = quotas
+        self._prompts = Prompts(served.tokenizer, served.vocabulary_size, served.max_context - 1, TextPool(quotas))
 
     async def generation(self, request: target_pb2.GenerateRequest, tenant: str, traceparent: str) -> SequenceRequest:
         """The engine request of a `Generate` call. Raises `UnknownModel`, `NotSupported`, `InvalidField` with the

@@ -24,7 +24,7 @@ from target_service.api.event_queue import EventQueue, joined
 from target_service.api.verify_session import VerifySession
 from target_service.api.weights import WeightUpdates
 from target_service.config import TargetConfig
-from target_service.core.events import Sequences, ServingEngine
+from target_service.core.events import Sequences
 from target_service.core.sequence import SequenceFinished, SequenceRequest, Verdict
 from target_service.core.stopping import Detokenizer
 from target_service.speculation_state import SpeculationState, speculation_state
@@ -50,18 +50,18 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     config: TargetConfig
     served: ServedModel
     sequences: Sequences
-    engine: ServingEngine
     tracing: Tracing
 
     def __post_init__(self) -> None:
         self._admission = Admission(self.served, self.sequences.quotas)
-        self._weights = WeightUpdates(self.engine, self.config)
+        self._weights = WeightUpdates(self.sequences.engine, self.config)
         tokenizer = self.served.tokenizer
         self._new_text = None if tokenizer is None else detokenizers(tokenizer)
 
     def speculation(self) -> SpeculationState:
         """The present state of drafting."""
-        return speculation_state(self.config, self.engine.snapshot(), self.engine.draft_info, lookup=self.served.lookup)
+        engine = self.sequences.engine
+        return speculation_state(self.config, engine.snapshot(), engine.draft_info, lookup=self.served.lookup)
 
     async def Generate(  # type: ignore[override]
         self, request: target_pb2.GenerateRequest, context: GenerateContext
@@ -153,7 +153,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             draft_connected=speculation.draft_connected,
             speculating=speculation.speculating,
             speculation_reason=speculation.reason,
-            model_version=self.engine.snapshot().model_version,
+            model_version=self.sequences.engine.snapshot().model_version,
             kv_token_bytes=served.kv_token_bytes,
         )
 

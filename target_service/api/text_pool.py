@@ -66,15 +66,12 @@ class TextPool:
                 # It was given a thread in the same iteration of the loop.
                 self._pass_on()
             else:
-                self._leave(tenant, turn)
+                line = self._lines.get(tenant, deque())
+                if turn in line:
+                    line.remove(turn)
+                if not line:
+                    self._lines.pop(tenant, None)
             raise
-
-    def _leave(self, tenant: str, turn: asyncio.Future[None]) -> None:
-        line = self._lines.get(tenant, deque())
-        if turn in line:
-            line.remove(turn)
-        if not line:
-            self._lines.pop(tenant, None)
 
     def _pass_on(self) -> None:
         """Give a thread that has become free to the next text."""

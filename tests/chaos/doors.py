@@ -184,11 +184,11 @@ async def doors() -> AsyncIterator[Doors]:
     engine = ScriptedEngine(tick=0.0005, max_sequences=1000)
     unbounded = TenantLimits(waiting=0, sequences=0, streams=0, requests_per_second=0, burst=0, texts=0)
     quotas = TenantQuotas(TenantTable(unbounded))
-    sequences = Sequences(engine, asyncio.get_running_loop(), quotas)
+    sequences = Sequences(engine, quotas)
     engine.start(sequences.deliver)
     config = TargetConfig(weights_stream_gb=65_536e-9, weights_without_token=True)
     served = replace(SERVED, tokenizer=byte_tokenizer())
-    servicer = ScriptedServicer(config, served, sequences, engine, Tracing())
+    servicer = ScriptedServicer(config, served, sequences, Tracing())
     target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, target)  # type: ignore[arg-type]
     drafter = NgramDrafter(TrieConfig(max_context=64))
     drafter.start()

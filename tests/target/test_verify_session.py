@@ -25,6 +25,7 @@ from target_service.api.admission import Admission
 from target_service.api.verify_session import VerifySession
 from target_service.config import TargetConfig
 from target_service.core.events import Sequences
+from target_service.core.quotas import TenantQuotas
 from target_service.telemetry.tracing import RequestTrace
 
 
@@ -213,8 +214,8 @@ class TestEnds:
 
         session = VerifySession(
             TargetConfig(max_sequences_per_stream=4, verify_idle_seconds=10),
-            Sequences(engine, asyncio.get_running_loop()),
-            Admission(SERVED),
+            Sequences(engine),
+            Admission(SERVED, TenantQuotas()),
             tenant="default",
             trace=lambda: RequestTrace(Tracing(), None),
         )
