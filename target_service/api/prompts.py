@@ -51,7 +51,14 @@ class Prompts:
             encoded = await self._run(tenant, len(request.text) > _LONG_TEXT, lambda: self._encode(request.text))
             return self._fitting(encoded, "text")
         if kind == "chat":
-            return self._fitting(await self._conversation(request.chat, tenant), "chat.messages")
+            count = len(request.chat.messages)
+            if count > MAX_MESSAGES:
+                raise InvalidField("chat.messages", f"has more than {MAX_MESSAGES} messages")
+            size = sum(len(message.content.encode()) for message in request.chat.messages)
+            self._check_length(size, "chat.messages")
+            long = size > _LONG_TEXT or count > _LONG_CHAT
+            encoded = await self._run(tenant, long, lambda: self._encode(self._render(request.chat), special=False))
+            return self._fitting(encoded, "chat.messages")
         raise InvalidField("input", "one of text, chat and tokens must be set")
 
     async def prediction(self, request: target_pb2.GenerateRequest, tenant: str) -> tuple[int, ...]:
@@ -106,15 +113,6 @@ class Prompts:
 
     def _encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
         return tuple(self._need_tokenizer().encode(text, add_special_tokens=special))
-
-    async def _conversation(self, chat: target_pb2.ChatInput, tenant: str) -> tuple[int, ...]:
-        count = len(chat.messages)
-        if count > MAX_MESSAGES:
-            raise InvalidField("chat.messages", f"has more than {MAX_MESSAGES} messages")
-        size = sum(len(message.content.encode()) for message in chat.messages)
-        self._check_length(size, "chat.messages")
-        long = size > _LONG_TEXT or count > _LONG_CHAT
-        return await self._run(tenant, long, lambda: self._encode(self._render(chat), special=False))
 
     def _render(self, chat: target_pb2.ChatInput) -> str:
         """The conversation in the model's chat template, up to the beginning of the assistant's answer."""

@@ -392,7 +392,10 @@ class Scheduler:
                     return True
                 except OutOfPages:
                     pass
-            self._preempt(self._victim(sequence, own=limited))
+            # Itself, if there is no other; at its tenant's limit only one of the same tenant.
+            tenant = sequence.request.tenant if limited else None
+            victims = (one for one, _ in order_of_preemption(self.running, self._idle))
+            self._preempt(next((one for one in victims if tenant in (None, one.request.tenant)), sequence))
         return False
 
     def _at_limit(self, sequence: Sequence, count: int) -> bool:
@@ -415,13 +418,6 @@ class Scheduler:
             and sequence.kv_length + 1 == len(sequence.token_ids)
             and sequence.external_tree is None
         )
-
-    def _victim(self, sequence: Sequence, *, own: bool) -> Sequence:
-        """The sequence to preempt for `sequence`: itself, if there is no other. `own`: only of the same tenant."""
-        for victim, _ in order_of_preemption(self.running, self._idle):
-            if not own or victim.request.tenant == sequence.request.tenant:
-                return victim
-        return sequence
 
     def _preempt(self, sequence: Sequence) -> None:
         evicted = self._idle(sequence)

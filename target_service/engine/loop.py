@@ -215,7 +215,10 @@ class EngineLoop:
         """Launch the step after `step` while that runs, unless a draft or client needs its tokens first."""
         clock, running = StepClock(), self.scheduler.running
         self._follow_load()
-        ahead = step.launched.followable and all(map(self._needs_no_host, running))
+        # Neither host nor client needs a sequence's tokens before they are fed.
+        ahead = step.launched.followable and all(
+            [not one.request.external and self.live[one.sequence_id].verifier.on_device for one in running]
+        )
         use = self.gathering.choose(running, ahead=ahead)
         self._mode = self._choose_mode(running) if ahead and use is Use.PLAIN else Launch.AHEAD
         if use is Use.AFTER or not ahead or self._mode is Launch.HELD or self.gathering.awaits_tokens(running):
@@ -286,10 +289,6 @@ class EngineLoop:
             self._steps.tables.trust = self._policy.trust
         clock.planned = time.monotonic_ns()
 
-    def _needs_no_host(self, sequence: Sequence) -> bool:
-        """Whether neither host nor client needs the sequence's tokens before they are fed."""
-        return not sequence.request.external and self.live[sequence.sequence_id].verifier.on_device
-
     def _begin(self, schedule: Schedule, gathered: Gathered, clock: StepClock, *, behind: Step | None = None) -> Step:
         stride, device_rows = self._passes(schedule, gathered, behind)
         batch = lay_out(schedule.chunks, gathered.trees, self._runner.cache, stride, device_rows)
@@ -351,7 +350,8 @@ class EngineLoop:
         )
         ended_ns = self._ended_ns
         self._free_ns, self._ended_ns = step.clock.forwarded, step.clock.committed
-        self.scheduler.times.observe(*step.work, step.seconds_since(ended_ns), own=step.own)
+        seconds = (step.clock.committed - (ended_ns or step.clock.begun)) * 1e-9 / step.stride
+        self.scheduler.times.observe(*step.work, seconds, own=step.own)
         if not stats.prefill_rows:
             self._learning.observe_forward(step, stats, seen_running=self._seen_running)
             if ended_ns:

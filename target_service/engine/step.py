@@ -79,10 +79,6 @@ class Step:
         """Sequences that decode in it, and rows of prompts."""
         return sum([item.known == 1 for item in self.batch.items]), self.batch.prefill_rows
 
-    def seconds_since(self, ended_ns: int) -> float:
-        """Seconds of one of its passes from the end of the step before; `ended_ns` is 0 after a pause."""
-        return (self.clock.committed - (ended_ns or self.clock.begun)) * 1e-9 / self.stride
-
     def await_tokens(self) -> None:
         """Lay out its sequences as if it had sampled their tokens and accepted no drafts, until `forget_tokens`."""
         items, stride = self.batch.items, self.stride

@@ -164,7 +164,9 @@ class EngineLink(EngineFront, asyncio.Protocol):
             if isinstance(message, messages.Report):
                 self._receive(message)
             elif isinstance(message, messages.WeightsDone):
-                self._end_update(message)
+                done, result = self._updates.pop(message.update_id, None), message.updated or message.refused
+                if done is not None and result is not None:
+                    done(result)
             elif isinstance(message, messages.Drafter):
                 self.draft_info = message.info
             elif isinstance(message, messages.Dead):
@@ -197,11 +199,6 @@ class EngineLink(EngineFront, asyncio.Protocol):
             if isinstance(event, SequenceFinished):
                 self._close(event.sequence_id, event.totals, event.finish.reason.value)
         self._dispatch(report.events)
-
-    def _end_update(self, message: messages.WeightsDone) -> None:
-        done, result = self._updates.pop(message.update_id, None), message.updated or message.refused
-        if done is not None and result is not None:
-            done(result)
 
     def _close(self, sequence_id: int, totals: SequenceTotals, outcome: str) -> None:
         request = self._forget(sequence_id)

@@ -57,11 +57,6 @@ class StepTime(RunningTime):
         if not is_first and len(self.last) == _IN_A_ROW:
             self.value = min(self.value, max(self.last))
 
-    def count_from(self, value: float) -> None:
-        """Set the time to `value`, in a new unit."""
-        self.value = value
-        self.last.clear()
-
     def warm_start(self) -> StepTime:
         """A copy that a few steps outweigh."""
         return StepTime(value=self.value, count=min(self.count, _INHERITED), first_few=ENOUGH_OF_MANY)
@@ -92,7 +87,8 @@ class LoadTimes:
         if self.fed and self.unfed_steps == enough_plain(ahead=ahead):
             # The overhead was counted in plain steps that fed a head, which are longer.
             ratio, self.fed = self.fed / self.plain.value, 0.0
-            self.overhead.count_from(max(0.0, (1 + self.overhead.value) * ratio - 1))
+            self.overhead.value = max(0.0, (1 + self.overhead.value) * ratio - 1)
+            self.overhead.last.clear()
 
     def observe_after(self, seconds: float, row_cost: float, *, answered: bool) -> None:
         """A step that waited for drafts, whose rows cost `row_cost` plain steps."""

@@ -150,8 +150,8 @@ class Gathering:
         load, others = len(running), len(running) - len(eligible)
         # Per token of plain steps, which make more than one each where the device drafts for them.
         expected = sum(map(self.budget.expected_tokens, records)) / self.policy.tokens_each.value + others
-        if self._reads_prompts(running):
-            # The times of such steps are not observed.
+        if self.scheduler.admits or any([one.kv_length + 1 < len(one.token_ids) for one in running]):
+            # It reads prompts: the times of such steps are not observed.
             return self.switch.best(load, expected)
         return self.switch.choose(load, expected, ahead=ahead, sending=self._sending(load))
 
@@ -186,11 +186,6 @@ class Gathering:
         if self.drafting.reads_features:
             return _SENDING * load + _SENDING_HEADS
         return _SENDING * load if load > FOLLOWED_ANYWAY else 0.0
-
-    def _reads_prompts(self, running: SequenceOf[Sequence]) -> bool:
-        """Whether the next step has rows of prompts."""
-        reading = (sequence.kv_length + 1 < len(sequence.token_ids) for sequence in running)
-        return self.scheduler.admits or any(reading)
 
     def observe(self, load: int, seconds: float, gathered: Gathered, *, behind_tree: bool) -> None:
         """Observe the time of a step that only decoded, from the end of the step before it. `behind_tree`: that one had
