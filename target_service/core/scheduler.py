@@ -197,11 +197,8 @@ class Scheduler:
         return min(known, self._prefill_chunk)
 
     def _share_places(self) -> tuple[list[Sequence], list[Sequence], dict[str, int], float]:
-        """Divide the places of the next step among tenants.
-
-        Returns the running sequences that decode and those that read, how many waiting ones may join by tenant, and
-        the seconds that the step may take: infinite where it is one tenant's own.
-        """
+        """The running sequences that decode in the next step and those that read, how many waiting ones may join by
+        tenant, and the seconds that the step may take: infinite where it is one tenant's own."""
         ready, demands = self._ready()
         self._note_kept_out(self._add_waiting(demands) if self._waiting else None)
         shares = {tenant: demand.limits for tenant, demand in demands.items()}

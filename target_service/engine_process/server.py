@@ -145,7 +145,10 @@ class EngineServer:
         engine = self._engine
         assert engine is not None, "the engine is not ready"
         if isinstance(message, messages.Submit):
-            self._submit(engine, message)
+            try:
+                engine.submit(message.request, message.sequence_id)
+            except OutriderError as error:
+                self._reporter.report(engine, [SequenceFailed(message.sequence_id, error)])
         elif isinstance(message, messages.Cancel):
             engine.cancel(message.sequence_id)
         elif isinstance(message, messages.UpdateWeights):
@@ -170,12 +173,6 @@ class EngineServer:
             engine.update_weights(message.update, done, message.update_id)
         except OutriderError as error:
             done(error)
-
-    def _submit(self, engine: Engine, message: messages.Submit) -> None:
-        try:
-            engine.submit(message.request, message.sequence_id)
-        except OutriderError as error:
-            self._reporter.report(engine, [SequenceFailed(message.sequence_id, error)])
 
 
 def build(config: TargetConfig, reporter: Reporter) -> Assembled:

@@ -56,7 +56,13 @@ class Features:
         cannot provide them."""
         self._connected = False
         if request is not None:
-            self._find_head(request)
+            runner = self._runner
+            if request.projected and not self._head_is_named:
+                # A head that comes with Outrider, since the operator has named none.
+                layers, width = len(runner.cache.keys), runner.hidden_size
+                runner.draft_head = shipped_draft_head(request.projection_fingerprint, layers, width)
+                if runner.draft_head is not None and runner.draft_head.projection is not None:
+                    runner.draft_head.projection.to(device=runner.device, dtype=runner.dtype)
             self._check(request)
         self._follow(request)
         self._connected = request is not None
@@ -170,17 +176,6 @@ class Features:
         """Drop every vector: they were computed with other weights, or have another form than is sent now."""
         self._kept.clear()
         self._fresh.clear()
-
-    def _find_head(self, request: FeatureRequest) -> None:
-        """Take the projection of a head that comes with Outrider, unless the operator has named one."""
-        runner = self._runner
-        if self._head_is_named or not request.projected:
-            return
-        runner.draft_head = shipped_draft_head(
-            request.projection_fingerprint, len(runner.cache.keys), runner.hidden_size
-        )
-        if runner.draft_head is not None and runner.draft_head.projection is not None:
-            runner.draft_head.projection.to(device=runner.device, dtype=runner.dtype)
 
     def _check(self, request: FeatureRequest) -> None:
         """Raise `NotSupported` unless this target can provide the features."""
