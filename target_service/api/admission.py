@@ -18,6 +18,8 @@ from target_service.core.sequence import SequenceRequest
 
 # Most output tokens of a request that sets no limit.
 DEFAULT_MAX_TOKENS = 1024
+# How tokens are sampled and verified, and the rule of TYPICAL.
+_Rules = tuple[SamplingParams, VerificationMode, TypicalAcceptance]
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,7 @@ class Admission:
         served, options = self.served, request.speculation
         if request.model not in ("", served.name):
             raise UnknownModel("another model is served", served=served.name)
-        sampling = self._sampling(request.sampling, "sampling")
-        mode, typical = self._mode(options, sampling, "speculation")
+        rules = self._rules(request.sampling, "sampling", options, "speculation")
         max_nodes = options.max_nodes if options.HasField("max_nodes") else served.max_rows - 1
         if max_nodes > served.max_rows - 1:
             raise InvalidField("speculation.max_nodes", f"must be at most {served.max_rows - 1}")
@@ -84,7 +85,7 @@ class Admission:
         prediction = await self._prompts.prediction(request, tenant)
         enabled = options.enabled if options.HasField("enabled") else True
         return replace(
-            self._request(prompt, sampling, mode, typical, tenant, traceparent),
+            self._request(prompt, rules, tenant, traceparent),
             speculate=enabled and served.speculation and max_nodes > 0,
             max_draft_nodes=max_nodes,
             corpus=corpus,
@@ -95,23 +96,14 @@ class Admission:
     def verification(self, request: target_pb2.OpenVerification, tenant: str, traceparent: str) -> SequenceRequest:
         """The engine request of an `open` frame of `Verify`. Raises what `generation` does."""
         self.quotas.request(tenant)
-        sampling = self._sampling(request.sampling, "open.sampling")
-        mode, typical = self._mode(request, sampling, "open")
+        rules = self._rules(request.sampling, "open.sampling", request, "open")
         prompt = self._prompts.checked(request.token_ids, "open.token_ids")
-        common = self._request(prompt, sampling, mode, typical, tenant, traceparent)
+        common = self._request(prompt, rules, tenant, traceparent)
         return replace(common, speculate=False, max_draft_nodes=self.served.max_rows - 1, external=True)
 
-    def _request(
-        self,
-        prompt: tuple[int, ...],
-        sampling: SamplingParams,
-        mode: VerificationMode,
-        typical: TypicalAcceptance,
-        tenant: str,
-        traceparent: str,
-    ) -> SequenceRequest:
+    def _request(self, prompt: tuple[int, ...], rules: _Rules, tenant: str, traceparent: str) -> SequenceRequest:
         """What both calls have in common."""
-        limits = self.quotas.table.of(tenant)
+        (sampling, mode, typical), limits = rules, self.quotas.table.of(tenant)
         return SequenceRequest(
             token_ids=prompt,
             sampling=sampling,
@@ -125,16 +117,16 @@ class Admission:
             traceparent=traceparent,
         )
 
-    def _sampling(self, pb: Any, field_path: str) -> SamplingParams:
-        sampling = sampling_from_pb(pb, self.served.vocabulary_size, field_path)
+    def _rules(
+        self,
+        sampling_pb: Any,
+        sampling_path: str,
+        pb: target_pb2.SpeculationOptions | target_pb2.OpenVerification,
+        field_path: str,
+    ) -> _Rules:
+        sampling = sampling_from_pb(sampling_pb, self.served.vocabulary_size, sampling_path)
         if sampling.stop and self.served.tokenizer is None:
             raise NotSupported("the model has no tokenizer; use stop_token_ids")
-        return sampling
-
-    def _mode(
-        self, pb: target_pb2.SpeculationOptions | target_pb2.OpenVerification, sampling: SamplingParams, field_path: str
-    ) -> tuple[VerificationMode, TypicalAcceptance]:
-        """The verification mode, and the rule of TYPICAL."""
         try:
             mode = sampling.mode(mode_from_pb(pb.mode, f"{field_path}.mode"))
         except InvalidField as error:
@@ -143,7 +135,7 @@ class Admission:
             raise NotSupported("this target allows lossless modes only; its operator can set --allow-lossy")
         if pb.HasField("typical") and mode is not VerificationMode.TYPICAL:
             raise InvalidField(f"{field_path}.typical", f"is not for mode {mode.value}")
-        return mode, typical_from_pb(pb.typical, f"{field_path}.typical")
+        return sampling, mode, typical_from_pb(pb.typical, f"{field_path}.typical")
 
     def _max_tokens(self, sampling: SamplingParams, prompt_length: int, limits: TenantLimits) -> int:
         """Most output tokens: as requested, or the default, within the context and the tenant's share of the cache."""

@@ -38,10 +38,10 @@ class EngineFront:
         """Refuse new requests; those under way continue."""
         self._draining = True
 
-    def check_update(self) -> int:
-        """The id of a new update of the weights. Raises `Draining` and `EngineDead`."""
+    def check_update(self, update_id: int | None = None) -> int:
+        """The id of a new update of the weights: the one given, or the next. Raises `Draining` and `EngineDead`."""
         self._check_up()
-        return next(self._update_ids)
+        return next(self._update_ids) if update_id is None else update_id
 
     def check_tree(self, sequence_id: int, tree: TokenTree) -> None:
         """Check a client's tree. Raises `WrongRoot`, and `UnknownSequence` also where the client does not draft."""

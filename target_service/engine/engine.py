@@ -103,8 +103,7 @@ class Engine(EngineFront):
 
         Raises `Draining`, `EngineDead`, and `QuotaExceeded` while another update is under way.
         """
-        minted = self.check_update()
-        update_id = minted if update_id is None else update_id
+        update_id = self.check_update(update_id)
         self._exchange.begin(update_id, update, done)
         return update_id
 

@@ -29,10 +29,6 @@ class PredictedTree(TokenTree):
         """How many of the accepted rows the prediction holds."""
         return sum(self.predicted[row] > 0.0 for row in accepted_rows)
 
-    def accepted_drafted(self, accepted_rows: SequenceOf[int]) -> int:
-        """How many of the accepted rows the draft holds."""
-        return sum(self.scores[row] > 0.0 for row in accepted_rows)
-
 
 class MergedTree:
     """A growing tree, if there is one, and predicted chains below the same root. Equal nodes are one.

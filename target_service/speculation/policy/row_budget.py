@@ -232,12 +232,10 @@ class RowBudget:
     def observe(self, tree: TokenTree, accepted_rows: SequenceOf[int], record: SequenceRecord, row_cost: float) -> None:
         """Learn from a verified tree, in a step whose rows cost `row_cost` plain steps."""
         record.spend(1 + len(accepted_rows), row_cost)
-        own = tree.accepted_drafted(accepted_rows) if isinstance(tree, PredictedTree) else len(accepted_rows)
-        _learn(self.calibration, tree, tree.scores, accepted_rows, own, record)
+        _learn(self.calibration, tree, tree.scores, accepted_rows, record)
 
     def observe_predicted(self, tree: PredictedTree, accepted_rows: SequenceOf[int], record: SequenceRecord) -> None:
-        accepted = tree.accepted_predicted(accepted_rows)
-        _learn(self.of_predictions, tree, tree.predicted, accepted_rows, accepted, record)
+        _learn(self.of_predictions, tree, tree.predicted, accepted_rows, record)
 
 
 def _learn(
@@ -245,17 +243,18 @@ def _learn(
     tree: TokenTree,
     scores: SequenceOf[float],
     accepted_rows: SequenceOf[int],
-    accepted: int,
     record: SequenceRecord,
 ) -> None:
     """Calibrate the scores of one source, by the children of accepted rows. In a merged tree, rows that the source does
     not hold have a score of 0."""
-    merged, expected = isinstance(tree, PredictedTree), 0.0
+    merged, expected, accepted = isinstance(tree, PredictedTree), 0.0, 0
     for row in (0, *accepted_rows):
         for child in tree.children[row]:
             if scores[child] or not merged:
+                was_accepted = child in accepted_rows
                 expected += calibration.probability(scores[child])
-                calibration.observe(scores[child], child in accepted_rows)
+                calibration.observe(scores[child], was_accepted)
+                accepted += was_accepted
     if expected:
         record.observe(expected, accepted)
 

@@ -150,13 +150,11 @@ class RowPolicy:
         """Rows of a pass of sequences with these limits, beside `read_rows` of prompts; 0 for a plain one."""
         # Sizes of passes without prompts, which the device could run instead.
         sizes, sequences = _sizes(limits, 0, max_rows), len(limits)
-        if not read_rows:
-            if not sizes or self._cost is None:
-                return sizes[-1] if sizes else 0
-            return self._tried(sizes, sequences, kind, waits)
-        beside = _sizes(limits, read_rows, max_rows)
+        beside = _sizes(limits, read_rows, max_rows) if read_rows else sizes
         if not beside or self._cost is None:
             return beside[-1] if beside else 0
+        if not read_rows:
+            return self._tried(sizes, sequences, kind, waits)
         rate = sequences * max(self._rates(sizes, sequences, kind, waits).values())
         tokens = {rows: sequences * self._tokens(sequences, rows - read_rows, kind) for rows in beside}
         # Rows pay if they bring more than passes without prompts do in the time that they take.
