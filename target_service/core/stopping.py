@@ -108,19 +108,15 @@ class StopChecker:
             # Nearly all commits.
             return len(new_ids), None
         for count, token in enumerate(new_ids, start=1):
-            finish = self._after(token, length + count)
-            if finish is not None:
-                return count, finish
+            if length + count > self._min_tokens:
+                if token in self._stops:
+                    return count, Finish(FinishReason.STOP, stop_token_id=token)
+                if token in self._ends:
+                    return count, Finish(FinishReason.END_OF_SEQUENCE, stop_token_id=token)
+            if self._text is not None:
+                self._text.push((token,))
+                if self._text.matched is not None:
+                    return count, Finish(FinishReason.STOP, stop_string=self._text.matched)
+            if length + count >= self._max_tokens:
+                return count, Finish(FinishReason.LENGTH)
         return len(new_ids), None
-
-    def _after(self, token: int, length: int) -> Finish | None:
-        if length > self._min_tokens:
-            if token in self._stops:
-                return Finish(FinishReason.STOP, stop_token_id=token)
-            if token in self._ends:
-                return Finish(FinishReason.END_OF_SEQUENCE, stop_token_id=token)
-        if self._text is not None:
-            self._text.push((token,))
-            if self._text.matched is not None:
-                return Finish(FinishReason.STOP, stop_string=self._text.matched)
-        return Finish(FinishReason.LENGTH) if length >= self._max_tokens else None

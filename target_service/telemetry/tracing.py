@@ -58,6 +58,7 @@ class RequestTrace:
             attributes={"rpc.system.name": "grpc", "rpc.method": method},
             start_time=time.time_ns(),
         )
+        # Until the request ends.
         self.recording = self._span.is_recording()
         self.traceparent = traceparent_of(self._span)
         self._in_span = trace.set_span_in_context(self._span)
@@ -67,7 +68,6 @@ class RequestTrace:
         # Sums of the verdicts so far: all that is known of a request that is cancelled.
         self._seen = SequenceTotals()
         self._lossy = False
-        self._ended = False
 
     def accepted(
         self, sequence_id: int, request: SequenceRequest, model: str, *, chat: bool = False, requested_model: str = ""
@@ -128,7 +128,7 @@ class RequestTrace:
         span.end(end_time=now)
 
     def finished(self, finish: Finish, totals: SequenceTotals) -> None:
-        if self.recording and not self._ended:
+        if self.recording:
             self._span.set_attribute("gen_ai.response.finish_reasons", (finish.reason.value,))
         self._end("OK", finish.reason.value, "", totals)
 
@@ -142,15 +142,12 @@ class RequestTrace:
     def abandoned(self, time_remaining: float | None) -> None:
         """The caller went away, or its deadline passed; `time_remaining` is gRPC's, None without a deadline."""
         expired = time_remaining is not None and time_remaining <= 0
-        code = "DEADLINE_EXCEEDED" if expired else "CANCELLED"
-        self._end(code, "cancelled")
+        self._end("DEADLINE_EXCEEDED" if expired else "CANCELLED", "cancelled")
 
     def _end(self, code: str, outcome: str, reason: str = "", totals: SequenceTotals | None = None) -> None:
-        if self._ended:
-            return
-        self._ended = True
         if not self.recording:
             return
+        self.recording = False
         self._span.set_attribute("outrider.outcome", outcome)
         if totals is not None:
             attributes = totals_attributes(totals)
