@@ -6,6 +6,7 @@ here for a draft that connects late.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Container, Iterable
 from collections.abc import Sequence as SequenceOf
 
@@ -35,7 +36,7 @@ class Features:
         self._request: FeatureRequest | None = None
         # Whether a draft that reads them is connected.
         self._connected = False
-        self._kept: dict[int, KeptVectors] = {}
+        self._kept: defaultdict[int, KeptVectors] = defaultdict(KeptVectors)
         # Sequences with new vectors of the last step, and whether it committed tokens of them.
         self._fresh: dict[int, tuple[KeptVectors, bool]] = {}
         self._encoder = FeatureEncoder(runner.device)
@@ -104,9 +105,7 @@ class Features:
             sequence_id = item.sequence.sequence_id
             if sequence_id not in followed:
                 continue
-            kept = self._kept.get(sequence_id)
-            if kept is None:
-                kept = self._kept[sequence_id] = KeptVectors()
+            kept = self._kept[sequence_id]
             # Tokens before the step.
             length = len(item.sequence.token_ids) if outcome is None else item.start + item.known
             begin = max(item.start, kept.end, 0 if behind is None else length - behind)
