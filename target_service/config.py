@@ -14,6 +14,7 @@ MOST_LOOKED_UP = 15
 MOST_DRAFTED = 255
 # More than any machine has cores for.
 MOST_THREADS = 1024
+# Most sequences of one step.
 MAX_SEQUENCES = 1024
 
 
