@@ -22,7 +22,7 @@ from outrider.settings import CONFIG_VARIABLE, SettingsError, add_flags, load, s
 from target_service.config import TargetConfig
 
 if TYPE_CHECKING:
-    from target_service.engine_process.client import EngineLink
+    from target_service.lifecycle import EngineHost
 
 _DESCRIPTION = """Serve a model over gRPC, with speculative decoding when a draft service is given.
 
@@ -33,7 +33,8 @@ _EPILOG = """exit status: 0 after SIGTERM or SIGINT, 1 when the model cannot be 
 settings that cannot work."""
 
 
-def _parser() -> argparse.ArgumentParser:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse, load, serve; returns the exit status."""
     parser = CommandParser(
         prog="outrider target",
         usage="%(prog)s [--config FILE] [--model MODEL] [--listen ADDRESS] [--draft ADDRESS] [setting ...]",
@@ -44,12 +45,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with a [target] table")
     add_flags(parser, TargetConfig)
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse, load, serve; returns the exit status."""
-    parser = _parser()
     flags = parser.parse_args(arguments)
     named = settings_file(flags)
     prepare_grpc()
@@ -78,25 +73,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _serve(config: TargetConfig) -> int:
-    # Started before this process has threads.
-    host = _start_engine(config) if config.engine_apart else None
+    host: EngineHost | None = None
+    if config.engine_apart:
+        # Started before this process has threads.
+        from target_service.engine_process.client import EngineLink
+
+        host = EngineLink(config, tokenizer=lambda: _tokenizer(config.model))
     from target_service.lifecycle import serve_engine
     from target_service.shared_engine import SharedEngine
 
     return run(serve_engine(config, host or SharedEngine(config)))
 
 
-def _start_engine(config: TargetConfig) -> EngineLink:
-    from target_service.engine_process.client import EngineLink
+def _tokenizer(model: str) -> Any:
+    from transformers import AutoTokenizer
 
-    def tokenizer() -> Any:
-        from transformers import AutoTokenizer
+    from target_service.model.loading.store import resolve
 
-        from target_service.model.loading.store import resolve
-
-        return AutoTokenizer.from_pretrained(str(resolve(config.model)))
-
-    return EngineLink(config, tokenizer=tokenizer)
+    return AutoTokenizer.from_pretrained(str(resolve(model)))
 
 
 if __name__ == "__main__":

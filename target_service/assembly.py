@@ -16,16 +16,14 @@ from outrider.errors import NotSupported
 from outrider.runtime import in_passing_thread
 from outrider.settings import SettingsError
 from outrider.wire.frames import StoppableLink
-from target_service.api.admission import Runtime, ServedModel
+from target_service.api.admission import ServedModel
 from target_service.config import TargetConfig
-from target_service.core.scheduler import SchedulerConfig
-from target_service.engine.engine import Engine, EngineConfig
-from target_service.engine.stats import EngineObserver
+from target_service.core.events import EngineObserver
+from target_service.engine.engine import Engine
 from target_service.model.loading.loader import load_runner
 from target_service.model.runner import ModelRunner
-from target_service.preflight import EngineRefused, drafting_config, speculates
-from target_service.speculation.policy.cost_profile import measure_step_cost
-from target_service.speculation.policy.step_cost import StepCost
+from target_service.preflight import EngineRefused
+from target_service.speculation.policy.step_cost import StepCost, measure_step_cost
 
 logger = logging.getLogger(__name__)
 
@@ -49,23 +47,15 @@ def load_model(config: TargetConfig) -> ModelRunner:
         raise EngineRefused(1, f"cannot serve {config.model}: {error}{hint}") from None
 
 
-def engine_config(config: TargetConfig) -> EngineConfig:
-    """The settings of the engine."""
-    return EngineConfig(
-        scheduler=SchedulerConfig(config.max_running, config.step_rows, config.chunk_rows),
-        drafting=drafting_config(config),
-        max_waiting=config.max_waiting,
-        max_draft_nodes=config.max_draft_nodes,
-        chains=config.batch_invariant,
-        lockstep=config.lockstep,
-        typical=config.allow_lossy,
-    )
-
-
 def served_model(config: TargetConfig, runner: ModelRunner) -> ServedModel:
     """The model's description and limits, for clients and their requests."""
-    cache = runner.cache
+    cache, device = runner.cache, runner.device
     kv_tokens = cache.num_pages * cache.page_size
+    try:
+        triton_version = version("triton")
+    except PackageNotFoundError:
+        triton_version = ""
+    captured, capturable = runner.captured_steps
     return ServedModel(
         name=runner.name,
         vocabulary_size=runner.vocabulary_size,
@@ -77,25 +67,14 @@ def served_model(config: TargetConfig, runner: ModelRunner) -> ServedModel:
         end_token_ids=runner.end_token_ids,
         tokenizer_fingerprint=runner.tokenizer_fingerprint,
         tokenizer=runner.tokenizer,
-        speculation=speculates(config) or runner.node_table is not None,
+        speculation=config.speculates or runner.node_table is not None,
         predictions=config.speculation,
         lossy=config.allow_lossy,
-        runtime=_runtime(config, runner),
         kv_token_bytes=cache.token_bytes,
-    )
-
-
-def _runtime(config: TargetConfig, runner: ModelRunner) -> Runtime:
-    try:
-        triton_version = version("triton")
-    except PackageNotFoundError:
-        triton_version = ""
-    captured, capturable = runner.captured_steps
-    return Runtime(
         torch_version=str(torch.__version__),
         triton_version=triton_version,
-        device=str(runner.device),
-        device_name=torch.cuda.get_device_name(runner.device) if runner.device.type == "cuda" else "",
+        device=str(device),
+        device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else "",
         captured_steps=captured,
         capturable_steps=capturable,
         lookup=runner.node_table is not None and config.lookup_rows > 0,
@@ -112,7 +91,7 @@ class Assembled:
 
     def stop(self) -> None:
         """Fail the remaining sequences and free everything. Waits for the step under way."""
-        self.engine.stop(0.0)
+        self.engine.stop()
         if self.link is not None:
             self.link.stop()
 
@@ -120,23 +99,21 @@ class Assembled:
 def assemble(
     config: TargetConfig, runner: ModelRunner, observer: EngineObserver | None, connect: Connect | None = None
 ) -> Assembled:
-    """Measure step costs if they are used, create the engine, and connect its draft, if there is one.
-
-    `connect` is the result of `prepared_draft`. Raises `EngineRefused` for a draft that does not fit the model.
-    """
+    """Measure step costs if they are used, create the engine, and connect its draft, if there is one. `connect` is the
+    result of `prepared_draft`. Raises `EngineRefused` for a draft that does not fit the model."""
     cost = None
     if (config.speculation or runner.node_table is not None) and config.row_budget == "adaptive":
         logger.info("measuring the cost of a step by its rows")
         cost = in_passing_thread(lambda: _step_cost(runner, config))
-    engine = Engine(runner, engine_config(config), step_cost=cost, observer=observer)
+    engine = Engine(runner, config, step_cost=cost, observer=observer)
     served = served_model(config, runner)
     if connect is None:
         return Assembled(engine, served)
     try:
-        link = connect(engine.draft_events, runner.vocabulary_size, runner.tokenizer_fingerprint)
+        link = connect(engine.drafting, runner.vocabulary_size, runner.tokenizer_fingerprint)
     except SettingsError as error:
         raise EngineRefused(2, f"error: --draft: {error}") from None
-    engine.attach_draft(link)
+    engine.drafting.attach(link)
     return Assembled(engine, served, link)
 
 

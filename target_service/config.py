@@ -179,11 +179,19 @@ class TargetConfig(Settings):
     log_level: str = setting("info", "log level", choices=("debug", "info", "warning", "error"))
 
     @property
-    def tenant_limits(self) -> TenantLimits:
-        """Limits of a tenant without any in the tokens' file. By default no tenant alone can fill the queue.
+    def speculates(self) -> bool:
+        """Whether a draft service is used at all."""
+        return self.speculation and bool(self.draft)
 
-        Raises `SettingsError` for numbers that cannot work.
-        """
+    @property
+    def drafting_resumes_at(self) -> int:
+        """Running sequences at which drafting resumes after load has stopped it: fewer, so that it does not flap."""
+        return max(1, int(self.speculative_disable_queue_size * 0.75))
+
+    @property
+    def tenant_limits(self) -> TenantLimits:
+        """Limits of a tenant without any in the tokens' file. By default no tenant alone can fill the queue. Raises
+        `SettingsError` for numbers that cannot work."""
         return TenantLimits(
             running=self.tenant_running,
             waiting=self.tenant_waiting or max(1, self.max_waiting // 2),

@@ -6,7 +6,8 @@ import asyncio
 import logging
 import time
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 from outrider import __version__
 from outrider.limits import TenantTable
@@ -15,20 +16,14 @@ from outrider.serving import Authenticator, GrpcServer, Service, ServingOptions,
 from outrider.telemetry.names import TARGET_SERVICE
 from outrider.telemetry.registry import MetricsServer
 from outrider.telemetry.rpc import RpcMetricsInterceptor
-from outrider.telemetry.tracing import Tracing, set_up_tracing
+from outrider.telemetry.tracing import set_up_tracing
 from outrider.v1 import target_pb2_grpc
-from target_service.api.admission import Admission, ServedModel
-from target_service.api.server import SERVICE_NAME, StreamLimits, TargetServicer
-from target_service.api.weights import WeightRules, WeightUpdates
+from target_service.api.admission import ServedModel
+from target_service.api.server import SERVICE_NAME, TargetServicer
 from target_service.config import TargetConfig
-from target_service.core.events import Sequences, ServingEngine
+from target_service.core.events import EngineObserver, Sequences, ServingEngine
 from target_service.core.quotas import TenantQuotas
-from target_service.preflight import drafting_config, speculates
-from target_service.speculation_state import SpeculationState, speculation_state
 from target_service.telemetry.metrics import PrometheusObserver
-
-if TYPE_CHECKING:
-    from target_service.engine.stats import EngineObserver
 
 logger = logging.getLogger(__name__)
 
@@ -46,26 +41,25 @@ class EngineHost(Protocol):
     async def stop(self) -> None: ...
 
 
+@dataclass
 class EngineWorker:
     """The engine as a worker of the server's lifecycle."""
 
-    def __init__(self, engine: ServingEngine, heartbeat_seconds: float) -> None:
-        self._engine = engine
-        self._heartbeat_seconds = heartbeat_seconds
+    engine: ServingEngine
+    heartbeat_seconds: float
 
     def alive(self) -> bool:
         """Whether the engine's loop ran recently."""
-        age = (time.monotonic_ns() - self._engine.last_beat_ns) / 1e9
-        return self._engine.failure is None and age < self._heartbeat_seconds
+        age = (time.monotonic_ns() - self.engine.last_beat_ns) / 1e9
+        return self.engine.failure is None and age < self.heartbeat_seconds
 
     def failure(self) -> BaseException | None:
-        """Why the engine has failed; None while it has not."""
-        return self._engine.failure
+        return self.engine.failure
 
     async def drain(self) -> None:
         """Refuse new requests and wait for those under way."""
-        self._engine.drain()
-        while self._engine.snapshot().sequences:
+        self.engine.drain()
+        while self.engine.snapshot().sequences:
             await asyncio.sleep(_DRAIN_POLL)
 
 
@@ -93,33 +87,6 @@ def _make_server(config: TargetConfig, quotas: TenantQuotas, calls: RpcMetricsIn
     return GrpcServer(options, [Service(SERVICE_NAME)], [calls])
 
 
-def _make_servicer(
-    config: TargetConfig, served: ServedModel, sequences: Sequences, engine: ServingEngine, tracing: Tracing
-) -> TargetServicer:
-    def speculation() -> SpeculationState:
-        return speculation_state(
-            drafting_config(config),
-            engine.snapshot(),
-            engine.draft_info,
-            draft=config.draft,
-            wanted=config.speculation,
-            lookup=served.runtime.lookup,
-        )
-
-    weights = WeightUpdates(
-        engine,
-        WeightRules(
-            config.weights_folder,
-            config.weights_staging,
-            int(config.weights_stream_gb * 1e9),
-            config.weights_without_token,
-        ),
-    )
-    limits = StreamLimits(max_sequences=config.max_sequences_per_stream, idle_seconds=config.verify_idle_seconds)
-    admission = Admission(served, sequences.quotas)
-    return TargetServicer(sequences, admission, limits, speculation, tracing, weights, tokens=bool(config.auth_tokens))
-
-
 async def serve_engine(config: TargetConfig, host: EngineHost, stopping: asyncio.Event | None = None) -> int:
     """Load and serve until SIGTERM, SIGINT (or `stopping`) or the engine's failure; returns the exit status.
 
@@ -139,16 +106,20 @@ async def serve_engine(config: TargetConfig, host: EngineHost, stopping: asyncio
         stack.push_async_callback(host.stop)
         quotas = TenantQuotas(TenantTable.from_file(config.auth_tokens, config.tenant_limits))
         server = _make_server(config, quotas, calls)
-        metrics = _metrics(config, stack)
+        # At first with the metrics of the process only.
+        metrics = MetricsServer(config.metrics_listen) if config.metrics_listen else None
+        if metrics is not None:
+            stack.callback(metrics.close)
+            logger.info("metrics on http://%s/metrics", metrics.address)
 
         async def load() -> EngineWorker:
             served = await host.load()
             observer = PrometheusObserver(served.name, served.dtype, __version__) if metrics else None
             engine = await host.engine(observer)
-            sequences = Sequences(engine, asyncio.get_running_loop(), quotas)
-            servicer = _make_servicer(config, served, sequences, engine, tracing)
+            sequences = Sequences(engine, quotas)
+            servicer = TargetServicer(config, served, sequences, tracing)
             if observer is not None and metrics is not None:
-                observer.watch(engine, drafted=speculates(config))
+                observer.watch(engine, drafted=config.speculates)
                 metrics.add([observer.metrics, calls.metrics], observer.vllm_names)
             stack.enter_context(settled())
             await host.start(sequences)
@@ -157,13 +128,3 @@ async def serve_engine(config: TargetConfig, host: EngineHost, stopping: asyncio
             return EngineWorker(engine, config.heartbeat_seconds)
 
         return await load_and_serve(server, load, config.drain_seconds, stopping)
-
-
-def _metrics(config: TargetConfig, stack: AsyncExitStack) -> MetricsServer | None:
-    """A metrics server, at first with the metrics of the process only; None where no address is set."""
-    if not config.metrics_listen:
-        return None
-    metrics = MetricsServer(config.metrics_listen)
-    stack.callback(metrics.close)
-    logger.info("metrics on http://%s/metrics", metrics.address)
-    return metrics

@@ -17,7 +17,6 @@ from outrider.settings import SettingsError, comma_words
 from target_service.config import TargetConfig
 from target_service.model.loading.hub import PullFailed, check_hub, fetch_head
 from target_service.model.loading.store import resolve
-from target_service.speculation.config import DraftingConfig
 
 # In tokens; no model has a longer context, and tables by position are allocated for all of it.
 _LONGEST_CONTEXT = 1 << 24
@@ -30,22 +29,6 @@ class EngineRefused(Exception):
         super().__init__(reason)
         self.status = status
         self.reason = reason
-
-
-def speculates(config: TargetConfig) -> bool:
-    """Whether a draft service is used at all."""
-    return config.speculation and bool(config.draft)
-
-
-def drafting_config(config: TargetConfig) -> DraftingConfig:
-    """The settings of drafting."""
-    return DraftingConfig(
-        enabled=speculates(config),
-        disable_above=config.speculative_disable_queue_size,
-        wait_seconds=config.draft_wait_ms / 1e3,
-        failures_to_open=config.draft_failures_to_open,
-        feature_window=config.feature_window,
-    )
 
 
 def check_settings(config: TargetConfig) -> None:
@@ -91,7 +74,7 @@ def prepared_draft(config: TargetConfig) -> Connect | None:
 
     Raises `EngineRefused`.
     """
-    if not speculates(config):
+    if not config.speculates:
         return None
     try:
         options = link_options(config)

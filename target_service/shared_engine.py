@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from outrider.runtime import in_thread_to_leave
 from target_service.api.admission import ServedModel
 from target_service.config import TargetConfig
-from target_service.core.events import Sequences
+from target_service.core.events import EngineObserver, Sequences
 from target_service.engine_process.client import STOP_SECONDS
 from target_service.preflight import check_head, check_model, prepared_draft
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from outrider.drafting.link import Connect
     from target_service.assembly import Assembled
     from target_service.engine.engine import Engine
-    from target_service.engine.stats import EngineObserver
     from target_service.model.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -51,14 +50,12 @@ class SharedEngine:
 
     async def engine(self, observer: EngineObserver | None) -> Engine:
         """Assemble the engine. `observer` is called in its thread. Raises what `assemble` raises."""
-        self._assembled = await in_thread_to_leave(lambda: self._assemble(observer))
-        return self._assembled.engine
-
-    def _assemble(self, observer: EngineObserver | None) -> Assembled:
         from target_service.assembly import assemble
 
-        assert self._runner is not None, "the model is not loaded"
-        return assemble(self._config, self._runner, observer, self._connect)
+        runner, connect = self._runner, self._connect
+        assert runner is not None, "the model is not loaded"
+        self._assembled = await in_thread_to_leave(lambda: assemble(self._config, runner, observer, connect))
+        return self._assembled.engine
 
     async def start(self, sequences: Sequences) -> None:
         """Deliver events to `sequences` from now on."""

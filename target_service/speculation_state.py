@@ -6,12 +6,11 @@ from dataclasses import dataclass
 
 from outrider.drafting.link import INPROCESS_SCHEME
 from outrider.wire.frames import DraftInfo
+from target_service.config import TargetConfig
 from target_service.core.events import EngineSnapshot
-from target_service.speculation.config import DraftingConfig
 
 # The drafter of a target without a draft service whose device drafts.
 LOOKUP = "lookup"
-_DEVICE_DRAFTS = "the device drafts from the text so far"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,33 +27,20 @@ class SpeculationState:
 
 
 def speculation_state(
-    drafting: DraftingConfig,
-    snapshot: EngineSnapshot,
-    info: DraftInfo | None,
-    *,
-    draft: str,
-    wanted: bool,
-    lookup: bool,
+    config: TargetConfig, snapshot: EngineSnapshot, info: DraftInfo | None, *, lookup: bool
 ) -> SpeculationState:
-    """The present state of drafting.
-
-    Args:
-        drafting: when the engine drafts.
-        snapshot: the engine's present state.
-        info: from the draft service; None while it is not connected.
-        draft: address of the draft; empty without one.
-        wanted: speculation is not switched off.
-        lookup: the device drafts too.
-    """
+    """The present state of drafting. `info` is from the draft service, None while it is not connected; `lookup`: the
+    device drafts too."""
+    if not config.speculation:
+        return SpeculationState("", config.draft, reason="it is switched off (--no-speculation)")
     drafter = info.drafter if info is not None else LOOKUP if lookup else ""
-    if not wanted:
-        return SpeculationState("", draft, reason="it is switched off (--no-speculation)")
-    about_draft = _about_draft(drafting, snapshot, draft)
-    reason = f"{_DEVICE_DRAFTS}; {about_draft}" if lookup else about_draft
-    return SpeculationState(drafter, draft, snapshot.draft_connected, snapshot.speculating or lookup, reason)
+    about_draft = _about_draft(config, snapshot)
+    reason = f"the device drafts from the text so far; {about_draft}" if lookup else about_draft
+    return SpeculationState(drafter, config.draft, snapshot.draft_connected, snapshot.speculating or lookup, reason)
 
 
-def _about_draft(drafting: DraftingConfig, snapshot: EngineSnapshot, draft: str) -> str:
+def _about_draft(config: TargetConfig, snapshot: EngineSnapshot) -> str:
+    draft, resumes_at = config.draft, config.drafting_resumes_at
     if not draft:
         return "no draft service is configured (--draft)"
     if not snapshot.draft_connected:
@@ -63,10 +49,10 @@ def _about_draft(drafting: DraftingConfig, snapshot: EngineSnapshot, draft: str)
         return f"the draft at {draft} is not connected{lost and ': '}{lost}"
     if snapshot.speculating:
         return f"the draft at {draft} is connected; steps use its drafts where that pays"
-    if snapshot.running > drafting.resumes_at:
+    if snapshot.running > resumes_at:
         return (
-            f"drafting is off at this load: {snapshot.running} sequences run; it stops above {drafting.disable_above} "
-            f"and resumes at {drafting.resumes_at}"
+            f"drafting is off at this load: {snapshot.running} sequences run; it stops above "
+            f"{config.speculative_disable_queue_size} and resumes at {resumes_at}"
         )
     if snapshot.measuring:
         return "drafting starts soon: the first passes at this load measure the speed without it"

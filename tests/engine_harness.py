@@ -26,15 +26,14 @@ from outrider.wire.frames import (
     SequenceGrowth,
     TreeLimits,
 )
-from target_service.core.scheduler import SchedulerConfig
+from target_service.config import TargetConfig
 from target_service.core.sequence import MAX_STRIDE, SequenceFinished, SequenceRequest, Verdict
-from target_service.engine.loop import EngineConfig, EngineLoop
+from target_service.engine.loop import EngineLoop
 from target_service.execution.device_executor import DeviceSteps
 from target_service.execution.host_executor import HostSteps, Steps
 from target_service.execution.multi_step import Stride
 from target_service.model.runner import ModelRunner, runner_for
 from target_service.sampling.distribution import LogitShaper
-from target_service.speculation.config import DraftingConfig
 from target_service.speculation.policy.step_cost import StepCost
 from tree_kernels.verification import coupled_token
 from tree_kernels.verification.distribution import distribution_of
@@ -68,14 +67,16 @@ def engine_config(
     max_running: int = 16,
     disable_above: int = 64,
     wait_seconds: float = 0.05,
-) -> EngineConfig:
-    return EngineConfig(
-        scheduler=SchedulerConfig(max_running=max_running, max_step_rows=max_step_rows, prefill_chunk=prefill_chunk),
-        drafting=DraftingConfig(
-            enabled=True, disable_above=disable_above, wait_seconds=wait_seconds, failures_to_open=3
-        ),
+) -> TargetConfig:
+    return TargetConfig(
+        draft="the test's own",
+        max_running=max_running,
         max_waiting=64,
-        max_draft_nodes=63,
+        max_step_rows=max_step_rows,
+        prefill_chunk=prefill_chunk,
+        speculative_disable_queue_size=disable_above,
+        draft_wait_ms=wait_seconds * 1e3,
+        feature_window=0,
     )
 
 
@@ -161,7 +162,7 @@ def run(
     *,
     propose: Propose | None = None,
     connect: Connect | None = None,
-    config: EngineConfig | None = None,
+    config: TargetConfig | None = None,
     step_cost: StepCost | None = None,
     stagger: int = 0,
     late: int = 0,

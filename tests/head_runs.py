@@ -140,8 +140,7 @@ class WireRun:
 def wire_loop(runner: ModelRunner, service: Service, **drafting: object) -> tuple[EngineLoop, GrpcDraftLink]:
     """A loop that waits long for its drafts, since the tests' machine may be busy and what counts is what drafts say;
     and its link to the draft process, to be stopped."""
-    base = engine_config(prefill_chunk=16)
-    config = replace(base, drafting=replace(base.drafting, wait_seconds=5.0, **drafting))  # type: ignore[arg-type]
+    config = replace(engine_config(prefill_chunk=16, wait_seconds=5.0), **drafting)  # type: ignore[arg-type]
     loop = EngineLoop(runner, config)
     link = GrpcDraftLink(service.address, loop.drafting, VOCABULARY, "", OPTIONS)
     loop.drafting.attach(link)

@@ -26,7 +26,7 @@ class Running:
         self.runner = make_runner(copy.deepcopy(model))
         self.engine = Engine(self.runner, replace(engine_config(), **changes))
         if connect is not None:
-            self.engine.attach_draft(connect(self.engine.draft_events))
+            self.engine.drafting.attach(connect(self.engine.drafting))
         self.events: dict[int, list[SequenceEvent]] = {}
         self.changed = threading.Condition()
         self.results: queue.Queue[WeightsUpdated | OutriderError] = queue.Queue()

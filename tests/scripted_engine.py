@@ -21,7 +21,7 @@ from outrider.errors import (
 )
 from outrider.sampling import FinishReason, TokenLogprobs
 from outrider.tree import TokenTree
-from target_service.api.admission import Runtime, ServedModel
+from target_service.api.admission import ServedModel
 from target_service.core.events import EngineSnapshot
 from target_service.core.sequence import (
     Finish,
@@ -47,8 +47,13 @@ SERVED = ServedModel(
     end_token_ids=(END_TOKEN,),
     tokenizer_fingerprint="f" * 64,
     speculation=True,
-    runtime=Runtime("2.9", "3.5", "cuda:0", "A GPU", captured_steps=25, capturable_steps=26),
     kv_token_bytes=46_080,
+    torch_version="2.9",
+    triton_version="3.5",
+    device="cuda:0",
+    device_name="A GPU",
+    captured_steps=25,
+    capturable_steps=26,
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -17,14 +17,22 @@ from outrider.limits import TenantTable
 from outrider.serving import GrpcServer, Service, ServingOptions
 from outrider.telemetry.tracing import Tracing
 from outrider.v1 import target_pb2_grpc
-from target_service.api.admission import Admission, ServedModel
-from target_service.api.server import SERVICE_NAME, StreamLimits, TargetServicer
-from target_service.api.weights import WeightRules, WeightUpdates
+from target_service.api.admission import ServedModel
+from target_service.api.server import SERVICE_NAME, TargetServicer
+from target_service.config import TargetConfig
 from target_service.core.events import Sequences
 from target_service.core.quotas import TenantQuotas
 from target_service.speculation_state import SpeculationState
 
+CONFIG = TargetConfig(weights_stream_gb=0.0)
 SPECULATION = SpeculationState("trie", "localhost:1", draft_connected=True, speculating=True, reason="it is scripted")
+
+
+class ScriptedServicer(TargetServicer):
+    """One whose drafting is always in the same state."""
+
+    def speculation(self) -> SpeculationState:
+        return SPECULATION
 
 
 def _byte_characters() -> dict[int, str]:
@@ -74,26 +82,18 @@ class Target:
 async def target_over(
     engine: ScriptedEngine | None = None,
     served: ServedModel = SERVED,
-    limits: StreamLimits | None = None,
+    config: TargetConfig = CONFIG,
     tracing: Tracing | None = None,
     table: TenantTable | None = None,
-    rules: WeightRules | None = None,
     **options: Any,
 ) -> AsyncIterator[Target]:
     engine = engine or ScriptedEngine()
     quotas = TenantQuotas(table)
-    sequences = Sequences(engine, asyncio.get_running_loop(), quotas)
+    sequences = Sequences(engine, quotas)
     engine.start(sequences.deliver)
     serving = ServingOptions(**options)
-    servicer = TargetServicer(
-        sequences,
-        Admission(served, quotas),
-        limits or StreamLimits(),
-        lambda: SPECULATION,
-        tracing or Tracing(),
-        WeightUpdates(engine, rules or WeightRules()),
-        tokens=serving.authenticator.required,
-    )
+    config = replace(config, auth_tokens="tokens" if serving.authenticator.required else "")
+    servicer = ScriptedServicer(config, served, sequences, tracing or Tracing())
     service = Service(SERVICE_NAME, lambda to: target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, to))
     server = GrpcServer(serving, [service])
     await server.start()

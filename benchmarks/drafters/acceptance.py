@@ -29,7 +29,7 @@ from benchmarks.shared.machine import describe
 from benchmarks.shared.report import comma_separated, markdown_table, parser_of, settings_of, show, write_json
 from benchmarks.shared.workload import Conversation, first_of_each_task, folder_of, read_conversations
 from outrider.sampling import VerificationMode
-from target_service.assembly import engine_config, load_model
+from target_service.assembly import load_model
 from target_service.config import TargetConfig
 
 _ALL = "all"
@@ -96,7 +96,7 @@ def measure(options: argparse.Namespace, conversations: Sequence[Conversation]) 
     for distribution in distributions(options):
         first: Talk | None = None
         for name in options.drafters:
-            talk = Talk(runner, engine_config(config), drafters.make(name), conversations)
+            talk = Talk(runner, config, drafters.make(name), conversations)
             begin = time.perf_counter()
             talk.run(distribution, options.max_tokens, options.concurrency)
             seconds = time.perf_counter() - begin

@@ -13,8 +13,9 @@ from benchmarks.shared.workload import LONGEST_PROMPT, Conversation, Prompt, cha
 from draft_service.drafters.base import Drafter
 from draft_service.in_process import InprocessLink
 from outrider.sampling import SamplingParams, TypicalAcceptance, VerificationMode
+from target_service.config import TargetConfig
 from target_service.core.sequence import SequenceRequest, SequenceTotals, Verdict
-from target_service.engine.engine import Engine, EngineConfig
+from target_service.engine.engine import Engine
 from target_service.model.runner import ModelRunner
 
 # Seeds of sampled requests, the same for every drafter.
@@ -96,7 +97,7 @@ class Talk:
     """One drafter's run over all conversations, in one distribution."""
 
     def __init__(
-        self, runner: ModelRunner, config: EngineConfig, drafter: Drafter, conversations: Sequence[Conversation]
+        self, runner: ModelRunner, config: TargetConfig, drafter: Drafter, conversations: Sequence[Conversation]
     ) -> None:
         self._tokenizer: Any = runner.tokenizer
         self._conversations = conversations
@@ -107,8 +108,8 @@ class Talk:
         self._drafter = drafter
         # Without a step cost every drafted row is verified, and every step waits for its drafts.
         self._engine = Engine(runner, config)
-        self._link = InprocessLink(drafter, self._engine.draft_events)
-        self._engine.attach_draft(self._link)
+        self._link = InprocessLink(drafter, self._engine.drafting)
+        self._engine.drafting.attach(self._link)
         self.tallies = {one.task: Tally() for one in conversations}
         self.drafter_stats: dict[str, float] = {}
         # Tokens by (conversation, turn), to compare with another run's.
@@ -138,7 +139,7 @@ class Talk:
             # They show trees that are missing for lack of features or cache, which would count as bad ones.
             self.drafter_stats = dict(self._drafter.stats())
         finally:
-            self._engine.stop(grace=0)
+            self._engine.stop()
             self._link.stop()
 
     def _collect(self, verdict: Verdict) -> None:

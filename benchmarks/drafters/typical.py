@@ -40,7 +40,7 @@ from benchmarks.shared.workload import (
     read_conversations,
 )
 from outrider.sampling import TypicalAcceptance, VerificationMode
-from target_service.assembly import engine_config, load_model
+from target_service.assembly import load_model
 from target_service.model.runner import ModelRunner
 
 DRAFTER = "eagle_tree"
@@ -122,7 +122,7 @@ def measure(options: argparse.Namespace, conversations: Sequence[Conversation]) 
 
     def talk_of(distribution: Distribution, *, drafted: bool = True) -> Talk:
         known.target["speculation"] = drafted
-        talk = Talk(runner, engine_config(target_config(known)), drafters.make(DRAFTER), conversations)
+        talk = Talk(runner, target_config(known), drafters.make(DRAFTER), conversations)
         talk.run(distribution, options.max_tokens, 1)
         return talk
 

@@ -23,7 +23,6 @@ from outrider.sampling import SamplingParams
 from outrider.wire.drafts import advance_to_pb
 from outrider.wire.frames import DraftEvents, OpenSequence, SequenceAdvance, SequenceFeatures
 from outrider.wire.hidden_states import features_to_pb
-from target_service.assembly import engine_config
 from target_service.config import TargetConfig
 from target_service.core.sequence import SequenceRequest, Verdict
 from target_service.engine.loop import EngineLoop
@@ -96,7 +95,7 @@ def run(
     runner: ModelRunner, config: TargetConfig, drafter: EagleDrafter, requests: SequenceOf[SequenceRequest], every: int
 ) -> Figure:
     """Decode all requests, restarting the draft every `every` steps; never for 0."""
-    loop = EngineLoop(runner, engine_config(config), steps=HostSteps(runner))
+    loop = EngineLoop(runner, config, steps=HostSteps(runner))
     link = MeteredLink(drafter, loop.drafting)
     loop.drafting.attach(link)
     for number, request in enumerate(requests, start=1):

@@ -42,11 +42,11 @@ from outrider.runtime import switch_threads_often
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import TokenTree
 from outrider.wire.frames import DraftInfo, FeatureRequest, SequenceGrowth, TreeLimits
+from target_service.config import TargetConfig
 from target_service.core.sequence import Sequence, SequenceRequest, SequenceTotals
 from target_service.execution.batch import StepItem
 from target_service.model.runner import ModelRunner
 from target_service.sampling.verifier import Verified
-from target_service.speculation.config import DraftingConfig
 from target_service.speculation.drafts import Drafting
 from target_service.speculation.hidden_states.encoding import AHEAD_ROWS, StepFeatures
 from target_service.speculation.hidden_states.sending import Features
@@ -153,8 +153,8 @@ class Engine:
             row += known + accepted
         self._turn = (self._turn + 1) % BUFFERS
         host = self._hosts[self._turn]
-        states = StepFeatures(None, "bfloat16", None)
-        states.copy_to(host[:row], torch.full_like(host[:row], self._turn), cast(torch.cuda.Event, Done()))
+        host[:row].copy_(torch.full_like(host[:row], self._turn))
+        states = StepFeatures(None, "bfloat16", None, host[:row].numpy(), cast(torch.cuda.Event, Done()))
         begin = time.perf_counter_ns()
         self._drafting.collect(items, states, outcomes)
         between = time.perf_counter_ns()
@@ -223,7 +223,10 @@ def drain(descriptor: int) -> None:
 def measure(options: argparse.Namespace) -> list[Figure]:
     """All figures, over one link."""
     features = Features(cast(ModelRunner, Runner()), KEEP)
-    drafting = Drafting(DraftingConfig(True, 10**6, 0.0, 1, KEEP), VOCABULARY_SIZE, features)
+    config = TargetConfig(
+        draft="the link", speculative_disable_queue_size=10**6, draft_wait_ms=0.0, draft_failures_to_open=1
+    )
+    drafting = Drafting(config, VOCABULARY_SIZE, features)
     receiver = Receiver()
     command = (sys.executable, "-m", "benchmarks.engine.hidden_states", "--drain")
     link = LinkProcess("", receiver, VOCABULARY_SIZE, "", command=command)

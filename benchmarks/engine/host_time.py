@@ -44,7 +44,6 @@ from outrider.wire.frames import (
     SequenceGrowth,
     TreeLimits,
 )
-from target_service.assembly import engine_config
 from target_service.config import TargetConfig
 from target_service.core.sequence import SequenceRequest
 from target_service.engine.loop import EngineLoop
@@ -321,16 +320,14 @@ def _watch(loop: EngineLoop, steps: HostOnly, times: Times) -> None:
 def measure(sequences: int, options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Microseconds by phase of a step of so many sequences: the median and the distance between the quartiles."""
     times, one_pass = Times(), options.pass_ms * 1e-3
-    config = engine_config(
-        TargetConfig(
-            model="none", draft="inprocess:none", max_running=sequences, speculative_disable_queue_size=2 * sequences
-        )
+    config = TargetConfig(
+        model="none", draft="inprocess:none", max_running=sequences, speculative_disable_queue_size=2 * sequences
     )
     runner: Any = empty_runner(VOCABULARY, sequences * _LONGEST)
     runner.__class__ = _Runner
-    runner.prepare(times, sequences, config.scheduler.max_step_rows)
+    runner.prepare(times, sequences, config.step_rows)
     runner.keep_tokens(sequences, backend="torch")
-    steps = HostOnly(runner, times, one_pass, sequences, config.scheduler.max_step_rows)
+    steps = HostOnly(runner, times, one_pass, sequences, config.step_rows)
     cost = StepCost([(rows, share * one_pass) for rows, share in _COSTS])
     loop = EngineLoop(runner, config, steps=steps, step_cost=cost, observer=PrometheusObserver("none", "none", "0"))
     draft = ChainDraft(loop.drafting)

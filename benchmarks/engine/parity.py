@@ -25,11 +25,11 @@ from benchmarks.shared.report import parser_of, settings_of, show, write_json
 from benchmarks.shared.workload import read_prompts
 from outrider.drafting.link import connect_draft
 from outrider.sampling import SamplingParams, TokenLogprobs, VerificationMode
-from target_service.assembly import engine_config, load_model
+from target_service.assembly import load_model
 from target_service.config import TargetConfig
 from target_service.core.sequence import SequenceRequest, Verdict
 from target_service.engine.engine import Engine
-from target_service.speculation.policy.cost_profile import measure_step_cost
+from target_service.speculation.policy.step_cost import measure_step_cost
 
 # Of log-probability: twice the most by which rounding to bf16 moves a logit of magnitude 16 to 32.
 NEAR_TIE = 0.25
@@ -93,12 +93,12 @@ def loaded(options: argparse.Namespace, dtype: str) -> Iterator[Model]:
         model=options.model, device=options.device, dtype=dtype, draft="inprocess:trie", kv_tokens=options.kv_tokens
     )
     answers, runner = Answers(), load_model(config)
-    engine = Engine(runner, engine_config(config), step_cost=measure_step_cost(runner, config.step_rows))
-    link = connect_draft(config.draft, engine.draft_events, runner.vocabulary_size, "")
-    engine.attach_draft(link)
+    engine = Engine(runner, config, step_cost=measure_step_cost(runner, config.step_rows))
+    link = connect_draft(config.draft, engine.drafting, runner.vocabulary_size, "")
+    engine.drafting.attach(link)
     engine.start(answers.events.deliver)
     yield Model(engine, answers)
-    engine.stop(grace=0)
+    engine.stop()
     link.stop()
     del engine, runner, link
     gc.collect()

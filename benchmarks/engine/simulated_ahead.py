@@ -45,7 +45,6 @@ from outrider.wire.frames import (
     SequenceGrowth,
     TreeLimits,
 )
-from target_service.assembly import engine_config
 from target_service.config import TargetConfig
 from target_service.core.sequence import SequenceFinished, SequenceRequest, StepStats, Verdict
 from target_service.engine.loop import EngineLoop
@@ -308,14 +307,12 @@ class DecodeSteps:
 def _loop_for(mode: str, texts: Texts, times: DeviceTimes, most: int, steps: DecodeSteps) -> EngineLoop:
     """The engine's loop for up to `most` sequences, on a simulated device with these texts."""
     settings: dict[str, Any] = {"draft": "inprocess:none"} if mode in _DRAFTED else {"speculation": False}
-    config = engine_config(
-        TargetConfig(model="none", max_running=most, speculative_disable_queue_size=most, **settings)
-    )
+    config = TargetConfig(model="none", max_running=most, speculative_disable_queue_size=most, **settings)
     runner: Any = empty_runner(texts.vocabulary_size, most * _LONGEST_TEXT)
     runner.__class__ = TextRunner
     runner.texts = texts
     runner.keep_tokens(most, 0 if mode == "plain" else 15, "torch")
-    device = SimulatedDevice(runner, times, most, config.scheduler.max_step_rows)
+    device = SimulatedDevice(runner, times, most, config.step_rows)
     return EngineLoop(runner, config, steps=device, step_cost=times.cost(), observer=steps)
 
 

@@ -34,7 +34,6 @@ from benchmarks.shared.report import comma_separated, parser_of, settings_of, sh
 from outrider.drafting.link import connect_draft  # noqa: E402
 from outrider.sampling import SamplingParams, VerificationMode  # noqa: E402
 from outrider.tree import TokenTree  # noqa: E402
-from target_service.assembly import engine_config  # noqa: E402
 from target_service.config import TargetConfig  # noqa: E402
 from target_service.core.sequence import SequenceRequest, Verdict  # noqa: E402
 from target_service.engine.loop import EngineLoop  # noqa: E402
@@ -158,9 +157,7 @@ class Bench:
     def __init__(self, times: DeviceTimes, draft: str, vocabulary_size: int, most: int, tokens: int) -> None:
         self._tokens, self._count = tokens, 0
         self._steps = SimulatedSteps(times)
-        config = engine_config(
-            TargetConfig(model="none", draft=draft, max_running=most, speculative_disable_queue_size=most)
-        )
+        config = TargetConfig(model="none", draft=draft, max_running=most, speculative_disable_queue_size=most)
         runner = empty_runner(vocabulary_size, most * (1 << 12))
         self._loop = EngineLoop(runner, config, steps=self._steps, step_cost=times.cost())
         self.link = connect_draft(draft, self._loop.drafting, vocabulary_size, "")

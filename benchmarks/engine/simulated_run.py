@@ -11,12 +11,11 @@ from benchmarks.shared.step_recorder import StepRecorder, summarise
 from benchmarks.shared.workload import Prompt
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.wire.frames import DraftEvents, StoppableLink
-from target_service.assembly import engine_config
 from target_service.config import TargetConfig
 from target_service.core.sequence import SequenceRequest, SequenceTotals, Verdict
 from target_service.engine.engine import Engine
 from target_service.model.runner import ModelRunner
-from target_service.speculation.policy.cost_profile import measure_step_cost
+from target_service.speculation.policy.step_cost import measure_step_cost
 
 # Links a draft to an engine, given the receiver of its events and the size of the vocabulary.
 Connect = Callable[[DraftEvents, int], StoppableLink]
@@ -42,11 +41,11 @@ class SimulatedRun:
         self._warm_up, self._most_warm_ups = (_WARM_UP_ADAPTIVE, _MOST_WARM_UPS) if adaptive else (_WARM_UP, 1)
         self._settle = settle
         cost = measure_step_cost(runner, config.step_rows) if adaptive else None
-        self._engine = Engine(runner, engine_config(config), step_cost=cost, observer=self._recorder)
+        self._engine = Engine(runner, config, step_cost=cost, observer=self._recorder)
         self._link: StoppableLink | None = None
         if connect is not None:
-            self._link = connect(self._engine.draft_events, runner.vocabulary_size)
-            self._engine.attach_draft(self._link)
+            self._link = connect(self._engine.drafting, runner.vocabulary_size)
+            self._engine.drafting.attach(self._link)
         self._drafted = connect is not None
         self._engine.start(self._events.deliver)
         self._wait_for_draft()
@@ -82,7 +81,7 @@ class SimulatedRun:
         return figures, outputs
 
     def close(self) -> None:
-        self._engine.stop(grace=0)
+        self._engine.stop()
         if self._link is not None:
             self._link.stop()
 

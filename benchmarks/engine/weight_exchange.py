@@ -21,7 +21,7 @@ from benchmarks.shared.machine import describe
 from benchmarks.shared.report import parser_of, show, write_json
 from outrider.errors import OutriderError
 from outrider.sampling import SamplingParams
-from target_service.assembly import engine_config, load_model
+from target_service.assembly import load_model
 from target_service.config import TargetConfig
 from target_service.core.sequence import SequenceEvent, SequenceRequest
 from target_service.core.weights import RunningRequests, WeightsUpdated, WeightUpdate
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=3)
     options = parser.parse_args()
     config = TargetConfig(model=options.model, device=options.device, dtype=options.dtype, speculation=False)
-    engine = Engine(load_model(config), engine_config(config))
+    engine = Engine(load_model(config), config)
     gaps = Gaps(engine, options.sequences, options.max_tokens)
     rows = []
     for _ in range(options.updates):
@@ -118,7 +118,7 @@ def main() -> None:
         time.sleep(_BETWEEN_SECONDS)
         rows.append(_figures(done) | {"longest_gap_s": gaps.take()})
         show("  ".join(f"{name} {value:.3f}" for name, value in rows[-1].items()))
-    engine.stop(0.0)
+    engine.stop()
     median = statistics.median(row["pause_s"] for row in rows)
     show(f"pause: median {median:.3f} s of {len(rows)}")
     write_json(options.json, {"machine": describe(), "arguments": vars(options), "updates": rows})

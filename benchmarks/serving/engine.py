@@ -11,7 +11,7 @@ from benchmarks.shared.engine_events import EngineEvents
 from benchmarks.shared.step_recorder import StepRecorder
 from benchmarks.shared.workload import Prompt
 from outrider.sampling import SamplingParams, VerificationMode
-from target_service.assembly import engine_config, load_model
+from target_service.assembly import load_model
 from target_service.config import TargetConfig
 from target_service.core.sequence import SequenceRequest, Verdict
 from target_service.engine.engine import Engine
@@ -25,7 +25,7 @@ class EngineAlone:
         self._numbers = itertools.count(1)
         self._answers: dict[int, Answer] = {}
         self._events = EngineEvents(self._record)
-        self._engine = Engine(load_model(config), engine_config(config), observer=self.steps)
+        self._engine = Engine(load_model(config), config, observer=self.steps)
         self._engine.start(self._events.deliver)
 
     def _record(self, verdict: Verdict) -> None:
@@ -53,7 +53,7 @@ class EngineAlone:
         return [Share(concurrency, [self._answers.pop(number) for number in begun])]
 
     def close(self) -> None:
-        self._engine.stop(grace=0)
+        self._engine.stop()
 
     def _begin(self, ids: Prompt, max_tokens: int) -> int:
         sampling = SamplingParams(ignore_eos=True, max_tokens=max_tokens)

@@ -7,38 +7,25 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from outrider.errors import InvalidField, NotSupported, UnknownModel
+from outrider.limits import TenantLimits
 from outrider.sampling import LOSSLESS_MODES, SamplingParams, TypicalAcceptance, VerificationMode
 from outrider.v1 import target_pb2
 from outrider.wire.trees import mode_from_pb, name_from_pb, sampling_from_pb, typical_from_pb
 from target_service.api.prompts import Prompts
 from target_service.api.text_pool import TextPool
-from target_service.core.fairness import Share
 from target_service.core.quotas import TenantQuotas
 from target_service.core.sequence import SequenceRequest
 
 # Most output tokens of a request that sets no limit.
 DEFAULT_MAX_TOKENS = 1024
-
-
-@dataclass(frozen=True)
-class Runtime:
-    """The software and hardware that a model runs on. Names and versions are empty where unknown."""
-
-    torch_version: str = ""
-    triton_version: str = ""
-    device: str = ""
-    # Name of the GPU.
-    device_name: str = ""
-    # Step sizes that were captured as graphs, and all that could have been.
-    captured_steps: int = 0
-    capturable_steps: int = 0
-    # Whether the device drafts from the text so far.
-    lookup: bool = False
+# How tokens are sampled and verified, and the rule of TYPICAL.
+_Rules = tuple[SamplingParams, VerificationMode, TypicalAcceptance]
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The model that is served, and its limits. `max_context` is also what fits one sequence in the KV cache."""
+    """The model that is served, its limits, and the software and hardware that it runs on, empty where unknown.
+    `max_context` is also what fits one sequence in the KV cache."""
 
     name: str
     vocabulary_size: int
@@ -57,37 +44,39 @@ class ServedModel:
     predictions: bool = True
     # Whether requests may use lossy modes.
     lossy: bool = False
-    runtime: Runtime = Runtime()
     # Bytes of one token in the KV cache, all layers.
     kv_token_bytes: int = 0
+    torch_version: str = ""
+    triton_version: str = ""
+    device: str = ""
+    device_name: str = ""
+    # Step sizes that were captured as graphs, and all that could have been.
+    captured_steps: int = 0
+    capturable_steps: int = 0
+    # Whether the device drafts from the text so far.
+    lookup: bool = False
 
     @property
     def modes(self) -> tuple[VerificationMode, ...]:
-        """Verification modes that requests may use."""
         return (*LOSSLESS_MODES, VerificationMode.TYPICAL) if self.lossy else LOSSLESS_MODES
 
 
 class Admission:
     """Checks requests against the served model, so that the engine can run what it returns."""
 
-    def __init__(self, served: ServedModel, quotas: TenantQuotas | None = None) -> None:
-        """`quotas` of None set no limits."""
+    def __init__(self, served: ServedModel, quotas: TenantQuotas) -> None:
         self.served = served
-        self.quotas = quotas or TenantQuotas()
-        self._prompts = Prompts(served.tokenizer, served.vocabulary_size, served.max_context - 1, TextPool(self.quotas))
+        self.quotas = quotas
+        self._prompts = Prompts(served.tokenizer, served.vocabulary_size, served.max_context - 1, TextPool(quotas))
 
     async def generation(self, request: target_pb2.GenerateRequest, tenant: str, traceparent: str) -> SequenceRequest:
-        """The engine request of a `Generate` call.
-
-        Raises `UnknownModel`, `NotSupported`, `InvalidField` with the field's path, `PositionOutOfRange`, and
-        `QuotaExceeded` for a tenant with too many requests.
-        """
+        """The engine request of a `Generate` call. Raises `UnknownModel`, `NotSupported`, `InvalidField` with the
+        field's path, `PositionOutOfRange`, and `QuotaExceeded` for a tenant with too many requests."""
         self.quotas.request(tenant)
         served, options = self.served, request.speculation
         if request.model not in ("", served.name):
             raise UnknownModel("another model is served", served=served.name)
-        sampling = self._sampling(request.sampling, "sampling")
-        mode, typical = self._mode(options, sampling, "speculation")
+        rules = self._rules(request.sampling, "sampling", options, "speculation")
         max_nodes = options.max_nodes if options.HasField("max_nodes") else served.max_rows - 1
         if max_nodes > served.max_rows - 1:
             raise InvalidField("speculation.max_nodes", f"must be at most {served.max_rows - 1}")
@@ -96,7 +85,7 @@ class Admission:
         prediction = await self._prompts.prediction(request, tenant)
         enabled = options.enabled if options.HasField("enabled") else True
         return replace(
-            self._request(prompt, sampling, mode, typical, tenant, traceparent),
+            self._request(prompt, rules, tenant, traceparent),
             speculate=enabled and served.speculation and max_nodes > 0,
             max_draft_nodes=max_nodes,
             corpus=corpus,
@@ -107,23 +96,14 @@ class Admission:
     def verification(self, request: target_pb2.OpenVerification, tenant: str, traceparent: str) -> SequenceRequest:
         """The engine request of an `open` frame of `Verify`. Raises what `generation` does."""
         self.quotas.request(tenant)
-        sampling = self._sampling(request.sampling, "open.sampling")
-        mode, typical = self._mode(request, sampling, "open")
+        rules = self._rules(request.sampling, "open.sampling", request, "open")
         prompt = self._prompts.checked(request.token_ids, "open.token_ids")
-        common = self._request(prompt, sampling, mode, typical, tenant, traceparent)
+        common = self._request(prompt, rules, tenant, traceparent)
         return replace(common, speculate=False, max_draft_nodes=self.served.max_rows - 1, external=True)
 
-    def _request(
-        self,
-        prompt: tuple[int, ...],
-        sampling: SamplingParams,
-        mode: VerificationMode,
-        typical: TypicalAcceptance,
-        tenant: str,
-        traceparent: str,
-    ) -> SequenceRequest:
+    def _request(self, prompt: tuple[int, ...], rules: _Rules, tenant: str, traceparent: str) -> SequenceRequest:
         """What both calls have in common."""
-        share = self.quotas.share(tenant)
+        (sampling, mode, typical), limits = rules, self.quotas.table.of(tenant)
         return SequenceRequest(
             token_ids=prompt,
             sampling=sampling,
@@ -131,25 +111,22 @@ class Admission:
             typical=typical,
             # A random seed cannot be guessed by other callers.
             seed=secrets.randbits(64) if sampling.seed is None else sampling.seed,
-            max_tokens=self._max_tokens(sampling, len(prompt), share),
+            max_tokens=self._max_tokens(sampling, len(prompt), limits),
             tenant=tenant,
-            share=share,
+            limits=limits,
             traceparent=traceparent,
         )
 
-    def _sampling(self, pb: Any, field_path: str) -> SamplingParams:
-        sampling = sampling_from_pb(pb, self.served.vocabulary_size, field_path)
+    def _rules(
+        self,
+        sampling_pb: Any,
+        sampling_path: str,
+        pb: target_pb2.SpeculationOptions | target_pb2.OpenVerification,
+        field_path: str,
+    ) -> _Rules:
+        sampling = sampling_from_pb(sampling_pb, self.served.vocabulary_size, sampling_path)
         if sampling.stop and self.served.tokenizer is None:
             raise NotSupported("the model has no tokenizer; use stop_token_ids")
-        return sampling
-
-    def _mode(
-        self,
-        pb: target_pb2.SpeculationOptions | target_pb2.OpenVerification,
-        sampling: SamplingParams,
-        field_path: str,
-    ) -> tuple[VerificationMode, TypicalAcceptance]:
-        """The verification mode, and the rule of TYPICAL."""
         try:
             mode = sampling.mode(mode_from_pb(pb.mode, f"{field_path}.mode"))
         except InvalidField as error:
@@ -158,13 +135,13 @@ class Admission:
             raise NotSupported("this target allows lossless modes only; its operator can set --allow-lossy")
         if pb.HasField("typical") and mode is not VerificationMode.TYPICAL:
             raise InvalidField(f"{field_path}.typical", f"is not for mode {mode.value}")
-        return mode, typical_from_pb(pb.typical, f"{field_path}.typical")
+        return sampling, mode, typical_from_pb(pb.typical, f"{field_path}.typical")
 
-    def _max_tokens(self, sampling: SamplingParams, prompt_length: int, share: Share) -> int:
+    def _max_tokens(self, sampling: SamplingParams, prompt_length: int, limits: TenantLimits) -> int:
         """Most output tokens: as requested, or the default, within the context and the tenant's share of the cache."""
         room = self.served.max_context - prompt_length
         if sampling.max_tokens is not None:
             return min(sampling.max_tokens, room)
-        if share.kv_tokens:
-            room = min(room, max(1, share.kv_tokens - prompt_length))
+        if limits.kv_tokens:
+            room = min(room, max(1, limits.kv_tokens - prompt_length))
         return min(DEFAULT_MAX_TOKENS, room)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from target_service.core.stopping import Detokenizer, StopStrings
@@ -18,19 +19,11 @@ from target_service.core.stopping import Detokenizer, StopStrings
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
-class Detokenizers:
-    """Creates a detokenizer for each output of one model."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        """`tokenizer` is a transformers tokenizer."""
-        self._tokenizer = tokenizer
-        self._token_bytes = token_bytes(tokenizer)
-
-    def new(self, stop: Sequence[str]) -> Detokenizer | ByteText:
-        """A detokenizer that ends its text at the first of `stop`."""
-        if self._token_bytes is None:
-            return Detokenizer(self._tokenizer, stop)
-        return ByteText(self._token_bytes, stop)
+def detokenizers(tokenizer: Any) -> Callable[[Sequence[str]], Detokenizer | ByteText]:
+    """What makes a detokenizer for each output of one model, which ends its text at the first of the given stop
+    strings. `tokenizer` is a transformers tokenizer."""
+    known = token_bytes(tokenizer)
+    return partial(Detokenizer, tokenizer) if known is None else partial(ByteText, known)
 
 
 class ByteText:

@@ -45,10 +45,8 @@ class EventQueue:
 
 
 def joined(events: Iterable[SequenceEvent]) -> Iterator[SequenceEvent]:
-    """The events of one sequence, with consecutive verdicts joined where one chunk can hold them.
-
-    A chunk's drafted tokens are its first, so a verdict with some begins a chunk. So does one of other weights.
-    """
+    """The events of one sequence, with consecutive verdicts joined where one chunk can hold them. A chunk's drafted
+    tokens are its first, so a verdict with some begins a chunk. So does one of other weights."""
     run: list[Verdict] = []
     for event in events:
         if run and not (isinstance(event, Verdict) and _follows(event, run[0])):

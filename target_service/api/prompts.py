@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import TemplateError
@@ -24,24 +25,21 @@ MAX_MESSAGES = 4096
 _PREDICTED_BYTES_PER_TOKEN = 16
 
 
+@dataclass(frozen=True)
 class Prompts:
     """Turns text, conversations and token ids into a prompt of 1 to `max_prompt` token ids."""
 
-    def __init__(self, tokenizer: Any | None, vocabulary_size: int, max_prompt: int, pool: TextPool) -> None:
-        """`tokenizer` is a transformers tokenizer, or None where only token ids are taken."""
-        self._tokenizer = tokenizer
-        self._vocabulary_size = vocabulary_size
-        self._max_prompt = max_prompt
-        self._pool = pool
+    # Of transformers, or None where only token ids are taken.
+    tokenizer: Any | None
+    vocabulary_size: int
+    max_prompt: int
+    pool: TextPool
 
     async def token_ids(self, request: target_pb2.GenerateRequest, tenant: str) -> tuple[int, ...]:
         """The prompt of `request`. Lengths and counts are checked first.
 
-        Raises:
-            InvalidField: an empty prompt, an id outside the vocabulary, an unknown role, too many messages.
-            QuotaExceeded: too many long texts wait.
-            NotSupported: text without a tokenizer, a chat without a chat template.
-            PositionOutOfRange: the context has no room for the prompt and one more token.
+        Raises `InvalidField`, `QuotaExceeded` where too many long texts wait, `NotSupported` for text without a
+        tokenizer or a chat without a template, and `PositionOutOfRange` without room for one more token.
         """
         kind = request.WhichOneof("input")
         if kind == "tokens":
@@ -53,18 +51,20 @@ class Prompts:
             encoded = await self._run(tenant, len(request.text) > _LONG_TEXT, lambda: self._encode(request.text))
             return self._fitting(encoded, "text")
         if kind == "chat":
-            return self._fitting(await self._conversation(request.chat, tenant), "chat.messages")
+            count = len(request.chat.messages)
+            if count > MAX_MESSAGES:
+                raise InvalidField("chat.messages", f"has more than {MAX_MESSAGES} messages")
+            size = sum(len(message.content.encode()) for message in request.chat.messages)
+            self._check_length(size, "chat.messages")
+            long = size > _LONG_TEXT or count > _LONG_CHAT
+            encoded = await self._run(tenant, long, lambda: self._encode(self._render(request.chat), special=False))
+            return self._fitting(encoded, "chat.messages")
         raise InvalidField("input", "one of text, chat and tokens must be set")
 
     async def prediction(self, request: target_pb2.GenerateRequest, tenant: str) -> tuple[int, ...]:
-        """The prediction of `request`, empty without one. At most as long as the context.
-
-        Raises:
-            InvalidField: too long, or an id outside the vocabulary.
-            QuotaExceeded: too many long texts wait.
-            NotSupported: text without a tokenizer.
-        """
-        kind, most = request.prediction.WhichOneof("content"), self._max_prompt + 1
+        """The prediction of `request`, empty without one; at most as long as the context. Raises `InvalidField`,
+        `QuotaExceeded` where too many long texts wait, and `NotSupported` for text without a tokenizer."""
+        kind, most = request.prediction.WhichOneof("content"), self.max_prompt + 1
         if kind == "tokens":
             field_path, token_ids = "prediction.tokens.token_ids", tuple(request.prediction.tokens.token_ids)
         elif kind == "text" and request.prediction.text:
@@ -76,55 +76,43 @@ class Prompts:
             return ()
         if len(token_ids) > most:
             raise InvalidField(field_path, f"has {len(token_ids)} tokens; at most {most} are allowed")
-        check_token_ids(token_ids, self._vocabulary_size, field_path)
+        check_token_ids(token_ids, self.vocabulary_size, field_path)
         return token_ids
 
     def checked(self, token_ids: Sequence[int], field_path: str) -> tuple[int, ...]:
         """Token ids of a caller, checked against the vocabulary and the context."""
         self._check_count(len(token_ids), field_path)
         prompt = tuple(token_ids)
-        check_token_ids(prompt, self._vocabulary_size, field_path)
+        check_token_ids(prompt, self.vocabulary_size, field_path)
         return prompt
 
     def _fitting(self, prompt: tuple[int, ...], field_path: str) -> tuple[int, ...]:
         self._check_count(len(prompt), field_path)
         # A tokenizer may have more tokens than its model, and an id without an embedding would end the engine.
-        if max(prompt) >= self._vocabulary_size:
+        if max(prompt) >= self.vocabulary_size:
             raise InvalidField(field_path, "has tokens outside the model's vocabulary")
         return prompt
 
     def _check_count(self, tokens: int, field_path: str) -> None:
         if not tokens:
             raise InvalidField(field_path, "holds no token")
-        if tokens > self._max_prompt:
+        if tokens > self.max_prompt:
             raise PositionOutOfRange(
-                f"{field_path}: the prompt is longer than the context", tokens=tokens, limit=self._max_prompt
+                f"{field_path}: the prompt is longer than the context", tokens=tokens, limit=self.max_prompt
             )
 
     def _check_length(self, size: int, field_path: str) -> None:
-        limit = BYTES_PER_TOKEN * self._max_prompt
+        limit = BYTES_PER_TOKEN * self.max_prompt
         if size > limit:
             raise PositionOutOfRange(f"{field_path}: the text is longer than the context", bytes=size, limit=limit)
 
     async def _run(self, tenant: str, long: bool, work: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
         """Run `work` in a thread if the text is `long`, else here, which is faster."""
         self._need_tokenizer()
-        return await self._pool.run(tenant, work) if long else work()
+        return await self.pool.run(tenant, work) if long else work()
 
     def _encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
         return tuple(self._need_tokenizer().encode(text, add_special_tokens=special))
-
-    async def _conversation(self, chat: target_pb2.ChatInput, tenant: str) -> tuple[int, ...]:
-        count = len(chat.messages)
-        if count > MAX_MESSAGES:
-            raise InvalidField("chat.messages", f"has more than {MAX_MESSAGES} messages")
-        size = sum(len(message.content.encode()) for message in chat.messages)
-        self._check_length(size, "chat.messages")
-
-        def work() -> tuple[int, ...]:
-            return self._encode(self._render(chat), special=False)
-
-        return await self._run(tenant, size > _LONG_TEXT or count > _LONG_CHAT, work)
 
     def _render(self, chat: target_pb2.ChatInput) -> str:
         """The conversation in the model's chat template, up to the beginning of the assistant's answer."""
@@ -145,6 +133,6 @@ class Prompts:
         return rendered
 
     def _need_tokenizer(self) -> Any:
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             raise NotSupported("the model has no tokenizer; send tokens")
-        return self._tokenizer
+        return self.tokenizer

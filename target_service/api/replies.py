@@ -9,14 +9,10 @@ from outrider.sampling import FinishReason, TokenLogprobs
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import tree_pb2
 from outrider.wire.trees import DRAFT_REFUSED_KEY, mode_to_pb, status_of
-from target_service.core.sequence import SequenceFinished, SequenceRequest, SequenceTotals, Verdict, VerifiedTree
+from target_service.core.sequence import SequenceFinished, SequenceRequest, Verdict, VerifiedTree
 from target_service.core.weights import WeightsUpdated
 
-_REASONS = {
-    FinishReason.END_OF_SEQUENCE: pb.FINISH_REASON_END_OF_SEQUENCE,
-    FinishReason.STOP: pb.FINISH_REASON_STOP,
-    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
-}
+_REASONS = {reason: pb.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason}
 
 
 def started(sequence_id: int, request: SequenceRequest, model: str) -> pb.GenerateResponse:
@@ -55,9 +51,29 @@ def finished(event: SequenceFinished, request: SequenceRequest) -> pb.GenerateRe
     finish, totals = event.finish, event.totals
     reply = pb.GenerateFinished(
         finish_reason=_REASONS[finish.reason],
-        usage=_usage(totals, lossy=request.lossy),
-        speculation=_speculation(totals),
-        times=_times(totals),
+        usage=pb.Usage(
+            prompt_tokens=totals.prompt_tokens,
+            completion_tokens=totals.completion_tokens,
+            accepted_prediction_tokens=totals.accepted_predicted_tokens,
+            rejected_prediction_tokens=totals.predicted_tokens - totals.accepted_predicted_tokens,
+            lossy=request.lossy,
+            lossy_tokens=totals.lossy_tokens,
+        ),
+        speculation=pb.SpeculationTotals(
+            steps=totals.steps,
+            drafted_steps=totals.drafted_steps,
+            drafted_tokens=totals.drafted_tokens,
+            accepted_tokens=totals.accepted_tokens,
+            drafted_by_depth=totals.drafted_by_depth,
+            accepted_by_depth=totals.accepted_by_depth,
+            draft_wait_nanoseconds=totals.draft_wait_ns,
+            fallback_steps=totals.fallback_steps,
+        ),
+        times=pb.RequestTimes(
+            queue_nanoseconds=totals.started_ns - totals.arrived_ns,
+            prefill_nanoseconds=totals.first_token_ns - totals.started_ns,
+            decode_nanoseconds=totals.finished_ns - totals.first_token_ns,
+        ),
     )
     if finish.stop_token_id is not None:
         reply.stop_token_id = finish.stop_token_id
@@ -132,8 +148,7 @@ def _tree(shown: VerifiedTree | None) -> pb.VerifiedTree | None:
 def _logprobs(logprobs: Sequence[TokenLogprobs]) -> list[pb.TokenLogprobs]:
     return [
         pb.TokenLogprobs(
-            logprob=entry.logprob,
-            top=[pb.TopLogprob(token_id=token, logprob=logprob) for token, logprob in entry.top],
+            logprob=entry.logprob, top=[pb.TopLogprob(token_id=token, logprob=logprob) for token, logprob in entry.top]
         )
         for entry in logprobs
     ]
@@ -141,35 +156,3 @@ def _logprobs(logprobs: Sequence[TokenLogprobs]) -> list[pb.TokenLogprobs]:
 
 def _timings(event: Verdict) -> tree_pb2.Timings:
     return tree_pb2.Timings(queue_nanoseconds=event.queue_ns, compute_nanoseconds=event.compute_ns)
-
-
-def _usage(totals: SequenceTotals, *, lossy: bool) -> pb.Usage:
-    return pb.Usage(
-        prompt_tokens=totals.prompt_tokens,
-        completion_tokens=totals.completion_tokens,
-        accepted_prediction_tokens=totals.accepted_predicted_tokens,
-        rejected_prediction_tokens=totals.predicted_tokens - totals.accepted_predicted_tokens,
-        lossy=lossy,
-        lossy_tokens=totals.lossy_tokens,
-    )
-
-
-def _speculation(totals: SequenceTotals) -> pb.SpeculationTotals:
-    return pb.SpeculationTotals(
-        steps=totals.steps,
-        drafted_steps=totals.drafted_steps,
-        drafted_tokens=totals.drafted_tokens,
-        accepted_tokens=totals.accepted_tokens,
-        drafted_by_depth=totals.drafted_by_depth,
-        accepted_by_depth=totals.accepted_by_depth,
-        draft_wait_nanoseconds=totals.draft_wait_ns,
-        fallback_steps=totals.fallback_steps,
-    )
-
-
-def _times(totals: SequenceTotals) -> pb.RequestTimes:
-    return pb.RequestTimes(
-        queue_nanoseconds=totals.started_ns - totals.arrived_ns,
-        prefill_nanoseconds=totals.first_token_ns - totals.started_ns,
-        decode_nanoseconds=totals.finished_ns - totals.first_token_ns,
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,33 +18,28 @@ from outrider.telemetry.tracing import Tracing
 from outrider.v1 import target_pb2, target_pb2_grpc
 from outrider.wire.trees import mode_to_pb
 from target_service.api import replies
-from target_service.api.admission import Admission
-from target_service.api.byte_text import Detokenizers
+from target_service.api.admission import Admission, ServedModel
+from target_service.api.byte_text import ByteText, detokenizers
 from target_service.api.event_queue import EventQueue, joined
 from target_service.api.verify_session import VerifySession
 from target_service.api.weights import WeightUpdates
+from target_service.config import TargetConfig
 from target_service.core.events import Sequences
 from target_service.core.sequence import SequenceFinished, SequenceRequest, Verdict
-from target_service.speculation_state import SpeculationState
+from target_service.core.stopping import Detokenizer
+from target_service.speculation_state import SpeculationState, speculation_state
 from target_service.telemetry.tracing import RequestTrace
 
 SERVICE_NAME: str = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
+
+# Steps that a reader of Generate may lag, beyond the megabytes that gRPC buffers for it.
+UNREAD_STEPS = 1024
 
 GenerateContext = grpc.aio.ServicerContext[target_pb2.GenerateRequest, target_pb2.GenerateResponse]
 VerifyContext = grpc.aio.ServicerContext[target_pb2.VerifyRequest, target_pb2.VerifyResponse]
 
 
-@dataclass(frozen=True)
-class StreamLimits:
-    """Limits of one stream."""
-
-    # Steps that a reader of Generate may lag, beyond the megabytes that gRPC buffers for it.
-    unread_steps: int = 1024
-    # Open sequences of one Verify stream, and how long each may be without a tree.
-    max_sequences: int = 256
-    idle_seconds: float = 120.0
-
-
+@dataclass(eq=False)
 class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     """Translates between callers and the engine.
 
@@ -52,48 +47,43 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     when its call is cancelled in mid-write, and a cancelled call must free its pages at once.
     """
 
-    def __init__(
-        self,
-        sequences: Sequences,
-        admission: Admission,
-        limits: StreamLimits,
-        speculation: Callable[[], SpeculationState],
-        tracing: Tracing,
-        weights: WeightUpdates,
-        tokens: bool,
-    ) -> None:
-        """`speculation` returns the present state of drafting; `tokens`: callers need a token."""
-        self._sequences = sequences
-        self._admission = admission
-        tokenizer = admission.served.tokenizer
-        self._detokenizers = None if tokenizer is None else Detokenizers(tokenizer)
-        self._limits = limits
-        self._speculation = speculation
-        self._tracing = tracing
-        self._weights = weights
-        self._tokens = tokens
+    config: TargetConfig
+    served: ServedModel
+    sequences: Sequences
+    tracing: Tracing
+
+    def __post_init__(self) -> None:
+        self._admission = Admission(self.served, self.sequences.quotas)
+        self._weights = WeightUpdates(self.sequences.engine, self.config)
+        tokenizer = self.served.tokenizer
+        self._new_text = None if tokenizer is None else detokenizers(tokenizer)
+
+    def speculation(self) -> SpeculationState:
+        """The present state of drafting."""
+        engine = self.sequences.engine
+        return speculation_state(self.config, engine.snapshot(), engine.draft_info, lookup=self.served.lookup)
 
     async def Generate(  # type: ignore[override]
         self, request: target_pb2.GenerateRequest, context: GenerateContext
     ) -> None:
-        trace, tenant = RequestTrace(self._tracing, context.invocation_metadata()), current_tenant()
-        with _ending(trace, context), self._admission.quotas.stream(tenant):
+        trace, tenant = RequestTrace(self.tracing, context.invocation_metadata()), current_tenant()
+        with _ending(trace, context), self.sequences.quotas.counted(tenant, "streams"):
             admitted = await self._admission.generation(request, tenant, trace.traceparent)
-            queue = EventQueue(self._limits.unread_steps, self._sequences.cancel)
-            sequence_id = self._sequences.submit(admitted, queue.put)
+            queue = EventQueue(UNREAD_STEPS, self.sequences.cancel)
+            sequence_id = self.sequences.submit(admitted, queue.put)
             try:
-                model, chat = self._admission.served.name, request.HasField("chat")
+                model, chat = self.served.name, request.HasField("chat")
                 trace.accepted(sequence_id, admitted, model, chat=chat, requested_model=request.model)
                 await context.write(replies.started(sequence_id, admitted, model))
                 await self._stream(admitted, queue, context, trace)
             finally:
-                self._sequences.cancel(sequence_id)
+                self.sequences.cancel(sequence_id)
 
     async def _stream(
         self, request: SequenceRequest, queue: EventQueue, context: GenerateContext, trace: RequestTrace
     ) -> None:
         """Write the events of one sequence, to its end. Those that wait for a slow reader go in one chunk."""
-        text = _Text(self._detokenizers, request.sampling.stop)
+        text = None if self._new_text is None else self._new_text(request.sampling.stop)
         while True:
             events = await queue.take()
             if trace.recording:
@@ -102,7 +92,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
                         trace.step(event)
             for event in joined(events):
                 if isinstance(event, Verdict):
-                    await context.write(replies.chunk(event, text.of(event)))
+                    await context.write(replies.chunk(event, "" if text is None else _text_of(event, text)))
                 elif isinstance(event, SequenceFinished):
                     trace.finished(event.finish, event.totals)
                     context.set_trailing_metadata(replies.trailers(event.totals.draft_refused))
@@ -116,14 +106,13 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         self, request_iterator: AsyncIterator[target_pb2.VerifyRequest], context: VerifyContext
     ) -> None:
         tenant = current_tenant()
-        with self._admission.quotas.stream(tenant):
+        with self.sequences.quotas.counted(tenant, "streams"):
             session = VerifySession(
-                self._sequences,
+                self.config,
+                self.sequences,
                 self._admission,
-                tenant=tenant,
-                trace=lambda: RequestTrace(self._tracing, context.invocation_metadata(), VERIFY_SEQUENCE),
-                max_sequences=self._limits.max_sequences,
-                idle_seconds=self._limits.idle_seconds,
+                tenant,
+                lambda: RequestTrace(self.tracing, context.invocation_metadata(), VERIFY_SEQUENCE),
             )
             reader = asyncio.create_task(session.read(request_iterator))
             reaper = asyncio.create_task(session.reap())
@@ -140,8 +129,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     async def GetTargetInfo(
         self, _request: target_pb2.GetTargetInfoRequest, _context: Any
     ) -> target_pb2.GetTargetInfoResponse:
-        served, speculation = self._admission.served, self._speculation()
-        runtime = served.runtime
+        served, speculation = self.served, self.speculation()
         return target_pb2.GetTargetInfoResponse(
             model=served.name,
             vocabulary_size=served.vocabulary_size,
@@ -155,43 +143,34 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             drafter=speculation.drafter,
             end_token_ids=served.end_token_ids,
             version=outrider.__version__,
-            torch_version=runtime.torch_version,
-            triton_version=runtime.triton_version,
-            device=runtime.device,
-            device_name=runtime.device_name,
-            captured_step_sizes=runtime.captured_steps,
-            capturable_step_sizes=runtime.capturable_steps,
+            torch_version=served.torch_version,
+            triton_version=served.triton_version,
+            device=served.device,
+            device_name=served.device_name,
+            captured_step_sizes=served.captured_steps,
+            capturable_step_sizes=served.capturable_steps,
             draft=speculation.draft,
             draft_connected=speculation.draft_connected,
             speculating=speculation.speculating,
             speculation_reason=speculation.reason,
-            model_version=self._weights.model_version,
+            model_version=self.sequences.engine.snapshot().model_version,
             kv_token_bytes=served.kv_token_bytes,
         )
 
     async def UpdateWeights(
         self, request_iterator: AsyncIterator[target_pb2.UpdateWeightsRequest], _context: Any
     ) -> target_pb2.UpdateWeightsResponse:
-        self._weights.check_caller(current_caller(), tokens=self._tokens)
-        return replies.updated(await self._weights.run(request_iterator))
+        return replies.updated(await self._weights.run(current_caller(), request_iterator))
 
 
-class _Text:
-    """The text of one output, chunk by chunk; always empty for a model without a tokenizer."""
-
-    def __init__(self, detokenizers: Detokenizers | None, stop: tuple[str, ...]) -> None:
-        self._detokenizer = None if detokenizers is None else detokenizers.new(stop)
-
-    def of(self, verdict: Verdict) -> str:
-        """Text that is certain with this verdict; all of it with the last one. A stop or end token has no text."""
-        if self._detokenizer is None:
-            return ""
-        finish, token_ids = verdict.finish, verdict.token_ids
-        if finish is None:
-            return self._detokenizer.push(token_ids)
-        if finish.stop_token_id is not None:
-            token_ids = token_ids[:-1]
-        return self._detokenizer.push(token_ids) + self._detokenizer.finish()
+def _text_of(verdict: Verdict, text: Detokenizer | ByteText) -> str:
+    """Text that is certain with this verdict; all of it with the last one. A stop or end token has no text."""
+    finish, token_ids = verdict.finish, verdict.token_ids
+    if finish is None:
+        return text.push(token_ids)
+    if finish.stop_token_id is not None:
+        token_ids = token_ids[:-1]
+    return text.push(token_ids) + text.finish()
 
 
 @contextmanager

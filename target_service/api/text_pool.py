@@ -21,10 +21,8 @@ _MOST_WAITING = 128
 
 
 class TextPool:
-    """Runs work in threads: tenants take turns, and work that is cancelled while it waits is never run.
-
-    Work that has begun runs to its end, since a tokenizer cannot be stopped; its thread is busy until then.
-    """
+    """Runs work in threads: tenants take turns, and work that is cancelled while it waits is never run. Work that has
+    begun runs to its end, since a tokenizer cannot be stopped; its thread is busy until then."""
 
     def __init__(self, quotas: TenantQuotas) -> None:
         """`quotas` bound the texts of each tenant."""
@@ -36,12 +34,11 @@ class TextPool:
 
     @property
     def waiting(self) -> int:
-        """Texts that wait for a thread."""
         return sum(map(len, self._lines.values()))
 
     async def run(self, tenant: str, work: Callable[[], Result]) -> Result:
         """Run `work` and return its result. Raises `QuotaExceeded` where too many of the tenant's, or of all, wait."""
-        with self._quotas.text(tenant):
+        with self._quotas.counted(tenant, "texts"):
             await self._turn(tenant)
             loop, future = asyncio.get_running_loop(), self._threads.submit(work)
 
@@ -69,15 +66,12 @@ class TextPool:
                 # It was given a thread in the same iteration of the loop.
                 self._pass_on()
             else:
-                self._leave(tenant, turn)
+                line = self._lines.get(tenant, deque())
+                if turn in line:
+                    line.remove(turn)
+                if not line:
+                    self._lines.pop(tenant, None)
             raise
-
-    def _leave(self, tenant: str, turn: asyncio.Future[None]) -> None:
-        line = self._lines.get(tenant, deque())
-        if turn in line:
-            line.remove(turn)
-        if not line:
-            self._lines.pop(tenant, None)
 
     def _pass_on(self) -> None:
         """Give a thread that has become free to the next text."""

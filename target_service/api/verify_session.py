@@ -8,20 +8,13 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
-from outrider.errors import (
-    DeadlineExceeded,
-    InvalidField,
-    OutriderError,
-    PositionOutOfRange,
-    QuotaExceeded,
-    StepReplayed,
-    StepSkipped,
-    UnknownSequence,
-)
+from outrider import errors
+from outrider.errors import OutriderError
 from outrider.v1 import target_pb2 as pb
 from outrider.wire.trees import tree_from_pb
 from target_service.api import replies
 from target_service.api.admission import Admission
+from target_service.config import TargetConfig
 from target_service.core.events import Sequences
 from target_service.core.sequence import SequenceEvent, SequenceFinished, Verdict
 from target_service.telemetry.tracing import RequestTrace
@@ -29,10 +22,8 @@ from target_service.telemetry.tracing import RequestTrace
 
 @dataclass(slots=True)
 class _Verification:
-    """One sequence: the step that is due next, and the answer for a repeated frame.
-
-    At most one step is under way: `pending` is the digest of its tree.
-    """
+    """One sequence: the step that is due next, and the answer for a repeated frame. At most one step is under way:
+    `pending` is the digest of its tree."""
 
     trace: RequestTrace
     length: int
@@ -44,31 +35,21 @@ class _Verification:
     active_at: float = field(default_factory=time.monotonic)
 
 
+@dataclass(eq=False)
 class VerifySession:
     """Translates the frames of one stream. Belongs to the event loop; `next` ends when `read` has."""
 
-    def __init__(
-        self,
-        sequences: Sequences,
-        admission: Admission,
-        *,
-        tenant: str,
-        trace: Callable[[], RequestTrace],
-        max_sequences: int,
-        idle_seconds: float,
-    ) -> None:
-        """`trace` begins the span of a sequence."""
-        self._sequences = sequences
-        self._admission = admission
-        self._tenant = tenant
-        self._trace = trace
-        self._max_sequences = max_sequences
-        self._idle_seconds = idle_seconds
-        self._verifications: dict[int, _Verification] = {}
-        self._outbox: asyncio.Queue[pb.VerifyResponse | None] = asyncio.Queue()
-        self._taken = asyncio.Event()
-        # Set after each event of a sequence.
-        self._told = asyncio.Event()
+    config: TargetConfig
+    sequences: Sequences
+    admission: Admission
+    tenant: str
+    # Begins the span of a sequence.
+    trace: Callable[[], RequestTrace]
+    _verifications: dict[int, _Verification] = field(default_factory=dict, init=False)
+    _outbox: asyncio.Queue[pb.VerifyResponse | None] = field(default_factory=asyncio.Queue, init=False)
+    _taken: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    # Set after each event of a sequence.
+    _told: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     async def next(self) -> pb.VerifyResponse | None:
         """The next response; None after the last."""
@@ -78,14 +59,11 @@ class VerifySession:
 
     async def read(self, frames: AsyncIterator[pb.VerifyRequest]) -> None:
         """Handle frames until they end, and wait for the verdicts that are due then. Sequences that were not closed are
-        aborted after that.
-
-        Reading pauses while more answers wait than the client may have sequences.
-        """
+        aborted after that. Reading pauses while more answers wait than the client may have sequences."""
         try:
             async for frame in frames:
                 self._handle(frame)
-                while self._outbox.qsize() > self._max_sequences:
+                while self._outbox.qsize() > self.config.max_sequences_per_stream:
                     self._taken.clear()
                     await self._taken.wait()
             # A client that has sent its last tree may still want the verdict. Where it has cancelled the call instead,
@@ -99,18 +77,18 @@ class VerifySession:
 
     async def reap(self) -> None:
         """End sequences whose client has sent no tree for too long, since they hold pages."""
+        idle = self.config.verify_idle_seconds
         while True:
-            await asyncio.sleep(self._idle_seconds / 4)
-            oldest = time.monotonic() - self._idle_seconds
+            await asyncio.sleep(idle / 4)
+            oldest = time.monotonic() - idle
             for sequence_id, verification in list(self._verifications.items()):
                 if verification.pending is None and verification.active_at < oldest:
                     self._close(sequence_id)
                     if not verification.ended:
-                        error = DeadlineExceeded("no tree came in time", idle_seconds=self._idle_seconds)
+                        error = errors.DeadlineExceeded("no tree came in time", idle_seconds=idle)
                         self._send(replies.failed(error, sequence_id=sequence_id, step=verification.step))
 
     def abort(self) -> None:
-        """End every sequence of the stream."""
         for sequence_id in list(self._verifications):
             self._close(sequence_id)
 
@@ -124,19 +102,23 @@ class VerifySession:
             elif kind == "close":
                 self._close(frame.close.sequence_id)
             else:
-                raise InvalidField("frame", "one of open, tree and close must be set")
+                raise errors.InvalidField("frame", "one of open, tree and close must be set")
         except OutriderError as error:
             sequence_id, step = frame.tree.sequence_id, frame.tree.step
             client_tag = frame.open.client_tag
             self._send(replies.failed(error, sequence_id=sequence_id, client_tag=client_tag, step=step))
 
     def _open(self, frame: pb.OpenVerification) -> None:
-        if len(self._verifications) >= self._max_sequences:
-            self._remove_ended()
-        trace, served = self._trace(), self._admission.served
+        if len(self._verifications) >= self.config.max_sequences_per_stream:
+            ended = next((one for one, verification in self._verifications.items() if verification.ended), None)
+            if ended is None:
+                limit = self.config.max_sequences_per_stream
+                raise errors.QuotaExceeded("too many sequences on this stream", limit=limit)
+            del self._verifications[ended]
+        trace, served = self.trace(), self.admission.served
         try:
-            request = self._admission.verification(frame, self._tenant, trace.traceparent)
-            sequence_id = self._sequences.submit(request, self._on_event)
+            request = self.admission.verification(frame, self.tenant, trace.traceparent)
+            sequence_id = self.sequences.submit(request, self._on_event)
         except OutriderError as error:
             trace.failed(error)
             raise
@@ -144,28 +126,20 @@ class VerifySession:
         self._verifications[sequence_id] = _Verification(trace, len(request.token_ids))
         self._send(replies.opened(frame.client_tag, sequence_id, request, served.max_rows))
 
-    def _remove_ended(self) -> None:
-        """Remove one sequence that has ended. Raises `QuotaExceeded` if none has."""
-        for sequence_id, verification in self._verifications.items():
-            if verification.ended:
-                del self._verifications[sequence_id]
-                return
-        raise QuotaExceeded("too many sequences on this stream", limit=self._max_sequences)
-
     def _verify(self, frame: pb.VerifyTree) -> None:
         verification = self._verifications.get(frame.sequence_id)
         if verification is None:
-            raise UnknownSequence("the sequence is not open on this stream")
+            raise errors.UnknownSequence("the sequence is not open on this stream")
         digest = hashlib.blake2b(frame.tree.SerializeToString(deterministic=True), digest_size=16).digest()
         if self._is_repeated(frame.step, digest, verification):
             return
         if verification.ended:
-            raise UnknownSequence("the sequence has ended")
-        served = self._admission.served
+            raise errors.UnknownSequence("the sequence has ended")
+        served = self.admission.served
         tree = tree_from_pb(frame.tree, served.vocabulary_size, served.max_rows, "tree")
         if verification.length + max(tree.depths) > served.max_context:
-            raise PositionOutOfRange("the tree reaches past the context", limit=served.max_context)
-        self._sequences.verify(frame.sequence_id, tree)
+            raise errors.PositionOutOfRange("the tree reaches past the context", limit=served.max_context)
+        self.sequences.verify(frame.sequence_id, tree)
         verification.pending = digest
         verification.active_at = time.monotonic()
 
@@ -173,20 +147,20 @@ class VerifySession:
         """Whether the frame was sent before. Its verdict is then sent again, unless it is still under verification."""
         due = verification.step
         if step > due:
-            raise StepSkipped("the step lies ahead", step=step, due=due)
+            raise errors.StepSkipped("the step lies ahead", step=step, due=due)
         if step == due:
             if verification.pending not in (None, digest):
-                raise StepReplayed("another tree is under verification for this step", step=step)
+                raise errors.StepReplayed("another tree is under verification for this step", step=step)
             return verification.pending is not None
         if step < due - 1 or digest != verification.answered or verification.answer is None:
-            raise StepReplayed("the step was answered, for another tree or too long ago", step=step, due=due)
+            raise errors.StepReplayed("the step was answered, for another tree or too long ago", step=step, due=due)
         self._send(verification.answer)
         return True
 
     def _close(self, sequence_id: int) -> None:
         verification = self._verifications.pop(sequence_id, None)
         if verification is not None:
-            self._sequences.cancel(sequence_id)
+            self.sequences.cancel(sequence_id)
             verification.trace.abandoned(None)
 
     def _on_event(self, event: SequenceEvent) -> None:

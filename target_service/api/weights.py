@@ -9,105 +9,63 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from contextlib import asynccontextmanager
 from pathlib import Path
 
-from outrider.errors import (
-    DeadlineExceeded,
-    InvalidField,
-    NotSupported,
-    OutriderError,
-    PermissionDenied,
-    QuotaExceeded,
-)
+from outrider import errors
+from outrider.errors import OutriderError
 from outrider.serving import Caller
 from outrider.v1 import target_pb2 as pb
+from target_service.config import TargetConfig
 from target_service.core.events import ServingEngine
 from target_service.core.weights import RunningRequests, WeightsUpdated, WeightUpdate
 
-_RUNNING = {
-    pb.RUNNING_REQUESTS_UNSPECIFIED: RunningRequests.DRAIN,
-    pb.RUNNING_REQUESTS_DRAIN: RunningRequests.DRAIN,
-    pb.RUNNING_REQUESTS_ABORT: RunningRequests.ABORT,
-    pb.RUNNING_REQUESTS_CONTINUE: RunningRequests.CONTINUE,
-}
+_RUNNING = {pb.RunningRequests.Value(f"RUNNING_REQUESTS_{one.name}"): one for one in RunningRequests}
+_RUNNING[pb.RUNNING_REQUESTS_UNSPECIFIED] = RunningRequests.DRAIN
 # As documented in target.proto.
 _MOST_FILES = 1024
 # Seconds after which a silent stream is ended, since its files take disk space. Chosen, not measured.
 _SILENCE_SECONDS = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class WeightRules:
-    """What is allowed, as set in `TargetConfig`.
-
-    Attributes:
-        folder: folder that weights may be read from; none when empty.
-        staging: folder for streamed files, until they are read; the system's own for temporary files when empty.
-        stream_bytes: most bytes of one streamed update.
-        without_token: whether callers may update where no tokens are required.
-    """
-
-    folder: str = ""
-    staging: str = ""
-    stream_bytes: int = 0
-    without_token: bool = False
-
-
 class WeightUpdates:
     """Takes updates for an engine. Belongs to the event loop."""
 
-    def __init__(self, engine: ServingEngine, rules: WeightRules) -> None:
+    def __init__(self, engine: ServingEngine, config: TargetConfig) -> None:
         self._engine = engine
-        self._rules = rules
-        self._busy = False
+        self._config = config
+        self._lock = asyncio.Lock()
 
-    @property
-    def model_version(self) -> int:
-        """Version of the weights in use."""
-        return self._engine.snapshot().model_version
-
-    def check_caller(self, caller: Caller, *, tokens: bool) -> None:
-        """Raise `PermissionDenied` unless the caller may update weights. `tokens`: callers need a token."""
-        if tokens and not caller.operator:
-            raise PermissionDenied("the token is no operator's")
-        if not tokens and not self._rules.without_token:
-            raise PermissionDenied("only operators may update weights, and they need a token: see --auth-tokens")
-
-    async def run(self, requests: AsyncIterator[pb.UpdateWeightsRequest]) -> WeightsUpdated:
+    async def run(self, caller: Caller, requests: AsyncIterator[pb.UpdateWeightsRequest]) -> WeightsUpdated:
         """Take one update to its end. Cancelled before the exchange, it changes nothing.
 
-        Raises `InvalidField`, `PermissionDenied` for a folder that is not allowed, `QuotaExceeded`, `DeadlineExceeded`
-        for a stream that falls silent, and what `Engine.update_weights` raises.
+        Raises `InvalidField`, `PermissionDenied` for callers and folders that are not allowed, `QuotaExceeded`,
+        `DeadlineExceeded` for a stream that falls silent, and what `Engine.update_weights` raises.
         """
+        if self._config.auth_tokens:
+            if not caller.operator:
+                raise errors.PermissionDenied("the token is no operator's")
+        elif not self._config.weights_without_token:
+            raise errors.PermissionDenied("only operators may update weights, and they need a token: see --auth-tokens")
         first = await _next(requests)
         if first is None or first.WhichOneof("part") != "begin":
-            raise InvalidField("begin", "must come first")
+            raise errors.InvalidField("begin", "must come first")
         begin = first.begin
         running = _RUNNING.get(begin.running)
         if running is None:
-            raise InvalidField("begin.running", "is not known")
-        with self._alone():
+            raise errors.InvalidField("begin.running", "is not known")
+        if self._lock.locked():
+            raise errors.QuotaExceeded("another update of the weights is under way")
+        async with self._lock:
             source = begin.WhichOneof("source")
             if source == "folder":
                 return await self._exchange(WeightUpdate(str(self._allowed(begin.folder)), running))
             if source != "files":
-                raise InvalidField("begin.source", "one of folder and files must be set")
+                raise errors.InvalidField("begin.source", "one of folder and files must be set")
             async with self._received(requests, tuple(begin.files.sizes)) as folder:
                 return await self._exchange(WeightUpdate(str(folder), running))
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        if self._busy:
-            raise QuotaExceeded("another update of the weights is under way")
-        self._busy = True
-        try:
-            yield
-        finally:
-            self._busy = False
 
     async def _exchange(self, update: WeightUpdate) -> WeightsUpdated:
         ended: Future[WeightsUpdated | OutriderError] = Future()
@@ -125,20 +83,20 @@ class WeightUpdates:
 
     def _allowed(self, requested: str) -> Path:
         """The requested folder, if it and its files lie within the allowed one."""
-        if not self._rules.folder:
-            raise PermissionDenied("weights may be read from no folder: see --weights-folder")
-        root = Path(self._rules.folder).resolve()
+        if not self._config.weights_folder:
+            raise errors.PermissionDenied("weights may be read from no folder: see --weights-folder")
+        root = Path(self._config.weights_folder).resolve()
         try:
             folder = (root / requested).resolve()
         except (OSError, ValueError):
-            raise InvalidField("begin.folder", "is no path") from None
+            raise errors.InvalidField("begin.folder", "is no path") from None
         # Before any access to it, so that callers cannot find out what exists elsewhere.
         if not folder.is_relative_to(root):
-            raise PermissionDenied("the folder is outside of --weights-folder")
+            raise errors.PermissionDenied("the folder is outside of --weights-folder")
         if not folder.is_dir():
-            raise InvalidField("begin.folder", "is no folder")
+            raise errors.InvalidField("begin.folder", "is no folder")
         if any(not path.resolve().is_relative_to(root) for path in folder.glob("*.safetensors")):
-            raise PermissionDenied("a file of the folder is a link to outside of --weights-folder")
+            raise errors.PermissionDenied("a file of the folder is a link to outside of --weights-folder")
         return folder
 
     @asynccontextmanager
@@ -147,21 +105,23 @@ class WeightUpdates:
     ) -> AsyncIterator[Path]:
         """A temporary folder with all files of a stream."""
         if not 1 <= len(sizes) <= _MOST_FILES:
-            raise InvalidField("begin.files.sizes", f"needs 1 to {_MOST_FILES} entries")
-        total, limit = sum(sizes), self._rules.stream_bytes
+            raise errors.InvalidField("begin.files.sizes", f"needs 1 to {_MOST_FILES} entries")
+        total, limit = sum(sizes), round(self._config.weights_stream_gb * 1e9)
         if total > limit:
-            raise QuotaExceeded("the files are more than a stream may carry", bytes=total, limit=limit).after(None)
+            raise errors.QuotaExceeded("the files are more than a stream may carry", bytes=total, limit=limit).after(
+                None
+            )
         try:
-            folder = Path(tempfile.mkdtemp(prefix="outrider-weights-", dir=self._rules.staging or None))
+            folder = Path(tempfile.mkdtemp(prefix="outrider-weights-", dir=self._config.weights_staging or None))
         except OSError as error:
-            raise NotSupported(f"streamed weights have nowhere to be: {error.strerror}") from None
+            raise errors.NotSupported(f"streamed weights have nowhere to be: {error.strerror}") from None
         try:
             if shutil.disk_usage(folder).free < total:
-                raise QuotaExceeded("the disk has no room for the files", bytes=total).after(None)
+                raise errors.QuotaExceeded("the disk has no room for the files", bytes=total).after(None)
             await _spool(requests, folder, sizes)
             yield folder
         except OSError as error:
-            raise NotSupported(f"streamed weights cannot be kept: {error.strerror}") from None
+            raise errors.NotSupported(f"streamed weights cannot be kept: {error.strerror}") from None
         finally:
             await asyncio.shield(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))
 
@@ -176,20 +136,20 @@ async def _spool(requests: AsyncIterator[pb.UpdateWeightsRequest], folder: Path,
             while left:
                 rest = rest or await _next_data(requests)
                 if not rest:
-                    raise InvalidField("data", "ends before the files do")
+                    raise errors.InvalidField("data", "ends before the files do")
                 piece, rest = rest[:left], rest[left:]
                 # In a thread: disks are slow, and other calls go on.
                 await asyncio.to_thread(file.write, piece)
                 left -= len(piece)
     if rest or await _next_data(requests):
-        raise InvalidField("data", "is longer than the files' sizes")
+        raise errors.InvalidField("data", "is longer than the files' sizes")
 
 
 async def _next_data(requests: AsyncIterator[pb.UpdateWeightsRequest]) -> bytes:
     """The next bytes of the stream; empty at its end."""
     while (request := await _next(requests)) is not None:
         if request.WhichOneof("part") != "data":
-            raise InvalidField("data", "must follow begin, and nothing else")
+            raise errors.InvalidField("data", "must follow begin, and nothing else")
         if request.data:
             return request.data
     return b""
@@ -200,4 +160,4 @@ async def _next(requests: AsyncIterator[pb.UpdateWeightsRequest]) -> pb.UpdateWe
         async with asyncio.timeout(_SILENCE_SECONDS):
             return await anext(requests, None)
     except TimeoutError:
-        raise DeadlineExceeded(f"the stream was silent for {_SILENCE_SECONDS:g} s") from None
+        raise errors.DeadlineExceeded(f"the stream was silent for {_SILENCE_SECONDS:g} s") from None

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from outrider.tree import TokenTree
 from outrider.wire.frames import DraftInfo
 from target_service.core.quotas import TenantQuotas
-from target_service.core.sequence import SequenceEvent, SequenceRequest, Verdict
+from target_service.core.sequence import SequenceEvent, SequenceRequest, SequenceTotals, StepStats, Verdict
 from target_service.core.weights import FIRST_VERSION, UpdateDone, WeightUpdate
 
 logger = logging.getLogger(__name__)
@@ -61,23 +61,29 @@ class ServingEngine(Protocol):
     def drain(self) -> None: ...
 
 
+class EngineObserver(Protocol):
+    """Receives what the engine did: each step, the end of each sequence, with its finish reason, "cancelled" or an
+    error's reason, and that drafting was switched by load. Called from the engine's thread; must be quick and must not
+    raise."""
+
+    def on_step(self, stats: StepStats) -> None: ...
+    def on_finished(self, sequence_id: int, request: SequenceRequest, totals: SequenceTotals, outcome: str) -> None: ...
+    def on_speculation(self, active: bool) -> None: ...
+
+
+@dataclass(eq=False)
 class Sequences:
     """The engine's sequences, for handlers on the event loop. All but `deliver` belongs to the loop."""
 
-    def __init__(
-        self, engine: ServingEngine, loop: asyncio.AbstractEventLoop, quotas: TenantQuotas | None = None
-    ) -> None:
-        """`quotas` of None set no limits."""
-        self._engine = engine
-        self._loop = loop
-        # By id: the sink and the tenant.
-        self._open: dict[int, tuple[Sink, str]] = {}
-        self.quotas = quotas or TenantQuotas()
-        # Ids of sequences without a verdict yet.
-        self._waiting: set[int] = set()
+    engine: ServingEngine
+    quotas: TenantQuotas = field(default_factory=TenantQuotas)
+    # By id: the sink and the tenant.
+    _open: dict[int, tuple[Sink, str]] = field(default_factory=dict, init=False)
+    # Ids of sequences without a verdict yet.
+    _waiting: set[int] = field(default_factory=set, init=False)
+    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop, init=False)
 
     def __len__(self) -> int:
-        """Sequences with a sink."""
         return len(self._open)
 
     def submit(self, request: SequenceRequest, sink: Sink) -> int:
@@ -87,21 +93,20 @@ class Sequences:
         No event is missed: they are dispatched in a later iteration of the loop.
         """
         self.quotas.check_sequence(request)
-        sequence_id = self._engine.submit(request)
+        sequence_id = self.engine.submit(request)
         self._open[sequence_id] = (sink, request.tenant)
         self._waiting.add(sequence_id)
         self.quotas.opened(sequence_id, request)
         return sequence_id
 
     def verify(self, sequence_id: int, tree: TokenTree) -> None:
-        """Verify a client's tree, see `Engine.verify`."""
-        self._engine.verify(sequence_id, tree)
+        self.engine.verify(sequence_id, tree)
 
     def cancel(self, sequence_id: int) -> None:
         """Remove the sink, and end the sequence unless it has ended."""
         if sequence_id in self._open:
             self._forget(sequence_id)
-            self._engine.cancel(sequence_id)
+            self.engine.cancel(sequence_id)
 
     def deliver(self, events: list[SequenceEvent]) -> None:
         """Hand one step's events to the event loop. Called in the engine's thread."""

@@ -7,18 +7,7 @@ import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """What one tenant may take of the engine. A bound of 0 is none."""
-
-    # Relative to the weights of others, while there is not enough for all.
-    weight: float = 1.0
-    # Sequences in one step.
-    running: int = 0
-    # Tokens in the KV cache, in whole pages.
-    kv_tokens: int = 0
-
+from outrider.limits import TenantLimits
 
 # Steps for which a tenant keeps its part of the time after its last one. Chosen: callers who send one short request
 # after the other return within a step or two, and would have to wait for a long step that began without them.
@@ -54,12 +43,10 @@ class FairShare:
         self._passes.clear()
 
     def divide(
-        self, wanted: Mapping[str, Sequence[int]], shares: Mapping[str, Share], room: int
+        self, wanted: Mapping[str, Sequence[int]], shares: Mapping[str, TenantLimits], room: int
     ) -> list[tuple[str, int]]:
-        """Divide `room` units. `wanted` holds the sizes of each tenant's items in their order, none empty.
-
-        Returns (tenant, units of its next item) in order of service; only the last item may be served in part.
-        """
+        """Divide `room` units. `wanted` holds the sizes of each tenant's items in their order, none empty. Returns
+        (tenant, units of its next item) in order of service; only the last item may be served in part."""
         heap = [(self._passes.get(tenant, 0.0), rank, tenant) for rank, tenant in enumerate(wanted)]
         heapq.heapify(heap)
         served: list[tuple[str, int]] = []
@@ -123,11 +110,9 @@ class TimeShares:
         """Whether several tenants had recent steps."""
         return len(self._present) > 1
 
-    def longest_step(self, alone: Mapping[str, float], shares: Mapping[str, Share]) -> float:
-        """Seconds that the next step may take, given those of each tenant's own step; infinite for one tenant.
-
-        What that step makes up for is owed until it begins.
-        """
+    def longest_step(self, alone: Mapping[str, float], shares: Mapping[str, TenantLimits]) -> float:
+        """Seconds that the next step may take, given those of each tenant's own step; infinite for one tenant. What
+        that step makes up for is owed until it begins."""
         kept = {
             tenant: replace(present, steps=present.steps - 1)
             for tenant, present in self._present.items()
@@ -173,7 +158,6 @@ class TimeShares:
         self._present, self._last_tenants, self._last_step = self._next, tenants, seconds
 
     def note_shortened(self) -> None:
-        """Count a step that was shortened to the bound."""
         self._shortened += 1
 
     def alone_next(self, ready: Container[str]) -> str | None:

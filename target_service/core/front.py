@@ -6,15 +6,8 @@ import itertools
 import time
 from collections.abc import Iterable
 
-from outrider.errors import (
-    Draining,
-    EngineDead,
-    OutriderError,
-    PositionOutOfRange,
-    QuotaExceeded,
-    UnknownSequence,
-    WrongRoot,
-)
+from outrider import errors
+from outrider.errors import OutriderError
 from outrider.tree import TokenTree
 from target_service.core.sequence import SequenceEvent, SequenceFailed, SequenceRequest, Verdict
 
@@ -27,8 +20,10 @@ class EngineFront:
         last_beat_ns: when its loop last ran, in monotonic nanoseconds.
     """
 
-    def __init__(self, max_waiting: int) -> None:
+    def __init__(self, max_waiting: int, capacity: int = 0) -> None:
+        """One sequence may have `capacity` tokens."""
         self._max_waiting = max_waiting
+        self._capacity = capacity
         self._ids = itertools.count(1)
         self._update_ids = itertools.count(1)
         # The engine's own table lags behind by the commands under way.
@@ -43,51 +38,37 @@ class EngineFront:
         """Refuse new requests; those under way continue."""
         self._draining = True
 
-    def check_update(self) -> int:
-        """The id of a new update of the weights.
-
-        Raises:
-            Draining: the engine is about to stop.
-            EngineDead: the loop has failed.
-        """
+    def check_update(self, update_id: int | None = None) -> int:
+        """The id of a new update of the weights: the one given, or the next. Raises `Draining` and `EngineDead`."""
         self._check_up()
-        return next(self._update_ids)
+        return next(self._update_ids) if update_id is None else update_id
 
     def check_tree(self, sequence_id: int, tree: TokenTree) -> None:
-        """Check a client's tree.
-
-        Raises:
-            UnknownSequence: no such sequence, or one whose client does not draft.
-            WrongRoot: the tree's root is not the last committed token.
-        """
+        """Check a client's tree. Raises `WrongRoot`, and `UnknownSequence` also where the client does not draft."""
         root = self._roots.get(sequence_id)
         if root is None:
-            raise UnknownSequence("the sequence is not open")
+            raise errors.UnknownSequence("the sequence is not open")
         if tree.token_ids[0] != root:
-            raise WrongRoot("the tree's root is not the last committed token")
+            raise errors.WrongRoot("the tree's root is not the last committed token")
 
-    def _admit(
-        self, request: SequenceRequest, *, capacity: int, not_waiting: int, sequence_id: int | None = None
-    ) -> int:
-        """Check a request, and return its id: the one given, or the next. See `Engine.submit` for what it raises.
-
-        One sequence may have `capacity` tokens. Of those open, `not_waiting` run, or wait for their client's tree.
-        """
+    def _admit(self, request: SequenceRequest, not_waiting: int, sequence_id: int | None = None) -> int:
+        """Check a request, and return its id: the one given, or the next. See `Engine.submit` for what it raises. Of
+        the open sequences, `not_waiting` run, or wait for their client's tree."""
         self._check_up()
         needed = len(request.token_ids) + request.max_tokens
-        if needed > capacity:
-            raise PositionOutOfRange("prompt and output do not fit", tokens=needed, capacity=capacity)
+        if needed > self._capacity:
+            raise errors.PositionOutOfRange("prompt and output do not fit", tokens=needed, capacity=self._capacity)
         waiting = len(self._open) - not_waiting
         # Clients that draft get half of the queue: their sequences may wait for a tree without end.
         if waiting >= (self._max_waiting // 2 if request.external else self._max_waiting):
-            raise QuotaExceeded("too many requests wait", waiting=waiting)
+            raise errors.QuotaExceeded("too many requests wait", waiting=waiting)
         return next(self._ids) if sequence_id is None else sequence_id
 
     def _check_up(self) -> None:
         if self.failure is not None:
-            raise EngineDead("the engine has failed")
+            raise errors.EngineDead("the engine has failed")
         if self._draining:
-            raise Draining("the target is draining")
+            raise errors.Draining("the target is draining")
 
     def _add(self, sequence_id: int, request: SequenceRequest) -> None:
         """Register an open sequence, before the engine gets it."""

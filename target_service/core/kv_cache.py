@@ -8,9 +8,7 @@ import mmap
 import torch
 from torch import Tensor
 
-from tree_kernels.pages import OutOfPages, Pages
-
-__all__ = ["KVCache", "OutOfPages"]
+from tree_kernels.pages import Pages
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Literal
 
 from outrider.errors import QuotaExceeded
 from outrider.limits import TenantTable
-from target_service.core.fairness import Share
 from target_service.core.sequence import SequenceRequest
 
 # Accounts without anything open are removed once there are this many accounts.
@@ -44,23 +44,12 @@ class TenantQuotas:
         self._clock = clock
         self._accounts: dict[str, _Account] = {}
 
-    def share(self, tenant: str) -> Share:
-        """A tenant's share of the engine."""
-        limits = self.table.of(tenant)
-        return Share(limits.weight, limits.running, limits.kv_tokens)
-
-    def stream(self, tenant: str) -> AbstractContextManager[None]:
-        """Count one call, to its end. Raises `QuotaExceeded` on entry."""
-        return self._counted(tenant, "streams", self.table.of(tenant).streams)
-
-    def text(self, tenant: str) -> AbstractContextManager[None]:
-        """Count one text, while it waits for the tokenizer or is tokenized. Raises `QuotaExceeded` on entry."""
-        return self._counted(tenant, "texts", self.table.of(tenant).texts)
-
     @contextmanager
-    def _counted(self, tenant: str, what: str, limit: int) -> Iterator[None]:
+    def counted(self, tenant: str, what: Literal["streams", "texts"]) -> Iterator[None]:
+        """Count one call, to its end, or one text, while it waits for the tokenizer or is tokenized. Raises
+        `QuotaExceeded` on entry."""
         account = self._account(tenant)
-        _check(what, account.open[what], limit)
+        _check(what, account.open[what], getattr(self.table.of(tenant), what))
         account.open[what] += 1
         try:
             yield
@@ -99,11 +88,9 @@ class TenantQuotas:
             account.waiting.add(sequence_id)
 
     def began(self, sequence_id: int, tenant: str) -> None:
-        """A sequence has its first token."""
         self._account(tenant).waiting.discard(sequence_id)
 
     def ended(self, sequence_id: int, tenant: str) -> None:
-        """A sequence has ended."""
         account = self._account(tenant)
         account.sequences.discard(sequence_id)
         account.waiting.discard(sequence_id)

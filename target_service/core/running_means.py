@@ -70,7 +70,6 @@ class PassRate:
 
     @property
     def count(self) -> int:
-        """Passes observed."""
         return self._tokens.count
 
     @property

@@ -44,7 +44,6 @@ class Schedule:
 
     @cached_property
     def reading(self) -> int:
-        """Sequences that read."""
         return sum([not chunk.takes_tree for chunk in self.chunks])
 
     @property

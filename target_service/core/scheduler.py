@@ -5,18 +5,22 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
 
+from outrider.limits import TenantLimits
 from outrider.tree import TokenTree
-from target_service.core.fairness import FairShare, Share, TimeShares
-from target_service.core.kv_cache import KVCache, OutOfPages
+from target_service.config import TargetConfig
+from target_service.core.fairness import FairShare, TimeShares
+from target_service.core.kv_cache import KVCache
 from target_service.core.preemption import order_of_preemption
 from target_service.core.schedule import Chunk, Schedule
 from target_service.core.sequence import Sequence, SequenceState
 from target_service.core.sequence_pages import SequencePages
 from target_service.core.step_times import StepTimes
+from tree_kernels.pages import OutOfPages
 
 _RUNS = (SequenceState.PREFILL, SequenceState.RUNNING)
 # Rows of prompts that every step reads, however long steps are, so that prompts make progress. Chosen.
@@ -25,20 +29,11 @@ _LEAST_READ = 16
 _PARTS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """Bounds of one step; the defaults live in `TargetConfig`."""
-
-    max_running: int
-    max_step_rows: int
-    prefill_chunk: int
-
-
 @dataclass(slots=True)
 class _Demand:
     """What a tenant could use of the next step: sequences, those of them that decode, and rows of prompts."""
 
-    share: Share
+    limits: TenantLimits
     sequences: int = 0
     decoding: int = 0
     rows: int = 0
@@ -57,8 +52,8 @@ class Scheduler:
     holds most for its weight. The oldest of all is last, so that it ends at some time.
     """
 
-    def __init__(self, config: SchedulerConfig, cache: KVCache) -> None:
-        self._config = config
+    def __init__(self, config: TargetConfig, cache: KVCache) -> None:
+        self._max_running, self._prefill_chunk = config.max_running, config.chunk_rows
         self._cache = cache
         self.pages = SequencePages(cache)
         # Times of steps, observed by the engine. Without any, time is not shared.
@@ -70,7 +65,7 @@ class Scheduler:
         self._places, self._rows, self._time = FairShare(), FairShare(), TimeShares()
         self.running: list[Sequence] = []
         # Most rows of a step: as configured, or fewer where those did not fit the device's memory.
-        self.max_step_rows = config.max_step_rows
+        self.max_step_rows = config.step_rows
 
     def shrink(self) -> bool:
         """Halve the rows of a step for good, which did not fit the device's memory. False if none can be taken away."""
@@ -80,7 +75,6 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Sequences that wait for a place."""
         return sum(map(len, self._waiting.values())) + len(self._held_back or ())
 
     @property
@@ -91,31 +85,23 @@ class Scheduler:
     @property
     def load(self) -> int:
         """Sequences that have a place in the next step, or will once prompts are read."""
-        return min(self._config.max_running, len(self.running) + self.waiting)
+        return min(self._max_running, len(self.running) + self.waiting)
 
     @property
     def admits(self) -> bool:
         """Whether a sequence waits and a place is free."""
-        return bool(self._waiting) and self._busy() < self._config.max_running
+        return bool(self._waiting) and self._busy() < self._max_running
 
     def sequences(self) -> Iterator[Sequence]:
         """Every sequence, running ones first."""
-        yield from self.running
-        for queue in self._waiting.values():
-            yield from queue
-        yield from self._held_back or ()
-        yield from self._evicted.values()
+        return chain(self.running, *self._waiting.values(), self._held_back or (), self._evicted.values())
 
     def hold_back(self) -> None:
         """Let no sequence begin until `release`. Those that have begun continue, also those that were preempted."""
         self._held_back = self._held_back or []
-        for tenant, queue in list(self._waiting.items()):
-            self._held_back += [sequence for sequence in queue if not sequence.begun]
-            begun = deque(sequence for sequence in queue if sequence.begun)
-            if begun:
-                self._waiting[tenant] = begun
-            else:
-                del self._waiting[tenant]
+        self._held_back += [one for one in chain(*self._waiting.values()) if not one.begun]
+        begun = {tenant: deque(one for one in queue if one.begun) for tenant, queue in self._waiting.items()}
+        self._waiting = {tenant: queue for tenant, queue in begun.items() if queue}
 
     def release(self) -> None:
         """Let sequences begin again, in order of arrival."""
@@ -133,7 +119,6 @@ class Scheduler:
             self._preempt(sequence)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence."""
         if self._held_back is not None:
             self._held_back.append(sequence)
             return
@@ -147,7 +132,6 @@ class Scheduler:
             self._requeue(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove the sequence and release its pages."""
         if self._held_back is not None and sequence in self._held_back:
             self._held_back.remove(sequence)
         elif sequence.state is SequenceState.WAITING:
@@ -175,7 +159,8 @@ class Scheduler:
         if rows and self._waiting:
             reading += self._admit(free_places)
         if not own:
-            rows = self._rows_within(seconds, len(chunks), reading, rows)
+            within = self.times.reading_within(len(chunks), seconds, rows)
+            rows = self._shortened(sum(map(self._due, reading)), rows, _LEAST_READ, within)
         for sequence, count in self._share_rows(reading, rows):
             if self._holds_chunk(sequence, count):
                 chunks.append(Chunk(sequence, count))
@@ -188,19 +173,12 @@ class Scheduler:
         seconds = self.times.seconds(len(schedule.chunks) - schedule.reading, schedule.read_rows)
         self._time.begin({chunk.sequence.request.tenant for chunk in schedule.chunks}, seconds)
 
-    def _places_within(self, seconds: float, allowed: Mapping[str, int], places: int) -> int:
-        """Places, of at most `places`, whose sequences decode in `seconds`; one for each tenant at least."""
-        within = max(min(places, len(allowed)), self.times.decoding_within(seconds, places))
-        if within < min(places, sum(allowed.values())):
+    def _shortened(self, wanted: int, most: int, least: int, within: int) -> int:
+        """How many places or rows a step gets, of at most `most`: those `within` its time, and at least `least`."""
+        count = max(min(most, least), within)
+        if count < min(most, wanted):
             self._time.note_shortened()
-        return within
-
-    def _rows_within(self, seconds: float, decoding: int, reading: list[Sequence], rows: int) -> int:
-        """Rows of prompts, of at most `rows`, that a step may read in `seconds` beside what decodes."""
-        within = max(min(rows, _LEAST_READ), self.times.reading_within(decoding, seconds, rows))
-        if within < min(rows, sum(map(self._due, reading))):
-            self._time.note_shortened()
-        return within
+        return count
 
     def _due(self, sequence: Sequence) -> int:
         """Known tokens to feed next. The root of a client that drafts is fed with its tree only."""
@@ -210,36 +188,35 @@ class Scheduler:
                 return 1 if sequence.external_tree is not None else 0
             known -= 1
         elif sequence.pending is not None:
-            if sequence.full:
+            if sequence.remaining <= 0:
                 # The step under way samples its last token.
                 return 0
             if known > 1:
                 # The last pending token is fed alone, after the others. Those of a stride before it are not known yet.
                 known -= sequence.pending_tokens
-        return min(known, self._config.prefill_chunk)
+        return min(known, self._prefill_chunk)
 
     def _share_places(self) -> tuple[list[Sequence], list[Sequence], dict[str, int], float]:
-        """Divide the places of the next step among tenants.
-
-        Returns the running sequences that decode and those that read, how many waiting ones may join by tenant, and
-        the seconds that the step may take: infinite where it is one tenant's own.
-        """
+        """The running sequences that decode in the next step and those that read, how many waiting ones may join by
+        tenant, and the seconds that the step may take: infinite where it is one tenant's own."""
         ready, demands = self._ready()
         self._note_kept_out(self._add_waiting(demands) if self._waiting else None)
-        shares = {tenant: demand.share for tenant, demand in demands.items()}
+        shares = {tenant: demand.limits for tenant, demand in demands.items()}
         allowed = {
-            tenant: min(demand.sequences, demand.share.running or demand.sequences)
+            tenant: min(demand.sequences, demand.limits.running or demand.sequences)
             for tenant, demand in demands.items()
         }
         # Every place takes a row.
-        places, seconds = min(self._config.max_running, self.max_step_rows), math.inf
+        places, seconds = min(self._max_running, self.max_step_rows), math.inf
         if len(allowed) > 1 or self._time.shared:
             alone = {
                 tenant: self.times.own_seconds(min(demand.decoding, allowed[tenant]), demand.rows)
                 for tenant, demand in demands.items()
             }
             seconds = self._time.longest_step(alone, shares)
-            places = self._places_within(seconds, allowed, places)
+            # One for each tenant at least.
+            within = self.times.decoding_within(seconds, places)
+            places = self._shortened(sum(allowed.values()), places, len(allowed), within)
             chosen = self._time.alone_next({tenant for tenant, demand in demands.items() if demand.decoding})
             if chosen is not None:
                 decoding = [one for one, decodes in ready if decodes and one.request.tenant == chosen]
@@ -273,7 +250,7 @@ class Scheduler:
             request = sequence.request
             demand = demands.get(request.tenant)
             if demand is None:
-                demand = demands[request.tenant] = _Demand(request.share)
+                demand = demands[request.tenant] = _Demand(request.limits)
             demand.sequences += 1
             if decodes:
                 demand.decoding += 1
@@ -286,7 +263,7 @@ class Scheduler:
         order, kept_out = self._once_ordered(), None
         for tenant, queue in self._waiting.items():
             if self._yielding(queue[0], order) is not None:
-                demand = demands.setdefault(tenant, _Demand(queue[0].request.share))
+                demand = demands.setdefault(tenant, _Demand(queue[0].request.limits))
                 demand.sequences += len(queue)
                 if demand.rows < self.max_step_rows:
                     # Only of the next in line: the others may have to wait anyway.
@@ -308,7 +285,7 @@ class Scheduler:
         # In small parts, so that a short prompt does not wait for another tenant's long one.
         part = max(1, rows // _PARTS)
         wanted = {tenant: _in_parts(sum(count for _, count in line), part) for tenant, line in lines.items()}
-        shares = {tenant: line[0][0].request.share for tenant, line in lines.items()}
+        shares = {tenant: line[0][0].request.limits for tenant, line in lines.items()}
         served = Counter[str]()
         for tenant, count in self._rows.divide(wanted, shares, rows):
             served[tenant] += count
@@ -363,8 +340,8 @@ class Scheduler:
 
         `order` is from `_once_ordered`: the order takes long enough that many waiting tenants have to share it.
         """
-        wanted, tenant, share = self._pages_wanted(newcomer), newcomer.request.tenant, newcomer.request.share
-        held = self._held(tenant) if share.kv_tokens or wanted + reserved > self._cache.free_pages else 0
+        wanted, tenant, limits = self._pages_wanted(newcomer), newcomer.request.tenant, newcomer.request.limits
+        held = self._held(tenant) if limits.kv_tokens or wanted + reserved > self._cache.free_pages else 0
         if self._exceeds_share(newcomer, held):
             return None
         missing = wanted + reserved - self._cache.free_pages
@@ -372,7 +349,7 @@ class Scheduler:
             return []
         victims: list[Sequence] = []
         for victim, left in order():
-            if not self._idle(victim) and (victim.request.tenant == tenant or left * share.weight < held + wanted):
+            if not self._idle(victim) and (victim.request.tenant == tenant or left * limits.weight < held + wanted):
                 continue
             victims.append(victim)
             missing -= len(victim.pages)
@@ -382,26 +359,22 @@ class Scheduler:
 
     def _exceeds_share(self, newcomer: Sequence, held: int) -> bool:
         """Whether its tenant, which holds `held` pages, may not hold the newcomer's too."""
-        most = newcomer.request.share.kv_tokens
+        most = newcomer.request.limits.kv_tokens
         return bool(most and held and held + self._pages_wanted(newcomer) > most // self._cache.page_size)
 
     def _note_kept_out(self, newcomer: Sequence | None) -> None:
         """Let drafted rows give way to the first newcomer that has to wait for pages, if they hold what it lacks."""
         self.pages.forget_newcomer()
-        if newcomer is None or self._busy() >= self._config.max_running:
+        if newcomer is None or self._busy() >= self._max_running:
             return
         if not self._exceeds_share(newcomer, self._held(newcomer.request.tenant)):
             self.pages.note_newcomer(self._pages_wanted(newcomer), self.running)
 
     def _once_ordered(self) -> Callable[[], list[tuple[Sequence, float]]]:
-        """`_order_of_preemption`, worked out when it is first asked for: as long as nothing is preempted."""
-        return functools.cache(lambda: list(self._order_of_preemption()))
-
-    def _order_of_preemption(self) -> Iterator[tuple[Sequence, float]]:
-        return order_of_preemption(self.running, self._idle)
+        """`order_of_preemption`, worked out when it is first asked for: as long as nothing is preempted."""
+        return functools.cache(lambda: list(order_of_preemption(self.running, self._idle)))
 
     def _held(self, tenant: str) -> int:
-        """Pages held by a tenant's sequences."""
         return sum(len(sequence.pages) for sequence in self.running if sequence.request.tenant == tenant)
 
     def _holds_chunk(self, sequence: Sequence, count: int) -> bool:
@@ -416,12 +389,15 @@ class Scheduler:
                     return True
                 except OutOfPages:
                     pass
-            self._preempt(self._victim(sequence, own=limited))
+            # Itself, if there is no other; at its tenant's limit only one of the same tenant.
+            tenant = sequence.request.tenant if limited else None
+            victims = (one for one, _ in order_of_preemption(self.running, self._idle))
+            self._preempt(next((one for one in victims if tenant in (None, one.request.tenant)), sequence))
         return False
 
     def _at_limit(self, sequence: Sequence, count: int) -> bool:
         """Whether the sequence needs more pages than its tenant may hold. A tenant's only one may always continue."""
-        limit = sequence.request.share.kv_tokens // self._cache.page_size
+        limit = sequence.request.limits.kv_tokens // self._cache.page_size
         missing = self._cache.pages_for(sequence.kv_length + count) - len(sequence.pages)
         if not limit or missing <= 0:
             return False
@@ -439,13 +415,6 @@ class Scheduler:
             and sequence.kv_length + 1 == len(sequence.token_ids)
             and sequence.external_tree is None
         )
-
-    def _victim(self, sequence: Sequence, *, own: bool) -> Sequence:
-        """The sequence to preempt for `sequence`: itself, if there is no other. `own`: only of the same tenant."""
-        for victim, _ in self._order_of_preemption():
-            if not own or victim.request.tenant == sequence.request.tenant:
-                return victim
-        return sequence
 
     def _preempt(self, sequence: Sequence) -> None:
         evicted = self._idle(sequence)

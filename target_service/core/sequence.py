@@ -11,10 +11,10 @@ from typing import NamedTuple
 import msgspec
 
 from outrider.errors import OutriderError
+from outrider.limits import TenantLimits
 from outrider.sampling import FinishReason, SamplingParams, TokenLogprobs, TypicalAcceptance, VerificationMode
 from outrider.tree import TokenTree
 from outrider.wire.frames import DEFAULT_TENANT
-from target_service.core.fairness import Share
 from target_service.core.weights import FIRST_VERSION
 
 # Most passes that are launched at once.
@@ -34,8 +34,8 @@ class SequenceRequest:
     # For TYPICAL.
     typical: TypicalAcceptance = field(default_factory=TypicalAcceptance)
     tenant: str = DEFAULT_TENANT
-    # What the tenant may take of the engine.
-    share: Share = field(default_factory=Share)
+    # What the tenant may take of the engine; tokens in the KV cache count in whole pages.
+    limits: TenantLimits = field(default_factory=TenantLimits)
     speculate: bool = True
     max_draft_nodes: int = 63
     corpus: str = ""
@@ -199,7 +199,6 @@ class StepStats:
     verify_ns: int
     commit_ns: int
     total_ns: int
-    # Hidden states sent to the draft, and their bytes.
     feature_vectors: int = 0
     feature_bytes: int = 0
     # Passes of followed sequences whose rows the device chose: with rows of the draft, and without.
@@ -222,10 +221,8 @@ class StepStats:
 
 
 class SequenceState(Enum):
-    """State of a sequence: WAITING -> PREFILL -> RUNNING -> (gone); a preempted sequence goes back to WAITING.
-
-    EVICTED is a sequence that was preempted while it waited for its client's tree; with a tree it is WAITING again.
-    """
+    """State of a sequence: WAITING -> PREFILL -> RUNNING -> (gone); a preempted sequence goes back to WAITING. EVICTED
+    is a sequence that was preempted while it waited for its client's tree; with a tree it is WAITING again."""
 
     WAITING = "waiting"
     PREFILL = "prefill"
@@ -287,11 +284,6 @@ class Sequence:
     def remaining(self) -> int:
         """Output tokens that may follow the known and pending ones."""
         return self.request.max_tokens - self.totals.completion_tokens - self.pending_tokens
-
-    @property
-    def full(self) -> bool:
-        """Whether no token may follow the known and pending ones."""
-        return self.remaining <= 0
 
     def feed(self, start: int, count: int) -> list[int]:
         """Tokens `start` .. `start + count` as a step reads them; a pending one is -1 - `pending`."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from target_service.core.kv_cache import KVCache, OutOfPages
+from target_service.core.kv_cache import KVCache
 from target_service.core.schedule import Schedule
 from target_service.core.sequence import Sequence, SequenceState
+from tree_kernels.pages import OutOfPages
 
 
 class SequencePages:
@@ -91,7 +92,6 @@ class SequencePages:
             del sequence.pages[keep:]
 
     def release(self, sequence: Sequence) -> None:
-        """Release all pages of the sequence."""
         self._cache.release(sequence.pages)
         del sequence.pages[:]
         sequence.kv_length = 0

@@ -63,14 +63,12 @@ class StepTimes:
             return
         stale = self._stale[size] = self._stale.get(size, _STALE_AFTER) + 1
         if decoding and stale > _STALE_AFTER:
-            self._decoding.observe(decoding, max(0.0, seconds - self._part_of(reading_rows, decoding, seconds)))
+            # Reading takes as long as observed, or else its part of the rows.
+            part = seconds * reading_rows / (reading_rows + decoding)
+            reading = self._reading(reading_rows) if self._reading.known else part
+            self._decoding.observe(decoding, max(0.0, seconds - reading))
         else:
             self._reading.observe(reading_rows, max(0.0, seconds - self._decoding(decoding)))
-
-    def _part_of(self, reading_rows: int, decoding: int, seconds: float) -> float:
-        """Seconds of a step that reading takes: as observed, or else in proportion to its rows."""
-        known = self._reading(reading_rows)
-        return known if self._reading.known else seconds * reading_rows / (reading_rows + decoding)
 
     def seconds(self, decoding: int, reading_rows: int) -> float:
         """Estimated seconds of a step; 0 without observations."""

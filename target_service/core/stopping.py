@@ -68,7 +68,7 @@ class Detokenizer:
         """The text still held back, at the end of the output."""
         if self.matched is not None:
             return ""
-        text = self._decode(self._prefix)[len(self._decoded()) :]
+        text = self._decode(self._prefix)[len(self._decode(self._prefix, self._read)) :]
         self._prefix = self._read = len(self._ids)
         return self._stops.push(text, final=True)
 
@@ -76,29 +76,22 @@ class Detokenizer:
         if self.matched is not None:
             return ""
         self._ids.append(token)
-        whole, known = self._decode(self._prefix), self._decoded()
+        whole, known = self._decode(self._prefix), self._decode(self._prefix, self._read)
         uncertain = len(whole) <= len(known) or whole.endswith(_INCOMPLETE)
         if uncertain and len(self._ids) - self._read < _LONGEST_PENDING:
             return ""
         self._prefix, self._read = self._read, len(self._ids)
         return self._stops.push(whole[len(known) :])
 
-    def _decode(self, start: int) -> str:
-        return str(self._tokenizer.decode(self._ids[start:], skip_special_tokens=True))
-
-    def _decoded(self) -> str:
-        return str(self._tokenizer.decode(self._ids[self._prefix : self._read], skip_special_tokens=True))
+    def _decode(self, start: int, stop: int | None = None) -> str:
+        return str(self._tokenizer.decode(self._ids[start:stop], skip_special_tokens=True))
 
 
 class StopChecker:
     """Decides token by token where one output ends."""
 
     def __init__(
-        self,
-        params: SamplingParams,
-        end_token_ids: Sequence[int],
-        max_tokens: int,
-        tokenizer: Any | None,
+        self, params: SamplingParams, end_token_ids: Sequence[int], max_tokens: int, tokenizer: Any | None
     ) -> None:
         self._ends = frozenset(() if params.ignore_eos else end_token_ids)
         self._stops = frozenset(params.stop_token_ids)
@@ -109,27 +102,21 @@ class StopChecker:
 
     def cut(self, length: int, new_ids: Sequence[int]) -> tuple[int, Finish | None]:
         """How many of `new_ids`, which follow `length` others, are kept, and why the output ends there, if it does.
-
-        Call once per commit.
-        """
+        Call once per commit."""
         goes_on = length + len(new_ids) < self._max_tokens and self._either.isdisjoint(new_ids)
         if goes_on and self._text is None:
             # Nearly all commits.
             return len(new_ids), None
         for count, token in enumerate(new_ids, start=1):
-            finish = self._after(token, length + count)
-            if finish is not None:
-                return count, finish
+            if length + count > self._min_tokens:
+                if token in self._stops:
+                    return count, Finish(FinishReason.STOP, stop_token_id=token)
+                if token in self._ends:
+                    return count, Finish(FinishReason.END_OF_SEQUENCE, stop_token_id=token)
+            if self._text is not None:
+                self._text.push((token,))
+                if self._text.matched is not None:
+                    return count, Finish(FinishReason.STOP, stop_string=self._text.matched)
+            if length + count >= self._max_tokens:
+                return count, Finish(FinishReason.LENGTH)
         return len(new_ids), None
-
-    def _after(self, token: int, length: int) -> Finish | None:
-        if length > self._min_tokens:
-            if token in self._stops:
-                return Finish(FinishReason.STOP, stop_token_id=token)
-            if token in self._ends:
-                return Finish(FinishReason.END_OF_SEQUENCE, stop_token_id=token)
-        if self._text is not None:
-            self._text.push((token,))
-            if self._text.matched is not None:
-                return Finish(FinishReason.STOP, stop_string=self._text.matched)
-        return Finish(FinishReason.LENGTH) if length >= self._max_tokens else None

@@ -20,13 +20,11 @@ from outrider.distillation import TeacherSettings, WritingOrder, WrittenText
 from outrider.sampling import FinishReason, SamplingParams
 from outrider.settings import SettingsError
 from target_service.config import MAX_SEQUENCES, TargetConfig
-from target_service.core.scheduler import SchedulerConfig
 from target_service.core.sequence import SequenceFailed, SequenceFinished, SequenceRequest
-from target_service.engine.loop import EngineConfig, EngineLoop
+from target_service.engine.loop import EngineLoop
 from target_service.execution.device_executor import DeviceSteps
 from target_service.model.loading.loader import load_runner
 from target_service.model.runner import ModelRunner
-from target_service.speculation.config import DraftingConfig
 from target_service.speculation.policy.live_sequence import LiveSequence
 
 log = logging.getLogger(__name__)
@@ -146,8 +144,7 @@ class TextWriter:
 
     def __init__(self, runner: ModelRunner, order: WritingOrder, chat: ChatTexts) -> None:
         rows = _step_rows(order.sequences)
-        plain = DraftingConfig(enabled=False, disable_above=0, wait_seconds=0.0, failures_to_open=1)
-        config = EngineConfig(SchedulerConfig(order.sequences, rows, rows), plain, order.sequences, 0)
+        config = TargetConfig(max_running=order.sequences, max_step_rows=rows, prefill_chunk=rows, max_draft_nodes=0)
         # Not warmed up: no request waits, and much of what would be compiled is not needed here.
         steps = (
             DeviceSteps(runner, max_sequences=order.sequences, max_rows=rows) if runner.device.type == "cuda" else None

@@ -11,18 +11,16 @@ from collections.abc import Callable
 from outrider.devices import choose_device
 from outrider.errors import Draining, EngineDead, OutriderError
 from outrider.tree import TokenTree
-from outrider.wire.frames import DraftEvents, DraftInfo, DraftLink
-from target_service.core.events import EngineSnapshot
+from outrider.wire.frames import DraftInfo
+from target_service.config import TargetConfig
+from target_service.core.events import EngineObserver, EngineSnapshot
 from target_service.core.front import EngineFront
 from target_service.core.sequence import SequenceEvent, SequenceRequest
 from target_service.core.weights import UpdateDone, WeightUpdate
 from target_service.engine.exchange import WeightExchange
-from target_service.engine.loop import EngineConfig, EngineLoop
-from target_service.engine.stats import EngineObserver
+from target_service.engine.loop import EngineLoop
 from target_service.model.runner import ModelRunner
 from target_service.speculation.policy.step_cost import StepCost
-
-__all__ = ["Engine", "EngineConfig", "EngineSnapshot"]
 
 log = logging.getLogger(__name__)
 # How often an idle engine beats, in seconds.
@@ -35,15 +33,18 @@ class Engine(EngineFront):
     def __init__(
         self,
         runner: ModelRunner,
-        config: EngineConfig,
+        config: TargetConfig,
         *,
         step_cost: StepCost | None = None,
         observer: EngineObserver | None = None,
     ) -> None:
         """`step_cost` of None verifies every drafted row that is allowed."""
-        super().__init__(config.max_waiting)
+        cache = runner.cache
+        super().__init__(config.max_waiting, min(runner.max_context, cache.num_pages * cache.page_size))
         self._runner = runner
         self._loop = EngineLoop(runner, config, step_cost=step_cost, observer=observer)
+        # Receives the events of a draft link, which is attached before `start`.
+        self.drafting = self._loop.drafting
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._deliver: Callable[[list[SequenceEvent]], None] = lambda _: None
@@ -52,18 +53,9 @@ class Engine(EngineFront):
         self._exchange = WeightExchange(runner, self._loop, self._wake_up, self._beat)
 
     @property
-    def draft_events(self) -> DraftEvents:
-        """Receives the events of a draft link."""
-        return self._loop.drafting
-
-    @property
     def draft_info(self) -> DraftInfo | None:
         """Information from the draft service; None while it is not connected."""
-        return self._loop.drafting.info
-
-    def attach_draft(self, link: DraftLink) -> None:
-        """Draft through `link`. Call before `start`."""
-        self._loop.drafting.attach(link)
+        return self.drafting.info
 
     def start(self, deliver: Callable[[list[SequenceEvent]], None]) -> None:
         """Start the loop. `deliver` receives all events of a step at once, in the engine's thread."""
@@ -73,19 +65,12 @@ class Engine(EngineFront):
     def submit(self, request: SequenceRequest, sequence_id: int | None = None) -> int:
         """Queue a request and return its sequence id: the one given, which must be new, or the next.
 
-        Raises:
-            Draining: the engine takes no new requests.
-            QuotaExceeded: too many sequences wait.
-            PositionOutOfRange: prompt and output could never fit the KV cache or the model's context.
-            EngineDead: the loop has failed.
+        Raises `Draining`, `EngineDead`, `QuotaExceeded` where too many sequences wait, and `PositionOutOfRange` where
+        prompt and output could never fit the KV cache or the model's context.
         """
-        cache, running = self._runner.cache, self._loop.scheduler.running
-        capacity = min(self._runner.max_context, cache.num_pages * cache.page_size)
+        scheduler = self._loop.scheduler
         with self._wake:
-            evicted = self._loop.scheduler.evicted
-            sequence_id = self._admit(
-                request, capacity=capacity, not_waiting=len(running) + evicted, sequence_id=sequence_id
-            )
+            sequence_id = self._admit(request, len(scheduler.running) + scheduler.evicted, sequence_id)
             live = self._loop.make(sequence_id, request)
             self._add(sequence_id, request)
             self._commands.append(lambda: self._loop.add(live))
@@ -116,13 +101,9 @@ class Engine(EngineFront):
         """Exchange the model's weights; returns the update's id: the one given, which must be new, or the next. `done`
         receives the result, once, in a thread of the engine.
 
-        Raises:
-            QuotaExceeded: another update is under way.
-            Draining: the engine is about to stop.
-            EngineDead: the loop has failed.
+        Raises `Draining`, `EngineDead`, and `QuotaExceeded` while another update is under way.
         """
-        minted = self.check_update()
-        update_id = minted if update_id is None else update_id
+        update_id = self.check_update(update_id)
         self._exchange.begin(update_id, update, done)
         return update_id
 
@@ -130,12 +111,9 @@ class Engine(EngineFront):
         """Keep the old weights, unless they were exchanged already. Unknown ids are ignored."""
         self._exchange.cancel(update_id)
 
-    def stop(self, grace: float) -> None:
-        """Drain for at most `grace` seconds, fail the remaining sequences, and end the loop."""
+    def stop(self) -> None:
+        """Fail the remaining sequences, and end the loop. Waits for the step under way."""
         self.drain()
-        deadline = time.monotonic() + grace
-        while self._open and time.monotonic() < deadline and self._thread.is_alive():
-            time.sleep(0.01)
         self._stopping = True
         if self._thread.is_alive():
             self._wake_up()
@@ -150,14 +128,14 @@ class Engine(EngineFront):
             sequences=len(self._open),
             pages_used=cache.used_pages,
             pages_total=cache.num_pages,
-            speculating=loop.drafting.active and loop.drafting.connected,
-            draft_connected=loop.drafting.connected,
+            speculating=self.drafting.active and self.drafting.connected,
+            draft_connected=self.drafting.connected,
             kept_feature_bytes=loop.features.kept_bytes,
             evicted=loop.scheduler.evicted,
             model_version=loop.model_version,
             exchange_ns=self._exchange.pause_ns,
-            measuring=loop.measures,
-            draft_lost=loop.drafting.lost,
+            measuring=loop.gathering.measures,
+            draft_lost=self.drafting.lost,
         )
 
     def _wake_up(self) -> None:
@@ -191,7 +169,7 @@ class Engine(EngineFront):
         if events is None:
             with self._wake:
                 self._wake.wait_for(lambda: self._commands or self._stopping, timeout=_IDLE_BEAT)
-            self._loop.drafting.listen()
+            self.drafting.listen()
         elif events:
             self._emit(events)
 
@@ -203,7 +181,6 @@ class Engine(EngineFront):
         self._deliver(events)
 
     def _fail_all(self, error: OutriderError) -> None:
-        """Send the last event of every sequence that is still open."""
         # Under the lock, so that a request is either refused or among those that fail.
         with self._wake:
             self.drain()

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from outrider.errors import NotSupported, OutriderError, QuotaExceeded, WeightsChanged
-from target_service.core.sequence import SequenceEvent, SequenceFailed
+from target_service.core.sequence import SequenceEvent
 from target_service.core.weights import RunningRequests, UpdateDone, WeightsUpdated, WeightUpdate
 from target_service.engine.loop import EngineLoop
 from target_service.model.runner import ModelRunner
@@ -37,29 +37,24 @@ class _Pending:
     cancelled: bool = False
 
 
+@dataclass(eq=False)
 class WeightExchange:
     """One exchange at a time. `begin` and `cancel` may be called from any thread, the rest from the engine's."""
 
-    def __init__(
-        self, runner: ModelRunner, loop: EngineLoop, wake: Callable[[], None], beat: Callable[[], None]
-    ) -> None:
-        """`wake` wakes the engine's thread; `beat` reports that it is alive."""
-        self._runner = runner
-        self._loop = loop
-        self._wake = wake
-        self._beat = beat
-        self._lock = threading.Lock()
-        self._pending: _Pending | None = None
-        # Time of the last exchange in nanoseconds; 0 before the first.
-        self.pause_ns = 0
+    runner: ModelRunner
+    loop: EngineLoop
+    # Wakes the engine's thread, and reports that it is alive.
+    wake: Callable[[], None]
+    beat: Callable[[], None]
+    # Time of the last exchange in nanoseconds; 0 before the first.
+    pause_ns: int = field(default=0, init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _pending: _Pending | None = field(default=None, init=False)
 
     def begin(self, update_id: int, update: WeightUpdate, done: UpdateDone) -> None:
-        """Begin to read weights; `done` receives the result, once.
-
-        Raises:
-            QuotaExceeded: another update is under way.
-        """
-        pending = _Pending(update_id, update, done, HostRoom(self._runner.device))
+        """Begin to read weights; `done` receives the result, once. Raises `QuotaExceeded` while another update is under
+        way."""
+        pending = _Pending(update_id, update, done, HostRoom(self.runner.device))
         with self._lock:
             if self._pending is not None:
                 raise QuotaExceeded("another update of the weights is under way")
@@ -71,7 +66,7 @@ class WeightExchange:
         with self._lock:
             if self._pending is not None and self._pending.update_id == update_id:
                 self._pending.cancelled = True
-        self._wake()
+        self.wake()
 
     def fail(self, error: OutriderError) -> None:
         """The engine ends: fail the update under way."""
@@ -81,7 +76,7 @@ class WeightExchange:
 
     def turn(self) -> list[SequenceEvent]:
         """Advance the update under way, between two steps. Returns the events of sequences that it ended."""
-        pending, scheduler = self._pending, self._loop.scheduler
+        pending, scheduler = self._pending, self.loop.scheduler
         if pending is None or pending.weights is None:
             return []
         if pending.cancelled:
@@ -91,29 +86,27 @@ class WeightExchange:
             scheduler.hold_back()
             if scheduler.begun():
                 return []
-        self._loop.settling = True
-        if not self._loop.settled:
+        self.loop.settling = True
+        if not self.loop.settled:
             return []
         return self._exchange(pending, pending.weights)
 
     def _exchange(self, pending: _Pending, weights: Mapping[str, Tensor]) -> list[SequenceEvent]:
-        begun_ns, scheduler = time.monotonic_ns(), self._loop.scheduler
+        begun_ns, scheduler = time.monotonic_ns(), self.loop.scheduler
         events: list[SequenceEvent] = []
         if pending.update.running is RunningRequests.ABORT:
-            for sequence in scheduler.begun():
-                error = WeightsChanged("the model's weights were exchanged; send the request again")
-                self._loop.end(sequence.sequence_id, error.reason)
-                events.append(SequenceFailed(sequence.sequence_id, error, sequence.totals.draft_refused))
+            error = WeightsChanged("the model's weights were exchanged; send the request again")
+            events += [self.loop.fail(sequence, error) for sequence in scheduler.begun()]
         continued = len(scheduler.begun())
         # A failure in here leaves a mix of old and new weights, which ends the engine.
-        write_weights(pending.slots, weights, self._runner.device, self._beat)
-        self._loop.exchanged(version=self._loop.model_version + 1)
+        write_weights(pending.slots, weights, self.runner.device, self.beat)
+        self.loop.exchanged(version=self.loop.model_version + 1)
         self.pause_ns = time.monotonic_ns() - begun_ns
         memory = {tensor.data_ptr(): tensor.nbytes for tensor in weights.values()}
         self._finish()
         pending.done(
             WeightsUpdated(
-                model_version=self._loop.model_version,
+                model_version=self.loop.model_version,
                 tensors=len(memory),
                 bytes=sum(memory.values()),
                 prepare_ns=pending.prepare_ns,
@@ -131,14 +124,14 @@ class WeightExchange:
             read = pending is not None and pending.weights is not None
         if pending is not None and read:
             pending.room.release()
-        self._loop.settling = False
-        self._loop.scheduler.release()
+        self.loop.settling = False
+        self.loop.scheduler.release()
         return pending
 
     def _prepare(self, pending: _Pending) -> None:
         """Read the weights, in a separate thread."""
         try:
-            slots = weight_slots(self._runner.model)
+            slots = weight_slots(self.runner.model)
             weights = read_weights(Path(pending.update.folder), specs_of(slots), pending.room)
             pending.room.lock()
         except OutriderError as error:
@@ -156,7 +149,7 @@ class WeightExchange:
             if ended:
                 # The engine ended meanwhile, and did not release the room that this thread used.
                 pending.room.release()
-            self._wake()
+            self.wake()
 
     def _refuse(self, pending: _Pending, error: OutriderError) -> None:
         pending.room.release()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
@@ -12,14 +11,10 @@ from target_service.execution.multi_step import Stride
 from target_service.execution.node_tables import NodeTables
 from target_service.execution.pass_ends import PassEnds
 from target_service.sampling.verifier import Verified
-from target_service.speculation.drafts import Drafting
 from target_service.speculation.policy.draft_times import Use
-from target_service.speculation.policy.follow_switch import FollowSwitch
 from target_service.speculation.policy.gathering import Gathering
 from target_service.speculation.policy.launch_modes import Launch, LaunchModes
-from target_service.speculation.policy.live_sequence import LiveSequence
-from target_service.speculation.policy.row_budget import RowBudget
-from target_service.speculation.policy.row_policy import Kind, RowPolicy
+from target_service.speculation.policy.row_policy import Kind
 from target_service.speculation.policy.unaided import Unaided
 
 
@@ -27,74 +22,72 @@ from target_service.speculation.policy.unaided import Unaided
 class Learning:
     """Tells each policy of the engine what concerns it of a step that has ended."""
 
-    drafting: Drafting
+    gathering: Gathering
     # Of the device; None where the host chooses rows.
     tables: NodeTables | None
-    # The sequences under way by id, a view.
-    live: Mapping[int, LiveSequence]
-    # All others learn.
-    budget: RowBudget
-    gathering: Gathering
-    policy: RowPolicy
-    follow: FollowSwitch
-    modes: LaunchModes
     stride: Stride
-    pass_ends: PassEnds
     unaided: Unaided
+    modes: LaunchModes = field(default_factory=LaunchModes)
+    pass_ends: PassEnds = field(default_factory=PassEnds)
     # Steps of which a sequence was compared with plain decoding.
     compared: int = field(default=0, init=False)
 
+    def forget_draft(self) -> None:
+        """Drop what was observed of a draft: another one has connected, or the weights have changed."""
+        self.gathering.follow.forget()
+        self.modes.forget()
+
     def kind(self, mode: Launch) -> Kind:
         """The kind of passes launched in this mode, for the row policy."""
-        if not self.drafting.follows:
+        if not self.gathering.drafting.follows:
             return Kind.ALONE
         return Kind.HELD if mode is Launch.HELD else Kind.AHEAD
 
     def observe_outcomes(self, step: Step, outcomes: SequenceOf[Verified | None]) -> None:
         """Let the row policy learn from a pass whose rows the device chose."""
         read_alone = step.batch.prefill_rows and step.batch.device_rows is None
-        if self.policy.on and not read_alone and not step.batch.drafted:
+        if self.gathering.policy.on and not read_alone and not step.batch.drafted:
             kind, tables = self.kind(step.mode), self.tables
             # In a table that holds a prediction too, the draft's expected tokens are unknown.
             drafted = [tables is not None and tables.of_draft(one.sequence.sequence_id) for one in step.batch.items]
-            self.policy.observe(outcomes, kind, drafted)
+            self.gathering.policy.observe(outcomes, kind, drafted)
 
     def observe_forward(self, step: Step, stats: StepStats, *, seen_running: bool) -> None:
         """Learn from the forward pass of a step that only decoded."""
         seconds = stats.forward_ns * 1e-9 / step.stride
-        self.budget.observe_step(stats.decode_rows, seconds)
+        self.gathering.budget.observe_step(stats.decode_rows, seconds)
         self.pass_ends.observe(*step.size, seconds, running=seen_running)
         plain = step.gathered.use is Use.PLAIN and not step.gathered.has_trees
         if plain and not step.behind_tree and step.launched.followable:
-            self.policy.observe_time(stats.sequences, step.batch.device_rows, seconds, self.kind(step.mode))
+            self.gathering.policy.observe_time(stats.sequences, step.batch.device_rows, seconds, self.kind(step.mode))
 
     def observe_period(self, step: Step, stats: StepStats, verdicts: SequenceOf[Verdict], period: float) -> None:
         """Learn from the time of a step that only decoded, `period` being from the end of the last one to its own."""
         load, seconds = stats.sequences, period / step.stride
         if step.ahead or step.gathered.drafted or not step.launched.followable:
             self.gathering.observe(load, seconds, step.gathered, behind_tree=step.behind_tree)
-        if self.policy.on and not step.batch.drafted:
-            followed = self.drafting.follows
+        if self.gathering.policy.on and not step.batch.drafted:
+            followed = self.gathering.drafting.follows
             if not followed or step.mode is self.modes.preferred(load):
-                self.follow.observe(load, seconds, followed=followed)
+                self.gathering.follow.observe(load, seconds, followed=followed)
                 self._compare(step, verdicts, stats.chosen_rows, followed=followed)
             if followed and step.batch.device_rows is not None:
                 tokens = stats.committed_tokens / max(1, load) / step.stride
                 self.modes.observe(load, step.mode, tokens, seconds)
         if step.ahead and step.gathered.use is Use.PLAIN and not step.behind_tree:
-            self.stride.observe(step.stride, period, step.clock.waited_ns * 1e-9)
+            self.stride.observe(step.stride, period, (step.clock.forwarded - step.clock.waits_since) * 1e-9)
 
     def _compare(self, step: Step, verdicts: SequenceOf[Verdict], drafted: int, *, followed: bool) -> None:
         """Compare one sequence of a step, which had `drafted` rows, with what it would have made without the draft."""
         found = self.unaided.take()
         if found is not None:
-            self.follow.compare(found.load, found.made, found.unaided)
+            self.gathering.follow.compare(*found)
         if not (followed and verdicts):
             return
         self.compared += 1
         verdict = verdicts[self.compared % len(verdicts)]
-        live = self.live.get(verdict.sequence_id)
-        if live is None or not self.drafting.is_followed(live.sequence) or not live.verifier.on_device:
+        live = self.gathering.live.get(verdict.sequence_id)
+        if live is None or not self.gathering.drafting.is_followed(live.sequence) or not live.verifier.on_device:
             return
         # Of passes launched at once the first: what the others begin with depends on it.
         accepted = verdict.drafts_by_step[0] if verdict.drafts_by_step else verdict.drafted_tokens

@@ -8,15 +8,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
 
 import torch
 
-from outrider.errors import QuotaExceeded
+from outrider.errors import OutriderError, QuotaExceeded
 from outrider.wire.frames import DraftInfo
+from target_service.config import TargetConfig
+from target_service.core.events import EngineObserver
 from target_service.core.running_means import RunningTime
 from target_service.core.schedule import Schedule
-from target_service.core.scheduler import Scheduler, SchedulerConfig
+from target_service.core.scheduler import Scheduler
 from target_service.core.sequence import (
     Sequence,
     SequenceEvent,
@@ -28,26 +29,21 @@ from target_service.core.sequence import (
 from target_service.core.weights import FIRST_VERSION
 from target_service.engine.commit import commit
 from target_service.engine.learning import Learning
-from target_service.engine.stats import EngineObserver, StepClock
-from target_service.engine.step import Step
+from target_service.engine.step import Step, StepClock
 from target_service.execution.batch import DeviceRows, StepBatch, lay_out
 from target_service.execution.device_executor import best_steps
 from target_service.execution.device_time import DeviceTime
 from target_service.execution.host_executor import HostSteps, Steps
 from target_service.execution.multi_step import Stride
-from target_service.execution.pass_ends import PassEnds
 from target_service.model.runner import ModelRunner
 from target_service.sampling.verifier import Verified
-from target_service.speculation.config import DraftingConfig
 from target_service.speculation.drafts import Drafting
 from target_service.speculation.hidden_states.encoding import AHEAD_ROWS
 from target_service.speculation.hidden_states.sending import Features
 from target_service.speculation.policy.draft_switch import DraftSwitch
 from target_service.speculation.policy.draft_times import Use
-from target_service.speculation.policy.follow_switch import FollowSwitch
-from target_service.speculation.policy.gathered import Gathered
-from target_service.speculation.policy.gathering import Gathering
-from target_service.speculation.policy.launch_modes import Launch, LaunchModes
+from target_service.speculation.policy.gathering import Gathered, Gathering
+from target_service.speculation.policy.launch_modes import Launch
 from target_service.speculation.policy.live_sequence import LiveSequence
 from target_service.speculation.policy.predicted_nodes import graft_predictions, note_passes
 from target_service.speculation.policy.row_budget import RowBudget
@@ -64,22 +60,6 @@ _POLL_NS = 100_000
 _LAUNCH_SHARE = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """Bounds of the engine; the defaults live in `TargetConfig`."""
-
-    scheduler: SchedulerConfig
-    drafting: DraftingConfig
-    max_waiting: int
-    max_draft_nodes: int
-    # Verify one path of each tree, so that rows attend to what they would one at a time.
-    chains: bool = False
-    # Run one step after the other, verified by the host.
-    lockstep: bool = False
-    # Requests may ask for typical acceptance, so its kernels are compiled at start.
-    typical: bool = False
-
-
 class EngineLoop:
     """Every sequence under way, and the step that they run in.
 
@@ -90,7 +70,7 @@ class EngineLoop:
     def __init__(
         self,
         runner: ModelRunner,
-        config: EngineConfig,
+        config: TargetConfig,
         *,
         steps: Steps | None = None,
         step_cost: StepCost | None = None,
@@ -100,38 +80,38 @@ class EngineLoop:
         """`steps` of None takes the fastest for the runner, or the plain ones in lockstep. `step_cost` of None verifies
         every drafted row that is allowed, and always waits for drafts."""
         self._runner = runner
-        self._steps = steps or _steps_of(runner, config)
+        if steps is None and not config.lockstep:
+            # Kernels of typical acceptance are compiled at start where requests may ask for it.
+            typical, most_rows = config.allow_lossy, config.step_rows
+            steps = best_steps(runner, max_sequences=config.max_running, max_rows=most_rows, typical=typical)
+        self._steps = steps or HostSteps(runner)
         self._observer = observer
-        self._budget = RowBudget(step_cost)
-        self.features = Features(runner, config.drafting.feature_window if config.drafting.enabled else 0)
-        self.drafting = Drafting(config.drafting, runner.vocabulary_size, self.features, self._steps.tables)
-        self.scheduler = Scheduler(config.scheduler, runner.cache)
+        self.features = Features(runner, config.feature_window if config.speculates else 0)
+        self.drafting = Drafting(config, runner.vocabulary_size, self.features, self._steps.tables)
+        self.scheduler = Scheduler(config, runner.cache)
         self.live: dict[int, LiveSequence] = {}
         # Batch-invariant drafts are chains, which the host cuts.
-        device_chooses = self._steps.tables is not None and not (config.chains and config.drafting.enabled)
+        device_chooses = self._steps.tables is not None and not (config.batch_invariant and config.speculates)
         most = config.max_draft_nodes if device_chooses else 0
-        self._policy = RowPolicy(most, step_cost, self.live, config.drafting.disable_above)
-        self._follow = FollowSwitch()
-        self._gathering = self._gather_with(config, step_cost)
-        self._stride = stride or Stride()
+        self._policy = RowPolicy(most, step_cost, self.live, config.speculative_disable_queue_size)
+        # Without a cost of steps it never turns drafts off.
+        self.gathering = Gathering(
+            drafting=self.drafting,
+            scheduler=self.scheduler,
+            budget=RowBudget(step_cost),
+            live=self.live,
+            policy=self._policy,
+            switch=None if step_cost is None else DraftSwitch(),
+        )
         self._ahead: Step | None = None
-        self._pass_ends = PassEnds()
         # Whether the last pass was seen to run until about its end.
         self._seen_running = True
         # Seconds to launch a pass that is laid out.
         self._launching = RunningTime(_LAUNCH_SHARE)
-        self._modes = LaunchModes()
         self._learning = Learning(
-            drafting=self.drafting,
+            gathering=self.gathering,
             tables=self._steps.tables,
-            live=self.live,
-            budget=self._budget,
-            gathering=self._gathering,
-            policy=self._policy,
-            follow=self._follow,
-            modes=self._modes,
-            stride=self._stride,
-            pass_ends=self._pass_ends,
+            stride=stride or Stride(),
             unaided=Unaided(runner.node_table.lookup_tokens if runner.node_table is not None else 0),
         )
         # How the next pass is launched, and the rows that the device chose for the last one.
@@ -143,20 +123,6 @@ class EngineLoop:
         self.model_version, self.settling = FIRST_VERSION, False
         # When the device had ended the last step, and when its results were committed; 0 after a pause.
         self._free_ns = self._ended_ns = 0
-
-    def _gather_with(self, config: EngineConfig, step_cost: StepCost | None) -> Gathering:
-        """What gathers drafts; without a cost of steps it never turns them off."""
-        return Gathering(
-            self.drafting,
-            self.scheduler,
-            self._budget,
-            self.live,
-            max_draft_nodes=config.max_draft_nodes,
-            chains=config.chains,
-            switch=None if step_cost is None else DraftSwitch(),
-            policy=self._policy,
-            follow=self._follow if step_cost is not None else None,
-        )
 
     def make(self, sequence_id: int, request: SequenceRequest) -> LiveSequence:
         """A new sequence, not added yet. Any thread."""
@@ -181,15 +147,15 @@ class EngineLoop:
             self._observer.on_finished(sequence_id, sequence.request, sequence.totals, outcome)
         return live
 
+    def fail(self, sequence: Sequence, error: OutriderError) -> SequenceFailed:
+        """End a sequence with an error. Returns its last event."""
+        self.end(sequence.sequence_id, error.reason)
+        return SequenceFailed(sequence.sequence_id, error, sequence.totals.draft_refused)
+
     @property
     def settled(self) -> bool:
         """Whether no step is under way."""
         return self._ahead is None
-
-    @property
-    def measures(self) -> bool:
-        """See `Gathering.measures`."""
-        return self._gathering.measures
 
     def exchanged(self, *, version: int) -> None:
         """The weights were exchanged, while no step was under way. Drops the keys and values of the old ones and what
@@ -197,8 +163,7 @@ class EngineLoop:
         self.model_version = version
         self.scheduler.preempt_all()
         self.drafting.reopen_all(version)
-        self._follow.forget()
-        self._modes.forget()
+        self._learning.forget_draft()
 
     def step(self) -> list[SequenceEvent] | None:
         """Run one step. Returns its events, or None when there was nothing to run."""
@@ -219,7 +184,10 @@ class EngineLoop:
             self._ahead = self._ahead.moved_on(outcomes)
         self._trim(step)
         self.drafting.collect(step.batch.items, step.features, outcomes)
-        self._advance(verdicts)
+        # The draft works while the events go out.
+        self.drafting.advance(
+            [(self.live[one.sequence_id].sequence, len(one.token_ids)) for one in verdicts if one.finish is None]
+        )
         self._learning.observe_outcomes(step, outcomes)
         events = self._finish(verdicts)
         step.clock.committed = time.monotonic_ns()
@@ -239,7 +207,7 @@ class EngineLoop:
             if not schedule.chunks:
                 return None
             try:
-                return self._begin(schedule, self._gathering.gather(schedule), clock)
+                return self._begin(schedule, self.gathering.gather(schedule), clock)
             except torch.OutOfMemoryError:
                 self._make_room(schedule)
 
@@ -247,17 +215,20 @@ class EngineLoop:
         """Launch the step after `step` while that runs, unless a draft or client needs its tokens first."""
         clock, running = StepClock(), self.scheduler.running
         self._follow_load()
-        ahead = step.launched.followable and all(map(self._needs_no_host, running))
-        use = self._gathering.choose(running, ahead=ahead)
+        # Neither host nor client needs a sequence's tokens before they are fed.
+        ahead = step.launched.followable and all(
+            [not one.request.external and self.live[one.sequence_id].verifier.on_device for one in running]
+        )
+        use = self.gathering.choose(running, ahead=ahead)
         self._mode = self._choose_mode(running) if ahead and use is Use.PLAIN else Launch.AHEAD
-        if use is Use.AFTER or not ahead or self._mode is Launch.HELD or self._gathering.awaits_tokens(running):
+        if use is Use.AFTER or not ahead or self._mode is Launch.HELD or self.gathering.awaits_tokens(running):
             return None
         step.await_tokens()
         try:
             schedule = self.scheduler.schedule()
             if not schedule.chunks or not self.scheduler.pages.reserve_behind_trees(schedule, self._runner.max_context):
                 return None
-            return self._begin(schedule, self._gathering.plain(schedule), clock, behind=step)
+            return self._begin(schedule, self.gathering.plain(schedule), clock, behind=step)
         except torch.OutOfMemoryError:
             # There may be memory once this step has ended.
             return None
@@ -276,7 +247,9 @@ class EngineLoop:
         # Where a pass behind drafts begins, only the device can find out.
         several = behind is not None and (device_rows is not None or not behind.has_drafts)
         several = several and gathered.use is Use.PLAIN and not fed
-        return self._stride.choose(schedule, self.scheduler, self._runner.max_context, device_rows, several=several)
+        return self._learning.stride.choose(
+            schedule, self.scheduler, self._runner.max_context, device_rows, several=several
+        )
 
     def _choose_mode(self, running: SequenceOf[Sequence]) -> Launch:
         """Whether the next pass is held for the draft's answer to the one under way."""
@@ -284,14 +257,14 @@ class EngineLoop:
             return Launch.AHEAD
         load, rows = len(running), self._rows
         takes = self._policy.seconds(load, rows, Kind.AHEAD) or self._policy.seconds(load, rows, Kind.HELD)
-        return self._modes.choose(load, self.drafting.latency.answer_seconds, self._launching.value, takes)
+        return self._learning.modes.choose(load, self.drafting.latency.answer_seconds, self._launching.value, takes)
 
     def _feed(self, step: Step) -> None:
         """While a step runs, publish drafts as they arrive: the device reads them when it begins the next one."""
         drafting, tables, self._seen_running = self.drafting, self._steps.tables, True
         if self._ahead is None or self._ahead.batch.device_rows is None or tables is None or not drafting.follows:
             return
-        takes = step.stride * self._pass_ends.earliest(*step.size)
+        takes = step.stride * self._learning.pass_ends.earliest(*step.size)
         ends = max(step.clock.launched, self._free_ns) + int(takes * 1e9)
         drafting.listen()
         tables.publish()
@@ -304,23 +277,17 @@ class EngineLoop:
             drafting.listen()
             tables.publish()
 
-    def _before_launch(self, behind: Step | None, batch: StepBatch, clock: StepClock) -> int:
+    def _before_launch(self, behind: Step | None, batch: StepBatch, clock: StepClock) -> None:
         """Wait for the draft's answer for a pass that is laid out, if it is to be held: for at most 1.5 times the usual
-        latency, so that a draft that has stopped costs one round trip. Returns the nanoseconds waited."""
-        held_ns = 0
+        latency, so that a draft that has stopped costs one round trip."""
         if behind is None and batch.device_rows is not None and self._mode is Launch.HELD:
             # Sequences that read have no rows for a draft.
             sequences = [item.sequence for item in batch.items[batch.input.reading :]]
             most = _WAIT_IN_ANSWERS * self.drafting.latency.answer_seconds or _FIRST_WAIT_SECONDS
-            held_ns = self.drafting.wait_for(sequences, most)
+            clock.held_ns = self.drafting.wait_for(sequences, most)
         if self._steps.tables is not None:
             self._steps.tables.trust = self._policy.trust
         clock.planned = time.monotonic_ns()
-        return held_ns
-
-    def _needs_no_host(self, sequence: Sequence) -> bool:
-        """Whether neither host nor client needs the sequence's tokens before they are fed."""
-        return not sequence.request.external and self.live[sequence.sequence_id].verifier.on_device
 
     def _begin(self, schedule: Schedule, gathered: Gathered, clock: StepClock, *, behind: Step | None = None) -> Step:
         stride, device_rows = self._passes(schedule, gathered, behind)
@@ -328,15 +295,8 @@ class EngineLoop:
         verifiers = [self.live[item.sequence.sequence_id].verifier for item in batch.items]
         if device_rows is not None and self._steps.tables is not None:
             graft_predictions((item.sequence for item in batch.items), self.live, self._steps.tables)
-        held_ns = 0
-
-        def ready() -> None:
-            nonlocal held_ns
-            held_ns = self._before_launch(behind, batch, clock)
-
-        launched = self._steps.launch(batch, verifiers, stride, ready)
+        launched = self._steps.launch(batch, verifiers, stride, lambda: self._before_launch(behind, batch, clock))
         self.scheduler.begin(schedule)
-        gathered = replace(gathered, wait_ns=gathered.wait_ns + held_ns)
         if behind is not None:
             # Without the hold: the host's time alone.
             self._launching.observe((time.monotonic_ns() - clock.planned) * 1e-9)
@@ -369,16 +329,15 @@ class EngineLoop:
             log.warning("a step of %d rows did not fit the device's memory; steps are smaller now", schedule.rows)
             return
         youngest = max((chunk.sequence for chunk in schedule.chunks), key=lambda sequence: sequence.sequence_id)
-        error = QuotaExceeded("the device has no memory for a step", rows=schedule.rows)
-        self.end(youngest.sequence_id, error.reason)
-        self._failed.append(SequenceFailed(youngest.sequence_id, error, youngest.totals.draft_refused))
+        self._failed.append(
+            self.fail(youngest, QuotaExceeded("the device has no memory for a step", rows=schedule.rows))
+        )
 
     def _take_failed(self) -> list[SequenceEvent]:
         failed, self._failed = self._failed, []
         return failed
 
     def _observe(self, step: Step, outcomes: SequenceOf[Verified | None], verdicts: SequenceOf[Verdict]) -> None:
-        """Observe the times of a step, and report it."""
         device_ns = self._device_time.take(step.launched.span, follows=bool(self._ended_ns))
         stats = step.stats(
             outcomes,
@@ -391,7 +350,8 @@ class EngineLoop:
         )
         ended_ns = self._ended_ns
         self._free_ns, self._ended_ns = step.clock.forwarded, step.clock.committed
-        self.scheduler.times.observe(*step.work, step.seconds_since(ended_ns), own=step.own)
+        seconds = (step.clock.committed - (ended_ns or step.clock.begun)) * 1e-9 / step.stride
+        self.scheduler.times.observe(*step.work, seconds, own=step.own)
         if not stats.prefill_rows:
             self._learning.observe_forward(step, stats, seen_running=self._seen_running)
             if ended_ns:
@@ -404,9 +364,8 @@ class EngineLoop:
         if self.drafting.info is not self._draft:
             # Another draft: what was observed does not apply to it.
             self._draft = self.drafting.info
-            self._follow.forget()
-            self._modes.forget()
-        if self._gathering.follow_load() and self._observer is not None:
+            self._learning.forget_draft()
+        if self.gathering.follow_load() and self._observer is not None:
             self._observer.on_speculation(self.drafting.active)
         if not self._steps.in_background:
             # Otherwise this happens while a step runs, so that a draft in this process does not delay the device.
@@ -422,7 +381,7 @@ class EngineLoop:
             if live is None or tree is None or outcome is None:
                 continue
             if learns and (answered or tree.drafted):
-                self._gathering.learn(live, tree, outcome, step.gathered.row_cost)
+                self.gathering.learn(live, tree, outcome, step.gathered.row_cost)
             verdict = commit(live, tree, outcome, compute_ns, model_version=version, kept=item.kept)
             verdicts.append(verdict)
             if live.prediction is not None and tables is not None:
@@ -438,12 +397,6 @@ class EngineLoop:
             if item.kept:
                 self.scheduler.pages.trim(item.sequence, needed.get(item.sequence.sequence_id, 0))
 
-    def _advance(self, verdicts: SequenceOf[Verdict]) -> None:
-        """Send the commits to the draft, so that it works while the events go out."""
-        self.drafting.advance(
-            [(self.live[one.sequence_id].sequence, len(one.token_ids)) for one in verdicts if one.finish is None]
-        )
-
     def _finish(self, verdicts: SequenceOf[Verdict]) -> list[SequenceEvent]:
         """The events of the step. Frees the sequences that ended."""
         events: list[SequenceEvent] = list(verdicts)
@@ -453,11 +406,3 @@ class EngineLoop:
                 assert live is not None
                 events.append(SequenceFinished(verdict.sequence_id, verdict.finish, live.sequence.totals))
         return events
-
-
-def _steps_of(runner: ModelRunner, config: EngineConfig) -> Steps:
-    """The fastest for the runner, or the plain ones in lockstep."""
-    if config.lockstep:
-        return HostSteps(runner)
-    bounds = config.scheduler
-    return best_steps(runner, max_sequences=bounds.max_running, max_rows=bounds.max_step_rows, typical=config.typical)

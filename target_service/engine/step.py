@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 
 from target_service.core.sequence import StepStats, Verdict
-from target_service.engine.stats import StepClock
 from target_service.execution.batch import StepBatch
 from target_service.execution.host_executor import Launched
 from target_service.sampling.verifier import Verified
 from target_service.speculation.hidden_states.encoding import StepFeatures
-from target_service.speculation.policy.gathered import Gathered
+from target_service.speculation.policy.gathering import Gathered
 from target_service.speculation.policy.launch_modes import Launch
 from tree_kernels.node_table.layout import MAX_PATH
+
+
+class StepClock:
+    """When a step's phases ended, in monotonic nanoseconds, in the order of the attributes.
+
+    Attributes:
+        planned: the step is laid out.
+        launched: the host is free again. If it computed the step itself, the forward pass has ended too: `forwarded`
+            is set with it.
+        waits_since: the host began to wait for the device.
+        forwarded: the device's results have arrived.
+        verified: every tree's outcome is known.
+        committed: tokens are committed, and sent to the draft.
+        held_ns: how long the launch was held for the draft's answer.
+    """
+
+    def __init__(self) -> None:
+        self.begun = self.planned = self.launched = self.waits_since = time.monotonic_ns()
+        self.forwarded = self.verified = self.committed = self.begun
+        self.held_ns = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +79,6 @@ class Step:
         """Sequences that decode in it, and rows of prompts."""
         return sum([item.known == 1 for item in self.batch.items]), self.batch.prefill_rows
 
-    def seconds_since(self, ended_ns: int) -> float:
-        """Seconds of one of its passes from the end of the step before; `ended_ns` is 0 after a pause."""
-        return (self.clock.committed - (ended_ns or self.clock.begun)) * 1e-9 / self.stride
-
     def await_tokens(self) -> None:
         """Lay out its sequences as if it had sampled their tokens and accepted no drafts, until `forget_tokens`."""
         items, stride = self.batch.items, self.stride
@@ -99,16 +115,13 @@ class Step:
         """Its figures, once it is committed.
 
         Args:
-            outcomes: by item of the batch.
-            verdicts: of the sequences that committed tokens.
-            free_ns: when the device had ended the step before, which is when the forward pass of one launched ahead
-                begins.
+            free_ns: when the device had ended the step before, and could begin one launched ahead.
             features: vectors sent to the draft since the step before, and their bytes.
             device_ns: how long the device was busy with the launch before this one, and idle between the two.
             round_trip_ns: time of the draft's last answer, 0 without one.
             followed: whether a draft follows any sequence.
         """
-        batch, clock, wait_ns = self.batch, self.clock, self.gathered.wait_ns
+        batch, clock, wait_ns = self.batch, self.clock, self.gathered.wait_ns + self.clock.held_ns
         chosen = [one for outcome in outcomes if outcome is not None for one in outcome.device_passes]
         from_table, drafted = [one.drafted_from_table for one in chosen], [one.drafted for one in chosen]
         if batch.device_rows is None:

@@ -13,41 +13,22 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from outrider.errors import EngineDead
 from outrider.processes.children import start_child
+from outrider.processes.framing import FrameCutter
 from outrider.runtime import in_thread_to_leave
 from outrider.tree import TokenTree
 from outrider.wire.frames import DraftInfo
 from target_service.api.admission import ServedModel
 from target_service.config import TargetConfig
-from target_service.core.events import EngineSnapshot, Sequences
+from target_service.core.events import EngineObserver, EngineSnapshot, Sequences
 from target_service.core.front import EngineFront
 from target_service.core.sequence import SequenceEvent, SequenceFinished, SequenceRequest, SequenceTotals
 from target_service.core.weights import UpdateDone, WeightUpdate
-from target_service.engine_process.messages import (
-    Cancel,
-    CancelUpdate,
-    Configure,
-    Dead,
-    Drafter,
-    Frames,
-    Message,
-    Ready,
-    Refused,
-    Report,
-    Stop,
-    Submit,
-    UpdateWeights,
-    Verify,
-    WeightsDone,
-    pack,
-)
+from target_service.engine_process import messages
 from target_service.preflight import EngineRefused
-
-if TYPE_CHECKING:
-    from target_service.engine.stats import EngineObserver
 
 logger = logging.getLogger(__name__)
 
@@ -59,30 +40,22 @@ _EXIT_SECONDS = 2.0
 
 
 class EngineLink(EngineFront, asyncio.Protocol):
-    """Starts the engine's process and represents it. Requests that `Engine` would refuse are refused here.
-
-    Construct it before the process has threads, then use it as a `lifecycle.EngineHost`.
-    """
+    """Starts the engine's process and represents it. Requests that `Engine` would refuse are refused here. Construct it
+    before the process has threads, then use it as a `lifecycle.EngineHost`."""
 
     def __init__(
-        self,
-        config: TargetConfig,
-        command: Sequence[str] = ENGINE_COMMAND,
-        tokenizer: Callable[[], Any] | None = None,
+        self, config: TargetConfig, command: Sequence[str] = ENGINE_COMMAND, tokenizer: Callable[[], Any] | None = None
     ) -> None:
-        """Start `command` with the number of its socket as last argument.
-
-        `tokenizer` loads the tokenizer, once the model is loaded; without it, only token ids are accepted.
-        """
+        """Start `command` with the number of its socket as last argument. `tokenizer` loads the tokenizer, once the
+        model is loaded; without it, only token ids are accepted."""
         super().__init__(config.max_waiting)
-        self._frames = Frames()
+        self._frames = FrameCutter()
         self._observer: EngineObserver | None = None
         self._sequences: Sequences | None = None
         self._transport: asyncio.Transport | None = None
         self._closed = asyncio.Event()
         self._snapshot = EngineSnapshot(0, 0, 0, 0, 0, speculating=False, draft_connected=False)
         self._stopping = False
-        # Updates of the weights that are under way.
         self._updates: dict[int, UpdateDone] = {}
         self._tokenizer = tokenizer
         self._served: ServedModel | None = None
@@ -91,18 +64,11 @@ class EngineLink(EngineFront, asyncio.Protocol):
         self._refused: EngineRefused | None = None
         self.draft_info: DraftInfo | None = None
         self._process, self._socket = start_child(command)
-        self._socket.sendall(pack(Configure(config)))
+        self._socket.sendall(messages.pack(messages.Configure(config)))
 
     @property
     def pid(self) -> int:
-        """Id of the engine's process."""
         return self._process.pid
-
-    @property
-    def served(self) -> ServedModel:
-        """The served model, once it is loaded."""
-        assert self._served is not None, "the engine is not ready"
-        return self._served
 
     # `lifecycle.EngineHost`.
 
@@ -113,17 +79,18 @@ class EngineLink(EngineFront, asyncio.Protocol):
         importing = asyncio.ensure_future(in_thread_to_leave(_import_tokenizers)) if self._tokenizer else None
         try:
             await self._loaded.wait()
-            if self._served is None:
+            served = self._served
+            if served is None:
                 status = await asyncio.to_thread(self._process.wait)
                 await self.stop()
                 raise self._refused or EngineRefused(1, f"the engine's process ended with status {status}")
             if importing is not None and self._tokenizer is not None:
                 await importing
-                self._served = replace(self.served, tokenizer=await in_thread_to_leave(self._tokenizer))
+                served = replace(served, tokenizer=await in_thread_to_leave(self._tokenizer))
         finally:
             if importing is not None:
                 importing.cancel()
-        return self.served
+        return served
 
     async def engine(self, observer: EngineObserver | None) -> EngineLink:
         """This link. `observer` is called on the event loop."""
@@ -143,7 +110,7 @@ class EngineLink(EngineFront, asyncio.Protocol):
             # While it loads, it ends with its socket.
             self._transport.abort()
         elif self._transport is not None:
-            self._send(Stop())
+            self._send(messages.Stop())
             try:
                 await asyncio.wait_for(self._closed.wait(), STOP_SECONDS)
             except TimeoutError:
@@ -152,45 +119,40 @@ class EngineLink(EngineFront, asyncio.Protocol):
             self._transport.abort()
         await asyncio.to_thread(self._end_process)
 
-    # The interface of `Engine`.
+    # The interface of `Engine`, see there.
 
     def submit(self, request: SequenceRequest) -> int:
-        """See `Engine.submit`."""
-        held = self._snapshot.running + self._snapshot.evicted
-        sequence_id = self._admit(request, capacity=self.served.max_context, not_waiting=held)
+        sequence_id = self._admit(request, self._snapshot.running + self._snapshot.evicted)
         self._add(sequence_id, request)
-        self._send(Submit(sequence_id, request))
+        self._send(messages.Submit(sequence_id, request))
         return sequence_id
 
     def verify(self, sequence_id: int, tree: TokenTree) -> None:
-        """See `Engine.verify`."""
         self.check_tree(sequence_id, tree)
-        self._send(Verify(sequence_id, tree))
+        self._send(messages.Verify(sequence_id, tree))
 
     def cancel(self, sequence_id: int) -> None:
-        """See `Engine.cancel`."""
         if sequence_id in self._open:
-            self._send(Cancel(sequence_id))
+            self._send(messages.Cancel(sequence_id))
 
     def update_weights(self, update: WeightUpdate, done: UpdateDone) -> int:
-        """See `Engine.update_weights`. `done` is called on the event loop, also if another update is under way."""
+        """`done` is called on the event loop, also if another update is under way."""
         update_id = self.check_update()
         self._updates[update_id] = done
-        self._send(UpdateWeights(update_id, update))
+        self._send(messages.UpdateWeights(update_id, update))
         return update_id
 
     def cancel_update(self, update_id: int) -> None:
-        """See `Engine.cancel_update`."""
         if self._updates.pop(update_id, None) is not None:
-            self._send(CancelUpdate(update_id))
+            self._send(messages.CancelUpdate(update_id))
 
     def snapshot(self) -> EngineSnapshot:
         """The last reported snapshot, with the number of sequences open here. Any thread."""
         return replace(self._snapshot, sequences=len(self._open))
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: messages.Message) -> None:
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(pack(message))
+            self._transport.write(messages.pack(message))
 
     # `asyncio.Protocol`.
 
@@ -198,19 +160,21 @@ class EngineLink(EngineFront, asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        for message in self._frames.feed(data):
-            if isinstance(message, Report):
+        for message in map(messages.unpack, self._frames.feed(data)):
+            if isinstance(message, messages.Report):
                 self._receive(message)
-            elif isinstance(message, WeightsDone):
-                self._end_update(message)
-            elif isinstance(message, Drafter):
+            elif isinstance(message, messages.WeightsDone):
+                done, result = self._updates.pop(message.update_id, None), message.updated or message.refused
+                if done is not None and result is not None:
+                    done(result)
+            elif isinstance(message, messages.Drafter):
                 self.draft_info = message.info
-            elif isinstance(message, Dead):
+            elif isinstance(message, messages.Dead):
                 self._fail(message.reason)
-            elif isinstance(message, Ready):
-                self._served = message.served
+            elif isinstance(message, messages.Ready):
+                self._served, self._capacity = message.served, message.served.max_context
                 self._loaded.set()
-            elif isinstance(message, Refused):
+            elif isinstance(message, messages.Refused):
                 self._refused = EngineRefused(message.status, message.reason)
                 self._loaded.set()
 
@@ -221,7 +185,7 @@ class EngineLink(EngineFront, asyncio.Protocol):
             self._fail("the engine's process has ended")
         self._end_all()
 
-    def _receive(self, report: Report) -> None:
+    def _receive(self, report: messages.Report) -> None:
         self._snapshot, self.last_beat_ns = report.snapshot, report.beat_ns
         observer = self._observer
         if observer is not None:
@@ -234,13 +198,7 @@ class EngineLink(EngineFront, asyncio.Protocol):
         for event in report.events:
             if isinstance(event, SequenceFinished):
                 self._close(event.sequence_id, event.totals, event.finish.reason.value)
-        self._observe(report.events)
         self._dispatch(report.events)
-
-    def _end_update(self, message: WeightsDone) -> None:
-        done, result = self._updates.pop(message.update_id, None), message.updated or message.refused
-        if done is not None and result is not None:
-            done(result)
 
     def _close(self, sequence_id: int, totals: SequenceTotals, outcome: str) -> None:
         request = self._forget(sequence_id)
@@ -257,12 +215,11 @@ class EngineLink(EngineFront, asyncio.Protocol):
         updates, self._updates = self._updates, {}
         for done in updates.values():
             done(EngineDead("the engine has failed"))
-        failed = self._failed(EngineDead("the engine has failed"))
-        self._observe(failed)
-        self._dispatch(failed)
+        self._dispatch(self._failed(EngineDead("the engine has failed")))
 
     def _dispatch(self, events: list[SequenceEvent]) -> None:
         """Dispatch events in a later iteration of the loop, so that an error in a sink does not end the connection."""
+        self._observe(events)
         if events and self._sequences is not None:
             asyncio.get_running_loop().call_soon(self._sequences.dispatch, events)
 

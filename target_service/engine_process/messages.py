@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from outrider.errors import InvalidField, OutriderError, all_errors
-from outrider.processes.framing import Buffer, FrameCutter, framed
+from outrider.processes.framing import Buffer, framed
 from outrider.tree import TokenTree
 from outrider.wire.frames import DraftInfo
 from target_service.api.admission import ServedModel
@@ -134,17 +134,6 @@ def unpack(body: Buffer) -> Message:
     """The message of a frame without its length. Raises `msgspec.DecodeError` for anything else."""
     message: Message = _decoder.decode(body)
     return message
-
-
-class Frames:
-    """Cuts a stream of bytes into messages."""
-
-    def __init__(self) -> None:
-        self._cutter = FrameCutter()
-
-    def feed(self, data: bytes) -> list[Message]:
-        """The messages that are complete with `data`."""
-        return [unpack(body) for body in self._cutter.feed(data)]
 
 
 def _error_to_row(error: Any) -> tuple[str, str, dict[str, str], float | None]:

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from outrider.errors import OutriderError
+from outrider.processes.framing import FrameCutter
 from outrider.processes.outbox import Outbox
 from outrider.runtime import configure_logging, settled
 from outrider.sampling import FinishReason
@@ -24,28 +25,14 @@ from outrider.wire.frames import DraftInfo
 from target_service.config import TargetConfig
 from target_service.core.sequence import SequenceEvent, SequenceFailed, SequenceRequest, SequenceTotals, StepStats
 from target_service.core.weights import WeightsUpdated
-from target_service.engine_process.messages import (
-    Cancel,
-    CancelUpdate,
-    Configure,
-    Dead,
-    Drafter,
-    Frames,
-    Ready,
-    Refused,
-    Report,
-    Stop,
-    Submit,
-    UpdateWeights,
-    Verify,
-    WeightsDone,
-    pack,
-)
-from target_service.preflight import EngineRefused
+from target_service.engine_process import messages
+from target_service.preflight import EngineRefused, check_head, check_model, prepared_draft
 
 if TYPE_CHECKING:
     from target_service.assembly import Assembled
     from target_service.engine.engine import Engine
+
+    Build = Callable[[TargetConfig, "Reporter"], Assembled]
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +77,7 @@ class Reporter:
             snapshot, beat_ns = engine.snapshot(), engine.last_beat_ns
             steps, ended, switches = self._steps, self._ended, self._switches
             self._steps, self._ended, self._switches = [], [], []
-            self._outbox.send(pack(Report(events, steps, ended, switches, snapshot, beat_ns)))
+            self._outbox.send(messages.pack(messages.Report(events, steps, ended, switches, snapshot, beat_ns)))
 
 
 class EngineServer:
@@ -103,19 +90,19 @@ class EngineServer:
         self._stopping = threading.Event()
         self._engine: Engine | None = None
 
-    def run(self, config: TargetConfig, frames: Frames, build: Callable[[TargetConfig, Reporter], Assembled]) -> int:
+    def run(self, config: TargetConfig, frames: FrameCutter, build: Build) -> int:
         """Build an engine and run it to its end. Returns the exit status."""
         threading.Thread(target=self._run_commands, args=(frames,), name="commands", daemon=True).start()
         try:
             hosted = build(config, self._reporter)
         except EngineRefused as refusal:
-            self._outbox.send(pack(Refused(refusal.status, refusal.reason)))
+            self._outbox.send(messages.pack(messages.Refused(refusal.status, refusal.reason)))
             self._outbox.flush(_FLUSH_SECONDS)
             return refusal.status
         self._engine = hosted.engine
         with settled():
             # After settling, which takes a while.
-            self._outbox.send(pack(Ready(replace(hosted.served, tokenizer=None))))
+            self._outbox.send(messages.pack(messages.Ready(replace(hosted.served, tokenizer=None))))
             self._serve(hosted.engine)
         hosted.stop()
         self._outbox.flush(_FLUSH_SECONDS)
@@ -128,16 +115,16 @@ class EngineServer:
             self._reporter.report(engine, [])
             if engine.draft_info != drafter:
                 drafter = engine.draft_info
-                self._outbox.send(pack(Drafter(drafter)))
+                self._outbox.send(messages.pack(messages.Drafter(drafter)))
         if engine.failure is not None:
-            self._outbox.send(pack(Dead("the engine has failed")))
+            self._outbox.send(messages.pack(messages.Dead("the engine has failed")))
 
-    def _run_commands(self, frames: Frames) -> None:
+    def _run_commands(self, frames: FrameCutter) -> None:
         """Run the commands of the serving process until the socket closes."""
         try:
             while data := self._receive():
-                for message in frames.feed(data):
-                    self._command(message)
+                for body in frames.feed(data):
+                    self._command(messages.unpack(body))
         # Whatever the error was: a process that no longer reads must end, which the other one notices.
         except Exception:
             logger.exception("bug in a command")
@@ -152,56 +139,64 @@ class EngineServer:
             return b""
 
     def _command(self, message: object) -> None:
-        if isinstance(message, Stop):
+        if isinstance(message, messages.Stop):
             self._stopping.set()
             return
         engine = self._engine
         assert engine is not None, "the engine is not ready"
-        if isinstance(message, Submit):
-            self._submit(engine, message)
-        elif isinstance(message, Cancel):
+        if isinstance(message, messages.Submit):
+            try:
+                engine.submit(message.request, message.sequence_id)
+            except OutriderError as error:
+                self._reporter.report(engine, [SequenceFailed(message.sequence_id, error)])
+        elif isinstance(message, messages.Cancel):
             engine.cancel(message.sequence_id)
-        elif isinstance(message, UpdateWeights):
+        elif isinstance(message, messages.UpdateWeights):
             self._update(engine, message)
-        elif isinstance(message, CancelUpdate):
+        elif isinstance(message, messages.CancelUpdate):
             engine.cancel_update(message.update_id)
-        elif isinstance(message, Verify):
+        elif isinstance(message, messages.Verify):
             try:
                 engine.verify(message.sequence_id, message.tree)
             except OutriderError as error:
                 # The sequence has ended meanwhile, which a report will show.
                 logger.debug("a tree that came too late: %s", error.reason)
 
-    def _update(self, engine: Engine, message: UpdateWeights) -> None:
+    def _update(self, engine: Engine, message: messages.UpdateWeights) -> None:
         def done(result: WeightsUpdated | OutriderError) -> None:
             # First, so that the new version is reported before the update is done.
             self._reporter.report(engine, [])
             fields = (None, result) if isinstance(result, OutriderError) else (result, None)
-            self._outbox.send(pack(WeightsDone(message.update_id, *fields)))
+            self._outbox.send(messages.pack(messages.WeightsDone(message.update_id, *fields)))
 
         try:
             engine.update_weights(message.update, done, message.update_id)
         except OutriderError as error:
             done(error)
 
-    def _submit(self, engine: Engine, message: Submit) -> None:
-        try:
-            engine.submit(message.request, message.sequence_id)
-        except OutriderError as error:
-            self._reporter.report(engine, [SequenceFailed(message.sequence_id, error)])
+
+def build(config: TargetConfig, reporter: Reporter) -> Assembled:
+    """Prepare the draft, then load the model and assemble its engine. Raises `EngineRefused`."""
+    connect = prepared_draft(config)
+    check_head(config.draft_head, config.model)
+    check_model(config.model)
+    # Imported late: PyTorch takes seconds, and wrong names should be refused at once.
+    from target_service.assembly import assemble, load_model
+
+    return assemble(config, load_model(config), reporter, connect)
 
 
-def serve_engine(descriptor: int, build: Callable[[TargetConfig, Reporter], Assembled]) -> int:
+def serve_engine(descriptor: int, build: Build) -> int:
     """Run what `build` makes for the process at the other end of an inherited socket. Returns the exit status."""
     # Ctrl-C and a supervisor's SIGTERM reach every process of the group. The serving process needs its engine to drain;
     # this one ends after it.
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)
     with socket.socket(fileno=descriptor) as connection:
-        frames = Frames()
+        frames = FrameCutter()
         while data := connection.recv(_RECEIVE_BYTES):
-            for message in frames.feed(data):
-                if isinstance(message, Configure):
+            for message in map(messages.unpack, frames.feed(data)):
+                if isinstance(message, messages.Configure):
                     configure_logging(message.config.log_level)
                     return EngineServer(connection).run(message.config, frames, build)
     return 1

@@ -13,21 +13,14 @@ from outrider.drafting.inbox import Connected, Disconnected, DraftEvent, DraftIn
 from outrider.drafting.latency import DraftLatency
 from outrider.errors import InvalidField, NotSupported, OutriderError
 from outrider.log_limit import LogLimit
-from outrider.sampling import SamplingParams, VerificationMode
-from outrider.wire.frames import (
-    DraftInfo,
-    OpenSequence,
-    SequenceAdvance,
-    SequenceFailure,
-    SequenceGrowth,
-    TreeLimits,
-)
-from target_service.core.sequence import Sequence, SequenceRequest
+from outrider.sampling import VerificationMode
+from outrider.wire.frames import DraftInfo, OpenSequence, SequenceAdvance, SequenceFailure, SequenceGrowth, TreeLimits
+from target_service.config import TargetConfig
+from target_service.core.sequence import Sequence
 from target_service.core.weights import FIRST_VERSION
 from target_service.execution.batch import StepItem
 from target_service.execution.node_tables import NodeTables
 from target_service.sampling.verifier import Verified
-from target_service.speculation.config import DraftingConfig
 from target_service.speculation.hidden_states.encoding import StepFeatures
 from target_service.speculation.hidden_states.sending import Features
 
@@ -40,12 +33,10 @@ _REASON = re.compile(r"[A-Z][A-Z0-9_]{0,62}")
 
 class Drafting(DraftInbox):
     """Holds the growing tree of every drafted sequence. A late, dead or wrong draft costs speed and nothing else.
-
-    Everything but the inbox belongs to the engine's thread.
-    """
+    Everything but the inbox belongs to the engine's thread."""
 
     def __init__(
-        self, config: DraftingConfig, vocabulary_size: int, features: Features, tables: NodeTables | None = None
+        self, config: TargetConfig, vocabulary_size: int, features: Features, tables: NodeTables | None = None
     ) -> None:
         """Drafts are also written to `tables`, where the device chooses rows."""
         super().__init__()
@@ -61,18 +52,17 @@ class Drafting(DraftInbox):
         # Sequences that may be drafted for, and those of them that the draft has to be sent.
         self._eligible: dict[int, Sequence] = {}
         self._unopened: list[Sequence] = []
-        self.latency = DraftLatency(config.failures_to_open)
+        self.latency = DraftLatency(config.draft_failures_to_open)
         self.info: DraftInfo | None = None
         # Why there is no draft; empty while one is connected, and before the first.
         self.lost = ""
-        self.active = config.enabled
+        self._enabled = self.active = config.speculates
         # Whether drafting stopped because drafts did not pay, and not because of load.
         self._dropped = False
         self._model_version = FIRST_VERSION
 
     @property
     def connected(self) -> bool:
-        """Whether a draft is connected."""
         return self.info is not None
 
     @property
@@ -93,7 +83,6 @@ class Drafting(DraftInbox):
         return tree
 
     def is_followed(self, sequence: Sequence) -> bool:
-        """Whether the draft follows the sequence now."""
         return self.connected and sequence.sequence_id in self._trees
 
     def is_eligible(self, sequence: Sequence) -> bool:
@@ -102,12 +91,11 @@ class Drafting(DraftInbox):
 
     def add(self, sequence: Sequence) -> None:
         """Register a new sequence; the draft gets it with `open_newcomers`, once the load includes it."""
-        if self.config.enabled and sequence.request.speculate and not sequence.request.external:
+        if self._enabled and sequence.request.speculate and not sequence.request.external:
             self._eligible[sequence.sequence_id] = sequence
             self._unopened.append(sequence)
 
     def remove(self, sequence_id: int) -> None:
-        """Remove a sequence, here and at the draft."""
         self._eligible.pop(sequence_id, None)
         self._opened.discard(sequence_id)
         self._features.forget(sequence_id)
@@ -126,11 +114,10 @@ class Drafting(DraftInbox):
 
         While drafts are not `useful`, drafting stops for more than one sequence as well, since each frame takes time;
         a draft that reads features stops at any load."""
-        if not self.config.enabled:
+        if not self._enabled:
             return
-        anyway = self._tables is None and running <= FOLLOWED_ANYWAY and not self.reads_features
-        useful = useful or anyway
-        if self.active and (self.config.too_many(running) or not useful):
+        useful = useful or (self._tables is None and running <= FOLLOWED_ANYWAY and not self.reads_features)
+        if self.active and (self.too_many(running) or not useful):
             self.active, self._dropped = False, not useful
             self._close_all()
         elif not self.active and useful and self._may_resume(running):
@@ -141,7 +128,10 @@ class Drafting(DraftInbox):
 
     def _may_resume(self, running: int) -> bool:
         """Whether the load allows drafting: well below the limit, or just below it if load was not why it stopped."""
-        return running <= self.config.resumes_at or (self._dropped and not self.config.too_many(running))
+        return running <= self.config.drafting_resumes_at or (self._dropped and not self.too_many(running))
+
+    def too_many(self, running: int) -> bool:
+        return running > self.config.speculative_disable_queue_size
 
     def reopen_all(self, model_version: int) -> None:
         """Open every sequence at the draft again: drafts and kept hidden states are those of other weights."""
@@ -164,7 +154,7 @@ class Drafting(DraftInbox):
         if not self.latency.waiting_pays or self._answered(sequences):
             return 0
         begin = time.monotonic_ns()
-        deadline = time.monotonic() + min(self.config.wait_seconds, max_wait)
+        deadline = time.monotonic() + min(self.config.draft_wait_ms / 1e3, max_wait)
         while not self._answered(sequences):
             # Other frames of the draft do not count as the answer.
             if time.monotonic() >= deadline or not self._wait_until(deadline):
@@ -224,7 +214,12 @@ class Drafting(DraftInbox):
         if self._link is None or not self.connected or not self.active:
             return
         request = sequence.request
-        mode, sampling = _drafted_by(request)
+        mode, sampling = request.mode, request.sampling
+        if mode is VerificationMode.TYPICAL:
+            # It accepts what is probable.
+            mode, sampling = VerificationMode.GREEDY, replace(sampling, temperature=0.0)
+        # What the device chooses from may be larger than what a pass verifies: as large as the draft itself allows.
+        device_chooses = self._tables is not None and mode is not VerificationMode.REJECTION
         if not self._trees:
             self.latency.begin()
         self.latency.sent()
@@ -243,7 +238,7 @@ class Drafting(DraftInbox):
                 seed=request.seed,
                 mode=mode,
                 sampling=sampling,
-                limits=self._limits_of(request),
+                limits=TreeLimits() if device_chooses else TreeLimits(max_nodes=request.max_draft_nodes),
                 vocabulary_size=self._vocabulary_size,
                 tenant=request.tenant,
                 corpus=request.corpus,
@@ -253,12 +248,6 @@ class Drafting(DraftInbox):
         )
         if features := self._features.opened(sequence):
             self._link.send_features(features)
-
-    def _limits_of(self, request: SequenceRequest) -> TreeLimits:
-        """The limits of a request's trees. What the device chooses from may be larger than what a pass verifies: as
-        large as the draft's own limits allow."""
-        device_chooses = self._tables is not None and request.mode is not VerificationMode.REJECTION
-        return TreeLimits() if device_chooses else TreeLimits(max_nodes=request.max_draft_nodes)
 
     def _forget_trees(self) -> None:
         """Drop every tree, also from the device's tables."""
@@ -356,10 +345,3 @@ class Drafting(DraftInbox):
         # None if it ended while the draft's frame was on its way.
         if sequence is not None:
             sequence.totals.draft_refused = reason if _REASON.fullmatch(reason) else OutriderError.reason
-
-
-def _drafted_by(request: SequenceRequest) -> tuple[VerificationMode, SamplingParams]:
-    """The mode and sampling to draft with. TYPICAL drafts for GREEDY, since it accepts what is probable."""
-    if request.mode is not VerificationMode.TYPICAL:
-        return request.mode, request.sampling
-    return VerificationMode.GREEDY, replace(request.sampling, temperature=0.0)

@@ -15,11 +15,8 @@ _ROOT = 0
 
 @dataclass(frozen=True)
 class PredictedTree(TokenTree):
-    """A tree of which some rows were predicted.
-
-    `predicted[i]` is the prediction's probability of row i given its parent, 0 for a row it does not hold. Rows that
-    the draft does not hold have a score of 0.
-    """
+    """A tree of which some rows were predicted. `predicted[i]` is the prediction's probability of row i given its
+    parent, 0 for a row it does not hold. Rows that the draft does not hold have a score of 0."""
 
     predicted: tuple[float, ...] = ()
 
@@ -31,10 +28,6 @@ class PredictedTree(TokenTree):
     def accepted_predicted(self, accepted_rows: SequenceOf[int]) -> int:
         """How many of the accepted rows the prediction holds."""
         return sum(self.predicted[row] > 0.0 for row in accepted_rows)
-
-    def accepted_drafted(self, accepted_rows: SequenceOf[int]) -> int:
-        """How many of the accepted rows the draft holds."""
-        return sum(self.scores[row] > 0.0 for row in accepted_rows)
 
 
 class MergedTree:

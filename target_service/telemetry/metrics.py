@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from itertools import zip_longest
 
 from outrider.telemetry.registry import MetricSet, Reading, VllmNames
@@ -38,9 +39,8 @@ class PrometheusObserver:
         self._accepted_tokens = count("outrider_spec_decode_num_accepted_tokens")
         self._hits, self._misses = (count("outrider_draft_passes", outcome) for outcome in ("hit", "miss"))
         self._draft_rows, self._lookup_rows = (count("outrider_draft_rows", source) for source in _SOURCES)
-        self._draft_accepted, self._lookup_accepted = (
-            count("outrider_draft_rows_accepted", source) for source in _SOURCES
-        )
+        accepted = partial(count, "outrider_draft_rows_accepted")
+        self._draft_accepted, self._lookup_accepted = map(accepted, _SOURCES)
         self._expected = count("outrider_draft_tokens_promised")
         self._round_trip = histogram("outrider_draft_round_trip_seconds")
         self._busy, self._idle = (count("outrider_device_seconds", state) for state in ("busy", "idle"))
@@ -54,9 +54,8 @@ class PrometheusObserver:
         self._prefill_rows = count("outrider_rows", "prefill")
         self._step_seconds = histogram("outrider_step_seconds")
         self._step_rows = histogram("outrider_step_rows")
-        self._wait, self._plan, self._launch, self._forward, self._verify, self._commit = (
-            histogram("outrider_step_phase_seconds", phase) for phase in _PHASES
-        )
+        phases = map(partial(histogram, "outrider_step_phase_seconds"), _PHASES)
+        self._wait, self._plan, self._launch, self._forward, self._verify, self._commit = phases
         self._predicted = {outcome: count("outrider_prediction_tokens", outcome) for outcome in _PREDICTED}
         self._lossy_requests, self._lossy_tokens = count("outrider_lossy_requests"), count("outrider_lossy_tokens")
         for outcome in _EXPECTED_OUTCOMES:
@@ -92,7 +91,18 @@ class PrometheusObserver:
         self._draft_tokens.value += stats.drafted_tokens
         self._accepted_tokens.value += stats.accepted_tokens
         self._fallback_steps.value += stats.fallback_sequences
-        self._count_chosen(stats)
+        self._busy.value += stats.busy_ns * _NS
+        self._idle.value += stats.idle_ns * _NS
+        if stats.round_trip_ns:
+            self._round_trip.observe(stats.round_trip_ns * _NS)
+        self._hits.value += stats.hits
+        self._misses.value += stats.misses
+        if stats.chosen_rows:
+            self._draft_rows.value += stats.table_rows
+            self._lookup_rows.value += stats.chosen_rows - stats.table_rows
+            self._draft_accepted.value += stats.table_accepted
+            self._lookup_accepted.value += stats.chosen_accepted - stats.table_accepted
+            self._expected.value += stats.expected_tokens
         self._feature_vectors.value += stats.feature_vectors
         self._feature_bytes.value += stats.feature_bytes
         self._steps.value += stats.passes
@@ -110,22 +120,6 @@ class PrometheusObserver:
         self._forward.observe(stats.forward_ns * each)
         self._verify.observe(stats.verify_ns * each)
         self._commit.observe(stats.commit_ns * each)
-
-    def _count_chosen(self, stats: StepStats) -> None:
-        """Count the rows that the device chose, and its busy and idle time."""
-        self._busy.value += stats.busy_ns * _NS
-        self._idle.value += stats.idle_ns * _NS
-        if stats.round_trip_ns:
-            self._round_trip.observe(stats.round_trip_ns * _NS)
-        self._hits.value += stats.hits
-        self._misses.value += stats.misses
-        if not stats.chosen_rows:
-            return
-        self._draft_rows.value += stats.table_rows
-        self._lookup_rows.value += stats.chosen_rows - stats.table_rows
-        self._draft_accepted.value += stats.table_accepted
-        self._lookup_accepted.value += stats.chosen_accepted - stats.table_accepted
-        self._expected.value += stats.expected_tokens
 
     def on_finished(self, _sequence_id: int, request: SequenceRequest, totals: SequenceTotals, outcome: str) -> None:
         metrics, trace_id = self.metrics, sampled_trace_id(request.traceparent)

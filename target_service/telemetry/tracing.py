@@ -11,6 +11,7 @@ Every method but the constructor is nearly free for a request that is not traced
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind
@@ -30,6 +31,16 @@ from target_service.core.sequence import Finish, SequenceRequest, SequenceTotals
 
 # Most step spans of a request: thousands would make a trace unreadable, and fill the exporter's queue.
 MAX_STEP_SPANS = 512
+# Attributes of a request that its phases have too.
+_OF_PHASE = {
+    telemetry.PREFILL: ("gen_ai.usage.input_tokens",),
+    telemetry.DECODE: (
+        "gen_ai.usage.output_tokens",
+        "outrider.steps",
+        "outrider.accepted_tokens",
+        "outrider.draft_wait",
+    ),
+}
 
 
 class RequestTrace:
@@ -39,17 +50,15 @@ class RequestTrace:
         """Begin the span, as a child of the caller's span if the metadata holds one."""
         self._tracer = tracing.tracer
         self._clock = Clock()
-        attributes: dict[str, AttributeValue] = {
-            "rpc.system.name": "grpc",
-            "rpc.method": telemetry.GENERATE if name == telemetry.GENERATE else telemetry.VERIFY_METHOD,
-        }
+        method = telemetry.GENERATE if name == telemetry.GENERATE else telemetry.VERIFY_METHOD
         self._span = self._tracer.start_span(
             name,
             context_from_metadata(metadata),
             kind=SpanKind.SERVER,
-            attributes=attributes,
+            attributes={"rpc.system.name": "grpc", "rpc.method": method},
             start_time=time.time_ns(),
         )
+        # Until the request ends.
         self.recording = self._span.is_recording()
         self.traceparent = traceparent_of(self._span)
         self._in_span = trace.set_span_in_context(self._span)
@@ -59,12 +68,10 @@ class RequestTrace:
         # Sums of the verdicts so far: all that is known of a request that is cancelled.
         self._seen = SequenceTotals()
         self._lossy = False
-        self._ended = False
 
     def accepted(
         self, sequence_id: int, request: SequenceRequest, model: str, *, chat: bool = False, requested_model: str = ""
     ) -> None:
-        """Record the accepted request."""
         if not self.recording:
             return
         sampling = request.sampling
@@ -101,12 +108,10 @@ class RequestTrace:
         seen.steps += verdict.passes
         seen.completion_tokens += len(verdict.token_ids)
         seen.accepted_tokens += verdict.drafted_tokens
-        if self._steps_left:
-            self._steps_left -= 1
-            self._step_span(verdict)
-
-    def _step_span(self, verdict: Verdict) -> None:
-        """A span from the end of the last step, or for the time of this one, until now."""
+        if not self._steps_left:
+            return
+        self._steps_left -= 1
+        # From the end of the last step, or for the time of this one.
         now = time.time_ns()
         span = self._tracer.start_span(
             telemetry.STEP,
@@ -123,13 +128,11 @@ class RequestTrace:
         span.end(end_time=now)
 
     def finished(self, finish: Finish, totals: SequenceTotals) -> None:
-        """The request finished."""
-        if self.recording and not self._ended:
+        if self.recording:
             self._span.set_attribute("gen_ai.response.finish_reasons", (finish.reason.value,))
         self._end("OK", finish.reason.value, "", totals)
 
     def failed(self, error: OutriderError) -> None:
-        """The request ended with an error."""
         self._end(error.code.name, error.reason, error.reason)
 
     def broken(self) -> None:
@@ -139,27 +142,25 @@ class RequestTrace:
     def abandoned(self, time_remaining: float | None) -> None:
         """The caller went away, or its deadline passed; `time_remaining` is gRPC's, None without a deadline."""
         expired = time_remaining is not None and time_remaining <= 0
-        code = "DEADLINE_EXCEEDED" if expired else "CANCELLED"
-        self._end(code, "cancelled")
+        self._end("DEADLINE_EXCEEDED" if expired else "CANCELLED", "cancelled")
 
     def _end(self, code: str, outcome: str, reason: str = "", totals: SequenceTotals | None = None) -> None:
-        if self._ended:
-            return
-        self._ended = True
         if not self.recording:
             return
+        self.recording = False
         self._span.set_attribute("outrider.outcome", outcome)
         if totals is not None:
-            self._span.set_attributes(totals_attributes(totals))
+            attributes = totals_attributes(totals)
+            self._span.set_attributes(attributes)
             if self._lossy:
                 self._span.set_attribute("outrider.lossy_tokens", totals.lossy_tokens)
-            self._phases(totals)
+            self._phases(totals, attributes)
         elif self._seen.steps:
-            self._span.set_attributes(_seen_attributes(self._seen))
-            self._phases(self._seen)
+            self._span.set_attributes(_progress(self._seen))
+            self._phases(self._seen, {})
         end_rpc(self._span, code, reason)
 
-    def _phases(self, totals: SequenceTotals) -> None:
+    def _phases(self, totals: SequenceTotals, attributes: Mapping[str, AttributeValue]) -> None:
         """Spans of queue, prefill and decode, up to the phase in which the request ended."""
         last = totals.finished_ns or time.monotonic_ns()
         stages = (
@@ -171,20 +172,17 @@ class RequestTrace:
             if not begin:
                 return
             span = self._tracer.start_span(name, self._in_span, start_time=self._clock.epoch_ns(begin))
-            if totals is not self._seen:
-                span.set_attributes(_phase_attributes(name, totals))
+            if attributes:
+                span.set_attributes({key: attributes[key] for key in _OF_PHASE.get(name, ())})
             span.end(end_time=self._clock.epoch_ns(max(begin, end or last)))
 
 
 def totals_attributes(totals: SequenceTotals) -> dict[str, AttributeValue]:
     """The attributes of a finished request."""
-    attributes: dict[str, AttributeValue] = {
+    attributes = _progress(totals) | {
         "gen_ai.usage.input_tokens": totals.prompt_tokens,
-        "gen_ai.usage.output_tokens": totals.completion_tokens,
-        "outrider.steps": totals.steps,
         "outrider.drafted_steps": totals.drafted_steps,
         "outrider.drafted_tokens": totals.drafted_tokens,
-        "outrider.accepted_tokens": totals.accepted_tokens,
         "outrider.predicted_tokens": totals.predicted_tokens,
         "outrider.accepted_predicted_tokens": totals.accepted_predicted_tokens,
         "outrider.drafted_by_depth": tuple(totals.drafted_by_depth),
@@ -195,28 +193,16 @@ def totals_attributes(totals: SequenceTotals) -> dict[str, AttributeValue]:
     }
     if totals.steps:
         attributes["outrider.mean_accepted_length"] = totals.completion_tokens / totals.steps
-    if totals.first_token_ns:
-        attributes["gen_ai.response.time_to_first_chunk"] = (totals.first_token_ns - totals.arrived_ns) / 1e9
     return attributes
 
 
-def _seen_attributes(seen: SequenceTotals) -> dict[str, AttributeValue]:
-    return {
-        "gen_ai.usage.output_tokens": seen.completion_tokens,
-        "gen_ai.response.time_to_first_chunk": (seen.first_token_ns - seen.arrived_ns) / 1e9,
-        "outrider.steps": seen.steps,
-        "outrider.accepted_tokens": seen.accepted_tokens,
+def _progress(totals: SequenceTotals) -> dict[str, AttributeValue]:
+    """What is known of a request that is cancelled too."""
+    attributes: dict[str, AttributeValue] = {
+        "gen_ai.usage.output_tokens": totals.completion_tokens,
+        "outrider.steps": totals.steps,
+        "outrider.accepted_tokens": totals.accepted_tokens,
     }
-
-
-def _phase_attributes(name: str, totals: SequenceTotals) -> dict[str, AttributeValue]:
-    if name == telemetry.PREFILL:
-        return {"gen_ai.usage.input_tokens": totals.prompt_tokens}
-    if name == telemetry.DECODE:
-        return {
-            "gen_ai.usage.output_tokens": totals.completion_tokens,
-            "outrider.steps": totals.steps,
-            "outrider.accepted_tokens": totals.accepted_tokens,
-            "outrider.draft_wait": totals.draft_wait_ns / 1e9,
-        }
-    return {}
+    if totals.first_token_ns:
+        attributes["gen_ai.response.time_to_first_chunk"] = (totals.first_token_ns - totals.arrived_ns) / 1e9
+    return attributes

@@ -16,7 +16,6 @@ from benchmarks.shared.random_model import read_shape, write_head, write_model
 from benchmarks.shared.workload import Conversation
 from draft_service.medusa.checkpoint import save_heads
 from outrider.sampling import VerificationMode
-from target_service.assembly import engine_config
 from target_service.model.loading.loader import load_runner
 from target_service.model.runner import ModelRunner
 
@@ -70,7 +69,7 @@ def runner(options) -> ModelRunner:  # type: ignore[no-untyped-def]
 
 def talk_of(runner: ModelRunner, options, name: str, distribution: Distribution) -> Talk:  # type: ignore[no-untyped-def]
     drafters = DrafterSet(options.head, options.model, "cpu", "float32", tree_steps=3, topk=3, medusa=options.medusa)
-    talk = Talk(runner, engine_config(target_config(options)), drafters.make(name), CONVERSATIONS)
+    talk = Talk(runner, target_config(options), drafters.make(name), CONVERSATIONS)
     talk.run(distribution, options.max_tokens, options.concurrency)
     return talk
 
@@ -92,7 +91,7 @@ def test_a_trie_learns_from_prompt_to_prompt(runner: ModelRunner, options) -> No
     """Two conversations begin alike and are said one after the other."""
     talk = Talk(
         runner,
-        engine_config(target_config(options)),
+        target_config(options),
         DrafterSet("", options.model, "cpu", "float32").make("trie"),
         [Conversation("a", ("ab",)), Conversation("b", ("ab",))],
     )

@@ -17,7 +17,7 @@ from chaos.sound_frames import DRAFT, HEALTH, TARGET, Call
 from google.rpc import code_pb2
 from grpc_health.v1 import health_pb2_grpc
 from scripted_engine import SERVED, ScriptedEngine
-from scripted_service import SPECULATION, byte_tokenizer
+from scripted_service import ScriptedServicer, byte_tokenizer
 
 from draft_service.drafters.base import info_of
 from draft_service.ngram.config import TrieConfig
@@ -31,9 +31,7 @@ from outrider.serving.interceptors import AuthInterceptor, ErrorInterceptor
 from outrider.serving.tenancy import Authenticator
 from outrider.telemetry.tracing import Tracing
 from outrider.v1 import draft_pb2_grpc, target_pb2_grpc
-from target_service.api.admission import Admission
-from target_service.api.server import StreamLimits, TargetServicer
-from target_service.api.weights import WeightRules, WeightUpdates
+from target_service.config import TargetConfig
 from target_service.core.events import Sequences
 from target_service.core.quotas import TenantQuotas
 
@@ -186,17 +184,11 @@ async def doors() -> AsyncIterator[Doors]:
     engine = ScriptedEngine(tick=0.0005, max_sequences=1000)
     unbounded = TenantLimits(waiting=0, sequences=0, streams=0, requests_per_second=0, burst=0, texts=0)
     quotas = TenantQuotas(TenantTable(unbounded))
-    sequences = Sequences(engine, asyncio.get_running_loop(), quotas)
+    sequences = Sequences(engine, quotas)
     engine.start(sequences.deliver)
-    servicer = TargetServicer(
-        sequences,
-        Admission(replace(SERVED, tokenizer=byte_tokenizer()), quotas),
-        StreamLimits(),
-        lambda: SPECULATION,
-        Tracing(),
-        WeightUpdates(engine, WeightRules(stream_bytes=1 << 16, without_token=True)),
-        tokens=False,
-    )
+    config = TargetConfig(weights_stream_gb=65_536e-9, weights_without_token=True)
+    served = replace(SERVED, tokenizer=byte_tokenizer())
+    servicer = ScriptedServicer(config, served, sequences, Tracing())
     target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, target)  # type: ignore[arg-type]
     drafter = NgramDrafter(TrieConfig(max_context=64))
     drafter.start()

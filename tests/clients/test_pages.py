@@ -23,7 +23,6 @@ from outrider_client.bench.table import figures_table
 from outrider_client.cli.commands import COMMANDS
 from target_service.config import TargetConfig
 from target_service.core.events import EngineSnapshot
-from target_service.speculation.config import DraftingConfig
 from target_service.speculation_state import speculation_state
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -138,13 +137,13 @@ def test_the_file_of_settings_is_one() -> None:
 
 def test_what_info_says_is_what_the_page_says() -> None:
     """Each answer of the table is a part of one that a target gives."""
-    said, drafting = set(), DraftingConfig(enabled=True, disable_above=64, wait_seconds=0.05, failures_to_open=3)
+    said = set()
     flags = product((False, True), (False, True), (False, True))
     for draft, running, (connected, speculating, measuring) in product(("", "there:1"), (0, 100), flags):
         snapshot = EngineSnapshot(
             running, 0, 0, 0, 0, speculating=speculating, draft_connected=connected, measuring=measuring
         )
-        said.add(speculation_state(drafting, snapshot, None, draft=draft, wanted=True, lookup=True).reason)
+        said.add(speculation_state(TargetConfig(draft=draft), snapshot, None, lookup=True).reason)
     rows = re.findall(r"^\| `([^`]+)` \| ", TUNING.partition("| it says |")[2].partition("Its line")[0], re.MULTILINE)
     assert len(rows) == 6
     for row in rows:

@@ -205,7 +205,7 @@ def test_no_bit_depends_on_the_batch_when_that_is_asked_for() -> None:
     alone = [outcome for one in wanted for outcome in run(taken, [one], launch=steps)]
     together = run(taken, wanted, launch=steps, stagger=2)
     propose = drafter("knowing", wanted, alone)
-    drafted = run(taken, wanted, propose=propose, config=replace(engine_config(), chains=True), launch=steps)
+    drafted = run(taken, wanted, propose=propose, config=replace(engine_config(), batch_invariant=True), launch=steps)
     assert [one.token_ids for one in together] == [one.token_ids for one in alone]
     assert [one.token_ids for one in drafted] == [one.token_ids for one in alone]
     assert sum(one.finished.totals.accepted_tokens for one in drafted) > 40

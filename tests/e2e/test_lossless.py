@@ -22,8 +22,8 @@ from engine_harness import (
 )
 from transformers import PreTrainedModel
 
+from outrider.limits import TenantLimits
 from outrider.sampling import SamplingParams, VerificationMode
-from target_service.core.fairness import Share
 from target_service.core.sequence import SequenceRequest
 from target_service.speculation.policy.step_cost import StepCost
 
@@ -253,7 +253,7 @@ def test_drafts_cut_to_chains_do_not_matter(
     case: tuple[list[SequenceRequest], list[Sequence[int]]], tiny_model: PreTrainedModel
 ) -> None:
     wanted, said = case
-    config = replace(engine_config(), chains=True)
+    config = replace(engine_config(), batch_invariant=True)
     outcomes = run(make_runner(tiny_model), wanted, propose=drafter("knowing", wanted, said), config=config)
     assert [o.token_ids for o in outcomes] == said
     assert sum(o.finished.totals.accepted_tokens for o in outcomes) > 20
@@ -286,7 +286,7 @@ def test_taking_turns_with_other_tenants_does_not_matter(
     wanted, said = case
     # Two places and few pages for three tenants: places change hands in mid-output, and pages too.
     shared = [
-        replace(one, tenant="abc"[i % 3], share=Share(1.0 + i % 2, kv_tokens=128 * (i % 2)))
+        replace(one, tenant="abc"[i % 3], limits=TenantLimits(1.0 + i % 2, kv_tokens=128 * (i % 2)))
         for i, one in enumerate(wanted)
     ]
     runner = make_runner(tiny_model, page_size=1, kv_tokens=9 * 16)

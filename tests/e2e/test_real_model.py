@@ -13,7 +13,6 @@ from engine_harness import engine_config, real_drafter, request, run
 from outrider.sampling import SamplingParams
 from target_service.config import TargetConfig
 from target_service.core.sequence import SequenceRequest
-from target_service.engine.loop import EngineConfig
 from target_service.model.loading.loader import load_runner
 from target_service.model.runner import ModelRunner
 from target_service.speculation.policy.step_cost import StepCost
@@ -52,7 +51,7 @@ def check(
     runner: ModelRunner, requests: list[SequenceRequest], drafters: tuple[str, ...], priced: tuple[str, ...] = ()
 ) -> None:
     """With each of `drafters`, and with each that is `priced` once more where rows cost."""
-    config: EngineConfig = engine_config(max_running=8)
+    config: TargetConfig = engine_config(max_running=8)
     cost = StepCost([(1, 1.0), (16, 1.3), (64, 2.0)])
     plain = [one.token_ids for one in run(runner, requests, config=config)]
     for name in drafters:

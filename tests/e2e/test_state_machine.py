@@ -125,7 +125,7 @@ class ServiceMachine(RuleBasedStateMachine):
         self.runner = make_runner(make_tiny(), page_size, kv_tokens=128)
         config = engine_config(prefill_chunk=chunk, max_step_rows=96, max_running=3, disable_above=2)
         # Nothing arrives while the machine's own thread waits, so it does not.
-        config = replace(config, drafting=replace(config.drafting, wait_seconds=0.0, feature_window=kept))
+        config = replace(config, draft_wait_ms=0.0, feature_window=kept)
         steps: Steps = HostSteps(self.runner, followable=device == "host, ahead")
         if device == "itself, looking up":
             self.runner.keep_tokens(3, 7)

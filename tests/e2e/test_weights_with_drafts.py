@@ -54,7 +54,7 @@ def running(
     drafters: list[Drafter] = []
     engine = Running(tiny_model, connect=connected(kind, new if of == "new" else teacher, drafters))
     yield engine, drafters
-    engine.engine.stop(grace=0)
+    engine.engine.stop()
     for drafter in drafters:
         drafter.stop()
 

@@ -10,9 +10,9 @@ from engine_harness import request
 
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.wire.frames import DraftInfo, OpenSequence, TreeLimits
+from target_service.config import TargetConfig
 from target_service.core.sequence import Sequence, SequenceTotals
 from target_service.execution.node_tables import NodeTables
-from target_service.speculation.config import DraftingConfig
 from target_service.speculation.drafts import Drafting
 from tree_kernels.node_table import Mailboxes
 
@@ -30,7 +30,7 @@ class OpeningLink:
 def limits_asked(mode: VerificationMode, tables: NodeTables | None) -> TreeLimits:
     """Of a request that wants 5 drafted rows at most."""
     features = SimpleNamespace(connect=lambda _: None, opened=lambda _: [], taken=False)
-    config = DraftingConfig(enabled=True, disable_above=8, wait_seconds=0.1, failures_to_open=3)
+    config = TargetConfig(draft="any", draft_wait_ms=100.0)
     drafting, link = Drafting(config, 100, features, tables), OpeningLink()  # type: ignore[arg-type]
     drafting.attach(link)  # type: ignore[arg-type]
     drafting.on_connected(DraftInfo("any", 0, "", TreeLimits(63, 8), 4096, "0"))

@@ -29,7 +29,7 @@ def start(tiny_model: PreTrainedModel) -> Iterator[Started]:
         config = replace(engine_config(), **changes)  # type: ignore[arg-type]
         engine = Engine(make_runner(tiny_model), config)
         if draft:
-            engine.attach_draft(ScriptedDraft(engine.draft_events, random_tree(211, 16)))
+            engine.drafting.attach(ScriptedDraft(engine.drafting, random_tree(211, 16)))
         events: queue.Queue[SequenceEvent] = queue.Queue()
         engine.start(lambda batch: [events.put(event) for event in batch] and None)
         engines.append(engine)
@@ -37,7 +37,7 @@ def start(tiny_model: PreTrainedModel) -> Iterator[Started]:
 
     yield make
     for engine in engines:
-        engine.stop(grace=0)
+        engine.stop()
 
 
 def until_last(events: queue.Queue[SequenceEvent], sequence_id: int) -> list[SequenceEvent]:
@@ -89,7 +89,7 @@ def test_cancelling_twice_or_the_unknown_is_nothing(start: Started) -> None:
 
 
 def test_a_full_queue_refuses(start: Started) -> None:
-    engine, _ = start(max_waiting=2, scheduler=replace(engine_config().scheduler, max_running=1))
+    engine, _ = start(max_waiting=2, max_running=1)
     with pytest.raises(QuotaExceeded):
         for _ in range(6):
             engine.submit(request([5], 400))
@@ -97,7 +97,7 @@ def test_a_full_queue_refuses(start: Started) -> None:
 
 def test_half_of_the_queue_is_out_of_reach_for_callers_who_draft(start: Started) -> None:
     """Their sequences wait for a tree as long as they like: other tenants' requests were refused meanwhile."""
-    engine, events = start(max_waiting=8, scheduler=replace(engine_config().scheduler, max_running=1))
+    engine, events = start(max_waiting=8, max_running=1)
     engine.submit(request([5], 400))
     # It runs, and all others wait.
     events.get(timeout=60)
@@ -126,7 +126,7 @@ def test_draining_refuses_newcomers_and_lets_the_others_end(start: Started) -> N
 def test_stopping_without_grace_fails_what_is_left(start: Started) -> None:
     engine, events = start()
     sequence_id = engine.submit(request([5, 6], 480))
-    engine.stop(grace=0)
+    engine.stop()
     last = until_last(events, sequence_id)[-1]
     assert isinstance(last, SequenceFailed)
     assert isinstance(last.error, Draining)

@@ -10,14 +10,14 @@ import msgspec
 import pytest
 
 from outrider.errors import InvalidField, QuotaExceeded, all_errors
-from outrider.processes.framing import LENGTH_BYTES
+from outrider.limits import TenantLimits
+from outrider.processes.framing import LENGTH_BYTES, FrameCutter
 from outrider.sampling import FinishReason, SamplingParams, TokenLogprobs, TypicalAcceptance, VerificationMode
 from outrider.tree import DraftDistribution, TokenTree
 from outrider.wire.frames import DraftInfo, FeatureRequest, TreeLimits
-from target_service.api.admission import Runtime, ServedModel
+from target_service.api.admission import ServedModel
 from target_service.config import TargetConfig
 from target_service.core.events import EngineSnapshot
-from target_service.core.fairness import Share
 from target_service.core.sequence import (
     Finish,
     SequenceEvent,
@@ -36,7 +36,6 @@ from target_service.engine_process.messages import (
     Configure,
     Dead,
     Drafter,
-    Frames,
     Message,
     Ready,
     Refused,
@@ -67,10 +66,15 @@ def report(*events: SequenceEvent) -> Report:
     return Report(list(events), [], [], [], SNAPSHOT, 123)
 
 
-RUNTIME = Runtime("2.9", "", "cuda:1", "A GPU", captured_steps=25, capturable_steps=26, lookup=True)
 SERVED = replace(
-    ServedModel("m", 300, 256, 16, "float32", 16, 4096, (2, 3), "f" * 64, speculation=True, runtime=RUNTIME),
+    ServedModel("m", 300, 256, 16, "float32", 16, 4096, (2, 3), "f" * 64, speculation=True),
     kv_token_bytes=46_080,
+    torch_version="2.9",
+    device="cuda:1",
+    device_name="A GPU",
+    captured_steps=25,
+    capturable_steps=26,
+    lookup=True,
 )
 MESSAGES: dict[str, Message] = {
     "configure": Configure(TargetConfig(model="tiny", draft_wait_ms=2.5, reflection=True)),
@@ -90,7 +94,7 @@ MESSAGES: dict[str, Message] = {
             seed=2**64 - 1,
             max_tokens=77,
             tenant="acmé",
-            share=Share(2.5, 3, 4096),
+            limits=TenantLimits(2.5, 3, kv_tokens=4096),
             speculate=False,
             corpus="c",
             prediction=(4, 5, 6),
@@ -186,9 +190,9 @@ def test_an_error_keeps_its_time_to_retry(seconds: float | None) -> None:
 @pytest.mark.parametrize("size", [1, 3, 1000, 1 << 20], ids=str)
 def test_frames_are_found_however_bytes_arrive(size: int) -> None:
     stream = b"".join(pack(message) for message in MESSAGES.values())
-    frames, received = Frames(), []
+    frames, received = FrameCutter(), []
     for begin in range(0, len(stream), size):
-        received += frames.feed(stream[begin : begin + size])
+        received += map(unpack, frames.feed(stream[begin : begin + size]))
     assert received == list(MESSAGES.values())
 
 
@@ -209,4 +213,4 @@ def test_frames_are_found_however_bytes_arrive(size: int) -> None:
 )
 def test_malformed_frames_are_refused(body: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
-        Frames().feed(len(body).to_bytes(LENGTH_BYTES, "big") + body)
+        unpack(body)

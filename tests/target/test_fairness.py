@@ -9,12 +9,13 @@ from statistics import fmean
 
 import pytest
 
-from target_service.core.fairness import FairShare, Share, TimeShares
+from outrider.limits import TenantLimits
+from target_service.core.fairness import FairShare, TimeShares
 
 
 def served(fair: FairShare, wanted: dict[str, list[int]], weights: dict[str, float], room: int) -> Counter[str]:
     total: Counter[str] = Counter()
-    for tenant, amount in fair.divide(wanted, {name: Share(weights.get(name, 1.0)) for name in wanted}, room):
+    for tenant, amount in fair.divide(wanted, {name: TenantLimits(weights.get(name, 1.0)) for name in wanted}, room):
         total[tenant] += amount
     return total
 
@@ -75,7 +76,7 @@ def test_a_newcomer_begins_level() -> None:
 def request_times(steps: int, weight: float, requests: int = 400) -> list[float]:
     """Seconds of requests of `steps` steps of one second that come one after the other, at any time of a step, while
     another tenant uses all the time that steps may take."""
-    shares = {"crowd": Share(1.0), "few": Share(weight)}
+    shares = {"crowd": TenantLimits(1.0), "few": TenantLimits(weight)}
     times, random, found = TimeShares(), Random(steps), list[float]()
     for _ in range(requests):
         between = times.longest_step({"crowd": 20.0}, shares)
@@ -108,7 +109,7 @@ def test_a_request_of_one_step_waits_for_one_of_the_others(weight: float) -> Non
 
 
 CROWD_AND_FEW = {"crowd": 20.0, "few": 1.0}
-EQUAL = {"crowd": Share(), "few": Share()}
+EQUAL = {"crowd": TenantLimits(), "few": TenantLimits()}
 
 
 def interrupted(seconds: float) -> TimeShares:

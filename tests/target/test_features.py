@@ -25,8 +25,9 @@ from outrider.heads import ShippedHead
 from outrider.sampling import SamplingParams
 from outrider.tree import TokenTree
 from outrider.wire.frames import DraftEvents, DraftLink, FeatureRequest
+from target_service.config import TargetConfig
 from target_service.core.sequence import SequenceFinished, SequenceRequest, Verdict
-from target_service.engine.loop import EngineConfig, EngineLoop
+from target_service.engine.loop import EngineLoop
 from target_service.engine.step import Step
 from target_service.execution.host_executor import HostSteps
 from target_service.model.head_projection import DraftHead, read_draft_head
@@ -113,7 +114,7 @@ def test_every_committed_token_has_its_state(
     links: list[FeatureLink] = []
     alone = settings.pop("plain", False)
     config = settings.pop("config", engine_config())
-    config = replace(config, drafting=replace(config.drafting, feature_window=settings.pop("keep", 0)))
+    config = replace(config, feature_window=settings.pop("keep", 0))
     kv_tokens = settings.pop("kv_tokens", 2048)
     runner = make_runner(tiny_model, kv_tokens=kv_tokens, page_size=settings.pop("page_size", 16))
 
@@ -144,14 +145,14 @@ class Drive:
     runner: ModelRunner
     propose: Propose
     wanted: FeatureRequest = EVERY
-    config: EngineConfig = field(default_factory=engine_config)
+    config: TargetConfig = field(default_factory=engine_config)
     connects: bool = True
     keep: int = 0
     said: dict[int, list[int]] = field(default_factory=dict)
     going: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        config = replace(self.config, drafting=replace(self.config.drafting, feature_window=self.keep))
+        config = replace(self.config, feature_window=self.keep)
         self.loop = EngineLoop(self.runner, config, steps=HostSteps(self.runner))
         self.link = FeatureLink(self.loop.drafting, self.propose, wanted=self.wanted, connects=self.connects)
         self.loop.drafting.attach(self.link)

@@ -87,7 +87,7 @@ def test_a_clients_own_trees_teach_nothing_of_the_draft(tiny_model: PreTrainedMo
     for external in (True, False):
         live = loop.make(1, request([5, 7, 9], 4, external=external))
         before = replace(live.record)
-        loop._gathering.learn(live, tree, Verified(Walk((1, 2), 0), ()), 1.0)
+        loop.gathering.learn(live, tree, Verified(Walk((1, 2), 0), ()), 1.0)
         assert (live.record == before) is external
 
 
@@ -101,7 +101,7 @@ def test_a_step_whose_drafts_are_there_is_launched_before_anything_is_said(
     for late in (0, 100):
         launched.clear()
         loop = EngineLoop(runner, engine_config(), steps=HostSteps(runner, followable=True))
-        loop._gathering.choose = lambda *_sequences, **_how: Use.AFTER  # type: ignore[method-assign]
+        loop.gathering.choose = lambda *_sequences, **_how: Use.AFTER  # type: ignore[method-assign]
         draft = ScriptedDraft(loop.drafting, knowing_tree([truth], runner.vocabulary_size, 3, right=1.0), late=late)
         live = begin(loop, draft, wanted)
         loop.step()
@@ -280,8 +280,8 @@ def test_drafts_that_were_of_no_use_are_tried_again_at_the_same_load(tiny_model:
     drafting.follow_load(5, useful=True)
     drafting.follow_load(4, useful=True)
     assert not drafting.active
-    drafting.follow_load(drafting.config.resumes_at, useful=True)
-    assert drafting.active and drafting.config.resumes_at < 4
+    drafting.follow_load(drafting.config.drafting_resumes_at, useful=True)
+    assert drafting.active and drafting.config.drafting_resumes_at < 4
 
 
 def head_loop(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> tuple[EngineLoop, DraftSwitch]:
@@ -289,7 +289,7 @@ def head_loop(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> tuple[
     monkeypatch.setattr(Drafting, "reads_features", property(lambda _: True))
     cost = StepCost([(1, 1.0), (64, 1.1)])
     loop = EngineLoop(runner := make_runner(model), engine_config(), steps=HostSteps(runner), step_cost=cost)
-    switch = loop._gathering._switch
+    switch = loop.gathering.switch
     assert switch is not None
     known = switch._at(1)
     for _ in range(ENOUGH):
@@ -337,7 +337,7 @@ def test_a_head_follows_an_answer_from_its_beginning_if_it_is_expected_to_pay(
     truth = (*wanted.token_ids, *plain(tiny_model, wanted))
     loop, switch = head_loop(tiny_model, monkeypatch)
     if not pays:
-        monkeypatch.setattr(loop._gathering._budget, "expected_tokens", lambda _: 0.5)
+        monkeypatch.setattr(loop.gathering.budget, "expected_tokens", lambda _: 0.5)
     switch._plain_steps, switch._left = 100, 500
     loop.drafting.follow_load(1, useful=False)
     live = begin(
@@ -355,10 +355,10 @@ def test_only_sequences_that_get_a_place_count_as_beginning(
 ) -> None:
     """Each brings a tenth of a token, and drafting costs a tenth of a step: four for one place pay no more than one."""
     loop, switch = head_loop(tiny_model, monkeypatch)
-    monkeypatch.setattr(loop._gathering._budget, "expected_tokens", lambda _: 1.1)
+    monkeypatch.setattr(loop.gathering.budget, "expected_tokens", lambda _: 1.1)
     monkeypatch.setattr(type(loop.scheduler), "load", property(lambda _: 1))
     for number in range(4):
         loop.add(loop.make(number, request([5, 7, 9], 4)))
-    assert not loop._gathering._pays_for_newcomers(switch)
-    monkeypatch.setattr(loop._gathering._budget, "expected_tokens", lambda _: 1.3)
-    assert loop._gathering._pays_for_newcomers(switch)
+    assert not loop.gathering._pays_for_newcomers(switch)
+    monkeypatch.setattr(loop.gathering.budget, "expected_tokens", lambda _: 1.3)
+    assert loop.gathering._pays_for_newcomers(switch)

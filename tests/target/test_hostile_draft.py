@@ -23,7 +23,7 @@ from outrider.errors import CreditExceeded, InvalidField
 from outrider.v1 import draft_pb2
 from outrider.wire.frames import MAX_NODES as NODES
 from outrider.wire.frames import MAX_SEQUENCES_PER_FRAME, DraftInfo, SequenceGrowth, TreeLimits
-from target_service.speculation.config import DraftingConfig
+from target_service.config import TargetConfig
 from target_service.speculation.drafts import Drafting
 
 
@@ -144,7 +144,7 @@ class SlowDrafting(Drafting):
 
 
 def drafting_of(kind: type[Drafting], wait_seconds: float = 0.1) -> tuple[Drafting, CutLink]:
-    config = DraftingConfig(enabled=True, disable_above=64, wait_seconds=wait_seconds, failures_to_open=3)
+    config = TargetConfig(draft="hostile", draft_wait_ms=wait_seconds * 1e3)
     drafting, link = kind(config, VOCABULARY, QuietFeatures()), CutLink()  # type: ignore[arg-type]
     drafting.attach(link)  # type: ignore[arg-type]
     drafting.on_connected(DraftInfo("hostile", 0, "", TreeLimits(), 1024, "0"))

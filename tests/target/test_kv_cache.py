@@ -8,7 +8,8 @@ import psutil
 import pytest
 import torch
 
-from target_service.core.kv_cache import KVCache, OutOfPages
+from target_service.core.kv_cache import KVCache
+from tree_kernels.pages import OutOfPages
 
 
 def cache_of(num_pages: int = 8, page_size: int = 4) -> KVCache:

@@ -114,7 +114,7 @@ async def test_a_tenants_share_reaches_the_engine(targets: Any) -> None:
     async with targets(table=table) as target:
         assert await answers(target, asking(), metadata=LOUD)
         assert await answers(target, SHORT, metadata=QUIET)
-        first, second = (request.share for request in target.engine.requests)
+        first, second = (request.limits for request in target.engine.requests)
         # Who does not say how much gets what there is room for.
         assert target.engine.requests[0].max_tokens == 62
         error = await refusal(target, asking(sampling={"max_tokens": 100}), LOUD)
@@ -161,12 +161,12 @@ class TestBucket:
 
     def test_who_has_something_open_is_not(self) -> None:
         quotas = self.quotas(streams=1)
-        with quotas.stream("busy"):
+        with quotas.counted("busy", "streams"):
             for number in range(5_000):
                 quotas.request(str(number))
-                with quotas.stream(str(number)):
+                with quotas.counted(str(number), "streams"):
                     pass
-            with pytest.raises(QuotaExceeded), quotas.stream("busy"):
+            with pytest.raises(QuotaExceeded), quotas.counted("busy", "streams"):
                 pass
 
 
@@ -180,7 +180,7 @@ def test_defaults_leave_room_for_others() -> None:
 
 def test_asking_is_cheap_where_nothing_is_bounded() -> None:
     quotas = TenantQuotas()
-    assert quotas.share("anybody") == SequenceRequest.__dataclass_fields__["share"].default_factory()
+    assert quotas.table.of("anybody") == SequenceRequest.__dataclass_fields__["limits"].default_factory()
 
 
 async def test_cancelled_calls_give_back_what_they_took(targets: Any) -> None:

@@ -553,14 +553,14 @@ def test_above_a_load_there_are_none(policies: Policies) -> None:
 
 def test_tokens_of_a_pass_are_followed(runner: ModelRunner) -> None:
     engine = Engine(runner, DEVICES["free"], GOOD)
-    assert engine.policy.tokens_each == 1.0
+    assert engine.policy.tokens_each.value == 1.0
     engine.run(1000)
     each = sum(one.tokens for one in engine.launches[-300:]) / 300
-    assert engine.policy.tokens_each == pytest.approx(each, rel=0.2)
+    assert engine.policy.tokens_each.value == pytest.approx(each, rel=0.2)
     # And forgotten with passes that have none.
     for _ in range(300):
         engine.policy.observe([Verified(Walk((), 3), ()), None], Kind.ALONE, [False, False])
-    assert engine.policy.tokens_each == pytest.approx(1.0, rel=0.01)
+    assert engine.policy.tokens_each.value == pytest.approx(1.0, rel=0.01)
 
 
 def shared_out(prospects: Sequence[Sequence[float]]) -> list[float]:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
+from outrider.limits import TenantLimits
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import TokenTree
-from target_service.core.fairness import Share
+from target_service.config import TargetConfig
+from target_service.core import scheduler as scheduler_module
 from target_service.core.kv_cache import KVCache
+from target_service.core.preemption import order_of_preemption
 from target_service.core.schedule import Schedule
-from target_service.core.scheduler import Scheduler, SchedulerConfig
+from target_service.core.scheduler import Scheduler
 from target_service.core.sequence import Sequence, SequenceRequest, SequenceState, SequenceTotals
 
 
@@ -23,11 +27,11 @@ def cache(pages: int = 64, page_size: int = 16) -> KVCache:
 
 
 def scheduler(pages: KVCache, running: int = 8, rows: int = 64, chunk: int = 32) -> Scheduler:
-    return Scheduler(SchedulerConfig(max_running=running, max_step_rows=rows, prefill_chunk=chunk), pages)
+    return Scheduler(TargetConfig(max_running=running, max_step_rows=rows, prefill_chunk=chunk), pages)
 
 
 def sequence(
-    number: int, prompt: int = 8, tenant: str = "default", external: bool = False, share: Share | None = None
+    number: int, prompt: int = 8, tenant: str = "default", external: bool = False, limits: TenantLimits | None = None
 ) -> Sequence:
     tokens = tuple(range(1, prompt + 1))
     wanted = SequenceRequest(
@@ -37,7 +41,7 @@ def sequence(
         0,
         16,
         tenant=tenant,
-        share=share or Share(),
+        limits=limits or TenantLimits(),
         external=external,
     )
     return Sequence(number, wanted, list(tokens), SequenceTotals(prompt_tokens=prompt))
@@ -251,7 +255,7 @@ class TestTenants:
         for _ in range(3):
             play(scheduled.schedule(), scheduled)
         for number in range(33, 65):
-            scheduled.add(sequence(number, tenant="second", share=Share(weight)))
+            scheduled.add(sequence(number, tenant="second", limits=TenantLimits(weight)))
         served = Counter[str]()
         for _ in range(50):
             served.update("second" if number > 32 else "first" for number, _ in play(scheduled.schedule(), scheduled))
@@ -261,7 +265,7 @@ class TestTenants:
     def test_a_tenant_runs_no_more_than_it_may_even_alone(self) -> None:
         scheduled = scheduler(cache(), running=8)
         for number in range(1, 6):
-            scheduled.add(sequence(number, share=Share(running=2)))
+            scheduled.add(sequence(number, limits=TenantLimits(running=2)))
         for _ in range(3):
             assert len(play(scheduled.schedule(), scheduled)) == 2
 
@@ -278,9 +282,9 @@ class TestTenants:
     def test_a_tenants_pages_are_bounded(self) -> None:
         pages = cache(pages=64, page_size=16)
         scheduled = scheduler(pages, running=8)
-        bound = Share(kv_tokens=160)
+        bound = TenantLimits(kv_tokens=160)
         for number in range(1, 6):
-            scheduled.add(sequence(number, prompt=40, share=bound))
+            scheduled.add(sequence(number, prompt=40, limits=bound))
         for _ in range(60):
             play(scheduled.schedule(), scheduled)
             assert pages.used_pages <= 10
@@ -307,7 +311,7 @@ class TestTenants:
         chance = random.Random(seed)
         pages = cache(pages=24, page_size=8)
         scheduled = scheduler(pages, running=4, rows=24, chunk=16)
-        shares = [Share(), Share(weight=4.0), Share(running=2, kv_tokens=96)]
+        shares = [TenantLimits(), TenantLimits(weight=4.0), TenantLimits(running=2, kv_tokens=96)]
         left = {}
         for number in range(1, 31):
             tenant = chance.randrange(3)
@@ -380,13 +384,12 @@ def test_waiting_tenants_do_not_each_work_out_who_gives_way(monkeypatch: pytest.
     for number in range(100, 150):
         scheduled.add(sequence(number, prompt=33, tenant=f"waiting {number}"))
     worked_out = 0
-    order = Scheduler._order_of_preemption
 
-    def counted(one: Scheduler) -> Iterator[tuple[Sequence, float]]:
+    def counted(*given: Any) -> Iterator[tuple[Sequence, float]]:
         nonlocal worked_out
         worked_out += 1
-        return order(one)
+        return order_of_preemption(*given)
 
-    monkeypatch.setattr(Scheduler, "_order_of_preemption", counted)
+    monkeypatch.setattr(scheduler_module, "order_of_preemption", counted)
     scheduled.schedule()
     assert 1 <= worked_out <= 4

@@ -7,8 +7,9 @@ from engine_harness import engine_config, make_runner, request
 from transformers import PreTrainedModel
 
 from outrider.sampling import SamplingParams, VerificationMode
+from target_service.config import TargetConfig
 from target_service.core.kv_cache import KVCache
-from target_service.core.scheduler import Scheduler, SchedulerConfig
+from target_service.core.scheduler import Scheduler
 from target_service.core.sequence import Sequence, SequenceRequest, SequenceState, SequenceTotals
 from target_service.engine.loop import EngineLoop
 from target_service.execution.device_executor import DeviceSteps
@@ -18,7 +19,7 @@ PAGE = 4
 
 def scheduler(pages: int, running: int = 8, chunk: int = 8) -> Scheduler:
     cache = KVCache(pages, PAGE, 1, 1, 4, 4, torch.float32, torch.device("cpu"))
-    return Scheduler(SchedulerConfig(max_running=running, max_step_rows=64, prefill_chunk=chunk), cache)
+    return Scheduler(TargetConfig(max_running=running, max_step_rows=64, prefill_chunk=chunk), cache)
 
 
 def sequence(number: int, prompt: int) -> Sequence:

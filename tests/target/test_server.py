@@ -16,8 +16,8 @@ from outrider.sampling import TypicalAcceptance
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import tree_pb2
 from outrider.wire.trees import DRAFT_REFUSED_KEY, error_of_rpc
+from target_service.api import server as server_module
 from target_service.api.event_queue import EventQueue
-from target_service.api.server import StreamLimits
 from target_service.core.sequence import Verdict
 
 
@@ -195,10 +195,11 @@ class TestEnds:
         await target.idle()
         assert target.engine.cancelled == []
 
-    async def test_slow_reader_is_given_up(self, targets: Any) -> None:
+    async def test_slow_reader_is_given_up(self, targets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         """The engine frees the sequence while the reader sleeps; the reader learns of it when it wakes."""
         engine = ScriptedEngine(tick=0)
-        async with targets(engine, limits=StreamLimits(unread_steps=0)) as target:
+        monkeypatch.setattr(server_module, "UNREAD_STEPS", 0)
+        async with targets(engine) as target:
             code, error = await refused(target, asking(sampling={"max_tokens": 250}))
             assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert error.metadata == {"steps": "0"}

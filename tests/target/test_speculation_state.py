@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from outrider.wire.frames import DraftInfo, TreeLimits
+from target_service.config import TargetConfig
 from target_service.core.events import EngineSnapshot
-from target_service.speculation.config import DraftingConfig
 from target_service.speculation_state import speculation_state
 
-DRAFTING = DraftingConfig(enabled=True, disable_above=8, wait_seconds=0.05, failures_to_open=3)
 INFO = DraftInfo("trie", 0, "f", TreeLimits(63, 8), 4096, "0.1")
 
 
@@ -23,6 +22,7 @@ def state(
     measuring: bool = False,
     info: DraftInfo | None = INFO,
     lost: str = "",
+    lookup: bool = False,
     **settings: Any,
 ) -> tuple[str, bool, bool, str]:
     connected = info is not None
@@ -37,9 +37,8 @@ def state(
         measuring=measuring,
         draft_lost=lost,
     )
-    found = speculation_state(
-        DRAFTING, snapshot, info, **{"draft": "host:1", "wanted": True, "lookup": False, **settings}
-    )
+    config = TargetConfig(**{"draft": "host:1", "speculative_disable_queue_size": 8, **settings})
+    found = speculation_state(config, snapshot, info, lookup=lookup)
     return found.drafter, found.draft_connected, found.speculating, found.reason
 
 
@@ -59,7 +58,7 @@ def state(
         ({"running": 9}, "trie", False, "off at this load: 9 sequences run; it stops above 8 and resumes at 6"),
         ({"running": 6}, "trie", False, "costs more than it brings"),
         ({"measuring": True}, "trie", False, "starts soon: the first passes at this load"),
-        ({"info": None, "wanted": False}, "", False, "--no-speculation"),
+        ({"info": None, "speculation": False}, "", False, "--no-speculation"),
         ({"info": None, "draft": "", "lookup": True}, "lookup", True, "the device drafts .*; no draft service"),
         ({"running": 9, "lookup": True}, "trie", True, "the device drafts .*; drafting is off at this load"),
     ],

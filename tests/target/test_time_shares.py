@@ -8,10 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from outrider.limits import TenantLimits
 from outrider.sampling import SamplingParams, VerificationMode
-from target_service.core.fairness import Share
+from target_service.config import TargetConfig
 from target_service.core.kv_cache import KVCache
-from target_service.core.scheduler import Scheduler, SchedulerConfig
+from target_service.core.scheduler import Scheduler
 from target_service.core.sequence import Sequence, SequenceRequest, SequenceState, SequenceTotals
 from target_service.core.step_times import StepTimes
 
@@ -33,7 +34,7 @@ class Played:
 
     def __init__(self, machine: Machine, *, length: int = 1 << 20, chunk: int = 256) -> None:
         cache = KVCache(4096, 16, 1, 1, 4, 4, torch.float32, torch.device("cpu"))
-        self.scheduler = Scheduler(SchedulerConfig(64, 512, chunk), cache)
+        self.scheduler = Scheduler(TargetConfig(max_running=64, max_step_rows=512, prefill_chunk=chunk), cache)
         self._machine, self._length, self._count = machine, length, 0
         # Of each step: seconds, and sequences by tenant.
         self.steps: list[tuple[float, Counter[str]]] = []
@@ -43,7 +44,7 @@ class Played:
     def add(self, tenant: str, prompt: int, weight: float = 1.0) -> Sequence:
         tokens = tuple(range(1, prompt + 1))
         asked = SequenceRequest(
-            tokens, SamplingParams(), VerificationMode.GREEDY, 0, 16, tenant=tenant, share=Share(weight)
+            tokens, SamplingParams(), VerificationMode.GREEDY, 0, 16, tenant=tenant, limits=TenantLimits(weight)
         )
         self._count += 1
         one = Sequence(self._count, asked, list(tokens), SequenceTotals(prompt_tokens=prompt))

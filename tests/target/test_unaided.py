@@ -21,7 +21,7 @@ from target_service.execution.device_executor import DeviceSteps
 from target_service.execution.multi_step import Stride
 from target_service.speculation.policy.follow_switch import FollowSwitch
 from target_service.speculation.policy.step_cost import StepCost
-from target_service.speculation.policy.unaided import Compared, Unaided, followed_chain
+from target_service.speculation.policy.unaided import Unaided, followed_chain
 from tree_kernels.node_table import longest_run
 
 
@@ -73,7 +73,7 @@ def test_a_pass_is_compared_with_a_chain_of_as_many_rows(rows: int, unaided: int
     compared.note(3, cast(Sequence, own), start=6, made=2, rows=rows)
     own.token_ids += [1, 2, 9]
     own.token_ids += [7] * 20
-    assert compared.take() == Compared(load=3, made=2, unaided=unaided)
+    assert compared.take() == (3, 2, unaided)
     assert compared.take() is None
 
 
@@ -87,7 +87,7 @@ def test_a_comparison_waits_for_the_text_to_go_on() -> None:
         own.token_ids.append(token)
     assert compared.take() is None
     own.token_ids.append(6)
-    assert compared.take() == Compared(load=1, made=1, unaided=5)
+    assert compared.take() == (1, 1, 5)
 
 
 def test_a_text_that_has_ended_is_compared_as_it_is() -> None:
@@ -95,13 +95,13 @@ def test_a_text_that_has_ended_is_compared_as_it_is() -> None:
     compared.note(1, cast(Sequence, own), start=3, made=2, rows=15)
     own.totals.finished_ns = 1
     # Two tokens were left to say, whoever had known more.
-    assert compared.take() == Compared(load=1, made=2, unaided=2)
+    assert compared.take() == (1, 2, 2)
 
 
 def test_without_lookup_a_pass_would_make_one_token() -> None:
     compared, own = Unaided(lookup_tokens=0), sequence([5, 6, 5, 6, 5])
     compared.note(1, cast(Sequence, own), start=2, made=3, rows=15)
-    assert compared.take() == Compared(load=1, made=3, unaided=1)
+    assert compared.take() == (1, 3, 1)
 
 
 @pytest.mark.parametrize("passes", [1, 2], ids=["pass by pass", "two passes at once"])

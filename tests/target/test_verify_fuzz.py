@@ -20,7 +20,9 @@ from outrider.v1 import tree_pb2
 from outrider.wire.trees import error_of
 from target_service.api.admission import Admission
 from target_service.api.verify_session import VerifySession
+from target_service.config import TargetConfig
 from target_service.core.events import Sequences
+from target_service.core.quotas import TenantQuotas
 from target_service.telemetry.tracing import RequestTrace
 
 # Small ranges, so that right ids, steps and roots are hit often; and the ends of what the fields hold.
@@ -61,7 +63,7 @@ frames = st.one_of(
 async def replay(script: list[pb.VerifyRequest]) -> list[pb.VerifyResponse]:
     """What a session answers to `script`, each frame being answered before the next."""
     engine = ScriptedEngine(tick=0)
-    sequences = Sequences(engine, asyncio.get_running_loop())
+    sequences = Sequences(engine)
     engine.start(sequences.deliver)
 
     async def paced() -> AsyncIterator[pb.VerifyRequest]:
@@ -73,12 +75,11 @@ async def replay(script: list[pb.VerifyRequest]) -> list[pb.VerifyResponse]:
             await asyncio.sleep(0)
 
     session = VerifySession(
+        TargetConfig(max_sequences_per_stream=4, verify_idle_seconds=10),
         sequences,
-        Admission(SERVED),
+        Admission(SERVED, TenantQuotas()),
         tenant="default",
         trace=lambda: RequestTrace(Tracing(), None),
-        max_sequences=4,
-        idle_seconds=10,
     )
     reader = asyncio.create_task(session.read(paced()))
     heard = []

@@ -24,7 +24,7 @@ from outrider.errors import (
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import tree_pb2
 from outrider.wire.trees import error_of
-from target_service.api.server import StreamLimits
+from target_service.config import TargetConfig
 
 
 @pytest.mark.parametrize("allowed", [False, True])
@@ -123,7 +123,7 @@ class TestRefusals:
         assert list((await talk.ask(tree(opened.sequence_id, 0, 10))).verdict.token_ids) == [11]
 
     async def test_too_many_sequences(self, targets: Any) -> None:
-        async with targets(limits=StreamLimits(max_sequences=2)) as target:
+        async with targets(config=TargetConfig(max_sequences_per_stream=2)) as target:
             talk = Conversation(target)
             first = await talk.open()
             await talk.open()
@@ -133,7 +133,7 @@ class TestRefusals:
             talk.call.cancel()
 
     async def test_ended_sequences_make_room(self, targets: Any) -> None:
-        async with targets(limits=StreamLimits(max_sequences=1)) as target:
+        async with targets(config=TargetConfig(max_sequences_per_stream=1)) as target:
             talk = Conversation(target)
             for _ in range(3):
                 opened = await talk.open(sampling={"max_tokens": 1})

@@ -22,9 +22,10 @@ from outrider.v1 import target_pb2 as pb
 from outrider.v1 import tree_pb2
 from outrider.wire.trees import error_of
 from target_service.api.admission import Admission
-from target_service.api.server import StreamLimits
 from target_service.api.verify_session import VerifySession
+from target_service.config import TargetConfig
 from target_service.core.events import Sequences
+from target_service.core.quotas import TenantQuotas
 from target_service.telemetry.tracing import RequestTrace
 
 
@@ -184,7 +185,7 @@ class TestEnds:
         await channel.close()
 
     async def test_idle_sequence_is_ended(self, targets: Any) -> None:
-        async with targets(limits=StreamLimits(idle_seconds=0.2)) as target:
+        async with targets(config=TargetConfig(verify_idle_seconds=0.2)) as target:
             talk = Conversation(target)
             idle, busy = await talk.open(10), await talk.open(10)
             step, failed = 0, None
@@ -212,12 +213,11 @@ class TestEnds:
                 yield tree(1, 0, 10)
 
         session = VerifySession(
-            Sequences(engine, asyncio.get_running_loop()),
-            Admission(SERVED),
+            TargetConfig(max_sequences_per_stream=4, verify_idle_seconds=10),
+            Sequences(engine),
+            Admission(SERVED, TenantQuotas()),
             tenant="default",
             trace=lambda: RequestTrace(Tracing(), None),
-            max_sequences=4,
-            idle_seconds=10,
         )
         reader = asyncio.create_task(session.read(frames()))
         await asyncio.sleep(0.02)

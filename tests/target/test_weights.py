@@ -6,14 +6,13 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import make_tiny
-from engine_harness import ScriptedDraft, engine_config, plain, request
+from engine_harness import ScriptedDraft, plain, request
 from other_weights import other_weights
 from running_engine import Running
 from safetensors.torch import load_file, save_file
@@ -82,7 +81,7 @@ def start(old: PreTrainedModel) -> Iterator[Start]:
     yield make
     for running in engines:
         idle = running.engine._thread.is_alive() and not running.engine.snapshot().sequences
-        running.engine.stop(grace=0)
+        running.engine.stop()
         assert not idle or running.runner.cache.used_pages == 0
 
 
@@ -119,7 +118,7 @@ def test_before_and_after_are_those_of_fresh_engines(
 def test_draining_lets_what_has_begun_end_and_holds_the_others(
     start: Start, old: PreTrainedModel, new: PreTrainedModel, folder: Path
 ) -> None:
-    running = start(scheduler=replace(engine_config().scheduler, max_running=2))
+    running = start(max_running=2)
     begun = [running.engine.submit(request([5 + i, 6], 150)) for i in range(2)]
     for sequence_id in begun:
         running.wait_said(sequence_id, 1)
@@ -139,7 +138,7 @@ def test_draining_lets_what_has_begun_end_and_holds_the_others(
 def test_aborting_ends_what_has_begun_with_an_error_to_ask_again(
     start: Start, new: PreTrainedModel, folder: Path
 ) -> None:
-    running = start(scheduler=replace(engine_config().scheduler, max_running=1))
+    running = start(max_running=1)
     begun = running.engine.submit(request([5, 6], 480))
     running.wait_said(begun, 1)
     waits = running.engine.submit(request([50, 60], 10))
@@ -245,7 +244,7 @@ def test_the_engines_end_is_heard_by_who_waits(start: Start, folder: Path) -> No
     running.wait_said(held, 1)
     running.update(folder)
     time.sleep(0.2)
-    running.engine.stop(grace=0)
+    running.engine.stop()
     assert running.refused().reason == "DRAINING"
     with pytest.raises(OutriderError):
         running.update(folder)
@@ -313,11 +312,11 @@ def test_locked_memory_is_given_back_however_an_update_ends(
     update_id = running.update(folder)
     assert reading.wait(20)
     if way == "stopped while reading":
-        running.engine.stop(grace=0)
+        running.engine.stop()
         go_on.set()
     else:
         go_on.set()
-        running.engine.cancel_update(update_id) if way == "given up" else running.engine.stop(grace=0)
+        running.engine.cancel_update(update_id) if way == "given up" else running.engine.stop()
     running.engine.cancel(held)
     deadline = time.monotonic() + 20
     while not rooms.ever:

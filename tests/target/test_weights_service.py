@@ -25,7 +25,7 @@ from outrider.serving import Authenticator, Caller
 from outrider.v1 import target_pb2 as pb
 from outrider.wire.trees import error_of_rpc
 from target_service.api import weights
-from target_service.api.weights import WeightRules
+from target_service.config import TargetConfig
 from target_service.core.weights import RunningRequests, UpdateDone, WeightUpdate
 
 OPERATOR, TENANT = "operator-0123456789", "tenant-0123456789"
@@ -58,11 +58,10 @@ def roots(tmp_path: Path) -> Path:
 
 @asynccontextmanager
 async def serving(roots: Path, engine: ScriptedEngine | None = None, **changes: Any) -> AsyncIterator[Target]:
-    bounds = {"stream_bytes": 1000, "folder": str(roots / "allowed"), "staging": str(roots / "staging")} | changes
-    tokens = bounds.pop("tokens", TOKENS)
-    async with target_over(
-        engine or ReadingEngine(), rules=WeightRules(**bounds), authenticator=Authenticator(tokens)
-    ) as target:
+    folders = {"weights_folder": str(roots / "allowed"), "weights_staging": str(roots / "staging")}
+    tokens = changes.pop("tokens", TOKENS)
+    config = TargetConfig(**{"weights_stream_gb": 1000e-9, **folders, **changes})
+    async with target_over(engine or ReadingEngine(), config=config, authenticator=Authenticator(tokens)) as target:
         yield target
     assert list((roots / "staging").iterdir()) == []
 
@@ -120,9 +119,9 @@ async def test_who_may(roots: Path) -> None:
     async with serving(roots, tokens=None) as target:
         assert isinstance(await refused(target, begin("step-1")), PermissionDenied)
         assert target.engine.updates == []
-    async with serving(roots, tokens=None, without_token=True) as target:
+    async with serving(roots, tokens=None, weights_without_token=True) as target:
         assert (await update(target, begin("step-1"))).model_version == 2
-    async with serving(roots, without_token=True) as target:
+    async with serving(roots, weights_without_token=True) as target:
         assert isinstance(await refused(target, begin("step-1"), token=TENANT), PermissionDenied)
 
 
@@ -156,7 +155,7 @@ async def test_folders_that_are_not_allowed(roots: Path, folder: str, kind: type
 
 
 async def test_no_folder_unless_one_is_set(roots: Path) -> None:
-    async with serving(roots, folder="") as target:
+    async with serving(roots, weights_folder="") as target:
         assert isinstance(await refused(target, begin(str(roots / "allowed"))), PermissionDenied)
 
 
@@ -241,10 +240,10 @@ async def test_a_call_that_ends_while_requests_drain_is_given_up(roots: Path) ->
 
 
 async def test_staging_that_cannot_be_written(roots: Path) -> None:
-    async with serving(roots, staging=str(roots / "staging")) as target:
-        target_rules = WeightRules(stream_bytes=10, staging=str(roots / "absent"))
+    async with serving(roots, weights_staging=str(roots / "staging")) as target:
+        absent = TargetConfig(weights_stream_gb=10e-9, weights_staging=str(roots / "absent"))
         with pytest.raises(NotSupported):
-            async with weights.WeightUpdates(target.engine, target_rules)._received(None, (5,)):  # type: ignore[arg-type]
+            async with weights.WeightUpdates(target.engine, absent)._received(None, (5,)):  # type: ignore[arg-type]
                 pass
 
 

@@ -11,6 +11,7 @@ of the host for each pass (H100, `benchmarks/results/2026-11-25-h100-host-time.m
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
@@ -35,37 +36,31 @@ _TURNS = 3
 Bytes = npt.NDArray[np.uint8]
 
 
+@dataclass(eq=False, slots=True)
 class StepFeatures:
-    """Hidden states of one pass, by its rows."""
+    """Hidden states of one pass, by its rows: of `states` [R, ..] as bytes of `dtype`, fused by `projection` if there
+    is one."""
 
-    def __init__(self, states: Tensor | None, dtype: str, projection: HeadProjection | None) -> None:
-        """`states` [R, ..] are fused by `projection`, if there is one, and sent as `dtype`; None with `copy_to`."""
-        self._states = states
-        self._dtype = dtype
-        self._projection = projection
-        # [R, bytes of a vector] on the host, once `done`.
-        self._ahead: Bytes | None = None
-        self._done: torch.cuda.Event | None = None
-
-    def copy_to(self, host: Tensor, encoded: Tensor, done: torch.cuda.Event) -> None:
-        """Copy all rows now, `encoded` [R, bytes of a vector], without waiting. `host` is pinned, of the same shape,
-        and stays untouched until they are picked, as does the event `done`."""
-        host.copy_(encoded, non_blocking=True)
-        done.record()
-        self._ahead, self._done = host.numpy(), done
+    # None where all rows are copied `ahead`.
+    states: Tensor | None
+    dtype: str
+    projection: HeadProjection | None
+    # [R, bytes of a vector] on the host, once `done`; untouched until they are picked.
+    ahead: Bytes | None = None
+    done: torch.cuda.Event | None = None
 
     @torch.inference_mode()
     def of_rows(self, rows: SequenceOf[range]) -> tuple[Bytes, SequenceOf[range]]:
         """Encoded rows on the host, see `encode`: an array [N, bytes of a vector], and where each range of `rows` is in
         it. The array is used again for the third pass from now, so what is kept must be copied. May wait for the
         device."""
-        if self._ahead is not None and self._done is not None:
-            self._done.synchronize()
-            return self._ahead, rows
-        assert self._states is not None, "what was not copied is encoded here"
+        if self.ahead is not None and self.done is not None:
+            self.done.synchronize()
+            return self.ahead, rows
+        assert self.states is not None, "what was not copied is encoded here"
         wanted = torch.tensor([row for of_range in rows for row in of_range])
-        states = self._states[wanted.to(self._states.device)]
-        encoded: Bytes = encode(states, self._dtype, self._projection).cpu().numpy()
+        states = self.states[wanted.to(self.states.device)]
+        encoded: Bytes = encode(states, self.dtype, self.projection).cpu().numpy()
         ends = list(accumulate(map(len, rows)))
         return encoded, [range(end - len(of_range), end) for end, of_range in zip(ends, rows, strict=True)]
 
@@ -95,10 +90,10 @@ class FeatureEncoder:
             if states is None or not states.is_cuda or rows > AHEAD_ROWS:
                 return None if states is None else StepFeatures(states, dtype, projection)
             encoded = encode(states, dtype, projection)
-        features = StepFeatures(None, dtype, projection)
         host, done = self._host(encoded.shape[1])
-        features.copy_to(host[:rows], encoded, done)
-        return features
+        host[:rows].copy_(encoded, non_blocking=True)
+        done.record()
+        return StepFeatures(None, dtype, projection, host[:rows].numpy(), done)
 
     def _host(self, width: int) -> tuple[Tensor, torch.cuda.Event]:
         if not self._hosts or self._hosts[0][0].shape[1] != width:

@@ -16,9 +16,8 @@ class KeptVectors:
     Positions are those of tokens. `begin` is the oldest vector's, `end` one past the newest's; vectors below `sent`
     were sent or skipped.
 
-    They are copied once, into pieces that are sent as they are. One array, of 4 MB for 512 vectors of 4,096 numbers,
-    was moved each time it was full: 0.5 to 0.9 ms for each pass of 32 sequences, and 15 to 86 ms for some (two CPU
-    cores).
+    They are copied once, into pieces that are sent as they are: one array, moved each time it was full, took 0.5 to
+    0.9 ms for each pass of 32 sequences, and 15 to 86 ms for some (512 vectors of 4,096 numbers, two CPU cores).
     """
 
     def __init__(self) -> None:
@@ -30,15 +29,11 @@ class KeptVectors:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are held."""
         return (self.end - self._first) * self.row_bytes
 
     def append(self, position: int, vectors: memoryview, row_bytes: int, rows: SequenceOf[range]) -> None:
         """Copy and add these `rows` of `vectors`, which are bytes of `row_bytes` a row; the first row's token is at
-        `position`, not below `end`.
-
-        A position past `end` leaves a gap, so all earlier vectors are dropped.
-        """
+        `position`, not below `end`. A position past `end` leaves a gap, so all earlier vectors are dropped."""
         if position != self.end:
             self._pieces.clear()
             self.begin = self.end = self._first = position
@@ -52,7 +47,6 @@ class KeptVectors:
         self.end += count
 
     def trim(self, keep: int) -> None:
-        """Keep the newest `keep` vectors."""
         begin = self.end - keep
         if begin <= self.begin:
             return
@@ -114,7 +108,6 @@ class KeptVectors:
 
 
 def _copied(vectors: memoryview, row_bytes: int, rows: SequenceOf[range]) -> bytes:
-    """The bytes of these rows."""
     if len(rows) == 1:
         return bytes(vectors[rows[0].start * row_bytes : rows[0].stop * row_bytes])
     return b"".join([vectors[part.start * row_bytes : part.stop * row_bytes] for part in rows])

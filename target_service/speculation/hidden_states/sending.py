@@ -6,6 +6,7 @@ here for a draft that connects late.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Container, Iterable
 from collections.abc import Sequence as SequenceOf
 
@@ -35,7 +36,7 @@ class Features:
         self._request: FeatureRequest | None = None
         # Whether a draft that reads them is connected.
         self._connected = False
-        self._kept: dict[int, KeptVectors] = {}
+        self._kept: defaultdict[int, KeptVectors] = defaultdict(KeptVectors)
         # Sequences with new vectors of the last step, and whether it committed tokens of them.
         self._fresh: dict[int, tuple[KeptVectors, bool]] = {}
         self._encoder = FeatureEncoder(runner.device)
@@ -49,18 +50,20 @@ class Features:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of all vectors that are kept."""
         return sum(kept.nbytes for kept in list(self._kept.values()))
 
     def connect(self, request: FeatureRequest | None) -> None:
-        """A draft has connected that reads these features; None if it reads none.
-
-        Raises:
-            NotSupported: this target cannot provide them.
-        """
+        """A draft has connected that reads these features; None if it reads none. Raises `NotSupported` if this target
+        cannot provide them."""
         self._connected = False
         if request is not None:
-            self._find_head(request)
+            runner = self._runner
+            if request.projected and not self._head_is_named:
+                # A head that comes with Outrider, since the operator has named none.
+                layers, width = len(runner.cache.keys), runner.hidden_size
+                runner.draft_head = shipped_draft_head(request.projection_fingerprint, layers, width)
+                if runner.draft_head is not None and runner.draft_head.projection is not None:
+                    runner.draft_head.projection.to(device=runner.device, dtype=runner.dtype)
             self._check(request)
         self._follow(request)
         self._connected = request is not None
@@ -102,9 +105,7 @@ class Features:
             sequence_id = item.sequence.sequence_id
             if sequence_id not in followed:
                 continue
-            kept = self._kept.get(sequence_id)
-            if kept is None:
-                kept = self._kept[sequence_id] = KeptVectors()
+            kept = self._kept[sequence_id]
             # Tokens before the step.
             length = len(item.sequence.token_ids) if outcome is None else item.start + item.known
             begin = max(item.start, kept.end, 0 if behind is None else length - behind)
@@ -137,9 +138,7 @@ class Features:
         self, followed: Container[int], commits: SequenceOf[tuple[Sequence, int]]
     ) -> tuple[list[SequenceFeatures], dict[int, Vectors]]:
         """Vectors of the sequences in `followed` that are to be sent: those ahead of the commits, and those with them.
-
-        `commits` are (sequence, tokens committed) of the step that was collected last.
-        """
+        `commits` are (sequence, tokens committed) of the step that was collected last."""
         ahead: list[SequenceFeatures] = []
         along: dict[int, Vectors] = {}
         going_on = {sequence.sequence_id: (sequence, committed) for sequence, committed in commits}
@@ -169,7 +168,6 @@ class Features:
         return self.sent_vectors - reported[0], self.sent_bytes - reported[1]
 
     def forget(self, sequence_id: int) -> None:
-        """The sequence has ended."""
         self._kept.pop(sequence_id, None)
         self._fresh.pop(sequence_id, None)
 
@@ -177,17 +175,6 @@ class Features:
         """Drop every vector: they were computed with other weights, or have another form than is sent now."""
         self._kept.clear()
         self._fresh.clear()
-
-    def _find_head(self, request: FeatureRequest) -> None:
-        """Take the projection of a head that comes with Outrider, unless the operator has named one."""
-        runner = self._runner
-        if self._head_is_named or not request.projected:
-            return
-        runner.draft_head = shipped_draft_head(
-            request.projection_fingerprint, len(runner.cache.keys), runner.hidden_size
-        )
-        if runner.draft_head is not None and runner.draft_head.projection is not None:
-            runner.draft_head.projection.to(device=runner.device, dtype=runner.dtype)
 
     def _check(self, request: FeatureRequest) -> None:
         """Raise `NotSupported` unless this target can provide the features."""
@@ -237,7 +224,6 @@ class Features:
         return pieces
 
     def _count(self, sent: Iterable[Vectors]) -> None:
-        """Count these vectors as sent."""
         for vectors in sent:
             self.sent_vectors += vectors.rows
             self.sent_bytes += len(vectors.data) + 4 * len(vectors.scales)

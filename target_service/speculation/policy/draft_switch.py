@@ -48,14 +48,9 @@ class DraftSwitch:
         self._plain_steps = 0
 
     def choose(self, load: int, expected: float, *, ahead: bool, sending: float = 0.0) -> Use:
-        """How the next step uses drafts. Called once per step.
-
-        Args:
-            load: sequences that run.
-            expected: their tokens with drafts, in the time of a plain step and the drafted rows.
-            ahead: a plain step may be launched behind the one under way.
-            sending: time to send the draft what it needs for a try, in plain steps.
-        """
+        """How the next step uses drafts. Called once per step. `expected` are the tokens of the `load` sequences that
+        run, with drafts, in the time of a plain step and the drafted rows; `ahead`: a plain step may be launched behind
+        the one under way; `sending` is the time to send the draft what it needs for a try, in plain steps."""
         seen = self._at(load)
         enough = enough_plain(ahead=ahead)
         self._since_refresh += seen.plain.count >= enough
@@ -125,5 +120,5 @@ class DraftSwitch:
             if lower is not None:
                 self._loads[size] = self._loads[lower].warm_start()
             else:
-                self._loads[size] = LoadTimes(overhead=StepTime.of(ENOUGH if size == 1 else ENOUGH_OF_MANY))
+                self._loads[size] = LoadTimes(overhead=StepTime(first_few=ENOUGH if size == 1 else ENOUGH_OF_MANY))
         return self._loads[size]

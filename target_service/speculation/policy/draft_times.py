@@ -43,12 +43,11 @@ def enough_plain(*, ahead: bool) -> int:
 class StepTime(RunningTime):
     """The time of steps of a kind, in plain steps or the like; never more than the longest of the last few."""
 
+    share: float = _SHARE
+    first_few: int = ENOUGH
+    most: float = _BOUND
+    unit: float = 1.0
     last: deque[float] = field(default_factory=lambda: deque(maxlen=_IN_A_ROW))
-
-    @classmethod
-    def of(cls, first_few: int = ENOUGH) -> StepTime:
-        """Nothing observed yet."""
-        return cls(_SHARE, first_few=first_few, most=_BOUND, unit=1.0)
 
     def observe(self, value: float) -> None:
         is_first = self.is_first
@@ -58,16 +57,9 @@ class StepTime(RunningTime):
         if not is_first and len(self.last) == _IN_A_ROW:
             self.value = min(self.value, max(self.last))
 
-    def count_from(self, value: float) -> None:
-        """Set the time to `value`, in a new unit."""
-        self.value = value
-        self.last.clear()
-
     def warm_start(self) -> StepTime:
         """A copy that a few steps outweigh."""
-        started = StepTime.of(ENOUGH_OF_MANY)
-        started.value, started.count = self.value, min(self.count, _INHERITED)
-        return started
+        return StepTime(value=self.value, count=min(self.count, _INHERITED), first_few=ENOUGH_OF_MANY)
 
 
 @dataclass(slots=True)
@@ -79,7 +71,7 @@ class LoadTimes:
     unfed_steps: int = 0
     fed: float = 0.0
     # Time of a step that waited for drafts beyond that of its rows, and the share of such steps that were answered.
-    overhead: StepTime = field(default_factory=StepTime.of)
+    overhead: StepTime = field(default_factory=StepTime)
     answered: RunningMean = field(default_factory=lambda: RunningMean.settled(_SHARE, 1.0))
     # Whether the times of drafts come from a lower load.
     inherited: bool = False
@@ -95,7 +87,8 @@ class LoadTimes:
         if self.fed and self.unfed_steps == enough_plain(ahead=ahead):
             # The overhead was counted in plain steps that fed a head, which are longer.
             ratio, self.fed = self.fed / self.plain.value, 0.0
-            self.overhead.count_from(max(0.0, (1 + self.overhead.value) * ratio - 1))
+            self.overhead.value = max(0.0, (1 + self.overhead.value) * ratio - 1)
+            self.overhead.last.clear()
 
     def observe_after(self, seconds: float, row_cost: float, *, answered: bool) -> None:
         """A step that waited for drafts, whose rows cost `row_cost` plain steps."""

@@ -15,6 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from target_service.core.running_means import RunningMean, RunningTime
 
@@ -36,14 +37,7 @@ _RECOVERED = 1.05
 _SHARE = 0.01
 # Weight of one comparison in the mean tokens: some sixty, or two seconds at 8B size, in which a draft may change.
 _TOKEN_SHARE = 0.03
-
-
-def _times() -> RunningTime:
-    return RunningTime(_SHARE)
-
-
-def _tokens() -> RunningMean:
-    return RunningMean(_TOKEN_SHARE)
+_times, _tokens = partial(RunningTime, _SHARE), partial(RunningMean, _TOKEN_SHARE)
 
 
 @dataclass(slots=True)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from outrider.drafting.draft_tree import GrowingTree
 from outrider.sampling import VerificationMode
 from outrider.tree import TokenTree
-from target_service.core.kv_cache import OutOfPages
 from target_service.core.schedule import Chunk, Schedule
 from target_service.core.scheduler import Scheduler
 from target_service.core.sequence import Sequence
@@ -19,10 +20,10 @@ from target_service.speculation.merged_tree import MergedTree, PredictedTree
 from target_service.speculation.policy.draft_switch import DraftSwitch
 from target_service.speculation.policy.draft_times import Use
 from target_service.speculation.policy.follow_switch import FollowSwitch
-from target_service.speculation.policy.gathered import Gathered
 from target_service.speculation.policy.live_sequence import LiveSequence
 from target_service.speculation.policy.row_budget import IN_ORDER_NODES, Offer, RowBudget
 from target_service.speculation.policy.row_policy import RowPolicy
+from tree_kernels.pages import OutOfPages
 
 # Time to send a sequence to a draft, and the features that a head needs by then, in plain steps.
 _SENDING, _SENDING_HEADS = 0.5, 12.0
@@ -33,96 +34,106 @@ _ROOT_ALONE = TokenTree.root_only(0)
 _FOLLOWED, _FOLLOWED_BY_HEADS, _FOLLOWED_BY_MANY = 32, 8, 6
 
 
+@dataclass(frozen=True)
+class Gathered:
+    """A tree per chunk, and what waiting for drafts cost."""
+
+    trees: list[TokenTree | None]
+    # Sequences that the step waited for.
+    drafted: tuple[Sequence, ...]
+    wait_ns: int
+    # Sequences whose draft came too late.
+    fallbacks: int
+    use: Use
+    # The cost of its rows, in plain steps.
+    row_cost: float = 1.0
+
+    @cached_property
+    def has_trees(self) -> bool:
+        """Whether any tree has more rows than its root."""
+        return any([tree is not None and tree.drafted for tree in self.trees])
+
+    @property
+    def answered(self) -> bool:
+        """Whether the draft answered for any of the sequences that the step waited for."""
+        return len(self.drafted) > self.fallbacks
+
+
+@dataclass(eq=False, kw_only=True)
 class Gathering:
     """Cuts every sequence's growing tree to what pays."""
 
-    def __init__(
-        self,
-        drafting: Drafting,
-        scheduler: Scheduler,
-        budget: RowBudget,
-        live: Mapping[int, LiveSequence],
-        *,
-        max_draft_nodes: int,
-        chains: bool,
-        switch: DraftSwitch | None,
-        policy: RowPolicy,
-        follow: FollowSwitch | None,
-    ) -> None:
-        """`live` is the engine's own table. `chains` takes one path of each tree, except in rejection sampling. A
-        `switch` of None always waits for drafts, and a `follow` of None always follows them."""
-        self._drafting = drafting
-        self._scheduler = scheduler
-        self._budget = budget
-        self._live = live
-        self._max_draft_nodes = max_draft_nodes
-        self._chains = chains
-        self._switch = switch
-        self._policy = policy
-        self._follow = follow
-        # How the next step uses drafts.
-        self._use = Use.AFTER
-        # Whether that step may be launched behind the one under way.
-        self._ahead = False
+    drafting: Drafting
+    scheduler: Scheduler
+    budget: RowBudget
+    # The engine's own table.
+    live: Mapping[int, LiveSequence]
+    policy: RowPolicy
+    # None always waits for drafts, and always follows them.
+    switch: DraftSwitch | None
+    follow: FollowSwitch = field(default_factory=FollowSwitch)
+    # How the next step uses drafts, and whether it may be launched behind the one under way.
+    _use: Use = field(default=Use.AFTER, init=False)
+    _ahead: bool = field(default=False, init=False)
 
     @property
     def drafts_useful(self) -> bool:
         """Whether drafts are in use, or were recently, or may be soon."""
-        if self._policy.on:
-            return self._follow is None or self._follow.follows(max(1, len(self._scheduler.running)))
-        if self._switch is None:
+        if self.switch is None:
             return True
-        load, heads = self._scheduler.load, self._drafting.reads_features
-        if load and heads and self._switch.needs_unfed(load, ahead=self._ahead):
+        if self.policy.on:
+            return self.follow.follows(max(1, len(self.scheduler.running)))
+        load, heads = self.scheduler.load, self.drafting.reads_features
+        if load and heads and self.switch.needs_unfed(load, ahead=self._ahead):
             return False
         if load > FOLLOWED_ANYWAY:
-            return self._switch.drafts_within(_FOLLOWED_BY_MANY)
-        return self._switch.drafts_within(_FOLLOWED_BY_HEADS if heads else _FOLLOWED)
+            return self.switch.drafts_within(_FOLLOWED_BY_MANY)
+        return self.switch.drafts_within(_FOLLOWED_BY_HEADS if heads else _FOLLOWED)
 
     def _pays_for_newcomers(self, switch: DraftSwitch) -> bool:
         """Whether a head's drafts are expected to pay now that sequences begin. It has to follow them from their
         prompts on: once their first step has shown it, it is too late."""
-        load = self._scheduler.load
-        places = load - len(self._scheduler.running)
-        if not places or not self._drafting.reads_features:
+        load = self.scheduler.load
+        places = load - len(self.scheduler.running)
+        if not places or not self.drafting.reads_features:
             return False
         # Others that wait begin later.
         records = [
             live.record
-            for live in self._live.values()
-            if not (live.sequence.step or live.sequence.kv_length) and self._drafting.is_eligible(live.sequence)
+            for live in self.live.values()
+            if not (live.sequence.step or live.sequence.kv_length) and self.drafting.is_eligible(live.sequence)
         ][:places]
         if not records:
             return False
-        expected = sum(map(self._budget.expected_tokens, records)) / self._policy.tokens_each + load - len(records)
+        expected = sum(map(self.budget.expected_tokens, records)) / self.policy.tokens_each.value + load - len(records)
         return switch.best(load, expected) is not Use.PLAIN
 
     @property
     def measures(self) -> bool:
         """Whether passes without a draft are still being timed at this load, so that none is followed."""
-        load = max(1, len(self._scheduler.running))
-        return self._policy.on and self._follow is not None and self._follow.measures(load)
+        load = max(1, len(self.scheduler.running))
+        return self.policy.on and self.switch is not None and self.follow.measures(load)
 
     def follow_load(self) -> bool:
         """Read what has arrived from the draft, and start or stop drafting by load. Returns whether that changed."""
-        was = self._drafting.active
-        self._drafting.listen()
-        if self._switch is not None and not (was or self._policy.on) and self._pays_for_newcomers(self._switch):
-            self._switch.resume()
-        self._drafting.follow_load(self._scheduler.load, self.drafts_useful)
-        return self._drafting.active != was
+        was = self.drafting.active
+        self.drafting.listen()
+        if self.switch is not None and not (was or self.policy.on) and self._pays_for_newcomers(self.switch):
+            self.switch.resume()
+        self.drafting.follow_load(self.scheduler.load, self.drafts_useful)
+        return self.drafting.active != was
 
     def choose(self, running: SequenceOf[Sequence], *, ahead: bool) -> Use:
         """How the next step uses drafts. `ahead`: the device verifies every sequence, and the step may be launched
         behind the one under way. Called once per step, before it is scheduled."""
         self._ahead = ahead
         use = self._best_use(running, ahead)
-        self._use = use if self._drafting.active else Use.PLAIN
+        self._use = use if self.drafting.active else Use.PLAIN
         return self._use
 
     def _best_use(self, running: SequenceOf[Sequence], ahead: bool) -> Use:
         """What pays in the next step. The switch counts steps while no draft is followed, too."""
-        if not self._drafting.connected or self._drafting.config.too_many(self._scheduler.load):
+        if not self.drafting.connected or self.drafting.too_many(self.scheduler.load):
             return Use.PLAIN
         if ahead and self._device_chooses(running):
             # Rows come from the device's tables then.
@@ -130,19 +141,19 @@ class Gathering:
         eligible = [one for one in running if self._may_be_drafted(one) and not self._is_led(one)]
         if not eligible:
             return Use.PLAIN
-        if self._switch is None:
+        if self.switch is None:
             return Use.AFTER
-        if self._drafting.active and self._drafting.latency.beginning:
+        if self.drafting.active and self.drafting.latency.beginning:
             # It is followed, and its first answers are slower than later ones.
             return Use.PLAIN
-        records = [self._live[sequence.sequence_id].record for sequence in eligible]
+        records = [self.live[sequence.sequence_id].record for sequence in eligible]
         load, others = len(running), len(running) - len(eligible)
         # Per token of plain steps, which make more than one each where the device drafts for them.
-        expected = sum(map(self._budget.expected_tokens, records)) / self._policy.tokens_each + others
-        if self._reads_prompts(running):
-            # The times of such steps are not observed.
-            return self._switch.best(load, expected)
-        return self._switch.choose(load, expected, ahead=ahead, sending=self._sending(load))
+        expected = sum(map(self.budget.expected_tokens, records)) / self.policy.tokens_each.value + others
+        if self.scheduler.admits or any([one.kv_length + 1 < len(one.token_ids) for one in running]):
+            # It reads prompts: the times of such steps are not observed.
+            return self.switch.best(load, expected)
+        return self.switch.choose(load, expected, ahead=ahead, sending=self._sending(load))
 
     def awaits_tokens(self, running: SequenceOf[Sequence]) -> bool:
         """Whether the host needs the tokens of the step under way, to cut a prediction behind them."""
@@ -152,62 +163,55 @@ class Gathering:
 
     def _device_chooses(self, sequences: SequenceOf[Sequence]) -> bool:
         """Whether the device chooses the rows of all sequences, predicted ones too."""
-        return self._policy.on and all([live.verifier.device_rows for live in self._lives(sequences)])
+        return self.policy.on and all([live.verifier.device_rows for live in self._lives(sequences)])
 
     def _lives(self, sequences: SequenceOf[Sequence]) -> list[LiveSequence]:
-        live = self._live
+        live = self.live
         return [live[sequence.sequence_id] for sequence in sequences]
 
     def _may_be_drafted(self, sequence: Sequence) -> bool:
         """Whether the draft follows the sequence, or may while drafting is off. A head does not follow those that began
         while it was not fed, and each of their steps would count as a late answer of it."""
-        if self._drafting.active:
-            return self._drafting.is_followed(sequence)
-        return self._drafting.is_eligible(sequence)
+        if self.drafting.active:
+            return self.drafting.is_followed(sequence)
+        return self.drafting.is_eligible(sequence)
 
     def _is_led(self, sequence: Sequence) -> bool:
         """Whether the sequence follows its prediction well enough not to wait for a draft."""
-        prediction = self._live[sequence.sequence_id].prediction
+        prediction = self.live[sequence.sequence_id].prediction
         return prediction is not None and prediction.leads
 
     def _sending(self, load: int) -> float:
         """Time to send the draft the sequences that it does not follow, in plain steps."""
-        if self._drafting.reads_features:
+        if self.drafting.reads_features:
             return _SENDING * load + _SENDING_HEADS
         return _SENDING * load if load > FOLLOWED_ANYWAY else 0.0
 
-    def _reads_prompts(self, running: SequenceOf[Sequence]) -> bool:
-        """Whether the next step has rows of prompts."""
-        reading = (sequence.kv_length + 1 < len(sequence.token_ids) for sequence in running)
-        return self._scheduler.admits or any(reading)
-
     def observe(self, load: int, seconds: float, gathered: Gathered, *, behind_tree: bool) -> None:
-        """Observe the time of a step that only decoded, from the end of the step before it.
-
-        `behind_tree`: that one had trees, and this one was launched while it ran.
-        """
-        if self._switch is None:
+        """Observe the time of a step that only decoded, from the end of the step before it. `behind_tree`: that one had
+        trees, and this one was launched while it ran."""
+        if self.switch is None:
             return
         if gathered.use is Use.AFTER:
             if gathered.drafted:
-                self._switch.observe_after(load, seconds, gathered.row_cost, answered=gathered.answered)
+                self.switch.observe_after(load, seconds, gathered.row_cost, answered=gathered.answered)
         elif not behind_tree and not gathered.has_trees:
             # Feeding a head takes time too.
-            fed = self._drafting.active and self._drafting.reads_features
-            self._switch.observe_plain(load, seconds, fed=fed, ahead=self._ahead)
+            fed = self.drafting.active and self.drafting.reads_features
+            self.switch.observe_plain(load, seconds, fed=fed, ahead=self._ahead)
 
     def gather(self, schedule: Schedule) -> Gathered:
         """Wait for the draft, if that was chosen, then cut every tree to the rows that pay."""
         taking = [chunk.sequence for chunk in schedule.chunks if chunk.takes_tree]
         drafted: list[Sequence] = []
-        if self._use is Use.AFTER and self._drafting.active:
-            drafted = [sequence for sequence in taking if self._drafting.is_followed(sequence)]
-        max_wait = float("inf") if self._switch is None else self._switch.max_wait(len(self._scheduler.running))
-        wait_ns = self._drafting.wait_for(drafted, max_wait)
+        if self._use is Use.AFTER and self.drafting.active:
+            drafted = [sequence for sequence in taking if self.drafting.is_followed(sequence)]
+        max_wait = float("inf") if self.switch is None else self.switch.max_wait(len(self.scheduler.running))
+        wait_ns = self.drafting.wait_for(drafted, max_wait)
         offers: dict[int, Offer] = {}
         fallbacks = 0
         for sequence in drafted:
-            tree = self._drafting.tree_of(sequence)
+            tree = self.drafting.tree_of(sequence)
             sequence.totals.draft_wait_ns += wait_ns
             if tree is None or not tree.answered:
                 sequence.totals.fallback_steps += 1
@@ -216,21 +220,22 @@ class Gathering:
         if not self._device_chooses(taking):
             for sequence in taking:
                 self._offer_prediction(sequence, offers)
-        trees = self._cut(schedule, offers)
+        spare = self.scheduler.max_step_rows - schedule.rows
+        cut = self.budget.cut(list(offers.values()), schedule.rows, spare, len(taking) - len(offers))
+        trees = dict(zip(offers, cut, strict=True))
         chosen = [self._tree(chunk, trees) for chunk in schedule.chunks]
-        return Gathered(chosen, tuple(drafted), wait_ns, fallbacks, self._use, self._budget.step_cost)
+        return Gathered(chosen, tuple(drafted), wait_ns, fallbacks, self._use, self.budget.step_cost)
 
     def _offer(self, sequence: Sequence, tree: GrowingTree | None, offers: dict[int, Offer]) -> None:
         if tree is not None and tree.nodes:
-            live, in_order = self._live[sequence.sequence_id], sequence.request.mode is VerificationMode.REJECTION
-            offers[sequence.sequence_id] = Offer(
-                tree, live.record, self._max_nodes(sequence), in_order, self._chains and not in_order
-            )
+            live, in_order = self.live[sequence.sequence_id], sequence.request.mode is VerificationMode.REJECTION
+            most, one_path = self._max_nodes(sequence), self._takes_one_path(sequence)
+            offers[sequence.sequence_id] = Offer(tree, live.record, most, in_order, one_path)
 
     def _offer_prediction(self, sequence: Sequence, offers: dict[int, Offer]) -> None:
         """Merge the prediction into the drafted tree. In rejection sampling it replaces it, since sampled siblings do
         not mix with predicted ones."""
-        live = self._live[sequence.sequence_id]
+        live = self.live[sequence.sequence_id]
         if live.prediction is None:
             return
         # The target samples the last token itself.
@@ -242,16 +247,10 @@ class Gathering:
         rejection = sequence.request.mode is VerificationMode.REJECTION
         grown = drafted.tree if drafted is not None and not rejection else None
         assert not isinstance(grown, MergedTree)
-        tree = MergedTree(sequence.root, grown, chains)
+        tree, one_path = MergedTree(sequence.root, grown, chains), self._takes_one_path(sequence)
         offers[sequence.sequence_id] = Offer(
-            tree, live.record, most, chain=self._chains and not rejection, predicted_record=live.predicted_record
+            tree, live.record, most, chain=one_path, predicted_record=live.predicted_record
         )
-
-    def _cut(self, schedule: Schedule, offers: Mapping[int, Offer]) -> dict[int, TokenTree]:
-        spare = self._scheduler.max_step_rows - schedule.rows
-        others = sum(chunk.takes_tree for chunk in schedule.chunks) - len(offers)
-        cut = self._budget.cut(list(offers.values()), schedule.rows, spare, others)
-        return dict(zip(offers, cut, strict=True))
 
     def learn(self, live: LiveSequence, tree: TokenTree, outcome: Verified, row_cost: float) -> None:
         """Learn from the tree of a step whose rows cost `row_cost` plain steps, before it is committed. A client's own
@@ -259,24 +258,28 @@ class Gathering:
         if live.sequence.request.external:
             return
         accepted_rows = outcome.walk.accepted_rows
-        self._budget.observe(tree, accepted_rows, live.record, row_cost)
+        self.budget.observe(tree, accepted_rows, live.record, row_cost)
         if isinstance(tree, PredictedTree) and tree.predicted_rows and live.prediction is not None:
             # Its rows and tokens are not the draft's.
-            self._budget.observe_predicted(tree, accepted_rows, live.predicted_record)
+            self.budget.observe_predicted(tree, accepted_rows, live.predicted_record)
             live.prediction.observe(tree.accepted_predicted(accepted_rows))
             return
-        self._budget.observe_drafted(live.record, 1 + outcome.accepted, row_cost)
+        self.budget.observe_drafted(live.record, 1 + outcome.accepted, row_cost)
 
     def plain(self, schedule: Schedule) -> Gathered:
         """A step of roots alone."""
         return Gathered([self._tree(chunk, {}) for chunk in schedule.chunks], (), 0, 0, Use.PLAIN)
 
+    def _takes_one_path(self, sequence: Sequence) -> bool:
+        """Whether of its trees only one path is verified. Rejection sampling needs all siblings."""
+        return self.drafting.config.batch_invariant and sequence.request.mode is not VerificationMode.REJECTION
+
     def _max_nodes(self, sequence: Sequence) -> int:
         """Drafted rows that the sequence may have: none past its last token or its pages."""
         if sequence.remaining <= 1:
             return 0
-        limit = min(sequence.request.max_draft_nodes, self._max_draft_nodes)
-        return max(0, min(limit, self._scheduler.pages.spare_rows(sequence)))
+        limit = min(sequence.request.max_draft_nodes, self.drafting.config.max_draft_nodes)
+        return max(0, min(limit, self.scheduler.pages.spare_rows(sequence)))
 
     def _tree(self, chunk: Chunk, trees: Mapping[int, TokenTree]) -> TokenTree | None:
         """The tree to verify behind a chunk, with pages held for it. None while the root is not reached."""
@@ -292,7 +295,7 @@ class Gathering:
                 # Whether there is room must not depend on how many nodes were sampled.
                 rows = max(rows, 1 + IN_ORDER_NODES)
             try:
-                self._scheduler.pages.reserve(sequence, sequence.kv_length + rows)
+                self.scheduler.pages.reserve(sequence, sequence.kv_length + rows)
                 return tree
             except OutOfPages:
                 # Others took the free pages; the sequence goes on without its draft.

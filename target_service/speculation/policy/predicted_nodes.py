@@ -34,10 +34,8 @@ def graft_predictions(sequences: Iterable[Sequence], live: Mapping[int, LiveSequ
 
 
 def note_passes(live: LiveSequence, passes: Iterable[DevicePass], tokens: int, tables: NodeTables) -> None:
-    """Count and learn what passes verified of a sequence's prediction; `tokens` of theirs were kept.
-
-    A draft's rows in the same table cannot be distinguished from the prediction's, and count as its own.
-    """
+    """Count and learn what passes verified of a sequence's prediction; `tokens` of theirs were kept. A draft's rows in
+    the same table cannot be distinguished from the prediction's, and count as its own."""
     if live.prediction is None or tables.predicted(live.sequence.sequence_id) is None:
         return
     totals = live.sequence.totals

@@ -153,14 +153,8 @@ class RowBudget:
         self.calibration, self.of_predictions = Calibration(), Calibration()
 
     def cut(self, offers: SequenceOf[Offer], base_rows: int, max_nodes: int, others: int = 0) -> list[TokenTree]:
-        """One tree per offer, at least the root.
-
-        Args:
-            offers: of the sequences that have drafts.
-            base_rows: rows of the step without drafts.
-            max_nodes: drafted rows of all offers together.
-            others: sequences that decode without drafts in this step.
-        """
+        """One tree per offer, at least the root; of all together at most `max_nodes` are drafted. The step has
+        `base_rows` rows without drafts, and `others` are sequences that decode without drafts in it."""
         streams = [self._ranked(index, offer) for index, offer in enumerate(offers)]
         merged = streams[0] if len(streams) == 1 else heapq.merge(*streams, key=_falling)
         ranked = list(islice(merged, max_nodes))
@@ -221,10 +215,7 @@ class RowBudget:
         return best_count
 
     def expected_tokens(self, record: SequenceRecord) -> float:
-        """Tokens of a sequence with drafts, in the time of a plain step and its share of the rows.
-
-        The mean of a short and a long view: bad luck must not end drafting, nor the past keep it from resuming.
-        """
+        """Tokens of a sequence with drafts, in the time of a plain step and its share of the rows."""
         return (record.near + record.far) / 2 or self._usual.value
 
     def observe_drafted(self, record: SequenceRecord, tokens: int, row_cost: float) -> None:
@@ -241,13 +232,10 @@ class RowBudget:
     def observe(self, tree: TokenTree, accepted_rows: SequenceOf[int], record: SequenceRecord, row_cost: float) -> None:
         """Learn from a verified tree, in a step whose rows cost `row_cost` plain steps."""
         record.spend(1 + len(accepted_rows), row_cost)
-        own = tree.accepted_drafted(accepted_rows) if isinstance(tree, PredictedTree) else len(accepted_rows)
-        _learn(self.calibration, tree, tree.scores, accepted_rows, own, record)
+        _learn(self.calibration, tree, tree.scores, accepted_rows, record)
 
     def observe_predicted(self, tree: PredictedTree, accepted_rows: SequenceOf[int], record: SequenceRecord) -> None:
-        """Learn from the predicted rows of a verified tree."""
-        accepted = tree.accepted_predicted(accepted_rows)
-        _learn(self.of_predictions, tree, tree.predicted, accepted_rows, accepted, record)
+        _learn(self.of_predictions, tree, tree.predicted, accepted_rows, record)
 
 
 def _learn(
@@ -255,17 +243,18 @@ def _learn(
     tree: TokenTree,
     scores: SequenceOf[float],
     accepted_rows: SequenceOf[int],
-    accepted: int,
     record: SequenceRecord,
 ) -> None:
     """Calibrate the scores of one source, by the children of accepted rows. In a merged tree, rows that the source does
     not hold have a score of 0."""
-    merged, expected = isinstance(tree, PredictedTree), 0.0
+    merged, expected, accepted = isinstance(tree, PredictedTree), 0.0, 0
     for row in (0, *accepted_rows):
         for child in tree.children[row]:
             if scores[child] or not merged:
+                was_accepted = child in accepted_rows
                 expected += calibration.probability(scores[child])
-                calibration.observe(scores[child], child in accepted_rows)
+                calibration.observe(scores[child], was_accepted)
+                accepted += was_accepted
     if expected:
         record.observe(expected, accepted)
 

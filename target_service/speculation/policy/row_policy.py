@@ -105,11 +105,7 @@ class RowPolicy:
     """Chooses the rows of each launch."""
 
     def __init__(
-        self,
-        most: int,
-        cost: StepCost | None,
-        live: Mapping[int, LiveSequence],
-        disable_above: int = 1 << 30,
+        self, most: int, cost: StepCost | None, live: Mapping[int, LiveSequence], disable_above: int = 1 << 30
     ) -> None:
         """A sequence gets at most `most` rows, and none above `disable_above` sequences; 0 turns the policy off. `cost`
         of None takes as many rows as are allowed. `live` is the engine's own table."""
@@ -128,14 +124,10 @@ class RowPolicy:
         # roots' cost.
         self._times: dict[tuple[int, Kind], dict[int, StepTime]] = {}
         self._since_timed = 0
-        self._tokens_each = RunningMean.settled(_SHARE, 1.0)
+        # Tokens of a sequence in a recent pass.
+        self.tokens_each = RunningMean.settled(_SHARE, 1.0)
         # See `NodeTables.trust`.
         self.trust = 1.0
-
-    @property
-    def tokens_each(self) -> float:
-        """Tokens of a sequence in a recent pass."""
-        return self._tokens_each.value
 
     def choose(self, schedule: Schedule, max_rows: int, kind: Kind, waits: float = 0.0) -> DeviceRows | None:
         """The rows of a step of at most `max_rows`, which waits `waits` seconds for its drafts; None where a plain step
@@ -144,7 +136,8 @@ class RowPolicy:
             return None
         live, chunks, reading = self._live, schedule.chunks, schedule.reading
         lives = [live[chunk.sequence.sequence_id] for chunk in chunks]
-        if len(lives) > self._disable_above or not all([_device_may_choose(one) for one in lives]):
+        free = [one.verifier.device_rows and not one.sequence.request.external for one in lives]
+        if len(lives) > self._disable_above or not all(free):
             return None
         limits = [self._max_rows(one) for one in lives[reading:]]
         if not any(limits):
@@ -157,13 +150,11 @@ class RowPolicy:
         """Rows of a pass of sequences with these limits, beside `read_rows` of prompts; 0 for a plain one."""
         # Sizes of passes without prompts, which the device could run instead.
         sizes, sequences = _sizes(limits, 0, max_rows), len(limits)
-        if not read_rows:
-            if not sizes or self._cost is None:
-                return sizes[-1] if sizes else 0
-            return self._tried(sizes, sequences, kind, waits)
-        beside = _sizes(limits, read_rows, max_rows)
+        beside = _sizes(limits, read_rows, max_rows) if read_rows else sizes
         if not beside or self._cost is None:
             return beside[-1] if beside else 0
+        if not read_rows:
+            return self._tried(sizes, sequences, kind, waits)
         rate = sequences * max(self._rates(sizes, sequences, kind, waits).values())
         tokens = {rows: sequences * self._tokens(sequences, rows - read_rows, kind) for rows in beside}
         # Rows pay if they bring more than passes without prompts do in the time that they take.
@@ -182,22 +173,21 @@ class RowPolicy:
         return {rows: one.value for rows, one in times.items() if one.count >= _ENOUGH}
 
     def observe_time(self, sequences: int, device_rows: DeviceRows | None, seconds: float, kind: Kind) -> None:
-        """Observe the time of a pass."""
         if self._cost is not None:
             rows = device_rows.rows if device_rows is not None else 0
             times = self._times.setdefault((sequences.bit_length(), kind), {})
             if rows not in times:
-                times[rows] = StepTime.of(_ENOUGH)
+                times[rows] = StepTime(first_few=_ENOUGH)
             times[rows].observe(seconds / self._cost(sequences))
 
     def observe(self, outcomes: SequenceOf[Verified | None], kind: Kind, drafted: SequenceOf[bool]) -> None:
         """Learn from passes whose rows the device chose. `drafted`: the sequence's table holds only a draft's nodes."""
         passes = [one for outcome in outcomes if outcome is not None for one in outcome.device_passes]
         if not passes:
-            self._tokens_each.observe(1.0)
+            self.tokens_each.observe(1.0)
             return
         self._yields[kind].observe(passes)
-        self._tokens_each.observe(1 + sum([one.accepted for one in passes]) / len(passes))
+        self.tokens_each.observe(1 + sum([one.accepted for one in passes]) / len(passes))
         known = zip(outcomes, drafted, strict=True)
         followed = [one for outcome, has in known if has and outcome is not None for one in outcome.device_passes]
         if kind is not Kind.ALONE and followed:
@@ -270,10 +260,6 @@ class RowPolicy:
         }
 
 
-def _device_may_choose(live: LiveSequence) -> bool:
-    return live.verifier.device_rows and not live.sequence.request.external
-
-
 def _sizes(limits: SequenceOf[int], read_rows: int, max_rows: int) -> list[int]:
     """Sizes that a pass may have with rows of prompts, one root for each limit, and drafted rows up to the limits."""
     held = read_rows + len(limits)
@@ -284,26 +270,15 @@ def _sizes(limits: SequenceOf[int], read_rows: int, max_rows: int) -> list[int]:
 
 
 def pooled(prospects: SequenceOf[SequenceOf[float]]) -> SequenceOf[float]:
-    """Expected tokens of a sequence for 1, 3, 7 .. rows per sequence, where the rows go to the best of all sequences.
-
-    Args:
-        prospects: [B][len(PROSPECTS)] expected tokens of each sequence's own best rows, concave in the rows.
-
-    Returns:
-        [len(PROSPECTS)], interpolated linearly.
-    """
+    """Expected tokens of a sequence for 1, 3, 7 .. rows per sequence [len(PROSPECTS)], where the rows go to the best of
+    all sequences. `prospects` [B][len(PROSPECTS)] are those of each sequence's own best rows, concave in the rows."""
     return prospects[0] if len(prospects) == 1 else _pooled(np.array(prospects), _COUNTS).tolist()
 
 
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
 def _pooled(prospects: Reals, counts: Reals) -> Reals:
     """See `pooled`: of the sequences' next ranges of rows, that with the most tokens a row is taken, again and again.
-    Compiled, since arrays of a few hundred figures cost numpy more for its calls than for them.
-
-    Args:
-        prospects: [B, N].
-        counts: [N], rising.
-    """
+    `prospects` is [B, N], `counts` [N] rising. Compiled: numpy's calls take longer than a few hundred figures."""
     sequences, sizes = prospects.shape
     place = np.zeros(sequences, np.int64)
     rates = prospects[:, 0] / counts[0]

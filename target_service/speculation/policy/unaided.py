@@ -1,8 +1,7 @@
 """Computes what a pass that follows a draft would have made without it, by prompt lookup in the sequence's own text.
 
-Comparing passes with a draft to later ones without it measures the text more than the draft: a loop makes 16 tokens a
-pass, the list after it one. What the same pass would have made alone can be computed afterwards, since lookup depends
-on the text only.
+Later passes without a draft are no measure: a loop makes 16 tokens a pass, the list after it one. But lookup depends on
+the text only, so what the same pass would have made alone can be computed afterwards.
 """
 
 from __future__ import annotations
@@ -17,15 +16,6 @@ from target_service.core.sequence import Sequence
 from tree_kernels.node_table.layout import LONGEST, WINDOW
 
 Ints = npt.NDArray[np.int32]
-
-
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """Tokens that one pass made, and that it would have made without a draft."""
-
-    load: int
-    made: int
-    unaided: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +47,9 @@ class Unaided:
         if self._pending is None:
             self._pending = _Pass(load, sequence, start, made, min(rows, self.lookup_tokens))
 
-    def take(self) -> Compared | None:
-        """The comparison under way, once the text is longer by a chain, or has ended; else None."""
+    def take(self) -> tuple[int, int, int] | None:
+        """(load, tokens that the pass made, tokens that it would have made without a draft) of the comparison under
+        way, once the text is longer by a chain, or has ended; else None."""
         if self._pending is None:
             return None
         was, token_ids = self._pending, self._pending.sequence.token_ids
@@ -68,7 +59,7 @@ class Unaided:
         self._pending = None
         text = np.array(token_ids[max(0, was.start - WINDOW - LONGEST) : was.start + was.rows], np.int32)
         known = len(text) - min(behind, was.rows)
-        return Compared(was.load, was.made, min(behind, 1 + followed_chain(text, known)))
+        return was.load, was.made, min(behind, 1 + followed_chain(text, known))
 
 
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
