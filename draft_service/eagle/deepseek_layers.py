@@ -1,4 +1,4 @@
-"""DeepSeek-V3's decoder layer (arXiv 2412.19437, section 2.1): latent attention, and a mixture of experts.
+"""The parts of DeepSeek-V3's decoder layer (arXiv 2412.19437, section 2.1): latent attention, a mixture of experts.
 
 Symbols: N heads, D the width of a query or key, E experts, k of them chosen for a row.
 """
@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from draft_service.checkpoints.facts import HeadRefused
 from draft_service.eagle.head_config import ExpertShape, HeadConfig, LatentShape
-from draft_service.eagle.layers import Attention, Mlp, rotate
+from draft_service.eagle.layers import Mlp, rotate
 from draft_service.neural.tail_attention import Attend
 
 # Epsilon of the norms of latents, independent of the model's own: transformers' DeepseekV3Attention.
@@ -125,23 +125,6 @@ class Experts(nn.Module):
         if self.shared_experts is not None:
             mixed = mixed + self.shared_experts(flat)
         return mixed.view_as(rows)
-
-
-class DeepseekLayer(nn.Module):
-    """A decoder layer with latent attention, experts, or both; otherwise Llama's."""
-
-    def __init__(self, config: HeadConfig) -> None:
-        super().__init__()
-        width, eps, latent, experts = config.hidden_size, config.rms_norm_eps, config.latent, config.experts
-        self.input_layernorm = nn.RMSNorm(width, eps)
-        self.self_attn = Attention(config, 0, width) if latent is None else LatentAttention(config, latent)
-        self.post_attention_layernorm = nn.RMSNorm(width, eps)
-        self.mlp = Mlp(config) if experts is None else Experts(config, experts)
-
-    def forward(self, rows: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """[.., H] -> [.., H]."""
-        rows = rows + self.self_attn(self.input_layernorm(rows), rotation, attend)
-        return rows + cast(Tensor, self.mlp(self.post_attention_layernorm(rows)))
 
 
 def _yarn_softness(config: HeadConfig) -> float:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from draft_service.eagle.head import EagleHead
-from draft_service.eagle.layers import FusedLayer, Layer
+from draft_service.eagle.layers import Attention, FusedLayer, Layer, Mlp
 from draft_service.neural.cuda_graphs.attention import StaticAttend
 from draft_service.neural.network import RowOutput
 from tree_kernels.linear import (
@@ -150,6 +150,7 @@ def _norm(module: nn.Module) -> Norm:
 
 def _parts_of(layer: FusedLayer | Layer) -> _Parts:
     attention, mlp = layer.self_attn, layer.mlp
+    assert isinstance(attention, Attention) and isinstance(mlp, Mlp), "see `can_be_fused`"
     products = [attention.q_proj, attention.k_proj, attention.v_proj]
     biases = [product.bias for product in products if product.bias is not None]
     return _Parts(

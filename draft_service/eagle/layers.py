@@ -98,13 +98,16 @@ class Mlp(nn.Module):
 class Layer(nn.Module):
     """A Llama decoder layer. The first one of an EAGLE-1 head has no input_layernorm, as published."""
 
-    def __init__(self, config: HeadConfig, layer: int) -> None:
+    def __init__(
+        self, config: HeadConfig, layer: int, attention: nn.Module | None = None, mlp: nn.Module | None = None
+    ) -> None:
+        """`attention` and `mlp` take the place of Llama's, as DeepSeek's (`draft_service.eagle.deepseek_layers`)."""
         super().__init__()
         normed = layer > 0 or config.input_norm
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps) if normed else nn.Identity()
-        self.self_attn = Attention(config, layer, config.hidden_size)
+        self.self_attn = attention or Attention(config, layer, config.hidden_size)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = Mlp(config)
+        self.mlp = mlp or Mlp(config)
 
     def forward(self, rows: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         """[.., H] -> [.., H]."""

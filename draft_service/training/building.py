@@ -15,7 +15,6 @@ from draft_service.checkpoints.target import TargetCheckpoint
 from draft_service.eagle.checkpoint import load_head, save_head
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_config import HeadConfig
-from draft_service.eagle.layers import Layer
 from draft_service.medusa.checkpoint import load_heads, save_heads
 from draft_service.medusa.head import MedusaHead, MedusaShape
 from draft_service.training.config import TrainingConfig
@@ -184,11 +183,10 @@ def deepened(head: EagleHead, layers: int, seed: int) -> EagleHead:
     deeper = EagleHead(replace(head.config, num_layers=layers), head.token_ids)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for layer in deeper.layers[len(head.layers) :]:
-            added = cast(Layer, layer)
+        for added in deeper.layers[len(head.layers) :]:
             _randomise(added, generator)
-            for last in (added.self_attn.o_proj, added.mlp.down_proj):
-                for parameter in last.parameters():
+            for last in ("self_attn.o_proj", "mlp.down_proj"):
+                for parameter in added.get_submodule(last).parameters():
                     parameter.zero_()
     deeper.load_state_dict(head.state_dict(), strict=False)
     return deeper
