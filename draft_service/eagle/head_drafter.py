@@ -22,12 +22,13 @@ from draft_service.eagle.fused_head import fused
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_config import HeadConfig
 from draft_service.neural.cuda_graphs.attention import StaticAttend
-from draft_service.neural.devices import DeviceEvent, launching_on
+from draft_service.neural.devices import launching_on
 from draft_service.neural.network import Network, RowOutput
 from draft_service.neural.tail_attention import Attend
 from draft_service.neural.tree_drafting import Extension
 from draft_service.neural_drafter import CachingDrafter
 from outrider.wire.frames import FeatureRequest
+from tree_kernels.device_event import DeviceEvent
 
 
 class HeadNetwork:

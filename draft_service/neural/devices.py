@@ -1,4 +1,4 @@
-"""The device and the stream on which PyTorch launches kernels, and events to wait for."""
+"""The device and the stream on which PyTorch launches kernels."""
 
 from __future__ import annotations
 
@@ -10,23 +10,6 @@ import torch
 
 # Any above 0, which streams have by default; PyTorch takes -1 on every GPU.
 _PRIORITY = -1
-
-
-class DeviceEvent:
-    """An event on the current stream that the host can wait for. On a CPU there is nothing to wait for."""
-
-    def __init__(self, *, on_gpu: bool) -> None:
-        self._event = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
-
-    def record(self) -> None:
-        """Record the event behind all work launched so far."""
-        if self._event is not None:
-            self._event.record()
-
-    def wait(self) -> None:
-        """Wait until the GPU has reached the last recording."""
-        if self._event is not None:
-            self._event.synchronize()
 
 
 def drafting_stream(device: torch.device | str) -> torch.cuda.Stream:

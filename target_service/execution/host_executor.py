@@ -10,7 +10,6 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from target_service.core.kv_cache import KVCache
@@ -19,6 +18,7 @@ from target_service.execution.device_time import DeviceSpan
 from target_service.execution.node_tables import NodeTables
 from target_service.model.runner import ModelRunner
 from target_service.sampling.verifier import SequenceVerifier, Verified
+from tree_kernels.device_event import DeviceEvent
 from tree_kernels.verification import move_kv
 
 # See `Steps.launch`.
@@ -55,21 +55,15 @@ class CopiedLater:
 
     def __init__(self, source: Tensor) -> None:
         """All copies have been queued; copies of a `source` on a GPU are asynchronous."""
-        self._done: torch.cuda.Event | None = None
-        if source.is_cuda:
-            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._done.record()
-
-    @property
-    def on_device(self) -> bool:
-        return self._done is not None
+        self.on_device = source.is_cuda
+        self._done = DeviceEvent(on_gpu=source.is_cuda)
+        self._done.record()
 
     def ended(self) -> bool:
-        return self._done is None or bool(self._done.query())  # type: ignore[no-untyped-call]
+        return self._done.reached()
 
     def wait(self) -> None:
-        if self._done is not None:
-            self._done.synchronize()
+        self._done.wait()
 
 
 class Steps(Protocol):

@@ -10,9 +10,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from draft_service.neural.devices import DeviceEvent
 from draft_service.neural.paged_cache import PagedCache
 from tree_kernels.attention import AttentionBatch, plan_integers
+from tree_kernels.device_event import DeviceEvent
 from tree_kernels.paging import write_kv
 
 if TYPE_CHECKING:

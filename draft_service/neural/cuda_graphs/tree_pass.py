@@ -19,10 +19,10 @@ from draft_service.drafters.base import DraftSequence, tree_limits
 from draft_service.drafters.grown import Grown
 from draft_service.neural.candidates import temperature_of
 from draft_service.neural.cuda_graphs.attention import StaticAttend, StaticIntegers, capacity
-from draft_service.neural.devices import DeviceEvent
 from draft_service.neural.network import RowOutput
 from draft_service.neural.tree_drafting import TreeDrafting, TreeRequest
 from outrider.sampling import VerificationMode
+from tree_kernels.device_event import DeviceEvent
 from tree_kernels.growth import Children, Race, grow, keep, likeliest, make_growth, make_kept, race_winners
 
 if TYPE_CHECKING:

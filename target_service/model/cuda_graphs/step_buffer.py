@@ -13,6 +13,7 @@ from target_service.model.cuda_graphs.sizes import Bucket, capacity, padded
 from target_service.model.forward import ForwardInput
 from tree_kernels.attention import plan_integers
 from tree_kernels.attention.triton_planning import TritonPlan, TritonPlanner
+from tree_kernels.device_event import DeviceEvent
 from tree_kernels.node_table import StepIntegers, advance, move_on
 from tree_kernels.verification import RECORD, parameter_count
 
@@ -29,17 +30,8 @@ class _Pinned:
         # [size] int32, and the same as an array.
         self.tensor = torch.zeros(size, dtype=torch.int32, pin_memory=on_gpu)
         self.array: NDArray[numpy.int32] = self.tensor.numpy()
-        self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
-
-    def wait(self) -> None:
-        """Wait until the last copy has read them."""
-        if self._copied is not None:
-            self._copied.synchronize()
-
-    def launched(self) -> None:
-        """A copy was launched before now."""
-        if self._copied is not None:
-            self._copied.record()
+        # Reached once the last copy has read them.
+        self.copied = DeviceEvent(on_gpu=on_gpu)
 
 
 class StepBuffer:
@@ -97,7 +89,7 @@ class StepBuffer:
         end = self._plan_at + len(packed)
         self._turn = (self._turn + 1) % _PINNED_BUFFERS
         host = self._hosts[self._turn]
-        host.wait()
+        host.copied.wait()
         # Small writes take a fifth of the time in numpy, and rows that are free half of it in a list.
         rows = host.array[:rows_end].reshape(3, -1)
         rows[:, :count] = numpy.frombuffer(used, numpy.int32).reshape(3, count)
@@ -109,7 +101,7 @@ class StepBuffer:
 
     def loaded(self) -> None:
         """Record that the copy of `load` was launched. Apart from it, so that the pass is launched first."""
-        self._hosts[self._turn].launched()
+        self._hosts[self._turn].copied.record()
 
     def advance(self, last_position: int) -> None:
         """Move the loaded step of one row a sequence on to the next; see `tree_kernels.node_table.advance`."""
