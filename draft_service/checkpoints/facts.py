@@ -7,11 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.errors import NotSupported
-
-
-class HeadRefused(NotSupported):
-    """The head cannot be loaded, or does not fit its target."""
+from outrider.heads import HeadRefused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from draft_service.checkpoints.facts import HeadRefused
+from outrider.heads import HeadRefused
 
 # Names in a message. Chosen to fit a line.
 _NAMED = 4

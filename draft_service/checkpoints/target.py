@@ -6,9 +6,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from draft_service.checkpoints.facts import HeadRefused, TargetFacts
-from draft_service.checkpoints.weights import Weights
-from outrider.heads import tokenizer_fingerprint
+from draft_service.checkpoints.facts import TargetFacts
+from outrider.heads import HeadRefused, tokenizer_fingerprint
+from outrider.weights import Weights
 
 _EMBEDDINGS = ("model.embed_tokens.weight", "embed_tokens.weight", "transformer.wte.weight")
 _LM_HEADS = ("lm_head.weight", "output.weight")

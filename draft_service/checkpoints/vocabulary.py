@@ -15,7 +15,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from draft_service.checkpoints.facts import HeadRefused, HeadShape
+from draft_service.checkpoints.facts import HeadShape
+from outrider.heads import HeadRefused
 
 Shape = TypeVar("Shape", bound=HeadShape)
 

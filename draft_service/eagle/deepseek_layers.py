@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from draft_service.checkpoints.facts import HeadRefused
 from draft_service.eagle.head_config import ExpertShape, HeadConfig, LatentShape
 from draft_service.eagle.layers import Mlp, rotate
 from draft_service.neural.tail_attention import Attend
+from outrider.heads import HeadRefused
 
 # Epsilon of the norms of latents, independent of the model's own: transformers' DeepseekV3Attention.
 _LATENT_EPS = 1e-6

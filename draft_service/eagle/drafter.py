@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from draft_service.checkpoints.facts import HeadRefused
 from draft_service.checkpoints.target import TargetCheckpoint
 from draft_service.drafters.base import DrafterSpec
 from draft_service.eagle.checkpoint import load_head, projection_fingerprint, read_config
@@ -15,7 +14,7 @@ from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_config import HeadConfig
 from draft_service.eagle.head_drafter import HeadDrafter
 from outrider.errors import UnknownModel
-from outrider.heads import head_source
+from outrider.heads import HeadRefused, head_source
 from outrider.model_store import model_source
 from outrider.settings import SettingsError
 from outrider.wire.frames import FeatureRequest

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from draft_service.checkpoints.facts import HeadRefused, HeadShape
+from draft_service.checkpoints.facts import HeadShape
+from outrider.heads import HeadRefused
 
 HeadKind = Literal["eagle", "eagle3", "mtp"]
 

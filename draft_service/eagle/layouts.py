@@ -19,9 +19,10 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from draft_service.checkpoints.facts import HeadRefused, architectures_of, number_of
+from draft_service.checkpoints.facts import architectures_of, number_of
 from draft_service.eagle.head_config import HeadConfig
 from draft_service.eagle.layers import rope_of
+from outrider.heads import HeadRefused
 
 Shapes = Mapping[str, tuple[int, ...]]
 _RENAMED = (

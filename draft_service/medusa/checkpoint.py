@@ -20,12 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draft_service.checkpoints.facts import HeadRefused, architectures_of, check_fits
+from draft_service.checkpoints.facts import architectures_of, check_fits
 from draft_service.checkpoints.files import fill, write_folder
 from draft_service.checkpoints.target import TargetCheckpoint
 from draft_service.checkpoints.vocabulary import ids_of, restrict, tensors_of
-from draft_service.checkpoints.weights import Weights
 from draft_service.medusa.head import MedusaHead, MedusaShape
+from outrider.heads import HeadRefused
+from outrider.weights import Weights
 
 # A file of heads alone is preferred to the target's checkpoint in the same folder.
 _FILES = ("medusa_lm_head.safetensors", "model.safetensors")

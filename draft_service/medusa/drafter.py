@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from draft_service.checkpoints.facts import HeadRefused
 from draft_service.checkpoints.target import TargetCheckpoint
 from draft_service.drafters.base import DrafterSpec, DraftSequence
 from draft_service.drafters.hidden_states import FeatureWindow, window_of
@@ -22,7 +21,7 @@ from draft_service.medusa.head import MedusaHead, MedusaShape
 from draft_service.neural.tree_config import TreeShape
 from draft_service.neural_drafter import NeuralDrafter
 from outrider.errors import UnknownModel
-from outrider.heads import head_source
+from outrider.heads import HeadRefused, head_source
 from outrider.model_store import model_source
 from outrider.settings import SettingsError
 from outrider.wire.frames import FeatureRequest

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from draft_service.checkpoints.facts import HeadRefused, HeadShape
+from draft_service.checkpoints.facts import HeadShape
 from draft_service.checkpoints.vocabulary import check_token_ids
+from outrider.heads import HeadRefused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import torch
 
-from draft_service.checkpoints.facts import HeadRefused
 from draft_service.checkpoints.files import check_shapes
 from draft_service.checkpoints.target import TargetCheckpoint
-from draft_service.checkpoints.weights import Weights
 from draft_service.eagle.checkpoint import EMBEDDING, LM_HEAD, make_head
 from draft_service.eagle.deepseek_layers import Router
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_config import HeadConfig
 from draft_service.mtp.layouts import modules_of, mtp_config, mtp_layout, mtp_names
+from outrider.heads import HeadRefused
+from outrider.weights import Weights
 
 # safetensors' names of supported types; others are those of quantised weights.
 _FLOATS = ("F32", "F16", "BF16")

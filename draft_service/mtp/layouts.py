@@ -24,10 +24,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from draft_service.checkpoints.facts import HeadRefused, number_of
+from draft_service.checkpoints.facts import number_of
 from draft_service.eagle.head_config import ExpertShape, HeadConfig, LatentShape
 from draft_service.eagle.layers import rope_of
 from draft_service.eagle.layouts import Shapes, layer_settings
+from outrider.heads import HeadRefused
 
 _LAYER = "layers.0."
 _COUNT = "num_nextn_predict_layers"

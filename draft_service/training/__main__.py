@@ -54,11 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _train(config: TrainingConfig, command: Sequence[str]) -> int:
     # Late: errors in flags should not wait for the import of PyTorch.
-    from draft_service.checkpoints.facts import HeadRefused
     from draft_service.training.parallel.followers import FollowerFailed
     from draft_service.training.run import train_head
     from draft_service.training.trainer import TrainingDiverged
     from draft_service.training.writing import WriterFailed
+    from outrider.heads import HeadRefused
 
     errors = Console(stderr=True, highlight=False)
     try:

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+class HeadRefused(NotSupported):
+    """The head cannot be loaded, or does not fit its target."""
+
+
 @dataclass(frozen=True, slots=True)
 class ShippedHead:
     """A head that comes with Outrider. `target` is its model's name in the model store."""

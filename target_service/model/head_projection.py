@@ -1,17 +1,15 @@
 """The part of an EAGLE head that its target runs: which hidden states it reads, and what fuses them into one vector.
 
-The draft service has the whole head (`draft_service.eagle`). The two services share no code that needs PyTorch and
-checkpoints, so the target reads the few weights that it needs from the same folder, by the names in published heads.
+The draft service has the whole head (`draft_service.eagle`). The target reads the few weights that it needs from the
+same folder, by the names in published heads.
 `tests/target/test_head_projection.py` holds this to the draft's own reading of every layout.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,13 +18,13 @@ from torch.nn import functional
 
 from outrider.errors import NotSupported
 from outrider.heads import head_source, shipped_heads, weight_fingerprint
-from outrider.hub import check_fetchable
 from outrider.model_store import model_source
+from outrider.weights import Weights
 
-_INDEX = "model.safetensors.index.json"
+# Medusa heads may lie beside their target's checkpoint.
+_FILES = ("medusa_lm_head.safetensors", "model.safetensors")
 # Beside `fc`, what may stand before it: norms of each state (EAGLE-3.1), or one of all joined.
 _NEEDED = ("fc.", "fc_norm.", "input_norm.")
-_MEDUSA_FILE = "medusa_lm_head.safetensors"
 # Joins embedding and state in an MTP module of DeepSeek-V3, which reads the target's state after its last norm.
 _MTP_NORMED = re.compile(r"model\.layers\.\d+\.eh_proj\.weight")
 # Joins them in MTP modules of MiMo and MiMo-V2, which read the state before it: vLLM's mimo.py, SGLang's mimo_v2.py.
@@ -85,18 +83,22 @@ def read_draft_head(source: str, target_layers: int, target_hidden: int) -> Draf
 
     Raises:
         NotSupported: it is no head in safetensors, a file of it cannot be read, or it does not fit the target; or there
-            is no such name.
+            is no such name, or no such head on the hub.
         UnknownModel: it is a hub id at a revision that was not fetched.
-        OSError: there is no such model on the hub.
     """
     # A target's own module has the target's name, which may be at a revision.
-    folder = _folder(model_source(source) if "@" in source else head_source(source))
-    config = _json(folder / "config.json")
-    names, weights = _weights(folder)
+    published = Weights(model_source(source) if "@" in source else head_source(source), _FILES)
+    published.check_files()
+    names, config = published.names, published.config
+    is_head = any(_has(names, pattern) for pattern in (_MEDUSA, _MTP_NORMED, _MTP_UNNORMED))
+    if not is_head and not any(name.endswith("fc.weight") for name in names):
+        raise NotSupported(f"{source}: no EAGLE head, for it has no fc, no Medusa heads and no MTP module")
     if not any(name.endswith(".hidden_norm.weight") for name in names):
         # EAGLE-1, EAGLE-2 and Medusa heads and DeepSeek's MTP modules read what the target's lm_head reads.
         unnormed = _has(names, _MTP_UNNORMED) and not _has(names, _MTP_NORMED)
         return DraftHead((target_layers - unnormed,), None)
+    plain = {name.removeprefix("model."): name for name in names}
+    weights = published.tensors({name: own for name, own in plain.items() if name.startswith(_NEEDED)})
     features, left = divmod(weights["fc.weight"].shape[1], target_hidden)
     if left or not features:
         raise NotSupported(
@@ -136,63 +138,3 @@ def _layers(config: Mapping[str, Any], target_layers: int) -> tuple[int, ...]:
 
 def _has(names: Iterable[str], pattern: re.Pattern[str]) -> bool:
     return any(pattern.fullmatch(name) for name in names)
-
-
-def _folder(source: str) -> Path:
-    if Path(source).is_dir():
-        return Path(source)
-    check_fetchable(source)
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(source, allow_patterns=["*.json", "*.safetensors"]))
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """Raises `NotSupported`, with the file's name, unless the file is a JSON object."""
-    try:
-        entries = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise NotSupported(f"{path}: {error}") from None
-    if not isinstance(entries, dict):
-        raise NotSupported(f"{path}: no JSON object")
-    return entries
-
-
-def _safetensors(folder: Path) -> list[Path]:
-    """The files that hold the weights."""
-    index = folder / _INDEX
-    files = sorted(folder.glob("*.safetensors"))
-    if not index.is_file():
-        return files
-    places = _json(index).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
-        raise NotSupported(f"{index}: no weight_map of names to files")
-    # Medusa heads may lie beside their target's checkpoint, whose index does not list them.
-    return [file for file in files if file.name == _MEDUSA_FILE] + [
-        folder / name for name in sorted({*places.values()})
-    ]
-
-
-def _weights(folder: Path) -> tuple[set[str], dict[str, Tensor]]:
-    """Names of all weights, and those of the projection by their names without prefix."""
-    from safetensors import SafetensorError, safe_open
-
-    files = _safetensors(folder)
-    if not files:
-        raise NotSupported(f"{folder}: no weights in safetensors; pickled ones could run code and are never loaded")
-    names: set[str] = set()
-    weights: dict[str, Tensor] = {}
-    for path in files:
-        try:
-            with safe_open(path, framework="pt") as file:
-                for published in file.keys():  # noqa: SIM118
-                    names.add(published)
-                    name = published.removeprefix("model.")
-                    if name.startswith(_NEEDED):
-                        weights[name] = file.get_tensor(published)
-        except (OSError, SafetensorError) as error:
-            raise NotSupported(f"{path}: {error}") from None
-    is_head = any(_has(names, pattern) for pattern in (_MEDUSA, _MTP_NORMED, _MTP_UNNORMED))
-    if not is_head and not any(name.endswith("fc.weight") for name in names):
-        raise NotSupported(f"{folder}: no EAGLE head, for it has no fc, no Medusa heads and no MTP module")
-    return names, weights

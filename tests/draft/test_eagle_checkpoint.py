@@ -14,13 +14,13 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from draft_service.checkpoints.facts import HeadRefused
 from draft_service.checkpoints.target import TargetCheckpoint
 from draft_service.checkpoints.vocabulary import read_token_map
 from draft_service.eagle.checkpoint import load_head, read_config, save_head
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_config import HeadConfig
 from draft_service.neural.network import RowOutput
+from outrider.heads import HeadRefused
 
 VOCABULARY, DRAFT, HIDDEN, HEADS, KV_HEADS, INNER = 50, 20, 16, 4, 2, 24
 TARGET_LAYERS = 12
@@ -418,7 +418,7 @@ def test_the_hub_is_asked_once_for_each_file(
         return str(folder / name)
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
-    monkeypatch.setattr("draft_service.checkpoints.weights.check_fetchable", lambda *_: None)
+    monkeypatch.setattr("outrider.weights.check_fetchable", lambda *_: None)
     load_head("some/head", target=target)
     assert sorted(asked) == sorted(set(asked))
     assert "model.safetensors" in asked

@@ -13,12 +13,12 @@ from medusa_heads import DRAFT, HEADS, VOCABULARY, WIDTH, make_heads, plain_logi
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from draft_service.checkpoints.facts import HeadRefused
 from draft_service.checkpoints.target import TargetCheckpoint
 from draft_service.eagle.checkpoint import save_head
 from draft_service.medusa.checkpoint import load_heads, read_shape, save_heads
 from draft_service.medusa.config import MedusaConfig
 from draft_service.medusa.drafter import MedusaDrafter
+from outrider.heads import HeadRefused
 from target_service.model.head_projection import read_draft_head
 
 TARGET_LAYERS = 12

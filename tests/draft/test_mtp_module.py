@@ -36,16 +36,16 @@ from mtp_modules import (
 from torch import Tensor
 from torch.nn import functional
 
-from draft_service.checkpoints.facts import HeadRefused
-from draft_service.checkpoints.weights import Weights
 from draft_service.eagle.deepseek_layers import Router
 from draft_service.eagle.head import EagleHead
 from draft_service.mtp.checkpoint import MtpCheckpoint
 from draft_service.mtp.drafter import MtpConfig, MtpDrafter
 from draft_service.noise import exponential
+from outrider.heads import HeadRefused
 from outrider.sampling import VerificationMode
 from outrider.settings import SettingsError
 from outrider.tree import TokenTree
+from outrider.weights import Weights
 
 
 def softmax_of(after: Callable[[tuple[int, ...]], Tensor]) -> Callable[[tuple[int, ...]], Tensor]:

@@ -18,11 +18,11 @@ from fake_hub import COMMIT, FakeHub, fake_hub
 from huggingface_hub import constants
 
 from draft_service.causal_lm.drafter import ModelConfig, ModelDrafter
-from draft_service.checkpoints.weights import Weights
 from outrider import hub as hub_module
 from outrider.distillation import TeacherSettings, load_teacher
 from outrider.errors import NotSupported
 from outrider.settings import SettingsError
+from outrider.weights import Weights
 from target_service import prefetch
 from target_service.config import TargetConfig
 from target_service.model.head_projection import read_draft_head

@@ -1,4 +1,7 @@
-"""Reads a model's config.json and safetensors from a folder or the hub, a tensor at a time."""
+"""Reads a model's config.json and safetensors from a folder or the hub, a tensor at a time.
+
+Both services read heads by this, each what it needs of the same files.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from draft_service.checkpoints.facts import HeadRefused
+from outrider.heads import HeadRefused
 from outrider.hub import HubUnreachable, check_fetchable
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _WEIGHTS = "model.safetensors"
 _PICKLED = (".bin", ".pt")
@@ -43,6 +47,12 @@ class Weights:
     def folder(self) -> Path:
         """The folder of config.json, and of the tokenizer's files if they were fetched too."""
         return self._needed("config.json").parent
+
+    def check_files(self) -> None:
+        """Raise `HeadRefused` unless every file of the weights can be read."""
+        for file in sorted(set(self._file_of.values())):
+            with self._read(self._needed(file)):
+                pass
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of one weight, from the file's header."""
@@ -80,15 +90,15 @@ class Weights:
             with safe_open(path, framework="pt") as file:
                 yield file
         except (SafetensorError, OSError) as error:
-            raise HeadRefused(f"{self._source}: {path.name}: {error}") from None
+            raise HeadRefused(f"{self._source}/{path.name}: {error}") from None
 
     def _json(self, path: Path) -> dict[str, Any]:
         try:
             entries = json.loads(path.read_text())
         except (OSError, ValueError) as error:
-            raise HeadRefused(f"{self._source}: {path.name}: {error}") from None
+            raise HeadRefused(f"{self._source}/{path.name}: {error}") from None
         if not isinstance(entries, dict):
-            raise HeadRefused(f"{self._source}: {path.name}: no JSON object")
+            raise HeadRefused(f"{self._source}/{path.name}: no JSON object")
         return entries
 
     @cached_property
@@ -106,7 +116,7 @@ class Weights:
     def _indexed(self, index: Path) -> dict[str, str]:
         files = self._json(index).get("weight_map")
         if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-            raise HeadRefused(f"{self._source}: {index.name}: no weight_map of names to files")
+            raise HeadRefused(f"{self._source}/{index.name}: no weight_map of names to files")
         return files
 
     def _only_safetensors(self) -> Path:
