@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 import sys
 
-from outrider.runtime import collect_seldom, leave, prepare_grpc, prepare_openmp, switch_threads_often
+from outrider.runtime import leave, prepare_service
 
 
 def main() -> int:
     """Serve; returns the process's exit status."""
-    prepare_grpc()
-    prepare_openmp()
-    collect_seldom()
-    switch_threads_often()
+    prepare_service()
     # Beside a target on the same cores, threads that wait for each other make a pass many times slower, and alone a
     # second one hardly helps a head. `--threads` asks for more. OpenMP reads this as torch is imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")

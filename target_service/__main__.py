@@ -9,15 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.command_line import CommandParser
-from outrider.runtime import (
-    collect_seldom,
-    configure_logging,
-    leave,
-    prepare_grpc,
-    prepare_openmp,
-    run,
-    switch_threads_often,
-)
+from outrider.runtime import configure_logging, leave, prepare_service, run
 from outrider.settings import CONFIG_VARIABLE, SettingsError, add_flags, load, settings_file
 from target_service.config import TargetConfig
 
@@ -47,10 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_flags(parser, TargetConfig)
     flags = parser.parse_args(arguments)
     named = settings_file(flags)
-    prepare_grpc()
-    prepare_openmp()
-    collect_seldom()
-    switch_threads_often()
+    prepare_service()
     # Imported late: gRPC reads its environment on import, and a typing error should not wait for torch.
     from outrider.errors import OutriderError
     from target_service.preflight import EngineRefused, check_settings

@@ -53,6 +53,14 @@ def switch_threads_often() -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
 
 
+def prepare_service() -> None:
+    """Prepare a process that serves. Must run before it imports gRPC or PyTorch."""
+    prepare_grpc()
+    prepare_openmp()
+    switch_threads_often()
+    collect_seldom()
+
+
 class OneLineFormatter(logging.Formatter):
     """Writes each message on one line: text from a peer cannot start a new line or move a terminal's cursor."""
 
