@@ -6,14 +6,13 @@ children.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode
+from opentelemetry.trace import Link, Span, Status, StatusCode
 
 from outrider.telemetry import names as telemetry
-from outrider.telemetry.tracing import Metadata, Tracing, context_from_metadata, context_from_traceparent, end_rpc
+from outrider.telemetry.tracing import Metadata, Tracing, begin_rpc, context_from_traceparent, end_rpc
 from outrider.wire.frames import OpenSequence
 
 
@@ -34,13 +33,7 @@ class StreamTrace:
     def __init__(self, tracing: Tracing, metadata: Metadata | None, drafter: str) -> None:
         self._tracer = tracing.tracer
         self._drafter = drafter
-        self._span = self._tracer.start_span(
-            telemetry.PROPOSE,
-            context_from_metadata(metadata),
-            kind=SpanKind.SERVER,
-            attributes={"rpc.system.name": "grpc", "rpc.method": telemetry.PROPOSE},
-            start_time=time.time_ns(),
-        )
+        self._span = begin_rpc(tracing, telemetry.PROPOSE, metadata)
         stream = self._span.get_span_context()
         self._links = [Link(stream)] if stream.is_valid else []
         self._followed: dict[int, _OpenSequence] = {}

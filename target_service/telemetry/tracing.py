@@ -14,7 +14,6 @@ import time
 from collections.abc import Mapping
 
 from opentelemetry import trace
-from opentelemetry.trace import SpanKind
 
 from outrider.errors import OutriderError
 from outrider.telemetry import names as telemetry
@@ -23,7 +22,7 @@ from outrider.telemetry.tracing import (
     Clock,
     Metadata,
     Tracing,
-    context_from_metadata,
+    begin_rpc,
     end_rpc,
     traceparent_of,
 )
@@ -51,13 +50,7 @@ class RequestTrace:
         self._tracer = tracing.tracer
         self._clock = Clock()
         method = telemetry.GENERATE if name == telemetry.GENERATE else telemetry.VERIFY_METHOD
-        self._span = self._tracer.start_span(
-            name,
-            context_from_metadata(metadata),
-            kind=SpanKind.SERVER,
-            attributes={"rpc.system.name": "grpc", "rpc.method": method},
-            start_time=time.time_ns(),
-        )
+        self._span = begin_rpc(tracing, method, metadata, name)
         # Until the request ends.
         self.recording = self._span.is_recording()
         self.traceparent = traceparent_of(self._span)

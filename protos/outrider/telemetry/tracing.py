@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.trace import NoOpTracerProvider, Span, Status, StatusCode, Tracer, TracerProvider
+from opentelemetry.trace import NoOpTracerProvider, Span, SpanKind, Status, StatusCode, Tracer, TracerProvider
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 Metadata = Iterable[tuple[str, str | bytes]]
@@ -98,6 +98,17 @@ def sampled_trace_id(traceparent: str) -> str:
     """The trace id of an exemplar, 32 hex digits; empty if the trace is not recorded."""
     span = trace.get_current_span(context_from_traceparent(traceparent)).get_span_context()
     return trace.format_trace_id(span.trace_id) if span.is_valid and span.trace_flags.sampled else ""
+
+
+def begin_rpc(tracing: Tracing, method: str, metadata: Metadata | None, name: str = "") -> Span:
+    """Begin a server's span of a call, as a child of the caller's span if the metadata holds one. Its name is that of
+    the method unless it has another `name`."""
+    return tracing.tracer.start_span(
+        name or method,
+        context_from_metadata(metadata),
+        kind=SpanKind.SERVER,
+        attributes={"rpc.system.name": "grpc", "rpc.method": method},
+    )
 
 
 def end_rpc(span: Span, code: str, reason: str = "", *, server: bool = True) -> None:
