@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from outrider.drafting.draft_tree import GrowingTree
-from outrider.drafting.inbox import Connected, Disconnected, DraftEvent, DraftInbox, Lost
+from outrider.drafting.events import Connected, Disconnected, Lost
+from outrider.drafting.inbox import DraftInbox, QueuedEvent
 from outrider.drafting.latency import DraftLatency
 from outrider.errors import InvalidField
 from outrider.sampling import SamplingParams, VerificationMode
@@ -168,7 +169,7 @@ class Drafting(DraftInbox):
         if self._link is not None:
             self._link.cut_off(reason)
 
-    def _handle(self, event: DraftEvent) -> None:
+    def _handle(self, event: QueuedEvent) -> None:
         match event:
             case SequenceGrowth():
                 self._graft(event)
