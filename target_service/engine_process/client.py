@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from outrider.errors import EngineDead
-from outrider.processes.children import start_child
+from outrider.processes.children import exit_status, start_child
 from outrider.processes.framing import FrameCutter
 from outrider.runtime import in_thread_to_leave
 from outrider.tree import TokenTree
@@ -35,8 +34,6 @@ logger = logging.getLogger(__name__)
 ENGINE_COMMAND = (sys.executable, "-m", "target_service.engine_process")
 # Longer than any step; one that takes longer hangs.
 STOP_SECONDS = 5.0
-# Time for the process to end once its socket is closed.
-_EXIT_SECONDS = 2.0
 
 
 class EngineLink(EngineFront, asyncio.Protocol):
@@ -226,11 +223,7 @@ class EngineLink(EngineFront, asyncio.Protocol):
     def _end_process(self) -> None:
         """Close the socket, which ends the process, and kill it if it hangs."""
         self._socket.close()
-        try:
-            status = self._process.wait(_EXIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            status = self._process.wait()
+        status = exit_status(self._process)
         if self.failure is not None:
             logger.error("the engine's process ended with status %d", status)
 

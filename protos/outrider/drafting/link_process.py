@@ -12,7 +12,6 @@ import contextlib
 import logging
 import socket
 import struct
-import subprocess
 import sys
 import threading
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ import msgspec
 from outrider.drafting import link_messages as messages
 from outrider.drafting.events import Connected, Disconnected, DraftEvent, DraftEvents, Grown
 from outrider.drafting.link import USUAL, Connect, LinkOptions
-from outrider.processes.children import start_child
+from outrider.processes.children import exit_status, start_child
 from outrider.processes.framing import FrameCutter
 from outrider.processes.outbox import Outbox
 from outrider.wire.frames import OpenSequence, SequenceAdvance, SequenceFeatures
@@ -36,8 +35,6 @@ SILENT_SECONDS = 5.0
 START_SECONDS = 60.0
 # Between two processes, doubled while they end before a draft is connected. Chosen, not measured.
 _PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 0.5, 10.0
-# For a process to end once its socket is closed.
-_EXIT_SECONDS = 2.0
 # A frame of growth for many sequences comes in one read. Chosen, not measured.
 _RECEIVE_BYTES = 1 << 17
 
@@ -68,11 +65,7 @@ class _Worker:
         """End the process and close the socket. Returns the exit status."""
         self.hang_up()
         self.outbox.close()
-        try:
-            status = self.process.wait(_EXIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            status = self.process.wait()
+        status = exit_status(self.process)
         self.connection.close()
         return status
 

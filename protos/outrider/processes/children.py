@@ -1,4 +1,4 @@
-"""Starts a child process with a socket to it."""
+"""Starts a child process with a socket to it, and ends it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 # The socket's buffer for frames while their reader is busy. Chosen, not measured; the kernel may grant less.
 _BUFFER_BYTES = 1 << 22
+# For a process to end once its socket is closed.
+_EXIT_SECONDS = 2.0
 
 
 def start_child(command: Sequence[str], *, own_group: bool = False) -> tuple[subprocess.Popen[bytes], socket.socket]:
@@ -30,3 +32,12 @@ def start_child(command: Sequence[str], *, own_group: bool = False) -> tuple[sub
             ours.close()
             raise
     return process, ours
+
+
+def exit_status(process: subprocess.Popen[bytes]) -> int:
+    """The status of a child whose socket is closed, which ends it. One that hangs is killed."""
+    try:
+        return process.wait(_EXIT_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
