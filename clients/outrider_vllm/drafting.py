@@ -14,14 +14,7 @@ from outrider.drafting.latency import DraftLatency
 from outrider.errors import InvalidField
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import MAX_ROWS
-from outrider.wire.frames import (
-    DraftInfo,
-    OpenSequence,
-    SequenceAdvance,
-    SequenceFailure,
-    SequenceGrowth,
-    TreeLimits,
-)
+from outrider.wire.frames import DraftInfo, OpenSequence, SequenceAdvance, SequenceFailure, SequenceGrowth, TreeLimits
 from outrider_vllm.config import ProposerConfig
 from outrider_vllm.tracking import Request, Seen, Tokens
 
