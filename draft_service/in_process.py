@@ -19,16 +19,10 @@ from draft_service.config import DraftConfig, drafter_config, flags_in_process
 from draft_service.drafters.base import Drafter, create, device_of, fingerprint_of, info_of
 from draft_service.faults import DrafterFailed, FaultLog, text_of
 from draft_service.session import Admission, ProposeSession
+from outrider.drafting.events import Connected, Disconnected, DraftEvents, Grown
 from outrider.errors import DraftUnavailable, WrongVocabulary
 from outrider.settings import SettingsError, settings_file
-from outrider.wire.frames import (
-    DEFAULT_TENANT,
-    DraftEvents,
-    OpenSequence,
-    SequenceAdvance,
-    SequenceFailure,
-    SequenceFeatures,
-)
+from outrider.wire.frames import DEFAULT_TENANT, OpenSequence, SequenceAdvance, SequenceFailure, SequenceFeatures
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +71,7 @@ class InprocessLink:
         self._admission = Admission(DraftConfig.max_sequences)
         self._session: ProposeSession | None = ProposeSession(drafter, self._admission, DEFAULT_TENANT, self._faults)
         self._stopped = False
-        events.on_connected(info_of(drafter, drafter.vocabulary_size))
+        events.receive(Connected(info_of(drafter, drafter.vocabulary_size)))
 
     def open(self, sequence: OpenSequence) -> None:
         def work(session: ProposeSession) -> None:
@@ -143,7 +137,7 @@ class InprocessLink:
         """Log the current exception, and continue without drafts."""
         logger.exception("the drafter failed; decoding goes on without it")
         self._session = None
-        self._events.on_disconnected(f"the drafter failed: {text_of(error)}")
+        self._events.receive(Disconnected(f"the drafter failed: {text_of(error)}"))
 
     def _attempt(self, session: ProposeSession, step: Callable[[Part], object], parts: Sequence[Part]) -> None:
         for part in parts:
@@ -157,7 +151,7 @@ class InprocessLink:
         refusal = self._faults.refusal(error)
         session.close(sequence_ids)
         for sequence_id in sequence_ids:
-            self._events.on_failure(SequenceFailure(sequence_id, refusal.reason, refusal.message))
+            self._events.receive(SequenceFailure(sequence_id, refusal.reason, refusal.message))
 
     def _answer(self, session: ProposeSession) -> None:
         """Deliver all owed growth. Credit bounds a queue, and there is none here."""
@@ -168,7 +162,7 @@ class InprocessLink:
             except DrafterFailed as failed:
                 self._close_failed(session, failed.sequence_ids, failed.error)
             else:
-                self._events.on_growth(growths)
+                self._events.receive(Grown(growths))
 
 
 class ThreadedLink(InprocessLink):

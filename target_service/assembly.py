@@ -75,8 +75,8 @@ def served_model(config: TargetConfig, runner: ModelRunner) -> ServedModel:
         triton_version=triton_version,
         device=str(device),
         device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else "",
-        captured_steps=captured,
-        capturable_steps=capturable,
+        captured_step_sizes=captured,
+        capturable_step_sizes=capturable,
         lookup=runner.node_table is not None and config.lookup_rows > 0,
     )
 

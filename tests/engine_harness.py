@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 
 from draft_service import in_process as inprocess
 from draft_service.in_process import InprocessLink
+from outrider.drafting.events import Connected, DraftEvents, Grown
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import TokenTree
 from outrider.wire.frames import (
-    DraftEvents,
     DraftInfo,
     DraftLink,
     OpenSequence,
@@ -102,7 +102,7 @@ class ScriptedDraft:
         self.connect()
 
     def connect(self) -> None:
-        self.events.on_connected(DraftInfo("scripted", 0, "", TreeLimits(), 1 << 20, "0"))
+        self.events.receive(Connected(DraftInfo("scripted", 0, "", TreeLimits(), 1 << 20, "0")))
 
     def open(self, sequence: OpenSequence) -> None:
         self._tokens[sequence.sequence_id] = list(sequence.token_ids)
@@ -127,7 +127,7 @@ class ScriptedDraft:
     def _send(self, growths: list[SequenceGrowth]) -> None:
         self._held.append(growths)
         if len(self._held) > self.late:
-            self.events.on_growth(self._held.pop(0))
+            self.events.receive(Grown(self._held.pop(0)))
 
     def _growth(self, sequence_id: int) -> SequenceGrowth:
         tree = self.propose(self._tokens[sequence_id], self._random)

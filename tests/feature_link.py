@@ -10,6 +10,7 @@ from engine_harness import ScriptedDraft
 from torch import Tensor
 
 from draft_service.drafters.hidden_states import read_vectors
+from outrider.drafting.events import Connected, Disconnected
 from outrider.wire.frames import (
     MAX_FEATURE_BYTES,
     DraftInfo,
@@ -37,11 +38,11 @@ class FeatureLink(ScriptedDraft):
 
     def connect(self) -> None:
         if self.connects:
-            self.events.on_connected(DraftInfo("reader", 0, "", TreeLimits(), 1 << 20, "0", self.wanted))
+            self.events.receive(Connected(DraftInfo("reader", 0, "", TreeLimits(), 1 << 20, "0", self.wanted)))
         self.connects = True
 
     def disconnect(self) -> None:
-        self.events.on_disconnected("a test took the draft away")
+        self.events.receive(Disconnected("a test took the draft away"))
         self._tokens.clear()
 
     def open(self, sequence: OpenSequence) -> None:

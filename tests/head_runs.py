@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 from draft_service import in_process
 from draft_service.drafters.base import Drafter
 from draft_service.in_process import InprocessLink
+from outrider.drafting.events import DraftEvents
 from outrider.drafting.link import GrpcDraftLink, LinkOptions
-from outrider.wire.frames import DraftEvents, DraftLink
+from outrider.wire.frames import DraftLink
 from target_service.core.sequence import SequenceFinished, SequenceRequest, Verdict
 from target_service.engine.loop import EngineLoop
 from target_service.model.runner import ModelRunner

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from draft_service.drafters.base import CorpusGrowth, DraftSequence, tree_limits
+from outrider.drafting.events import Connected, Disconnected, DraftEvent, Grown, Lost
 from outrider.errors import OutriderError, QuotaExceeded, UnknownCorpus
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import DraftDistribution, TokenTree
@@ -139,22 +140,20 @@ class Listener:
             kind.extend(values)
             self._changed.notify_all()
 
-    def on_growth(self, growths: Sequence[SequenceGrowth]) -> None:
-        self._add(self.growths, growths)  # type: ignore[arg-type]
-
-    def on_failure(self, failure: SequenceFailure) -> None:
-        self._add(self.failures, [failure])  # type: ignore[arg-type]
-
-    def on_connected(self, info: DraftInfo) -> None:
-        self.connected = True
-        self._add(self.infos, [info])  # type: ignore[arg-type]
-
-    def on_disconnected(self, reason: str) -> None:
-        self.connected = False
-        self._add(self.losses, [reason])  # type: ignore[arg-type]
-
-    def on_lost(self, sequence_ids: Sequence[int]) -> None:
-        self._add(self.lost, sequence_ids)  # type: ignore[arg-type]
+    def receive(self, event: DraftEvent) -> None:
+        match event:
+            case Grown():
+                self._add(self.growths, event.growths)  # type: ignore[arg-type]
+            case SequenceFailure():
+                self._add(self.failures, [event])  # type: ignore[arg-type]
+            case Connected():
+                self.connected = True
+                self._add(self.infos, [event.info])  # type: ignore[arg-type]
+            case Disconnected():
+                self.connected = False
+                self._add(self.losses, [event.reason])  # type: ignore[arg-type]
+            case Lost():
+                self._add(self.lost, event.sequence_ids)  # type: ignore[arg-type]
 
     def until(self, condition: Callable[[Listener], object], seconds: float = 10.0) -> None:
         """Wait until `condition(self)` holds; fails with what was heard."""

@@ -52,8 +52,8 @@ SERVED = ServedModel(
     triton_version="3.5",
     device="cuda:0",
     device_name="A GPU",
-    captured_steps=25,
-    capturable_steps=26,
+    captured_step_sizes=25,
+    capturable_step_sizes=26,
 )
 
 

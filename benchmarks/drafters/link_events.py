@@ -6,8 +6,9 @@ import threading
 from collections.abc import Sequence
 from typing import NoReturn
 
+from outrider.drafting.events import Connected, Disconnected, DraftEvent, Grown, Lost
 from outrider.sampling import SamplingParams, VerificationMode
-from outrider.wire.frames import DraftInfo, OpenSequence, SequenceFailure, StoppableLink, TreeLimits
+from outrider.wire.frames import OpenSequence, SequenceFailure, SequenceGrowth, StoppableLink, TreeLimits
 
 VOCABULARY_SIZE = 49_152
 
@@ -28,18 +29,23 @@ class LinkEvents:
         """Raise `SystemExit` with what the link reported last of the draft."""
         raise SystemExit(f"no draft: {self._reason}")
 
-    def on_failure(self, failure: SequenceFailure) -> None:
-        self._reason = failure.message
+    def receive(self, event: DraftEvent) -> None:
+        match event:
+            case Grown():
+                self.grow(event.growths)
+            case SequenceFailure():
+                self._reason = event.message
+            case Connected():
+                self._connected.set()
+            case Disconnected():
+                self._reason = event.reason
+                self._connected.clear()
+            case Lost():
+                self._reason = "it lost its sequences"
 
-    def on_connected(self, _info: DraftInfo) -> None:
-        self._connected.set()
-
-    def on_disconnected(self, reason: str) -> None:
-        self._reason = reason
-        self._connected.clear()
-
-    def on_lost(self, _sequence_ids: Sequence[int]) -> None:
-        self._reason = "it lost its sequences"
+    def grow(self, growths: Sequence[SequenceGrowth]) -> None:
+        """Receive growth."""
+        raise NotImplementedError
 
 
 def open_sequence(link: StoppableLink, sequence_id: int, prompt_tokens: int) -> None:

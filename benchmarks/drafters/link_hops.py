@@ -75,7 +75,7 @@ class Receiver(LinkEvents):
         self.whole = threading.Event()
         self.growths: list[tuple[int, SequenceGrowth]] = []
 
-    def on_growth(self, growths: Sequence[SequenceGrowth]) -> None:
+    def grow(self, growths: Sequence[SequenceGrowth]) -> None:
         now = time.monotonic_ns()
         self.growths.extend((now, growth) for growth in growths)
         if len(growths[-1].token_ids) == NODES:

@@ -66,7 +66,7 @@ class Waiter(LinkEvents):
         self.nodes = 0
         self._answered = threading.Semaphore(0)
 
-    def on_growth(self, growths: Sequence[SequenceGrowth]) -> None:
+    def grow(self, growths: Sequence[SequenceGrowth]) -> None:
         self.nodes += sum(len(growth.token_ids) for growth in growths)
         self._answered.release(len(growths))
 

@@ -19,9 +19,10 @@ from draft_service.drafters.base import Drafter
 from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.drafter import EagleDrafter
 from draft_service.in_process import InprocessLink
+from outrider.drafting.events import Disconnected, DraftEvents
 from outrider.sampling import SamplingParams
 from outrider.wire.drafts import advance_to_pb
-from outrider.wire.frames import DraftEvents, OpenSequence, SequenceAdvance, SequenceFeatures
+from outrider.wire.frames import OpenSequence, SequenceAdvance, SequenceFeatures
 from outrider.wire.hidden_states import features_to_pb
 from target_service.config import TargetConfig
 from target_service.core.sequence import SequenceRequest, Verdict
@@ -46,7 +47,7 @@ class MeteredLink:
 
     def restart(self) -> None:
         """Drop all sequences, and connect again."""
-        self._events.on_disconnected("restarted")
+        self._events.receive(Disconnected("restarted"))
         self._link.close(sorted(self._opened))
         self._opened.clear()
         self._link = InprocessLink(self._drafter, self._events)

@@ -36,6 +36,7 @@ from benchmarks.shared.report import (
     write_json,
 )
 from outrider.drafting import link_messages as messages
+from outrider.drafting.events import Connected
 from outrider.drafting.link_process import LinkProcess
 from outrider.drafting.link_worker import ALIVE_SECONDS
 from outrider.runtime import switch_threads_often
@@ -109,7 +110,7 @@ class Runner:
 class Receiver(LinkEvents):
     """Receives the events of a link whose draft sends no growth."""
 
-    def on_growth(self, growths: SequenceOf[SequenceGrowth]) -> None:
+    def grow(self, growths: SequenceOf[SequenceGrowth]) -> None:
         raise AssertionError(f"the reader only reads, and {len(growths)} growths came")
 
 
@@ -121,7 +122,7 @@ class Engine:
         self._drafting, self._last_id, self._turn = drafting, 0, 0
         self._hosts = [torch.zeros(AHEAD_ROWS, ROW_BYTES, dtype=torch.uint8) for _ in range(BUFFERS)]
         drafting.attach(link)
-        drafting.on_connected(INFO)
+        drafting.receive(Connected(INFO))
         drafting.listen()
 
     def add(self, tokens: int) -> Sequence:
@@ -210,7 +211,7 @@ def wait(seconds: float) -> None:
 def drain(descriptor: int) -> None:
     """Be a link's process whose draft is connected at once: read and drop until the socket closes."""
     connection, buffer, alive = socket.socket(fileno=descriptor), bytearray(1 << 18), time.monotonic()
-    connection.sendall(b"".join(messages.pack(messages.Connected(INFO))))
+    connection.sendall(b"".join(messages.pack(Connected(INFO))))
     while True:
         if time.monotonic() > alive + ALIVE_SECONDS:
             alive = time.monotonic()

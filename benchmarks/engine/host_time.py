@@ -33,17 +33,10 @@ from benchmarks.shared.report import (
     show,
     write_json,
 )
+from outrider.drafting.events import Connected, DraftEvents, Grown
 from outrider.runtime import settled
 from outrider.sampling import SamplingParams, VerificationMode
-from outrider.wire.frames import (
-    DraftEvents,
-    DraftInfo,
-    OpenSequence,
-    SequenceAdvance,
-    SequenceFeatures,
-    SequenceGrowth,
-    TreeLimits,
-)
+from outrider.wire.frames import DraftInfo, OpenSequence, SequenceAdvance, SequenceFeatures, SequenceGrowth, TreeLimits
 from target_service.config import TargetConfig
 from target_service.core.sequence import SequenceRequest
 from target_service.engine.loop import EngineLoop
@@ -246,13 +239,13 @@ class ChainDraft:
         self._ids: dict[int, int] = {}
         self._late: list[SequenceGrowth] = []
         self._due: list[SequenceGrowth] = []
-        events.on_connected(DraftInfo("chains", 0, "", TreeLimits(), 1 << 20, "0"))
+        events.receive(Connected(DraftInfo("chains", 0, "", TreeLimits(), 1 << 20, "0")))
 
     def open(self, sequence: OpenSequence) -> None:
         self._ids.setdefault(sequence.sequence_id, 1)
         self._late = [growth for growth in self._late if growth.sequence_id != sequence.sequence_id]
         self._due = [growth for growth in self._due if growth.sequence_id != sequence.sequence_id]
-        self._events.on_growth([self._growth(sequence.sequence_id, sequence.step)])
+        self._events.receive(Grown([self._growth(sequence.sequence_id, sequence.step)]))
 
     def advance(self, advances: Sequence[SequenceAdvance]) -> None:
         self._due += self._late
@@ -262,7 +255,7 @@ class ChainDraft:
         """Send what is due."""
         due, self._due = self._due, []
         if due:
-            self._events.on_growth(due)
+            self._events.receive(Grown(due))
 
     def send_features(self, features: Sequence[SequenceFeatures]) -> None:
         raise AssertionError(f"{len(features)} features for a draft that reads none")

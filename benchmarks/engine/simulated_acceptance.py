@@ -39,9 +39,10 @@ from benchmarks.shared.step_recorder import line
 from benchmarks.shared.workload import Prompt, random_prompts
 from draft_service.eagle.config import EagleConfig
 from draft_service.in_process import InprocessLink
+from outrider.drafting.events import DraftEvents
 from outrider.drafting.link import LinkOptions, connect_draft
 from outrider.runtime import settled, switch_threads_often
-from outrider.wire.frames import DraftEvents, StoppableLink
+from outrider.wire.frames import StoppableLink
 from target_service.assembly import load_model
 from target_service.config import TargetConfig
 from target_service.model.runner import ModelRunner

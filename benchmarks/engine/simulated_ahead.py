@@ -35,16 +35,9 @@ from benchmarks.running_ahead.recording import Recording, read_recordings
 from benchmarks.running_ahead.walk import Table
 from benchmarks.shared.machine import describe
 from benchmarks.shared.report import comma_separated, parser_of, settings_of, show, write_json
+from outrider.drafting.events import Connected, DraftEvents, Grown
 from outrider.sampling import SamplingParams, VerificationMode
-from outrider.wire.frames import (
-    DraftEvents,
-    DraftInfo,
-    OpenSequence,
-    SequenceAdvance,
-    SequenceFeatures,
-    SequenceGrowth,
-    TreeLimits,
-)
+from outrider.wire.frames import DraftInfo, OpenSequence, SequenceAdvance, SequenceFeatures, SequenceGrowth, TreeLimits
 from target_service.config import TargetConfig
 from target_service.core.sequence import SequenceFinished, SequenceRequest, StepStats, Verdict
 from target_service.engine.loop import EngineLoop
@@ -216,7 +209,7 @@ class RecordedDraft:
         self._count = itertools.count()
         self._wake = threading.Condition()
         threading.Thread(target=self._deliver, daemon=True).start()
-        events.on_connected(DraftInfo("recorded", 0, "", TreeLimits(), 1 << 20, "0"))
+        events.receive(Connected(DraftInfo("recorded", 0, "", TreeLimits(), 1 << 20, "0")))
 
     def open(self, sequence: OpenSequence) -> None:
         self._tokens[sequence.sequence_id] = list(sequence.token_ids)
@@ -259,7 +252,7 @@ class RecordedDraft:
                     self._wake.wait(max(0.0, self._due[0].at - time.perf_counter()) if self._due else None)
                 due = heapq.heappop(self._due)
             if due.sequence_id in self._tokens:
-                self._events.on_growth([self._growth(due)])
+                self._events.receive(Grown([self._growth(due)]))
 
     def _growth(self, due: _Due) -> SequenceGrowth:
         """Node ids follow those of the growth sent last, which may be of an earlier step."""

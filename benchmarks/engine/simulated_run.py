@@ -9,8 +9,9 @@ from typing import Any
 from benchmarks.shared.engine_events import EngineEvents
 from benchmarks.shared.step_recorder import StepRecorder, summarise
 from benchmarks.shared.workload import Prompt
+from outrider.drafting.events import DraftEvents
 from outrider.sampling import SamplingParams, VerificationMode
-from outrider.wire.frames import DraftEvents, StoppableLink
+from outrider.wire.frames import StoppableLink
 from target_service.config import TargetConfig
 from target_service.core.sequence import SequenceRequest, SequenceTotals, Verdict
 from target_service.engine.engine import Engine

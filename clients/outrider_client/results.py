@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableSequence
-from dataclasses import dataclass, fields
-from typing import Any
-
-from google.protobuf.message import Message
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from outrider.sampling import FinishReason, TokenLogprobs, VerificationMode
 from outrider.v1 import target_pb2, tree_pb2
+from outrider.wire.same_names import value_of
 from outrider.wire.trees import mode_from_pb
 
 _REASONS = {target_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}"): reason for reason in FinishReason}
@@ -18,13 +16,6 @@ _REASONS = {target_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}"): reaso
 def reason_from_pb(number: target_pb2.FinishReason.ValueType) -> FinishReason | None:
     """The reason in a message; None while the sequence goes on."""
     return _REASONS.get(number)
-
-
-def _same_named(kind: type[Any], pb: Message) -> dict[str, Any]:
-    """Values for the fields of a dataclass that a message has by the same name, repeated ones as tuples. Takes
-    microseconds: too slow for every chunk."""
-    found = ((field.name, getattr(pb, field.name)) for field in fields(kind) if hasattr(pb, field.name))
-    return {name: tuple(value) if isinstance(value, MutableSequence) else value for name, value in found}
 
 
 def _logprobs_from_pb(pbs: Iterable[target_pb2.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
@@ -125,7 +116,7 @@ class SpeculationTotals:
 
     @classmethod
     def from_pb(cls, pb: target_pb2.SpeculationTotals) -> SpeculationTotals:
-        return cls(**_same_named(cls, pb), draft_wait_ns=pb.draft_wait_nanoseconds)
+        return value_of(cls, pb, draft_wait_ns=pb.draft_wait_nanoseconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,4 +238,4 @@ class TargetInfo:
     @classmethod
     def from_pb(cls, pb: target_pb2.GetTargetInfoResponse) -> TargetInfo:
         modes = tuple(mode for number in pb.modes if (mode := mode_from_pb(number)) is not None)
-        return cls(**(_same_named(cls, pb) | {"modes": modes}))
+        return value_of(cls, pb, modes=modes)

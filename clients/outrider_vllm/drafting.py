@@ -8,19 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from outrider.drafting.draft_tree import GrowingTree
-from outrider.drafting.inbox import Connected, Disconnected, DraftEvent, DraftInbox, Lost
+from outrider.drafting.events import Connected, Disconnected, Lost
+from outrider.drafting.inbox import DraftInbox, QueuedEvent
 from outrider.drafting.latency import DraftLatency
 from outrider.errors import InvalidField
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import MAX_ROWS
-from outrider.wire.frames import (
-    DraftInfo,
-    OpenSequence,
-    SequenceAdvance,
-    SequenceFailure,
-    SequenceGrowth,
-    TreeLimits,
-)
+from outrider.wire.frames import DraftInfo, OpenSequence, SequenceAdvance, SequenceFailure, SequenceGrowth, TreeLimits
 from outrider_vllm.config import ProposerConfig
 from outrider_vllm.tracking import Request, Seen, Tokens
 
@@ -168,7 +162,7 @@ class Drafting(DraftInbox):
         if self._link is not None:
             self._link.cut_off(reason)
 
-    def _handle(self, event: DraftEvent) -> None:
+    def _handle(self, event: QueuedEvent) -> None:
         match event:
             case SequenceGrowth():
                 self._graft(event)

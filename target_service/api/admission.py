@@ -51,8 +51,8 @@ class ServedModel:
     device: str = ""
     device_name: str = ""
     # Step sizes that were captured as graphs, and all that could have been.
-    captured_steps: int = 0
-    capturable_steps: int = 0
+    captured_step_sizes: int = 0
+    capturable_step_sizes: int = 0
     # Whether the device drafts from the text so far.
     lookup: bool = False
 

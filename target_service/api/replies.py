@@ -8,6 +8,7 @@ from outrider.errors import OutriderError
 from outrider.sampling import FinishReason, TokenLogprobs
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import tree_pb2
+from outrider.wire.same_names import shared_fields
 from outrider.wire.trees import DRAFT_REFUSED_KEY, mode_to_pb, status_of
 from target_service.core.sequence import SequenceFinished, SequenceRequest, Verdict, VerifiedTree
 from target_service.core.weights import WeightsUpdated
@@ -52,22 +53,13 @@ def finished(event: SequenceFinished, request: SequenceRequest) -> pb.GenerateRe
     reply = pb.GenerateFinished(
         finish_reason=_REASONS[finish.reason],
         usage=pb.Usage(
-            prompt_tokens=totals.prompt_tokens,
-            completion_tokens=totals.completion_tokens,
+            **shared_fields(pb.Usage, totals),
             accepted_prediction_tokens=totals.accepted_predicted_tokens,
             rejected_prediction_tokens=totals.predicted_tokens - totals.accepted_predicted_tokens,
             lossy=request.lossy,
-            lossy_tokens=totals.lossy_tokens,
         ),
         speculation=pb.SpeculationTotals(
-            steps=totals.steps,
-            drafted_steps=totals.drafted_steps,
-            drafted_tokens=totals.drafted_tokens,
-            accepted_tokens=totals.accepted_tokens,
-            drafted_by_depth=totals.drafted_by_depth,
-            accepted_by_depth=totals.accepted_by_depth,
-            draft_wait_nanoseconds=totals.draft_wait_ns,
-            fallback_steps=totals.fallback_steps,
+            **shared_fields(pb.SpeculationTotals, totals), draft_wait_nanoseconds=totals.draft_wait_ns
         ),
         times=pb.RequestTimes(
             queue_nanoseconds=totals.started_ns - totals.arrived_ns,
@@ -128,9 +120,7 @@ def failed(error: OutriderError, *, sequence_id: int = 0, client_tag: int = 0, s
 def updated(result: WeightsUpdated) -> pb.UpdateWeightsResponse:
     """The result of an update of the weights."""
     return pb.UpdateWeightsResponse(
-        model_version=result.model_version,
-        tensors=result.tensors,
-        bytes=result.bytes,
+        **shared_fields(pb.UpdateWeightsResponse, result),
         prepare_nanoseconds=result.prepare_ns,
         pause_nanoseconds=result.pause_ns,
         aborted_sequences=result.aborted,

@@ -16,6 +16,7 @@ from outrider.serving import current_caller, current_tenant
 from outrider.telemetry.names import VERIFY_SEQUENCE
 from outrider.telemetry.tracing import Tracing
 from outrider.v1 import target_pb2, target_pb2_grpc
+from outrider.wire.same_names import shared_fields
 from outrider.wire.trees import mode_to_pb
 from target_service.api import replies
 from target_service.api.admission import Admission, ServedModel
@@ -129,32 +130,15 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     async def GetTargetInfo(
         self, _request: target_pb2.GetTargetInfoRequest, _context: Any
     ) -> target_pb2.GetTargetInfoResponse:
-        served, speculation = self.served, self.speculation()
-        return target_pb2.GetTargetInfoResponse(
+        served, speculation, reply = self.served, self.speculation(), target_pb2.GetTargetInfoResponse
+        return reply(
+            **shared_fields(reply, served),
+            **shared_fields(reply, speculation),
             model=served.name,
-            vocabulary_size=served.vocabulary_size,
-            tokenizer_fingerprint=served.tokenizer_fingerprint,
-            max_context=served.max_context,
-            max_rows=served.max_rows,
-            dtype=served.dtype,
-            page_size=served.page_size,
-            kv_tokens=served.kv_tokens,
             modes=map(mode_to_pb, served.modes),
-            drafter=speculation.drafter,
-            end_token_ids=served.end_token_ids,
             version=outrider.__version__,
-            torch_version=served.torch_version,
-            triton_version=served.triton_version,
-            device=served.device,
-            device_name=served.device_name,
-            captured_step_sizes=served.captured_steps,
-            capturable_step_sizes=served.capturable_steps,
-            draft=speculation.draft,
-            draft_connected=speculation.draft_connected,
-            speculating=speculation.speculating,
             speculation_reason=speculation.reason,
             model_version=self.sequences.engine.snapshot().model_version,
-            kv_token_bytes=served.kv_token_bytes,
         )
 
     async def UpdateWeights(

@@ -9,7 +9,8 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
 from outrider.drafting.draft_tree import GrowingTree
-from outrider.drafting.inbox import Connected, Disconnected, DraftEvent, DraftInbox, Lost
+from outrider.drafting.events import Connected, Disconnected, Lost
+from outrider.drafting.inbox import DraftInbox, QueuedEvent
 from outrider.drafting.latency import DraftLatency
 from outrider.errors import InvalidField, NotSupported, OutriderError
 from outrider.log_limit import LogLimit
@@ -264,7 +265,7 @@ class Drafting(DraftInbox):
         if sequence_ids and self._link is not None and self.connected:
             self._link.close(sequence_ids)
 
-    def _handle(self, event: DraftEvent) -> None:
+    def _handle(self, event: QueuedEvent) -> None:
         match event:
             case SequenceGrowth():
                 self._graft(event)

@@ -74,9 +74,7 @@ class MergedTree:
 
     def cut(self, nodes: Set[int]) -> TokenTree:
         """The tree of the root and `nodes`, which must hold every node's ancestors."""
-        rows = {_ROOT: 0}
-        for node in sorted(nodes):
-            rows[node] = len(rows)
+        rows = {node: row for row, node in enumerate([_ROOT, *sorted(nodes)])}
         return PredictedTree(
             token_ids=tuple(self._tokens[node] for node in rows),
             parents=tuple(rows[self.parents[node]] for node in rows),

@@ -19,10 +19,11 @@ from draft_service.causal_lm.drafter import ModelConfig, ModelDrafter
 from draft_service.drafters.base import DraftSequence, FeatureDrafter
 from draft_service.in_process import InprocessLink
 from draft_service.neural.tree_config import CacheShape
+from outrider.drafting.events import DraftEvents
 from outrider.errors import NotSupported
 from outrider.sampling import LOSSLESS_MODES, SamplingParams, VerificationMode
 from outrider.settings import SettingsError
-from outrider.wire.frames import DraftEvents, DraftLink
+from outrider.wire.frames import DraftLink
 
 VOCABULARY = TINY["vocab_size"]
 SETTINGS: dict[str, Any] = {

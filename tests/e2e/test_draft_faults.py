@@ -19,10 +19,11 @@ from scripted_drafter import Listener
 from transformers import PreTrainedModel
 
 from outrider.drafting import link_process
+from outrider.drafting.events import DraftEvents
 from outrider.drafting.link import GrpcDraftLink, LinkOptions
 from outrider.drafting.link_process import LinkProcess
 from outrider.sampling import SamplingParams
-from outrider.wire.frames import DraftEvents, DraftLink
+from outrider.wire.frames import DraftLink
 
 Link = GrpcDraftLink | LinkProcess
 VOCABULARY = 211

@@ -17,8 +17,9 @@ from draft_service.eagle.drafter import EagleDrafter
 from draft_service.in_process import InprocessLink
 from draft_service.medusa.config import MedusaConfig
 from draft_service.medusa.drafter import MedusaDrafter
+from outrider.drafting.events import DraftEvents
 from outrider.sampling import SamplingParams, VerificationMode
-from outrider.wire.frames import DraftEvents, DraftLink
+from outrider.wire.frames import DraftLink
 
 SAMPLING = SamplingParams(temperature=1.5, top_k=5, top_p=0.95, ignore_eos=True)
 

@@ -12,9 +12,10 @@ from engine_harness import engine_config, knowing_tree, make_runner, plain, requ
 from feature_link import FeatureLink
 from hidden_states import states_of
 
+from outrider.drafting.events import DraftEvents
 from outrider.errors import NotSupported
 from outrider.tree import TokenTree
-from outrider.wire.frames import DraftEvents, DraftLink, FeatureRequest
+from outrider.wire.frames import DraftLink, FeatureRequest
 from target_service.execution.device_executor import DeviceSteps
 from target_service.model.head_projection import DraftHead, HeadProjection
 from target_service.model.hidden_state_hooks import LayerHooks

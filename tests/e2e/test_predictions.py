@@ -10,8 +10,9 @@ import pytest
 from engine_harness import Propose, ScriptedDraft, knowing_tree, make_runner, plain, random_tree, request, run
 from transformers import PreTrainedModel
 
+from outrider.drafting.events import Disconnected, DraftEvents
 from outrider.sampling import SamplingParams, VerificationMode
-from outrider.wire.frames import DraftEvents, DraftLink, SequenceAdvance
+from outrider.wire.frames import DraftLink, SequenceAdvance
 from target_service.core.sequence import SequenceRequest
 from target_service.speculation.policy.step_cost import StepCost
 
@@ -189,7 +190,7 @@ class _ComesAndGoes(ScriptedDraft):
         self.count += 1
         if self.count % 7 == 0:
             self._tokens.clear()
-            self.events.on_disconnected("gone for a test")
+            self.events.receive(Disconnected("gone for a test"))
             self.connect()
             return
         super().advance(advances)

@@ -50,7 +50,7 @@ class _GivesUp(ScriptedDraft):
 
     def open(self, sequence: OpenSequence) -> None:
         super().open(sequence)
-        self.events.on_failure(SequenceFailure(sequence.sequence_id, self.reason, "a text of its own"))
+        self.events.receive(SequenceFailure(sequence.sequence_id, self.reason, "a text of its own"))
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,9 @@ from engine_harness import make_runner, plain, request, run
 from scripted_drafter import Listener, opening
 from transformers import PreTrainedModel
 
+from outrider.drafting.events import DraftEvents
 from outrider.drafting.link import LinkOptions, connect_draft
-from outrider.wire.frames import DraftEvents, DraftLink, StoppableLink
+from outrider.wire.frames import DraftLink, StoppableLink
 
 VOCABULARY = 211
 OPTIONS = LinkOptions(min_backoff=0.01, max_backoff=0.1, connect_timeout=0.5, answer_timeout=0.5)

@@ -22,6 +22,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from torch import Tensor
 
 from draft_service.drafters.hidden_states import read_vectors
+from outrider.drafting.events import Connected, Disconnected, Grown
 from outrider.sampling import SamplingParams
 from outrider.wire.frames import (
     DraftInfo,
@@ -166,12 +167,12 @@ class ServiceMachine(RuleBasedStateMachine):
     @rule(reads=st.booleans())
     def connect(self, reads: bool) -> None:
         self.draft.tokens.clear()
-        self.loop.drafting.on_connected(replace(INFO, features=FEATURES if reads else None))
+        self.loop.drafting.receive(Connected(replace(INFO, features=FEATURES if reads else None)))
         self.loop.drafting.listen()
 
     @rule()
     def disconnect(self) -> None:
-        self.loop.drafting.on_disconnected("fuzzed")
+        self.loop.drafting.receive(Disconnected("fuzzed"))
         self.loop.drafting.listen()
 
     @precondition(lambda self: self.draft.tokens)
@@ -196,7 +197,7 @@ class ServiceMachine(RuleBasedStateMachine):
         )
         if late:
             self.step(1)
-        self.loop.drafting.on_growth([sent])
+        self.loop.drafting.receive(Grown([sent]))
 
     def _token(self, path: Sequence[int], ahead: Sequence[int]) -> int:
         if len(path) < len(ahead) and tuple(path) == tuple(ahead[: len(path)]):
@@ -216,11 +217,11 @@ class ServiceMachine(RuleBasedStateMachine):
         scores = tuple(self.random.random() for _ in parents)
         sent = SequenceGrowth(sequence_id, step, first, tuple(parents), tokens, scores, replaces=replaces)
         self.draft.next_ids[sequence_id] = max(self.draft.next_ids.get(sequence_id, 1), first + len(parents))
-        self.loop.drafting.on_growth([sent])
+        self.loop.drafting.receive(Grown([sent]))
 
     @rule(sequence_id=st.integers(0, 12))
     def draft_gives_up(self, sequence_id: int) -> None:
-        self.loop.drafting.on_failure(SequenceFailure(sequence_id, "FUZZED", "no reason"))
+        self.loop.drafting.receive(SequenceFailure(sequence_id, "FUZZED", "no reason"))
         self.draft.tokens.pop(sequence_id, None)
 
     @invariant()

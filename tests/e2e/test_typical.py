@@ -12,9 +12,10 @@ import pytest
 from engine_harness import DEVICE_SEQUENCES, Outcome, Propose, ScriptedDraft, grow, make_runner, plain, request, run
 from transformers import PreTrainedModel
 
+from outrider.drafting.events import DraftEvents
 from outrider.sampling import SamplingParams, TypicalAcceptance, VerificationMode
 from outrider.tree import TokenTree
-from outrider.wire.frames import DraftEvents, DraftLink, OpenSequence
+from outrider.wire.frames import DraftLink, OpenSequence
 from target_service.core.sequence import SequenceRequest
 
 VOCABULARY = 211

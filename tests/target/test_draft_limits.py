@@ -8,6 +8,7 @@ import pytest
 import torch
 from engine_harness import request
 
+from outrider.drafting.events import Connected
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.wire.frames import DraftInfo, OpenSequence, TreeLimits
 from target_service.config import TargetConfig
@@ -33,7 +34,7 @@ def limits_asked(mode: VerificationMode, tables: NodeTables | None) -> TreeLimit
     config = TargetConfig(draft="any", draft_wait_ms=100.0)
     drafting, link = Drafting(config, 100, features, tables), OpeningLink()  # type: ignore[arg-type]
     drafting.attach(link)  # type: ignore[arg-type]
-    drafting.on_connected(DraftInfo("any", 0, "", TreeLimits(63, 8), 4096, "0"))
+    drafting.receive(Connected(DraftInfo("any", 0, "", TreeLimits(63, 8), 4096, "0")))
     drafting.listen()
     sampling = SamplingParams(temperature=0.0 if mode is VerificationMode.GREEDY else 1.0)
     wanted = request([1, 2, 3], max_draft_nodes=5, mode=mode, sampling=sampling)

@@ -72,8 +72,8 @@ SERVED = replace(
     torch_version="2.9",
     device="cuda:1",
     device_name="A GPU",
-    captured_steps=25,
-    capturable_steps=26,
+    captured_step_sizes=25,
+    capturable_step_sizes=26,
     lookup=True,
 )
 MESSAGES: dict[str, Message] = {

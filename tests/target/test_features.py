@@ -20,11 +20,12 @@ from transformers import PreTrainedModel
 
 from draft_service.drafters.hidden_states import read_vectors
 from draft_service.eagle.checkpoint import load_head, save_head
+from outrider.drafting.events import DraftEvents
 from outrider.errors import NotSupported
 from outrider.heads import ShippedHead
 from outrider.sampling import SamplingParams
 from outrider.tree import TokenTree
-from outrider.wire.frames import DraftEvents, DraftLink, FeatureRequest
+from outrider.wire.frames import DraftLink, FeatureRequest
 from target_service.config import TargetConfig
 from target_service.core.sequence import SequenceFinished, SequenceRequest, Verdict
 from target_service.engine.loop import EngineLoop

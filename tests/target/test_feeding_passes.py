@@ -11,6 +11,7 @@ import pytest
 from engine_harness import ScriptedDraft, engine_config, knowing_tree, make_runner, plain, request
 from transformers import PreTrainedModel
 
+from outrider.drafting.events import Grown
 from outrider.wire.frames import SequenceGrowth
 from target_service.engine.loop import EngineLoop
 from target_service.execution import node_tables
@@ -37,7 +38,7 @@ class LateDraft(ScriptedDraft):
         while True:
             due, growths = self._answers.get()
             time.sleep(max(0.0, due - time.monotonic()))
-            self.events.on_growth(growths)
+            self.events.receive(Grown(growths))
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import pytest
 from engine_harness import ScriptedDraft, engine_config, knowing_tree, make_runner, plain, request
 from transformers import PreTrainedModel
 
+from outrider.drafting.events import Lost
 from outrider.tree import TokenTree
 from outrider.wire.frames import OpenSequence, SequenceAdvance, SequenceGrowth
 from target_service.core.sequence import SequenceFinished, SequenceRequest, Verdict
@@ -215,7 +216,7 @@ def test_what_a_draft_says_last_is_in_the_pass_that_waited(
 
 
 def test_a_sequence_whose_draft_is_gone_is_opened_with_another(tiny_model: PreTrainedModel) -> None:
-    """Of several drafts; see `DraftEvents.on_lost`."""
+    """Of several drafts; see `Lost`."""
     wanted = request([5, 7, 9], 30)
     truth = (*wanted.token_ids, *plain(tiny_model, wanted))
     runner = make_runner(tiny_model)
@@ -232,7 +233,7 @@ def test_a_sequence_whose_draft_is_gone_is_opened_with_another(tiny_model: PreTr
         loop.step()
     before = len(live.sequence.token_ids)
     # Another that nobody knows is no matter.
-    loop.drafting.on_lost([1, 99])
+    loop.drafting.receive(Lost([1, 99]))
     accepted = live.sequence.totals.accepted_tokens
     while loop.live:
         loop.step()

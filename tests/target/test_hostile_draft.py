@@ -17,7 +17,8 @@ from scripted_drafter import VOCABULARY, Listener, opening, step
 
 from outrider.drafting import inbox as inbox_module
 from outrider.drafting.draft_tree import MEMORY_IDS, GrowingTree
-from outrider.drafting.inbox import LISTEN_SECONDS, DraftEvent, DraftInbox
+from outrider.drafting.events import Connected, Disconnected, Grown
+from outrider.drafting.inbox import LISTEN_SECONDS, DraftInbox, QueuedEvent
 from outrider.drafting.stream import MAX_ANSWERS_KEPT, WORK_PER_ANSWER, DraftConversation
 from outrider.errors import CreditExceeded, InvalidField
 from outrider.v1 import draft_pb2
@@ -32,9 +33,9 @@ class Noting(DraftInbox):
 
     def __init__(self) -> None:
         super().__init__()
-        self.handled: list[DraftEvent] = []
+        self.handled: list[QueuedEvent] = []
 
-    def _handle(self, event: DraftEvent) -> None:
+    def _handle(self, event: QueuedEvent) -> None:
         self.handled.append(event)
 
     def _cut_off(self, reason: str) -> None:
@@ -45,7 +46,7 @@ def test_every_look_at_what_came_handles_something(monkeypatch: pytest.MonkeyPat
     """Also where the machine takes the processor away for longer than a look may take."""
     inbox, clock = Noting(), itertools.count()
     for reason in "abc":
-        inbox.on_disconnected(reason)
+        inbox.receive(Disconnected(reason))
     monkeypatch.setattr(inbox_module, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
     for looks in (1, 2, 3):
         inbox.listen()
@@ -147,7 +148,7 @@ def drafting_of(kind: type[Drafting], wait_seconds: float = 0.1) -> tuple[Drafti
     config = TargetConfig(draft="hostile", draft_wait_ms=wait_seconds * 1e3)
     drafting, link = kind(config, VOCABULARY, QuietFeatures()), CutLink()  # type: ignore[arg-type]
     drafting.attach(link)  # type: ignore[arg-type]
-    drafting.on_connected(DraftInfo("hostile", 0, "", TreeLimits(), 1024, "0"))
+    drafting.receive(Connected(DraftInfo("hostile", 0, "", TreeLimits(), 1024, "0")))
     drafting.listen()
     return drafting, link
 
@@ -157,7 +158,7 @@ SENT = SequenceGrowth(1, 0, 1, (0,), (7,), (0.5,))
 
 def test_the_engine_listens_for_a_share_of_a_step() -> None:
     drafting, link = drafting_of(SlowDrafting)
-    drafting.on_growth([SENT] * 10_000)
+    drafting.receive(Grown([SENT] * 10_000))
     begun = time.monotonic()
     drafting.listen()
     # 10,000 take 20 s. A busy machine may let the engine sleep for long in between.
@@ -167,7 +168,7 @@ def test_the_engine_listens_for_a_share_of_a_step() -> None:
 
 def test_a_draft_that_says_more_than_can_be_taken_in_is_cut_off(caplog: pytest.LogCaptureFixture) -> None:
     drafting, link = drafting_of(SlowDrafting)
-    drafting.on_growth([SENT] * 100_000)
+    drafting.receive(Grown([SENT] * 100_000))
     begun = time.monotonic()
     while not link.reasons:
         drafting.listen()
@@ -175,14 +176,14 @@ def test_a_draft_that_says_more_than_can_be_taken_in_is_cut_off(caplog: pytest.L
     assert time.monotonic() - begun >= 1.0
     assert "more than there is time to read" in link.reasons[0] and "cut off" in caplog.text
     # What it had said is forgotten; that it is gone is still heard of.
-    drafting.on_disconnected("cut off")
+    drafting.receive(Disconnected("cut off"))
     drafting.listen()
     assert not drafting.connected and drafting.lost == "cut off" and len(link.reasons) == 1
 
 
 def test_one_long_step_is_not_held_against_the_draft() -> None:
     drafting, link = drafting_of(SlowDrafting)
-    drafting.on_growth([SENT] * 50)
+    drafting.receive(Grown([SENT] * 50))
     drafting.listen()
     time.sleep(1.1)
     for _ in range(20):
@@ -195,13 +196,13 @@ class EndlessDrafting(Drafting):
 
     def _graft(self, growth: SequenceGrowth) -> None:
         time.sleep(0.0005)
-        self.on_growth([growth])
+        self.receive(Grown([growth]))
 
 
 def test_waiting_ends_though_the_draft_goes_on_about_something_else() -> None:
     drafting, _ = drafting_of(EndlessDrafting)
     drafting._trees[7] = GrowingTree([9], 0)
-    drafting.on_growth([SENT])
+    drafting.receive(Grown([SENT]))
     begun = time.monotonic()
     waited = drafting.wait_for([SimpleNamespace(sequence_id=7)])  # type: ignore[list-item]
     assert waited > 0.05e9 and time.monotonic() - begun < 5.0

@@ -11,10 +11,10 @@ import pytest
 from fake_draft import FAST, INFO
 from scripted_drafter import VOCABULARY, Listener, opening, step
 
+from outrider.drafting.events import Connected, Disconnected, DraftEvents, Grown
 from outrider.drafting.link import connect_draft
 from outrider.drafting.several import SeveralDrafts
 from outrider.wire.frames import (
-    DraftEvents,
     DraftInfo,
     OpenSequence,
     SequenceAdvance,
@@ -56,7 +56,7 @@ class OneLink:
 
     def grow(self, sequence_id: int, nodes: int = 1) -> None:
         zeros = (0,) * nodes
-        self.events.on_growth([SequenceGrowth(sequence_id, 0, 1, zeros, zeros, (0.5,) * nodes)])
+        self.events.receive(Grown([SequenceGrowth(sequence_id, 0, 1, zeros, zeros, (0.5,) * nodes)]))
 
 
 @dataclass
@@ -73,7 +73,7 @@ class Drafts:
     def several(self, addresses: str = "abc", info: DraftInfo = TRIE) -> SeveralDrafts:
         found = SeveralDrafts(list(addresses), self.connect, self.heard)
         for link in self.links.values():
-            link.events.on_connected(info)
+            link.events.receive(Connected(info))
         return found
 
     def home_of(self, sequence_id: int) -> str:
@@ -134,7 +134,7 @@ def test_the_others_take_over_what_a_lost_one_followed(drafts: Drafts) -> None:
     for number in range(30):
         several.open(opening(number, tenant=f"tenant {number}"))
     before = [drafts.home_of(number) for number in range(30)]
-    drafts.links["b"].events.on_disconnected("killed")
+    drafts.links["b"].events.receive(Disconnected("killed"))
     assert drafts.heard.lost == [number for number in range(30) if before[number] == "b"]
     assert drafts.heard.connected and not drafts.heard.losses
     told = len(drafts.links["b"].told)
@@ -142,7 +142,7 @@ def test_the_others_take_over_what_a_lost_one_followed(drafts: Drafts) -> None:
         several.open(opening(number, tenant=f"tenant {number}"))
     assert len(drafts.links["b"].told) == told
     # Those of the others stay where they are, and so they do when it is back.
-    drafts.links["b"].events.on_connected(replace(TRIE, version="newer"))
+    drafts.links["b"].events.receive(Connected(replace(TRIE, version="newer")))
     assert drafts.heard.infos == [TRIE]
     several.advance([step(1, 7, sequence_id=number) for number in range(30)])
     assert len(drafts.links["b"].told) == told
@@ -155,13 +155,13 @@ def test_while_none_is_there_nothing_is_told(drafts: Drafts) -> None:
     several = drafts.several("ab")
     several.open(opening(1))
     for address in "ab":
-        drafts.links[address].events.on_disconnected(f"{address} is gone")
+        drafts.links[address].events.receive(Disconnected(f"{address} is gone"))
     assert len(drafts.heard.losses) == 1 and not drafts.heard.connected
     told = {address: list(link.told) for address, link in drafts.links.items()}
     several.open(opening(2))
     several.advance([step(1, 7)])
     assert {address: link.told for address, link in drafts.links.items()} == told
-    drafts.links["b"].events.on_connected(TRIE)
+    drafts.links["b"].events.receive(Connected(TRIE))
     assert drafts.heard.infos == [TRIE, TRIE]
     several.open(opening(1))
     assert ("open", 1) in drafts.links["b"].told
@@ -175,9 +175,9 @@ def test_growth_of_a_draft_that_no_longer_follows_is_left_out(drafts: Drafts) ->
     drafts.links[home].grow(1)
     drafts.links[other].grow(1)
     assert len(drafts.heard.growths) == 1
-    drafts.links[other].events.on_failure(SequenceFailure(1, "GONE", "not mine"))
+    drafts.links[other].events.receive(SequenceFailure(1, "GONE", "not mine"))
     assert not drafts.heard.failures
-    drafts.links[home].events.on_failure(SequenceFailure(1, "QUOTA", "full"))
+    drafts.links[home].events.receive(SequenceFailure(1, "QUOTA", "full"))
     assert len(drafts.heard.failures) == 1
     drafts.links[home].grow(1)
     assert len(drafts.heard.growths) == 1
@@ -185,12 +185,12 @@ def test_growth_of_a_draft_that_no_longer_follows_is_left_out(drafts: Drafts) ->
 
 def test_one_of_another_kind_is_left_alone(drafts: Drafts) -> None:
     several = SeveralDrafts(["a", "b"], drafts.connect, drafts.heard)
-    drafts.links["a"].events.on_connected(EAGLE)
-    drafts.links["b"].events.on_connected(TRIE)
+    drafts.links["a"].events.receive(Connected(EAGLE))
+    drafts.links["b"].events.receive(Connected(TRIE))
     for number in range(20):
         several.open(opening(number))
     assert not drafts.links["b"].told
-    drafts.links["a"].events.on_disconnected("gone")
+    drafts.links["a"].events.receive(Disconnected("gone"))
     assert drafts.heard.losses == ["gone"] and drafts.heard.infos == [EAGLE, TRIE]
 
 
@@ -198,25 +198,25 @@ def test_those_that_changed_one_after_the_other_are_used_once_the_last_is_gone(d
     several = drafts.several("abc", TRIE)
     links = drafts.links
     for address in "ab":
-        links[address].events.on_disconnected("restarted")
-        links[address].events.on_connected(EAGLE)
+        links[address].events.receive(Disconnected("restarted"))
+        links[address].events.receive(Connected(EAGLE))
     several.open(opening(100))
     assert drafts.home_of(100) == "c" and drafts.heard.infos == [TRIE]
-    links["c"].events.on_disconnected("restarted")
+    links["c"].events.receive(Disconnected("restarted"))
     assert drafts.heard.losses == ["restarted"] and drafts.heard.infos == [TRIE, EAGLE]
     for number in range(60):
         several.open(opening(number))
     assert {drafts.home_of(number) for number in range(60)} == {"a", "b"}
-    links["c"].events.on_connected(EAGLE)
+    links["c"].events.receive(Connected(EAGLE))
     assert drafts.heard.infos == [TRIE, EAGLE]
 
 
 def test_one_that_was_not_used_and_is_gone_is_not_waited_for(drafts: Drafts) -> None:
     several = SeveralDrafts(["a", "b"], drafts.connect, drafts.heard)
-    drafts.links["a"].events.on_connected(EAGLE)
-    drafts.links["b"].events.on_connected(TRIE)
-    drafts.links["b"].events.on_disconnected("gone")
-    drafts.links["a"].events.on_disconnected("gone too")
+    drafts.links["a"].events.receive(Connected(EAGLE))
+    drafts.links["b"].events.receive(Connected(TRIE))
+    drafts.links["b"].events.receive(Disconnected("gone"))
+    drafts.links["a"].events.receive(Disconnected("gone too"))
     several.open(opening(1))
     assert drafts.heard.losses[-1] == "gone too" and TRIE not in drafts.heard.infos and not drafts.links["b"].told
 

@@ -230,9 +230,7 @@ class GrowingTree:
 
     def cut(self, nodes: Set[int]) -> TokenTree:
         """The tree of the root and `nodes`, which must hold every node's ancestors. Rows keep the order of arrival."""
-        rows = {_ROOT: 0}
-        for node in sorted(nodes):
-            rows[node] = len(rows)
+        rows = {node: row for row, node in enumerate([_ROOT, *sorted(nodes)])}
         return TokenTree(
             token_ids=tuple(self.token_ids[node] for node in rows),
             parents=tuple(rows[self.parents[node]] for node in rows),

@@ -6,34 +6,12 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 
-from outrider.wire.frames import DraftInfo, DraftLink, SequenceFailure, SequenceGrowth
+from outrider.drafting.events import Connected, Disconnected, DraftEvent, Grown, Lost
+from outrider.wire.frames import DraftLink, SequenceFailure, SequenceGrowth
 
-
-@dataclass(frozen=True, slots=True)
-class Connected:
-    """A draft is connected."""
-
-    info: DraftInfo
-
-
-@dataclass(frozen=True, slots=True)
-class Disconnected:
-    """The draft is disconnected, or could not be reached."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """The draft that followed these sequences is disconnected, and another is connected."""
-
-    sequence_ids: tuple[int, ...]
-
-
-DraftEvent = SequenceGrowth | SequenceFailure | Connected | Disconnected | Lost
+QueuedEvent = SequenceGrowth | SequenceFailure | Connected | Disconnected | Lost
 # Seconds that one `listen` may take; later events wait a step at most. 64 growths of 64 nodes take a tenth of it.
 LISTEN_SECONDS = 0.02
 # A draft is cut off after so many calls of `listen` in a row, over so many seconds, that left events: it sends faster
@@ -42,10 +20,10 @@ _CALLS_BEHIND, _SECONDS_BEHIND = 32, 1.0
 
 
 class DraftInbox(ABC):
-    """A queue of `DraftEvents` that wakes a waiting thread. The `on_...` methods may be called from any thread."""
+    """Receives the events of a draft in a queue, and wakes a waiting thread."""
 
     def __init__(self) -> None:
-        self._events: deque[DraftEvent] = deque()
+        self._events: deque[QueuedEvent] = deque()
         self._wake = threading.Condition()
         # Calls of `listen` in a row that left events, and when the first of them began.
         self._calls_behind, self._behind_since = 0, 0.0
@@ -57,23 +35,13 @@ class DraftInbox(ABC):
         """Use `link` from now on. Called once, before the first step."""
         self._link = link
 
-    def on_growth(self, growths: Sequence[SequenceGrowth]) -> None:
-        self.received_at = time.monotonic()
-        self._queue(growths)
-
-    def on_failure(self, failure: SequenceFailure) -> None:
-        self._queue((failure,))
-
-    def on_connected(self, info: DraftInfo) -> None:
-        self._queue((Connected(info),))
-
-    def on_disconnected(self, reason: str) -> None:
-        self._queue((Disconnected(reason),))
-
-    def on_lost(self, sequence_ids: Sequence[int]) -> None:
-        self._queue((Lost(tuple(sequence_ids)),))
-
-    def _queue(self, events: Iterable[DraftEvent]) -> None:
+    def receive(self, event: DraftEvent) -> None:
+        """Queue an event. Any thread."""
+        events: Iterable[QueuedEvent]
+        if isinstance(event, Grown):
+            events, self.received_at = event.growths, time.monotonic()
+        else:
+            events = (event,)
         with self._wake:
             self._events.extend(events)
             self._wake.notify_all()
@@ -103,7 +71,7 @@ class DraftInbox(ABC):
         self._cut_off("it sends more than there is time to read")
 
     @abstractmethod
-    def _handle(self, event: DraftEvent) -> None:
+    def _handle(self, event: QueuedEvent) -> None:
         """Handle one event."""
 
     @abstractmethod

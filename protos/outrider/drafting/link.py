@@ -21,6 +21,7 @@ from typing import Any
 import grpc
 
 from outrider.busy_polling import BUSY_POLL_SECONDS, BusyPolling
+from outrider.drafting.events import Connected, Disconnected, DraftEvents
 from outrider.drafting.several import SeveralDrafts
 from outrider.drafting.stream import DraftConversation
 from outrider.errors import CreditExceeded, DraftUnavailable, InvalidField, OutriderError, WrongVocabulary
@@ -31,7 +32,7 @@ from outrider.settings import MAX_MESSAGE_BYTES, SettingsError, comma_words, unr
 from outrider.unreachable import cause_of
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 from outrider.wire.drafts import info_from_pb
-from outrider.wire.frames import DraftEvents, DraftInfo, OpenSequence, SequenceAdvance, SequenceFeatures, StoppableLink
+from outrider.wire.frames import DraftInfo, OpenSequence, SequenceAdvance, SequenceFeatures, StoppableLink
 
 INPROCESS_SCHEME = "inprocess:"
 LINK_GROUP = "outrider.draft_links"
@@ -170,7 +171,7 @@ def _prepare_in_process(address: str) -> Connect:
 
 class GrpcDraftLink:
     """A `DraftLink` to a draft service. Calls are thread-safe, return at once, and never raise. Calls while no draft is
-    connected are dropped: at `on_connected` the receiver opens every live sequence again."""
+    connected are dropped: at `Connected` the receiver opens every live sequence again."""
 
     def __init__(
         self, address: str, events: DraftEvents, vocabulary_size: int, fingerprint: str, options: LinkOptions = USUAL
@@ -301,7 +302,7 @@ class GrpcDraftLink:
             # Once when it is lost, and again whenever the reason changes.
             if self._connected or reason != self._last_reason:
                 self._connected, self._last_reason = False, reason
-                self._events.on_disconnected(reason)
+                self._events.receive(Disconnected(reason))
             # Connect again at once to a draft that had answered, and ever more slowly to one that never does. Spread,
             # so that the many targets of a draft that restarts do not reconnect together.
             backoff = options.min_backoff if conversation.received else min(2 * backoff, options.max_backoff)
@@ -325,7 +326,7 @@ class GrpcDraftLink:
             self._bytes_sent += self._outbox.popleft()[1]
         self._cut_off.clear()
         self._connected, self._last_reason = True, ""
-        self._events.on_connected(info)
+        self._events.receive(Connected(info))
         try:
             await until_first_ends(
                 self._read(call, conversation),

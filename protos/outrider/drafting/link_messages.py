@@ -2,7 +2,7 @@
 one msgpack struct each, and behind it the hidden states, uncopied. Decoding them cannot run code.
 
 To the link: Open Advance SendFeatures Close CutOff (calls of `DraftLink`).
-From the link: Connected Disconnected Grown Failed Lost (calls of `DraftEvents`).
+From the link: the events of `outrider.drafting.events`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 import msgspec
 
+from outrider.drafting.events import Connected, Disconnected, Lost
 from outrider.drafting.link import LinkOptions
 from outrider.processes.framing import Buffer, framed_parts, parts_of
 from outrider.tree import DraftDistribution
 from outrider.wire.frames import (
-    DraftInfo,
     OpenSequence,
     SequenceAdvance,
     SequenceFailure,
@@ -57,14 +57,6 @@ class Close(_Message, frozen=True):
 
 
 class CutOff(_Message, frozen=True):
-    reason: str
-
-
-class Connected(_Message, frozen=True):
-    info: DraftInfo
-
-
-class Disconnected(_Message, frozen=True):
     reason: str
 
 
@@ -110,15 +102,9 @@ class GrowthArrays(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Grown(_Message, frozen=True):
+    """`outrider.drafting.events.Grown` with arrays."""
+
     growths: list[GrowthArrays]
-
-
-class Failed(_Message, frozen=True):
-    failure: SequenceFailure
-
-
-class Lost(_Message, frozen=True):
-    sequence_ids: list[int]
 
 
 class Alive(_Message, frozen=True):
@@ -126,7 +112,7 @@ class Alive(_Message, frozen=True):
 
 
 ToLink = Connect | Open | Advance | SendFeatures | Close | CutOff
-FromLink = Connected | Disconnected | Grown | Failed | Lost | Alive
+FromLink = Grown | SequenceFailure | Connected | Disconnected | Lost | Alive
 
 
 def pack(message: ToLink | FromLink) -> list[bytes]:

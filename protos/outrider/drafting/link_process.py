@@ -20,11 +20,12 @@ from functools import partial
 import msgspec
 
 from outrider.drafting import link_messages as messages
+from outrider.drafting.events import Connected, Disconnected, DraftEvent, DraftEvents, Grown
 from outrider.drafting.link import USUAL, Connect, LinkOptions
 from outrider.processes.children import exit_status, start_child
 from outrider.processes.framing import FrameCutter
 from outrider.processes.outbox import Outbox
-from outrider.wire.frames import DraftEvents, OpenSequence, SequenceAdvance, SequenceFeatures
+from outrider.wire.frames import OpenSequence, SequenceAdvance, SequenceFeatures
 
 log = logging.getLogger(__name__)
 LINK_COMMAND = (sys.executable, "-m", "outrider.drafting.link_worker")
@@ -71,7 +72,7 @@ class _Worker:
 
 class LinkProcess:
     """A `StoppableLink` whose stream is held by another process. Calls are thread-safe, return at once, and never
-    raise. Calls while no draft is connected are dropped: at `on_connected` the receiver opens every live sequence
+    raise. Calls while no draft is connected are dropped: at `Connected` the receiver opens every live sequence
     again. A process that ends or is stuck is replaced; until then the draft is reported as disconnected."""
 
     def __init__(
@@ -150,7 +151,7 @@ class LinkProcess:
                 return
             self._connected = False
             log.error("%s, with status %d; another is started", reason, status)
-            self._events.on_disconnected(reason)
+            self._events.receive(Disconnected(reason))
             pause = _PAUSE_SECONDS if worker.had_draft else min(2 * pause, _MOST_PAUSE_SECONDS)
             while not self._stopping.wait(pause):
                 try:
@@ -178,7 +179,7 @@ class LinkProcess:
                 message = messages.unpack_from_link(body)
                 if self._stopping.is_set():
                     return
-                worker.had_draft = worker.had_draft or isinstance(message, messages.Connected)
+                worker.had_draft = worker.had_draft or isinstance(message, Connected)
                 self._deliver(message)
 
     def _receive(self, worker: _Worker) -> bytes:
@@ -192,20 +193,15 @@ class LinkProcess:
 
     def _deliver(self, message: messages.FromLink) -> None:
         match message:
-            case messages.Grown():
-                self._events.on_growth([packed.growth() for packed in message.growths])
-            case messages.Failed():
-                self._events.on_failure(message.failure)
-            case messages.Connected():
-                self._connected = True
-                self._events.on_connected(message.info)
-            case messages.Disconnected():
-                self._connected = False
-                self._events.on_disconnected(message.reason)
-            case messages.Lost():
-                self._events.on_lost(message.sequence_ids)
             case messages.Alive():
-                pass
+                return
+            case messages.Grown():
+                event: DraftEvent = Grown([packed.growth() for packed in message.growths])
+            case _:
+                event = message
+        if isinstance(event, Connected | Disconnected):
+            self._connected = isinstance(event, Connected)
+        self._events.receive(event)
 
 
 def _wait_at_most(connection: socket.socket, seconds: float) -> None:

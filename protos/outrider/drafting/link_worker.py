@@ -11,7 +11,6 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Sequence
 
 from outrider.runtime import configure_logging, prepare_grpc, switch_threads_often
 
@@ -20,10 +19,11 @@ prepare_grpc()
 
 from outrider.busy_polling import allowed_seconds  # noqa: E402
 from outrider.drafting import link_messages as messages  # noqa: E402
+from outrider.drafting.events import DraftEvent, Grown  # noqa: E402
 from outrider.drafting.link import GrpcDraftLink, prepare_draft  # noqa: E402
 from outrider.processes.framing import FrameCutter  # noqa: E402
 from outrider.processes.outbox import Outbox  # noqa: E402
-from outrider.wire.frames import DraftInfo, SequenceFailure, SequenceGrowth, StoppableLink  # noqa: E402
+from outrider.wire.frames import StoppableLink  # noqa: E402
 
 # Seconds between heartbeats; `link_process.SILENT_SECONDS` is several of them.
 ALIVE_SECONDS = 1.0
@@ -32,25 +32,16 @@ _RECEIVE_BYTES = 1 << 18
 
 
 class _Events:
-    """Sends `DraftEvents` over the socket."""
+    """Sends the events of a draft over the socket."""
 
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
 
-    def on_growth(self, growths: Sequence[SequenceGrowth]) -> None:
-        self.send(messages.Grown([messages.GrowthArrays.of(growth) for growth in growths]))
-
-    def on_failure(self, failure: SequenceFailure) -> None:
-        self.send(messages.Failed(failure))
-
-    def on_connected(self, info: DraftInfo) -> None:
-        self.send(messages.Connected(info))
-
-    def on_disconnected(self, reason: str) -> None:
-        self.send(messages.Disconnected(reason))
-
-    def on_lost(self, sequence_ids: Sequence[int]) -> None:
-        self.send(messages.Lost(list(sequence_ids)))
+    def receive(self, event: DraftEvent) -> None:
+        if isinstance(event, Grown):
+            self.send(messages.Grown([messages.GrowthArrays.of(growth) for growth in event.growths]))
+        else:
+            self.send(event)
 
     def send(self, message: messages.FromLink) -> None:
         self._outbox.send(*messages.pack(message))

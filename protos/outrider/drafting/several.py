@@ -12,8 +12,8 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from outrider.drafting.events import Connected, Disconnected, DraftEvent, DraftEvents, Grown, Lost
 from outrider.wire.frames import (
-    DraftEvents,
     DraftInfo,
     OpenSequence,
     SequenceAdvance,
@@ -39,20 +39,18 @@ class _Member:
     nodes: int = 0  # nodes received from it since a draft was last cut off
     link: StoppableLink = field(init=False)
 
-    def on_growth(self, growths: Sequence[SequenceGrowth]) -> None:
-        self.shared.grown(self, growths)
-
-    def on_failure(self, failure: SequenceFailure) -> None:
-        self.shared.failed(self, failure)
-
-    def on_connected(self, info: DraftInfo) -> None:
-        self.shared.joined(self, info)
-
-    def on_disconnected(self, reason: str) -> None:
-        self.shared.left(self, reason)
-
-    def on_lost(self, sequence_ids: Sequence[int]) -> None:
-        raise AssertionError(f"a link to one draft loses all or none, not {len(sequence_ids)}")
+    def receive(self, event: DraftEvent) -> None:
+        match event:
+            case Grown():
+                self.shared.grown(self, event.growths)
+            case SequenceFailure():
+                self.shared.failed(self, event)
+            case Connected():
+                self.shared.joined(self, event.info)
+            case Disconnected():
+                self.shared.left(self, event.reason)
+            case Lost():
+                raise AssertionError(f"a link to one draft loses all or none, not {len(event.sequence_ids)}")
 
 
 class SeveralDrafts:
@@ -61,8 +59,8 @@ class SeveralDrafts:
     def __init__(
         self, addresses: Sequence[str], connect: Callable[[str, DraftEvents], StoppableLink], events: DraftEvents
     ) -> None:
-        """Start connecting to each address by `connect`. `events` receives `on_connected` for the first draft that
-        connects, `on_disconnected` for the last that disconnects, and `on_lost` for those in between."""
+        """Start connecting to each address by `connect`. `events` receives `Connected` for the first draft that
+        connects, `Disconnected` for the last that disconnects, and `Lost` for those in between."""
         self._events = events
         self._lock = threading.RLock()
         # The description that the receiver was given; None while no draft is connected.
@@ -123,7 +121,7 @@ class SeveralDrafts:
             own = [one for one in growths if self._homes.get(one.sequence_id) is member]
             member.nodes += sum(len(one.token_ids) for one in growths)
         if own:
-            self._events.on_growth(own)
+            self._events.receive(Grown(own))
 
     def failed(self, member: _Member, failure: SequenceFailure) -> None:
         with self._lock:
@@ -131,7 +129,7 @@ class SeveralDrafts:
             if own:
                 del self._homes[failure.sequence_id]
         if own:
-            self._events.on_failure(failure)
+            self._events.receive(failure)
 
     def joined(self, member: _Member, info: DraftInfo) -> None:
         """A draft is connected. It is not used while it differs from the first: a target supports one kind."""
@@ -143,7 +141,7 @@ class SeveralDrafts:
                     "draft %s at %s is not used: it is not what the other drafts are", info.drafter, member.address
                 )
         if first is not None:
-            self._events.on_connected(first)
+            self._events.receive(Connected(first))
 
     def left(self, member: _Member, reason: str) -> None:
         with self._lock:
@@ -158,11 +156,11 @@ class SeveralDrafts:
             # Those that were not used beside the last one.
             first = self._take_up()
         if not others:
-            self._events.on_disconnected(reason)
+            self._events.receive(Disconnected(reason))
         elif was_connected and lost:
-            self._events.on_lost(lost)
+            self._events.receive(Lost(lost))
         if first is not None:
-            self._events.on_connected(first)
+            self._events.receive(Connected(first))
 
     def _take_up(self) -> DraftInfo | None:
         """Use every connected draft that is what the first is. Returns the description of a new first one."""

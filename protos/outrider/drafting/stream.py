@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+from outrider.drafting.events import DraftEvents, Grown
 from outrider.errors import CreditExceeded, InvalidField, PositionOutOfRange
 from outrider.v1 import draft_pb2
 from outrider.wire.drafts import advance_to_pb, failure_from_pb, growth_from_pb, open_to_pb
@@ -19,7 +20,6 @@ from outrider.wire.frames import (
     MAX_FEATURE_BYTES,
     MAX_NODES,
     MAX_SEQUENCES_PER_FRAME,
-    DraftEvents,
     OpenSequence,
     SequenceAdvance,
     SequenceFailure,
@@ -81,7 +81,7 @@ class DraftConversation:
         self.close([sequence.sequence_id])
         if self.max_context and len(sequence.token_ids) > self.max_context:
             error = PositionOutOfRange("the sequence is longer than the draft follows")
-            self._events.on_failure(SequenceFailure(sequence.sequence_id, error.reason, error.message))
+            self._events.receive(SequenceFailure(sequence.sequence_id, error.reason, error.message))
             return
         self._last_wire_id += 1
         wire_id = self._last_wire_id
@@ -165,15 +165,15 @@ class DraftConversation:
                 growths.append(growth_from_pb(part, vocabulary_size, MAX_NODES, f"growth.sequences[{i}]"))
             except InvalidField as error:
                 self.close([sequence_id])
-                self._events.on_failure(SequenceFailure(sequence_id, error.reason, error.message))
+                self._events.receive(SequenceFailure(sequence_id, error.reason, error.message))
         if growths:
-            self._events.on_growth(growths)
+            self._events.receive(Grown(growths))
 
     def _fail(self, failure: SequenceFailure) -> None:
         sequence_id = self._sequence_ids.pop(failure.sequence_id, None)
         if sequence_id is not None:
             del self._wire_ids[sequence_id]
-            self._events.on_failure(replace(failure, sequence_id=sequence_id))
+            self._events.receive(SequenceFailure(sequence_id, failure.reason, failure.message))
 
     def _request(self, frame: draft_pb2.ProposeRequest, answers: int) -> None:
         """Send a frame that the draft owes answers to."""

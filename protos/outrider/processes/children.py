@@ -1,4 +1,4 @@
-"""Starts a child process with a socket to it, and sees it end."""
+"""Starts a child process with a socket to it, and ends it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 # The socket's buffer for frames while their reader is busy. Chosen, not measured; the kernel may grant less.
 _BUFFER_BYTES = 1 << 22
-
 # For a process to end once its socket is closed.
 _EXIT_SECONDS = 2.0
 
@@ -36,7 +35,7 @@ def start_child(command: Sequence[str], *, own_group: bool = False) -> tuple[sub
 
 
 def exit_status(process: subprocess.Popen[bytes]) -> int:
-    """The exit status of a child whose socket was closed, which ends it; it is killed if it hangs."""
+    """The status of a child whose socket is closed, which ends it. One that hangs is killed."""
     try:
         return process.wait(_EXIT_SECONDS)
     except subprocess.TimeoutExpired:

@@ -26,7 +26,7 @@ from outrider.wire.frames import (
     is_self_contained,
 )
 from outrider.wire.hidden_states import request_from_pb, request_to_pb, vectors_from_pb, vectors_to_pb
-from outrider.wire.same_names import message_of, value_of
+from outrider.wire.same_names import message_of, shared_fields, value_of
 
 # Node ids are uint32 on the wire; at two growths of 1,023 a step they last for 2 million steps.
 MAX_NODE_ID = 2**32 - 1
@@ -195,16 +195,9 @@ def info_to_pb(info: DraftInfo) -> draft_pb2.GetDraftInfoResponse:
 
 
 def corpus_to_pb(corpus: CorpusInfo) -> draft_pb2.Corpus:
-    return draft_pb2.Corpus(
-        corpus=corpus.name,
-        tenant=corpus.owner,
-        shared=corpus.shared,
-        tokens=corpus.tokens,
-        documents=corpus.documents,
-        nodes=corpus.nodes,
-        bytes=corpus.bytes,
-    )
+    same = shared_fields(draft_pb2.Corpus, corpus)
+    return draft_pb2.Corpus(corpus=corpus.name, tenant=corpus.owner, shared=corpus.shared, **same)
 
 
 def corpus_from_pb(pb: draft_pb2.Corpus) -> CorpusInfo:
-    return CorpusInfo(pb.corpus, pb.tenant, pb.tokens, pb.documents, pb.nodes, pb.bytes)
+    return value_of(CorpusInfo, pb, name=pb.corpus, owner=pb.tenant)

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import DraftDistribution
 
@@ -127,8 +129,7 @@ def is_self_contained(parent_ids: Iterable[int], first_node_id: int) -> bool:
     return min(filter(None, parent_ids), default=first_node_id) >= first_node_id
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceFailure:
+class SequenceFailure(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The draft closed one sequence; the target continues it without drafts."""
 
     sequence_id: int
@@ -164,26 +165,6 @@ class CorpusInfo:
     def shared(self) -> bool:
         """Whether every tenant may draft from it."""
         return bool(self.name)
-
-
-class DraftEvents(Protocol):
-    """Where a draft link delivers what it receives. Called from the link's own thread; must not block."""
-
-    def on_growth(self, growths: Sequence[SequenceGrowth]) -> None:
-        """Nodes arrived."""
-
-    def on_failure(self, failure: SequenceFailure) -> None:
-        """The draft closed one sequence."""
-
-    def on_connected(self, info: DraftInfo) -> None:
-        """A draft with the target's vocabulary is connected. The receiver opens its live sequences (again)."""
-
-    def on_disconnected(self, reason: str) -> None:
-        """The draft is disconnected, or could not be reached. It has lost its state of every sequence."""
-
-    def on_lost(self, sequence_ids: Sequence[int]) -> None:
-        """The one of several drafts that followed these sequences is disconnected. The receiver opens them again, at
-        the others."""
 
 
 class DraftLink(Protocol):

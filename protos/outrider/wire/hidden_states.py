@@ -77,7 +77,7 @@ def request_from_pb(pb: draft_pb2.FeatureRequest) -> FeatureRequest:
     if len(pb.projection_fingerprint) > _MAX_FINGERPRINT:
         raise InvalidField("features.projection_fingerprint", f"is longer than {_MAX_FINGERPRINT} characters")
     dtype = _dtype_from_pb(pb.dtype, "features")
-    return value_of(FeatureRequest, pb, layers=tuple(pb.layers), dtype=dtype)
+    return value_of(FeatureRequest, pb, dtype=dtype)
 
 
 def request_to_pb(request: FeatureRequest) -> draft_pb2.FeatureRequest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableSequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -17,9 +18,17 @@ def message_of(kind: type[_Message], value: Any, **changed: Any) -> _Message:
 
 
 def value_of(kind: type[_Value], message: Message, **changed: Any) -> _Value:
-    """A dataclass with the fields of a message, of which `changed` replaces some, among them all repeated ones."""
-    names = (field.name for field in fields(kind))  # type: ignore[arg-type]
-    return kind(**{name: getattr(message, name) for name in names if name not in changed} | changed)
+    """A dataclass with the fields of a message, repeated ones as tuples, of which `changed` replaces some. Takes
+    microseconds: too slow for every chunk."""
+    names = (field.name for field in fields(kind) if field.name not in changed)  # type: ignore[arg-type]
+    found = ((name, getattr(message, name)) for name in names)
+    return kind(**{name: tuple(one) if isinstance(one, MutableSequence) else one for name, one in found}, **changed)
+
+
+def shared_fields(kind: type[Message], value: Any) -> dict[str, Any]:
+    """Those fields of a dataclass that a kind of message has too, by name."""
+    names = kind.DESCRIPTOR.fields_by_name
+    return {field.name: getattr(value, field.name) for field in fields(value) if field.name in names}
 
 
 def set_fields(message: Message) -> dict[str, Any]:

@@ -1,0 +1,49 @@
+"""What a draft link delivers to its receiver."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from outrider.wire.frames import DraftInfo, SequenceFailure, SequenceGrowth
+
+
+class _Event(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """An event of a draft. A struct, which says on its way between processes what kind it is."""
+
+
+class Grown(msgspec.Struct, frozen=True):
+    """Nodes arrived, in one frame."""
+
+    growths: Sequence[SequenceGrowth]
+
+
+class Connected(_Event, frozen=True):
+    """A draft with the target's vocabulary is connected. The receiver opens its live sequences (again)."""
+
+    info: DraftInfo
+
+
+class Disconnected(_Event, frozen=True):
+    """The draft is disconnected, or could not be reached. It has lost its state of every sequence."""
+
+    reason: str
+
+
+class Lost(_Event, frozen=True):
+    """The one of several drafts that followed these sequences is disconnected. The receiver opens them again, at the
+    others."""
+
+    sequence_ids: list[int]
+
+
+DraftEvent = Grown | SequenceFailure | Connected | Disconnected | Lost
+
+
+class DraftEvents(Protocol):
+    """Where a draft link delivers what it receives."""
+
+    def receive(self, event: DraftEvent) -> None:
+        """Called from the link's own thread; must not block."""
