@@ -15,14 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tree_kernels.verification.records import (
-    Mode,
-    RowsToVerify,
-    StepToVerify,
-    pack_distributions,
-    pack_parameters,
-    parameter_count,
-)
+from tree_kernels.verification import records
+from tree_kernels.verification.records import Mode, RowsToVerify, StepToVerify
 from tree_kernels.verification.torch_backend import TorchVerification
 
 if TYPE_CHECKING:
@@ -77,7 +71,7 @@ class DeviceVerifier:
         self._max_sequences = max_sequences
         self._max_rows = max_rows
         # Length of the packed parameters.
-        self.integers = parameter_count(max_sequences, max_rows)
+        self.integers = records.parameter_count(max_sequences, max_rows)
         device = torch.device(device)
         # At one address for good.
         verdicts = torch.zeros(2 * max_sequences + max_rows, dtype=torch.int32, device=device)
@@ -96,12 +90,12 @@ class DeviceVerifier:
     def pack(self, sequences: Sequence[RowsToVerify]) -> NDArray[np.int32]:
         """The step's parameters, int32 [integers], to be copied to the device with the rest of the step. Raises
         `ValueError` for more sequences than `max_sequences`, or rows out of range."""
-        return pack_parameters(sequences, self._max_sequences, self._max_rows, self.vocabulary_size)
+        return records.pack_parameters(sequences, self._max_sequences, self._max_rows, self.vocabulary_size)
 
     def pack_distributions(self, by_row: Mapping[int, tuple[Sequence[int], Sequence[int]]]) -> NDArray[np.int32]:
         """Draft distributions by the step's row of the parent, int32 [max_rows + 1 + 2 * pairs]. Raises `ValueError`
         for a row out of range, lengths that differ, or more than `MAX_SUPPORT` pairs in a row."""
-        return pack_distributions(by_row, self._max_rows)
+        return records.pack_distributions(by_row, self._max_rows)
 
     def greedy(self, logits: Tensor, token_ids: Tensor, parents: Tensor, parameters: Tensor) -> Verdicts:
         """Verify a step whose sequences are all GREEDY. Takes and raises what `sampled` does."""
