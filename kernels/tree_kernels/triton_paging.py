@@ -9,21 +9,9 @@ from torch import Tensor
 
 @triton.jit
 def _write_kernel(  # type: ignore[no-untyped-def]
-    key,
-    value,
-    key_cache,
-    value_cache,
-    slots,
-    key_row,
-    key_head,
-    value_row,
-    value_head,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    key, value, key_cache, value_cache, slots, key_row, key_head, value_row, value_head,
+    HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """One row per program. Strides are of rows and heads; caches are contiguous."""
     row = tl.program_id(0)
     slot = tl.load(slots + row).to(tl.int64)

@@ -64,8 +64,8 @@ class DeviceSteps:
         self._typical = typical
         self.in_background = on_gpu = runner.device.type == "cuda"
         bounds = (runner.device, runner.vocabulary_size, max_sequences, max_rows)
-        self._verifier = DeviceVerifier(*bounds, backend=backend)
-        self._batch_verifier = BatchVerifier(*bounds, backend, typical=typical)
+        self._verifier = DeviceVerifier(*bounds, backend)
+        self._batch_verifier = BatchVerifier(DeviceVerifier(*bounds, backend), typical=typical)
         table = runner.node_table
         if table is not None and table.max_sequences != max_sequences:
             raise ValueError(f"drafts are looked up for steps of {table.max_sequences}, not {max_sequences}")

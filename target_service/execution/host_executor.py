@@ -146,7 +146,7 @@ class _OnHost:
         """See `Launched.outcomes`."""
         if self._outcomes is None:
             pairs = zip(self._batch.items, self._verifiers, strict=True)
-            self._outcomes = [verify_on_host(item, one, self._logits, item.first_logit) for item, one in pairs]
+            self._outcomes = [_verify(item, one, self._logits) for item, one in pairs]
             move_on_host(self._batch.items, self._outcomes, self._runner.cache)
             for passes in range(1, self._stride):
                 self._outcomes = self._follow(self._outcomes, passes)
@@ -174,11 +174,11 @@ def _last_token(outcome: Verified) -> int:
     return outcome.following[-1] if outcome.following else outcome.walk.next_token
 
 
-def verify_on_host(item: StepItem, verifier: SequenceVerifier, logits: Tensor, first: int) -> Verified | None:
-    """Walk one sequence's tree, whose rows are those of `logits` [rows, vocabulary] from `first` on."""
+def _verify(item: StepItem, verifier: SequenceVerifier, logits: Tensor) -> Verified | None:
+    """Walk one sequence's tree by the step's logits [rows, vocabulary]."""
     if item.tree is None:
         return None
-    rows = logits[first : first + len(item.tree)]
+    rows = logits[item.first_logit : item.first_logit + len(item.tree)]
     return verifier.verify(item.tree, rows, item.sequence.output, item.sequence.step)
 
 

@@ -19,7 +19,6 @@ from tree_kernels.attention import AttentionPlan
 from tree_kernels.latent_attention import (
     HeadProjections,
     LatentAttention,
-    absorb_into,
     absorbed_queries,
     expanded_values,
     write_latents,
@@ -78,25 +77,6 @@ def attend_latents(
     absorbed = absorbed_queries(rows[..., :plain], rows[..., plain:], projections)
     attended = attention.run(plan, absorbed, vectors, latents.shape[-1], scaling)
     return expanded_values(attended, projections).unsqueeze(0)
-
-
-def attend_absorbed(
-    plain: Tensor,
-    absorbed: Tensor,
-    projections: HeadProjections,
-    attention: LatentAttention,
-    plan: AttentionPlan,
-    vectors: Tensor,
-    scaling: float,
-) -> Tensor:
-    """[R, H, V]: absorb queries whose rotary parts are there already, and attend to a cache with the step's vectors.
-
-    Queries without their rotary part are [R, H, N]; of `absorbed` [R, H, L + P] the last P are set; `vectors` are
-    [pages, page_size, L + P] of the layer.
-    """
-    latent = projections.keys.shape[2]
-    absorb_into(absorbed, plain, projections)
-    return expanded_values(attention.run(plan, absorbed, vectors, latent, scaling), projections)
 
 
 def is_unexpanded(module: object) -> bool:

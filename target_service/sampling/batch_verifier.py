@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -43,22 +43,12 @@ class BatchVerifier:
     """See the module. For every 64 rows it waits for the device twice at most: for the walks, and for
     log-probabilities."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        vocabulary_size: int,
-        max_sequences: int,
-        max_rows: int,
-        backend: Literal["triton", "torch"] | None = None,
-        *,
-        typical: bool = False,
-    ) -> None:
-        """`max_sequences` and `max_rows` bound every step; `backend` is that of `DeviceVerifier`. `typical`: sequences
-        may be verified by typical acceptance, so its kernels are compiled by `warm_up`."""
-        self._device = device
-        self._vocabulary_size = vocabulary_size
+    def __init__(self, verifier: DeviceVerifier, *, typical: bool = False) -> None:
+        """`verifier` bounds every step, and nothing else may use it. `typical`: sequences may be verified by typical
+        acceptance, so its kernels are compiled by `warm_up`."""
+        self._verifier = verifier
+        self._device = verifier.verdicts.tensor.device
         self._typical = typical
-        self._verifier = DeviceVerifier(device, vocabulary_size, max_sequences, max_rows, backend)
 
     def warm_up(self) -> None:
         """Compile every kernel that a step may need. Takes seconds, once."""
@@ -70,7 +60,7 @@ class BatchVerifier:
 
     def _verify(self, asked: Sequence[Asked], logits: Tensor) -> list[Verified]:
         rows = [one.first_row + row for one in asked for row in range(len(one.tree))]
-        shaped = logits[self._integers(rows), : self._vocabulary_size].float()
+        shaped = logits[self._integers(rows), : self._verifier.vocabulary_size].float()
         self._shape(asked, shaped)
         walks, lossy = self._walks(asked, shaped)
         logprobs = self._logprobs(asked, walks, logits)
@@ -144,7 +134,7 @@ class BatchVerifier:
             counts.append(len(own_rows))
         if not rows:
             return [()] * len(asked)
-        own_logits = logits[self._integers(rows), : self._vocabulary_size]
+        own_logits = logits[self._integers(rows), : self._verifier.vocabulary_size]
         found = iter(logprobs_of(own_logits, self._integers(tokens), tops))
         return [tuple(itertools.islice(found, count)) for count in counts]
 

@@ -82,7 +82,7 @@ def test_each_outcome_is_that_of_the_sequence_alone(
 ) -> None:
     monkeypatch.setattr(batch_verifier, "_MOST_ROWS", most_rows)
     lengths, lossy, listed = Counter[int](), 0, 0
-    batch = BatchVerifier(torch.device("cpu"), VOCABULARY, 6, 80, typical=True)
+    batch = BatchVerifier(DeviceVerifier("cpu", VOCABULARY, 6, 80), typical=True)
     for seed in range(150):
         asked, logits = random_step(seed)
         logits = logits.to(dtype)
@@ -106,7 +106,7 @@ def test_each_outcome_is_that_of_the_sequence_alone(
 def test_the_logits_are_left_as_they_are() -> None:
     asked, logits = random_step(3)
     before = logits.clone()
-    BatchVerifier(torch.device("cpu"), VOCABULARY, 6, 80, typical=True).verify(asked, logits)
+    BatchVerifier(DeviceVerifier("cpu", VOCABULARY, 6, 80), typical=True).verify(asked, logits)
     assert torch.equal(logits, before)
 
 
@@ -119,7 +119,7 @@ def test_kernels_get_the_same_alignment_in_every_step(monkeypatch: pytest.Monkey
         return sampled(verifier, logits, *integers, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(DeviceVerifier, "sampled", noted)
-    batch = BatchVerifier(torch.device("cpu"), VOCABULARY, 6, 80, typical=True)
+    batch = BatchVerifier(DeviceVerifier("cpu", VOCABULARY, 6, 80), typical=True)
     for seed in range(12):
         batch.verify(*random_step(seed))
     assert set(offsets) == {0} and len(offsets) > 36

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -166,7 +166,7 @@ class CapturedDrafting(TreeDrafting):
         return self._trees[size]
 
     def _capturable(self) -> TritonAttention:
-        return self._attention.capturable
+        return cast("TritonAttention", self._attention.capturable)
 
     def _commit(self, rows: PassRows, carried: Tensor | None) -> None:
         if len(rows.token_ids) <= _power_of_two(len(rows.parts)) * _COMMITTED:

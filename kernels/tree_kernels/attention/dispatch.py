@@ -10,7 +10,7 @@ from torch import Tensor
 from tree_kernels.attention.batch import AttentionBatch, AttentionPlan
 
 if TYPE_CHECKING:
-    from tree_kernels.attention.triton_backend import TritonAttention
+    from tree_kernels.attention.triton_planning import TritonPlanner
 
 Backend = Literal["reference", "torch", "triton", "flashinfer"]
 
@@ -36,11 +36,12 @@ class PlannedAttention(Generic[_Backend]):
         self.device = device
         self._implementation = implementation
 
-    def _capturable(self) -> _Backend:
+    @property
+    def capturable(self) -> TritonPlanner:
         """The triton backend, whose plans keep their addresses, for captured steps. `ValueError` for any other."""
         if self.backend != "triton":
             raise ValueError(f"only the triton backend runs in captured steps, this is {self.backend}")
-        return self._implementation
+        return cast("TritonPlanner", self._implementation)
 
     def plan(self, batch: AttentionBatch) -> AttentionPlan:
         """Do the index work of one step. Raises `ValueError` where the batch's lengths disagree, or a sequence has too
@@ -66,11 +67,6 @@ class TreeAttention(PlannedAttention[_Implementation]):
         if invariant and backend != "triton":
             raise ValueError(f"only the triton backend is independent of the batch, this is {backend}")
         super().__init__(backend, device, _create(backend, device, invariant))
-
-    @property
-    def capturable(self) -> TritonAttention:
-        """See `_capturable`."""
-        return cast("TritonAttention", self._capturable())
 
     def run(self, plan: AttentionPlan, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
         """Attend in one layer: [R, Hq, Dv], in query's dtype; not always contiguous. The tail's keys and values must be

@@ -132,10 +132,10 @@ def _attend(  # type: ignore[no-untyped-def]
 @triton.jit
 def attention_kernel(  # type: ignore[no-untyped-def]
     query, key_cache, value_cache, output, partials, partial_lse, arrivals, page_table, words, groups, chunk_table,
-    totals, scale_log2, query_row_stride, query_head_stride, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, D:
-    tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M:
-    tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, FAR: tl.constexpr, APART: tl.constexpr, FIXED:
-    tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr, EARLY: tl.constexpr,
+    totals, scale_log2, query_row_stride, query_head_stride, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, FAR: tl.constexpr, APART: tl.constexpr,
+    FIXED: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Every program takes one chunk (if FIXED, chunks in turn), and of each chunk the groups that lie in it.
 

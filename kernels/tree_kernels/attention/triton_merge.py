@@ -94,22 +94,10 @@ def merge_if_last(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def merge_kernel(  # type: ignore[no-untyped-def]
-    output,
-    partials,
-    partial_lse,
-    groups,
-    chunk_table,
-    totals,
-    GROUP: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-    BY_GROUP: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    output, partials, partial_lse, groups, chunk_table, totals,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, BY_GROUP: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """With BY_GROUP, merge the partials of group `program_id(0)`, if it was cut: the fewest dependent loads.
 
     Without it, those of the group whose first cut lies at the start of chunk `program_id(0)`: fewer programs if

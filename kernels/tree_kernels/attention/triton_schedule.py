@@ -59,9 +59,9 @@ def _divide(tiles, group_counts, programs, FIXED_TILES: tl.constexpr, CANDIDATES
 @triton.jit(do_not_specialize=["first_row", "end_row"])
 def schedule_kernel(  # type: ignore[no-untyped-def]
     query_starts, prefix_lengths, causal, page_starts, parents, words, groups, chunk_table, arrivals, totals,
-    sequences, programs, max_chunks, first_row, end_row, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_M:
-    tl.constexpr, BLOCK_N: tl.constexpr, FIXED_TILES: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_R: tl.constexpr,
-    WORDS: tl.constexpr, BLOCK_I: tl.constexpr,
+    sequences, programs, max_chunks, first_row, end_row,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    FIXED_TILES: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_R: tl.constexpr, WORDS: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
     """Program b writes the records of sequence b's groups, the chunks that begin or end in it, and its words.
 

@@ -39,8 +39,8 @@ def _offered(  # type: ignore[no-untyped-def]
 def _grow_kernel(  # type: ignore[no-untyped-def]
     item_tokens, item_parents, item_path_probs, item_scores, frontier, frontier_path_probs, next_frontier,
     next_path_probs, next_tokens, sources, tokens, scores, limits, tail_parents, sequences, items, begin, level, row,
-    tail, floor, PLACES: tl.constexpr, WIDTH: tl.constexpr, BREADTH: tl.constexpr, LAST: tl.constexpr, DEEP:
-    tl.constexpr, BLOCK: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_W: tl.constexpr,
+    tail, floor, PLACES: tl.constexpr, WIDTH: tl.constexpr, BREADTH: tl.constexpr, LAST: tl.constexpr,
+    DEEP: tl.constexpr, BLOCK: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence, block): BLOCK new items of a tree, and the places in the next frontier that they take.
     DEEP is any level but the first."""

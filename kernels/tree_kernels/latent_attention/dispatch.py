@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Protocol, cast, get_args
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 
 from tree_kernels.attention import AttentionBatch, AttentionPlan
 from tree_kernels.attention.dispatch import PlannedAttention
-
-if TYPE_CHECKING:
-    from tree_kernels.latent_attention.triton_backend import TritonLatentAttention
 
 LatentBackend = Literal["reference", "torch", "triton"]
 
@@ -33,11 +30,6 @@ class LatentAttention(PlannedAttention[_Implementation]):
     def __init__(self, backend: LatentBackend = "torch", device: torch.device | str = "cpu") -> None:
         device = torch.device(device)
         super().__init__(backend, device, _create(backend, device))
-
-    @property
-    def capturable(self) -> TritonLatentAttention:
-        """See `_capturable`."""
-        return cast("TritonLatentAttention", self._capturable())
 
     def run(self, plan: AttentionPlan, query: Tensor, cache: Tensor, latent: int, scale: float) -> Tensor:
         """Attend in one layer: [R, H, L], in query's dtype, attended latents for `expanded_values`. The tail's vectors

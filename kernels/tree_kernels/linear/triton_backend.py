@@ -199,13 +199,12 @@ def check_product(rows: Tensor, weight: Weight) -> None:
     """Raise `ValueError` unless `rows` [R, K] and `weight` [N, K] are contiguous in K, and of one dtype or the weight
     an `Int8Weight`."""
     if isinstance(weight, Int8Weight):
+        check_contiguous(row_scales=weight.row_scales)
         fits, numbers = weight.words.dtype == torch.int16 and len(weight.row_scales) == len(weight.words), weight.words
     else:
         fits, numbers = weight.dtype == rows.dtype, weight
     if not fits or rows.stride(1) != 1 or not numbers.is_contiguous():
         raise ValueError("expected contiguous rows and weights of one dtype, or weights in int8")
-    if isinstance(weight, Int8Weight):
-        check_contiguous(row_scales=weight.row_scales)
     if rows.shape[1] != weight.shape[1]:
         raise ValueError(f"expected rows [R, {weight.shape[1]}], got {list(rows.shape)}")
 

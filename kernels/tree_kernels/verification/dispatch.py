@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tree_kernels.verification.records import Mode, RowsToVerify, pack_distributions, pack_parameters, parameter_count
+from tree_kernels.verification import records
+from tree_kernels.verification.records import Mode, RowsToVerify, StepToVerify
 from tree_kernels.verification.torch_backend import TorchVerification
 
 if TYPE_CHECKING:
@@ -66,41 +67,40 @@ class DeviceVerifier:
         max_rows: int,
         backend: Literal["triton", "torch"] | None = None,
     ) -> None:
-        self._vocabulary_size = vocabulary_size
+        self.vocabulary_size = vocabulary_size
         self._max_sequences = max_sequences
         self._max_rows = max_rows
         # Length of the packed parameters.
-        self.integers = parameter_count(max_sequences, max_rows)
+        self.integers = records.parameter_count(max_sequences, max_rows)
         device = torch.device(device)
         # At one address for good.
-        tensor = torch.zeros(2 * max_sequences + max_rows, dtype=torch.int32, device=device)
-        self.verdicts = Verdicts.over(tensor, max_sequences)
+        verdicts = torch.zeros(2 * max_sequences + max_rows, dtype=torch.int32, device=device)
+        self.verdicts = Verdicts.over(verdicts, max_sequences)
         self.lossy_rows = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        sizes_and_results = (vocabulary_size, max_sequences, verdicts, self.lossy_rows)
         self._backend: TorchVerification | TritonVerification
         if (backend or ("triton" if device.type == "cuda" else "torch")) == "triton":
             # Only here: Triton may be absent.
             from tree_kernels.verification.triton_backend import TritonVerification
 
-            self._backend = TritonVerification(vocabulary_size, max_sequences, max_rows)
+            self._backend = TritonVerification(*sizes_and_results)
         else:
-            self._backend = TorchVerification(vocabulary_size, max_sequences)
+            self._backend = TorchVerification(*sizes_and_results)
 
     def pack(self, sequences: Sequence[RowsToVerify]) -> NDArray[np.int32]:
         """The step's parameters, int32 [integers], to be copied to the device with the rest of the step. Raises
         `ValueError` for more sequences than `max_sequences`, or rows out of range."""
-        return pack_parameters(sequences, self._max_sequences, self._max_rows, self._vocabulary_size)
+        return records.pack_parameters(sequences, self._max_sequences, self._max_rows, self.vocabulary_size)
 
     def pack_distributions(self, by_row: Mapping[int, tuple[Sequence[int], Sequence[int]]]) -> NDArray[np.int32]:
         """Draft distributions by the step's row of the parent, int32 [max_rows + 1 + 2 * pairs]. Raises `ValueError`
         for a row out of range, lengths that differ, or more than `MAX_SUPPORT` pairs in a row."""
-        return pack_distributions(by_row, self._max_rows)
+        return records.pack_distributions(by_row, self._max_rows)
 
     def greedy(self, logits: Tensor, token_ids: Tensor, parents: Tensor, parameters: Tensor) -> Verdicts:
         """Verify a step whose sequences are all GREEDY. Takes and raises what `sampled` does."""
-        self._check(logits, token_ids, parents, parameters)
-        step, verdicts = (logits, token_ids, parents, parameters), self.verdicts.tensor
-        self._backend.verify(*step, None, verdicts, self.lossy_rows, sampled=False, filtered=False, typical=False)
-        return self.verdicts
+        step = StepToVerify(logits, token_ids, parents, parameters, None)
+        return self._verify(step, sampled=False, filtered=False, typical=False)
 
     def sampled(
         self,
@@ -124,12 +124,8 @@ class DeviceVerifier:
             filtered: whether any sequence is `RowsToVerify.filtered`; False saves two launches.
             typical: whether any sequence is TYPICAL; False saves two launches.
         """
-        self._check(logits, token_ids, parents, parameters)
-        step, verdicts = (logits, token_ids, parents, parameters), self.verdicts.tensor
-        self._backend.verify(
-            *step, distributions, verdicts, self.lossy_rows, sampled=True, filtered=filtered, typical=typical
-        )
-        return self.verdicts
+        step = StepToVerify(logits, token_ids, parents, parameters, distributions)
+        return self._verify(step, sampled=True, filtered=filtered, typical=typical)
 
     def warm_up(
         self, dtype: torch.dtype, *, filtered: Sequence[bool] = (False, True), typical: Sequence[bool] = (False,)
@@ -140,7 +136,7 @@ class DeviceVerifier:
         drawn = torch.from_numpy(self.pack_distributions({0: ((0,), (1,))})).to(device)
         # Numbers that are 1 or multiples of 16 are compiled for.
         for rows in sorted({1, min(16, self._max_rows)}):
-            logits = torch.zeros(rows, self._vocabulary_size, dtype=dtype, device=device)
+            logits = torch.zeros(rows, self.vocabulary_size, dtype=dtype, device=device)
             integers = torch.zeros(rows, dtype=torch.int32, device=device)
             packed = self.pack([RowsToVerify(0, rows, Mode.COUPLED, top_k=2, is_chain=True)])
             step = (logits, integers, integers, torch.from_numpy(packed).to(device))
@@ -148,10 +144,11 @@ class DeviceVerifier:
             for distributions, cut, kept in itertools.product((None, drawn), filtered, typical):
                 self.sampled(*step, distributions, filtered=cut, typical=kept)
 
-    def _check(self, logits: Tensor, token_ids: Tensor, parents: Tensor, parameters: Tensor) -> None:
+    def _verify(self, step: StepToVerify, *, sampled: bool, filtered: bool, typical: bool) -> Verdicts:
+        logits, token_ids, parents, parameters, _ = step
         rows = logits.shape[0]
-        if logits.ndim != 2 or logits.shape[1] < self._vocabulary_size or logits.stride(1) != 1:
-            raise ValueError(f"expected logits [R, {self._vocabulary_size}], contiguous, got {list(logits.shape)}")
+        if logits.ndim != 2 or logits.shape[1] < self.vocabulary_size or logits.stride(1) != 1:
+            raise ValueError(f"expected logits [R, {self.vocabulary_size}], contiguous, got {list(logits.shape)}")
         if rows > self._max_rows or len(token_ids) != rows or len(parents) != rows:
             raise ValueError(
                 f"expected at most {self._max_rows} rows of logits, token ids and parents, "
@@ -162,3 +159,5 @@ class DeviceVerifier:
         dtypes = {token_ids.dtype, parents.dtype, parameters.dtype}
         if dtypes != {torch.int32}:
             raise ValueError(f"expected int32 token ids, parents and parameters, got {dtypes}")
+        self._backend.verify(step, sampled=sampled, filtered=filtered, typical=typical)
+        return self.verdicts

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from tree_kernels.attention.tree_mask import MAX_TREE_ROWS
 
@@ -57,6 +58,16 @@ class Mode(IntEnum):
 
 # Modes whose own draw is that of the race, which has its noise by position.
 RACED = (Mode.COUPLED, Mode.TYPICAL)
+
+
+class StepToVerify(NamedTuple):
+    """The tensors of a step, as `DeviceVerifier.sampled` takes them."""
+
+    logits: Tensor
+    token_ids: Tensor
+    parents: Tensor
+    parameters: Tensor
+    distributions: Tensor | None
 
 
 class RowsToVerify(NamedTuple):

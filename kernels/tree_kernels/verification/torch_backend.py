@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tree_kernels.philox import uniforms
 from tree_kernels.verification.distribution import distribution_of
-from tree_kernels.verification.records import Mode, RowsToVerify, unpack_distributions, unpack_parameters
+from tree_kernels.verification.records import Mode, RowsToVerify, StepToVerify, unpack_distributions, unpack_parameters
 from tree_kernels.verification.typical import typical_walk
 from tree_kernels.verification.walks import Chance, Walk, coupled_token, match_walk, rejection_walk
 
@@ -20,44 +20,35 @@ Distributions = Mapping[int, tuple[Sequence[int], Sequence[int]]]
 class TorchVerification:
     """See `tree_kernels.verification.DeviceVerifier`. Works on any device, but waits for it."""
 
-    def __init__(self, vocabulary_size: int, max_sequences: int) -> None:
+    def __init__(self, vocabulary_size: int, max_sequences: int, verdicts: Tensor, lossy_rows: Tensor) -> None:
         self._vocabulary_size = vocabulary_size
         self._max_sequences = max_sequences
+        self._verdicts = verdicts
+        self._lossy_rows = lossy_rows
 
-    def verify(
-        self,
-        logits: Tensor,
-        token_ids: Tensor,
-        parents: Tensor,
-        parameters: Tensor,
-        distributions: Tensor | None,
-        verdicts: Tensor,
-        lossy_rows: Tensor,
-        **_which_kernels: bool,
-    ) -> None:
-        """Write verdicts [2 * max_sequences + max_rows] int32, and lossy_rows [max_rows] int32 of TYPICAL sequences."""
-        logits = logits[:, : self._vocabulary_size]
+    def verify(self, step: StepToVerify, **_which_kernels: bool) -> None:
+        """Write the verdicts and, of TYPICAL sequences, the lossy rows."""
+        logits = step.logits[:, : self._vocabulary_size]
         count = self._max_sequences
-        max_rows = len(verdicts) - 2 * count
         by_row: Distributions = {}
-        if distributions is not None:
-            by_row = unpack_distributions(distributions.cpu().numpy(), max_rows)
-        found = torch.zeros(len(verdicts), dtype=torch.int32)
+        if step.distributions is not None:
+            by_row = unpack_distributions(step.distributions.cpu().numpy(), len(self._lossy_rows))
+        found = torch.zeros(len(self._verdicts), dtype=torch.int32)
         found[count : 2 * count] = -1
-        tokens, tree = token_ids.tolist(), parents.tolist()
-        for b, sequence in enumerate(unpack_parameters(parameters.cpu().numpy(), count)):
+        tokens, tree = step.token_ids.tolist(), step.parents.tolist()
+        for b, sequence in enumerate(unpack_parameters(step.parameters.cpu().numpy(), count)):
             if not sequence.rows:
                 continue
             first, end = sequence.first_row, sequence.first_row + sequence.rows
             own = [max(row - 1, 0) for row in range(sequence.rows)] if sequence.is_chain else tree[first:end]
             drafts = {row - first: by_row[row] for row in range(first, end) if row in by_row}
             walk, lossy = walk_of(sequence, own, tokens[first:end], drafts, logits[first:end].__getitem__)
-            lossy_rows[first : first + len(lossy)] = torch.tensor(lossy, dtype=torch.int32)
+            self._lossy_rows[first : first + len(lossy)] = torch.tensor(lossy, dtype=torch.int32)
             accepted = len(walk.accepted_rows)
             found[b] = accepted
             found[count + b] = walk.next_token
             found[2 * count + first : 2 * count + first + accepted] = torch.tensor(walk.accepted_rows)
-        verdicts.copy_(found)
+        self._verdicts.copy_(found)
 
 
 def walk_of(

@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 
 from tree_kernels.attention.tree_mask import MAX_TREE_ROWS
+from tree_kernels.verification.records import StepToVerify
 from tree_kernels.verification.triton_filter import filter_kernel
 from tree_kernels.verification.triton_rows import RUNGS, mass_kernel, peak_kernel
 from tree_kernels.verification.triton_scores import gain_kernel, moment_kernel, score_kernel
@@ -28,36 +29,26 @@ class TritonVerification:
     Scratch is allocated by every call, so that captured graphs share it through their pool.
     """
 
-    def __init__(self, vocabulary_size: int, max_sequences: int, max_rows: int) -> None:
+    def __init__(self, vocabulary_size: int, max_sequences: int, verdicts: Tensor, lossy_rows: Tensor) -> None:
         self._vocabulary_size = vocabulary_size
         self._sequences = max_sequences
-        self._max_rows = max_rows
+        self._verdicts = verdicts
+        self._lossy_rows = lossy_rows
+        self._max_rows = max_rows = len(lossy_rows)
         self._chunks = triton.cdiv(vocabulary_size, _CHUNK)
         # Few sizes, so that most buckets and vocabularies share what is compiled.
         self._block_chunks = max(64, triton.next_power_of_2(self._chunks))
         self._block_rows = next(size for size in (16, 64, MAX_TREE_ROWS) if size >= min(max_rows, MAX_TREE_ROWS))
 
-    def verify(
-        self,
-        logits: Tensor,
-        token_ids: Tensor,
-        parents: Tensor,
-        parameters: Tensor,
-        distributions: Tensor | None,
-        verdicts: Tensor,
-        lossy_rows: Tensor,
-        *,
-        sampled: bool,
-        filtered: bool,
-        typical: bool,
-    ) -> None:
-        """Write verdicts [2 * max_sequences + max_rows] int32, and of TYPICAL sequences lossy_rows [max_rows] int32.
+    def verify(self, step: StepToVerify, *, sampled: bool, filtered: bool, typical: bool) -> None:
+        """Write the verdicts and, of TYPICAL sequences, the lossy rows.
 
         Two launches, three if `sampled`, two more if `filtered`, and two more if `typical`."""
-        peaks, peak_ids, block_peaks, depths = self._peaks(logits, parents, parameters, sampled, filtered)
+        logits, token_ids, parents, parameters, distributions = step
+        peaks, peak_ids, block_peaks, depths = self._peaks(step, sampled, filtered)
         cuts = cut_ids = None
         if filtered:
-            cuts, cut_ids = self._cuts(logits, parameters, peaks, block_peaks)
+            cuts, cut_ids = self._cuts(step, peaks, block_peaks)
         scores, winners = peaks, peak_ids
         if sampled:
             scores = torch.empty(peaks.shape, dtype=torch.float64, device=logits.device)
@@ -68,25 +59,17 @@ class TritonVerification:
                 self._chunks, CHUNK=_CHUNK, BLOCK_CHUNKS=self._block_chunks, BLOCK_R=self._block_rows, CUT=filtered,
                 DRAWN=distributions is not None, num_warps=4,
             )  # fmt: skip
-        gains = self._gains(logits, token_ids, parents, parameters, peaks, cuts, cut_ids) if typical else None
+        gains = self._gains(step, peaks, cuts, cut_ids) if typical else None
         walk_kernel[(self._sequences,)](
             logits, logits.stride(0), token_ids, parents, parameters, self._sequences, distributions, self._max_rows,
-            peaks, cuts, cut_ids, scores, winners, gains, verdicts, lossy_rows, self._vocabulary_size, self._chunks,
-            BLOCK_CHUNKS=self._block_chunks, BLOCK_R=self._block_rows, CHUNK=_CHUNK, SAMPLED=sampled, CUT=filtered,
-            DRAWN=distributions is not None, TYPICAL_ROWS=typical, num_warps=4, num_stages=1,
+            peaks, cuts, cut_ids, scores, winners, gains, self._verdicts, self._lossy_rows, self._vocabulary_size,
+            self._chunks, BLOCK_CHUNKS=self._block_chunks, BLOCK_R=self._block_rows, CHUNK=_CHUNK, SAMPLED=sampled,
+            CUT=filtered, DRAWN=distributions is not None, TYPICAL_ROWS=typical, num_warps=4, num_stages=1,
         )  # fmt: skip
 
-    def _gains(
-        self,
-        logits: Tensor,
-        token_ids: Tensor,
-        parents: Tensor,
-        parameters: Tensor,
-        peaks: Tensor,
-        cuts: Tensor | None,
-        cut_ids: Tensor | None,
-    ) -> Tensor:
+    def _gains(self, step: StepToVerify, peaks: Tensor, cuts: Tensor | None, cut_ids: Tensor | None) -> Tensor:
         """See `gain_kernel`."""
+        logits, token_ids, parents, parameters, _ = step
         rows, device = logits.shape[0], logits.device
         moments = torch.empty(*peaks.shape, 2, dtype=torch.float64, device=device)
         gains = torch.empty(rows, dtype=torch.float64, device=device)
@@ -102,8 +85,9 @@ class TritonVerification:
         return gains
 
     def _peaks(
-        self, logits: Tensor, parents: Tensor, parameters: Tensor, sampled: bool, filtered: bool
+        self, step: StepToVerify, sampled: bool, filtered: bool
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        logits, _, parents, parameters, _ = step
         rows, device = logits.shape[0], logits.device
         peaks = torch.empty(rows, self._chunks, device=device)
         peak_ids = torch.empty(rows, self._chunks, dtype=torch.int32, device=device)
@@ -116,10 +100,9 @@ class TritonVerification:
         )  # fmt: skip
         return peaks, peak_ids, block_peaks, depths
 
-    def _cuts(
-        self, logits: Tensor, parameters: Tensor, peaks: Tensor, block_peaks: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def _cuts(self, step: StepToVerify, peaks: Tensor, block_peaks: Tensor | None) -> tuple[Tensor, Tensor]:
         assert block_peaks is not None
+        logits, parameters = step.logits, step.parameters
         rows, device = logits.shape[0], logits.device
         masses = torch.empty(*peaks.shape, RUNGS.value, dtype=torch.float64, device=device)
         mass_kernel[tuple(peaks.shape)](

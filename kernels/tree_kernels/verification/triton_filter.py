@@ -198,29 +198,10 @@ def _cut(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["sequences", "rows", "chunks", "row_blocks", "list_length"])
 def filter_kernel(  # type: ignore[no-untyped-def]
-    logits,
-    row_stride,
-    parameters,
-    sequences,
-    peaks,
-    block_peaks,
-    masses,
-    list_weights,
-    list_ids,
-    list_blocks,
-    cuts,
-    cut_ids,
-    rows,
-    vocabulary,
-    chunks,
-    row_blocks,
-    list_length,
-    BLOCK_CHUNKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ALL_BLOCKS: tl.constexpr,
-    TILE: tl.constexpr,
-    SEARCH: tl.constexpr,
-):
+    logits, row_stride, parameters, sequences, peaks, block_peaks, masses, list_weights, list_ids, list_blocks,
+    cuts, cut_ids, rows, vocabulary, chunks, row_blocks, list_length,
+    BLOCK_CHUNKS: tl.constexpr, BLOCK: tl.constexpr, ALL_BLOCKS: tl.constexpr, TILE: tl.constexpr, SEARCH: tl.constexpr,
+):  # fmt: skip
     """cuts [R] fp64 and cut_ids [R] int32. A program takes every n-th row, and has a list of its own.
 
     list_weights fp64, list_ids and list_blocks int32: [programs, list_length], list_length >= V.

@@ -11,17 +11,9 @@ from tree_kernels.verification.triton_rows import FIRST_ROW, record_of
 
 @triton.jit(do_not_specialize=["sequences", "layer_slots"])
 def _move_kernel(  # type: ignore[no-untyped-def]
-    keys,
-    values,
-    slots,
-    parameters,
-    verdicts,
-    sequences,
-    layer_slots,
-    KEY_WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    keys, values, slots, parameters, verdicts, sequences, layer_slots,
+    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One sequence, layer and BLOCK columns of all heads per program.
 
     Every row moves to a slot of a row above its own or stays, and rows come in rising order, so that none is

@@ -110,22 +110,9 @@ def philox_words(seed, block, middle, domain):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["sequences", "chunks"])
 def peak_kernel(  # type: ignore[no-untyped-def]
-    logits,
-    row_stride,
-    parents,
-    parameters,
-    sequences,
-    peaks,
-    peak_ids,
-    block_peaks,
-    depths,
-    vocabulary,
-    chunks,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BY_BLOCK: tl.constexpr,
-    DEPTHS: tl.constexpr,
-):
+    logits, row_stride, parents, parameters, sequences, peaks, peak_ids, block_peaks, depths, vocabulary, chunks,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, BY_BLOCK: tl.constexpr, DEPTHS: tl.constexpr,
+):  # fmt: skip
     """Likeliest token of each chunk of each row, the lowest id of equals, and the depth of COUPLED and TYPICAL rows.
 
     peaks [R, chunks] fp32 negated, peak_ids [R, chunks] int32, block_peaks [R, chunks * CHUNK / BLOCK] fp32 where
@@ -162,17 +149,9 @@ def peak_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["sequences", "chunks"])
 def mass_kernel(  # type: ignore[no-untyped-def]
-    logits,
-    row_stride,
-    parameters,
-    sequences,
-    peaks,
-    masses,
-    vocabulary,
-    chunks,
-    CHUNK: tl.constexpr,
-    BLOCK_CHUNKS: tl.constexpr,
-):
+    logits, row_stride, parameters, sequences, peaks, masses, vocabulary, chunks,
+    CHUNK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr,
+):  # fmt: skip
     """masses [R, chunks, RUNGS] fp64: weight of a chunk's tokens at or above each rung, after min_p.
 
     Only for rows whose top_p is a share of all tokens.

@@ -129,29 +129,10 @@ def _race(x, ids, words, peak, temperature, cut, cut_id, vocabulary):  # type: i
 
 @triton.jit(do_not_specialize=["sequences", "distribution_rows", "chunks"])
 def score_kernel(  # type: ignore[no-untyped-def]
-    logits,
-    row_stride,
-    token_ids,
-    parents,
-    parameters,
-    sequences,
-    distributions,
-    distribution_rows,
-    peaks,
-    peak_ids,
-    depths,
-    cuts,
-    cut_ids,
-    scores,
-    winners,
-    vocabulary,
-    chunks,
-    CHUNK: tl.constexpr,
-    BLOCK_CHUNKS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    CUT: tl.constexpr,
-    DRAWN: tl.constexpr,
-):
+    logits, row_stride, token_ids, parents, parameters, sequences, distributions, distribution_rows, peaks, peak_ids,
+    depths, cuts, cut_ids, scores, winners, vocabulary, chunks,
+    CHUNK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, BLOCK_R: tl.constexpr, CUT: tl.constexpr, DRAWN: tl.constexpr,
+):  # fmt: skip
     """scores [R, chunks] fp64 and winners [R, chunks] int32; of REJECTION rows the scores are weights.
 
     The lowest score of a row is its choice: of GREEDY the negated logit, else the race's finish. A REJECTION chunk's
@@ -195,20 +176,9 @@ def score_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["sequences", "chunks"])
 def moment_kernel(  # type: ignore[no-untyped-def]
-    logits,
-    row_stride,
-    parameters,
-    sequences,
-    peaks,
-    cuts,
-    cut_ids,
-    moments,
-    vocabulary,
-    chunks,
-    CHUNK: tl.constexpr,
-    BLOCK_CHUNKS: tl.constexpr,
-    CUT: tl.constexpr,
-):
+    logits, row_stride, parameters, sequences, peaks, cuts, cut_ids, moments, vocabulary, chunks,
+    CHUNK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, CUT: tl.constexpr,
+):  # fmt: skip
     """moments [R, chunks, 2] fp64: of a chunk's weights w the sums of w and of w * log w. Only for TYPICAL rows."""
     row = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -230,22 +200,9 @@ def moment_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["sequences", "chunks"])
 def gain_kernel(  # type: ignore[no-untyped-def]
-    logits,
-    row_stride,
-    token_ids,
-    parents,
-    parameters,
-    sequences,
-    peaks,
-    cuts,
-    cut_ids,
-    moments,
-    gains,
-    vocabulary,
-    chunks,
-    BLOCK_CHUNKS: tl.constexpr,
-    CUT: tl.constexpr,
-):
+    logits, row_stride, token_ids, parents, parameters, sequences, peaks, cuts, cut_ids, moments, gains,
+    vocabulary, chunks, BLOCK_CHUNKS: tl.constexpr, CUT: tl.constexpr,
+):  # fmt: skip
     """gains [R] fp64: the log-probability of a drafted row's token after its parent; -inf where it is not typical.
 
     Below a root whose next token is the first that the model generates, none is left out: the walk takes the row of

@@ -17,10 +17,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from target_service.model.agreement import agree
-from target_service.model.latent_attention import attend_absorbed, head_projections, is_unexpanded, takes_latents_now
+from target_service.model.latent_attention import head_projections, is_unexpanded, takes_latents_now
 from target_service.model.support import ModelRefused
 from tree_kernels.attention import AttentionBatch
-from tree_kernels.latent_attention import LatentAttention, LatentRows, Rotary, norm_rope_write
+from tree_kernels.latent_attention import (
+    LatentAttention,
+    LatentRows,
+    Rotary,
+    absorb_into,
+    expanded_values,
+    norm_rope_write,
+)
 
 log = logging.getLogger(__name__)
 # (pairs in, pairs out) of `Rotary`: DeepSeek-V2's, DeepSeek-V3's, and MiniCPM3's.
@@ -105,8 +112,9 @@ def _attend_fused(layer: Any, queries: Tensor, vectors: Tensor, turns: Any, step
     cache = step.cache.keys[int(layer.layer_idx)].squeeze(2)
     norm_rope_write(rows, _rotary(turns, layer.layout), cache, step.slots, absorbed)
     plain = own[..., : own.shape[-1] - (width - latent)]
-    attended = attend_absorbed(plain, absorbed, projections, step.attention, step.plan, cache, float(layer.scaling))
-    return attended.flatten(1).unsqueeze(0)
+    absorb_into(absorbed, plain, projections)
+    attended = step.attention.run(step.plan, absorbed, cache, latent, float(layer.scaling))
+    return expanded_values(attended, projections).flatten(1).unsqueeze(0)
 
 
 def _rotary(turns: Any, layout: tuple[bool, bool]) -> Rotary:

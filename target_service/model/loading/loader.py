@@ -128,10 +128,8 @@ def _captured(runner: ModelRunner, config: TargetConfig) -> ModelRunner:
 
     if config.speculation:
         runner.keep_tokens(config.max_running, config.lookup_rows)
-    layers, hooked = (
-        LayerOptions(invariant=config.batch_invariant),
-        runner.draft_head.layers if runner.draft_head else (),
-    )
+    layers = LayerOptions(invariant=config.batch_invariant)
+    hooked = runner.draft_head.layers if runner.draft_head else ()
     options = CaptureOptions(config.step_rows, config.max_running, layers, hooked)
     share = 0.0 if config.kv_tokens else config.memory_share
     return capture_steps(runner, options, seconds=config.capture_seconds, memory_share=share)
