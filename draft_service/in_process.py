@@ -19,10 +19,10 @@ from draft_service.config import DraftConfig, drafter_config, flags_in_process
 from draft_service.drafters.base import Drafter, create, device_of, fingerprint_of, info_of
 from draft_service.faults import DrafterFailed, FaultLog, text_of
 from draft_service.session import Admission, ProposeSession
-from outrider.drafting.events import Connected, Disconnected, DraftEvents, Grown
+from outrider.drafting.events import Connected, Disconnected, DraftEvents, Grown, SequenceFailure
 from outrider.errors import DraftUnavailable, WrongVocabulary
 from outrider.settings import SettingsError, settings_file
-from outrider.wire.frames import DEFAULT_TENANT, OpenSequence, SequenceAdvance, SequenceFailure, SequenceFeatures
+from outrider.wire.frames import DEFAULT_TENANT, OpenSequence, SequenceAdvance, SequenceFeatures
 
 logger = logging.getLogger(__name__)
 

@@ -7,19 +7,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from draft_service.drafters.base import CorpusGrowth, DraftSequence, tree_limits
-from outrider.drafting.events import Connected, Disconnected, DraftEvent, Grown, Lost
+from outrider.drafting.events import Connected, Disconnected, DraftEvent, Grown, Lost, SequenceFailure
 from outrider.errors import OutriderError, QuotaExceeded, UnknownCorpus
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import DraftDistribution, TokenTree
-from outrider.wire.frames import (
-    CorpusInfo,
-    DraftInfo,
-    OpenSequence,
-    SequenceAdvance,
-    SequenceFailure,
-    SequenceGrowth,
-    TreeLimits,
-)
+from outrider.wire.frames import CorpusInfo, DraftInfo, OpenSequence, SequenceAdvance, SequenceGrowth, TreeLimits
 
 VOCABULARY = 1000
 CORPUS_QUOTA = 100

@@ -6,9 +6,9 @@ import threading
 from collections.abc import Sequence
 from typing import NoReturn
 
-from outrider.drafting.events import Connected, Disconnected, DraftEvent, Grown, Lost
+from outrider.drafting.events import Connected, Disconnected, DraftEvent, Grown, Lost, SequenceFailure
 from outrider.sampling import SamplingParams, VerificationMode
-from outrider.wire.frames import OpenSequence, SequenceFailure, SequenceGrowth, StoppableLink, TreeLimits
+from outrider.wire.frames import OpenSequence, SequenceGrowth, StoppableLink, TreeLimits
 
 VOCABULARY_SIZE = 49_152
 

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from outrider.drafting.draft_tree import GrowingTree
-from outrider.drafting.events import Connected, Disconnected, Lost
+from outrider.drafting.events import Connected, Disconnected, Lost, SequenceFailure
 from outrider.drafting.inbox import DraftInbox, QueuedEvent
 from outrider.drafting.latency import DraftLatency
 from outrider.errors import InvalidField
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import MAX_ROWS
-from outrider.wire.frames import DraftInfo, OpenSequence, SequenceAdvance, SequenceFailure, SequenceGrowth, TreeLimits
+from outrider.wire.frames import DraftInfo, OpenSequence, SequenceAdvance, SequenceGrowth, TreeLimits
 from outrider_vllm.config import ProposerConfig
 from outrider_vllm.tracking import Request, Seen, Tokens
 

@@ -9,13 +9,13 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
 from outrider.drafting.draft_tree import GrowingTree
-from outrider.drafting.events import Connected, Disconnected, Lost
+from outrider.drafting.events import Connected, Disconnected, Lost, SequenceFailure
 from outrider.drafting.inbox import DraftInbox, QueuedEvent
 from outrider.drafting.latency import DraftLatency
 from outrider.errors import InvalidField, NotSupported, OutriderError
 from outrider.log_limit import LogLimit
 from outrider.sampling import VerificationMode
-from outrider.wire.frames import DraftInfo, OpenSequence, SequenceAdvance, SequenceFailure, SequenceGrowth, TreeLimits
+from outrider.wire.frames import DraftInfo, OpenSequence, SequenceAdvance, SequenceGrowth, TreeLimits
 from target_service.config import TargetConfig
 from target_service.core.sequence import Sequence
 from target_service.core.weights import FIRST_VERSION

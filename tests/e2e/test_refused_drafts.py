@@ -16,9 +16,10 @@ from scripted_service import target_over
 from transformers import PreTrainedModel
 
 from draft_service.drafters.base import create
+from outrider.drafting.events import SequenceFailure
 from outrider.errors import EngineDead
 from outrider.sampling import SamplingParams
-from outrider.wire.frames import OpenSequence, SequenceFailure
+from outrider.wire.frames import OpenSequence
 from outrider_client import Client, ServiceUnreachable, Speculation, SyncClient
 from target_service.config import TargetConfig
 from target_service.lifecycle import serve_engine

@@ -22,14 +22,13 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from torch import Tensor
 
 from draft_service.drafters.hidden_states import read_vectors
-from outrider.drafting.events import Connected, Disconnected, Grown
+from outrider.drafting.events import Connected, Disconnected, Grown, SequenceFailure
 from outrider.sampling import SamplingParams
 from outrider.wire.frames import (
     DraftInfo,
     FeatureRequest,
     OpenSequence,
     SequenceAdvance,
-    SequenceFailure,
     SequenceFeatures,
     SequenceGrowth,
     TreeLimits,

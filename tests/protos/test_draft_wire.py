@@ -16,7 +16,6 @@ from outrider.wire.drafts import (
     MAX_NODE_ID,
     advance_from_pb,
     advance_to_pb,
-    failure_from_pb,
     failure_to_pb,
     growth_from_pb,
     growth_to_pb,
@@ -25,7 +24,8 @@ from outrider.wire.drafts import (
     open_from_pb,
     open_to_pb,
 )
-from outrider.wire.frames import DraftInfo, OpenSequence, SequenceAdvance, SequenceFailure, SequenceGrowth, TreeLimits
+from outrider.wire.frames import DraftInfo, OpenSequence, SequenceAdvance, SequenceGrowth, TreeLimits
+from outrider.wire.trees import error_of
 
 VOCABULARY = 100
 OPEN = OpenSequence(
@@ -79,7 +79,8 @@ def test_an_empty_growth_is_an_answer() -> None:
 
 def test_a_failure_keeps_its_reason() -> None:
     pb = failure_to_pb(9, StepSkipped("a step is missing", step=3))
-    assert failure_from_pb(pb) == SequenceFailure(9, "STEP_SKIPPED", "a step is missing")
+    error = error_of(pb.status)
+    assert (pb.sequence_id, error.reason, error.message) == (9, "STEP_SKIPPED", "a step is missing")
 
 
 def test_an_open_without_a_mode_takes_it_from_the_temperature() -> None:

@@ -11,18 +11,10 @@ import pytest
 from fake_draft import FAST, INFO
 from scripted_drafter import VOCABULARY, Listener, opening, step
 
-from outrider.drafting.events import Connected, Disconnected, DraftEvents, Grown
+from outrider.drafting.events import Connected, Disconnected, DraftEvents, Grown, SequenceFailure
 from outrider.drafting.link import connect_draft
 from outrider.drafting.several import SeveralDrafts
-from outrider.wire.frames import (
-    DraftInfo,
-    OpenSequence,
-    SequenceAdvance,
-    SequenceFailure,
-    SequenceFeatures,
-    SequenceGrowth,
-    Vectors,
-)
+from outrider.wire.frames import DraftInfo, OpenSequence, SequenceAdvance, SequenceFeatures, SequenceGrowth, Vectors
 
 TRIE, EAGLE = replace(INFO, drafter="trie"), replace(INFO, drafter="eagle")
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import msgspec
 
-from outrider.wire.frames import DraftInfo, SequenceFailure, SequenceGrowth
+from outrider.wire.frames import DraftInfo, SequenceGrowth
 
 
 class _Event(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -18,6 +18,14 @@ class Grown(msgspec.Struct, frozen=True):
     """Nodes arrived, in one frame."""
 
     growths: Sequence[SequenceGrowth]
+
+
+class SequenceFailure(_Event, frozen=True):
+    """The draft closed one sequence; the target continues it without drafts."""
+
+    sequence_id: int
+    reason: str
+    message: str
 
 
 class Connected(_Event, frozen=True):

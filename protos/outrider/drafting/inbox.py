@@ -8,8 +8,8 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable
 
-from outrider.drafting.events import Connected, Disconnected, DraftEvent, Grown, Lost
-from outrider.wire.frames import DraftLink, SequenceFailure, SequenceGrowth
+from outrider.drafting.events import Connected, Disconnected, DraftEvent, Grown, Lost, SequenceFailure
+from outrider.wire.frames import DraftLink, SequenceGrowth
 
 QueuedEvent = SequenceGrowth | SequenceFailure | Connected | Disconnected | Lost
 # Seconds that one `listen` may take; later events wait a step at most. 64 growths of 64 nodes take a tenth of it.

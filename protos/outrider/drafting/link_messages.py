@@ -13,18 +13,11 @@ from typing import Any
 
 import msgspec
 
-from outrider.drafting.events import Connected, Disconnected, Lost
+from outrider.drafting.events import Connected, Disconnected, Lost, SequenceFailure
 from outrider.drafting.link import LinkOptions
 from outrider.processes.framing import Buffer, framed_parts, parts_of
 from outrider.tree import DraftDistribution
-from outrider.wire.frames import (
-    OpenSequence,
-    SequenceAdvance,
-    SequenceFailure,
-    SequenceFeatures,
-    SequenceGrowth,
-    Vectors,
-)
+from outrider.wire.frames import OpenSequence, SequenceAdvance, SequenceFeatures, SequenceGrowth, Vectors
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -12,12 +12,11 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from outrider.drafting.events import Connected, Disconnected, DraftEvent, DraftEvents, Grown, Lost
+from outrider.drafting.events import Connected, Disconnected, DraftEvent, DraftEvents, Grown, Lost, SequenceFailure
 from outrider.wire.frames import (
     DraftInfo,
     OpenSequence,
     SequenceAdvance,
-    SequenceFailure,
     SequenceFeatures,
     SequenceGrowth,
     StoppableLink,

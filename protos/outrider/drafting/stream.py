@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from outrider.drafting.events import DraftEvents, Grown
-from outrider.errors import CreditExceeded, InvalidField, PositionOutOfRange
+from outrider.drafting.events import DraftEvents, Grown, SequenceFailure
+from outrider.errors import CreditExceeded, InvalidField, OutriderError, PositionOutOfRange
 from outrider.v1 import draft_pb2
-from outrider.wire.drafts import advance_to_pb, failure_from_pb, growth_from_pb, open_to_pb
+from outrider.wire.drafts import advance_to_pb, growth_from_pb, open_to_pb
 from outrider.wire.frames import (
     MAX_CLOSED_PER_FRAME,
     MAX_FEATURE_BYTES,
@@ -22,11 +22,11 @@ from outrider.wire.frames import (
     MAX_SEQUENCES_PER_FRAME,
     OpenSequence,
     SequenceAdvance,
-    SequenceFailure,
     SequenceFeatures,
     SequenceGrowth,
 )
 from outrider.wire.hidden_states import features_to_pb
+from outrider.wire.trees import error_of
 
 # Growth frames that may be in flight.
 CREDIT_WINDOW = 32
@@ -141,7 +141,7 @@ class DraftConversation:
                 raise CreditExceeded("the draft acknowledges what was never sent")
             self._answers -= 1
             if kind == "status":
-                self._fail(failure_from_pb(frame.status))
+                self._fail(frame.status.sequence_id, error_of(frame.status.status))
         else:
             # A frame of an unknown kind, from a newer draft, is ignored, but takes credit.
             if not self._credit:
@@ -169,11 +169,11 @@ class DraftConversation:
         if growths:
             self._events.receive(Grown(growths))
 
-    def _fail(self, failure: SequenceFailure) -> None:
-        sequence_id = self._sequence_ids.pop(failure.sequence_id, None)
+    def _fail(self, wire_id: int, error: OutriderError) -> None:
+        sequence_id = self._sequence_ids.pop(wire_id, None)
         if sequence_id is not None:
             del self._wire_ids[sequence_id]
-            self._events.receive(SequenceFailure(sequence_id, failure.reason, failure.message))
+            self._events.receive(SequenceFailure(sequence_id, error.reason, error.message))
 
     def _request(self, frame: draft_pb2.ProposeRequest, answers: int) -> None:
         """Send a frame that the draft owes answers to."""

@@ -20,7 +20,6 @@ from outrider.wire.frames import (
     DraftInfo,
     OpenSequence,
     SequenceAdvance,
-    SequenceFailure,
     SequenceGrowth,
     TreeLimits,
     is_self_contained,
@@ -168,11 +167,6 @@ def growth_to_pb(growth: SequenceGrowth) -> draft_pb2.SequenceGrowth:
         distributions=trees.distributions_to_pb(growth.distributions),
         replaces=growth.replaces,
     )
-
-
-def failure_from_pb(pb: draft_pb2.SequenceStatus) -> SequenceFailure:
-    error = trees.error_of(pb.status)
-    return SequenceFailure(pb.sequence_id, error.reason, error.message)
 
 
 def failure_to_pb(sequence_id: int, error: OutriderError) -> draft_pb2.SequenceStatus:

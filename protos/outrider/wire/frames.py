@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-import msgspec
-
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import DraftDistribution
 
@@ -127,14 +125,6 @@ class SequenceGrowth:
 def is_self_contained(parent_ids: Iterable[int], first_node_id: int) -> bool:
     """Whether a growth needs no earlier one: all parents are the root or nodes from `first_node_id` on."""
     return min(filter(None, parent_ids), default=first_node_id) >= first_node_id
-
-
-class SequenceFailure(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The draft closed one sequence; the target continues it without drafts."""
-
-    sequence_id: int
-    reason: str
-    message: str
 
 
 @dataclass(frozen=True, slots=True)
