@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -441,3 +443,11 @@ async def test_updates_without_an_event_loop(running: Any) -> None:
             return client.update_weights(folder="step-1").model_version
 
     assert await asyncio.to_thread(update) == 2
+
+
+def test_a_client_needs_no_service() -> None:
+    # What only `outrider[target]` and its like bring; the install tests prove it with a wheel, and take minutes.
+    absent = ("msgspec", "numpy", "numba", "torch", "transformers", "opentelemetry.sdk", "prometheus_client", "psutil")
+    code = "import sys\n" + "".join(f"sys.modules[{name!r}] = None\n" for name in absent)
+    code += "import outrider_client, outrider_client.cli.app, outrider_client.cli.base"
+    subprocess.run([sys.executable, "-c", code], check=True)
