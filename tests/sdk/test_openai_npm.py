@@ -195,7 +195,7 @@ async def test_abort_frees_what_the_answer_held(
     assert caught.value.fields["aborted"]
     await services.idle()
     async with asyncio.timeout(5):
-        while gateway.application.running:
+        while any(target.running for target in gateway.application.targets.all):
             await asyncio.sleep(0.01)
 
 
