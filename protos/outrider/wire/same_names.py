@@ -26,7 +26,8 @@ def value_of(kind: type[_Value], message: Message, **changed: Any) -> _Value:
 
 
 def shared_fields(kind: type[Message], value: Any) -> dict[str, Any]:
-    """Those fields of a dataclass that a kind of message has too, by name."""
+    """Those fields of a dataclass that a kind of message has too, by name: for messages that show a part of a value.
+    What must not be left out goes through `message_of`, which refuses a field that the message lacks."""
     names = kind.DESCRIPTOR.fields_by_name
     return {field.name: getattr(value, field.name) for field in fields(value) if field.name in names}
 
