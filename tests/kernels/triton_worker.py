@@ -20,7 +20,7 @@ from conftest import Case, Spec, make_case
 from target_service.model.cuda_graphs.sizes import Bucket, capacity
 from tree_kernels.attention import AttentionBatch, TreeAttention, plan_integers
 from tree_kernels.attention.triton_backend import INVARIANT, TritonAttention, TritonSettings
-from tree_kernels.attention.triton_tiling import Tiling
+from tree_kernels.attention.triton_tiling import Merging, Tiling
 
 INTERPRETED = not torch.cuda.is_available()
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -58,6 +58,12 @@ def cases() -> Iterator[tuple[str, dict[str, Any], TritonSettings]]:
     for processors in (1, 2, 7, 64):
         settings = TritonSettings(tiling=SMALL, processors=processors)
         yield f"{processors} programs", {"specs": RAGGED, "width": 16}, settings
+    apart = replace(SMALL, merge_rows=0)
+    for processors, merging in ((40, None), (72, None), (40, Merging(2, 4, 1)), (40, Merging(4, 8, 2))):
+        # One sequence for all of them, which leaves so many partials to a launch of its own; two columns of values.
+        arguments = {"specs": [(700, 3, "tree")], "kv_heads": 1, "group": 3, "width": 16, "value_width": 256}
+        settings = TritonSettings(tiling=apart, processors=processors, merging=merging)
+        yield f"merged apart, {processors} programs, {merging}", arguments, settings
     for split_keys in (16, 48, 128):
         settings = TritonSettings(split_keys, SMALL, 3)
         yield f"split every {split_keys} keys", {"specs": RAGGED, "width": 16}, settings

@@ -8,7 +8,6 @@ from torch import Tensor
 from tree_kernels.attention.batch import AttentionPlan
 from tree_kernels.attention.tree_mask import mask_words
 from tree_kernels.attention.triton_kernels import attention_kernel
-from tree_kernels.attention.triton_merge import merge_kernel
 from tree_kernels.attention.triton_planning import (
     LOG2_E,
     HeadLayout,
@@ -52,14 +51,7 @@ class TritonAttention(TritonPlanner):
             num_warps=tiling.warps, num_stages=tiling.stages, **heads, **blocks, **self._launch,
         )  # fmt: skip
         if not tiling.merge_rows:
-            # With fixed splits, how many partials are summed at a time may not depend on the rest of the batch.
-            by_group = bool(self._settings.split_keys) or len(schedule.groups) <= schedule.max_chunks
-            rows, parts = (2, 16) if by_group else (4, 8)
-            merge_kernel[(len(schedule.groups) if by_group else schedule.max_chunks, tiling.block_rows // rows)](
-                output, schedule.partials, schedule.partial_lse, schedule.groups, schedule.chunk_table,
-                schedule.totals, ROWS=rows, PARTS=parts, BY_GROUP=by_group, num_warps=4,
-                **heads, **blocks, **self._launch,
-            )  # fmt: skip
+            self.merge(output, schedule, layout)
         return output
 
     def _layout(self, plan: TritonPlan, query: Tensor, key_cache: Tensor, value_cache: Tensor) -> HeadLayout:

@@ -103,27 +103,29 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     Without it, those of the group whose first cut lies at the start of chunk `program_id(0)`: fewer programs if
     there are many groups. Values wider than BLOCK_DV, a multiple of it, have a program for each BLOCK_DV columns.
     """
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
     output += tl.program_id(2) * BLOCK_DV
     partials += tl.program_id(2) * BLOCK_DV
     chunk = tl.program_id(0)
+    # How the work is divided was written before the launch of attention, which has waited for that.
     per_chunk = tl.load(totals)
-    if chunk < tl.load(totals + (2 if BY_GROUP else 1)):
-        record = groups + chunk * 8 if BY_GROUP else chunk_table + chunk * 16
-        first_tile = tl.load(record + 5)
-        first = first_tile // per_chunk
-        # Of no partials beyond the room for chunks.
-        last = tl.minimum((first_tile + tl.load(record + 6) - 1) // per_chunk, tl.load(totals + 1) - 1)
-        block = tl.load(record + 4)
-        rows = tl.load(record + 1)
-        m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-        is_cut = last > first
-        if not BY_GROUP:
-            is_cut = (chunk == first + 1) & (chunk <= last)
-        if is_cut & ((block * BLOCK_M + tl.program_id(1) * ROWS) // GROUP < rows):
-            merged = merge_parts(
-                partials, partial_lse, first, last, first_tile, per_chunk, m, DV, BLOCK_DV, BLOCK_M, PARTS
-            )
-            head = tl.load(record + 7) // 2
-            write_rows(output, merged, tl.load(record), rows, block, head, m, GROUP, KV_HEADS, DV, BLOCK_DV, BLOCK_M)
+    there = chunk < tl.load(totals + (2 if BY_GROUP else 1))
+    record = groups + chunk * 8 if BY_GROUP else chunk_table + chunk * 16
+    start = tl.load(record, mask=there, other=0)
+    rows = tl.load(record + 1, mask=there, other=0)
+    block = tl.load(record + 4, mask=there, other=0)
+    first_tile = tl.load(record + 5, mask=there, other=0)
+    tiles = tl.load(record + 6, mask=there, other=0)
+    head = tl.load(record + 7, mask=there, other=0) // 2
+    most = tl.load(totals + 1)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    first = first_tile // per_chunk
+    # Of no partials beyond the room for chunks.
+    last = tl.minimum((first_tile + tiles - 1) // per_chunk, most - 1)
+    is_cut = there & (last > first)
+    if not BY_GROUP:
+        is_cut = is_cut & (chunk == first + 1)
+    m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    if is_cut & ((block * BLOCK_M + tl.program_id(1) * ROWS) // GROUP < rows):
+        merged = merge_parts(partials, partial_lse, first, last, first_tile, per_chunk, m, DV, BLOCK_DV, BLOCK_M, PARTS)
+        write_rows(output, merged, start, rows, block, head, m, GROUP, KV_HEADS, DV, BLOCK_DV, BLOCK_M)

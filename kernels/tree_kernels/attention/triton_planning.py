@@ -16,8 +16,9 @@ from torch import Tensor
 
 from tree_kernels.attention.batch import AttentionBatch, AttentionPlan
 from tree_kernels.attention.tree_mask import WORD_BITS, mask_words, tree_rows
+from tree_kernels.attention.triton_merge import merge_kernel
 from tree_kernels.attention.triton_schedule import schedule_kernel
-from tree_kernels.attention.triton_tiling import Tiling
+from tree_kernels.attention.triton_tiling import MERGE_COLUMNS, Merging, Tiling, choose_merging
 
 # Kernels take the softmax in base 2.
 LOG2_E = 1.4426950408889634
@@ -35,6 +36,7 @@ class TritonSettings:
     split_keys: int | None = None
     tiling: Tiling | None = None  # None chooses by the packed rows of the largest sequence
     processors: int | None = None  # SMs to fill; None is all of the device
+    merging: Merging | None = None  # None chooses by how many partials there are
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,23 @@ class TritonPlanner:
         )  # fmt: skip
         plan.schedules[layout] = schedule
         return schedule
+
+    def merge(self, output: Tensor, schedule: Schedule, layout: HeadLayout) -> None:
+        """Merge the partials of groups that were cut into `output` [R, Hq, Dv]."""
+        groups, block_rows, width = len(schedule.groups), layout.tiling.block_rows, layout.value_width
+        fixed, chunks = bool(self._settings.split_keys), schedule.max_chunks
+        by_group = fixed or groups <= chunks
+        programs = groups if by_group else chunks
+        # With fixed splits, how many partials are summed at a time may not depend on the rest of the batch.
+        merging = self._settings.merging or choose_merging(
+            programs * block_rows, 1 if fixed else chunks // max(1, groups)
+        )
+        columns = triton.next_power_of_2(width) if width % MERGE_COLUMNS else MERGE_COLUMNS
+        merge_kernel[(programs, block_rows // merging.rows, triton.cdiv(width, columns))](
+            output, schedule.partials, schedule.partial_lse, schedule.groups, schedule.chunk_table, schedule.totals,
+            GROUP=layout.group, KV_HEADS=layout.kv_heads, DV=width, BLOCK_DV=columns, BLOCK_M=block_rows,
+            ROWS=merging.rows, PARTS=merging.parts, BY_GROUP=by_group, num_warps=merging.warps, **self._launch,
+        )  # fmt: skip
 
     def _integers(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=self._device)

@@ -25,6 +25,30 @@ class Tiling:
         return max(1, 64 * 32 * self.warps // (max(self.merge_rows, 1) * value_width))
 
 
+@dataclass(frozen=True)
+class Merging:
+    """How a program of a separate launch merges partials."""
+
+    rows: int  # packed rows, at a time
+    parts: int  # partials of each, at a time
+    warps: int
+
+
+# Columns of wide values that a program merges.
+MERGE_COLUMNS = 128
+# Programs of one row each beyond which they take two, and partials of a group beyond which more are taken at a time.
+_MANY_PROGRAMS, _MANY_PARTS = 1024, 32
+
+
+def choose_merging(programs: int, parts: int) -> Merging:
+    """The fastest of thirteen tried on an H200 (`benchmarks/results/2026-11-26-h200-merging.md`): the fewer partials a
+    program takes at a time, the more programs hide each other's latency, until there are many partials to take one
+    after the other. `programs` are those of one row each, `parts` the partials of a group on average."""
+    if parts >= _MANY_PARTS:
+        return Merging(1, 16, 4)
+    return Merging(2 if programs > _MANY_PROGRAMS else 1, 4, 1)
+
+
 # Keys of a sequence up to which a step is short: starting and merging take longer than reading.
 _SHORT = 2048
 # Keys of a whole batch above which reading each of them once outweighs the spills of a block of 256 rows.
