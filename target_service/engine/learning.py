@@ -35,6 +35,7 @@ class Learning:
     def forget_draft(self) -> None:
         """Drop what was observed of a draft: another one has connected, or the weights have changed."""
         self.gathering.follow.forget()
+        self.gathering.race.forget()
         self.modes.forget()
 
     def kind(self, mode: Launch) -> Kind:
@@ -76,6 +77,20 @@ class Learning:
                 self.modes.observe(load, step.mode, tokens, seconds)
         if step.ahead and step.gathered.use is Use.PLAIN and not step.behind_tree:
             self.stride.observe(step.stride, period, (step.clock.forwarded - step.clock.waits_since) * 1e-9)
+
+    def observe_launch(self, step: Step, stats: StepStats, period: float) -> None:
+        """Learn from the time and the tokens of any step, `period` being from the end of the last one to its own."""
+        if not self.gathering.policy.on:
+            return
+        waited = step.clock.forwarded - step.clock.waits_since + stats.draft_wait_ns
+        self.gathering.race.observe(
+            stats.sequences,
+            self.gathering.most,
+            stats.committed_tokens,
+            period,
+            waited * 1e-9,
+            drafted=step.batch.device_rows is not None,
+        )
 
     def _compare(self, step: Step, verdicts: SequenceOf[Verdict], drafted: int, *, followed: bool) -> None:
         """Compare one sequence of a step, which had `drafted` rows, with what it would have made without the draft."""

@@ -43,6 +43,7 @@ from target_service.speculation.hidden_states.sending import Features
 from target_service.speculation.policy.draft_switch import DraftSwitch
 from target_service.speculation.policy.draft_times import Use
 from target_service.speculation.policy.gathering import Gathered, Gathering
+from target_service.speculation.policy.host_race import Way
 from target_service.speculation.policy.launch_modes import Launch
 from target_service.speculation.policy.live_sequence import LiveSequence
 from target_service.speculation.policy.predicted_nodes import graft_predictions, note_passes
@@ -94,6 +95,7 @@ class EngineLoop:
         device_chooses = self._steps.tables is not None and not (config.batch_invariant and config.speculates)
         most = config.max_draft_nodes if device_chooses else 0
         self._policy = RowPolicy(most, step_cost, self.live, config.speculative_disable_queue_size)
+        lookup_tokens = runner.node_table.lookup_tokens if runner.node_table is not None else 0
         # Without a cost of steps it never turns drafts off.
         self.gathering = Gathering(
             drafting=self.drafting,
@@ -102,6 +104,7 @@ class EngineLoop:
             live=self.live,
             policy=self._policy,
             switch=None if step_cost is None else DraftSwitch(),
+            looks_up=lookup_tokens > 0,
         )
         self._ahead: Step | None = None
         # Whether the last pass was seen to run until about its end.
@@ -112,7 +115,7 @@ class EngineLoop:
             gathering=self.gathering,
             tables=self._steps.tables,
             stride=stride or Stride(),
-            unaided=Unaided(runner.node_table.lookup_tokens if runner.node_table is not None else 0),
+            unaided=Unaided(lookup_tokens),
         )
         # How the next pass is launched, and the rows that the device chose for the last one.
         self._mode, self._rows = Launch.AHEAD, 0
@@ -243,7 +246,9 @@ class EngineLoop:
         # Hidden states are taken pass by pass, of at most this many rows.
         most = min(self.scheduler.max_step_rows, AHEAD_ROWS) if fed else self.scheduler.max_step_rows
         waits = self.drafting.latency.answer_seconds if self._mode is Launch.HELD else 0.0
-        device_rows = self._policy.choose(schedule, most, self._learning.kind(self._mode), waits)
+        device_rows = None
+        if self.gathering.race.way(len(schedule.chunks)) is not Way.PLAIN:
+            device_rows = self._policy.choose(schedule, most, self._learning.kind(self._mode), waits)
         # Where a pass behind drafts begins, only the device can find out.
         several = behind is not None and (device_rows is not None or not behind.has_drafts)
         several = several and gathered.use is Use.PLAIN and not fed
@@ -352,10 +357,13 @@ class EngineLoop:
         self._free_ns, self._ended_ns = step.clock.forwarded, step.clock.committed
         seconds = (step.clock.committed - (ended_ns or step.clock.begun)) * 1e-9 / step.stride
         self.scheduler.times.observe(*step.work, seconds, own=step.own)
+        period = (self._ended_ns - ended_ns) * 1e-9 if ended_ns else 0.0
         if not stats.prefill_rows:
             self._learning.observe_forward(step, stats, seen_running=self._seen_running)
-            if ended_ns:
-                self._learning.observe_period(step, stats, verdicts, (self._ended_ns - ended_ns) * 1e-9)
+            if period:
+                self._learning.observe_period(step, stats, verdicts, period)
+        if period:
+            self._learning.observe_launch(step, stats, period)
         if self._observer is not None:
             self._observer.on_step(stats)
 

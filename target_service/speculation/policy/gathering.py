@@ -20,6 +20,7 @@ from target_service.speculation.merged_tree import MergedTree, PredictedTree
 from target_service.speculation.policy.draft_switch import DraftSwitch
 from target_service.speculation.policy.draft_times import Use
 from target_service.speculation.policy.follow_switch import FollowSwitch
+from target_service.speculation.policy.host_race import HostRace, Way
 from target_service.speculation.policy.live_sequence import LiveSequence
 from target_service.speculation.policy.row_budget import IN_ORDER_NODES, Offer, RowBudget
 from target_service.speculation.policy.row_policy import RowPolicy
@@ -72,6 +73,9 @@ class Gathering:
     # None always waits for drafts, and always follows them.
     switch: DraftSwitch | None
     follow: FollowSwitch = field(default_factory=FollowSwitch)
+    race: HostRace = field(default_factory=HostRace)
+    # Whether the device looks tokens up in the sequences' own texts.
+    looks_up: bool = False
     # How the next step uses drafts, and whether it may be launched behind the one under way.
     _use: Use = field(default=Use.AFTER, init=False)
     _ahead: bool = field(default=False, init=False)
@@ -82,13 +86,21 @@ class Gathering:
         if self.switch is None:
             return True
         if self.policy.on:
-            return self.follow.follows(max(1, len(self.scheduler.running)))
+            load = max(1, len(self.scheduler.running))
+            return self.race.way(load) is Way.DRAFT and self.follow.follows(load)
         load, heads = self.scheduler.load, self.drafting.reads_features
         if load and heads and self.switch.needs_unfed(load, ahead=self._ahead):
             return False
         if load > FOLLOWED_ANYWAY:
             return self.switch.drafts_within(_FOLLOWED_BY_MANY)
         return self.switch.drafts_within(_FOLLOWED_BY_HEADS if heads else _FOLLOWED)
+
+    @property
+    def most(self) -> Way:
+        """The most that launches may use, where nothing speaks against it."""
+        if self.drafting.connected:
+            return Way.DRAFT
+        return Way.OWN if self.looks_up else Way.PLAIN
 
     def _pays_for_newcomers(self, switch: DraftSwitch) -> bool:
         """Whether a head's drafts are expected to pay now that sequences begin. It has to follow them from their

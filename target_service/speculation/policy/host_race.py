@@ -1,0 +1,138 @@
+"""What makes most tokens a second where the host is the limit: no drafts, the sequences' own texts, or a draft too.
+
+Times of passes do not tell there. A pass that commits drafted tokens, or receives trees, keeps the host from the passes
+behind it; prompts are read in between; several plain passes are launched at once, those beside prompts are not. On an
+H200 a trie made seven tenths of what 64 sequences of a 135M model made without it, and was followed
+(`benchmarks/results/2026-11-26-h200-small-model.md`). So the ways are raced there: in windows of launches, with all
+their tokens and all their time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from target_service.core.running_means import RunningMean
+
+
+class Way(IntEnum):
+    """Where a launch may have drafted rows from."""
+
+    PLAIN = 0
+    # The sequences' own texts, by prompt lookup.
+    OWN = 1
+    # A draft too.
+    DRAFT = 2
+
+
+# Shares of the time that the host works, in launches with drafts: above the first it is the limit, below the second it
+# is not. Chosen: as those for launching several passes at once (`multi_step`).
+_LIMIT, _NO_LIMIT = 0.85, 0.7
+# Launches until that share is believed, and the weight of one in it. Chosen.
+_SEEN, _SHARE = 64, 0.02
+# Launches of a window, and those at its start that do not count: a draft is sent every sequence then, and the host
+# still works for what the other way left. Chosen: some thousand tokens, of whose time prompts take a varying part.
+_WINDOW, _BEGINNING = 72, 20
+# A window ends after so many launches if it is below this share of the fastest rate. Chosen, as in `LaunchModes`.
+_FEW, _HOPELESS = 36, 0.8
+# Launches between two races, doubled while the same way wins: in the end, one that makes half as many tokens costs
+# 1 %.
+_FIRST_PAUSE, _LONGEST_PAUSE = 512, 4096
+# The weight of a window in the rate of its way, and what another way has to be faster by: windows of one way differ by
+# some tenth. Chosen.
+_RATE_SHARE, _MARGIN = 0.5, 1.03
+
+
+@dataclass(slots=True)
+class _Load:
+    # The host's share of the time.
+    busy: RunningMean = field(default_factory=lambda: RunningMean(_SHARE))
+    # The fastest way so far; None where the host is not the limit.
+    best: Way | None = None
+    # Ways that still have a window in this race, the one under way first. None between two races.
+    due: list[Way] = field(default_factory=list)
+    pause: int = _FIRST_PAUSE
+    # Of the window, or of the pause.
+    launches: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    # Tokens a second.
+    rates: defaultdict[Way, RunningMean] = field(default_factory=lambda: defaultdict(lambda: RunningMean(_RATE_SHARE)))
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether the window under way is of a way that was slower, and is far slower still."""
+        assert self.best is not None
+        return self.due[0] is not self.best and self.tokens < _HOPELESS * self.rates[self.best].value * self.seconds
+
+
+def _size(load: int) -> int:
+    """Loads in powers of two, up to and with each: as many sequences as there is room for, and one less, which a
+    newcomer replaces, are one load."""
+    return (load - 1).bit_length()
+
+
+class HostRace:
+    """Chooses by load in powers of two. Where the host is not the limit, everything is allowed."""
+
+    def __init__(self) -> None:
+        self._loads: defaultdict[int, _Load] = defaultdict(_Load)
+
+    def way(self, load: int) -> Way:
+        """The most that the next launch of `load` sequences may use."""
+        here = self._loads.get(_size(load))
+        if here is None or here.best is None:
+            return Way.DRAFT
+        return here.due[0] if here.due else here.best
+
+    def observe(self, load: int, most: Way, tokens: int, seconds: float, waited: float, *, drafted: bool) -> None:
+        """Observe a launch: its tokens of all sequences, the seconds since the end of the one before, and those of them
+        that the host waited. `most` is what launches could use, `drafted` whether this one had drafted rows."""
+        here = self._loads[_size(load)]
+        if drafted and seconds > 0:
+            here.busy.observe(1 - waited / seconds)
+        if here.best is None:
+            if here.busy.count >= _SEEN and here.busy.value > _LIMIT and most is not Way.PLAIN:
+                here.best = most
+                self._begin(here, most)
+        elif here.busy.value < _NO_LIMIT:
+            del self._loads[_size(load)]
+        else:
+            self._follow(here, most, tokens, seconds)
+
+    def forget(self) -> None:
+        """Another draft has connected: drop what was observed of the last one."""
+        self._loads.clear()
+
+    def _follow(self, here: _Load, most: Way, tokens: int, seconds: float) -> None:
+        """Count a launch, and go on to the next window, or to the next race."""
+        here.launches += 1
+        if not here.due:
+            if here.launches >= here.pause:
+                self._begin(here, most)
+            return
+        if here.launches > _BEGINNING:
+            here.tokens += tokens
+            here.seconds += seconds
+        if here.launches < (_FEW if here.is_hopeless else _WINDOW):
+            return
+        here.rates[here.due.pop(0)].observe(here.tokens / here.seconds)
+        here.launches, here.tokens, here.seconds = 0, 0, 0.0
+        if not here.due:
+            self._decide(here)
+
+    @staticmethod
+    def _begin(here: _Load, most: Way) -> None:
+        """Begin a race of every way up to `most`, the fastest so far first."""
+        here.launches = 0
+        here.due = sorted((way for way in Way if way <= most), key=lambda way: way is not here.best)
+
+    @staticmethod
+    def _decide(here: _Load) -> None:
+        assert here.best is not None
+        fastest = max(here.rates, key=lambda way: here.rates[way].value)
+        if here.rates[fastest].value > _MARGIN * here.rates[here.best].value:
+            here.best, here.pause = fastest, _FIRST_PAUSE
+        else:
+            here.pause = min(_LONGEST_PAUSE, 2 * here.pause)
