@@ -18,7 +18,7 @@ from tree_kernels.attention.batch import AttentionBatch, AttentionPlan
 from tree_kernels.attention.tree_mask import WORD_BITS, mask_words, tree_rows
 from tree_kernels.attention.triton_merge import merge_kernel
 from tree_kernels.attention.triton_schedule import schedule_kernel
-from tree_kernels.attention.triton_tiling import MERGE_COLUMNS, Merging, Tiling, choose_merging
+from tree_kernels.attention.triton_tiling import FIXED_MERGING, MERGE_COLUMNS, Merging, Tiling, choose_merging
 
 # Kernels take the softmax in base 2.
 LOG2_E = 1.4426950408889634
@@ -200,10 +200,8 @@ class TritonPlanner:
         fixed, chunks = bool(self._settings.split_keys), schedule.max_chunks
         by_group = fixed or groups <= chunks
         programs = groups if by_group else chunks
-        # With fixed splits, how many partials are summed at a time may not depend on the rest of the batch.
-        merging = self._settings.merging or choose_merging(
-            programs * block_rows, 1 if fixed else chunks // max(1, groups)
-        )
+        chosen = FIXED_MERGING if fixed else choose_merging(programs * block_rows, chunks // max(1, groups))
+        merging = self._settings.merging or chosen
         columns = triton.next_power_of_2(width) if width % MERGE_COLUMNS else MERGE_COLUMNS
         merge_kernel[(programs, block_rows // merging.rows, triton.cdiv(width, columns))](
             output, schedule.partials, schedule.partial_lse, schedule.groups, schedule.chunk_table, schedule.totals,

@@ -36,17 +36,24 @@ class Merging:
 
 # Columns of wide values that a program merges.
 MERGE_COLUMNS = 128
-# Programs of one row each beyond which they take two, and partials of a group beyond which more are taken at a time.
-_MANY_PROGRAMS, _MANY_PARTS = 1024, 32
+# With fixed splits, neither order nor number of what is summed may depend on the rest of the batch.
+FIXED_MERGING = Merging(1, 16, 2)
 
 
 def choose_merging(programs: int, parts: int) -> Merging:
-    """The fastest of thirteen tried on an H200 (`benchmarks/results/2026-11-26-h200-merging.md`): the fewer partials a
-    program takes at a time, the more programs hide each other's latency, until there are many partials to take one
-    after the other. `programs` are those of one row each, `parts` the partials of a group on average."""
-    if parts >= _MANY_PARTS:
-        return Merging(1, 16, 4)
-    return Merging(2 if programs > _MANY_PROGRAMS else 1, 4, 1)
+    """The fastest of fourteen tried on an H200 (`benchmarks/kernels/merging.py`).
+
+    Many programs that take few partials at a time hide each other's latency; many partials that are taken one after the
+    other are a round trip to L2 each. `programs` are those of one row each, `parts` the most partials of a group on
+    average.
+    """
+    if parts >= 64:
+        return Merging(1, 64, 4)
+    if parts >= 32:
+        return Merging(1, 8, 1)
+    if parts >= 16 and programs <= 256:
+        return Merging(1, 16, 2)
+    return Merging(2 if programs > 1024 else 1, 4, 1)
 
 
 # Keys of a sequence up to which a step is short: starting and merging take longer than reading.
@@ -81,7 +88,12 @@ def choose_tiling(
     if itemsize > 2 or width > 128:
         return Tiling(min(64, packed), 32, 4, 2 if itemsize > 2 else 3, 1)
     # Groups are then cut in two at most, and another launch would take as long as the merge.
-    merge_rows = 16 if short and width > 64 and heads >= processors else 0
+    few_cuts = short and heads >= processors
+    merge_rows = 16 if few_cuts and width > 64 else 0
+    if packed == 16 and few_cuts:
+        return Tiling(16, 128, 4, 3, 2, 16)
+    if packed <= 32 and short and not busy:
+        return Tiling(16, 128, 4, 3, 1) if width > 64 else Tiling(16, 64, 4, 5, 1)
     if packed <= 32:
         return Tiling(packed, 64, 4, 5, 2 if busy or keys > 16384 or sequences >= 8 else 1, merge_rows)
     if packed == 64 and short and width > 64 and heads <= processors // 2:

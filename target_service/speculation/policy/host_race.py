@@ -36,9 +36,9 @@ _SEEN, _SHARE = 64, 0.02
 _WINDOW, _BEGINNING = 72, 20
 # A window ends after so many launches if it is below this share of the fastest rate. Chosen, as in `LaunchModes`.
 _FEW, _HOPELESS = 36, 0.8
-# Launches between two races, doubled while the same way wins: in the end, one that makes half as many tokens costs
-# 1 %.
-_FIRST_PAUSE, _LONGEST_PAUSE = 512, 4096
+# Launches between two races, and their factor while the same way wins: one that makes half as many tokens costs 7 %
+# between the first two races and 0.5 % in the end. The first is decided by a window of each way, and may err.
+_FIRST_PAUSE, _LONGEST_PAUSE, _LONGER = 512, 8192, 4
 # The weight of a window in the rate of its way, and what another way has to be faster by: windows of one way differ by
 # some tenth. Chosen.
 _RATE_SHARE, _MARGIN = 0.5, 1.03
@@ -135,4 +135,4 @@ class HostRace:
         if here.rates[fastest].value > _MARGIN * here.rates[here.best].value:
             here.best, here.pause = fastest, _FIRST_PAUSE
         else:
-            here.pause = min(_LONGEST_PAUSE, 2 * here.pause)
+            here.pause = min(_LONGEST_PAUSE, _LONGER * here.pause)
