@@ -302,7 +302,7 @@ def study_of(options: argparse.Namespace) -> tuple[Study, HeadTrees, Sequence[Re
     claim(options.folder, made_with | {"levels": LEVELS, "width": WIDTH, "breadth": BREADTH})
     head = loaded_head(options)
     trees = HeadTrees(head, LEVELS, WIDTH, BREADTH)
-    layers = head.config.layers_of(TargetCheckpoint(folder_of(options.model)).facts().num_layers)
+    layers = head.config.layers_of(TargetCheckpoint(folder_of(options.model)).num_layers)
     path = options.folder / "recordings.safetensors"
     recordings = record(options.model, layers, options.per_task, options.measured, options.tokens, path)
     return Study(draw_all(recordings, trees, options.folder)), trees, recordings

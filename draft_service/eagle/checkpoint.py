@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draft_service.checkpoints.facts import check_fits
 from draft_service.checkpoints.files import fill, write_folder
 from draft_service.checkpoints.target import TargetCheckpoint
 from draft_service.checkpoints.vocabulary import ids_of, restrict, tensors_of
@@ -51,7 +50,7 @@ def load_head(
     names = _names(weights)
     config = head_config(weights.config, weights.shapes(names))
     if target is not None:
-        check_fits(config, target.facts(fingerprint=bool(config.tokenizer_fingerprint)))
+        target.check_fits(config)
     return make_head(config, weights.tensors(names), target, token_map).to(device=device, dtype=dtype)
 
 

@@ -54,7 +54,7 @@ class EagleDrafter(HeadDrafter):
         if layers is None:
             if self._target is None:
                 raise HeadRefused("the layers that the head reads depend on its target: name it (embeddings)")
-            layers = shape.layers_of(self._target.facts().num_layers)
+            layers = shape.layers_of(self._target.num_layers)
         projected = config.projection == "target" and shape.kind == "eagle3"
         width = shape.hidden_size if projected else shape.num_features * shape.target_hidden_size
         return FeatureRequest(

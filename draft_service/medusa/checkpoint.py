@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draft_service.checkpoints.facts import architectures_of, check_fits
+from draft_service.checkpoints.facts import architectures_of
 from draft_service.checkpoints.files import fill, write_folder
 from draft_service.checkpoints.target import TargetCheckpoint
 from draft_service.checkpoints.vocabulary import ids_of, restrict, tensors_of
@@ -60,7 +60,7 @@ def load_heads(
     names = _names(weights)
     shape = _shape(weights, names)
     if target is not None:
-        check_fits(shape, target.facts(fingerprint=bool(shape.tokenizer_fingerprint)))
+        target.check_fits(shape)
     tensors = weights.tensors(names)
     lm_heads = [f"heads.{head}.{shape.num_layers}.weight" for head in range(shape.num_heads)]
     heads = MedusaHead(*restrict(shape, _token_ids(weights), token_map, tensors, lm_heads))

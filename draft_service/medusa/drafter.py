@@ -106,13 +106,13 @@ def _tree_shape(config: MedusaConfig, shape: MedusaShape, tree: FixedTree | None
 def _layers_of_target(shape: MedusaShape, target: TargetCheckpoint | None) -> int:
     """The number of the target's decoder layers, which is the index of its last state."""
     if target is not None:
-        return target.facts().num_layers
+        return target.num_layers
     if shape.target_layers:
         return shape.target_layers
     if not shape.target:
         raise HeadRefused("the number of the target's layers is unknown: name the target (--base-model)")
     try:
-        return TargetCheckpoint(model_source(shape.target)).facts().num_layers
+        return TargetCheckpoint(model_source(shape.target)).num_layers
     except (HeadRefused, UnknownModel) as refused:
         raise HeadRefused(
             f"the number of layers of {shape.target} is unknown ({refused.message}): name the target (--base-model)"

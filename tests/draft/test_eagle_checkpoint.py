@@ -429,4 +429,4 @@ def test_a_broken_tokenizer_of_a_target_is_refused_by_its_name(tmp_path: Path) -
     folder = write(tmp_path / "target", target_config, {"model.embed_tokens.weight": weight(2, 2)})
     (folder / "tokenizer.json").write_text("[]")
     with pytest.raises(HeadRefused, match=r"tokenizer\.json: "):
-        TargetCheckpoint(folder).facts(fingerprint=True)
+        TargetCheckpoint(folder).fingerprint()
