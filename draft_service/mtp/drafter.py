@@ -75,7 +75,7 @@ class MtpDrafter(HeadDrafter):
         first, config = self._load_network(), self._config
         if len(self._modules) == 1:
             return drafting_on(first, config)
-        return ModuleDrafting(self._modules, config.tree, config.cache, chained=self._checkpoint.chained)
+        return ModuleDrafting(self._modules, config, chained=self._checkpoint.chained)
 
     def _first_batches(self) -> Iterable[tuple[VerificationMode, int, int]]:
         # With fewer rows not every module drafts.

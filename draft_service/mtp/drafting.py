@@ -33,10 +33,11 @@ from torch import Tensor
 from draft_service.compiling import Numbers
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_drafter import HeadNetwork
+from draft_service.neural.config import NeuralConfig
 from draft_service.neural.level_growth import DEPTH, Forest, Rules
 from draft_service.neural.network import Network, RootStates, RowOutput
 from draft_service.neural.tail_attention import Attend, PassRows, TailPart
-from draft_service.neural.tree_config import CacheShape, TreeShape
+from draft_service.neural.tree_config import TreeShape
 from draft_service.neural.tree_drafting import CacheEntry, Extension, TreeDrafting, TreeRequest
 
 
@@ -95,10 +96,10 @@ class ModuleDrafting(TreeDrafting):
     """`TreeDrafting` with a module for each level. All modules use the positions of the first one's rows: rotary
     embedding is relative, so the offset does not matter."""
 
-    def __init__(self, modules: Sequence[EagleHead], tree: TreeShape, cache: CacheShape, *, chained: bool) -> None:
+    def __init__(self, modules: Sequence[EagleHead], config: NeuralConfig, *, chained: bool) -> None:
         """`modules` in the order of their depths; see `MtpCheckpoint` for `chained`."""
         self._networks = [ModuleNetwork(modules, number, chained=chained) for number in range(len(modules))]
-        super().__init__(self._networks[0], tree, cache)
+        super().__init__(self._networks[0], config)
         # The output of each module for the last token that it read.
         others = [RootStates(self.states.unused, self.network.device) for _ in modules[1:]]
         self._states = [self.states, *others]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from draft_service.neural.tree_config import CacheShape, TreeShape
-from outrider.settings import Settings, setting
+from draft_service.neural.tree_config import TreeShape
+from outrider.settings import Settings, SettingsError, setting
 from outrider.wire.frames import MAX_NODES
 
 
@@ -84,8 +84,10 @@ class NeuralConfig(NetworkConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Constructed for their checks of several settings together.
-        _ = self.tree, self.cache
+        # Constructed for its checks of several settings together.
+        _ = self.tree
+        if self.kv_tokens < self.page_size:
+            raise SettingsError("kv_tokens must be a page at least")
 
     @property
     def tree(self) -> TreeShape:
@@ -102,7 +104,3 @@ class NeuralConfig(NetworkConfig):
             rows_per_level=self.rows_per_level or own.rows_per_level,
             early_levels=min(self.early_levels or own.early_levels, steps),
         )
-
-    @property
-    def cache(self) -> CacheShape:
-        return CacheShape(self.kv_tokens, self.page_size, self.max_rows)

@@ -43,7 +43,7 @@ def main() -> None:
     head = make_head(head_dim=16)
     config = EagleConfig(**(SETTINGS | SHAPE))
     drafters = [make_drafter(head, **SHAPE), make_drafter(head, **SHAPE)]
-    drafters[1]._drafting = InterpretedDrafting(HeadNetwork(head), config.tree, config.cache)
+    drafters[1]._drafting = InterpretedDrafting(HeadNetwork(head), config)
     json.dump([drafted(drafter) for drafter in drafters], sys.stdout)
 
 

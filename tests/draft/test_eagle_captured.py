@@ -44,7 +44,7 @@ SEARCHED = os.pathsep.join(sys.path)
 def static_drafter(head: EagleHead, **settings: Any) -> EagleDrafter:
     config = EagleConfig(**(SETTINGS | settings))
     drafter = make_drafter(head, **settings)
-    drafter._drafting = StaticDrafting(HeadNetwork(head), config.tree, config.cache)
+    drafter._drafting = StaticDrafting(HeadNetwork(head), config)
     return drafter
 
 
@@ -265,7 +265,7 @@ def test_triton_sees_the_rows_that_the_device_chose() -> None:
 
 
 def test_what_common_batches_replay_is_captured_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(neural_drafter, "drafting_on", lambda net, own: StaticDrafting(net, own.tree, own.cache))
+    monkeypatch.setattr(neural_drafter, "drafting_on", lambda net, own: StaticDrafting(net, own))
     drafting = make_drafter(make_head(), captured_sequences=5).drafting
     assert isinstance(drafting, StaticDrafting)
     assert set(drafting._trees) == {(count, coupled) for count in (1, 2, 4, 8) for coupled in (False, True)}

@@ -24,7 +24,6 @@ from draft_service.neural.cuda_graphs.tree_pass import TreePass
 from draft_service.neural.devices import drafting_stream
 from draft_service.neural.network import Network, RowOutput
 from draft_service.neural.tail_attention import PassRows, TailPart, fresh_rows, fresh_slots
-from draft_service.neural.tree_config import CacheShape, TreeShape
 from draft_service.neural.tree_drafting import TreeDrafting, TreeRequest
 from outrider.sampling import LOSSLESS_MODES, VerificationMode
 from outrider.tree import TokenTree
@@ -125,8 +124,8 @@ class CapturedTrees(NamedTuple):
 class CapturedDrafting(TreeDrafting):
     """`TreeDrafting` on a GPU. Graphs are captured when their size is first needed."""
 
-    def __init__(self, network: Network, tree: TreeShape, cache: CacheShape) -> None:
-        super().__init__(network, tree, cache)
+    def __init__(self, network: Network, config: NeuralConfig) -> None:
+        super().__init__(network, config)
         self._static = self._capturable()
         self._passes: dict[PassSize, tuple[StaticPass, Callable[[], RowOutput]]] = {}
         self._trees: dict[tuple[int, bool], CapturedTrees] = {}
@@ -248,7 +247,7 @@ class CapturedDrafting(TreeDrafting):
 def drafting_on(network: Network, config: NeuralConfig) -> TreeDrafting:
     """Drafting by the settings: captured on a GPU if `cuda_graphs` is set."""
     captured = config.cuda_graphs and network.device.type == "cuda"
-    return (CapturedDrafting if captured else TreeDrafting)(network, config.tree, config.cache)
+    return (CapturedDrafting if captured else TreeDrafting)(network, config)
 
 
 def first_batches(drafting: TreeDrafting, config: NeuralConfig) -> Iterator[tuple[VerificationMode, int, int]]:
