@@ -15,10 +15,3 @@ class HeadSettings(Settings):
     feature_dtype: str = setting(
         "bfloat16", "type of features on the wire", choices=("float32", "bfloat16", "float8_e4m3")
     )
-
-    def read_token_map(self) -> tuple[int, ...] | None:
-        """The ids of `token_map`; None without one. Raises `HeadRefused` for an invalid file."""
-        # Late, since it imports PyTorch.
-        from draft_service.checkpoints.vocabulary import read_token_map
-
-        return read_token_map(self.token_map) if self.token_map else None

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draft_service.checkpoints.vocabulary import read_token_map
 from draft_service.drafters.base import DraftSequence
 from draft_service.drafters.hidden_states import FeatureWindow, window_of
 from draft_service.eagle.config import HeadDrafterConfig
@@ -124,7 +125,7 @@ class HeadDrafter(CachingDrafter):
 
     def _load_network(self) -> Network:
         if self._head is None:
-            self._head = self._load_head(self._config.read_token_map())
+            self._head = self._load_head(read_token_map(self._config.token_map))
         network = HeadNetwork(self._head, int8=self._config.head_weights == "int8")
         self._staging = Staging(network.dtype, network.device)
         return network

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from draft_service.checkpoints.target import TargetCheckpoint
+from draft_service.checkpoints.vocabulary import read_token_map
 from draft_service.drafters.base import DrafterSpec, DraftSequence
 from draft_service.drafters.hidden_states import FeatureWindow, window_of
 from draft_service.medusa.checkpoint import load_heads, read_shape
@@ -67,7 +68,7 @@ class MedusaDrafter(NeuralDrafter[MedusaDrafting]):
             self._heads = load_heads(
                 self._source,
                 target=self._target,
-                token_map=config.read_token_map(),
+                token_map=read_token_map(config.token_map),
                 dtype=getattr(torch, config.dtype),
                 device=config.device,
             )

@@ -72,10 +72,6 @@ class Corpora:
         self._rows = 0
         self.dropped_tenants = 0
 
-    def tenant(self, name: str) -> NgramTrie:
-        """The tenant's trie, made when missing."""
-        return self._of_tenant(name).trie
-
     def find_tenant(self, name: str) -> NgramTrie | None:
         """The tenant's trie; None if it has learnt nothing (any more)."""
         with self._lock:
@@ -99,7 +95,7 @@ class Corpora:
 
     def learn(self, tenant: str, context: Tokens, token_ids: Tokens, weight: int) -> None:
         """Learn tokens of a tenant's sequence, and drop idle tenants if that takes too much room."""
-        trie = self.tenant(tenant)
+        trie = self._of_tenant(tenant).trie
         rows_before = len(trie.rows)
         trie.insert(token_ids, context, weight)
         self._settle(trie, rows_before, keep=tenant)
@@ -137,6 +133,7 @@ class Corpora:
             return shared if own is None or not own.trie.nodes else [own.described(""), *shared]
 
     def _of_tenant(self, name: str) -> _OwnedTrie:
+        """The tenant's trie, made when missing."""
         with self._lock:
             if name not in self._tenants:
                 self._tenants[name] = self._made(name, self._config.tenant_capacity, self._config.half_life_log2)

@@ -52,11 +52,6 @@ class Progress:
     validations: list[dict[str, Any]] = field(default_factory=list)
 
 
-def computing_copy(head: Head, device: torch.device, dtype: torch.dtype) -> Head:
-    """A copy of the head in `dtype` on `device`."""
-    return copy.deepcopy(head).to(device=device, dtype=dtype)
-
-
 class Trainer:
     """Trains one head. `head` is the copy that computes, and always has the newest weights."""
 
@@ -76,7 +71,7 @@ class Trainer:
         """
         self._config = config
         self._device = reader.weights().lm_head.device
-        self.head = computing_copy(head, self._device, getattr(torch, config.dtype))
+        self.head = copy.deepcopy(head).to(device=self._device, dtype=getattr(torch, config.dtype))
         self._group = group
         average = None if group is None else group.average
         self._optimiser = MasterAdamW(
