@@ -47,7 +47,7 @@ from benchmarks.shared.machine import describe
 from benchmarks.shared.report import parser_of, settings_of, show, write_json
 from benchmarks.shared.workload import folder_of
 from draft_service.checkpoints.target import TargetCheckpoint
-from draft_service.eagle.checkpoint import load_head
+from draft_service.eagle.checkpoint import EagleCheckpoint
 from draft_service.eagle.head import EagleHead
 from outrider.heads import head_source
 
@@ -282,7 +282,7 @@ def ranked(head: HeadTrees, recordings: Iterable[Recording]) -> dict[str, float]
 
 def loaded_head(options: argparse.Namespace) -> EagleHead:
     target = TargetCheckpoint(folder_of(options.model))
-    return load_head(head_source(options.head), target=target, dtype=torch.float32, device="cpu")
+    return EagleCheckpoint(head_source(options.head)).load(target=target, dtype=torch.float32, device="cpu")
 
 
 def claim(folder: Path, settings: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from draft_service.checkpoints.target import TargetCheckpoint
 from draft_service.drafters.base import DrafterSpec
-from draft_service.eagle.checkpoint import load_head, projection_fingerprint, read_config
+from draft_service.eagle.checkpoint import EagleCheckpoint
 from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_config import HeadConfig
@@ -33,16 +33,18 @@ class EagleDrafter(HeadDrafter):
                 "the eagle drafter needs a head: a name from `outrider head list`, a folder or a hub id"
             )
         self._config: EagleConfig = config
-        # Empty if the head is given.
-        self._source = head_source(config.head) if head is None else ""
-        shape = read_config(self._source) if head is None else head.config
+        found = EagleCheckpoint(head_source(config.head)) if head is None else head
+        # None if the head is given.
+        self._checkpoint = found if isinstance(found, EagleCheckpoint) else None
+        shape = found.config
         self._target, self._no_target = _target_of(config, shape)
         super().__init__(config, shape, self._request(shape), head)
 
     def _load_head(self, token_map: Sequence[int] | None) -> EagleHead:
         config, dtype = self._config, getattr(torch, self._config.dtype)
+        assert self._checkpoint is not None, "no head was given"
         try:
-            return load_head(self._source, target=self._target, token_map=token_map, dtype=dtype, device=config.device)
+            return self._checkpoint.load(target=self._target, token_map=token_map, dtype=dtype, device=config.device)
         except HeadRefused as refused:
             if not self._no_target:
                 raise
@@ -63,7 +65,7 @@ class EagleDrafter(HeadDrafter):
             config.feature_dtype,
             projected,
             window=config.feature_window,
-            projection_fingerprint=projection_fingerprint(self._source) if projected and self._source else "",
+            projection_fingerprint=self._checkpoint.projection_fingerprint() if projected and self._checkpoint else "",
         )
 
 
