@@ -45,7 +45,7 @@ def connect(argument: str) -> Callable[[DraftEvents, int, str], InprocessLink]:
         raise SettingsError(f"expected a drafter and its flags: {error}") from None
     flags = flags_in_process(name, words, path)
     settings_of = partial(drafter_config, flags=flags, environment=os.environ, path=path)
-    drafter = create(name, settings_of(name), settings_of)
+    drafter = create(name, settings_of)
 
     def link(events: DraftEvents, vocabulary_size: int, tokenizer_fingerprint: str) -> InprocessLink:
         if drafter.vocabulary_size not in (0, vocabulary_size):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from eagle_heads import VOCABULARY, make_head
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from draft_service.config import drafter_config
 from draft_service.drafters.base import CorpusDrafter, Drafter, DraftSequence, create, features_of, info_of
 from draft_service.drafters.grown import ArrayDrafter, Grown, Pending
 from draft_service.drafters.merged import MergedConfig, MergedDrafter
@@ -336,16 +338,21 @@ def test_it_is_made_by_name_from_the_settings_of_its_parts() -> None:
 
     def settings_of(name: str) -> Any:
         asked.append(name)
-        return {"trie": TrieConfig(num_draft_tokens=7), "prompt_lookup": PromptLookupConfig(lookup_tokens=5)}[name]
+        return {
+            "merged": MergedConfig(merged_drafters="trie, prompt_lookup"),
+            "trie": TrieConfig(num_draft_tokens=7),
+            "prompt_lookup": PromptLookupConfig(lookup_tokens=5),
+        }[name]
 
-    merged = create("merged", MergedConfig(merged_drafters="trie, prompt_lookup"), settings_of)
-    assert asked == ["trie", "prompt_lookup"]
+    merged = create("merged", settings_of)
+    assert asked == ["merged", "trie", "prompt_lookup"]
     assert merged.limits.max_nodes == 7 and features_of(merged) is None
     assert isinstance(merged, CorpusDrafter)
     merged.start()
     assert merged.add_corpus("tenant", "", [1, 2, 3]).tokens == 3
     merged.stop()
-    unteachable = create("merged", MergedConfig(merged_drafters="random,prompt_lookup", merged_nodes=3))
+    environment = {"OUTRIDER_MERGED_MERGED_DRAFTERS": "random,prompt_lookup", "OUTRIDER_MERGED_MERGED_NODES": "3"}
+    unteachable = create("merged", partial(drafter_config, environment=environment))
     assert not isinstance(unteachable, CorpusDrafter) and unteachable.limits.max_nodes == 3
 
 
