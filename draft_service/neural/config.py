@@ -25,6 +25,16 @@ class NetworkConfig(Settings):
     max_context: int = setting(131_072, "longest sequence followed, in tokens", ge=1)
 
 
+@dataclass(frozen=True)
+class HeadSettings(Settings):
+    """The draft vocabulary of a head, and the format in which it receives the target's hidden states."""
+
+    token_map: str = setting("", "JSON or safetensors file of the only token ids to draft (FR-Spec); all when empty")
+    feature_dtype: str = setting(
+        "bfloat16", "type of features on the wire", choices=("float32", "bfloat16", "float8_e4m3")
+    )
+
+
 # Values for settings that are 0, or -1. Trees that a target waits for, and captured ones, which are drafted while the
 # target verifies their predecessors and so must also cover what will follow these. The latter by
 # `benchmarks/running_ahead/simulate.py`: where a tree is waited for, four levels are nearly as good as more; one pass
