@@ -33,18 +33,17 @@ class EagleDrafter(HeadDrafter):
                 "the eagle drafter needs a head: a name from `outrider head list`, a folder or a hub id"
             )
         self._config: EagleConfig = config
-        found = EagleCheckpoint(head_source(config.head)) if head is None else head
-        # None if the head is given.
-        self._checkpoint = found if isinstance(found, EagleCheckpoint) else None
-        shape = found.config
+        self._given = EagleCheckpoint(head_source(config.head)) if head is None else head
+        shape = self._given.config
         self._target, self._no_target = _target_of(config, shape)
-        super().__init__(config, shape, self._request(shape), head)
+        super().__init__(config, shape, self._request(shape))
 
     def _load_head(self, token_map: Sequence[int] | None) -> EagleHead:
+        if isinstance(self._given, EagleHead):
+            return self._given
         config, dtype = self._config, getattr(torch, self._config.dtype)
-        assert self._checkpoint is not None, "no head was given"
         try:
-            return self._checkpoint.load(target=self._target, token_map=token_map, dtype=dtype, device=config.device)
+            return self._given.load(target=self._target, token_map=token_map, dtype=dtype, device=config.device)
         except HeadRefused as refused:
             if not self._no_target:
                 raise
@@ -59,13 +58,10 @@ class EagleDrafter(HeadDrafter):
             layers = shape.layers_of(self._target.num_layers)
         projected = config.projection == "target" and shape.kind == "eagle3"
         width = shape.hidden_size if projected else shape.num_features * shape.target_hidden_size
+        found = self._given
+        copied = found.projection_fingerprint() if projected and isinstance(found, EagleCheckpoint) else ""
         return FeatureRequest(
-            layers,
-            width,
-            config.feature_dtype,
-            projected,
-            window=config.feature_window,
-            projection_fingerprint=self._checkpoint.projection_fingerprint() if projected and self._checkpoint else "",
+            layers, width, config.feature_dtype, projected, window=config.feature_window, projection_fingerprint=copied
         )
 
 

@@ -64,7 +64,7 @@ class MtpDrafter(HeadDrafter):
             shape.feature_layers or (), shape.hidden_size, config.feature_dtype, window=config.feature_window
         )
         self._modules: tuple[EagleHead, ...] = ()
-        super().__init__(config, shape, request, None)
+        super().__init__(config, shape, request)
 
     def _load_head(self, token_map: Sequence[int] | None) -> EagleHead:
         dtype, levels = getattr(torch, self._config.dtype), self._config.tree.num_steps

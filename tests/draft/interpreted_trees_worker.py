@@ -49,7 +49,7 @@ def main() -> None:
 
 def drafted(drafter: EagleDrafter) -> list[Any]:
     """Two rounds of trees of three sequences: tokens, parents and scores."""
-    known = [states_of(drafter.head, 40, i) for i in range(3)]
+    known = [states_of(drafter._head, 40, i) for i in range(3)]
     modes = [COUPLED, GREEDY, REJECTION]
     sequences = [opened(drafter, sequence_of(text(14 + 3 * i, i), modes[i]), known[i]) for i in range(3)]
     found = []
