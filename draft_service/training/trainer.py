@@ -228,9 +228,10 @@ def step_losses(
     weights = each.index_select(0, step_of)
     sizes = batch.rows_of_heads(len(lm_heads))
     pieces = (torch.split(whole, sizes) for whole in (rows, batch.distributions, weights))
-    losses = [
+    losses = (
         soft_cross_entropy(own, lm_head, probs, distributions, own_weights)
         for lm_head, own, distributions, own_weights in zip(lm_heads, *pieces, strict=True)
-    ]
-    means = torch.zeros(steps, device=device).index_add_(0, step_of, torch.cat([one.rows for one in losses]))
-    return means / counts.to(device, non_blocking=True), torch.stack([one.total for one in losses]).sum()
+    )
+    totals, row_losses = zip(*losses, strict=True)
+    means = torch.zeros(steps, device=device).index_add_(0, step_of, torch.cat(row_losses))
+    return means / counts.to(device, non_blocking=True), torch.stack(totals).sum()
