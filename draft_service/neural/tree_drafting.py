@@ -143,9 +143,9 @@ class TreeDrafting:
         device, levels = self.network.device, int(rules.ints[:, DEPTH].max())
         for level in range(1, levels + 1):
             rows = torch.from_numpy(np.repeat(temperatures, forest.widths)).to(device)
-            candidates = most_probable(logits, rows, count, self.network.token_ids)
+            tokens, probs = most_probable(logits, rows, count, self.network.token_ids)
             before = forest.widths.copy()
-            if not grow_level(forest, rules, level, level == levels, candidates.token_ids, candidates.probs):
+            if not grow_level(forest, rules, level, level == levels, tokens, probs):
                 break
             output = self._level(requests, forest, before, carried, level)
             carried, logits = output.carried, self._network_of(level).logits(output.lm_input)
