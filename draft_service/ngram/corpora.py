@@ -80,12 +80,10 @@ class Corpora:
             self._tenants.move_to_end(name)
             return self._tenants[name].trie
 
-    def shared(self, name: str) -> NgramTrie:
-        """A shared corpus. Raises `UnknownCorpus`."""
-        trie = self.find_shared(name)
-        if trie is None:
+    def check_shared(self, name: str) -> None:
+        """Raise `UnknownCorpus` unless there is a shared corpus of this name."""
+        if self.find_shared(name) is None:
             raise _unknown()
-        return trie
 
     def find_shared(self, name: str) -> NgramTrie | None:
         """A shared corpus; None if there is none of that name (any more)."""

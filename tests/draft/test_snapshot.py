@@ -329,7 +329,7 @@ class TestDrafter:
         drafter.stop()
         small = NgramDrafter(TrieConfig(snapshot=str(tmp_path), tenant_capacity=1000, corpus_capacity=1000))
         small._restore()
-        own, shared = small._corpora._of_tenant("a").trie, small._corpora.shared("shared")
+        own, shared = small._corpora._of_tenant("a").trie, small._corpora._shared["shared"].trie
         assert 0 < own.used <= 1000 >= shared.used > 1 and len(own.rows) <= 1000
         assert count(own, tuple(often[:3])) > 0
         assert "cut" in caplog.text and "damaged" not in caplog.text
