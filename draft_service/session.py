@@ -308,9 +308,10 @@ class ProposeSession:
         packed = grown.packed([tracked.head for tracked in taken])
         if packed is None:
             return self._growths(taken, grown.as_trees())
-        for tracked, nodes in zip(taken, packed.nodes, strict=True):
-            tracked.next_node_id += nodes
-        return PackedGrowth([tracked.draft.sequence_id for tracked in taken], packed.nodes, packed.message)
+        nodes, message = packed
+        for tracked, count in zip(taken, nodes, strict=True):
+            tracked.next_node_id += count
+        return PackedGrowth([tracked.draft.sequence_id for tracked in taken], nodes, message)
 
     def _take(self) -> list[Tracked]:
         """The sequences of the next frame, for one credit."""

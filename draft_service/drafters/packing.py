@@ -7,8 +7,6 @@ https://protobuf.dev/programming-guides/encoding.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import numpy.typing as npt
 
@@ -34,13 +32,6 @@ _TOKENS_TAG = _FIELDS["token_ids"].number << 3 | _LENGTH_DELIMITED
 _SCORES_TAG = _FIELDS["scores"].number << 3 | _LENGTH_DELIMITED
 _REPLACES_TAG = _FIELDS["replaces"].number << 3 | _VARINT
 _SEVEN, _CONTINUED = np.uint64(7), np.uint64(0x80)
-
-
-class PackedTrees(NamedTuple):
-    """The trees of some sequences: nodes of each, and all of them as the bytes of a `GrowSequences`."""
-
-    nodes: list[int]
-    message: bytes
 
 
 def room_for(trees: int, nodes: int) -> int:

@@ -27,7 +27,6 @@ from static_drafting import StaticDrafting, static_kv  # noqa: F401
 
 from draft_service import neural_drafter
 from draft_service.drafters.grown import ArrayDrafter, Grown
-from draft_service.drafters.packing import PackedTrees
 from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.drafter import EagleDrafter
 from draft_service.eagle.head import EagleHead
@@ -230,13 +229,13 @@ def test_trees_come_as_bytes(settings: dict[str, Any], static: bool) -> None:
         packed = drafter.begin(asked).fetch().packed(own)
         assert packed is not None
         assert packed == Grown.of(expected).packed(own)
-        assert packed.nodes == [tree.drafted for tree in expected]
-        assert [count > 0 for count in packed.nodes] == [i != 1 for i in chosen]
+        assert packed[0] == [tree.drafted for tree in expected]
+        assert [count > 0 for count in packed[0]] == [i != 1 for i in chosen]
         # A token that the target does not know.
         few = drafter.begin(asked).fetch().packed([(*one[:3], 1) for one in own])
         assert few == (packed if chosen == [1] else None)
     assert drafter.propose(sequences)[3].distributions
-    assert drafter.begin([]).fetch().packed([]) == PackedTrees([], b"")
+    assert drafter.begin([]).fetch().packed([]) == ([], b"")
 
 
 def test_free_rows_and_sequences_that_are_not_there_change_nothing() -> None:

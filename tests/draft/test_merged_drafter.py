@@ -240,7 +240,7 @@ def test_bytes_say_what_trees_say(mode: VerificationMode) -> None:
     sequences = [followed(merged, mode), followed(merged, VerificationMode.GREEDY, fed=False)]
     expected, heads = merged.propose(sequences), [(1, 4, 7, VOCABULARY), (2, 5, 1, VOCABULARY)]
     packed = merged.begin(sequences).fetch().packed(heads)
-    assert packed is not None and packed.nodes == [one.drafted for one in expected]
+    assert packed is not None and packed[0] == [one.drafted for one in expected]
     assert packed == Grown.of(expected).packed(heads)
     # A token that the target does not know.
     assert merged.begin(sequences).fetch().packed([(*head[:3], 1) for head in heads]) is None
