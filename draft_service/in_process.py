@@ -68,8 +68,8 @@ class InprocessLink:
         self._drafter = drafter
         self._events = events
         self._faults = FaultLog(drafter.name)
-        self._admission = Admission(DraftConfig.max_sequences)
-        self._session: ProposeSession | None = ProposeSession(drafter, self._admission, DEFAULT_TENANT, self._faults)
+        admission = Admission(DraftConfig.max_sequences)
+        self._session: ProposeSession | None = ProposeSession(drafter, admission, DEFAULT_TENANT, self._faults)
         self._stopped = False
         events.receive(Connected(info_of(drafter, drafter.vocabulary_size)))
 
