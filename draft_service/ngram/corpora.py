@@ -43,10 +43,6 @@ class _OwnedTrie:
         """An entry of a list of corpora; `corpus` is empty for a tenant's own trie."""
         return CorpusInfo(corpus, self.owner, self.trie.tokens, self.documents, self.trie.nodes, self.trie.bytes)
 
-    def stored(self, corpus: str) -> StoredTrie:
-        """The trie for a snapshot."""
-        return StoredTrie(self.owner, corpus, self.trie.rows[: self.trie.used], self.documents)
-
 
 @dataclass(frozen=True, slots=True)
 class StoredTrie:
@@ -194,8 +190,10 @@ class Corpora:
     def contents(self) -> list[StoredTrie]:
         """Every trie, for a snapshot. On the learning thread; valid until that learns again."""
         with self._lock:
-            tenants = [owned.stored("") for owned in self._tenants.values()]
-            return tenants + [corpus.stored(name) for name, corpus in self._shared.items()]
+            named = [("", owned) for owned in self._tenants.values()] + [*self._shared.items()]
+        return [
+            StoredTrie(owned.owner, name, owned.trie.rows[: owned.trie.used], owned.documents) for name, owned in named
+        ]
 
     def restore(self, stored: Sequence[StoredTrie]) -> list[tuple[str, str]]:
         """Load a snapshot; returns tenant and corpus of entries that are no valid trie, which are skipped. Call before
