@@ -45,7 +45,7 @@ def connect(argument: str) -> Callable[[DraftEvents, int, str], InprocessLink]:
         raise SettingsError(f"expected a drafter and its flags: {error}") from None
     flags = flags_in_process(name, words, path)
     settings_of = partial(drafter_config, flags=flags, environment=os.environ, path=path)
-    drafter = create(name, settings_of(name), settings_of)
+    drafter = create(name, settings_of)
 
     def link(events: DraftEvents, vocabulary_size: int, tokenizer_fingerprint: str) -> InprocessLink:
         if drafter.vocabulary_size not in (0, vocabulary_size):
@@ -68,8 +68,8 @@ class InprocessLink:
         self._drafter = drafter
         self._events = events
         self._faults = FaultLog(drafter.name)
-        self._admission = Admission(DraftConfig.max_sequences)
-        self._session: ProposeSession | None = ProposeSession(drafter, self._admission, DEFAULT_TENANT, self._faults)
+        admission = Admission(DraftConfig.max_sequences)
+        self._session: ProposeSession | None = ProposeSession(drafter, admission, DEFAULT_TENANT, self._faults)
         self._stopped = False
         events.receive(Connected(info_of(drafter, drafter.vocabulary_size)))
 

@@ -113,7 +113,7 @@ def run_service(arguments: Sequence[str]) -> int:
         add_drafter_flags(parser, words, config.drafter, path)
         flags = parser.parse_args(arguments)
         settings_of = partial(drafter_config, flags=flags, environment=os.environ, path=path)
-        drafter = create(config.drafter, settings_of(config.drafter), settings_of)
+        drafter = create(config.drafter, settings_of)
         configure_logging(config.log_level)
         # Checked before a head is loaded, which takes long.
         check_free(config.listen)

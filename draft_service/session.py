@@ -292,7 +292,7 @@ class ProposeSession:
         with self._failing(drafts, credit=1):
             trees = self._drafter.propose(drafts)
             _check_trees(self._drafter.name, trees, len(drafts))
-            return self._growths(taken, trees)
+            return [tracked.growth(tree) for tracked, tree in zip(taken, trees, strict=True)]
 
     @contextmanager
     def _failing(self, drafts: Sequence[DraftSequence], credit: int = 0) -> Iterator[None]:
@@ -307,10 +307,11 @@ class ProposeSession:
     def _packed(self, taken: Sequence[Tracked], grown: Grown) -> PackedGrowth | list[SequenceGrowth]:
         packed = grown.packed([tracked.head for tracked in taken])
         if packed is None:
-            return self._growths(taken, grown.as_trees())
-        for tracked, nodes in zip(taken, packed.nodes, strict=True):
-            tracked.next_node_id += nodes
-        return PackedGrowth([tracked.draft.sequence_id for tracked in taken], packed.nodes, packed.message)
+            return [tracked.growth(tree) for tracked, tree in zip(taken, grown.as_trees(), strict=True)]
+        nodes, message = packed
+        for tracked, count in zip(taken, nodes, strict=True):
+            tracked.next_node_id += count
+        return PackedGrowth([tracked.draft.sequence_id for tracked in taken], nodes, message)
 
     def _take(self) -> list[Tracked]:
         """The sequences of the next frame, for one credit."""
@@ -321,9 +322,6 @@ class ProposeSession:
         for tracked in taken:
             del self._due[tracked.draft.sequence_id]
         return taken
-
-    def _growths(self, taken: Sequence[Tracked], trees: Sequence[TokenTree]) -> list[SequenceGrowth]:
-        return [tracked.growth(tree) for tracked, tree in zip(taken, trees, strict=True)]
 
     def _find(self, sequence_id: int) -> Tracked:
         tracked = self._open.get(sequence_id)

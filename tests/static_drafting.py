@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import pytest
 import torch
 from torch import Tensor
 
+from draft_service.neural.config import NeuralConfig
 from draft_service.neural.cuda_graphs import attention as static_attention
 from draft_service.neural.cuda_graphs.drafting import CapturedDrafting
 from draft_service.neural.network import Network
-from draft_service.neural.tree_config import CacheShape, TreeShape
+from draft_service.neural.tree_config import TreeShape
 from tree_kernels.attention import AttentionBatch, AttentionPlan, TreeAttention
 from tree_kernels.attention.triton_backend import TritonAttention, TritonPlan, TritonSettings
 from tree_kernels.linear import layers as linear
@@ -51,11 +53,16 @@ def _read(plan: TritonPlan) -> AttentionBatch:
     return AttentionBatch(tuple(starts), tuple(prefixes), tuple(pages), plan.batch.page_size, tuple(parents))
 
 
+def settings_of(shape: TreeShape, kv_tokens: int, page_size: int, max_rows: int) -> Any:
+    """The settings of `TreeDrafting` for trees of this shape."""
+    return SimpleNamespace(tree=shape, kv_tokens=kv_tokens, page_size=page_size, max_rows=max_rows)
+
+
 class StaticDrafting(CapturedDrafting):
     """Runs what a graph would replay, every time from what was loaded alone."""
 
-    def __init__(self, network: Network, tree: TreeShape, cache: CacheShape) -> None:
-        super().__init__(network, tree, cache)
+    def __init__(self, network: Network, config: NeuralConfig) -> None:
+        super().__init__(network, config)
         # As on a GPU, where masked slots are read.
         for pool in (*self.cache.keys, *self.cache.values):
             pool.zero_()

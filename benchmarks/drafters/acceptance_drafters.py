@@ -11,7 +11,7 @@ import torch
 from draft_service.checkpoints.target import TargetCheckpoint
 from draft_service.drafters.base import Drafter
 from draft_service.drafters.merged import MergedConfig, MergedDrafter
-from draft_service.eagle.checkpoint import load_head
+from draft_service.eagle.checkpoint import EagleCheckpoint
 from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.drafter import EagleDrafter
 from draft_service.eagle.head import EagleHead
@@ -121,5 +121,5 @@ class DrafterSet:
     def _head(self) -> EagleHead:
         if self._loaded is None:
             target, dtype = TargetCheckpoint(self.embeddings), getattr(torch, self.dtype)
-            self._loaded = load_head(head_source(self.head), target=target, dtype=dtype, device=self.device)
+            self._loaded = EagleCheckpoint(head_source(self.head)).load(target=target, dtype=dtype, device=self.device)
         return self._loaded

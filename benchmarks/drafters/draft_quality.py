@@ -14,12 +14,13 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from benchmarks.shared.report import comma_separated, parser_of, show, write_json
+from draft_service.config import drafter_config
 from draft_service.drafters.base import DRAFTERS, Drafter, DraftSequence, create, drafter_spec
 from draft_service.ngram.drafter import NgramDrafter
-from outrider.settings import load as load_settings
 from outrider.tree import TokenTree
 
 
@@ -153,7 +154,7 @@ def main() -> None:
     traces = load(options.traces, options.half)
     figures = {}
     for rows in options.rows:
-        drafter = create(spec.name, load_settings(spec.config, spec.name, environment=environment))
+        drafter = create(spec.name, partial(drafter_config, environment=environment))
         drafter.start()
         figures[rows] = report(score(drafter, traces, None if rows == "pays" else int(rows), options.slope))
         drafter.stop()

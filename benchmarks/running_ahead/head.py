@@ -161,9 +161,9 @@ class HeadTrees:
         begins = [forest.sizes.copy()]
         for level in range(1, self._levels + 1):
             ones = torch.ones(len(logits))
-            found = most_probable(logits, ones, self._breadth, self._network.token_ids)
+            tokens, probs = most_probable(logits, ones, self._breadth, self._network.token_ids)
             before = forest.widths.copy()
-            more = grow_level(forest, rules, level, level == self._levels, found.token_ids, found.probs)
+            more = grow_level(forest, rules, level, level == self._levels, tokens, probs)
             begins.append(forest.sizes.copy())
             if not more:
                 break

@@ -47,7 +47,7 @@ from benchmarks.shared.machine import describe
 from benchmarks.shared.report import parser_of, settings_of, show, write_json
 from benchmarks.shared.workload import folder_of
 from draft_service.checkpoints.target import TargetCheckpoint
-from draft_service.eagle.checkpoint import load_head
+from draft_service.eagle.checkpoint import EagleCheckpoint
 from draft_service.eagle.head import EagleHead
 from outrider.heads import head_source
 
@@ -282,7 +282,7 @@ def ranked(head: HeadTrees, recordings: Iterable[Recording]) -> dict[str, float]
 
 def loaded_head(options: argparse.Namespace) -> EagleHead:
     target = TargetCheckpoint(folder_of(options.model))
-    return load_head(head_source(options.head), target=target, dtype=torch.float32, device="cpu")
+    return EagleCheckpoint(head_source(options.head)).load(target=target, dtype=torch.float32, device="cpu")
 
 
 def claim(folder: Path, settings: Mapping[str, Any]) -> None:
@@ -302,7 +302,7 @@ def study_of(options: argparse.Namespace) -> tuple[Study, HeadTrees, Sequence[Re
     claim(options.folder, made_with | {"levels": LEVELS, "width": WIDTH, "breadth": BREADTH})
     head = loaded_head(options)
     trees = HeadTrees(head, LEVELS, WIDTH, BREADTH)
-    layers = head.config.layers_of(TargetCheckpoint(folder_of(options.model)).facts().num_layers)
+    layers = head.config.layers_of(TargetCheckpoint(folder_of(options.model)).num_layers)
     path = options.folder / "recordings.safetensors"
     recordings = record(options.model, layers, options.per_task, options.measured, options.tokens, path)
     return Study(draw_all(recordings, trees, options.folder)), trees, recordings

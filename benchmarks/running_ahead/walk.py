@@ -11,7 +11,8 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from draft_service.drafters.merging import merge_trees
+from draft_service.drafters.grown import Grown
+from draft_service.drafters.merging import merge_grown
 from outrider.tree import TokenTree
 from tree_kernels.node_table import longest_run
 from tree_kernels.node_table.layout import LOOKUP, RIGHT
@@ -127,7 +128,8 @@ def tree_of(table: Table, root: int) -> TokenTree:
 
 def merged(tables: Sequence[Table], nodes: int) -> Table:
     """Merge trees as the merged drafter does: the higher score of equal nodes, and the best nodes."""
-    return table_of(merge_trees([tree_of(table, 0) for table in tables], nodes), nodes)
+    (tree,) = merge_grown([Grown.of([tree_of(table, 0)]) for table in tables], [nodes]).as_trees()
+    return table_of(tree, nodes)
 
 
 @dataclass(frozen=True, slots=True)

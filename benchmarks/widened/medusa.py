@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.widened.model import CannotWiden, Shape, Widening
-from draft_service.medusa.checkpoint import load_heads, save_heads
+from draft_service.medusa.checkpoint import MedusaCheckpoint, save_heads
 from draft_service.medusa.head import MedusaHead
 from outrider.heads import head_source
 
@@ -28,7 +28,7 @@ def widen_medusa(source: str, wide_model: Path, folder: Path, device: str, dtype
     Raises:
         CannotWiden: the large model is narrower than the heads.
     """
-    small = load_heads(source)
+    small = MedusaCheckpoint(source).load()
     shape = Shape.of_model(json.loads((wide_model / "config.json").read_text()))
     target = str(wide_model.resolve())
     config = replace(small.config, target_hidden_size=shape.hidden, target=target, target_layers=shape.layers)

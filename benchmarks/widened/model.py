@@ -36,7 +36,7 @@ from torch import Tensor
 from benchmarks.shared.model_folder import TOKENIZER_FILES, copy_files, write_weights
 from benchmarks.shared.report import show
 from draft_service.checkpoints.target import TargetCheckpoint
-from draft_service.eagle.checkpoint import load_head, save_head
+from draft_service.eagle.checkpoint import EagleCheckpoint, save_head
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_config import HeadConfig
 from outrider.heads import head_source
@@ -283,7 +283,7 @@ def widen_head(
     source: str, model: Path, folder: Path, wide_model: Path, shape: Shape, device: str, dtype: torch.dtype
 ) -> EagleHead:
     """Write the head of the small `model` for the large one, and return it. Raises `CannotWiden`."""
-    small = load_head(source, target=TargetCheckpoint(model))
+    small = EagleCheckpoint(source).load(target=TargetCheckpoint(model))
     _check_head(small.config)
     config = wide_head_config(small.config, shape, Shape.of_model(json.loads((model / "config.json").read_text())))
     config = replace(config, target=str(wide_model.resolve()))

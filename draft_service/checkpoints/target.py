@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from draft_service.checkpoints.facts import TargetFacts
+from draft_service.checkpoints.facts import HeadShape, same_tokenizer
 from outrider.heads import HeadRefused, tokenizer_fingerprint
 from outrider.weights import Weights
 
@@ -22,9 +22,24 @@ class TargetCheckpoint:
         self._source = str(source)
         self._weights = Weights(source)
 
-    def facts(self, *, fingerprint: bool = False) -> TargetFacts:
-        """Sizes, and with `fingerprint` that of the tokenizer, if there is one."""
-        return TargetFacts.from_config(self._weights.config, self._fingerprint() if fingerprint else "")
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers. Raises `HeadRefused` if config.json does not count them."""
+        return self._size("num_hidden_layers")
+
+    def check_fits(self, head: HeadShape) -> None:
+        """Raise `HeadRefused` unless the head was made for a target like this one."""
+        vocabulary, width = self._size("vocab_size"), self._size("hidden_size")
+        if head.vocab_size != vocabulary:
+            raise HeadRefused(f"the head has a vocabulary of {head.vocab_size}, the target one of {vocabulary}")
+        if head.target_hidden_size != width:
+            raise HeadRefused(
+                f"the head reads hidden states of width {head.target_hidden_size}, the target's have {width}"
+            )
+        head.layers_of(self.num_layers)
+        known = head.tokenizer_fingerprint
+        if known and not same_tokenizer(known, self.fingerprint()):
+            raise HeadRefused("the head was made for another tokenizer")
 
     def embedding(self) -> Tensor:
         """[vocab_size, hidden_size]."""
@@ -45,8 +60,16 @@ class TargetCheckpoint:
         """Name of the weight that `lm_head` reads. Raises `HeadRefused` if there is none."""
         return next((name for name in _LM_HEADS if name in self._weights.names), None) or self.embedding_name()
 
-    def _fingerprint(self) -> str:
-        """Empty without a tokenizer."""
+    def _size(self, name: str) -> int:
+        """An entry of config.json, or of its part about text."""
+        config = self._weights.config
+        text = config.get("text_config") or config
+        if name not in text:
+            raise HeadRefused(f"the target's config.json has no {name!r}")
+        return int(text[name])
+
+    def fingerprint(self) -> str:
+        """The fingerprint of the tokenizer; empty without one."""
         folder = self._weights.folder
         if not (folder / "tokenizer.json").is_file():
             return ""

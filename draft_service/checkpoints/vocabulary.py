@@ -21,12 +21,14 @@ from outrider.heads import HeadRefused
 Shape = TypeVar("Shape", bound=HeadShape)
 
 
-def read_token_map(path: str | Path) -> tuple[int, ...]:
-    """Read target token ids from a JSON list, or from a safetensors file with one tensor of integers. Raises
-    `HeadRefused` if the file cannot be read, or is of another kind."""
+def read_token_map(name: str | Path) -> tuple[int, ...] | None:
+    """Read target token ids from a JSON list, or from a safetensors file with one tensor of integers; None without a
+    name. Raises `HeadRefused` if the file cannot be read, or is of another kind."""
     from safetensors.torch import load_file
 
-    path = Path(path)
+    if not name:
+        return None
+    path = Path(name)
     if path.suffix not in (".json", ".safetensors"):
         raise HeadRefused(f"{path.name}: a token map is a JSON list or a safetensors file, never a pickle")
     try:

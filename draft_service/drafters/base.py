@@ -222,12 +222,11 @@ def drafter_spec(name: str) -> DrafterSpec:
     return spec
 
 
-def create(name: str, config: Any = None, settings_of: Callable[[str], Any] | None = None) -> Drafter:
-    """Make a drafter, not yet started, with its `config`, and its parts with the settings that `settings_of` returns by
-    name; without them all have defaults."""
+def create(name: str, settings_of: Callable[[str], Any] | None = None) -> Drafter:
+    """Make a drafter, not yet started. It and its parts have the settings that `settings_of` returns by name, or
+    defaults."""
     spec = drafter_spec(name)
-    own = spec.config() if config is None else config
-    return spec.create(own, lambda part: create(part, settings_of(part) if settings_of else None, settings_of))
+    return spec.create(settings_of(name) if settings_of else spec.config(), lambda part: create(part, settings_of))
 
 
 def tree_limits(own: TreeLimits, asked: TreeLimits) -> TreeLimits:

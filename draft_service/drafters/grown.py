@@ -14,7 +14,7 @@ import numpy as np
 
 from draft_service.compiling import Numbers, Reals
 from draft_service.drafters.base import DraftSequence
-from draft_service.drafters.packing import PackedTrees, RowHeads, pack, room_for
+from draft_service.drafters.packing import RowHeads, pack, room_for
 from outrider.sampling import VerificationMode
 from outrider.tree import TokenTree
 
@@ -56,8 +56,8 @@ class Grown(NamedTuple):
             for size, (tokens, parents), scored in zip(sizes, rows, scores, strict=True)
         ]
 
-    def packed(self, heads: Sequence[tuple[int, int, int, int]]) -> PackedTrees | None:
-        """The bytes of a `GrowSequences`; None if a token is past its sequence's vocabulary.
+    def packed(self, heads: Sequence[tuple[int, int, int, int]]) -> tuple[list[int], bytes] | None:
+        """Nodes of each tree, and the bytes of a `GrowSequences`; None if a token is past its sequence's vocabulary.
 
         `heads`: for each sequence its id on the wire, its step, the id of its first new node and its vocabulary size,
         see `drafters.packing.pack`.
@@ -65,7 +65,7 @@ class Grown(NamedTuple):
         count, _, rows = self.trees.shape
         out = np.empty(room_for(count, rows), np.uint8)
         size = pack(self.trees, self.scores, self.sizes, np.array(heads, np.int64).reshape(count, 4), out)
-        return None if size < 0 else PackedTrees((self.sizes[:, 0] - 1).tolist(), out[:size].tobytes())
+        return None if size < 0 else ((self.sizes[:, 0] - 1).tolist(), out[:size].tobytes())
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,7 @@
-"""Trees of several drafters for the same root, merged: in Python, the definition, and by a compiled loop."""
+"""Trees of several drafters for the same roots, merged by a compiled loop."""
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -11,53 +10,15 @@ import numpy as np
 from draft_service.compiling import Numbers, Reals, compiled, inlined
 from draft_service.drafters.grown import Grown
 from draft_service.drafters.packing import RowHeads
-from outrider.tree import TokenTree
-
-
-def merge_trees(trees: Sequence[TokenTree], nodes: int) -> TokenTree:
-    """The best `nodes` nodes of trees with one and the same root, likeliest first, parents first.
-
-    A node that several trees have takes the highest of its scores. Siblings whose scores then sum to more than 1 are
-    scaled, since only one of them can be accepted. Distributions are left out. `merge_grown` does the same.
-    """
-    # Node 0 is the root.
-    tokens, scores = [trees[0].token_ids[0]], [1.0]
-    children: list[dict[int, int]] = [{}]
-    for tree in trees:
-        node_of = [0]
-        for row in range(1, len(tree)):
-            token, siblings = tree.token_ids[row], children[node_of[tree.parents[row]]]
-            node = siblings.setdefault(token, len(tokens))
-            if node == len(tokens):
-                tokens.append(token)
-                scores.append(0.0)
-                children.append({})
-            scores[node] = max(scores[node], tree.scores[row])
-            node_of.append(node)
-    kept, parents, kept_scores = [0], [0], [1.0]
-    # The likeliest first; of equals, the one that was proposed first.
-    waiting: list[tuple[float, int, int, float]] = []
-    path_prob, row = 1.0, 0
-    while True:
-        below = children[kept[row]].values()
-        total = max(1.0, sum(scores[node] for node in below))
-        for node in below:
-            score = scores[node] / total
-            heapq.heappush(waiting, (-path_prob * score, node, row, score))
-        if not waiting or len(kept) > nodes:
-            break
-        negative, node, parent, score = heapq.heappop(waiting)
-        path_prob, row = -negative, len(kept)
-        kept.append(node)
-        parents.append(parent)
-        kept_scores.append(score)
-    rows = slice(0, nodes + 1)
-    return TokenTree(tuple(tokens[node] for node in kept[rows]), tuple(parents[rows]), tuple(kept_scores[rows]))
 
 
 def merge_grown(parts: Sequence[Grown], nodes: Sequence[int]) -> Grown:
-    """As `merge_trees`, for many sequences: `parts` are trees of all sequences by each drafter, `nodes` has one bound
-    per sequence."""
+    """The best nodes of trees with one and the same root, likeliest first, parents first; for many sequences: `parts`
+    are the trees of all sequences by each drafter, and `nodes` has one bound per sequence.
+
+    A node that several trees have takes the highest of its scores. Siblings whose scores then sum to more than 1 are
+    scaled, since only one of them can be accepted. Of equally likely nodes the one that was proposed first comes first.
+    """
     count, most = len(nodes), max(part.trees.shape[2] for part in parts)
     trees, scores = np.empty((len(parts), count, 2, most), np.int32), np.empty((len(parts), count, most))
     sizes = np.empty((len(parts), count), np.int64)

@@ -11,7 +11,7 @@ import inspect
 import re
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from types import ModuleType
 from typing import Any
 
@@ -26,11 +26,6 @@ _ATTRIBUTES = {"name": str, "limits": TreeLimits, "max_context": int, "vocabular
 _HINT = "docs/drafters.md has one of thirty lines"
 
 
-@dataclass(frozen=True)
-class NoSettings(Settings):
-    """Settings of a class without `config`."""
-
-
 def spec_of(name: str) -> DrafterSpec:
     """The spec of `MODULE:CLASS`. Its settings are in the section `[drafter]`. Raises `NotSupported` for what cannot be
     found, cannot be imported, or is no drafter."""
@@ -43,10 +38,10 @@ def spec_of(name: str) -> DrafterSpec:
     if not inspect.isclass(found):
         raise NotSupported(f"{name}: {class_name} is no class")
     _check_methods(name, found)
-    config = getattr(found, "config", NoSettings)
+    config = getattr(found, "config", Settings)
     if not (inspect.isclass(config) and is_dataclass(config) and all("help" in one.metadata for one in fields(config))):
         raise NotSupported(f"{name}: its config is no settings class, a frozen dataclass of setting(..); {_HINT}")
-    given = config is not NoSettings
+    given = config is not Settings
     return DrafterSpec("drafter", config, lambda settings, _: _made(name, found, (settings,) if given else ()))
 
 

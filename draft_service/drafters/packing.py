@@ -7,8 +7,6 @@ https://protobuf.dev/programming-guides/encoding.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import numpy.typing as npt
 
@@ -26,21 +24,13 @@ _VARINT, _LENGTH_DELIMITED = 0, 2
 _HEAD_BYTES, _NODE_BYTES = 80, 14
 _FIELDS = draft_pb2.SequenceGrowth.DESCRIPTOR.fields_by_name
 _SEQUENCES = draft_pb2.GrowSequences.DESCRIPTOR.fields_by_name["sequences"].number << 3 | _LENGTH_DELIMITED
-_ID_TAG = _FIELDS["sequence_id"].number << 3 | _VARINT
-_STEP_TAG = _FIELDS["base_step"].number << 3 | _VARINT
-_FIRST_TAG = _FIELDS["first_node_id"].number << 3 | _VARINT
-_PARENTS_TAG = _FIELDS["parent_ids"].number << 3 | _LENGTH_DELIMITED
-_TOKENS_TAG = _FIELDS["token_ids"].number << 3 | _LENGTH_DELIMITED
-_SCORES_TAG = _FIELDS["scores"].number << 3 | _LENGTH_DELIMITED
-_REPLACES_TAG = _FIELDS["replaces"].number << 3 | _VARINT
+_ID_TAG, _STEP_TAG, _FIRST_TAG, _REPLACES_TAG = (
+    _FIELDS[name].number << 3 | _VARINT for name in ("sequence_id", "base_step", "first_node_id", "replaces")
+)
+_PARENTS_TAG, _TOKENS_TAG, _SCORES_TAG = (
+    _FIELDS[name].number << 3 | _LENGTH_DELIMITED for name in ("parent_ids", "token_ids", "scores")
+)
 _SEVEN, _CONTINUED = np.uint64(7), np.uint64(0x80)
-
-
-class PackedTrees(NamedTuple):
-    """The trees of some sequences: nodes of each, and all of them as the bytes of a `GrowSequences`."""
-
-    nodes: list[int]
-    message: bytes
 
 
 def room_for(trees: int, nodes: int) -> int:

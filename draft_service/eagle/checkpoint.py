@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draft_service.checkpoints.facts import check_fits
 from draft_service.checkpoints.files import fill, write_folder
 from draft_service.checkpoints.target import TargetCheckpoint
 from draft_service.checkpoints.vocabulary import ids_of, restrict, tensors_of
@@ -23,43 +22,49 @@ from outrider.weights import Weights
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
-def read_config(source: str | Path) -> HeadConfig:
-    """The configuration of a head in a folder with config.json and safetensors, or of a hub id, which is fetched. Loads
-    no weights. Raises `HeadRefused` if the head cannot be read, or is not supported."""
-    weights = Weights(source)
-    return head_config(weights.config, weights.shapes(_names(weights)))
+class EagleCheckpoint:
+    """A head in any published layout (`draft_service.eagle.layouts`), and `config`, its configuration."""
 
+    def __init__(self, source: str | Path) -> None:
+        """`source` is a folder with config.json and safetensors, or a hub id, which is fetched. Loads no weights.
+        Raises `HeadRefused` if the head cannot be read, or is not supported."""
+        self._weights = Weights(source)
+        names = ((neutral_name(published), published) for published in self._weights.names)
+        # Neutral name -> published name.
+        self._names = {name: published for name, published in names if name is not None}
+        self.config = head_config(self._weights.config, self._weights.shapes(self._names))
 
-def load_head(
-    source: str | Path,
-    *,
-    target: TargetCheckpoint | None = None,
-    token_map: Sequence[int] | None = None,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> EagleHead:
-    """Load a head of any layout (`draft_service.eagle.layouts`) from a folder or the hub.
+    def load(
+        self,
+        *,
+        target: TargetCheckpoint | None = None,
+        token_map: Sequence[int] | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> EagleHead:
+        """Load the head. Raises `HeadRefused` if it does not fit the target, or needs one and there is none.
 
-    Args:
-        target: gives the token embedding and the lm_head that the head does not have.
-        token_map: target ids to limit the draft vocabulary to (FR-Spec, arXiv 2502.14856); those that are not in the
-            head's vocabulary are ignored.
+        Args:
+            target: gives the token embedding and the lm_head that the head does not have.
+            token_map: target ids to limit the draft vocabulary to (FR-Spec, arXiv 2502.14856); those that are not in
+                the head's vocabulary are ignored.
+        """
+        if target is not None:
+            target.check_fits(self.config)
+        head = make_head(self.config, self._weights.tensors(self._names), target, token_map)
+        return head.to(device=device, dtype=dtype)
 
-    Raises `HeadRefused` as `read_config`, and if the head does not fit the target, or needs one and there is none.
-    """
-    weights = Weights(source)
-    names = _names(weights)
-    config = head_config(weights.config, weights.shapes(names))
-    if target is not None:
-        check_fits(config, target.facts(fingerprint=bool(config.tokenizer_fingerprint)))
-    return make_head(config, weights.tensors(names), target, token_map).to(device=device, dtype=dtype)
+    def projection_fingerprint(self) -> str:
+        """The fingerprint of the weight that fuses hidden states, by which a target identifies its copy of the head."""
+        return weight_fingerprint(self._weights.tensor(self._names["fc.weight"]))
 
 
 def make_head(
     config: HeadConfig, tensors: dict[str, Tensor], target: TargetCheckpoint | None, token_map: Sequence[int] | None
 ) -> EagleHead:
     """Make a head, in fp32 on the CPU, of weights by neutral name, which are modified. For `target` and `token_map` see
-    `load_head`. Raises `HeadRefused` for weights that are missing, unknown, or of another shape than in `config`."""
+    `EagleCheckpoint.load`. Raises `HeadRefused` for weights that are missing, unknown, or of another shape than in the
+    `config`."""
     offsets = tensors.pop("d2t", None)
     token_ids = None if offsets is None else ids_of(offsets)
     config, token_ids = restrict(config, token_ids, token_map, tensors, [LM_HEAD])
@@ -83,18 +88,6 @@ def save_head(
     if head.token_ids is not None:
         tensors |= tensors_of(head.token_ids, config.vocab_size)
     return write_folder(folder, published_config(config), "model.safetensors", tensors, record)
-
-
-def projection_fingerprint(source: str | Path) -> str:
-    """The fingerprint of the weight that fuses hidden states, by which a target identifies its copy of the head. Raises
-    `HeadRefused`, see `read_config`."""
-    weights = Weights(source)
-    return weight_fingerprint(weights.tensor(_names(weights)["fc.weight"]))
-
-
-def _names(weights: Weights) -> dict[str, str]:
-    """Neutral name -> published name."""
-    return {name: published for published in weights.names if (name := neutral_name(published)) is not None}
 
 
 def _borrow(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from draft_service.checkpoints.config import HeadSettings
-from draft_service.neural.config import NeuralConfig
+from draft_service.neural.config import HeadSettings, NeuralConfig
 from outrider.settings import setting
 
 

@@ -6,7 +6,8 @@ Symbols: N heads, D the width of a query or key, E experts, k of them chosen for
 from __future__ import annotations
 
 import math
-from typing import cast
+from collections.abc import Callable
+from typing import Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -81,13 +82,15 @@ class Router(nn.Module):
         super().__init__()
         self._shape = shape
         self.weight = nn.Parameter(torch.zeros(shape.experts, config.hidden_size))
-        # Always in fp32, see `to_exact`.
         self.register_buffer("e_score_correction_bias", torch.zeros(shape.experts))
         self.e_score_correction_bias: Tensor
 
-    def to_exact(self, bias: Tensor) -> None:
-        """Restore the bias [E] in fp32 after a cast to half precision, since it decides between close scores."""
-        self.e_score_correction_bias = bias.to(self.weight.device, torch.float32)
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # No cast makes the bias less exact, since it decides between close scores.
+        bias = self.e_score_correction_bias
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.e_score_correction_bias = bias.to(self.weight.device)
+        return self
 
     def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """[R, H] -> weights [R, k] in fp32 and experts [R, k] int64."""

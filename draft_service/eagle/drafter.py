@@ -8,7 +8,7 @@ import torch
 
 from draft_service.checkpoints.target import TargetCheckpoint
 from draft_service.drafters.base import DrafterSpec
-from draft_service.eagle.checkpoint import load_head, projection_fingerprint, read_config
+from draft_service.eagle.checkpoint import EagleCheckpoint
 from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_config import HeadConfig
@@ -33,16 +33,17 @@ class EagleDrafter(HeadDrafter):
                 "the eagle drafter needs a head: a name from `outrider head list`, a folder or a hub id"
             )
         self._config: EagleConfig = config
-        # Empty if the head is given.
-        self._source = head_source(config.head) if head is None else ""
-        shape = read_config(self._source) if head is None else head.config
+        self._given = EagleCheckpoint(head_source(config.head)) if head is None else head
+        shape = self._given.config
         self._target, self._no_target = _target_of(config, shape)
-        super().__init__(config, shape, self._request(shape), head)
+        super().__init__(config, shape, self._request(shape))
 
     def _load_head(self, token_map: Sequence[int] | None) -> EagleHead:
+        if isinstance(self._given, EagleHead):
+            return self._given
         config, dtype = self._config, getattr(torch, self._config.dtype)
         try:
-            return load_head(self._source, target=self._target, token_map=token_map, dtype=dtype, device=config.device)
+            return self._given.load(target=self._target, token_map=token_map, dtype=dtype, device=config.device)
         except HeadRefused as refused:
             if not self._no_target:
                 raise
@@ -54,16 +55,13 @@ class EagleDrafter(HeadDrafter):
         if layers is None:
             if self._target is None:
                 raise HeadRefused("the layers that the head reads depend on its target: name it (embeddings)")
-            layers = shape.layers_of(self._target.facts().num_layers)
+            layers = shape.layers_of(self._target.num_layers)
         projected = config.projection == "target" and shape.kind == "eagle3"
         width = shape.hidden_size if projected else shape.num_features * shape.target_hidden_size
+        found = self._given
+        copied = found.projection_fingerprint() if projected and isinstance(found, EagleCheckpoint) else ""
         return FeatureRequest(
-            layers,
-            width,
-            config.feature_dtype,
-            projected,
-            window=config.feature_window,
-            projection_fingerprint=projection_fingerprint(self._source) if projected and self._source else "",
+            layers, width, config.feature_dtype, projected, window=config.feature_window, projection_fingerprint=copied
         )
 
 

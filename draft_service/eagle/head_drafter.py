@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draft_service.checkpoints.vocabulary import read_token_map
 from draft_service.drafters.base import DraftSequence
 from draft_service.drafters.hidden_states import FeatureWindow, window_of
 from draft_service.eagle.config import HeadDrafterConfig
@@ -83,16 +84,13 @@ class HeadDrafter(CachingDrafter):
     # Entry i is for token i + 1.
     children_at = -1
 
-    def __init__(
-        self, config: HeadDrafterConfig, shape: HeadConfig, features: FeatureRequest, head: EagleHead | None
-    ) -> None:
-        """`head` of this `shape`; None to load it with `_load_head` at the start. Raises `SettingsError` for a device
-        that does not exist."""
+    def __init__(self, config: HeadDrafterConfig, shape: HeadConfig, features: FeatureRequest) -> None:
+        """`shape` is the head's, which `_load_head` returns at the start. Raises `SettingsError` for a device that does
+        not exist."""
         super().__init__(config, shape.vocab_size, config.max_context)
         self.tokenizer_fingerprint = shape.tokenizer_fingerprint
         self.features = features
         self._config = config
-        self._head = head
 
     def open(self, sequence: DraftSequence) -> None:
         super().open(sequence)
@@ -113,18 +111,12 @@ class HeadDrafter(CachingDrafter):
             f"{self.name}_cache_full_total": self._full,
         }
 
-    @property
-    def head(self) -> EagleHead:
-        assert self._head is not None, "the drafter was not started"
-        return self._head
-
     @abstractmethod
     def _load_head(self, token_map: Sequence[int] | None) -> EagleHead:
         """Load the head on its device. `token_map` limits its vocabulary to these target ids."""
 
     def _load_network(self) -> Network:
-        if self._head is None:
-            self._head = self._load_head(self._config.read_token_map())
+        self._head = self._load_head(read_token_map(self._config.token_map))
         network = HeadNetwork(self._head, int8=self._config.head_weights == "int8")
         self._staging = Staging(network.dtype, network.device)
         return network
@@ -152,7 +144,7 @@ class HeadDrafter(CachingDrafter):
             extensions.append(Extension(sequence.state, tokens, begin))
         # For one copy to the device, and one pass of the projection.
         vectors, device = self._staging.join(pieces), self.drafting.network.device
-        features = vectors if self.features.projected else self.head.project(vectors.to(device, non_blocking=True))
+        features = vectors if self.features.projected else self._head.project(vectors.to(device, non_blocking=True))
         self._rows += len(vectors)
         self.drafting.extend(extensions, features)
         self._staging.sent()

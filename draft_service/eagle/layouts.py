@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from draft_service.checkpoints.facts import architectures_of, number_of
 from draft_service.eagle.head_config import HeadConfig
@@ -49,36 +49,26 @@ def module_name(name: str, config: HeadConfig) -> str:
     return f"projection.{name}" if config.kind == "eagle3" and name.startswith(_PROJECTION) else name
 
 
-class _Sources(NamedTuple):
-    """A layout's settings of the layer and of the head, and the captured layers, counted by output."""
-
-    layer: Mapping[str, Any]
-    head: Mapping[str, Any]
-    feature_layers: tuple[int, ...] | None
-    target: str
-
-
 def head_config(config: Mapping[str, Any], shapes: Shapes) -> HeadConfig:
     """A head's configuration, by the entries of its config.json and the shapes of its weights, by neutral name. Raises
     `HeadRefused` if it is not an EAGLE head, or of a kind that is not supported."""
-    sources = _sources(config)
-    _refuse_foreign(sources, shapes)
-    layer, head = sources.layer, sources.head
+    layer, feature_layers, target = _by_layout(config)
+    _refuse_foreign(config, shapes)
     fused = "layers.0.hidden_norm.weight" in shapes
     sizes = layer_settings(layer, shapes)
     drafted = next((shapes[name][0] for name in ("lm_head.weight", "d2t") if name in shapes), None)
-    target_hidden = int(head.get("target_hidden_size") or sizes["hidden_size"]) if fused else sizes["hidden_size"]
+    target_hidden = int(config.get("target_hidden_size") or sizes["hidden_size"]) if fused else sizes["hidden_size"]
     return HeadConfig(
         kind="eagle3" if fused else "eagle",
-        draft_vocab_size=drafted or int(head.get("draft_vocab_size") or sizes["vocab_size"]),
+        draft_vocab_size=drafted or int(config.get("draft_vocab_size") or sizes["vocab_size"]),
         target_hidden_size=target_hidden,
         num_layers=1 + max(int(name.split(".")[1]) for name in shapes if name.startswith("layers.")),
         num_features=shapes["fc.weight"][1] // target_hidden if fused else 1,
-        feature_layers=sources.feature_layers if fused else None,
+        feature_layers=feature_layers if fused else None,
         rope=rope_of(layer),
-        norm_output=bool(head.get("norm_output", False)),
-        norm_before_residual=bool(head.get("norm_before_residual", False)),
-        target=sources.target,
+        norm_output=bool(config.get("norm_output", False)),
+        norm_before_residual=bool(config.get("norm_before_residual", False)),
+        target=target,
         tokenizer_fingerprint=str((config.get("outrider") or {}).get("tokenizer_fingerprint", "")),
         fc_norm="fc_norm.0.weight" in shapes,
         norm_before_fc="input_norm.weight" in shapes,
@@ -112,7 +102,8 @@ def layer_settings(config: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
     }
 
 
-def _sources(config: Mapping[str, Any]) -> _Sources:
+def _by_layout(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[int, ...] | None, str]:
+    """A layout's settings of the layer, the captured layers, counted by output, and the target."""
     kind = config.get("speculators_model_type")
     if kind not in (None, "eagle", "eagle3"):
         raise HeadRefused(f"speculators of type {kind!r} are not served")
@@ -120,21 +111,20 @@ def _sources(config: Mapping[str, Any]) -> _Sources:
     # speculators count inputs, which is one more.
     layers = None if named is None else tuple(int(layer) - (kind is not None) for layer in named)
     if kind is None:
-        return _Sources(config, config, layers, str((config.get("outrider") or {}).get("target", "")))
+        return config, layers, str((config.get("outrider") or {}).get("target", ""))
     verifier = (config.get("speculators_config") or {}).get("verifier") or {}
-    target = str(verifier.get("name_or_path") or "")
-    return _Sources(config.get("transformer_layer_config") or {}, config, layers, target)
+    return config.get("transformer_layer_config") or {}, layers, str(verifier.get("name_or_path") or "")
 
 
-def _refuse_foreign(sources: _Sources, shapes: Shapes) -> None:
+def _refuse_foreign(config: Mapping[str, Any], shapes: Shapes) -> None:
     if "fc.weight" not in shapes or "layers.0.self_attn.q_proj.weight" not in shapes:
-        architectures = architectures_of(sources.head)
+        architectures = architectures_of(config)
         raise HeadRefused(f"no EAGLE head of Llama's layers: {architectures}, and no fc or no layer among its weights")
-    if sources.head.get("layernorms") or "embed_layernorm.weight" in shapes or "embedding_layernorm.weight" in shapes:
+    if config.get("layernorms") or "embed_layernorm.weight" in shapes or "embedding_layernorm.weight" in shapes:
         raise HeadRefused("an EAGLE-1 head with norms around its fusion layer is not served")
     for flag, weight in (("fc_norm", "fc_norm.0.weight"), ("norm_before_fc", "input_norm.weight")):
-        if bool(sources.head.get(flag, False)) is not (weight in shapes):
-            raise HeadRefused(f"config.json has {flag} {sources.head.get(flag, False)}, which its weights contradict")
+        if bool(config.get(flag, False)) is not (weight in shapes):
+            raise HeadRefused(f"config.json has {flag} {config.get(flag, False)}, which its weights contradict")
 
 
 def published_config(config: HeadConfig) -> dict[str, Any]:

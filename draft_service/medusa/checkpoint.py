@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draft_service.checkpoints.facts import architectures_of, check_fits
+from draft_service.checkpoints.facts import architectures_of
 from draft_service.checkpoints.files import fill, write_folder
 from draft_service.checkpoints.target import TargetCheckpoint
 from draft_service.checkpoints.vocabulary import ids_of, restrict, tensors_of
@@ -38,38 +38,37 @@ _VLLM_LM_HEAD = re.compile(r"^lm_heads\.(\d+)\.weight$")
 _MAPS = ("d2t", "token_map")
 
 
-def read_shape(source: str | Path) -> MedusaShape:
-    """The configuration of heads in a folder with config.json and safetensors, or of a hub id, which is fetched. Loads
-    no weights. Raises `HeadRefused` if they cannot be read, or are not supported."""
-    weights = Weights(source, _FILES)
-    return _shape(weights, _names(weights))
+class MedusaCheckpoint:
+    """Heads in any published layout, and `config`, their shape."""
 
+    def __init__(self, source: str | Path) -> None:
+        """`source` is a folder with config.json and safetensors, or a hub id, which is fetched. Loads no weights.
+        Raises `HeadRefused` if the heads cannot be read, or are not supported."""
+        self._weights = Weights(source, _FILES)
+        self._names = _names(self._weights)
+        self.config = _shape(self._weights, self._names)
 
-def load_heads(
-    source: str | Path,
-    *,
-    target: TargetCheckpoint | None = None,
-    token_map: Sequence[int] | None = None,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> MedusaHead:
-    """Load heads of any layout from a folder or the hub. Raises `HeadRefused`, see `read_shape`, and if they do not fit
-    the `target`. With a `token_map` of target ids only these are drafted; those that the heads do not have are ignored.
-    """
-    weights = Weights(source, _FILES)
-    names = _names(weights)
-    shape = _shape(weights, names)
-    if target is not None:
-        check_fits(shape, target.facts(fingerprint=bool(shape.tokenizer_fingerprint)))
-    tensors = weights.tensors(names)
-    lm_heads = [f"heads.{head}.{shape.num_layers}.weight" for head in range(shape.num_heads)]
-    heads = MedusaHead(*restrict(shape, _token_ids(weights), token_map, tensors, lm_heads))
-    for name, own in heads.state_dict().items():
-        # vLLM's blocks may have no bias.
-        if name.endswith(".linear.bias"):
-            tensors.setdefault(name, torch.zeros_like(own))
-    fill(heads, tensors)
-    return heads.to(device=device, dtype=dtype).requires_grad_(False).eval()
+    def load(
+        self,
+        *,
+        target: TargetCheckpoint | None = None,
+        token_map: Sequence[int] | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> MedusaHead:
+        """Load the heads. Raises `HeadRefused` if they do not fit the `target`. With a `token_map` of target ids only
+        these are drafted; those that the heads do not have are ignored."""
+        shape, tensors = self.config, self._weights.tensors(self._names)
+        if target is not None:
+            target.check_fits(shape)
+        lm_heads = [f"heads.{head}.{shape.num_layers}.weight" for head in range(shape.num_heads)]
+        heads = MedusaHead(*restrict(shape, _token_ids(self._weights), token_map, tensors, lm_heads))
+        for name, own in heads.state_dict().items():
+            # vLLM's blocks may have no bias.
+            if name.endswith(".linear.bias"):
+                tensors.setdefault(name, torch.zeros_like(own))
+        fill(heads, tensors)
+        return heads.to(device=device, dtype=dtype).requires_grad_(False).eval()
 
 
 def save_heads(heads: MedusaHead, folder: str | Path, record: Mapping[str, Any] | None = None) -> Path:

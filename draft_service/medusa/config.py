@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from draft_service.checkpoints.config import HeadSettings
 from draft_service.medusa.fixed_trees import FIXED_TREES
-from draft_service.neural.config import NetworkConfig
+from draft_service.neural.config import HeadSettings, NetworkConfig
 from outrider.settings import SettingsError, setting
 from outrider.tree import MAX_ROWS
 

@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from draft_service.checkpoints.target import TargetCheckpoint
+from draft_service.checkpoints.vocabulary import read_token_map
 from draft_service.drafters.base import DrafterSpec, DraftSequence
 from draft_service.drafters.hidden_states import FeatureWindow, window_of
-from draft_service.medusa.checkpoint import load_heads, read_shape
+from draft_service.medusa.checkpoint import MedusaCheckpoint
 from draft_service.medusa.config import MedusaConfig
 from draft_service.medusa.drafting import MedusaDrafting
 from draft_service.medusa.fixed_trees import FIXED_TREES, FixedTree
@@ -38,9 +39,8 @@ class MedusaDrafter(NeuralDrafter[MedusaDrafting]):
         if none are named, `NotSupported` if there are none or they are not supported, and `UnknownModel`."""
         if heads is None and not config.head:
             raise SettingsError("the medusa drafter needs heads: --head names a folder or a hub id")
-        self._config, self._heads = config, heads
-        self._source = head_source(config.head) if heads is None else ""
-        shape = read_shape(self._source) if heads is None else heads.config
+        self._config, self._heads = config, MedusaCheckpoint(head_source(config.head)) if heads is None else heads
+        shape = self._heads.config
         self._target = TargetCheckpoint(model_source(config.base_model)) if config.base_model else None
         self._fixed: FixedTree | None = FIXED_TREES.get(config.tree)
         self._tree = _tree_shape(config, shape, self._fixed)
@@ -63,11 +63,10 @@ class MedusaDrafter(NeuralDrafter[MedusaDrafting]):
 
     def _load(self) -> MedusaDrafting:
         config = self._config
-        if self._heads is None:
-            self._heads = load_heads(
-                self._source,
+        if isinstance(self._heads, MedusaCheckpoint):
+            self._heads = self._heads.load(
                 target=self._target,
-                token_map=config.read_token_map(),
+                token_map=read_token_map(config.token_map),
                 dtype=getattr(torch, config.dtype),
                 device=config.device,
             )
@@ -106,13 +105,13 @@ def _tree_shape(config: MedusaConfig, shape: MedusaShape, tree: FixedTree | None
 def _layers_of_target(shape: MedusaShape, target: TargetCheckpoint | None) -> int:
     """The number of the target's decoder layers, which is the index of its last state."""
     if target is not None:
-        return target.facts().num_layers
+        return target.num_layers
     if shape.target_layers:
         return shape.target_layers
     if not shape.target:
         raise HeadRefused("the number of the target's layers is unknown: name the target (--base-model)")
     try:
-        return TargetCheckpoint(model_source(shape.target)).facts().num_layers
+        return TargetCheckpoint(model_source(shape.target)).num_layers
     except (HeadRefused, UnknownModel) as refused:
         raise HeadRefused(
             f"the number of layers of {shape.target} is unknown ({refused.message}): name the target (--base-model)"

@@ -10,7 +10,6 @@ import torch
 from draft_service.checkpoints.files import check_shapes
 from draft_service.checkpoints.target import TargetCheckpoint
 from draft_service.eagle.checkpoint import EMBEDDING, LM_HEAD, make_head
-from draft_service.eagle.deepseek_layers import Router
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_config import HeadConfig
 from draft_service.mtp.layouts import modules_of, mtp_config, mtp_layout, mtp_names
@@ -59,10 +58,7 @@ class MtpCheckpoint:
                 lender = next((i for i, own in enumerate(self._names[: len(heads)]) if name not in own), None)
                 if name not in names and lender is not None:
                     setattr(head, part, getattr(heads[lender], part))
-            exact = {name: module.e_score_correction_bias for name, module in _routers(head)}
             heads.append(head.to(device=device, dtype=dtype))
-            for name, router in _routers(head):
-                router.to_exact(exact[name])
         return tuple(heads)
 
     def _load(self, config: HeadConfig, names: dict[str, str], token_map: Sequence[int] | None) -> EagleHead:
@@ -87,7 +83,3 @@ class MtpCheckpoint:
         with torch.device("meta"):
             check_shapes(EagleHead(config), shapes)
         return config
-
-
-def _routers(head: EagleHead) -> list[tuple[str, Router]]:
-    return [(name, module) for name, module in head.named_modules() if isinstance(module, Router)]

@@ -64,7 +64,7 @@ class MtpDrafter(HeadDrafter):
             shape.feature_layers or (), shape.hidden_size, config.feature_dtype, window=config.feature_window
         )
         self._modules: tuple[EagleHead, ...] = ()
-        super().__init__(config, shape, request, None)
+        super().__init__(config, shape, request)
 
     def _load_head(self, token_map: Sequence[int] | None) -> EagleHead:
         dtype, levels = getattr(torch, self._config.dtype), self._config.tree.num_steps
@@ -75,7 +75,7 @@ class MtpDrafter(HeadDrafter):
         first, config = self._load_network(), self._config
         if len(self._modules) == 1:
             return drafting_on(first, config)
-        return ModuleDrafting(self._modules, config.tree, config.cache, chained=self._checkpoint.chained)
+        return ModuleDrafting(self._modules, config, chained=self._checkpoint.chained)
 
     def _first_batches(self) -> Iterable[tuple[VerificationMode, int, int]]:
         # With fewer rows not every module drafts.

@@ -33,10 +33,11 @@ from torch import Tensor
 from draft_service.compiling import Numbers
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_drafter import HeadNetwork
+from draft_service.neural.config import NeuralConfig
 from draft_service.neural.level_growth import DEPTH, Forest, Rules
 from draft_service.neural.network import Network, RootStates, RowOutput
 from draft_service.neural.tail_attention import Attend, PassRows, TailPart
-from draft_service.neural.tree_config import CacheShape, TreeShape
+from draft_service.neural.tree_config import TreeShape
 from draft_service.neural.tree_drafting import CacheEntry, Extension, TreeDrafting, TreeRequest
 
 
@@ -81,24 +82,14 @@ class _Run(NamedTuple):
     reaching: int
 
 
-class _Tails(NamedTuple):
-    """All rows of the tails of growing trees except the roots, one tree after another."""
-
-    rows: PassRows
-    # Index of each row's parent in the output of the level above.
-    sources: list[int]
-    # Indices of the rows that are in the frontiers.
-    newest: list[int]
-
-
 class ModuleDrafting(TreeDrafting):
     """`TreeDrafting` with a module for each level. All modules use the positions of the first one's rows: rotary
     embedding is relative, so the offset does not matter."""
 
-    def __init__(self, modules: Sequence[EagleHead], tree: TreeShape, cache: CacheShape, *, chained: bool) -> None:
+    def __init__(self, modules: Sequence[EagleHead], config: NeuralConfig, *, chained: bool) -> None:
         """`modules` in the order of their depths; see `MtpCheckpoint` for `chained`."""
         self._networks = [ModuleNetwork(modules, number, chained=chained) for number in range(len(modules))]
-        super().__init__(self._networks[0], tree, cache)
+        super().__init__(self._networks[0], config)
         # The output of each module for the last token that it read.
         others = [RootStates(self.states.unused, self.network.device) for _ in modules[1:]]
         self._states = [self.states, *others]
@@ -167,9 +158,9 @@ class ModuleDrafting(TreeDrafting):
         of the tail of each tree."""
         if level >= len(self._networks):
             return super()._level(requests, forest, before, carried, level)
-        tails = self._tails(requests, forest, before, level)
-        sources, newest = (torch.tensor(rows, device=carried.device) for rows in (tails.sources, tails.newest))
-        output, parts = self._read(tails.rows, carried[sources], level), tails.rows.parts
+        tails, *indices = self._tails(requests, forest, before, level)
+        sources, newest = (torch.tensor(rows, device=carried.device) for rows in indices)
+        output, parts = self._read(tails, carried[sources], level), tails.parts
         lm_input = output.lm_input[newest]
         if level == len(self._networks) - 1:
             return RowOutput(output.carried[newest], lm_input)
@@ -178,9 +169,12 @@ class ModuleDrafting(TreeDrafting):
         joined = [piece for root, own in zip(torch.split(roots, 1), rows, strict=True) for piece in (root, own)]
         return RowOutput(torch.cat(joined), lm_input)
 
-    def _tails(self, requests: Sequence[TreeRequest], forest: Forest, before: Numbers, level: int) -> _Tails:
-        """The rows that a level's own module reads: the whole tails of trees that still grow."""
-        tails = _Tails(PassRows(), [], [])
+    def _tails(
+        self, requests: Sequence[TreeRequest], forest: Forest, before: Numbers, level: int
+    ) -> tuple[PassRows, list[int], list[int]]:
+        """The rows that a level's own module reads: the whole tails of trees that still grow, but for the roots. With
+        the index of each row's parent in the output of the level above, and the indices of rows in the frontiers."""
+        tails, sources, newest = PassRows(), list[int](), list[int]()
         # Rows of each tree in the output of the level above, which has those that it expanded.
         above = np.where(before > 0, forest.rows - forest.widths, 0)
         offsets = np.cumsum(above) - above
@@ -196,11 +190,11 @@ class ModuleDrafting(TreeDrafting):
             prefix = self._committed(request.entry, level) - 1
             part = TailPart(request.entry.pages, prefix, rows, rows - 1, tuple(parents.tolist()))
             positions = (request.position + depths[1:] - 1).tolist()
-            tails.rows.add(part, forest.tokens[b, items[1:]].tolist(), positions)
-            tails.sources.extend((offsets[b] + parents[1:]).tolist())
-            end = len(tails.rows.token_ids)
-            tails.newest.extend(range(end - int(forest.widths[b]), end))
-        return tails
+            tails.add(part, forest.tokens[b, items[1:]].tolist(), positions)
+            sources += (offsets[b] + parents[1:]).tolist()
+            end = len(tails.token_ids)
+            newest += range(end - int(forest.widths[b]), end)
+        return tails, sources, newest
 
 
 def _next_runs(number: int, runs: Sequence[_Run], output: Tensor, last: Tensor | None) -> tuple[list[_Run], Tensor]:

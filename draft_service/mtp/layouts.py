@@ -19,7 +19,6 @@ DeepSeek's paper (arXiv 2412.19437, section 2.2) chains modules; its published c
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -91,7 +90,6 @@ _MIMO_V2_SETTINGS = {
     "sliding_window_size": "sliding_window",
     "layernorm_epsilon": "rms_norm_eps",
 }
-_IGNORED = re.compile(r".*rotary_emb\.inv_freq$")
 
 
 def mtp_layout(config: Mapping[str, Any], names: Collection[str]) -> MtpLayout:
@@ -129,7 +127,8 @@ def mtp_names(layout: MtpLayout, names: Collection[str], module: int) -> dict[st
     found: dict[str, str] = {}
     prefix = layout.prefix_of(module)
     for published in names:
-        if published.startswith(prefix) and not _IGNORED.match(published):
+        # Rotary frequencies are computed.
+        if published.startswith(prefix) and not published.endswith("rotary_emb.inv_freq"):
             own = published.removeprefix(prefix)
             old = next((old for old in layout.renamed if own.startswith(old)), "")
             found[layout.renamed.get(old, _LAYER) + own.removeprefix(old)] = published

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -15,14 +13,6 @@ from outrider.tree import MAX_DISTRIBUTION_SUPPORT
 
 # At lower temperatures the target's distribution is practically one token.
 _COLDEST = 0.05
-
-
-class Candidates(NamedTuple):
-    """The most probable tokens of each row, after temperature and before filters, in descending order. A row with NaN
-    logits has probabilities of 0, and gets no children."""
-
-    token_ids: npt.NDArray[np.int32]  # [R, M] target ids
-    probs: npt.NDArray[np.float32]  # [R, M] over the whole vocabulary
 
 
 def temperature_of(sequence: DraftSequence) -> float:
@@ -41,8 +31,10 @@ def candidates_wanted(mode: VerificationMode, breadth: int, entrants: int) -> in
 
 def most_probable(
     logits: Tensor, temperatures: Tensor, count: int, token_ids: npt.NDArray[np.int32] | None
-) -> Candidates:
-    """The `count` most probable tokens of each row.
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+    """The `count` most probable tokens of each row, after temperature and before filters, in descending order: their
+    target ids, and their probabilities over the whole vocabulary, [R, M] each. A row with NaN logits has probabilities
+    of 0, and gets no children.
 
     Args:
         logits: [R, V'].
@@ -54,4 +46,4 @@ def most_probable(
     values, places = scaled.topk(min(count, logits.shape[1]), dim=-1)
     probs = (values - scaled.logsumexp(-1, keepdim=True)).exp().nan_to_num_(0.0)
     ids = places.to(torch.int32).cpu().numpy()
-    return Candidates(ids if token_ids is None else token_ids[ids], probs.cpu().numpy())
+    return ids if token_ids is None else token_ids[ids], probs.cpu().numpy()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from draft_service.neural.tree_config import CacheShape, TreeShape
-from outrider.settings import Settings, setting
+from draft_service.neural.tree_config import TreeShape
+from outrider.settings import Settings, SettingsError, setting
 from outrider.wire.frames import MAX_NODES
 
 
@@ -23,6 +23,16 @@ class NetworkConfig(Settings):
     device: str = setting("cpu", "device to run on")
     threads: int = setting(0, "threads of PyTorch on a CPU; 0 takes OMP_NUM_THREADS, 1 in a draft service", ge=0)
     max_context: int = setting(131_072, "longest sequence followed, in tokens", ge=1)
+
+
+@dataclass(frozen=True)
+class HeadSettings(Settings):
+    """The draft vocabulary of a head, and the format in which it receives the target's hidden states."""
+
+    token_map: str = setting("", "JSON or safetensors file of the only token ids to draft (FR-Spec); all when empty")
+    feature_dtype: str = setting(
+        "bfloat16", "type of features on the wire", choices=("float32", "bfloat16", "float8_e4m3")
+    )
 
 
 # Values for settings that are 0, or -1. Trees that a target waits for, and captured ones, which are drafted while the
@@ -84,8 +94,10 @@ class NeuralConfig(NetworkConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Constructed for their checks of several settings together.
-        _ = self.tree, self.cache
+        # Constructed for its checks of several settings together.
+        _ = self.tree
+        if self.kv_tokens < self.page_size:
+            raise SettingsError("kv_tokens must be a page at least")
 
     @property
     def tree(self) -> TreeShape:
@@ -102,7 +114,3 @@ class NeuralConfig(NetworkConfig):
             rows_per_level=self.rows_per_level or own.rows_per_level,
             early_levels=min(self.early_levels or own.early_levels, steps),
         )
-
-    @property
-    def cache(self) -> CacheShape:
-        return CacheShape(self.kv_tokens, self.page_size, self.max_rows)

@@ -1,4 +1,4 @@
-"""The shape of a neural drafter's trees, and the size of its cache."""
+"""The shape of a neural drafter's trees."""
 
 from __future__ import annotations
 
@@ -80,16 +80,3 @@ class TreeShape:
         # A frontier of 0 stands for topk.
         frontier = width if width < self.width else self.frontier
         return replace(self, num_steps=steps, frontier=frontier, num_draft_tokens=nodes, early_levels=0)
-
-
-@dataclass(frozen=True, slots=True)
-class CacheShape:
-    """The cache holds `tokens` of all sequences, in pages of `page_size`; passes have at most `max_rows` rows."""
-
-    tokens: int
-    page_size: int
-    max_rows: int
-
-    def __post_init__(self) -> None:
-        if self.tokens < self.page_size:
-            raise SettingsError("kv_tokens must be a page at least")

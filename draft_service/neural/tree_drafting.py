@@ -17,6 +17,7 @@ from draft_service.compiling import Numbers
 from draft_service.drafters.base import DraftSequence, tree_limits
 from draft_service.drafters.grown import Grown, Pending, computed
 from draft_service.neural.candidates import candidates_wanted, most_probable, temperature_of
+from draft_service.neural.config import NeuralConfig
 from draft_service.neural.level_growth import (
     COUPLED,
     DEPTH,
@@ -32,7 +33,7 @@ from draft_service.neural.level_growth import (
 from draft_service.neural.network import Network, RootStates, RowOutput
 from draft_service.neural.paged_cache import PagedCache
 from draft_service.neural.tail_attention import PassRows, TailAttention, TailPart
-from draft_service.neural.tree_config import CacheShape, TreeShape
+from draft_service.neural.tree_config import TreeShape
 from draft_service.noise import first_coin
 from outrider.sampling import VerificationMode
 from outrider.tree import DraftDistribution, TokenTree
@@ -76,11 +77,11 @@ class TreeDrafting:
     `cuda_graphs.drafting` overrides both, and drafts most trees as a whole.
     """
 
-    def __init__(self, network: Network, tree: TreeShape, cache: CacheShape) -> None:
+    def __init__(self, network: Network, config: NeuralConfig) -> None:
         self.network = network
-        self.shape = tree
-        self._max_rows = cache.max_rows
-        self.cache = PagedCache(cache.tokens // cache.page_size, cache.page_size, network)
+        self.shape = config.tree
+        self._max_rows = config.max_rows
+        self.cache = PagedCache(config.kv_tokens // config.page_size, config.page_size, network)
         self.states = RootStates(self.cache.num_pages, network.device)
         on_cpu = network.device.type == "cpu"
         self._attention = TreeAttention("torch" if on_cpu else "triton", network.device)
@@ -142,9 +143,9 @@ class TreeDrafting:
         device, levels = self.network.device, int(rules.ints[:, DEPTH].max())
         for level in range(1, levels + 1):
             rows = torch.from_numpy(np.repeat(temperatures, forest.widths)).to(device)
-            candidates = most_probable(logits, rows, count, self.network.token_ids)
+            tokens, probs = most_probable(logits, rows, count, self.network.token_ids)
             before = forest.widths.copy()
-            if not grow_level(forest, rules, level, level == levels, candidates.token_ids, candidates.probs):
+            if not grow_level(forest, rules, level, level == levels, tokens, probs):
                 break
             output = self._level(requests, forest, before, carried, level)
             carried, logits = output.carried, self._network_of(level).logits(output.lm_input)

@@ -43,10 +43,6 @@ class _OwnedTrie:
         """An entry of a list of corpora; `corpus` is empty for a tenant's own trie."""
         return CorpusInfo(corpus, self.owner, self.trie.tokens, self.documents, self.trie.nodes, self.trie.bytes)
 
-    def stored(self, corpus: str) -> StoredTrie:
-        """The trie for a snapshot."""
-        return StoredTrie(self.owner, corpus, self.trie.rows[: self.trie.used], self.documents)
-
 
 @dataclass(frozen=True, slots=True)
 class StoredTrie:
@@ -72,10 +68,6 @@ class Corpora:
         self._rows = 0
         self.dropped_tenants = 0
 
-    def tenant(self, name: str) -> NgramTrie:
-        """The tenant's trie, made when missing."""
-        return self._of_tenant(name).trie
-
     def find_tenant(self, name: str) -> NgramTrie | None:
         """The tenant's trie; None if it has learnt nothing (any more)."""
         with self._lock:
@@ -84,12 +76,10 @@ class Corpora:
             self._tenants.move_to_end(name)
             return self._tenants[name].trie
 
-    def shared(self, name: str) -> NgramTrie:
-        """A shared corpus. Raises `UnknownCorpus`."""
-        trie = self.find_shared(name)
-        if trie is None:
+    def check_shared(self, name: str) -> None:
+        """Raise `UnknownCorpus` unless there is a shared corpus of this name."""
+        if self.find_shared(name) is None:
             raise _unknown()
-        return trie
 
     def find_shared(self, name: str) -> NgramTrie | None:
         """A shared corpus; None if there is none of that name (any more)."""
@@ -99,7 +89,7 @@ class Corpora:
 
     def learn(self, tenant: str, context: Tokens, token_ids: Tokens, weight: int) -> None:
         """Learn tokens of a tenant's sequence, and drop idle tenants if that takes too much room."""
-        trie = self.tenant(tenant)
+        trie = self._of_tenant(tenant).trie
         rows_before = len(trie.rows)
         trie.insert(token_ids, context, weight)
         self._settle(trie, rows_before, keep=tenant)
@@ -137,6 +127,7 @@ class Corpora:
             return shared if own is None or not own.trie.nodes else [own.described(""), *shared]
 
     def _of_tenant(self, name: str) -> _OwnedTrie:
+        """The tenant's trie, made when missing."""
         with self._lock:
             if name not in self._tenants:
                 self._tenants[name] = self._made(name, self._config.tenant_capacity, self._config.half_life_log2)
@@ -199,8 +190,10 @@ class Corpora:
     def contents(self) -> list[StoredTrie]:
         """Every trie, for a snapshot. On the learning thread; valid until that learns again."""
         with self._lock:
-            tenants = [owned.stored("") for owned in self._tenants.values()]
-            return tenants + [corpus.stored(name) for name, corpus in self._shared.items()]
+            named = [("", owned) for owned in self._tenants.values()] + [*self._shared.items()]
+        return [
+            StoredTrie(owned.owner, name, owned.trie.rows[: owned.trie.used], owned.documents) for name, owned in named
+        ]
 
     def restore(self, stored: Sequence[StoredTrie]) -> list[tuple[str, str]]:
         """Load a snapshot; returns tenant and corpus of entries that are no valid trie, which are skipped. Call before

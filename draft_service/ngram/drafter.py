@@ -86,7 +86,7 @@ class NgramDrafter(Drafter):
 
     def open(self, sequence: DraftSequence) -> None:
         if sequence.corpus:
-            self._corpora.shared(sequence.corpus)
+            self._corpora.check_shared(sequence.corpus)
         config = self._config
         recent = _as_tokens(sequence.token_ids[-config.own_tokens :])
         own = self._own_rows.made(len(recent) + ROOM)

@@ -42,15 +42,14 @@ class Learner:
             self.run(self._chore)
         self._thread.shutdown()
 
-    def teach(self, tokens: int, lesson: Callable[[], None]) -> bool:
-        """Queue a lesson of this many tokens. Returns False if it was dropped because too many wait."""
+    def teach(self, tokens: int, lesson: Callable[[], None]) -> None:
+        """Queue a lesson of this many tokens, or drop it if too many wait."""
         with self._count:
             if self.backlog + tokens > self._max_backlog:
                 self.dropped_tokens += tokens
-                return False
+                return
             self.backlog += tokens
         self._thread.submit(self._learn, tokens, lesson).add_done_callback(_report)
-        return True
 
     def run(self, work: Callable[[], Result]) -> Result:
         """Run `work` on the thread, after everything queued before; returns its result or raises its error."""

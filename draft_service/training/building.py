@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from draft_service.checkpoints.facts import same_tokenizer
 from draft_service.checkpoints.target import TargetCheckpoint
-from draft_service.eagle.checkpoint import load_head, save_head
+from draft_service.eagle.checkpoint import EagleCheckpoint, save_head
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_config import HeadConfig
-from draft_service.medusa.checkpoint import load_heads, save_heads
+from draft_service.medusa.checkpoint import MedusaCheckpoint, save_heads
 from draft_service.medusa.head import MedusaHead, MedusaShape
 from draft_service.training.config import TrainingConfig
 from draft_service.training.unrolling import Head
@@ -158,7 +158,7 @@ def initial_head(config: TrainingConfig, facts: TeacherFacts) -> Head | None:
     medusa = config.kind == "medusa"
     try:
         target = TargetCheckpoint(model_source(config.model))
-        head = (load_heads if medusa else load_head)(head_source(config.init), target=target)
+        head = (MedusaCheckpoint if medusa else EagleCheckpoint)(head_source(config.init)).load(target=target)
         head.config.layers_of(facts.num_layers)
     except (NotSupported, UnknownModel, OSError) as error:
         raise SettingsError(f"--init {config.init}: {error}") from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,17 +13,10 @@ from tree_kernels.cross_entropy import soft_cross_entropy_
 _ROWS = 8192
 
 
-class RowLosses(NamedTuple):
-    """`total` is the weighted sum; `rows` [R] are the unweighted losses, without gradient."""
-
-    total: Tensor
-    rows: Tensor
-
-
 def soft_cross_entropy(
     lm_input: Tensor, lm_head: Tensor, probs: Tensor, distributions: Tensor, weights: Tensor
-) -> RowLosses:
-    """Sum over rows of weight * -sum_v target(v) * log head(v).
+) -> tuple[Tensor, Tensor]:
+    """Sum over rows of weight * -sum_v target(v) * log head(v), and [R] the unweighted losses, without gradient.
 
     The target's probabilities are not renormalised over the draft vocabulary: a row weighs as much as the probability
     that the vocabulary covers, where EAGLE-3 drops or keeps the row depending on its most probable token.
@@ -37,7 +30,7 @@ def soft_cross_entropy(
     """
     apply: Any = _SoftCrossEntropy.apply
     total, rows = apply(lm_input, lm_head, probs, distributions, weights)
-    return RowLosses(total, rows)
+    return total, rows
 
 
 class _SoftCrossEntropy(torch.autograd.Function):

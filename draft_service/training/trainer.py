@@ -52,11 +52,6 @@ class Progress:
     validations: list[dict[str, Any]] = field(default_factory=list)
 
 
-def computing_copy(head: Head, device: torch.device, dtype: torch.dtype) -> Head:
-    """A copy of the head in `dtype` on `device`."""
-    return copy.deepcopy(head).to(device=device, dtype=dtype)
-
-
 class Trainer:
     """Trains one head. `head` is the copy that computes, and always has the newest weights."""
 
@@ -76,7 +71,7 @@ class Trainer:
         """
         self._config = config
         self._device = reader.weights().lm_head.device
-        self.head = computing_copy(head, self._device, getattr(torch, config.dtype))
+        self.head = copy.deepcopy(head).to(device=self._device, dtype=getattr(torch, config.dtype))
         self._group = group
         average = None if group is None else group.average
         self._optimiser = MasterAdamW(
@@ -233,9 +228,10 @@ def step_losses(
     weights = each.index_select(0, step_of)
     sizes = batch.rows_of_heads(len(lm_heads))
     pieces = (torch.split(whole, sizes) for whole in (rows, batch.distributions, weights))
-    losses = [
+    losses = (
         soft_cross_entropy(own, lm_head, probs, distributions, own_weights)
         for lm_head, own, distributions, own_weights in zip(lm_heads, *pieces, strict=True)
-    ]
-    means = torch.zeros(steps, device=device).index_add_(0, step_of, torch.cat([one.rows for one in losses]))
-    return means / counts.to(device, non_blocking=True), torch.stack([one.total for one in losses]).sum()
+    )
+    totals, row_losses = zip(*losses, strict=True)
+    means = torch.zeros(steps, device=device).index_add_(0, step_of, torch.cat(row_losses))
+    return means / counts.to(device, non_blocking=True), torch.stack(totals).sum()

@@ -52,7 +52,7 @@ def leave_latents(model: PreTrainedModel) -> None:
     for layer in _layers(model):
         if not is_unexpanded(layer):
             own: type = type(layer)
-            layer.__class__ = _unexpanded(own)
+            layer.__class__ = with_first(_Unexpanded, own)
 
 
 def attend_latents(
@@ -96,7 +96,7 @@ def head_projections(layer: Any) -> HeadProjections:
 
 
 class _Unexpanded:
-    """Comes before a layer's own class in its method resolution order."""
+    """Methods of a layer that come before its own; see `with_first`."""
 
     config: Any
 
@@ -109,8 +109,9 @@ class _Unexpanded:
 
 
 @cache
-def _unexpanded(kind: type) -> type:
-    return type(kind.__name__, (_Unexpanded, kind), {})
+def with_first(first: type, kind: type) -> type:
+    """A class like `kind` whose methods are first looked up in another."""
+    return type(kind.__name__, (first, kind), {})
 
 
 def _layers(model: PreTrainedModel) -> list[Any]:

@@ -293,9 +293,8 @@ def runner_for(
     config = model.config
     if latent := latent and not invariant and takes_latents(attention) and keeps_latents(model):
         leave_latents(model)
-    shape, layers = kv_shape(config, latent=latent), config.num_hidden_layers
-    heads = shape.heads, shape.key_width, shape.value_width
-    cache = KVCache(num_pages, page_size, layers, *heads, model.dtype, model.device)
+    widths = kv_shape(config, latent=latent)
+    cache = KVCache(num_pages, page_size, config.num_hidden_layers, *widths, model.dtype, model.device)
     over_cache: Attention
     if latent:
         over_cache = LatentAttention(cast(LatentBackend, attention), model.device)

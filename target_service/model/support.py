@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -63,8 +63,7 @@ def check_supported(config: PretrainedConfig, model: PreTrainedModel | None = No
         raise ModelRefused(f"{kind}: attention sinks are not served")
 
 
-@dataclass(frozen=True, slots=True)
-class KVShape:
+class KVShape(NamedTuple):
     """What one layer caches of one token. A latent is key and value in one, and has no separate value."""
 
     heads: int

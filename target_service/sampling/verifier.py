@@ -112,13 +112,11 @@ class SequenceVerifier:
             return self._shaper.shaped(logits[row], output + path)
 
         walk, lossy = walk_of(asked, tree.parents, tree.token_ids, drafts, logits_of)
-        return Verified(walk, self._logprobs_of(tree, walk, logits), lossy=lossy)
-
-    def _logprobs_of(self, tree: TokenTree, walk: Walk, logits: Tensor) -> tuple[TokenLogprobs, ...]:
         if self.logprobs is None:
-            return ()
+            return Verified(walk, (), lossy=lossy)
         rows, tokens = said(tree, walk)
-        return tuple(logprobs_of(logits[rows], torch.tensor(tokens, device=logits.device), [self.logprobs] * len(rows)))
+        found = logprobs_of(logits[rows], torch.tensor(tokens, device=logits.device), [self.logprobs] * len(rows))
+        return Verified(walk, tuple(found), lossy=lossy)
 
 
 def said(tree: TokenTree, walk: Walk) -> tuple[list[int], list[int]]:

@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from benchmarks.widened.medusa import widen_medusa
 from benchmarks.widened.model import SHAPES, CannotWiden, Shape, Widening, wide_config, widen_head, widen_model
 from draft_service.checkpoints.target import TargetCheckpoint
-from draft_service.eagle.checkpoint import load_head, save_head
+from draft_service.eagle.checkpoint import EagleCheckpoint, save_head
 from draft_service.eagle.head import EagleHead
-from draft_service.medusa.checkpoint import load_heads, save_heads
+from draft_service.medusa.checkpoint import MedusaCheckpoint, save_heads
 
 VOCABULARY, LAYERS = 60, 6
 SMALL = Shape(hidden=48, heads=6, kv_heads=2, head_dim=8, inner=40, layers=LAYERS)
@@ -85,8 +85,8 @@ def test_logits_stay(pair: Pair) -> None:
 
 
 def test_heads_stay(pair: Pair) -> None:
-    small = load_head(pair.small_head, target=TargetCheckpoint(pair.small))
-    wide = load_head(pair.wide_head, target=TargetCheckpoint(pair.wide))
+    small = EagleCheckpoint(pair.small_head).load(target=TargetCheckpoint(pair.small))
+    wide = EagleCheckpoint(pair.wide_head).load(target=TargetCheckpoint(pair.wide))
     assert wide.config.feature_layers == (1, 3, LAYERS + 2)
     assert small.token_ids is not None and wide.token_ids is not None
     assert torch.equal(wide.token_ids, small.token_ids)
@@ -107,7 +107,7 @@ def test_medusa_heads_stay(pair: Pair, tmp_path: Path) -> None:
     save_heads(make_heads(target_hidden_size=48, num_layers=2, target_layers=LAYERS), tmp_path / "small")
     widen_medusa(str(tmp_path / "small"), pair.wide, tmp_path / "wide", "cpu", torch.float32)
     heads = [
-        load_heads(tmp_path / name, target=TargetCheckpoint(target))
+        MedusaCheckpoint(tmp_path / name).load(target=TargetCheckpoint(target))
         for name, target in (("small", pair.small), ("wide", pair.wide))
     ]
     said = [own(states_of(folder)[1][-1]) for own, folder in zip(heads, (pair.small, pair.wide), strict=True)]

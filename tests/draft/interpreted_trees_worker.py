@@ -43,13 +43,13 @@ def main() -> None:
     head = make_head(head_dim=16)
     config = EagleConfig(**(SETTINGS | SHAPE))
     drafters = [make_drafter(head, **SHAPE), make_drafter(head, **SHAPE)]
-    drafters[1]._drafting = InterpretedDrafting(HeadNetwork(head), config.tree, config.cache)
+    drafters[1]._drafting = InterpretedDrafting(HeadNetwork(head), config)
     json.dump([drafted(drafter) for drafter in drafters], sys.stdout)
 
 
 def drafted(drafter: EagleDrafter) -> list[Any]:
     """Two rounds of trees of three sequences: tokens, parents and scores."""
-    known = [states_of(drafter.head, 40, i) for i in range(3)]
+    known = [states_of(drafter._head, 40, i) for i in range(3)]
     modes = [COUPLED, GREEDY, REJECTION]
     sequences = [opened(drafter, sequence_of(text(14 + 3 * i, i), modes[i]), known[i]) for i in range(3)]
     found = []

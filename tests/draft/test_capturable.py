@@ -67,7 +67,7 @@ def test_trees_and_commits_can_be_captured(
     drafter, config = make_drafter(head), EagleConfig(**SETTINGS)
     network = HeadNetwork(head)
     network._fused = FusedHead(head, RowLinears(), RowLinears()) if fused else None
-    drafting = drafter._drafting = CapturedDrafting(network, config.tree, config.cache)
+    drafting = drafter._drafting = CapturedDrafting(network, config)
     for count in (1, 3):
         sequences = [opened(drafter, sequence_of(text(6, i), mode), states_of(head, 6, i)) for i in range(count)]
         assert all(tree.drafted for tree in drafter.propose(sequences))
@@ -80,7 +80,7 @@ def test_an_mtp_module_can_be_captured(latent: LatentShape | None, monkeypatch: 
     module = {"kind": "mtp", "num_features": 1, "feature_layers": (12,), "input_norm": True, "norm_output": True}
     head = make_head(**module, head_dim=16, num_kv_heads=4, latent=latent)
     drafter, config = make_drafter(head), EagleConfig(**SETTINGS)
-    drafting = drafter._drafting = CapturedDrafting(HeadNetwork(head), config.tree, config.cache)
+    drafting = drafter._drafting = CapturedDrafting(HeadNetwork(head), config)
     assert drafter.propose([opened(drafter, sequence_of(text(6)), states_of(head, 6))])[0].drafted
     assert len(drafting._trees) == 1 and len(drafting._passes) == 1
 
@@ -93,7 +93,7 @@ def test_a_language_models_can_be_captured(family: str, tmp_path: Path, monkeypa
     drafter = ModelDrafter(config)
     drafter.start()
     assert drafter._drafting is not None
-    drafting = drafter._drafting = CapturedDrafting(drafter._drafting.network, config.tree, config.cache)
+    drafting = drafter._drafting = CapturedDrafting(drafter._drafting.network, config)
     sequence = DraftSequence(1, text(6), 1, drafter.vocabulary_size)
     drafter.open(sequence)
     assert drafter.propose([sequence])[0].drafted

@@ -8,14 +8,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from static_drafting import StaticDrafting, static_kv  # noqa: F401
+from static_drafting import StaticDrafting, settings_of, static_kv  # noqa: F401
 from torch import Tensor
 
 from draft_service.drafters.base import DraftSequence
 from draft_service.neural.config import NeuralConfig
 from draft_service.neural.network import RowOutput
 from draft_service.neural.tail_attention import Attend
-from draft_service.neural.tree_config import CacheShape, TreeShape
+from draft_service.neural.tree_config import TreeShape
 from draft_service.neural.tree_drafting import CacheEntry, Extension, TreeDrafting, TreeRequest
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.settings import SettingsError
@@ -73,8 +73,8 @@ def same(found: TokenTree, expected: TokenTree) -> None:
 
 
 def make_both(shape: TreeShape, network: PathNetwork) -> list[TreeDrafting]:
-    cache = CacheShape(4096, 8, 512)
-    return [TreeDrafting(network, shape, cache), StaticDrafting(network, shape, cache)]
+    config = settings_of(shape, 4096, 8, 512)
+    return [TreeDrafting(network, config), StaticDrafting(network, config)]
 
 
 def sequence_of(number: int, mode: VerificationMode, limits: TreeLimits, **sampling: Any) -> DraftSequence:

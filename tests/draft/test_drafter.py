@@ -44,11 +44,11 @@ def made(name: str, folder: Path) -> Drafter:
             tensors = checkpoint_tensors(MIMO | {"vocab_size": VOCABULARY})
             return MtpConfig(base_model=str(write(folder, MIMO | {"vocab_size": VOCABULARY}, tensors)), dtype="float32")
         if part != "eagle":
-            return None
+            return drafter_spec(part).config()
         head = save_head(make_head(vocab_size=VOCABULARY, draft_vocab_size=VOCABULARY), folder, embedding=True)
         return EagleConfig(head=str(head), dtype="float32", projection="draft")
 
-    return create(name, settings_of(name), settings_of)
+    return create(name, settings_of)
 
 
 def tell(drafter: Drafter, sequence: DraftSequence, position: int) -> None:

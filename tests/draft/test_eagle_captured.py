@@ -27,7 +27,6 @@ from static_drafting import StaticDrafting, static_kv  # noqa: F401
 
 from draft_service import neural_drafter
 from draft_service.drafters.grown import ArrayDrafter, Grown
-from draft_service.drafters.packing import PackedTrees
 from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.drafter import EagleDrafter
 from draft_service.eagle.head import EagleHead
@@ -44,7 +43,7 @@ SEARCHED = os.pathsep.join(sys.path)
 def static_drafter(head: EagleHead, **settings: Any) -> EagleDrafter:
     config = EagleConfig(**(SETTINGS | settings))
     drafter = make_drafter(head, **settings)
-    drafter._drafting = StaticDrafting(HeadNetwork(head), config.tree, config.cache)
+    drafter._drafting = StaticDrafting(HeadNetwork(head), config)
     return drafter
 
 
@@ -230,13 +229,13 @@ def test_trees_come_as_bytes(settings: dict[str, Any], static: bool) -> None:
         packed = drafter.begin(asked).fetch().packed(own)
         assert packed is not None
         assert packed == Grown.of(expected).packed(own)
-        assert packed.nodes == [tree.drafted for tree in expected]
-        assert [count > 0 for count in packed.nodes] == [i != 1 for i in chosen]
+        assert packed[0] == [tree.drafted for tree in expected]
+        assert [count > 0 for count in packed[0]] == [i != 1 for i in chosen]
         # A token that the target does not know.
         few = drafter.begin(asked).fetch().packed([(*one[:3], 1) for one in own])
         assert few == (packed if chosen == [1] else None)
     assert drafter.propose(sequences)[3].distributions
-    assert drafter.begin([]).fetch().packed([]) == PackedTrees([], b"")
+    assert drafter.begin([]).fetch().packed([]) == ([], b"")
 
 
 def test_free_rows_and_sequences_that_are_not_there_change_nothing() -> None:
@@ -265,7 +264,7 @@ def test_triton_sees_the_rows_that_the_device_chose() -> None:
 
 
 def test_what_common_batches_replay_is_captured_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(neural_drafter, "drafting_on", lambda net, own: StaticDrafting(net, own.tree, own.cache))
+    monkeypatch.setattr(neural_drafter, "drafting_on", lambda net, own: StaticDrafting(net, own))
     drafting = make_drafter(make_head(), captured_sequences=5).drafting
     assert isinstance(drafting, StaticDrafting)
     assert set(drafting._trees) == {(count, coupled) for count in (1, 2, 4, 8) for coupled in (False, True)}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from draft_service.checkpoints.target import TargetCheckpoint
 from draft_service.checkpoints.vocabulary import read_token_map
-from draft_service.eagle.checkpoint import load_head, read_config, save_head
+from draft_service.eagle.checkpoint import EagleCheckpoint, save_head
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_config import HeadConfig
 from draft_service.neural.network import RowOutput
@@ -162,8 +162,8 @@ def output(head: EagleHead, tokens: Tensor, states: Tensor) -> RowOutput:
 def test_eagle3_loads_from_every_layout(layout: str, tmp_path: Path, target: TargetCheckpoint) -> None:
     torch.manual_seed(0)
     tensors = eagle3_tensors()
-    reference = load_head(EAGLE3_LAYOUTS["safeailab"](tmp_path / "reference", tensors), target=target)
-    head = load_head(EAGLE3_LAYOUTS[layout](tmp_path / layout, tensors), target=target)
+    reference = EagleCheckpoint(EAGLE3_LAYOUTS["safeailab"](tmp_path / "reference", tensors)).load(target=target)
+    head = EagleCheckpoint(EAGLE3_LAYOUTS[layout](tmp_path / layout, tensors)).load(target=target)
     config = head.config
     assert (config.kind, config.num_features, config.draft_vocab_size) == ("eagle3", 3, DRAFT)
     # SafeAILab's says nothing, so the default is taken; the others name the same layers each in its own count.
@@ -181,7 +181,7 @@ def test_eagle3_loads_from_every_layout(layout: str, tmp_path: Path, target: Tar
 def test_eagle1_loads_from_every_layout(layout: str, tmp_path: Path, target: TargetCheckpoint) -> None:
     torch.manual_seed(0)
     tensors = eagle1_tensors()
-    head = load_head(EAGLE1_LAYOUTS[layout](tmp_path / layout, tensors), target=target)
+    head = EagleCheckpoint(EAGLE1_LAYOUTS[layout](tmp_path / layout, tensors)).load(target=target)
     config = head.config
     assert (config.kind, config.fc_bias, config.input_norm, config.tied_lm_head) == ("eagle", True, False, True)
     # The state after the last norm.
@@ -236,7 +236,7 @@ def test_what_is_saved_is_what_is_loaded(changes: dict[str, Any], tmp_path: Path
     head = EagleHead(config_of(**changes), torch.arange(DRAFT) + 7).eval()
     head.embed_tokens.weight.data.copy_(target.embedding())
     folder = save_head(head, tmp_path / "head", {"tokens": 1000})
-    loaded = load_head(folder, target=target)
+    loaded = EagleCheckpoint(folder).load(target=target)
     assert loaded.config == head.config
     assert json.loads((folder / "training.json").read_text()) == {"tokens": 1000}
     assert "embed_tokens.weight" not in load_file(folder / "model.safetensors")
@@ -261,14 +261,16 @@ def test_a_token_map_cuts_any_head(tmp_path: Path, target: TargetCheckpoint) -> 
     torch.manual_seed(0)
     mapped, whole = eagle3_tensors(), eagle1_tensors()
     wanted = [3, 4, 5, 40]
-    head = load_head(EAGLE3_LAYOUTS["specforge"](tmp_path / "three", mapped), target=target, token_map=wanted)
+    head = EagleCheckpoint(EAGLE3_LAYOUTS["specforge"](tmp_path / "three", mapped)).load(
+        target=target, token_map=wanted
+    )
     # Of the wanted ones the head knows the odd ones below 40.
     assert head.token_ids is not None and head.token_ids.tolist() == [3, 5]
     assert torch.equal(head.lm_head.weight, mapped["lm_head.weight"][[1, 2]])
-    head = load_head(EAGLE1_LAYOUTS["sglang"](tmp_path / "one", whole), target=target, token_map=wanted)
+    head = EagleCheckpoint(EAGLE1_LAYOUTS["sglang"](tmp_path / "one", whole)).load(target=target, token_map=wanted)
     assert head.token_ids is not None and head.token_ids.tolist() == wanted
     assert torch.equal(head.lm_head.weight, target.lm_head()[wanted])
-    again = load_head(save_head(head, tmp_path / "saved", embedding=True), target=target)
+    again = EagleCheckpoint(save_head(head, tmp_path / "saved", embedding=True)).load(target=target)
     assert again.config == head.config and torch.equal(again.lm_head.weight, head.lm_head.weight)
 
 
@@ -324,7 +326,7 @@ def test_what_does_not_fit_is_refused_with_the_reason(
     byte_tokenizer_folder(tmp_path / "target")
     folder = write(tmp_path / "head", SAFEAI | changes, edit(eagle3_tensors()))
     with pytest.raises(HeadRefused, match=reason):
-        load_head(folder, target=target)
+        EagleCheckpoint(folder).load(target=target)
 
 
 @pytest.fixture
@@ -341,23 +343,23 @@ def byte_tokenizer_folder() -> Callable[[Path], None]:
 
 def test_a_head_that_borrows_needs_a_target(tmp_path: Path) -> None:
     folder = write(tmp_path / "head", SAFEAI, eagle3_tensors())
-    assert read_config(folder).kind == "eagle3"
+    assert EagleCheckpoint(folder).config.kind == "eagle3"
     with pytest.raises(HeadRefused, match="embed_tokens"):
-        load_head(folder)
+        EagleCheckpoint(folder).load()
 
 
 def test_pickled_weights_are_refused(tmp_path: Path) -> None:
     folder = write(tmp_path / "head", SAFEAI, eagle3_tensors())
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(HeadRefused, match="pickled"):
-        load_head(folder)
+        EagleCheckpoint(folder).load()
 
 
 def test_a_broken_file_is_refused(tmp_path: Path) -> None:
     folder = write(tmp_path / "head", SAFEAI, eagle3_tensors())
     (folder / "model.safetensors").write_bytes(b"not safetensors at all")
     with pytest.raises(HeadRefused, match="safetensors: "):
-        load_head(folder)
+        EagleCheckpoint(folder).load()
 
 
 def test_weights_in_several_files_are_found(tmp_path: Path, target: TargetCheckpoint) -> None:
@@ -370,7 +372,7 @@ def test_weights_in_several_files_are_found(tmp_path: Path, target: TargetCheckp
     for file in set(files.values()):
         save_file({name: tensors[name] for name in names if files[name] == file}, folder / file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-    assert torch.equal(load_head(folder, target=target).lm_head.weight, tensors["lm_head.weight"])
+    assert torch.equal(EagleCheckpoint(folder).load(target=target).lm_head.weight, tensors["lm_head.weight"])
 
 
 def _truncated(folder: Path) -> None:
@@ -402,7 +404,7 @@ def test_a_broken_file_of_any_kind_is_refused_by_its_name(
     folder = write(tmp_path / "head", SAFEAI, eagle3_tensors())
     spoil(folder)
     with pytest.raises(HeadRefused, match=re.escape(named)):
-        load_head(folder)
+        EagleCheckpoint(folder).load()
 
 
 def test_the_hub_is_asked_once_for_each_file(
@@ -419,7 +421,7 @@ def test_the_hub_is_asked_once_for_each_file(
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     monkeypatch.setattr("outrider.weights.check_fetchable", lambda *_: None)
-    load_head("some/head", target=target)
+    EagleCheckpoint("some/head").load(target=target)
     assert sorted(asked) == sorted(set(asked))
     assert "model.safetensors" in asked
 
@@ -429,4 +431,4 @@ def test_a_broken_tokenizer_of_a_target_is_refused_by_its_name(tmp_path: Path) -
     folder = write(tmp_path / "target", target_config, {"model.embed_tokens.weight": weight(2, 2)})
     (folder / "tokenizer.json").write_text("[]")
     with pytest.raises(HeadRefused, match=r"tokenizer\.json: "):
-        TargetCheckpoint(folder).facts(fingerprint=True)
+        TargetCheckpoint(folder).fingerprint()

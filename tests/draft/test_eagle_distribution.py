@@ -10,12 +10,13 @@ import numpy.typing as npt
 import pytest
 import torch
 from chi_squared import chi_squared
+from static_drafting import settings_of
 from torch import Tensor
 
 from draft_service.drafters.base import DraftSequence
 from draft_service.neural.network import RowOutput
 from draft_service.neural.tail_attention import Attend
-from draft_service.neural.tree_config import CacheShape, TreeShape
+from draft_service.neural.tree_config import TreeShape
 from draft_service.neural.tree_drafting import CacheEntry, Extension, TreeDrafting, TreeRequest
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import TokenTree
@@ -53,7 +54,7 @@ class PathNetwork:
 
 def trees(shape: TreeShape, batches: int, temperature: float = 1.0) -> Iterator[tuple[int, TokenTree]]:
     """Trees after one and the same root, each with the seed it was drawn with."""
-    drafting = TreeDrafting(PathNetwork(), shape, CacheShape(BATCH * 64, 64, 4096))
+    drafting = TreeDrafting(PathNetwork(), settings_of(shape, BATCH * 64, 64, 4096))
     followed = [CacheEntry() for _ in range(BATCH)]
     assert all(drafting.reserve(one, 1) for one in followed)
     drafting.extend([Extension(one, [0], 0) for one in followed], torch.full((len(followed), 1), -1.0))

@@ -150,7 +150,7 @@ def test_whole_trees_of_a_fused_head(mode: Any) -> None:
     drafters = [make_drafter(head), make_drafter(head)]
     network = HeadNetwork(head)
     network._fused = FusedHead(head, RowLinears(), WholeNorms())
-    drafters[1]._drafting = StaticDrafting(network, config.tree, config.cache)
+    drafters[1]._drafting = StaticDrafting(network, config)
     trees = []
     for drafter in drafters:
         sequences = [opened(drafter, sequence_of(text(5 + i, i), mode), states_of(head, 5 + i, i)) for i in range(3)]

@@ -132,10 +132,11 @@ def test_a_drafter_packs_what_it_grew() -> None:
     drafter = NgramDrafter(TrieConfig(learn_prompts=False, learn_outputs=False))
     sequence = DraftSequence(1, [1, 2, 3, 1, 2], 5, 10)
     drafter.open(sequence)
-    first = drafter.begin([sequence]).fetch().packed([(1, 0, 1, 10)])
-    assert first is not None
-    growth = draft_pb2.GrowSequences.FromString(first.message).sequences[0]
-    assert len(growth.token_ids) == first.nodes[0] > 0
+    grown = drafter.begin([sequence]).fetch().packed([(1, 0, 1, 10)])
+    assert grown is not None
+    nodes, message = grown
+    growth = draft_pb2.GrowSequences.FromString(message).sequences[0]
+    assert len(growth.token_ids) == nodes[0] > 0
     assert all(parent < growth.first_node_id + i for i, parent in enumerate(growth.parent_ids))
     drafter.close(sequence)
     drafter.stop()

@@ -261,8 +261,8 @@ def test_flags_stand_behind_the_drafters_name(monkeypatch: pytest.MonkeyPatch) -
     """Those of the drafter and of its parts; those of the service have no effect. Flags win over the environment."""
     made: list[tuple[str, Any, Any]] = []
 
-    def create(name: str, config: Any, settings_of: Callable[[str], Any]) -> Drafter:
-        made.append((name, config, settings_of("trie")))
+    def create(name: str, settings_of: Callable[[str], Any]) -> Drafter:
+        made.append((name, settings_of(name), settings_of("trie")))
         raise NotSupported("seen")
 
     monkeypatch.setattr(inprocess, "create", create)

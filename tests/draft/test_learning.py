@@ -13,7 +13,7 @@ from draft_service.ngram.learning import Learner
 def test_lessons_run_in_order_on_one_other_thread() -> None:
     learner, seen = Learner(1_000), []
     for number in range(50):
-        assert learner.teach(1, lambda number=number: seen.append((number, threading.get_ident())))
+        learner.teach(1, lambda number=number: seen.append((number, threading.get_ident())))
     learner.flush()
     assert [number for number, _ in seen] == list(range(50))
     assert {thread for _, thread in seen}.isdisjoint({threading.get_ident()}) and len({t for _, t in seen}) == 1
@@ -27,9 +27,11 @@ def test_the_backlog_is_bounded_without_blocking() -> None:
     def wait() -> None:
         gate.wait(10)
 
-    assert learner.teach(8, wait)
-    assert not learner.teach(3, lambda: None)
-    assert learner.teach(2, lambda: None)
+    dropped = []
+    for tokens, lesson in ((8, wait), (3, wait), (2, wait)):
+        learner.teach(tokens, lesson)
+        dropped.append(learner.dropped_tokens)
+    assert dropped == [0, 3, 3]
     gate.set()
     learner.stop()
     assert (learner.backlog, learner.dropped_tokens) == (0, 3)

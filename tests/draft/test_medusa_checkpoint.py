@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draft_service.checkpoints.target import TargetCheckpoint
 from draft_service.eagle.checkpoint import save_head
-from draft_service.medusa.checkpoint import load_heads, read_shape, save_heads
+from draft_service.medusa.checkpoint import MedusaCheckpoint, save_heads
 from draft_service.medusa.config import MedusaConfig
 from draft_service.medusa.drafter import MedusaDrafter
 from outrider.heads import HeadRefused
@@ -77,13 +77,13 @@ def beside(folder: Path, weights: dict[str, Tensor]) -> Path:
 def test_published_heads_compute_what_the_paper_says(layout: Any, num_layers: int, tmp_path: Path) -> None:
     weights = whole(num_layers)
     folder = layout(tmp_path, weights)
-    shape = read_shape(folder)
+    shape = MedusaCheckpoint(folder).config
     assert (shape.num_heads, shape.num_layers) == (HEADS, num_layers)
     assert (shape.target_hidden_size, shape.vocab_size, shape.draft_vocab_size) == (WIDTH, VOCABULARY, VOCABULARY)
     assert shape.target_layers == (0 if layout is alone else TARGET_LAYERS)
     states = torch.randn(3, 5, WIDTH)
     expected = plain_logits(weights, states, HEADS, num_layers)
-    torch.testing.assert_close(load_heads(folder)(states).double(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(MedusaCheckpoint(folder).load()(states).double(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_vllms_layout_has_no_bias_and_a_token_map(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_vllms_layout_has_no_bias_and_a_token_map(tmp_path: Path) -> None:
     # In this layout, layers are those of the heads.
     config = {"model_type": "medusa", "num_heads": HEADS, "num_hidden_layers": 1, "vocab_size": VOCABULARY}
     folder = write(tmp_path, config, model=renamed | {"token_map": ids})
-    heads = load_heads(folder)
+    heads = MedusaCheckpoint(folder).load()
     assert heads.token_ids is not None and heads.token_ids.tolist() == ids.tolist()
     assert (heads.config.vocab_size, heads.config.draft_vocab_size, heads.config.target_layers) == (60, DRAFT, 0)
     states = torch.randn(4, WIDTH)
@@ -111,7 +111,7 @@ def test_what_is_saved_is_the_published_layout_and_loads(draft: int, tmp_path: P
     saved, expected = load_file(tmp_path / "medusa_lm_head.safetensors"), published_weights(heads)
     assert saved.keys() - {"d2t", "t2d"} == expected.keys()
     assert all(torch.equal(saved[name], tensor) for name, tensor in expected.items())
-    loaded = load_heads(tmp_path)
+    loaded = MedusaCheckpoint(tmp_path).load()
     assert loaded.config == heads.config
     states = torch.randn(2, WIDTH)
     assert torch.equal(loaded(states), heads(states))
@@ -125,26 +125,26 @@ def test_a_token_map_cuts_every_head(tmp_path: Path) -> None:
     heads = make_heads()
     assert heads.token_ids is not None
     wanted = [*heads.token_ids[3:9].tolist(), 2]
-    cut = load_heads(save_heads(heads, tmp_path), token_map=wanted)
+    cut = MedusaCheckpoint(save_heads(heads, tmp_path)).load(token_map=wanted)
     assert cut.token_ids is not None
     rows = [i for i, token in enumerate(heads.token_ids.tolist()) if token in wanted]
     assert cut.token_ids.tolist() == heads.token_ids[rows].tolist()
     states = torch.randn(2, WIDTH)
     torch.testing.assert_close(cut(states), heads(states)[..., rows])
     with pytest.raises(HeadRefused, match="no token"):
-        load_heads(tmp_path, token_map=[VOCABULARY])
+        MedusaCheckpoint(tmp_path).load(token_map=[VOCABULARY])
 
 
 def test_pickled_heads_are_refused_unread(tmp_path: Path) -> None:
     write(tmp_path, MEDUSA_CONFIG)
     (tmp_path / "medusa_lm_head.pt").write_bytes(b"no pickle at all")
     with pytest.raises(HeadRefused, match=r"only pickled weights \(.pt\)"):
-        read_shape(tmp_path)
+        MedusaCheckpoint(tmp_path)
 
 
 def test_what_are_no_medusa_heads_is_refused(tmp_path: Path) -> None:
     with pytest.raises(HeadRefused, match="LlamaForCausalLMEagle3"):
-        read_shape(save_head(make_head(), tmp_path))
+        MedusaCheckpoint(save_head(make_head(), tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_heads_that_are_not_whole_are_refused(change: Any, reason: str, tmp_path
     weights = whole()
     change(weights)
     with pytest.raises(HeadRefused, match=reason):
-        load_heads(alone(tmp_path, weights))
+        MedusaCheckpoint(alone(tmp_path, weights)).load()
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_heads_of_another_target_are_refused(changes: dict[str, int], reason: st
     heads = save_heads(make_heads(), tmp_path / "heads")
     target = write(tmp_path / "target", TARGET_CONFIG | changes)
     with pytest.raises(HeadRefused, match=reason):
-        load_heads(heads, target=TargetCheckpoint(target))
+        MedusaCheckpoint(heads).load(target=TargetCheckpoint(target))
 
 
 def test_the_last_layer_is_that_of_the_target_that_is_named_or_recorded(tmp_path: Path) -> None:

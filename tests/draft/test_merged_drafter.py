@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,11 @@ from eagle_heads import VOCABULARY, make_head
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from draft_service.config import drafter_config
 from draft_service.drafters.base import CorpusDrafter, Drafter, DraftSequence, create, features_of, info_of
 from draft_service.drafters.grown import ArrayDrafter, Grown, Pending
 from draft_service.drafters.merged import MergedConfig, MergedDrafter
-from draft_service.drafters.merging import merge_grown, merge_trees
+from draft_service.drafters.merging import merge_grown
 from draft_service.drafters.prompt_lookup import PromptLookupConfig, PromptLookupDrafter
 from draft_service.ngram.config import TrieConfig
 from draft_service.ngram.drafter import NgramDrafter
@@ -36,27 +38,54 @@ def tree(*nodes: tuple[int, int, float]) -> TokenTree:
     )
 
 
+def merge(proposed: Sequence[TokenTree], nodes: int) -> TokenTree:
+    (merged,) = merge_grown([Grown.of([one]) for one in proposed], [nodes]).as_trees()
+    return merged
+
+
+def by_paths(proposed: Sequence[TokenTree], nodes: int) -> TokenTree:
+    """The merged tree by its definition: each path with its highest score, in the order in which they were proposed."""
+    scores: dict[tuple[int, ...], float] = {}
+    for one in proposed:
+        for path, score in zip(paths_of(one)[1:], one.scores[1:], strict=True):
+            scores[path] = max(scores.get(path, 0.0), score)
+    totals: dict[tuple[int, ...], float] = {}
+    for path, score in scores.items():
+        totals[path[:-1]] = totals.get(path[:-1], 0.0) + score
+    path_probs: dict[tuple[int, ...], float] = {(): 1.0}
+    for path, score in scores.items():
+        scores[path] = score / max(1.0, totals[path[:-1]])
+        path_probs[path] = path_probs[path[:-1]] * scores[path]
+    kept = sorted(scores, key=lambda path: -path_probs[path])[:nodes]
+    row_of = {path: row for row, path in enumerate([(), *kept])}
+    return TokenTree(
+        (proposed[0].token_ids[0], *(path[-1] for path in kept)),
+        (0, *(row_of[path[:-1]] for path in kept)),
+        (1.0, *(scores[path] for path in kept)),
+    )
+
+
 def test_duplicates_are_joined_and_the_best_come_first() -> None:
     first = tree((0, 1, 0.6), (1, 2, 0.5), (0, 3, 0.2))
     second = tree((0, 4, 0.15), (0, 1, 0.5), (2, 2, 0.9), (2, 5, 0.05))
-    merged = merge_trees([first, second], 10)
+    merged = merge([first, second], 10)
     # 1; 2 below it with the higher score; 3; 4; 5 below 1.
     assert merged.token_ids == (9, 1, 2, 3, 4, 5)
     assert merged.parents == (0, 0, 1, 0, 0, 1)
     assert merged.scores == pytest.approx((1.0, 0.6, 0.9, 0.2, 0.15, 0.05))
-    assert merge_trees([first, second], 3) == TokenTree((9, 1, 2, 3), (0, 0, 1, 0), merged.scores[:4])
+    assert merge([first, second], 3) == TokenTree((9, 1, 2, 3), (0, 0, 1, 0), merged.scores[:4])
 
 
 def test_siblings_share_at_most_all_of_the_chance() -> None:
-    merged = merge_trees([tree((0, 1, 0.9)), tree((0, 2, 0.9), (0, 3, 0.1))], 10)
+    merged = merge([tree((0, 1, 0.9)), tree((0, 2, 0.9), (0, 3, 0.1))], 10)
     assert merged.token_ids == (9, 1, 2, 3)
     assert sum(merged.scores[1:]) == pytest.approx(1.0) and merged.scores[1] == merged.scores[2]
 
 
 def test_one_tree_stays_as_it_is() -> None:
     alone = tree((0, 1, 0.6), (1, 2, 0.9), (0, 3, 0.3), (2, 3, 0.5))
-    assert merge_trees([alone, TokenTree.root_only(9)], 10) == alone
-    assert merge_trees([TokenTree.root_only(9)] * 2, 10) == TokenTree.root_only(9)
+    assert merge([alone, TokenTree.root_only(9)], 10) == alone
+    assert merge([TokenTree.root_only(9)] * 2, 10) == TokenTree.root_only(9)
 
 
 @st.composite
@@ -73,7 +102,7 @@ def trees(draw: Any) -> TokenTree:
 
 @given(st.lists(trees(), min_size=1, max_size=3), st.integers(1, 20))
 def test_every_merged_tree_is_well_formed(proposed: list[TokenTree], nodes: int) -> None:
-    merged = merge_trees(proposed, nodes)
+    merged = merge(proposed, nodes)
     TokenTree.checked(merged.token_ids, merged.parents, merged.scores, vocabulary_size=10, max_rows=nodes + 1)
     path_probs = [1.0]
     for row in range(1, len(merged)):
@@ -89,7 +118,7 @@ def test_every_merged_tree_is_well_formed(proposed: list[TokenTree], nodes: int)
 def test_compiled_loops_merge_the_same(proposed: list[tuple[TokenTree, ...]], parts: int, nodes: int) -> None:
     limits = [max(1, nodes - i) for i in range(len(proposed))]
     merged = merge_grown([Grown.of([own[part] for own in proposed]) for part in range(parts)], limits)
-    assert merged.as_trees() == [merge_trees(own[:parts], most) for own, most in zip(proposed, limits, strict=True)]
+    assert merged.as_trees() == [by_paths(own[:parts], most) for own, most in zip(proposed, limits, strict=True)]
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -109,15 +138,19 @@ def test_compiled_loops_merge_large_trees_the_same(seed: int) -> None:
 
     proposed = [grown(239, 1.0), grown(1 + 20 * seed, 0.1), grown(100, 4.0)]
     for nodes in (1, 100, 239, 255):
-        (merged,) = merge_grown([Grown.of([one]) for one in proposed], [nodes]).as_trees()
-        assert merged == merge_trees(proposed, nodes)
+        assert merge(proposed, nodes) == by_paths(proposed, nodes)
 
 
-def paths(one: TokenTree) -> set[tuple[int, ...]]:
+def paths_of(one: TokenTree) -> list[tuple[int, ...]]:
+    """The tokens from below the root to each row."""
     found: list[tuple[int, ...]] = [()]
     for row in range(1, len(one)):
         found.append((*found[one.parents[row]], one.token_ids[row]))
-    return set(found)
+    return found
+
+
+def paths(one: TokenTree) -> set[tuple[int, ...]]:
+    return set(paths_of(one))
 
 
 def trie_and_head() -> tuple[MergedDrafter, NgramDrafter]:
@@ -150,7 +183,7 @@ def test_trie_and_head_serve_one_sequence() -> None:
     (both,) = merged.propose([sequence])
     (of_head,), (of_trie,) = (part.propose([view]) for part, view in zip(merged._parts, sequence.state, strict=True))
     assert of_trie.drafted and of_head.drafted
-    assert both == merge_trees([of_head, of_trie], 14)
+    assert both == by_paths([of_head, of_trie], 14)
     assert paths(both) & paths(of_trie) - {()} and paths(both) & paths(of_head) - {()}
     merged.close(sequence)
     merged.close(sequence)
@@ -207,7 +240,7 @@ def test_bytes_say_what_trees_say(mode: VerificationMode) -> None:
     sequences = [followed(merged, mode), followed(merged, VerificationMode.GREEDY, fed=False)]
     expected, heads = merged.propose(sequences), [(1, 4, 7, VOCABULARY), (2, 5, 1, VOCABULARY)]
     packed = merged.begin(sequences).fetch().packed(heads)
-    assert packed is not None and packed.nodes == [one.drafted for one in expected]
+    assert packed is not None and packed[0] == [one.drafted for one in expected]
     assert packed == Grown.of(expected).packed(heads)
     # A token that the target does not know.
     assert merged.begin(sequences).fetch().packed([(*head[:3], 1) for head in heads]) is None
@@ -305,16 +338,21 @@ def test_it_is_made_by_name_from_the_settings_of_its_parts() -> None:
 
     def settings_of(name: str) -> Any:
         asked.append(name)
-        return {"trie": TrieConfig(num_draft_tokens=7), "prompt_lookup": PromptLookupConfig(lookup_tokens=5)}[name]
+        return {
+            "merged": MergedConfig(merged_drafters="trie, prompt_lookup"),
+            "trie": TrieConfig(num_draft_tokens=7),
+            "prompt_lookup": PromptLookupConfig(lookup_tokens=5),
+        }[name]
 
-    merged = create("merged", MergedConfig(merged_drafters="trie, prompt_lookup"), settings_of)
-    assert asked == ["trie", "prompt_lookup"]
+    merged = create("merged", settings_of)
+    assert asked == ["merged", "trie", "prompt_lookup"]
     assert merged.limits.max_nodes == 7 and features_of(merged) is None
     assert isinstance(merged, CorpusDrafter)
     merged.start()
     assert merged.add_corpus("tenant", "", [1, 2, 3]).tokens == 3
     merged.stop()
-    unteachable = create("merged", MergedConfig(merged_drafters="random,prompt_lookup", merged_nodes=3))
+    environment = {"OUTRIDER_MERGED_MERGED_DRAFTERS": "random,prompt_lookup", "OUTRIDER_MERGED_MERGED_NODES": "3"}
+    unteachable = create("merged", partial(drafter_config, environment=environment))
     assert not isinstance(unteachable, CorpusDrafter) and unteachable.limits.max_nodes == 3
 
 

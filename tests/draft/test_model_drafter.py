@@ -11,14 +11,13 @@ import torch
 from conftest import TINY, make_tiny
 from eagle_drafting import COUPLED, GREEDY, plain_growth, same_tree
 from engine_harness import make_runner, plain, request, run
-from static_drafting import StaticDrafting, static_kv  # noqa: F401
+from static_drafting import StaticDrafting, settings_of, static_kv  # noqa: F401
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from draft_service.causal_lm.drafter import ModelConfig, ModelDrafter
 from draft_service.drafters.base import DraftSequence, FeatureDrafter
 from draft_service.in_process import InprocessLink
-from draft_service.neural.tree_config import CacheShape
 from outrider.drafting.events import DraftEvents
 from outrider.errors import NotSupported
 from outrider.sampling import LOSSLESS_MODES, SamplingParams, VerificationMode
@@ -143,7 +142,7 @@ def test_whole_trees_are_those_that_grow_by_level(count: int, folders: dict[str,
     own = drafters[1]._drafting
     assert own is not None
     config = ModelConfig(draft_model=str(folders["llama"]), **SETTINGS)
-    drafters[1]._drafting = StaticDrafting(own.network, config.tree, config.cache)
+    drafters[1]._drafting = StaticDrafting(own.network, config)
     draft_alike(drafters, count)
 
 
@@ -186,7 +185,7 @@ def test_the_targets_own_twin_is_right_all_the_way(
         if at_once:
             own = drafter._drafting
             assert own is not None
-            drafter._drafting = StaticDrafting(own.network, own.shape, CacheShape(1024, 8, 2048))
+            drafter._drafting = StaticDrafting(own.network, settings_of(own.shape, 1024, 8, 2048))
         return InprocessLink(drafter, events)
 
     outcomes = run(make_runner(tiny_model), wanted, connect=connect)

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,7 @@ def drafted(drafter: Drafter, tokens: list[int], limits: TreeLimits | None = Non
 
 def test_the_pages_example_drafts(write: Write) -> None:
     name = f"{write(EXAMPLE)}:BigramDrafter"
-    drafter = create(name, drafter_config(name, environment={"OUTRIDER_DRAFTER_BIGRAM_TOKENS": "3"}))
+    drafter = create(name, partial(drafter_config, environment={"OUTRIDER_DRAFTER_BIGRAM_TOKENS": "3"}))
     assert (drafter.name, drafter.limits) == ("bigram", TreeLimits(3, 3))
     assert drafted(drafter, [5, 6, 7, 8, 5]).token_ids == (5, 6, 7, 8)
     assert drafted(drafter, [5, 6, 7, 8, 5], TreeLimits(1, 9)).token_ids == (5, 6)
@@ -88,7 +89,7 @@ def test_its_settings_have_the_table_drafter(write: Write, tmp_path: Path) -> No
 
 def test_one_without_settings(write: Write) -> None:
     name = f"{write(_WHOLE)}:Mine"
-    assert create(name, drafter_config(name)).name == create(name).name == "mine"
+    assert create(name, drafter_config).name == create(name).name == "mine"
 
 
 def test_one_that_inherits_nothing(write: Write) -> None:
@@ -107,8 +108,8 @@ def test_in_the_targets_process(write: Write) -> None:
 
 def test_merged_with_another(write: Write) -> None:
     name = f"{write(EXAMPLE)}:BigramDrafter"
-    parts = f"{name},prompt_lookup"
-    merged = create("merged", drafter_config("merged", environment={"OUTRIDER_MERGED_MERGED_DRAFTERS": parts}))
+    environment = {"OUTRIDER_MERGED_MERGED_DRAFTERS": f"{name},prompt_lookup"}
+    merged = create("merged", partial(drafter_config, environment=environment))
     assert drafted(merged, [5, 6, 7, 5, 6]).drafted
 
 

@@ -329,7 +329,7 @@ def test_a_deleted_corpus_is_forgotten_and_its_memory_free() -> None:
         drafter.add_corpus("maker", "manual", list(range(100, 200)))
         drafter.add_corpus("maker", "manual", list(range(200, 250)))
         # The figures say what is counted; this, that nothing holds the arrays.
-        held = weakref.ref(drafter._corpora.shared("manual"))
+        held = weakref.ref(drafter._corpora._shared["manual"].trie)
         listed = drafter.corpora("other")
         assert [(one.name, one.owner, one.tokens, one.documents, one.shared) for one in listed] == [
             ("manual", "maker", 150, 2, True)

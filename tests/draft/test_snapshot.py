@@ -226,7 +226,7 @@ class TestDrafter:
         drafter = self.drafter(folder)
         drafter._restore()
         tries = {"a": (10, 11), "b": (20, 21)}
-        counts = {tenant: count(drafter._corpora.tenant(tenant), window) for tenant, window in tries.items()}
+        counts = {tenant: count(drafter._corpora._of_tenant(tenant).trie, window) for tenant, window in tries.items()}
         drafter._learner._thread.shutdown()
         drafter._claim.release()
         return counts
@@ -329,7 +329,7 @@ class TestDrafter:
         drafter.stop()
         small = NgramDrafter(TrieConfig(snapshot=str(tmp_path), tenant_capacity=1000, corpus_capacity=1000))
         small._restore()
-        own, shared = small._corpora.tenant("a"), small._corpora.shared("shared")
+        own, shared = small._corpora._of_tenant("a").trie, small._corpora._shared["shared"].trie
         assert 0 < own.used <= 1000 >= shared.used > 1 and len(own.rows) <= 1000
         assert count(own, tuple(often[:3])) > 0
         assert "cut" in caplog.text and "damaged" not in caplog.text

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from teaching_model import save_teaching_model
 
 from draft_service.checkpoints.target import TargetCheckpoint
-from draft_service.eagle.checkpoint import load_head
+from draft_service.eagle.checkpoint import EagleCheckpoint
 from draft_service.training import run
 from draft_service.training.building import initial_head, new_eagle_head, new_head_config, with_vocabulary
 from draft_service.training.config import TrainingConfig
@@ -84,7 +84,7 @@ def test_layers_that_are_added_change_nothing_at_first(model: Path, first: Path,
     head = train_head(TrainingConfig(model=str(model), out=str(tmp_path / "head"), **settings), COMMAND)
     before, after = record_of(first), record_of(head)
     assert after["validations"][0]["mean_length"] == pytest.approx(before["acceptance"]["mean_length"], abs=1e-3)
-    trained = load_head(head, target=TargetCheckpoint(model))
+    trained = EagleCheckpoint(head).load(target=TargetCheckpoint(model))
     assert trained.config.num_layers == 3 and after["parameters"] > before["parameters"]
     # And learn.
     assert all(bool(weights.abs().sum() > 0) for weights in trained.layers[2].parameters())
@@ -100,7 +100,7 @@ def test_the_initial_head_must_be_there(model: Path, tmp_path: Path) -> None:
 def test_the_text_may_choose_what_a_head_can_say(model: Path, first: Path, tmp_path: Path) -> None:
     settings = SMALL | {"init": str(first), "text": text_of(first), "vocabulary": 60, "new_vocabulary": True}
     head = train_head(TrainingConfig(model=str(model), out=str(tmp_path / "head"), **settings), COMMAND)
-    said = [load_head(folder, target=TargetCheckpoint(model)).token_ids for folder in (first, head)]
+    said = [EagleCheckpoint(folder).load(target=TargetCheckpoint(model)).token_ids for folder in (first, head)]
     assert said[0] is not None and said[1] is not None
     assert len(said[0]) == 100 and len(said[1]) == 60 and set(said[1].tolist()) < set(said[0].tolist())
 
@@ -141,7 +141,7 @@ def test_a_tied_head_is_trained_without_its_lm_head_and_saved_without_it(
     folder = train_head(TrainingConfig(model=str(model), out=str(tmp_path / "head"), **settings), COMMAND)
     assert not any("lm_head" in name or "embed" in name for name in load_file(folder / "model.safetensors"))
     target = TargetCheckpoint(model)
-    head = load_head(folder, target=target)
+    head = EagleCheckpoint(folder).load(target=target)
     assert (head.config.tied_lm_head, head.config.num_layers, head.config.intermediate_size) == (True, 2, 96)
     assert head.token_ids is not None
     torch.testing.assert_close(head.lm_head.weight, target.lm_head()[head.token_ids])
@@ -183,7 +183,7 @@ def test_the_loss_teaches_rows_alike_whether_the_lm_head_learns_or_not() -> None
     for learns in (True, False):
         rows = lm_input.clone().requires_grad_()
         weight = lm_head.clone().requires_grad_(learns)
-        loss = soft_cross_entropy(rows, weight, probs, torch.tensor([0, 1, 2, 0, 1, 2]), torch.ones(6)).total
+        loss, _ = soft_cross_entropy(rows, weight, probs, torch.tensor([0, 1, 2, 0, 1, 2]), torch.ones(6))
         loss.backward()  # type: ignore[no-untyped-call]
         assert (weight.grad is not None) is learns
         grads.append(rows.grad)

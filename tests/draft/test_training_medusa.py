@@ -16,7 +16,7 @@ from teaching_model import VOCABULARY, save_teaching_model
 from torch.nn import functional
 
 from draft_service.drafters.base import DraftSequence
-from draft_service.medusa.checkpoint import load_heads, read_shape
+from draft_service.medusa.checkpoint import MedusaCheckpoint
 from draft_service.medusa.config import MedusaConfig
 from draft_service.medusa.drafter import MedusaDrafter
 from draft_service.medusa.head import MedusaShape
@@ -145,7 +145,7 @@ def test_the_saved_heads_are_published_ones_and_draft_what_they_learnt(trained: 
     }
     saved = load_file(trained / "medusa_lm_head.safetensors")
     assert saved["2.1.weight"].shape == (200, 48) and saved["0.0.linear.bias"].shape == (48,)
-    shape = read_shape(trained)
+    shape = MedusaCheckpoint(trained).config
     assert (shape.num_heads, shape.draft_vocab_size, shape.vocab_size) == (HEADS, 200, VOCABULARY)
     # They know their target's layers, so the drafter needs nothing of it.
     drafter = MedusaDrafter(
@@ -161,7 +161,7 @@ def test_the_saved_heads_are_published_ones_and_draft_what_they_learnt(trained: 
     assert sequence.features is not None
     sequence.features.append(states[:-1], 0)
     (tree,) = drafter.propose([sequence])
-    heads = load_heads(trained)
+    heads = MedusaCheckpoint(trained).load()
     assert heads.token_ids is not None
     said = heads.token_ids[heads(states[-2]).argmax(-1)].tolist()
     assert tree.is_chain and tree.drafted and list(tree.token_ids[1:]) == said[: tree.drafted]

@@ -91,14 +91,14 @@ def test_the_loss_and_its_gradients_are_those_of_plain_autograd(rows: int) -> No
 
     expected_rows = -(probs[distributions] * (lm_input @ lm_head.T).log_softmax(-1)).sum(-1)
     expected = torch.autograd.grad((expected_rows * weights).sum() * 3, (lm_input, lm_head))
-    losses = soft_cross_entropy(lm_input, lm_head, probs, distributions, weights)
-    found = torch.autograd.grad(losses.total * 3, (lm_input, lm_head))
+    total, row_losses = soft_cross_entropy(lm_input, lm_head, probs, distributions, weights)
+    found = torch.autograd.grad(total * 3, (lm_input, lm_head))
 
-    torch.testing.assert_close(losses.rows, expected_rows.detach(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(losses.total, (expected_rows * weights).sum(), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(row_losses, expected_rows.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(total, (expected_rows * weights).sum(), rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-3)
-    assert not losses.rows.requires_grad
+    assert not row_losses.requires_grad
 
 
 def test_the_most_probable_token_is_the_largest_logit() -> None:
@@ -131,13 +131,13 @@ def test_a_gpu_unrolls_and_learns_as_a_cpu_does(dtype: torch.dtype) -> None:
         own = head.to(device=device, dtype=kind)
         lm_input = unroll(own, states.to(device, kind), tokens.to(device), steps).flatten(0, 2)[rows.to(device)]
         distribution = probs.to(device, kind)
-        losses = soft_cross_entropy(
+        total, row_losses = soft_cross_entropy(
             lm_input, own.lm_head.weight, distribution, distributions.to(device), weights.to(device)
         )
-        losses.total.backward()
+        total.backward()
         gradient = own.projection.fc.weight.grad
         assert gradient is not None
-        found.append((losses.rows.cpu(), gradient.float().cpu()))
+        found.append((row_losses.cpu(), gradient.float().cpu()))
     tolerance = 1e-3 if dtype == torch.float32 else 0.1
     (rows_there, grad_there), (rows_here, grad_here) = found
     assert (rows_here - rows_there).norm() <= tolerance * rows_there.norm()

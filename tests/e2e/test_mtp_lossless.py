@@ -197,6 +197,6 @@ def test_a_target_with_experts_drafts_with_its_own_layer(family: str, sampling: 
     outcomes = run(runner, wanted, connect=made(folder, drafters), stagger=2)
     assert [outcome.token_ids for outcome in outcomes] == [plain(model, one) for one in wanted]
     assert sum(outcome.finished.totals.drafted_tokens for outcome in outcomes) > 0
-    shape = drafters[0].head.config
+    shape = drafters[0]._head.config
     assert (shape.latent is not None) is (family == "deepseek_v3") and shape.experts is not None
     assert shape.rotary_width == 8

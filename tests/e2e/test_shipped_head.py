@@ -90,7 +90,7 @@ def test_its_record_is_of_these_files(head: ShippedHead, runner: ModelRunner) ->
     drafter = EagleDrafter(EagleConfig(dtype="float32"))
     # Refuses a head that does not fit the model.
     drafter.start()
-    loaded, shape = drafter.head, drafter.head.config
+    loaded, shape = drafter._head, drafter._head.config
     record = json.loads((head.folder / "training.json").read_text())
     assert record["finished"] and record["model"] == shape.target == head.target == MODEL
     assert shape.tokenizer_fingerprint == runner.tokenizer_fingerprint

@@ -17,7 +17,7 @@ from teaching_model import VOCABULARY, save_teaching_model
 from torch import Tensor
 
 from draft_service.drafters.base import DraftSequence
-from draft_service.eagle.checkpoint import load_head
+from draft_service.eagle.checkpoint import EagleCheckpoint
 from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.drafter import EagleDrafter
 from draft_service.training.batches import BatchPlan
@@ -143,7 +143,7 @@ def test_the_saved_head_drafts_what_it_learnt_to(trained: Path, model: Path, tea
         )
     )
     drafter.start()
-    head = load_head(trained, target=_checkpoint(model))
+    head = EagleCheckpoint(trained).load(target=_checkpoint(model))
     tokens = texts.text(0)[:40].tolist()
     states = _states(teacher.reader(head.config.layers_of(6)), tokens)
     sequence = DraftSequence(1, tokens, 1, VOCABULARY)
@@ -273,7 +273,7 @@ def test_a_wrong_setting_ends_the_command_with_status_two(tmp_path: Path) -> Non
 def test_heads_of_another_width_carry_their_embedding(tmp_path: Path, model: Path, style: str) -> None:
     config = config_of(model, tmp_path, hidden=24, layers=2, style=style, vocabulary=0, tokens="800", epochs=1.0)
     train_head(config, COMMAND)
-    head = load_head(config.out_folder)
+    head = EagleCheckpoint(config.out_folder).load()
     assert (head.config.hidden_size, head.config.target_hidden_size, head.config.num_layers) == (24, 48, 2)
     assert head.config.draft_vocab_size == VOCABULARY
     assert head.config.norm_output is (style == "eagle3.1")

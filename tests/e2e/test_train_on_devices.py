@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import signal
@@ -34,7 +35,7 @@ from draft_service.training.optimiser import MasterAdamW, rate_at
 from draft_service.training.parallel.followers import FollowerFailed, followers
 from draft_service.training.run import train_head
 from draft_service.training.run_folder import RunFolder
-from draft_service.training.trainer import Progress, computing_copy, step_losses
+from draft_service.training.trainer import Progress, step_losses
 from draft_service.training.unrolling import unroll
 from draft_service.training.validation import Validator, hold_out
 from outrider.distillation import TeacherSettings, load_teacher
@@ -106,7 +107,7 @@ def masters_of_one_device(config: TrainingConfig) -> tuple[dict[str, Tensor], in
     learnt, _ = hold_out(folder.corpus().load(), config.validation, len(config.temperature_list))
     plan = BatchPlan(learnt, config.batch_tokens, config.max_length, config.seed)
     masters = new_eagle_head(shape, tokens, reader.weights(), config.seed)
-    head = computing_copy(masters, torch.device("cpu"), torch.float32)
+    head = copy.deepcopy(masters)
     optimiser = MasterAdamW(head, weight_decay=config.weight_decay, clip=config.clip, masters=masters)
     wanted = int(np.ceil(config.epochs * plan.per_epoch()))
     batches = [one for epoch in range(int(config.epochs) + 2) for one in plan.batches(epoch)]

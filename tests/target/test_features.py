@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draft_service.drafters.hidden_states import read_vectors
-from draft_service.eagle.checkpoint import load_head, save_head
+from draft_service.eagle.checkpoint import EagleCheckpoint, save_head
 from outrider.drafting.events import DraftEvents
 from outrider.errors import NotSupported
 from outrider.heads import ShippedHead
@@ -404,7 +404,7 @@ def head_in(folder: Path, **changes: Any) -> Path:
 
 def test_the_target_projects(tiny_model: PreTrainedModel, teacher: PreTrainedModel, tmp_path: Path) -> None:
     folder = head_in(tmp_path, fc_norm=True)
-    own = load_head(folder)
+    own = EagleCheckpoint(folder).load()
     runner, wanted = make_runner(tiny_model), requests()
     runner.draft_head = read_draft_head(str(folder), LAYERS, HIDDEN)
     propose, said = knowing(teacher, wanted)

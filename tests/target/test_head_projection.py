@@ -12,7 +12,7 @@ import torch
 from eagle_heads import HIDDEN, KINDS, make_head
 from safetensors.torch import load_file, save_file
 
-from draft_service.eagle.checkpoint import load_head, projection_fingerprint, save_head
+from draft_service.eagle.checkpoint import EagleCheckpoint, save_head
 from outrider.errors import NotSupported
 from target_service.model.head_projection import read_draft_head
 
@@ -34,10 +34,10 @@ def rewritten(folder: Path, config: dict[str, Any], prefix: str = "") -> Path:
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "eagle-1"])
 def test_the_projection_is_the_heads_own(kind: str, tmp_path: Path) -> None:
     folder = saved(tmp_path, kind)
-    own, read = load_head(folder), read_draft_head(str(folder), TARGET_LAYERS, HIDDEN)
+    own, read = EagleCheckpoint(folder).load(), read_draft_head(str(folder), TARGET_LAYERS, HIDDEN)
     assert read.layers == own.config.layers_of(TARGET_LAYERS) == (1, 5, 8)
     assert read.projection is not None and read.projection.width == own.config.hidden_size
-    assert read.fingerprint == projection_fingerprint(folder)
+    assert read.fingerprint == EagleCheckpoint(folder).projection_fingerprint()
     states = torch.randn(3, 5, own.projection.input_width)
     torch.testing.assert_close(read.projection(states), own.project(states), rtol=1e-5, atol=1e-5)
     halves = read.projection.to(torch.bfloat16)(states.bfloat16())
@@ -84,12 +84,12 @@ def test_layers_are_counted_by_their_outputs_in_every_layout(tmp_path: Path) -> 
     for number, (written, prefix, layers) in enumerate(layouts):
         folder = rewritten(saved(tmp_path / str(number), "eagle-3"), written, prefix)
         assert read_draft_head(str(folder), TARGET_LAYERS, HIDDEN).layers == layers
-        assert load_head(folder).config.layers_of(TARGET_LAYERS) == layers
+        assert EagleCheckpoint(folder).load().config.layers_of(TARGET_LAYERS) == layers
 
 
 def test_the_norms_take_the_epsilon_of_the_config(tmp_path: Path) -> None:
     folder = saved(tmp_path, "eagle-3.1", rms_norm_eps=0.3)
-    own, read = load_head(folder), read_draft_head(str(folder), TARGET_LAYERS, HIDDEN)
+    own, read = EagleCheckpoint(folder).load(), read_draft_head(str(folder), TARGET_LAYERS, HIDDEN)
     assert read.projection is not None
     states = torch.randn(4, own.projection.input_width)
     torch.testing.assert_close(read.projection(states), own.project(states), rtol=1e-5, atol=1e-5)
@@ -103,7 +103,7 @@ def test_heads_are_told_apart_by_their_weights_and_not_by_their_type(tmp_path: P
         save_file(tensors, place / "model.safetensors")
     prints = [read_draft_head(str(one), TARGET_LAYERS, HIDDEN).fingerprint for one in (folder, half, other)]
     assert prints[0] == prints[1] != prints[2]
-    assert [projection_fingerprint(one) for one in (folder, half, other)] == prints
+    assert [EagleCheckpoint(one).projection_fingerprint() for one in (folder, half, other)] == prints
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ from outrider.distillation import TeacherSettings, load_teacher
 from outrider.errors import NotSupported
 from outrider.settings import SettingsError
 from outrider.weights import Weights
-from target_service import prefetch
 from target_service.config import TargetConfig
 from target_service.model.head_projection import read_draft_head
 from target_service.model.loading import store
@@ -202,12 +201,6 @@ def test_only_what_loading_reads_is_fetched_and_once(hub: FakeHub, capfd: pytest
     out, err = capfd.readouterr()
     assert Path(out.strip()) == folder and "LlamaForCausalLM" in err and "can be served" in err
     assert hub.fetched == dict.fromkeys(FILES, 1)
-
-
-def test_what_prefetch_is_asked_for_is_what_a_pull_leaves(hub: FakeHub, capfd: pytest.CaptureFixture[str]) -> None:
-    assert prefetch.main([NAME]) == 0
-    folder = Path(capfd.readouterr().out.strip())
-    assert folder == store.located(NAME) and hub.fetched == dict.fromkeys(FILES, 1)
 
 
 @pytest.mark.parametrize("revision", ["v1", COMMIT])

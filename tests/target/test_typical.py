@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,7 +17,6 @@ from outrider.sampling import SamplingParams, TypicalAcceptance, VerificationMod
 from outrider.tree import TokenTree
 from target_service.sampling.verifier import SequenceVerifier, Verified
 from tree_kernels.verification import DeviceVerifier, Walk, coupled_token, typical_walk
-from tree_kernels.verification.typical import ProbsOf
 
 VOCABULARY = 5
 RULE = TypicalAcceptance()
@@ -57,7 +57,7 @@ def path_to(tree: TokenTree, row: int) -> tuple[int, ...]:
 
 
 def typical_path_by_definition(
-    tree: TokenTree, probs_of: ProbsOf, own: int | None, rule: TypicalAcceptance
+    tree: TokenTree, probs_of: Callable[[int], Tensor], own: int | None, rule: TypicalAcceptance
 ) -> tuple[int, ...]:
     """The accepted rows of `typical_walk`, found by looking at every path of the tree as the paper puts it.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -24,7 +24,6 @@ from draft_service.neural.cuda_graphs.tree_pass import TreePass
 from draft_service.neural.devices import drafting_stream
 from draft_service.neural.network import Network, RowOutput
 from draft_service.neural.tail_attention import PassRows, TailPart, fresh_rows, fresh_slots
-from draft_service.neural.tree_config import CacheShape, TreeShape
 from draft_service.neural.tree_drafting import TreeDrafting, TreeRequest
 from outrider.sampling import LOSSLESS_MODES, VerificationMode
 from outrider.tree import TokenTree
@@ -115,21 +114,14 @@ class StaticPass:
         return output.index_select(0, places.clamp(max=tail - 1))
 
 
-class CapturedTrees(NamedTuple):
-    """A pass over all levels of trees, and the graph of each of its parts, for between `load` and `fetch`."""
-
-    work: TreePass
-    replays: Sequence[Callable[[], None]]
-
-
 class CapturedDrafting(TreeDrafting):
     """`TreeDrafting` on a GPU. Graphs are captured when their size is first needed."""
 
-    def __init__(self, network: Network, tree: TreeShape, cache: CacheShape) -> None:
-        super().__init__(network, tree, cache)
+    def __init__(self, network: Network, config: NeuralConfig) -> None:
+        super().__init__(network, config)
         self._static = self._capturable()
         self._passes: dict[PassSize, tuple[StaticPass, Callable[[], RowOutput]]] = {}
-        self._trees: dict[tuple[int, bool], CapturedTrees] = {}
+        self._trees: dict[tuple[int, bool], tuple[TreePass, Sequence[Callable[[], None]]]] = {}
         self._pool: Any = None
 
     @torch.inference_mode()
@@ -154,15 +146,16 @@ class CapturedDrafting(TreeDrafting):
         )
 
     @torch.inference_mode()
-    def tree_pass(self, requests: Sequence[TreeRequest]) -> CapturedTrees:
-        """The pass that drafts these trees, captured if it is new. None of them is for a REJECTION request."""
+    def tree_pass(self, requests: Sequence[TreeRequest]) -> tuple[TreePass, Sequence[Callable[[], None]]]:
+        """The pass that drafts these trees, captured if it is new, and the graph of each of its parts, for between
+        `load` and `fetch`. None of them is for a REJECTION request."""
         coupled = any(request.sequence.mode is VerificationMode.COUPLED for request in requests)
         size = _power_of_two(len(requests)), coupled
         if size not in self._trees:
             work = TreePass(*size, self, self._static)
             work.load(requests)
             runs = (work.run_early, work.run_rest)[: work.parts]
-            self._trees[size] = CapturedTrees(work, [self._capture(run, work.plan) for run in runs])
+            self._trees[size] = work, [self._capture(run, work.plan) for run in runs]
         return self._trees[size]
 
     def _capturable(self) -> TritonAttention:
@@ -248,7 +241,7 @@ class CapturedDrafting(TreeDrafting):
 def drafting_on(network: Network, config: NeuralConfig) -> TreeDrafting:
     """Drafting by the settings: captured on a GPU if `cuda_graphs` is set."""
     captured = config.cuda_graphs and network.device.type == "cuda"
-    return (CapturedDrafting if captured else TreeDrafting)(network, config.tree, config.cache)
+    return (CapturedDrafting if captured else TreeDrafting)(network, config)
 
 
 def first_batches(drafting: TreeDrafting, config: NeuralConfig) -> Iterator[tuple[VerificationMode, int, int]]:

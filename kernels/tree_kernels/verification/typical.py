@@ -19,10 +19,6 @@ from torch import Tensor
 
 from tree_kernels.verification.walks import Walk, children_of
 
-# The distribution [V] after a row, in fp64, of sum 1.
-ProbsOf = Callable[[int], Tensor]
-# The model's own draw from a distribution [V], at a depth below the root.
-Draw = Callable[[Tensor, int], int]
 # Log-probabilities of paths that differ by less are equal, so that rounding decides nothing.
 SAME_PATH = 1e-9
 
@@ -30,8 +26,8 @@ SAME_PATH = 1e-9
 def typical_walk(
     parents: Sequence[int],
     token_ids: Sequence[int],
-    probs_of: ProbsOf,
-    draw: Draw,
+    probs_of: Callable[[int], Tensor],
+    draw: Callable[[Tensor, int], int],
     threshold: Callable[[float], float],
     *,
     begins: bool,
@@ -42,7 +38,8 @@ def typical_walk(
     Args:
         parents: [rows], parents[i] < i; row 0 is the root.
         token_ids: [rows]; siblings carry different tokens.
-        probs_of: called once for each row of a typical path.
+        probs_of: the distribution [V] after a row, in fp64, of sum 1; called once for each row of a typical path.
+        draw: the model's own draw from a distribution [V], at a depth below the root.
         threshold: the probability that a typical token exceeds, given the entropy of its distribution in nats.
         begins: no token was generated yet: the first one is the model's own draw, drafted or not.
     """

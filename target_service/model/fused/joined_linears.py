@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -41,25 +42,16 @@ class JointLinear(nn.Module):
         return nn.functional.linear(rows, self.weight, bias)
 
 
-def join_linears(model: PreTrainedModel) -> int:
-    """Join siblings of `model`, in place and for good, and return the number of groups. For inference only."""
-    joined = 0
+def join_linears(model: PreTrainedModel) -> None:
+    """Join siblings of `model`, in place and for good. For inference only."""
     with torch.no_grad():
-        for parent in list(model.modules()):
-            joined += sum(_join(parent, names) for names in _SIBLINGS)
-    return joined
-
-
-def _join(parent: nn.Module, names: Sequence[str]) -> bool:
-    linears = siblings(parent, names)
-    if not linears:
-        return False
-    weight, bias = joined_parameters(linears)
-    start = 0
-    for name, linear in zip(names, linears, strict=True):
-        setattr(parent, name, JointLinear(weight, bias, start, start + linear.out_features))
-        start += linear.out_features
-    return True
+        for parent, names in itertools.product(list(model.modules()), _SIBLINGS):
+            if linears := siblings(parent, names):
+                weight, bias = joined_parameters(linears)
+                start = 0
+                for name, linear in zip(names, linears, strict=True):
+                    setattr(parent, name, JointLinear(weight, bias, start, start + linear.out_features))
+                    start += linear.out_features
 
 
 def siblings(parent: nn.Module, names: Sequence[str]) -> list[nn.Linear]:
@@ -89,10 +81,9 @@ def compile_shared(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[...
     return cast(Callable[..., Any], compile_fx(graph, inputs))
 
 
-def share_products(graph: fx.GraphModule) -> int:
-    """Keep one of all linear layers with the same input, weight and bias. Returns how many were dropped."""
+def share_products(graph: fx.GraphModule) -> None:
+    """Keep one of all linear layers with the same input, weight and bias."""
     first: dict[tuple[Any, ...], fx.Node] = {}
-    dropped = 0
     for node in list(graph.graph.nodes):
         if node.op != "call_function" or node.target is not nn.functional.linear:
             continue
@@ -100,6 +91,4 @@ def share_products(graph: fx.GraphModule) -> int:
         if kept is not node:
             node.replace_all_uses_with(kept)
             graph.graph.erase_node(node)
-            dropped += 1
     graph.recompile()
-    return dropped

@@ -8,7 +8,6 @@ rows; one that computes anything else keeps its code.
 from __future__ import annotations
 
 import logging
-from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from target_service.model.agreement import agree
-from target_service.model.latent_attention import head_projections, is_unexpanded, takes_latents_now
+from target_service.model.latent_attention import head_projections, is_unexpanded, takes_latents_now, with_first
 from target_service.model.support import ModelRefused
 from tree_kernels.attention import AttentionBatch
 from tree_kernels.latent_attention import (
@@ -64,7 +63,7 @@ def fuse_latents(model: PreTrainedModel) -> int:
 
 
 class _FusedLatents:
-    """Comes before a layer's own class in its method resolution order."""
+    """Methods of a layer that come before its own; see `with_first`."""
 
     def forward(
         self: Any,
@@ -138,12 +137,7 @@ def _has_parts(layer: Any) -> bool:
 
 def _fuse(layer: Any, layout: tuple[bool, bool]) -> None:
     own: type = type(layer)
-    layer.__class__, layer.layout = _fused(own), layout
-
-
-@cache
-def _fused(kind: type) -> type:
-    return type(kind.__name__, (_FusedLatents, kind), {})
+    layer.__class__, layer.layout = with_first(_FusedLatents, own), layout
 
 
 @torch.inference_mode()

