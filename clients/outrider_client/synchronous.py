@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
+from outrider.runtime import end_tasks
 from outrider.sampling import FinishReason
 from outrider.telemetry.tracing import Tracing
 from outrider.tree import TokenTree
@@ -78,10 +79,7 @@ class _LoopThread:
 
     async def _end(self, last: Callable[[], Awaitable[None]] | None) -> None:
         # A loop that stops with tasks leaves the threads that wait for them waiting for ever.
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*asyncio.all_tasks() - {asyncio.current_task()})
         try:
             if last is not None:
                 await last()

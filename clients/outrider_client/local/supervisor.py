@@ -7,9 +7,8 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from outrider.runtime import until_first_ends
+from outrider.runtime import end_tasks, until_first_ends
 from outrider_client.connection import Tls
 from outrider_client.local.mps import Mps
 from outrider_client.local.process import Child, ServiceDied, ServiceSlow, wait_serving
@@ -95,7 +94,7 @@ class Supervisor:
         finally:
             self._stopping.set()
             # They may be waiting for their back-off.
-            await _cancel(*kept.values())
+            await end_tasks(*kept.values())
             for name in kept:
                 await self._stop(name)
             if self._mps is not None:
@@ -157,7 +156,7 @@ class Supervisor:
             self._emit("outrider", str(ServiceDied("target", status)))
             return status if status > 0 else 1
         finally:
-            await _cancel(died, stopping, ready)
+            await end_tasks(died, stopping, ready)
 
     async def _when_ready(self, target: Child, on_ready: Callable[[], None]) -> None:
         command = self._target
@@ -207,9 +206,3 @@ class Supervisor:
             self._emit("outrider", f"{ended}; starting it again in {backoff:g} s")
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, self._times.longest_backoff)
-
-
-async def _cancel(*tasks: asyncio.Task[Any]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

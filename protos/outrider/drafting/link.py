@@ -266,10 +266,7 @@ class GrpcDraftLink:
         self._loop, self._wake, self._stopping = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
         self._cut_off = asyncio.Event()
         ready.set()
-        connecting = asyncio.create_task(self._keep_connected())
-        await self._stopping.wait()
-        connecting.cancel()
-        await asyncio.gather(connecting, return_exceptions=True)
+        await until_first_ends(self._keep_connected(), self._stopping.wait())
         # gRPC delivers the last events of a cancelled call through whichever loop of the process polls first, and logs
         # an error if this loop is closed by then.
         await asyncio.sleep(_LAST_EVENTS_SECONDS)
