@@ -86,6 +86,24 @@ class Settings:
                 _check_bounds(value, field.metadata["bounds"], "--" + field.name.replace("_", "-"))
 
 
+@dataclasses.dataclass(frozen=True)
+class ServiceSettings(Settings):
+    """What both services can be told."""
+
+    metrics_listen: str = setting("", "HOST:PORT of the Prometheus endpoint; off when empty")
+    max_message_bytes: int = setting(MAX_MESSAGE_BYTES, "largest message accepted", ge=1024, le=MOST_MESSAGE_BYTES)
+    first_message_seconds: float = setting(
+        FIRST_MESSAGE_SECONDS, "time that a stream has for its first message", gt=0, le=3600
+    )
+    reflection: bool = setting(False, "serve gRPC reflection")
+    admin_listen: str = setting("", "loopback HOST:PORT for channelz; off when empty")
+    tls_certificate: str = setting("", "PEM certificate chain; plain text when empty")
+    tls_key: str = setting("", "PEM private key")
+    tls_client_ca: str = setting("", "PEM roots for client certificates; required of clients when set")
+    otlp_endpoint: str = setting("", "OTLP gRPC endpoint for traces; off when empty")
+    log_level: str = setting("info", "log level", choices=("debug", "info", "warning", "error"))
+
+
 def _type_of(config: type[Any], name: str) -> tuple[type[Any], bool]:
     """The plain type of a field, and whether it may be None."""
     hint = typing.get_type_hints(config)[name]
@@ -151,9 +169,9 @@ def _convert(kind: type[Any], value: object) -> Any:
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type[Any], but: Collection[str] = ()) -> None:
-    """Add `--field-name` for every field, with its help and default, except secrets and names in `but`. A flag that is
-    not given sets no attribute."""
-    for field in dataclasses.fields(config):
+    """Add `--field-name` for every field, with its help and default, except secrets and names in `but`: inherited ones
+    after the class's own. A flag that is not given sets no attribute."""
+    for field in sorted(dataclasses.fields(config), key=lambda field: field.name not in config.__annotations__):
         if field.name in but or field.metadata["secret"]:
             continue
         flag, help_text = "--" + field.name.replace("_", "-"), _help_of(field).replace("%", "%%")
