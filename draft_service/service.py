@@ -17,11 +17,10 @@ from draft_service.server import SERVICE_NAME, DraftServicer
 from draft_service.session import Admission
 from outrider import __version__
 from outrider.busy_polling import allowed_seconds
-from outrider.command_line import CommandParser
 from outrider.errors import OutriderError
 from outrider.runtime import configure_logging, in_thread_to_leave, run, settled
 from outrider.serving import Authenticator, GrpcServer, Service, ServingOptions, TlsFiles, check_free, load_and_serve
-from outrider.settings import SettingsError, add_flags, load, settings_file
+from outrider.settings import CommandParser, SettingsError, add_flags, load, settings_file
 from outrider.telemetry.names import DRAFT_SERVICE
 from outrider.telemetry.registry import MetricsServer
 from outrider.telemetry.rpc import RpcMetricsInterceptor

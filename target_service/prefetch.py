@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from outrider.command_line import CommandParser
+from outrider.settings import CommandParser
 from target_service.model.loading.store import pull
 
 

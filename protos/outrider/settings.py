@@ -26,7 +26,7 @@ import types
 import typing
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 Config = TypeVar("Config")
 logger = logging.getLogger(__name__)
@@ -166,6 +166,14 @@ def _convert(kind: type[Any], value: object) -> Any:
     if not isinstance(value, str):
         raise ValueError(f"{value!r} is not text")
     return value
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Reports an error in one line, with a pointer to the help. The full usage would fill the screen and hide the
+    reason below it. The exit status is 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n`{self.prog} --help` explains the arguments.\n")
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type[Any], but: Collection[str] = ()) -> None:
