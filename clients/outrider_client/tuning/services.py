@@ -13,11 +13,11 @@ from typing import Any
 from outrider.settings import SettingsError
 from outrider_client.bench.backends import TargetBackend
 from outrider_client.local.placement import Placement, flag_value, merged_drafters, named_settings, place, visible_gpus
+from outrider_client.local.settings_file import Document, read_document, to_toml, with_settings
 from outrider_client.local.stack import ServiceFailed, Stack, given, wait_for_drafter
 from outrider_client.results import TargetInfo
 from outrider_client.terminal.options import ClientOptions, TuneOptions, flag_words
 from outrider_client.tuning.candidates import Candidate, known_candidates, parse_candidates
-from outrider_client.tuning.settings_file import Document, read_document, to_toml, with_settings
 
 # Flags for other clients and operators of a service, and of a target for its draft: they are left empty here.
 _PRIVATE = (
