@@ -144,11 +144,11 @@ class Mps:
             await self._wait_listening(child, Path(directories[PIPES]) / "control", remedy)
             # A CUDA program under the daemon, which starts its server for it.
             probe = self._probe or (sys.executable, "-c", _PROBE)
-            status, output = await _outcome(probe, "", os.environ | directories, self._times.probe)
+            status, output = await _outcome(probe, "", directories, self._times.probe)
         except OSError as error:
             raise _Unusable(f"{CONTROL} cannot be started: {error.strerror or error}", remedy) from error
         if status != 0:
-            reason = "it did not end" if status is None else output.strip().rpartition("\n")[2] or f"status {status}"
+            reason = "it did not end" if status is None else output or f"status {status}"
             raise _Unusable(f"a CUDA program cannot run under it ({reason})", remedy)
         self._watch = asyncio.create_task(self._report_end(child))
 
@@ -174,7 +174,7 @@ class Mps:
         program = shutil.which(CONTROL)
         if program is not None and child.status is None:
             with contextlib.suppress(OSError):
-                await _outcome((program,), "quit\n", os.environ | self._directories(folder), self._times.quit)
+                await _outcome((program,), "quit\n", self._directories(folder), self._times.quit)
         if not await _ended(child, self._times.stop):
             child.send_signal(signal.SIGTERM)
             await _ended(child, self._times.stop)
@@ -214,35 +214,23 @@ async def _ended(child: Child, seconds: float, every: float = _POLL_SECONDS) -> 
 async def _outcome(
     argv: Sequence[str], text: str, environment: Mapping[str, str], seconds: float
 ) -> tuple[int | None, str]:
-    """The exit status and output of a program with `text` as its input; None for one that was killed."""
-    # Written before the start, since uvloop raises if a program ends before its input is written; it fits the pipe.
-    read_end, write_end = os.pipe()
+    """The exit status and last line of a program with `text` as its input; None for one that was killed."""
+    last = deque[str](maxlen=1)
+    # From a file, since uvloop raises if a program ends before its input is written.
+    with tempfile.TemporaryFile("w+") as file:
+        file.write(text)
+        file.seek(0)
+        child = Child(argv[0], argv, last.append, environment, file)
+        await child.start()
     try:
-        with open(write_end, "w") as pipe:
-            pipe.write(text)
-        process = await asyncio.create_subprocess_exec(
-            *argv,
-            stdin=read_end,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env=dict(environment),
-            start_new_session=True,
-        )
-    finally:
-        os.close(read_end)
-    try:
-        output, _ = await asyncio.wait_for(process.communicate(), seconds)
+        return await asyncio.wait_for(child.wait(), seconds), "".join(last)
     except TimeoutError:
         return None, ""
     finally:
         # It timed out, or this task was cancelled.
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            # With a limit: a process that waits in the driver may outlive SIGKILL.
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), _KILL_SECONDS)
-    return process.returncode, output.decode(errors="replace")
+        child.send_signal(signal.SIGKILL)
+        # With a limit: a process that waits in the driver may outlive SIGKILL.
+        await _ended(child, _KILL_SECONDS)
 
 
 def _processes_of(pipes: str) -> list[int]:

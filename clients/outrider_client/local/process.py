@@ -11,6 +11,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from typing import IO, Any
 
 from outrider.errors import OutriderError
 from outrider_client.connection import Connection, Tls
@@ -44,12 +45,14 @@ class Child:
         argv: Sequence[str],
         on_line: Callable[[str], None],
         environment: Mapping[str, str | None] | None = None,
+        stdin: int | IO[Any] = asyncio.subprocess.DEVNULL,
     ) -> None:
         """`on_line` is called with every line of its output, without the line end; a very long one comes in parts.
         `environment` is added to this process's; None removes a variable."""
         self.name = name
         self._argv = tuple(argv)
         self._on_line = on_line
+        self._stdin = stdin
         merged = {**os.environ, **(environment or {})}
         self._environment = {name: value for name, value in merged.items() if value is not None}
         self._process: asyncio.subprocess.Process | None = None
@@ -59,7 +62,7 @@ class Child:
         """Start the process. Raises `OSError` when that fails."""
         self._process = await asyncio.create_subprocess_exec(
             *self._argv,
-            stdin=asyncio.subprocess.DEVNULL,
+            stdin=self._stdin,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             env=self._environment,
