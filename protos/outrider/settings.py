@@ -247,6 +247,14 @@ def unreadable(path: object, error: Exception) -> str:
     return f"{path}: {getattr(error, 'strerror', None) or error}"
 
 
+def read_bytes(path: str | os.PathLike[str]) -> bytes:
+    """The content of a file that a setting names. Raises `SettingsError` for one that cannot be read."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise SettingsError(unreadable(path, error)) from None
+
+
 def read_text(path: str | Path) -> str:
     """The text of a file that a setting names. Raises `SettingsError` for one that cannot be read."""
     try:
