@@ -138,9 +138,8 @@ class Mps:
             directories = self._directories(self._folder)
             for path in directories.values():
                 Path(path).mkdir()
-            child = Child(CONTROL, (program, "-f"), self._tail.append, {**directories, **_withheld()})
-            await child.start()
-            self._child = child
+            environment = {**directories, **_withheld()}
+            self._child = child = await Child.start(CONTROL, (program, "-f"), self._tail.append, environment)
             await self._wait_listening(child, Path(directories[PIPES]) / "control", remedy)
             # A CUDA program under the daemon, which starts its server for it.
             probe = self._probe or (sys.executable, "-c", _PROBE)
@@ -220,8 +219,7 @@ async def _outcome(
     with tempfile.TemporaryFile("w+") as file:
         file.write(text)
         file.seek(0)
-        child = Child(argv[0], argv, last.append, environment, file)
-        await child.start()
+        child = await Child.start(argv[0], argv, last.append, environment, file)
     try:
         return await asyncio.wait_for(child.wait(), seconds), "".join(last)
     except TimeoutError:

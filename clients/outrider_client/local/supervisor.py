@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from outrider.runtime import end_tasks, until_first_ends
 from outrider_client.connection import Tls
@@ -120,8 +121,7 @@ class Supervisor:
 
     async def _start(self, command: ServiceCommand) -> Child:
         environment = {**command.environment, **(self.mps.environment(command.name) if self.mps else {})}
-        child = Child(command.name, command.argv, lambda line: self.emit(command.name, line), environment)
-        await child.start()
+        child = await Child.start(command.name, command.argv, partial(self.emit, command.name), environment)
         self._children[command.name] = child
         return child
 
