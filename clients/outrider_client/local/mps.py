@@ -72,17 +72,18 @@ class Mps:
     # A program that fails where CUDA does; by default it opens the first GPU.
     _probe: Sequence[str] = ()
     otherwise: str = TAKE_TURNS
-    _folder: Path | None = None
+    # The directories of its sockets and logs, by the variables that name them; empty for none of ours.
+    _directories: Mapping[str, str] = field(default_factory=dict)
     _child: Child | None = None
     _tail: deque[str] = field(default_factory=lambda: deque(maxlen=1))
     _watch: asyncio.Task[None] | None = None
 
     def environment(self, service: str) -> Mapping[str, str | None]:
         """Variables for the service "target" or "draft"; None for one that it must not inherit."""
-        if self._folder is None or service not in ("target", "draft"):
+        if not self._directories or service not in ("target", "draft"):
             return {}
         # A share of the GPU that the user sets is for the draft alone: every request waits for the target's passes.
-        return self._directories(self._folder) | ({SHARE: None} if service == "target" else {})
+        return {**self._directories, **({SHARE: None} if service == "target" else {})}
 
     async def start(self) -> bool:
         """Start a daemon, unless the user has one, and report which. Returns whether there is one: a failure costs only
@@ -105,14 +106,15 @@ class Mps:
         that still have clients."""
         if self._watch is not None:
             self._watch.cancel()
-        if self._child is not None and self._folder is not None:
-            await self._quit(self._child, self._folder)
-        if self._folder is not None:
-            await self._kill_left(self._folder)
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._child is not None:
+            await self._quit(self._child)
+        if self._directories:
+            pipes = self._directories[PIPES]
+            await self._kill_left(pipes)
+            shutil.rmtree(Path(pipes).parent, ignore_errors=True)
         if self._child is not None:
             await _ended(self._child, self._times.stop)
-        self._folder = self._child = self._watch = None
+        self._directories, self._child, self._watch = {}, None, None
 
     def _running(self) -> Path | None:
         """The directory of the user's running daemon, if any. A socket without a pid file is left from an ended one."""
@@ -134,10 +136,10 @@ class Mps:
             )
         remedy = f"`{CONTROL} -f` by hand may say why; --no-mps leaves it out"
         try:
-            self._folder = Path(tempfile.mkdtemp(prefix="outrider-mps-", dir=_SHORT))
-            directories = self._directories(self._folder)
+            folder = tempfile.mkdtemp(prefix="outrider-mps-", dir=_SHORT)
+            self._directories = directories = {PIPES: f"{folder}/pipe", LOGS: f"{folder}/log"}
             for path in directories.values():
-                Path(path).mkdir()
+                os.mkdir(path)
             environment = {**directories, **_withheld()}
             self._child = child = await Child.start(CONTROL, (program, "-f"), self._tail.append, environment)
             await self._wait_listening(child, Path(directories[PIPES]) / "control", remedy)
@@ -168,30 +170,26 @@ class Mps:
         await _ended(child, math.inf, every=_WATCH_SECONDS)
         self._report(f"{CONTROL} ended with status {child.status}: what starts from now on shares the GPU without MPS")
 
-    async def _quit(self, child: Child, folder: Path) -> None:
+    async def _quit(self, child: Child) -> None:
         """Send `quit`, as the manual describes, then SIGTERM if the daemon still runs."""
         program = shutil.which(CONTROL)
         if program is not None and child.status is None:
             with contextlib.suppress(OSError):
-                await _outcome((program,), "quit\n", self._directories(folder), self._times.quit)
+                await _outcome((program,), "quit\n", self._directories, self._times.quit)
         if not await _ended(child, self._times.stop):
             child.send_signal(signal.SIGTERM)
             await _ended(child, self._times.stop)
 
-    async def _kill_left(self, folder: Path) -> None:
+    async def _kill_left(self, pipes: str) -> None:
         """Kill what still runs: the daemon, or servers that it left."""
         deadline = asyncio.get_running_loop().time() + self._times.stop
-        while left := _processes_of(self._directories(folder)[PIPES]):
+        while left := _processes_of(pipes):
             for pid in left:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
             if asyncio.get_running_loop().time() > deadline:
                 return
             await asyncio.sleep(_POLL_SECONDS)
-
-    @staticmethod
-    def _directories(folder: Path) -> dict[str, str]:
-        return {PIPES: str(folder / "pipe"), LOGS: str(folder / "log")}
 
 
 def _withheld() -> dict[str, None]:
