@@ -15,13 +15,12 @@ import struct
 import sys
 import threading
 from collections.abc import Sequence
-from functools import partial
 
 import msgspec
 
 from outrider.drafting import link_messages as messages
 from outrider.drafting.events import Connected, Disconnected, DraftEvent, DraftEvents, Grown
-from outrider.drafting.link import USUAL, Connect, LinkOptions
+from outrider.drafting.link import USUAL, LinkOptions
 from outrider.processes.children import exit_status, received, start_child
 from outrider.processes.framing import FrameCutter
 from outrider.processes.outbox import Outbox
@@ -37,11 +36,6 @@ START_SECONDS = 60.0
 _PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 0.5, 10.0
 # A frame of growth for many sequences comes in one read. Chosen, not measured.
 _RECEIVE_BYTES = 1 << 17
-
-
-def connect_apart(address: str, options: LinkOptions) -> Connect:
-    """A function that connects to an address of `prepare_draft` through a process of its own."""
-    return partial(LinkProcess, address, options=options)
 
 
 class _Worker:
