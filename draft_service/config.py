@@ -1,6 +1,6 @@
 """Settings of the draft service, and the flags of `outrider draft`: its own, and those of its drafter and its parts.
 
-Each default lives here and nowhere else; a drafter's own are in its own section.
+Each default lives here, or with those of both services in `outrider.settings`; a drafter's own are in its own section.
 """
 
 from __future__ import annotations
@@ -14,24 +14,14 @@ from typing import Any, NoReturn
 
 from draft_service.drafters.base import DRAFTERS, drafter_spec
 from outrider.busy_polling import BUSY_POLL_SECONDS, MOST_BUSY_POLL_SECONDS
-from outrider.settings import (
-    FIRST_MESSAGE_SECONDS,
-    MAX_MESSAGE_BYTES,
-    MOST_MESSAGE_BYTES,
-    Settings,
-    SettingsError,
-    add_flags,
-    load,
-    setting,
-)
+from outrider.settings import ServiceSettings, SettingsError, add_flags, load, setting
 
 
 @dataclass(frozen=True)
-class DraftConfig(Settings):
+class DraftConfig(ServiceSettings):
     """Everything `python -m draft_service` takes, by flag, environment (`OUTRIDER_DRAFT_*`) or `[draft]` table."""
 
     listen: str = setting("127.0.0.1:50052", "address to serve on: HOST:PORT or unix:PATH")
-    metrics_listen: str = setting("", "HOST:PORT of the Prometheus endpoint; off when empty")
 
     drafter: str = setting("trie", f"drafter: {', '.join(DRAFTERS)}, or MODULE:CLASS of your own")
     vocabulary_size: int = setting(0, "vocabulary that targets must have; 0 takes any", ge=0)
@@ -40,10 +30,6 @@ class DraftConfig(Settings):
     )
     max_sequences: int = setting(1024, "open sequences, over all streams; more are refused", ge=1)
 
-    max_message_bytes: int = setting(MAX_MESSAGE_BYTES, "largest message accepted", ge=1024, le=MOST_MESSAGE_BYTES)
-    first_message_seconds: float = setting(
-        FIRST_MESSAGE_SECONDS, "time that a stream has for its first message", gt=0, le=3600
-    )
     busy_poll_ms: float = setting(
         BUSY_POLL_SECONDS * 1e3,
         "with a drafter on a GPU and 8 cores or more, how long the service polls for the next commit after each before "
@@ -52,16 +38,9 @@ class DraftConfig(Settings):
         le=MOST_BUSY_POLL_SECONDS * 1e3,
     )
     drain_seconds: float = setting(5.0, "time open sequences get after SIGTERM", ge=0)
-    reflection: bool = setting(False, "serve gRPC reflection")
-    admin_listen: str = setting("", "loopback HOST:PORT for channelz; off when empty")
     auth_tokens: str = setting("", "file of `TOKEN TENANT` lines; callers without a token are refused when set")
     trusted_tenant: str = setting("target", "tenant whose token may open sequences of every tenant")
-    tls_certificate: str = setting("", "PEM certificate chain; plain text when empty")
-    tls_key: str = setting("", "PEM private key")
-    tls_client_ca: str = setting("", "PEM roots for client certificates; required of clients when set")
-    otlp_endpoint: str = setting("", "OTLP gRPC endpoint for traces; off when empty")
     trace_ratio: float = setting(1.0, "share of streams without a parent trace that are traced", ge=0, le=1)
-    log_level: str = setting("info", "log level", choices=("debug", "info", "warning", "error"))
 
 
 def drafter_config(

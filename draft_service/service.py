@@ -17,11 +17,11 @@ from draft_service.server import SERVICE_NAME, DraftServicer
 from draft_service.session import Admission
 from outrider import __version__
 from outrider.busy_polling import allowed_seconds
-from outrider.command_line import CommandParser
 from outrider.errors import OutriderError
 from outrider.runtime import configure_logging, in_thread_to_leave, run, settled
 from outrider.serving import Authenticator, GrpcServer, Service, ServingOptions, TlsFiles, check_free, load_and_serve
-from outrider.settings import SettingsError, add_flags, load, settings_file
+from outrider.serving.calls import CallLimits
+from outrider.settings import CommandParser, SettingsError, add_flags, load, settings_file
 from outrider.telemetry.names import DRAFT_SERVICE
 from outrider.telemetry.registry import MetricsServer
 from outrider.telemetry.rpc import RpcMetricsInterceptor
@@ -58,8 +58,7 @@ def make_server(config: DraftConfig, interceptors: Sequence[grpc.aio.ServerInter
     for settings that contradict each other."""
     options = ServingOptions(
         listen=config.listen,
-        max_message_bytes=config.max_message_bytes,
-        first_message_seconds=config.first_message_seconds,
+        limits=CallLimits.of(config),
         authenticator=Authenticator.from_file(config.auth_tokens),
         read_tokens=partial(Authenticator.from_file, config.auth_tokens),
         tls=TlsFiles(config.tls_certificate, config.tls_key, config.tls_client_ca),

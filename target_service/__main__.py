@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.command_line import CommandParser
 from outrider.runtime import configure_logging, leave, prepare_service, run
-from outrider.settings import CONFIG_VARIABLE, SettingsError, add_flags, load, settings_file
+from outrider.settings import CONFIG_VARIABLE, CommandParser, SettingsError, add_flags, load, settings_file
 from target_service.config import TargetConfig
 
 if TYPE_CHECKING:

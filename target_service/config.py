@@ -1,4 +1,4 @@
-"""Settings of the target service. Each default lives here and nowhere else."""
+"""Settings of the target service. Each default lives here, or with those of both services in `outrider.settings`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from outrider.busy_polling import BUSY_POLL_SECONDS, MOST_BUSY_POLL_SECONDS
 from outrider.limits import TenantLimits
-from outrider.settings import FIRST_MESSAGE_SECONDS, MAX_MESSAGE_BYTES, MOST_MESSAGE_BYTES, Settings, setting
+from outrider.settings import ServiceSettings, setting
 
 # Equal to `tree_kernels.node_table.LOOKUP`, whose import would load torch.
 MOST_LOOKED_UP = 15
@@ -19,7 +19,7 @@ MAX_SEQUENCES = 1024
 
 
 @dataclass(frozen=True)
-class TargetConfig(Settings):
+class TargetConfig(ServiceSettings):
     """Everything `python -m target_service` takes, by flag, environment (`OUTRIDER_TARGET_*`) or `[target]` table."""
 
     model: str = setting("smollm2-135m-instruct", "model: a name from `outrider model list`, a folder, or a hub id")
@@ -27,7 +27,6 @@ class TargetConfig(Settings):
     dtype: str = setting("bfloat16", "dtype of weights and KV cache", choices=("float32", "bfloat16", "float16"))
     device: str = setting("cpu", "torch device")
     listen: str = setting("127.0.0.1:50051", "address to serve on: HOST:PORT or unix:PATH")
-    metrics_listen: str = setting("", "HOST:PORT of the Prometheus endpoint; off when empty")
 
     draft: str = setting(
         "",
@@ -145,16 +144,10 @@ class TargetConfig(Settings):
     threads: int = setting(
         0, "CPU threads for torch; 0 takes 1 beside a GPU and torch's own choice elsewhere", ge=0, le=MOST_THREADS
     )
-    max_message_bytes: int = setting(MAX_MESSAGE_BYTES, "largest message accepted", ge=1024, le=MOST_MESSAGE_BYTES)
     max_sequences_per_stream: int = setting(256, "open sequences of one Verify stream", ge=1)
     verify_idle_seconds: float = setting(120.0, "time a sequence of a Verify stream may go without a tree", gt=0)
-    first_message_seconds: float = setting(
-        FIRST_MESSAGE_SECONDS, "time that a stream has for its first message", gt=0, le=3600
-    )
     drain_seconds: float = setting(30.0, "time running requests get after SIGTERM", ge=0)
     heartbeat_seconds: float = setting(30.0, "a step that takes longer makes health NOT_SERVING", gt=0)
-    reflection: bool = setting(False, "serve gRPC reflection")
-    admin_listen: str = setting("", "loopback HOST:PORT for channelz; off when empty")
     auth_tokens: str = setting(
         "",
         "file of `TOKEN TENANT` lines, with `operator` behind those that may update weights, and of `tenant NAME "
@@ -170,13 +163,8 @@ class TargetConfig(Settings):
     weights_without_token: bool = setting(
         False, "where no tokens are required, let every caller update the weights; otherwise none may"
     )
-    tls_certificate: str = setting("", "PEM certificate chain; plain text when empty")
-    tls_key: str = setting("", "PEM private key")
-    tls_client_ca: str = setting("", "PEM roots for client certificates; required of clients when set")
-    otlp_endpoint: str = setting("", "OTLP gRPC endpoint for traces; off when empty")
     trace_ratio: float = setting(1.0, "share of requests without a parent trace that are traced", ge=0, le=1)
     trace_steps: bool = setting(False, "a child span per step in traced requests")
-    log_level: str = setting("info", "log level", choices=("debug", "info", "warning", "error"))
 
     @property
     def speculates(self) -> bool:

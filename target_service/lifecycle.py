@@ -13,6 +13,7 @@ from outrider import __version__
 from outrider.limits import TenantTable
 from outrider.runtime import settled
 from outrider.serving import Authenticator, GrpcServer, Service, ServingOptions, TlsFiles, load_and_serve
+from outrider.serving.calls import CallLimits
 from outrider.telemetry.names import TARGET_SERVICE
 from outrider.telemetry.registry import MetricsServer
 from outrider.telemetry.rpc import RpcMetricsInterceptor
@@ -74,10 +75,8 @@ def _make_server(config: TargetConfig, quotas: TenantQuotas, calls: RpcMetricsIn
 
     options = ServingOptions(
         listen=config.listen,
-        max_message_bytes=config.max_message_bytes,
-        first_message_seconds=config.first_message_seconds,
         # Twice what the engine takes; the rest is for health, information, and refusals with a reason.
-        max_concurrent_calls=2 * (config.max_running + config.max_waiting) + 64,
+        limits=CallLimits.of(config, total=2 * (config.max_running + config.max_waiting) + 64),
         authenticator=Authenticator.from_file(config.auth_tokens),
         read_tokens=read_tokens,
         tls=TlsFiles(config.tls_certificate, config.tls_key, config.tls_client_ca),

@@ -3,6 +3,7 @@ process that needs one."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from outrider.addresses import address_problem
@@ -80,9 +81,9 @@ def prepared_draft(config: TargetConfig) -> Connect | None:
         options = link_options(config)
         connect = prepare_draft(config.draft, options)
         if config.link_apart and not config.draft.startswith(INPROCESS_SCHEME):
-            from outrider.drafting.link_process import connect_apart
+            from outrider.drafting.link_process import LinkProcess
 
-            connect = connect_apart(config.draft, options)
+            return partial(LinkProcess, config.draft, options=options)
         return connect
     except SettingsError as error:
         raise EngineRefused(2, f"error: --draft: {error}") from None

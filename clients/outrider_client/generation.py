@@ -15,6 +15,7 @@ import grpc
 from outrider.errors import OutriderError
 from outrider.sampling import TypicalAcceptance, VerificationMode
 from outrider.v1 import target_pb2
+from outrider.wire.same_names import message_of, value_of
 from outrider.wire.trees import DRAFT_REFUSED_KEY, mode_to_pb, typical_to_pb
 from outrider_client.failures import ServiceUnreachable, typed_error
 from outrider_client.policy import Policy
@@ -43,14 +44,8 @@ class Speculation:
     trees: bool = False
 
     def to_pb(self) -> target_pb2.SpeculationOptions:
-        return target_pb2.SpeculationOptions(
-            enabled=self.enabled,
-            mode=mode_to_pb(self.mode),
-            max_nodes=self.max_nodes,
-            corpus=self.corpus,
-            typical=typical_to_pb(self.typical),
-            trees=self.trees,
-        )
+        changed = {"mode": mode_to_pb(self.mode), "typical": typical_to_pb(self.typical)}
+        return message_of(target_pb2.SpeculationOptions, self, **changed)
 
 
 class Generation:
@@ -187,22 +182,19 @@ class Generation:
     def _finish(self, pb: target_pb2.GenerateFinished) -> None:
         ended_at = time.perf_counter()
         matched = pb.WhichOneof("matched")
-        self._result = Result(
+        self._result = value_of(
+            Result,
+            pb.usage,
             text="".join(self._text),
             token_ids=tuple(self._token_ids),
             finish_reason=reason_from_pb(pb.finish_reason),
             stop_token_id=pb.stop_token_id if matched == "stop_token_id" else None,
             stop_string=pb.stop_string if matched == "stop_string" else None,
-            prompt_tokens=pb.usage.prompt_tokens,
-            completion_tokens=pb.usage.completion_tokens,
             speculation=SpeculationTotals.from_pb(pb.speculation),
             times=RequestTimes.from_pb(pb.times),
             time_to_first_token=(self._first_token_at or ended_at) - self._begun_at,
             duration=ended_at - self._begun_at,
             trace_id=self._span.trace_id,
-            accepted_prediction_tokens=pb.usage.accepted_prediction_tokens,
-            rejected_prediction_tokens=pb.usage.rejected_prediction_tokens,
-            lossy=pb.usage.lossy,
-            lossy_tokens=pb.usage.lossy_tokens,
+            draft_refused="",
         )
         self._span.finished(self._result)

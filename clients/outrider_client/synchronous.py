@@ -5,25 +5,28 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from pathlib import Path
-from typing import Any, Self, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
-from outrider.sampling import FinishReason, SamplingParams, TypicalAcceptance, VerificationMode
+from outrider.runtime import end_tasks
+from outrider.sampling import FinishReason
 from outrider.telemetry.tracing import Tracing
 from outrider.tree import TokenTree
 from outrider_client.client import Client
 from outrider_client.connection import Tls
-from outrider_client.generation import Generation, Speculation
-from outrider_client.messages import MessageLike
+from outrider_client.generation import Generation
 from outrider_client.policy import Policy
-from outrider_client.results import Chunk, Result, Started, TargetInfo, Verdict
+from outrider_client.results import Chunk, Result, Started, Verdict
 from outrider_client.verification import VerifiedSequence, VerifySession
-from outrider_client.weights import RunningRequests, WeightsUpdated
 
 Answer = TypeVar("Answer")
+Got = TypeVar("Got")
+Given = ParamSpec("Given")
+# What a class of the async client is for the class here that stands for it.
+Inner = TypeVar("Inner")
 
 
 class _LoopThread:
@@ -76,10 +79,7 @@ class _LoopThread:
 
     async def _end(self, last: Callable[[], Awaitable[None]] | None) -> None:
         # A loop that stops with tasks leaves the threads that wait for them waiting for ever.
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*asyncio.all_tasks() - {asyncio.current_task()})
         try:
             if last is not None:
                 await last()
@@ -87,8 +87,12 @@ class _LoopThread:
             await self._loop.shutdown_asyncgens()
 
 
-class _Closing(ABC):
-    """Is closed when a `with` block is left."""
+class _Facade(ABC, Generic[Inner]):
+    """An object of the async client, for threads without a loop. It is closed when a `with` block is left."""
+
+    def __init__(self, loop: _LoopThread, inner: Inner) -> None:
+        self._loop = loop
+        self._inner = inner
 
     @abstractmethod
     def close(self) -> None: ...
@@ -100,23 +104,33 @@ class _Closing(ABC):
         self.close()
 
 
-class SyncGeneration(_Closing):
+def _as_in(
+    method: Callable[Concatenate[Inner, Given], Got], made: Callable[[_LoopThread, Got], Answer]
+) -> Callable[Concatenate[_Facade[Inner], Given], Answer]:
+    """A method with the arguments of one of the async client, which returns what is `made` of that one's result."""
+
+    @functools.wraps(method)
+    def call(facade: _Facade[Inner], /, *given: Given.args, **named: Given.kwargs) -> Answer:
+        return made(facade._loop, method(facade._inner, *given, **named))
+
+    return call
+
+
+class SyncGeneration(_Facade[Generation]):
     """A running request. Iterate over it for chunks; `result()` reads the rest and returns the totals.
 
     Leaving a `with` block, `close()`, or dropping it ends the request and frees what it held on the target.
     """
 
     def __init__(self, loop: _LoopThread, generation: Generation) -> None:
-        self._run = loop.run
-        self._soon = loop.soon
-        self._generation = generation
+        super().__init__(loop, generation)
         self._chunks = aiter(generation)
 
     def __iter__(self) -> Iterator[Chunk]:
         return self
 
     def __next__(self) -> Chunk:
-        chunk = self._run(self._next())
+        chunk = self._loop.run(self._next())
         if chunk is None:
             raise StopIteration
         return chunk
@@ -124,20 +138,20 @@ class SyncGeneration(_Closing):
     @property
     def started(self) -> Started | None:
         """The request as the target accepted it; None until the first event has arrived."""
-        return self._generation.started
+        return self._inner.started
 
     @property
     def draft_refused(self) -> str:
         """Why the draft service did not draft for the request, or not to its end; see `Generation`."""
-        return self._generation.draft_refused
+        return self._inner.draft_refused
 
     def result(self) -> Result:
         """The totals and the whole output, after reading all remaining chunks."""
-        return self._run(self._generation.result())
+        return self._loop.run(self._inner.result())
 
     def close(self) -> None:
         """End the request. Does nothing once it has finished."""
-        self._soon(self._generation.cancel)
+        self._loop.soon(self._inner.cancel)
 
     def __del__(self) -> None:
         # Leaving a loop over the chunks early drops its iterator.
@@ -147,62 +161,44 @@ class SyncGeneration(_Closing):
         return await anext(self._chunks, None)
 
 
-class SyncVerifiedSequence:
+class SyncVerifiedSequence(_Facade[VerifiedSequence]):
     """A sequence that the caller drafts for; see `VerifiedSequence`."""
-
-    def __init__(self, loop: _LoopThread, sequence: VerifiedSequence) -> None:
-        self._run = loop.run
-        self._sequence = sequence
 
     @property
     def token_ids(self) -> list[int]:
         """The prompt and everything committed since; the last is the root of the next tree."""
-        return self._sequence.token_ids
+        return self._inner.token_ids
 
     @property
     def max_rows(self) -> int:
         """How many nodes a tree may have, including the root."""
-        return self._sequence.max_rows
+        return self._inner.max_rows
 
     @property
     def finish_reason(self) -> FinishReason | None:
         """Why the sequence ended; None while it goes on."""
-        return self._sequence.finish_reason
+        return self._inner.finish_reason
 
     def verify(self, tree: TokenTree) -> Verdict:
         """One step: the rows of `tree` that the target accepts, and its own next token."""
-        return self._run(self._sequence.verify(tree))
+        return self._loop.run(self._inner.verify(tree))
 
     def close(self) -> None:
         """End the sequence and free its cache. Does nothing for one that has finished."""
-        self._run(self._sequence.close())
+        self._loop.run(self._inner.close())
 
 
-class SyncVerifySession(_Closing):
+class SyncVerifySession(_Facade[VerifySession]):
     """One `Verify` stream, which carries many sequences. Use it with `with`."""
 
-    def __init__(self, loop: _LoopThread, session: VerifySession) -> None:
-        self._loop = loop
-        self._session = session
-
-    def open(
-        self,
-        token_ids: Sequence[int],
-        *,
-        sampling: SamplingParams | None = None,
-        mode: VerificationMode | None = None,
-        typical: TypicalAcceptance | None = None,
-    ) -> SyncVerifiedSequence:
-        """Start a sequence from a prompt of at least one token; arguments as in `VerifySession.open`."""
-        sequence = self._loop.run(self._session.open(token_ids, sampling=sampling, mode=mode, typical=typical))
-        return SyncVerifiedSequence(self._loop, sequence)
+    open = _as_in(VerifySession.open, lambda loop, opening: SyncVerifiedSequence(loop, loop.run(opening)))
 
     def close(self) -> None:
         """End every open sequence, then the stream."""
-        self._loop.run(self._session.close())
+        self._loop.run(self._inner.close())
 
 
-class SyncClient(_Closing):
+class SyncClient(_Facade[Client]):
     """Talks to one target service, from a program without an event loop. Errors are those of `Client`.
 
     Example:
@@ -211,9 +207,10 @@ class SyncClient(_Closing):
                 sys.stdout.write(chunk.text)
     """
 
-    def __init__(self, loop: _LoopThread, client: Client) -> None:
-        self._loop = loop
-        self._client = client
+    generate = _as_in(Client.generate, SyncGeneration)
+    update_weights = _as_in(Client.update_weights, _LoopThread.run)
+    info = _as_in(Client.info, _LoopThread.run)
+    serving = _as_in(Client.serving, _LoopThread.run)
 
     @classmethod
     def connect(
@@ -238,61 +235,17 @@ class SyncClient(_Closing):
             loop.stop()
             raise
 
+    def verify(self) -> SyncVerifySession:
+        """A session in which the caller drafts and the target verifies. Use it with `with`."""
+
+        async def opened() -> VerifySession:
+            return self._inner.verify()
+
+        return SyncVerifySession(self._loop, self._loop.run(opened()))
+
     def close(self) -> None:
         """Cancel what runs and close the connection. Does nothing the second time.
 
         Calls under way in other threads fail with `RuntimeError`, as later calls do.
         """
-        self._loop.stop(self._client.close)
-
-    def generate(
-        self,
-        *,
-        messages: Sequence[MessageLike] = (),
-        text: str = "",
-        token_ids: Sequence[int] = (),
-        sampling: SamplingParams | None = None,
-        speculation: Speculation | None = None,
-        prediction: str | Sequence[int] | None = None,
-        model: str = "",
-        timeout: float | None = None,
-    ) -> SyncGeneration:
-        """Continue a conversation, a text, or token ids: exactly one of them. Arguments as in `Client.generate`."""
-        generation = self._client.generate(
-            messages=messages,
-            text=text,
-            token_ids=token_ids,
-            sampling=sampling,
-            speculation=speculation,
-            prediction=prediction,
-            model=model,
-            timeout=timeout,
-        )
-        return SyncGeneration(self._loop, generation)
-
-    def verify(self) -> SyncVerifySession:
-        """A session in which the caller drafts and the target verifies. Use it with `with`."""
-
-        async def opened() -> VerifySession:
-            return self._client.verify()
-
-        return SyncVerifySession(self._loop, self._loop.run(opened()))
-
-    def update_weights(
-        self,
-        *,
-        folder: str = "",
-        files: Sequence[Path | bytes] = (),
-        running: RunningRequests = RunningRequests.DRAIN,
-        timeout: float | None = None,
-    ) -> WeightsUpdated:
-        """Exchange the target's weights, as an operator. Arguments and errors as in `Client.update_weights`."""
-        return self._loop.run(self._client.update_weights(folder=folder, files=files, running=running, timeout=timeout))
-
-    def info(self, timeout: float | None = None) -> TargetInfo:
-        """What the target serves, and its limits. Without a timeout the policy's deadline holds."""
-        return self._loop.run(self._client.info(timeout))
-
-    def serving(self, timeout: float = 5.0) -> bool:
-        """Whether the target answers that it is healthy."""
-        return self._loop.run(self._client.serving(timeout))
+        self._loop.stop(self._inner.close)

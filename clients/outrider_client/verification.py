@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 
 from outrider.errors import OutriderError, UnknownSequence
+from outrider.runtime import end_tasks
 from outrider.sampling import FinishReason, SamplingParams, TypicalAcceptance, VerificationMode
 from outrider.tree import TokenTree
 from outrider.v1 import target_pb2
@@ -126,8 +127,7 @@ class VerifySession(AsyncClosing):
                 await asyncio.wait({self._reader}, timeout=2.0)
         finally:
             self._call.cancel()
-            self._reader.cancel()
-            await asyncio.wait({self._reader})
+            await end_tasks(self._reader)
 
     def _close_unwanted(self, answer: asyncio.Future[Any]) -> None:
         if answer.exception() is None:

@@ -6,9 +6,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from outrider.command_line import CommandParser
 from outrider.runtime import configure_logging, prepare_grpc, run
-from outrider.settings import SettingsError, add_flags, load, settings_file
+from outrider.settings import CommandParser, SettingsError, add_flags, load, settings_file
 from outrider_client.local.roles import missing_for
 from outrider_gateway.config import GatewayConfig
 

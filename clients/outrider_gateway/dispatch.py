@@ -10,6 +10,7 @@ from time import perf_counter
 from opentelemetry.context import attach, detach
 
 from outrider.errors import DeadlineExceeded, Draining, EngineDead, Loading
+from outrider.runtime import end_tasks
 from outrider_client.failures import ServiceUnreachable
 from outrider_client.generation import Generation
 from outrider_client.results import Chunk, Result
@@ -50,9 +51,7 @@ class Dispatcher:
         try:
             return await asyncio.gather(*tasks)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(*tasks)
 
     async def _answer(self, index: int, on_model: OnModel, on_chunk: OnChunk, on_result: OnResult | None) -> Result:
         tried, key = list[Target](), self._caller.key(self.request.cache_key)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.errors import InvalidField, OutriderError, PositionOutOfRange, UnknownCorpus, UnknownModel
@@ -36,26 +37,19 @@ _RETRY_SECONDS = 1.0
 _LIMITS = ("tokens", "bytes", "limit")
 
 
+@dataclass(eq=False)
 class Refused(Exception):
     """An answer that is an error. `param` names the field at fault, `code` is for programs."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        kind: str = "invalid_request_error",
-        param: str | None = None,
-        code: str | None = None,
-        retry_after: float | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.kind = kind
-        self.param = param
-        self.code = code
-        self.retry_after = retry_after
+    status: int
+    message: str
+    kind: str = field(default="invalid_request_error", kw_only=True)
+    param: str | None = field(default=None, kw_only=True)
+    code: str | None = field(default=None, kw_only=True)
+    retry_after: float | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__init__(self.message)
 
     def body(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}

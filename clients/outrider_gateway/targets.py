@@ -8,6 +8,7 @@ import logging
 from collections.abc import Collection, Iterator, Sequence
 
 from outrider.errors import OutriderError
+from outrider.runtime import end_tasks
 from outrider.telemetry.registry import Reading
 from outrider_client.client import Client
 from outrider_client.failures import ServiceUnreachable
@@ -85,9 +86,7 @@ class Targets:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for watch in self._watches:
-            watch.cancel()
-        await asyncio.gather(*self._watches, return_exceptions=True)
+        await end_tasks(*self._watches)
         await asyncio.gather(*(target.client.close() for target in self.all))
 
     @property

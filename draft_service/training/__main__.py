@@ -12,9 +12,8 @@ from pathlib import Path
 from rich.console import Console
 
 from draft_service.training.config import TrainingConfig
-from outrider.command_line import CommandParser
 from outrider.runtime import collect_seldom, configure_logging, leave, prepare_grpc
-from outrider.settings import SettingsError, add_flags, load, settings_file
+from outrider.settings import CommandParser, SettingsError, add_flags, load, settings_file
 
 _PROG = "outrider train-head"
 _DESCRIPTION = """Train an EAGLE-3 head, or Medusa heads, for a model that Outrider serves, without any data set.

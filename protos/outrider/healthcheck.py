@@ -11,10 +11,9 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.addresses import address_problem
-from outrider.command_line import CommandParser
 from outrider.limits import TENANT_WORD, lines_of_words
 from outrider.pem import check_authority
-from outrider.settings import SettingsError
+from outrider.settings import CommandParser, SettingsError
 from outrider.unreachable import cause_of
 
 # Service names for probes. A service's own name and "", which clients and load balancers use, mean readiness.

@@ -12,21 +12,16 @@ MODEL_STORE = "target_service.model.loading.store"
 _LOOKUP_SECONDS = 60.0
 
 
-def stored_folder(name: str) -> Path:
-    """The folder of a pulled model. Raises `UnknownModel` with the store's reason."""
-    command = [sys.executable, "-m", MODEL_STORE, "path", name]
+def model_source(model: str) -> str:
+    """Where to load a model from: the folder of a known name or of a hub id's revision; folders and other hub ids are
+    returned unchanged. Raises `UnknownModel` for one that is neither or not pulled, with the store's reason."""
+    # Known names have no slash, hub ids have one; only the store finds one at a revision.
+    if ("/" in model and "@" not in model) or Path(model).is_dir():
+        return model
+    command = [sys.executable, "-m", MODEL_STORE, "path", model]
     found = subprocess.run(command, capture_output=True, text=True, timeout=_LOOKUP_SECONDS)
     lines = found.stdout.strip().splitlines()
     if found.returncode != 0 or not lines:
         reason = found.stderr.strip().splitlines()
-        raise UnknownModel(reason[-1] if reason else f"{name} is not in the model store", model=name)
-    return Path(lines[-1])
-
-
-def model_source(model: str) -> str:
-    """Where to load a model from: the folder of a known name or of a hub id's revision; folders and other hub ids are
-    returned unchanged. Raises `UnknownModel`, with the known names, for one that is neither or not pulled."""
-    # Known names have no slash, hub ids have one; only the store finds one at a revision.
-    if ("/" in model and "@" not in model) or Path(model).is_dir():
-        return model
-    return str(stored_folder(model))
+        raise UnknownModel(reason[-1] if reason else f"{model} is not in the model store", model=model)
+    return lines[-1]

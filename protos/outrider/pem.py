@@ -5,26 +5,22 @@ from __future__ import annotations
 import ssl
 from os import PathLike
 
-from outrider.settings import SettingsError
+from outrider.settings import SettingsError, read_bytes
 
 
 def check_authority(path: str | PathLike[str]) -> None:
     """Raise `SettingsError` unless the file can be read and holds certificates."""
+    read_bytes(path)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
     except ssl.SSLError:
         raise SettingsError(f"{path}: holds no PEM certificate") from None
-    except OSError as error:
-        raise SettingsError(f"{path}: {error.strerror}") from None
 
 
 def check_pair(certificate: str | PathLike[str], key: str | PathLike[str]) -> None:
     """Raise `SettingsError` unless the files can be read and hold a certificate and its key, without a password."""
     for path in (certificate, key):
-        try:
-            open(path, "rb").close()
-        except OSError as error:
-            raise SettingsError(f"{path}: {error.strerror}") from None
+        read_bytes(path)
     try:
         # A password would be asked for at the terminal.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")

@@ -140,11 +140,16 @@ async def until_first_ends(*awaitables: Awaitable[object], timeout: float | None
     try:
         done, _ = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*tasks)
     for task in done:
         task.result()
+
+
+async def end_tasks(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel tasks and wait for their ends, whatever they raise."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def leave(status: int) -> NoReturn:

@@ -26,7 +26,7 @@ import types
 import typing
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 Config = TypeVar("Config")
 logger = logging.getLogger(__name__)
@@ -84,6 +84,24 @@ class Settings:
             value = getattr(self, field.name)
             if value is not None:
                 _check_bounds(value, field.metadata["bounds"], "--" + field.name.replace("_", "-"))
+
+
+@dataclasses.dataclass(frozen=True)
+class ServiceSettings(Settings):
+    """What both services can be told."""
+
+    metrics_listen: str = setting("", "HOST:PORT of the Prometheus endpoint; off when empty")
+    max_message_bytes: int = setting(MAX_MESSAGE_BYTES, "largest message accepted", ge=1024, le=MOST_MESSAGE_BYTES)
+    first_message_seconds: float = setting(
+        FIRST_MESSAGE_SECONDS, "time that a stream has for its first message", gt=0, le=3600
+    )
+    reflection: bool = setting(False, "serve gRPC reflection")
+    admin_listen: str = setting("", "loopback HOST:PORT for channelz; off when empty")
+    tls_certificate: str = setting("", "PEM certificate chain; plain text when empty")
+    tls_key: str = setting("", "PEM private key")
+    tls_client_ca: str = setting("", "PEM roots for client certificates; required of clients when set")
+    otlp_endpoint: str = setting("", "OTLP gRPC endpoint for traces; off when empty")
+    log_level: str = setting("info", "log level", choices=("debug", "info", "warning", "error"))
 
 
 def _type_of(config: type[Any], name: str) -> tuple[type[Any], bool]:
@@ -150,10 +168,18 @@ def _convert(kind: type[Any], value: object) -> Any:
     return value
 
 
+class CommandParser(argparse.ArgumentParser):
+    """Reports an error in one line, with a pointer to the help. The full usage would fill the screen and hide the
+    reason below it. The exit status is 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n`{self.prog} --help` explains the arguments.\n")
+
+
 def add_flags(parser: argparse.ArgumentParser, config: type[Any], but: Collection[str] = ()) -> None:
-    """Add `--field-name` for every field, with its help and default, except secrets and names in `but`. A flag that is
-    not given sets no attribute."""
-    for field in dataclasses.fields(config):
+    """Add `--field-name` for every field, with its help and default, except secrets and names in `but`: inherited ones
+    after the class's own. A flag that is not given sets no attribute."""
+    for field in sorted(dataclasses.fields(config), key=lambda field: field.name not in config.__annotations__):
         if field.name in but or field.metadata["secret"]:
             continue
         flag, help_text = "--" + field.name.replace("_", "-"), _help_of(field).replace("%", "%%")
@@ -219,6 +245,14 @@ def comma_words(text: str) -> tuple[str, ...]:
 def unreadable(path: object, error: Exception) -> str:
     """Why a file cannot be read, in one line; `str` of an `OSError` would name the file a second time."""
     return f"{path}: {getattr(error, 'strerror', None) or error}"
+
+
+def read_bytes(path: str | os.PathLike[str]) -> bytes:
+    """The content of a file that a setting names. Raises `SettingsError` for one that cannot be read."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise SettingsError(unreadable(path, error)) from None
 
 
 def read_text(path: str | Path) -> str:

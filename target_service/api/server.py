@@ -12,6 +12,7 @@ import grpc
 
 import outrider
 from outrider.errors import OutriderError
+from outrider.runtime import end_tasks
 from outrider.serving import current_caller, current_tenant
 from outrider.telemetry.names import VERIFY_SEQUENCE
 from outrider.telemetry.tracing import Tracing
@@ -123,9 +124,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
                 await reader
             finally:
                 session.abort()
-                reader.cancel()
-                reaper.cancel()
-                await asyncio.gather(reader, reaper, return_exceptions=True)
+                await end_tasks(reader, reaper)
 
     async def GetTargetInfo(
         self, _request: target_pb2.GetTargetInfoRequest, _context: Any

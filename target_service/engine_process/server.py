@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from outrider.errors import OutriderError
+from outrider.processes.children import received
 from outrider.processes.framing import FrameCutter
 from outrider.processes.outbox import Outbox
 from outrider.runtime import configure_logging, settled
@@ -122,7 +123,7 @@ class EngineServer:
     def _run_commands(self, frames: FrameCutter) -> None:
         """Run the commands of the serving process until the socket closes."""
         try:
-            while data := self._receive():
+            while data := received(self._connection, _RECEIVE_BYTES):
                 for body in frames.feed(data):
                     self._command(messages.unpack(body))
         # Whatever the error was: a process that no longer reads must end, which the other one notices.
@@ -131,12 +132,6 @@ class EngineServer:
         if not self._stopping.is_set():
             # The serving process is gone, and what loads or computes here would only occupy the device.
             os._exit(1)
-
-    def _receive(self) -> bytes:
-        try:
-            return self._connection.recv(_RECEIVE_BYTES)
-        except ConnectionError:
-            return b""
 
     def _command(self, message: object) -> None:
         if isinstance(message, messages.Stop):

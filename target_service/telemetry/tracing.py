@@ -19,11 +19,11 @@ from outrider.errors import OutriderError
 from outrider.telemetry import names as telemetry
 from outrider.telemetry.tracing import (
     AttributeValue,
-    Clock,
     Metadata,
     Tracing,
     begin_rpc,
     end_rpc,
+    epoch_offset,
     traceparent_of,
 )
 from target_service.core.sequence import Finish, SequenceRequest, SequenceTotals, Verdict
@@ -48,7 +48,7 @@ class RequestTrace:
     def __init__(self, tracing: Tracing, metadata: Metadata | None, name: str = telemetry.GENERATE) -> None:
         """Begin the span, as a child of the caller's span if the metadata holds one."""
         self._tracer = tracing.tracer
-        self._clock = Clock()
+        self._epoch_offset = epoch_offset()
         method = telemetry.GENERATE if name == telemetry.GENERATE else telemetry.VERIFY_METHOD
         self._span = begin_rpc(tracing, method, metadata, name)
         # Until the request ends.
@@ -164,10 +164,10 @@ class RequestTrace:
         for name, begin, end in stages:
             if not begin:
                 return
-            span = self._tracer.start_span(name, self._in_span, start_time=self._clock.epoch_ns(begin))
+            span = self._tracer.start_span(name, self._in_span, start_time=self._epoch_offset + begin)
             if attributes:
                 span.set_attributes({key: attributes[key] for key in _OF_PHASE.get(name, ())})
-            span.end(end_time=self._clock.epoch_ns(max(begin, end or last)))
+            span.end(end_time=self._epoch_offset + max(begin, end or last))
 
 
 def totals_attributes(totals: SequenceTotals) -> dict[str, AttributeValue]:

@@ -85,12 +85,12 @@ async def test_draft_that_cannot_be_started_again_at_once(tmp_path: Path, monkey
     """Like one that ends: another try after the back-off, and all is stopped at the end."""
     lines, start, failures = Lines(), Child.start, 0
 
-    async def failing_start(child: Child) -> None:
+    async def failing_start(name: str, *more: Any) -> Child:
         nonlocal failures
-        if child.name == "draft" and lines.count("draft", "hello") and failures < most:
+        if name == "draft" and lines.count("draft", "hello") and failures < most:
             failures += 1
             raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
-        await start(child)
+        return await start(name, *more)
 
     monkeypatch.setattr(Child, "start", failing_start)
     most = 2
@@ -192,8 +192,7 @@ async def test_stubborn_child_is_killed() -> None:
     ignoring = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(99)"
     )
-    child = Child("stubborn", (sys.executable, "-c", ignoring), lines.append)
-    await child.start()
+    child = await Child.start("stubborn", (sys.executable, "-c", ignoring), lines.append)
     async with asyncio.timeout(SECONDS):
         while not lines:
             await asyncio.sleep(0.02)
@@ -203,8 +202,7 @@ async def test_stubborn_child_is_killed() -> None:
 async def test_lines_of_any_length_and_kind() -> None:
     lines: list[str] = []
     program = r"import sys; sys.stdout.buffer.write(b'a' * 60000 + b'\r50%\r100%\nb\xff\n\nend')"
-    child = Child("writer", (sys.executable, "-c", program), lines.append)
-    await child.start()
+    child = await Child.start("writer", (sys.executable, "-c", program), lines.append)
     assert await child.wait() == 0
     assert lines == ["a" * 60_000, "50%", "100%", "b\ufffd", "end"]
 
@@ -212,8 +210,9 @@ async def test_lines_of_any_length_and_kind() -> None:
 async def test_a_line_without_end_comes_in_parts() -> None:
     """It is neither kept whole nor searched again with every piece."""
     lines: list[str] = []
-    child = Child("writer", (sys.executable, "-c", "import sys; sys.stdout.write('aé漢' * 100_000)"), lines.append)
-    await child.start()
+    child = await Child.start(
+        "writer", (sys.executable, "-c", "import sys; sys.stdout.write('aé漢' * 100_000)"), lines.append
+    )
     assert await child.wait() == 0
     assert "".join(lines) == "aé漢" * 100_000
     assert max(map(len, lines)) < 80_000
@@ -223,8 +222,7 @@ async def test_a_line_without_end_comes_in_parts() -> None:
     ("program", "error"), [("raise SystemExit(4)", ServiceDied), ("import time; time.sleep(99)", ServiceSlow)]
 )
 async def test_waiting_for_what_never_serves(program: str, error: type[Exception], tmp_path: Path) -> None:
-    child = Child("mute", (sys.executable, "-c", program), lambda _: None)
-    await child.start()
+    child = await Child.start("mute", (sys.executable, "-c", program), lambda _: None)
     with pytest.raises(error, match="mute"):
         await wait_serving(child, f"unix:{tmp_path}/absent.sock", 1.0 if error is ServiceSlow else SECONDS)
     child.send_signal(signal.SIGKILL)
@@ -238,8 +236,7 @@ import asyncio, sys
 from outrider_client.local.process import Child
 
 async def main():
-    child = Child("sleeper", (sys.executable, "-c", "import time; time.sleep(99)"), print)
-    await child.start()
+    child = await Child.start("sleeper", (sys.executable, "-c", "import time; time.sleep(99)"), print)
     open({str(pid_file)!r}, "w").write(str(child._process.pid))
     await asyncio.sleep(99)
 

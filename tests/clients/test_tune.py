@@ -16,6 +16,7 @@ import pytest
 from draft_service.config import DraftConfig, drafter_config
 from outrider.settings import SettingsError, load
 from outrider_client.local.placement import Placement
+from outrider_client.local.settings_file import read_document, to_toml, with_settings
 from outrider_client.results import RequestTimes, Result, SpeculationTotals, TargetInfo
 from outrider_client.terminal.options import TuneOptions
 from outrider_client.tuning.budget import LEAST_PAIRS, Costs, final_seconds, measurable, next_share
@@ -32,7 +33,6 @@ from outrider_client.tuning.session import (
     _Tuner,
     read_prompts,
 )
-from outrider_client.tuning.settings_file import read_document, to_toml, with_settings
 from target_service.config import TargetConfig
 
 COSTS = Costs(change=4.0, pair=2.0)

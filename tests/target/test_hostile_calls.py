@@ -56,7 +56,7 @@ async def error_of(call: Any) -> OutriderError:
 
 async def test_strangers_who_send_headers_alone_are_turned_away_at_once(echo: Any) -> None:
     """Their calls took every place, for as long as they liked."""
-    async with echo.serving(echo.Echo(), max_concurrent_calls=4, **LOCKED) as server, AsyncExitStack() as stack:
+    async with echo.serving(echo.Echo(), limits=CallLimits(4), **LOCKED) as server, AsyncExitStack() as stack:
         waiting = []
         for _ in range(8):
             channel = await stack.enter_async_context(grpc.aio.insecure_channel(server.address, options=FRESH))
@@ -73,7 +73,7 @@ async def test_strangers_who_send_headers_alone_are_turned_away_at_once(echo: An
 @pytest.mark.parametrize("method", ["Unary", "Generate"])
 async def test_a_request_has_its_time_to_come(echo: Any, method: str) -> None:
     async with (
-        echo.serving(echo.Echo(), max_concurrent_calls=2, request_seconds=0.3) as server,
+        echo.serving(echo.Echo(), limits=CallLimits(2, request_seconds=0.3)) as server,
         grpc.aio.insecure_channel(server.address) as channel,
     ):
         calls = [headers_alone(channel, f"/{echo.name}/{method}") for _ in range(2)]
@@ -85,7 +85,7 @@ async def test_a_request_has_its_time_to_come(echo: Any, method: str) -> None:
 @pytest.mark.parametrize("method", ["Collect", "Converse"])
 async def test_the_first_message_of_a_stream_has_its_time_to_come(echo: Any, method: str) -> None:
     async with (
-        echo.serving(echo.Echo(), max_concurrent_calls=2, first_message_seconds=0.3) as server,
+        echo.serving(echo.Echo(), limits=CallLimits(2, first_message_seconds=0.3)) as server,
         grpc.aio.insecure_channel(server.address) as channel,
     ):
         silent = [channel.stream_stream(f"/{echo.name}/{method}")() for _ in range(2)]
@@ -104,7 +104,7 @@ async def test_the_first_message_of_a_stream_has_its_time_to_come(echo: Any, met
 
 
 async def test_a_silent_verify_stream_is_ended(targets: Any) -> None:
-    async with targets(first_message_seconds=0.3) as target:
+    async with targets(limits=CallLimits(first_message_seconds=0.3)) as target:
         call = target.stub.Verify()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await asyncio.wait_for(call.read(), 10)
@@ -112,7 +112,7 @@ async def test_a_silent_verify_stream_is_ended(targets: Any) -> None:
 
 
 async def test_health_is_heard_while_every_place_is_taken(echo: Any) -> None:
-    async with echo.serving(echo.Echo(), max_concurrent_calls=4) as server, AsyncExitStack() as stack:
+    async with echo.serving(echo.Echo(), limits=CallLimits(4)) as server, AsyncExitStack() as stack:
         for _ in range(4):
             channel = await stack.enter_async_context(grpc.aio.insecure_channel(server.address, options=FRESH))
             stream = channel.unary_stream(f"/{echo.name}/Generate")(b"forever")
@@ -145,7 +145,7 @@ async def test_probes_without_a_request_keep_no_probe_out(echo: Any) -> None:
 
 async def test_those_who_watch_health_take_nobodys_place(echo: Any) -> None:
     limit = CallLimits().health
-    async with echo.serving(echo.Echo(), max_concurrent_calls=4) as server, AsyncExitStack() as stack:
+    async with echo.serving(echo.Echo(), limits=CallLimits(4)) as server, AsyncExitStack() as stack:
         refused = 0
         for _ in range(2 + limit // 8):
             channel = await stack.enter_async_context(grpc.aio.insecure_channel(server.address, options=FRESH))
@@ -176,7 +176,7 @@ async def test_those_who_watch_health_keep_no_probe_out(echo: Any) -> None:
 
 
 async def test_one_tenant_leaves_places_to_others(echo: Any) -> None:
-    async with echo.serving(echo.Echo(), max_concurrent_calls=8, **LOCKED) as server, AsyncExitStack() as stack:
+    async with echo.serving(echo.Echo(), limits=CallLimits(8), **LOCKED) as server, AsyncExitStack() as stack:
         streams = []
         for _ in range(6):
             channel = await stack.enter_async_context(grpc.aio.insecure_channel(server.address, options=FRESH))
@@ -207,7 +207,7 @@ async def test_who_comes_back_at_once_is_told_later(echo: Any) -> None:
             )
             told += 1
 
-    async with echo.serving(echo.Echo(), max_concurrent_calls=8, **LOCKED) as server, AsyncExitStack() as stack:
+    async with echo.serving(echo.Echo(), limits=CallLimits(8), **LOCKED) as server, AsyncExitStack() as stack:
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(server.address, options=FRESH))
         for _ in range(6):
             stream = channel.unary_stream(f"/{echo.name}/Generate")(b"forever", metadata=bearer(ACME))

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -34,7 +34,7 @@ from outrider.drafting.link_messages import (
     unpack_from_link,
     unpack_to_link,
 )
-from outrider.drafting.link_process import LinkProcess, connect_apart
+from outrider.drafting.link_process import LinkProcess
 from outrider.processes.framing import LENGTH_BYTES, FrameCutter, framed, framed_parts, parts_of
 from outrider.sampling import VerificationMode
 from outrider.wire.frames import DraftDistribution, SequenceFeatures, SequenceGrowth, Vectors
@@ -196,13 +196,6 @@ async def test_cut_off_parts_from_a_draft_for_a_while(fake: FakeDraft) -> None:
         await until(heard, lambda it: it.infos)
         link.cut_off("too much")
         await until(heard, lambda it: it.losses == ["too much"] and len(it.infos) == 2)
-
-
-def test_it_connects_as_the_other_does() -> None:
-    connect: Callable[..., Any] = connect_apart("127.0.0.1:1", FAST)
-    link = connect(Listener(), VOCABULARY, "")
-    assert isinstance(link, LinkProcess)
-    link.stop()
 
 
 @pytest.mark.parametrize(

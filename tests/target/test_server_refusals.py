@@ -15,6 +15,7 @@ from grpc_status import rpc_status
 from scripted_engine import SERVED, VOCABULARY, ScriptedEngine
 
 from outrider.errors import InvalidField, NotSupported
+from outrider.serving.calls import CallLimits
 from outrider.v1 import target_pb2 as pb
 
 BAD_FIELDS = {
@@ -176,7 +177,7 @@ class TestRefusals:
         assert await answers(target, asking(sampling={"max_tokens": 1}))
 
     async def test_large_message(self, targets: Any) -> None:
-        async with targets(max_message_bytes=4096) as target:
+        async with targets(limits=CallLimits(message_bytes=4096)) as target:
             code, _ = await refused(target, asking(*[70000] * 2000))
             assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert await answers(target, asking(sampling={"max_tokens": 1}))
@@ -185,7 +186,7 @@ class TestRefusals:
         self, targets: Any, caplog: pytest.LogCaptureFixture
     ) -> None:
         """To a handler, a request that is larger than gRPC takes looks like one that never came."""
-        async with targets(max_message_bytes=4096) as target:
+        async with targets(limits=CallLimits(message_bytes=4096)) as target:
             call = target.channel.stream_stream("/outrider.v1.TargetService/Generate")()
             await call.done_writing()
             with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from outrider.errors import OutriderError, StepSkipped, all_errors
 from outrider.serving import Authenticator, GrpcServer, Service, ServingOptions, check_free
+from outrider.serving.calls import CallLimits
 from outrider.serving.server import MAX_METADATA_BYTES
 from outrider.settings import SettingsError
 from outrider.wire.trees import error_of_rpc
@@ -280,7 +281,7 @@ class TestServer:
             await asyncio.gather(reading, return_exceptions=True)
 
     async def test_large_message_is_refused_and_the_server_lives(self, echo: Any) -> None:
-        options = {"max_message_bytes": 1024}
+        options = {"limits": CallLimits(message_bytes=1024)}
         async with echo.serving(echo.Echo(), **options) as server, grpc.aio.insecure_channel(server.address) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await channel.unary_unary(f"/{echo.name}/Unary")(bytes(2048))
@@ -299,7 +300,7 @@ class TestServer:
 
     async def test_too_many_calls_are_refused(self, echo: Any) -> None:
         async with (
-            echo.serving(echo.Echo(), max_concurrent_calls=2) as server,
+            echo.serving(echo.Echo(), limits=CallLimits(2)) as server,
             grpc.aio.insecure_channel(server.address) as first,
             grpc.aio.insecure_channel(server.address, options=[("grpc.use_local_subchannel_pool", 1)]) as second,
         ):

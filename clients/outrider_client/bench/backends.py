@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+import multiprocessing
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from typing import Any, Protocol
 
 from outrider.sampling import SamplingParams
 from outrider.settings import SettingsError
+from outrider_client.bench import transformers_loop
 from outrider_client.client import Client, Message
 from outrider_client.generation import Speculation
 from outrider_client.results import RequestTimes, Result, SpeculationTotals
 from outrider_client.terminal.options import BenchOptions, ClientOptions
-
-_LINE_LIMIT = 16 * 1024 * 1024
 
 
 class Backend(Protocol):
@@ -60,59 +58,35 @@ class TargetBackend:
         await self._client.close()
 
 
-@dataclass
 class TransformersBackend:
     """transformers' `generate` on the same model, in a separate process."""
 
-    _process: asyncio.subprocess.Process
+    def __init__(self, options: BenchOptions) -> None:
+        self._model = options.model, options.dtype, options.device
+        self._process = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
-    @classmethod
-    async def start(cls, options: BenchOptions) -> TransformersBackend:
+    async def load(self) -> None:
         """Load the model. Raises `SettingsError` when that fails."""
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "outrider_client.bench.transformers_loop",
-            *("--model", options.model, "--dtype", options.dtype, "--device", options.device),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=_LINE_LIMIT,
-        )
-        backend = cls(process)
-        await backend._read()
-        return backend
+        await self._run(transformers_loop.load)
 
     async def answer(self, messages: Sequence[Message], max_tokens: int, tenant: str) -> Result:  # noqa: ARG002
-        assert self._process.stdin is not None
-        request = {"messages": messages, "max_tokens": max_tokens}
-        self._process.stdin.write(json.dumps(request).encode() + b"\n")
-        await self._process.stdin.drain()
-        row = await self._read()
+        row = await self._run(partial(transformers_loop.answer, messages=messages, max_tokens=max_tokens))
         count = len(row["token_ids"])
         return Result(
-            text=row["text"],
-            token_ids=tuple(row["token_ids"]),
             finish_reason=None,
             stop_token_id=None,
             stop_string=None,
-            prompt_tokens=row["prompt_tokens"],
             completion_tokens=count,
             speculation=SpeculationTotals(count, 0, 0, 0, (), (), 0, 0),
             times=RequestTimes(0.0, 0.0, 0.0),
-            time_to_first_token=row["ttft"],
-            duration=row["duration"],
+            **row,
         )
 
-    async def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = await self._process.stdout.readline()
-        if not line:
-            raise SettingsError(f"the transformers process exited with status {await self._process.wait()}")
-        row: dict[str, Any] = json.loads(line)
-        return row
+    async def _run(self, work: Callable[..., Any]) -> Any:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._process, work, *self._model)
+        except Exception as error:
+            raise SettingsError(f"the transformers process failed: {error}") from error
 
     async def close(self) -> None:
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.terminate()
-            await self._process.wait()
+        self._process.shutdown(cancel_futures=True)

@@ -109,8 +109,9 @@ class Session:
                 self.pages |= {mode: self.pages[first]} if first in self.pages else {}
             elif mode.name == TRANSFORMERS:
                 self._note("loading the model for transformers")
-                loop = self.backends[mode] = await TransformersBackend.start(self._options)
+                loop = self.backends[mode] = TransformersBackend(self._options)
                 self._leave.push_async_callback(loop.close)
+                await loop.load()
 
     async def _add_backend(self, mode: Mode, address: str) -> TargetInfo:
         """A backend for the mode. Returns the description of the first target."""

@@ -1,26 +1,21 @@
-"""transformers' own `generate` as a program: JSON requests on the standard input, JSON answers on the output.
+"""transformers' own `generate`, for a process of its own.
 
 For comparison only: the same model folder, dtype, chat template, thread count and greedy choice as the target.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 import time
+from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.generation.streamers import BaseStreamer
-from transformers.utils import logging as transformers_logging
-
 from outrider_client.local.models import model_path
+from outrider_client.messages import Message
 
 
-class _FirstToken(BaseStreamer):  # type: ignore[misc]
-    """Records the time of the first token; the first call has the prompt."""
+class _FirstToken:
+    """Records the time of the first token, as a streamer of `generate`; the first call has the prompt."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -34,47 +29,41 @@ class _FirstToken(BaseStreamer):  # type: ignore[misc]
     def end(self) -> None: ...
 
 
-def _answer(model: Any, tokenizer: Any, messages: list[dict[str, str]], max_tokens: int) -> dict[str, object]:
+@cache
+def _loaded(model: str, dtype: str, device: str) -> tuple[Any, Any]:
+    # Imported here: the process that measures needs neither.
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    folder = str(model_path(model))
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    return loaded.to(device).eval(), AutoTokenizer.from_pretrained(folder)
+
+
+def load(*model: str) -> None:
+    """Load a model: a folder or a name in the model store, its dtype and its device."""
+    _loaded(*model)
+
+
+def answer(*model: str, messages: Sequence[Message], max_tokens: int) -> dict[str, Any]:
+    """The greedy answer of a model that was loaded, and its times in seconds."""
+    network, tokenizer = _loaded(*model)
     begun = time.perf_counter()
+    turns = [{"role": role, "content": content} for role, content in messages]
     wanted = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
-    inputs = tokenizer.apply_chat_template(messages, **wanted).to(model.device)
+    inputs = tokenizer.apply_chat_template(turns, **wanted).to(network.device)
     first = _FirstToken()
-    output = model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False, streamer=first)
+    output = network.generate(**inputs, max_new_tokens=max_tokens, do_sample=False, streamer=first)
     ended = time.perf_counter()
     prompt_tokens = inputs["input_ids"].shape[1]
     token_ids = output[0, prompt_tokens:].tolist()
     return {
-        "token_ids": token_ids,
+        "token_ids": tuple(token_ids),
         "text": tokenizer.decode(token_ids, skip_special_tokens=True),
         "prompt_tokens": prompt_tokens,
-        "ttft": first.at - begun,
+        "time_to_first_token": first.at - begun,
         "duration": ended - begun,
     }
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--model", required=True, help="folder, or name in the model store")
-    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--device", default="cpu")
-    arguments = parser.parse_args()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    folder, dtype = str(model_path(arguments.model)), getattr(torch, arguments.dtype)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(arguments.device).eval()
-    _write({"ready": True})
-    for line in sys.stdin:
-        request = json.loads(line)
-        messages = [{"role": role, "content": content} for role, content in request["messages"]]
-        _write(_answer(model, tokenizer, messages, request["max_tokens"]))
-    return 0
-
-
-def _write(row: dict[str, object]) -> None:
-    sys.stdout.write(json.dumps(row) + "\n")
-    sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

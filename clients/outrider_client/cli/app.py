@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from outrider import __version__
-from outrider.command_line import CommandParser
 from outrider.runtime import prepare_grpc
+from outrider.settings import CommandParser
 from outrider_client.local.roles import missing_for
 
 _DESCRIPTION = """\

@@ -6,6 +6,7 @@ import argparse
 import os
 import shlex
 import sys
+from functools import partial
 
 from rich.console import Console
 from rich.text import Text
@@ -34,7 +35,6 @@ def _up(arguments: argparse.Namespace) -> int:
         raise SettingsError("--gateway-flags are for a gateway, which only --http starts")
     _check_free(up.host, up.port, "--port")
     http = _http_address(up.http)
-    console = error_console()
     with private_directory() as directory:
         path = settings_file(arguments)
         shared = given(config=str(path or ""))
@@ -67,7 +67,8 @@ def _up(arguments: argparse.Namespace) -> int:
             # It reaches the target by the settings of [client], like every client.
             flags = (*given(listen=http, target=listen), *shared, *flag_words(up.gateway_flags))
             gateway = ServiceCommand("gateway", service_argv("outrider_gateway", *flags), http)
-        return _supervise(console, target, draft, gateway, alone, placed, up.mps)
+        emit = partial(_emit, error_console())
+        return _supervise(Supervisor(target, draft, emit, gateway=gateway, alone=alone), placed, up.mps)
 
 
 def _http_address(http: str) -> str:
@@ -89,36 +90,27 @@ def _check_free(host: str, port: int, flag: str) -> None:
         raise CommandFailed(f"cannot listen on {host}:{port}: {refusal.strerror}; {flag} takes another")
 
 
-def _supervise(
-    console: Console,
-    target: ServiceCommand,
-    draft: ServiceCommand | None,
-    gateway: ServiceCommand | None,
-    alone: ServiceCommand | None,
-    placed: Placement,
-    mps: bool,
-) -> int:
-    """Run the services. `alone` is the target with the draft in its process."""
+def _emit(console: Console, name: str, line: str) -> None:
+    console.print(Text.assemble((f"{name:<8} | ", _COLOURS[name]), line), soft_wrap=True)
 
-    def emit(name: str, line: str) -> None:
-        console.print(Text.assemble((f"{name:<8} | ", _COLOURS[name]), line), soft_wrap=True)
+
+def _supervise(supervisor: Supervisor, placed: Placement, mps: bool) -> int:
+    target, alone, say = supervisor.target, supervisor.alone, partial(supervisor.emit, "outrider")
 
     def ready() -> None:
-        emit("outrider", f"ready on {target.address}, {_beside(supervisor.draft, in_process=alone is not None)}")
+        say(f"ready on {target.address}, {_beside(supervisor.draft, in_process=alone is not None)}")
         flag = "" if target.address == "127.0.0.1:50051" else f" --target {target.address}"
-        if gateway:
-            http = f"http://{gateway.address}"
-            emit("outrider", f"OpenAI-compatible API at {http}/v1, chat page at {http}")
-        emit("outrider", f"try `outrider chat{flag}` in another terminal; Ctrl-C here stops all")
+        if supervisor.gateway:
+            http = f"http://{supervisor.gateway.address}"
+            say(f"OpenAI-compatible API at {http}/v1, chat page at {http}")
+        say(f"try `outrider chat{flag}` in another terminal; Ctrl-C here stops all")
 
-    sharing = None
     if mps and placed.shared:
         # MPS reports the placement together with how the GPU is shared.
         otherwise = "the draft runs in the target's process" if alone else TAKE_TURNS
-        sharing = Mps(placed.summary, lambda line: emit("outrider", line), otherwise=otherwise)
+        supervisor.mps = Mps(placed.summary, say, otherwise=otherwise)
     elif placed.summary:
-        emit("outrider", placed.summary + (", in its process" if target is alone else ""))
-    supervisor = Supervisor(target, draft, emit, gateway=gateway, mps=sharing, alone=alone)
+        say(placed.summary + (", in its process" if target is alone else ""))
     try:
         return run(supervisor.run(ready))
     except OSError as error:

@@ -15,12 +15,12 @@ from outrider.runtime import run
 from outrider.settings import SettingsError, settings_file
 from outrider_client.bench.plot import require_matplotlib
 from outrider_client.cli.base import Command, error_console, make_folders_of, options, table_console
+from outrider_client.local.settings_file import to_toml, with_settings
 from outrider_client.terminal.options import TuneOptions, request_counts
 from outrider_client.terminal.waiting import ProgressBar
 from outrider_client.tuning.report import file_comment, save_tuning_plot, sentences, tuning_table
 from outrider_client.tuning.services import read_setup
 from outrider_client.tuning.session import read_prompts, tune
-from outrider_client.tuning.settings_file import to_toml, with_settings
 
 _DESCRIPTION = """\
 Tries shapes of drafted trees, and bounds on the rows that the target verifies, against the settings in force: both

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from outrider.errors import UnknownModel
-from outrider.model_store import stored_folder
+from outrider.model_store import model_source
 
 # The default of the target's own setting, which cannot be imported here.
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -37,20 +37,18 @@ class Tokenizer:
 
 def model_path(model: str) -> Path:
     """The folder of a model: a folder itself, or from the model store or the hub's cache. Raises `ModelMissing`."""
-    folder = Path(model)
-    if folder.is_dir():
-        return folder
-    if "/" in model and "@" not in model:
-        from huggingface_hub import try_to_load_from_cache
-
-        found = try_to_load_from_cache(model, _TOKENIZER)
-        if not isinstance(found, str):
-            raise ModelMissing(f"{model} is not in the hub's cache on this machine")
-        return Path(found).parent
     try:
-        return stored_folder(model)
+        folder = Path(model_source(model))
     except UnknownModel as error:
         raise ModelMissing(f"{model} is not on this machine: {error.message}") from None
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(model, _TOKENIZER)
+    if not isinstance(found, str):
+        raise ModelMissing(f"{model} is not in the hub's cache on this machine")
+    return Path(found).parent
 
 
 def load_tokenizer(model: str) -> Tokenizer:

@@ -72,17 +72,18 @@ class Mps:
     # A program that fails where CUDA does; by default it opens the first GPU.
     _probe: Sequence[str] = ()
     otherwise: str = TAKE_TURNS
-    _folder: Path | None = None
+    # The directories of its sockets and logs, by the variables that name them; empty for none of ours.
+    _directories: Mapping[str, str] = field(default_factory=dict)
     _child: Child | None = None
     _tail: deque[str] = field(default_factory=lambda: deque(maxlen=1))
     _watch: asyncio.Task[None] | None = None
 
     def environment(self, service: str) -> Mapping[str, str | None]:
         """Variables for the service "target" or "draft"; None for one that it must not inherit."""
-        if self._folder is None or service not in ("target", "draft"):
+        if not self._directories or service not in ("target", "draft"):
             return {}
         # A share of the GPU that the user sets is for the draft alone: every request waits for the target's passes.
-        return self._directories(self._folder) | ({SHARE: None} if service == "target" else {})
+        return {**self._directories, **({SHARE: None} if service == "target" else {})}
 
     async def start(self) -> bool:
         """Start a daemon, unless the user has one, and report which. Returns whether there is one: a failure costs only
@@ -105,14 +106,15 @@ class Mps:
         that still have clients."""
         if self._watch is not None:
             self._watch.cancel()
-        if self._child is not None and self._folder is not None:
-            await self._quit(self._child, self._folder)
-        if self._folder is not None:
-            await self._kill_left(self._folder)
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._child is not None:
+            await self._quit(self._child)
+        if self._directories:
+            pipes = self._directories[PIPES]
+            await self._kill_left(pipes)
+            shutil.rmtree(Path(pipes).parent, ignore_errors=True)
         if self._child is not None:
             await _ended(self._child, self._times.stop)
-        self._folder = self._child = self._watch = None
+        self._directories, self._child, self._watch = {}, None, None
 
     def _running(self) -> Path | None:
         """The directory of the user's running daemon, if any. A socket without a pid file is left from an ended one."""
@@ -134,21 +136,20 @@ class Mps:
             )
         remedy = f"`{CONTROL} -f` by hand may say why; --no-mps leaves it out"
         try:
-            self._folder = Path(tempfile.mkdtemp(prefix="outrider-mps-", dir=_SHORT))
-            directories = self._directories(self._folder)
+            folder = tempfile.mkdtemp(prefix="outrider-mps-", dir=_SHORT)
+            self._directories = directories = {PIPES: f"{folder}/pipe", LOGS: f"{folder}/log"}
             for path in directories.values():
-                Path(path).mkdir()
-            child = Child(CONTROL, (program, "-f"), self._tail.append, {**directories, **_withheld()})
-            await child.start()
-            self._child = child
+                os.mkdir(path)
+            environment = {**directories, **_withheld()}
+            self._child = child = await Child.start(CONTROL, (program, "-f"), self._tail.append, environment)
             await self._wait_listening(child, Path(directories[PIPES]) / "control", remedy)
             # A CUDA program under the daemon, which starts its server for it.
             probe = self._probe or (sys.executable, "-c", _PROBE)
-            status, output = await _outcome(probe, "", os.environ | directories, self._times.probe)
+            status, output = await _outcome(probe, "", directories, self._times.probe)
         except OSError as error:
             raise _Unusable(f"{CONTROL} cannot be started: {error.strerror or error}", remedy) from error
         if status != 0:
-            reason = "it did not end" if status is None else output.strip().rpartition("\n")[2] or f"status {status}"
+            reason = "it did not end" if status is None else output or f"status {status}"
             raise _Unusable(f"a CUDA program cannot run under it ({reason})", remedy)
         self._watch = asyncio.create_task(self._report_end(child))
 
@@ -169,30 +170,26 @@ class Mps:
         await _ended(child, math.inf, every=_WATCH_SECONDS)
         self._report(f"{CONTROL} ended with status {child.status}: what starts from now on shares the GPU without MPS")
 
-    async def _quit(self, child: Child, folder: Path) -> None:
+    async def _quit(self, child: Child) -> None:
         """Send `quit`, as the manual describes, then SIGTERM if the daemon still runs."""
         program = shutil.which(CONTROL)
         if program is not None and child.status is None:
             with contextlib.suppress(OSError):
-                await _outcome((program,), "quit\n", os.environ | self._directories(folder), self._times.quit)
+                await _outcome((program,), "quit\n", self._directories, self._times.quit)
         if not await _ended(child, self._times.stop):
             child.send_signal(signal.SIGTERM)
             await _ended(child, self._times.stop)
 
-    async def _kill_left(self, folder: Path) -> None:
+    async def _kill_left(self, pipes: str) -> None:
         """Kill what still runs: the daemon, or servers that it left."""
         deadline = asyncio.get_running_loop().time() + self._times.stop
-        while left := _processes_of(self._directories(folder)[PIPES]):
+        while left := _processes_of(pipes):
             for pid in left:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
             if asyncio.get_running_loop().time() > deadline:
                 return
             await asyncio.sleep(_POLL_SECONDS)
-
-    @staticmethod
-    def _directories(folder: Path) -> dict[str, str]:
-        return {PIPES: str(folder / "pipe"), LOGS: str(folder / "log")}
 
 
 def _withheld() -> dict[str, None]:
@@ -214,35 +211,22 @@ async def _ended(child: Child, seconds: float, every: float = _POLL_SECONDS) -> 
 async def _outcome(
     argv: Sequence[str], text: str, environment: Mapping[str, str], seconds: float
 ) -> tuple[int | None, str]:
-    """The exit status and output of a program with `text` as its input; None for one that was killed."""
-    # Written before the start, since uvloop raises if a program ends before its input is written; it fits the pipe.
-    read_end, write_end = os.pipe()
+    """The exit status and last line of a program with `text` as its input; None for one that was killed."""
+    last = deque[str](maxlen=1)
+    # From a file, since uvloop raises if a program ends before its input is written.
+    with tempfile.TemporaryFile("w+") as file:
+        file.write(text)
+        file.seek(0)
+        child = await Child.start(argv[0], argv, last.append, environment, file)
     try:
-        with open(write_end, "w") as pipe:
-            pipe.write(text)
-        process = await asyncio.create_subprocess_exec(
-            *argv,
-            stdin=read_end,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env=dict(environment),
-            start_new_session=True,
-        )
-    finally:
-        os.close(read_end)
-    try:
-        output, _ = await asyncio.wait_for(process.communicate(), seconds)
+        return await asyncio.wait_for(child.wait(), seconds), "".join(last)
     except TimeoutError:
         return None, ""
     finally:
         # It timed out, or this task was cancelled.
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            # With a limit: a process that waits in the driver may outlive SIGKILL.
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), _KILL_SECONDS)
-    return process.returncode, output.decode(errors="replace")
+        child.send_signal(signal.SIGKILL)
+        # With a limit: a process that waits in the driver may outlive SIGKILL.
+        await _ended(child, _KILL_SECONDS)
 
 
 def _processes_of(pipes: str) -> list[int]:

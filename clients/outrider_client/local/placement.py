@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tomllib
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
 from outrider.heads import head_made_for
-from outrider.settings import comma_words
+from outrider.settings import SettingsError, comma_words
 from outrider_client.local.models import DEFAULT_MODEL
+from outrider_client.local.settings_file import Document, read_document
 
 # Drafters that run a network, and the settings sections of the drafters that they may consist of.
 _NEURAL: Mapping[str, tuple[str, ...]] = {
@@ -49,15 +49,13 @@ def visible_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Pa
 def named_settings(environment: Mapping[str, str], path: Path | None) -> dict[tuple[str, str], str]:
     """Values by (section, setting) that environment and configuration file give to target and draft. A file that cannot
     be read gives none: the services report what is wrong with it."""
-    document: dict[str, object] = {}
-    if path is not None:
-        with contextlib.suppress(OSError, tomllib.TOMLDecodeError):
-            document = tomllib.loads(path.read_text())
+    document: Document = {}
+    with contextlib.suppress(SettingsError):
+        document = read_document(path)
     found: dict[tuple[str, str], str] = {}
     for section in _SECTIONS:
-        table, prefix = document.get(section), f"OUTRIDER_{section.upper()}_"
-        if isinstance(table, dict):
-            found |= {(section, name.replace("-", "_")): str(value) for name, value in table.items()}
+        prefix = f"OUTRIDER_{section.upper()}_"
+        found |= {(section, name): str(value) for name, value in document.get(section, {}).items()}
         given = {name: value for name, value in environment.items() if name.startswith(prefix)}
         found |= {(section, name.removeprefix(prefix).lower()): value for name, value in given.items()}
     return found

@@ -11,6 +11,8 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, Any
 
 from outrider.errors import OutriderError
 from outrider_client.connection import Connection, Tls
@@ -35,55 +37,53 @@ class ServiceSlow(Exception):
     """A service did not become healthy in time."""
 
 
+@dataclass
 class Child:
     """A child process in its own session, so that Ctrl-C does not reach it directly."""
 
-    def __init__(
-        self,
+    name: str
+    _process: asyncio.subprocess.Process
+    # Reads its output, to the end.
+    _reading: asyncio.Task[None]
+
+    @classmethod
+    async def start(
+        cls,
         name: str,
         argv: Sequence[str],
         on_line: Callable[[str], None],
         environment: Mapping[str, str | None] | None = None,
-    ) -> None:
-        """`on_line` is called with every line of its output, without the line end; a very long one comes in parts.
-        `environment` is added to this process's; None removes a variable."""
-        self.name = name
-        self._argv = tuple(argv)
-        self._on_line = on_line
+        stdin: int | IO[Any] = asyncio.subprocess.DEVNULL,
+    ) -> Child:
+        """Start a process. Raises `OSError` when that fails. `on_line` is called with every line of its output, without
+        the line end; a very long one comes in parts. `environment` is added to this process's; None removes a
+        variable."""
         merged = {**os.environ, **(environment or {})}
-        self._environment = {name: value for name, value in merged.items() if value is not None}
-        self._process: asyncio.subprocess.Process | None = None
-        self._pump: asyncio.Task[None] | None = None
-
-    async def start(self) -> None:
-        """Start the process. Raises `OSError` when that fails."""
-        self._process = await asyncio.create_subprocess_exec(
-            *self._argv,
-            stdin=asyncio.subprocess.DEVNULL,
+        process = await asyncio.create_subprocess_exec(
+            *argv,
+            stdin=stdin,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env=self._environment,
+            env={name: value for name, value in merged.items() if value is not None},
             start_new_session=True,
             preexec_fn=_end_with_parent if sys.platform == "linux" else None,
         )
-        assert self._process.stdout is not None
-        self._pump = asyncio.create_task(self._read_lines(self._process.stdout))
+        assert process.stdout is not None
+        return cls(name, process, asyncio.create_task(_read_lines(process.stdout, on_line)))
 
     @property
     def status(self) -> int | None:
         """The exit status, negative for a signal; None while it runs."""
-        return None if self._process is None else self._process.returncode
+        return self._process.returncode
 
     async def wait(self) -> int:
         """The exit status, once its last line has been read."""
-        assert self._process is not None and self._pump is not None
         status = await self._process.wait()
-        await self._pump
+        await self._reading
         return status
 
     async def stop(self, grace: float) -> int:
         """Send SIGTERM, and SIGKILL after `grace` seconds. Returns the exit status."""
-        assert self._process is not None
         self.send_signal(signal.SIGTERM)
         try:
             return await asyncio.wait_for(self.wait(), grace)
@@ -92,26 +92,27 @@ class Child:
             return await self._process.wait()
 
     def send_signal(self, number: signal.Signals) -> None:
-        if self._process is not None and self._process.returncode is None:
+        if self.status is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
 
-    async def _read_lines(self, stream: asyncio.StreamReader) -> None:
-        # Not readline: a progress bar's line may be longer than the reader's limit.
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        rest = ""
-        while piece := await stream.read(8192):
-            # Only the new piece may have line ends.
-            first, *others = _LINE_END.split(decoder.decode(piece))
-            *lines, rest = rest + first, *others
-            for line in filter(None, lines):
-                self._on_line(line)
-            if len(rest) >= _LONGEST_LINE:
-                self._on_line(rest)
-                rest = ""
-        rest += decoder.decode(b"", final=True)
-        if rest:
-            self._on_line(rest)
+
+async def _read_lines(stream: asyncio.StreamReader, on_line: Callable[[str], None]) -> None:
+    # Not readline: a progress bar's line may be longer than the reader's limit.
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    rest = ""
+    while piece := await stream.read(8192):
+        # Only the new piece may have line ends.
+        first, *others = _LINE_END.split(decoder.decode(piece))
+        *lines, rest = rest + first, *others
+        for line in filter(None, lines):
+            on_line(line)
+        if len(rest) >= _LONGEST_LINE:
+            on_line(rest)
+            rest = ""
+    rest += decoder.decode(b"", final=True)
+    if rest:
+        on_line(rest)
 
 
 def _end_with_parent() -> None:

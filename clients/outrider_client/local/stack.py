@@ -101,8 +101,7 @@ class Stack(AsyncClosing):
         """Start a service and return its address once it is healthy. Raises `ServiceFailed`."""
         address = self.address(name)
         tail: deque[str] = deque(maxlen=_TAIL_LINES)
-        child = Child(name, service_argv(service, "--listen", address, *flags), tail.append)
-        await child.start()
+        child = await Child.start(name, service_argv(service, "--listen", address, *flags), tail.append)
         self._children[name] = child, tail
         try:
             await wait_serving(child, address, _START_SECONDS)

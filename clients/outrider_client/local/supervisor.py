@@ -7,9 +7,9 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
-from outrider.runtime import until_first_ends
+from outrider.runtime import end_tasks, until_first_ends
 from outrider_client.connection import Tls
 from outrider_client.local.mps import Mps
 from outrider_client.local.process import Child, ServiceDied, ServiceSlow, wait_serving
@@ -42,36 +42,26 @@ class RestartTimes:
     healthy_after: float = 30.0
 
 
+@dataclass
 class Supervisor:
-    """Runs a target, and beside it a draft, whose death costs only speed, and a gateway."""
+    """Runs a target, and beside it a draft, whose death costs only speed, and a gateway.
 
-    def __init__(
-        self,
-        target: ServiceCommand,
-        draft: ServiceCommand | None,
-        emit: Emit,
-        times: RestartTimes | None = None,
-        gateway: ServiceCommand | None = None,
-        mps: Mps | None = None,
-        alone: ServiceCommand | None = None,
-    ) -> None:
-        """`emit(name, line)` receives every line of a service, and the supervisor's under the name "outrider". `mps`
-        starts before the first service and stops after the last; without it `alone`, a target with the draft in its
-        process, runs in place of target and draft, if there is one."""
-        self._target = target
-        self._alone = alone
-        self._beside = [command for command in (draft, gateway) if command is not None]
-        self._mps = mps
-        self._emit = emit
-        self._times = times or RestartTimes()
-        self._stopping = asyncio.Event()
-        self._children: dict[str, Child] = {}
-        # The exit status after a stop.
-        self._status = 0
+    `emit(name, line)` receives every line of a service, and the supervisor's under the name "outrider". `mps` starts
+    before the first service and stops after the last; without it `alone`, a target with the draft in its process, runs
+    in place of target and draft, if there is one.
+    """
 
-    @property
-    def draft(self) -> ServiceCommand | None:
-        return next((command for command in self._beside if command.name == "draft"), None)
+    target: ServiceCommand
+    draft: ServiceCommand | None
+    emit: Emit
+    times: RestartTimes = RestartTimes()
+    gateway: ServiceCommand | None = None
+    mps: Mps | None = None
+    alone: ServiceCommand | None = None
+    _stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    _children: dict[str, Child] = field(default_factory=dict)
+    # The exit status after a stop.
+    _status: int = 0
 
     async def run(self, on_ready: Callable[[], None] = lambda: None) -> int:
         """Run until a signal, the target's end, or invalid settings of draft or gateway. Returns the exit status: 0
@@ -85,21 +75,21 @@ class Supervisor:
             loop.add_signal_handler(number, handle)
         kept: dict[str, asyncio.Task[None]] = {}
         try:
-            if self._mps is not None and not await self._start_mps(self._mps) and self._alone is not None:
-                self._target = self._alone
-                self._beside = [command for command in self._beside if command.name != "draft"]
+            if self.mps is not None and not await self._start_mps(self.mps) and self.alone is not None:
+                self.target, self.draft = self.alone, None
             if self._stopping.is_set():
                 return self._status
-            kept |= {command.name: asyncio.create_task(self._keep(command)) for command in self._beside}
+            beside = filter(None, (self.draft, self.gateway))
+            kept |= {command.name: asyncio.create_task(self._keep(command)) for command in beside}
             return await self._run_target(on_ready)
         finally:
             self._stopping.set()
             # They may be waiting for their back-off.
-            await _cancel(*kept.values())
+            await end_tasks(*kept.values())
             for name in kept:
                 await self._stop(name)
-            if self._mps is not None:
-                await self._mps.stop()
+            if self.mps is not None:
+                await self.mps.stop()
             for number in handlers:
                 loop.remove_signal_handler(number)
             for task in kept.values():
@@ -116,11 +106,11 @@ class Supervisor:
 
     def _on_signal(self) -> None:
         if self._stopping.is_set():
-            self._emit("outrider", "stopping at once")
+            self.emit("outrider", "stopping at once")
             for child in self._children.values():
                 child.send_signal(signal.SIGKILL)
             return
-        self._emit("outrider", "stopping: running requests may finish; once more stops at once")
+        self.emit("outrider", "stopping: running requests may finish; once more stops at once")
         self._stopping.set()
 
     async def _start_mps(self, mps: Mps) -> bool:
@@ -130,19 +120,18 @@ class Supervisor:
         return not starting.cancelled() and starting.result()
 
     async def _start(self, command: ServiceCommand) -> Child:
-        environment = {**command.environment, **(self._mps.environment(command.name) if self._mps else {})}
-        child = Child(command.name, command.argv, lambda line: self._emit(command.name, line), environment)
-        await child.start()
+        environment = {**command.environment, **(self.mps.environment(command.name) if self.mps else {})}
+        child = await Child.start(command.name, command.argv, partial(self.emit, command.name), environment)
         self._children[command.name] = child
         return child
 
     async def _stop(self, name: str) -> None:
         child = self._children.get(name)
         if child is not None and child.status is None:
-            await child.stop(self._times.stop)
+            await child.stop(self.times.stop)
 
     async def _run_target(self, on_ready: Callable[[], None]) -> int:
-        child = await self._start(self._target)
+        child = await self._start(self.target)
         died = asyncio.create_task(child.wait())
         stopping = asyncio.create_task(self._stopping.wait())
         ready = asyncio.create_task(self._when_ready(child, on_ready))
@@ -154,31 +143,31 @@ class Supervisor:
                 await self._stop("target")
                 return self._status
             status = died.result()
-            self._emit("outrider", str(ServiceDied("target", status)))
+            self.emit("outrider", str(ServiceDied("target", status)))
             return status if status > 0 else 1
         finally:
-            await _cancel(died, stopping, ready)
+            await end_tasks(died, stopping, ready)
 
     async def _when_ready(self, target: Child, on_ready: Callable[[], None]) -> None:
-        command = self._target
+        command = self.target
 
         def refused(cause: str) -> None:
             asks = "with the TLS settings of [client]" if command.tls else "without TLS, as [client] has none"
-            self._emit("outrider", f"waiting for the target on {command.address}, asked {asks}: {cause}")
+            self.emit("outrider", f"waiting for the target on {command.address}, asked {asks}: {cause}")
 
         try:
-            await wait_serving(target, command.address, self._times.start, command.token, command.tls, refused)
+            await wait_serving(target, command.address, self.times.start, command.token, command.tls, refused)
         except ServiceDied:
             # `_run_target` reports it.
             return
         except ServiceSlow as error:
-            self._emit("outrider", str(error))
+            self.emit("outrider", str(error))
         else:
             on_ready()
 
     async def _keep(self, command: ServiceCommand) -> None:
         """Run a service, and restart it whenever it ends."""
-        backoff = self._times.first_backoff
+        backoff = self.times.first_backoff
         loop = asyncio.get_running_loop()
         first = True
         while not self._stopping.is_set():
@@ -196,20 +185,14 @@ class Supervisor:
                 if self._stopping.is_set():
                     return
                 if first and status == SETTINGS_REFUSED:
-                    self._emit("outrider", f"the {command.name} service refuses its settings, see above")
+                    self.emit("outrider", f"the {command.name} service refuses its settings, see above")
                     self._status = status
                     self._stopping.set()
                     return
                 ended = str(ServiceDied(command.name, status))
             first = False
-            if loop.time() - started >= self._times.healthy_after:
-                backoff = self._times.first_backoff
-            self._emit("outrider", f"{ended}; starting it again in {backoff:g} s")
+            if loop.time() - started >= self.times.healthy_after:
+                backoff = self.times.first_backoff
+            self.emit("outrider", f"{ended}; starting it again in {backoff:g} s")
             await asyncio.sleep(backoff)
-            backoff = min(2 * backoff, self._times.longest_backoff)
-
-
-async def _cancel(*tasks: asyncio.Task[Any]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+            backoff = min(2 * backoff, self.times.longest_backoff)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby
+from operator import itemgetter
 
 from rich.cells import get_character_cell_size
 
@@ -30,11 +32,11 @@ class WordWrap:
     def feed(self, parts: Iterable[Part]) -> list[Part]:
         """The text that can be shown now."""
         self._width = max(1, self._current_width())
-        return list(self._joined(out for text, mark in parts for one in text for out in self._take(one, mark)))
+        return _joined(out for text, mark in parts for one in text for out in self._take(one, mark))
 
     def rest(self) -> list[Part]:
         """The text still held back, at the end of the input."""
-        return list(self._joined(self._end_word(0)))
+        return _joined(self._end_word(0))
 
     def _take(self, character: str, mark: bool) -> Iterator[Part]:
         if character == "\n":
@@ -82,13 +84,7 @@ class WordWrap:
             self._column = 0
             yield "\n", mark
 
-    def _joined(self, parts: Iterable[Part]) -> Iterator[Part]:
-        """Joins parts of equal marks, since each is written with its own colour codes."""
-        text, marked = "", False
-        for part, mark in parts:
-            if text and mark != marked:
-                yield text, marked
-                text = ""
-            text, marked = text + part, mark
-        if text:
-            yield text, marked
+
+def _joined(parts: Iterable[Part]) -> list[Part]:
+    """Joins parts of equal marks, since each is written with its own colour codes."""
+    return [("".join(text for text, _ in run), mark) for mark, run in groupby(parts, key=itemgetter(1))]

@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outrider.runtime import end_tasks
 from outrider.settings import SettingsError
 from outrider_client.bench.backends import TargetBackend
 from outrider_client.local.placement import Placement, flag_value, merged_drafters, named_settings, place, visible_gpus
-from outrider_client.local.stack import ServiceFailed, Stack, given, wait_for_drafter
+from outrider_client.local.settings_file import Document, read_document, to_toml, with_settings
+from outrider_client.local.stack import Stack, given, wait_for_drafter
 from outrider_client.results import TargetInfo
 from outrider_client.terminal.options import ClientOptions, TuneOptions, flag_words
 from outrider_client.tuning.candidates import Candidate, known_candidates, parse_candidates
-from outrider_client.tuning.settings_file import Document, read_document, to_toml, with_settings
 
 # Flags for other clients and operators of a service, and of a target for its draft: they are left empty here.
 _PRIVATE = (
@@ -116,9 +117,7 @@ class Side:
                 await self._start_draft(Candidate())
             self._address = await starting
         finally:
-            starting.cancel()
-            with contextlib.suppress(ServiceFailed, asyncio.CancelledError):
-                await starting
+            await end_tasks(starting)
         await self._connected()
 
     async def take(self, candidate: Candidate) -> None:

@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -28,7 +27,7 @@ from outrider.errors import CreditExceeded, DraftUnavailable, InvalidField, Outr
 from outrider.extensions import find_extension
 from outrider.pem import check_authority, check_pair
 from outrider.runtime import run, until_first_ends
-from outrider.settings import MAX_MESSAGE_BYTES, SettingsError, comma_words, unreadable
+from outrider.settings import MAX_MESSAGE_BYTES, SettingsError, comma_words, read_bytes
 from outrider.unreachable import cause_of
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 from outrider.wire.drafts import info_from_pb
@@ -45,18 +44,11 @@ def bearer_metadata(token_file: str) -> tuple[tuple[str, str], ...]:
     file that cannot be read or holds anything but one token."""
     if not token_file:
         return ()
-    token = _read(token_file).strip()
+    token = read_bytes(token_file).strip()
     # gRPC carries only printable ASCII, and would refuse each call with a less clear error.
     if not token or any(not 0x21 <= byte < 0x7F for byte in token):
         raise SettingsError(f"{token_file}: is not one token of printable ASCII")
     return (("authorization", f"Bearer {token.decode()}"),)
-
-
-def _read(path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise SettingsError(unreadable(path, error)) from None
 
 
 @dataclass(frozen=True)
@@ -72,9 +64,9 @@ class ChannelTls:
         """Read PEM files; key and certificate go together. Raises `SettingsError` for unreadable or wrong files."""
         check_authority(authority)
         if not key:
-            return cls(_read(authority))
+            return cls(read_bytes(authority))
         check_pair(certificate, key)
-        return cls(_read(authority), _read(key), _read(certificate))
+        return cls(read_bytes(authority), read_bytes(key), read_bytes(certificate))
 
     def credentials(self) -> grpc.ChannelCredentials:
         return grpc.ssl_channel_credentials(self.authority, self.key or None, self.certificate or None)
@@ -266,10 +258,7 @@ class GrpcDraftLink:
         self._loop, self._wake, self._stopping = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
         self._cut_off = asyncio.Event()
         ready.set()
-        connecting = asyncio.create_task(self._keep_connected())
-        await self._stopping.wait()
-        connecting.cancel()
-        await asyncio.gather(connecting, return_exceptions=True)
+        await until_first_ends(self._keep_connected(), self._stopping.wait())
         # gRPC delivers the last events of a cancelled call through whichever loop of the process polls first, and logs
         # an error if this loop is closed by then.
         await asyncio.sleep(_LAST_EVENTS_SECONDS)

@@ -15,14 +15,13 @@ import struct
 import sys
 import threading
 from collections.abc import Sequence
-from functools import partial
 
 import msgspec
 
 from outrider.drafting import link_messages as messages
 from outrider.drafting.events import Connected, Disconnected, DraftEvent, DraftEvents, Grown
-from outrider.drafting.link import USUAL, Connect, LinkOptions
-from outrider.processes.children import exit_status, start_child
+from outrider.drafting.link import USUAL, LinkOptions
+from outrider.processes.children import exit_status, received, start_child
 from outrider.processes.framing import FrameCutter
 from outrider.processes.outbox import Outbox
 from outrider.wire.frames import OpenSequence, SequenceAdvance, SequenceFeatures
@@ -37,11 +36,6 @@ START_SECONDS = 60.0
 _PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 0.5, 10.0
 # A frame of growth for many sequences comes in one read. Chosen, not measured.
 _RECEIVE_BYTES = 1 << 17
-
-
-def connect_apart(address: str, options: LinkOptions) -> Connect:
-    """A function that connects to an address of `prepare_draft` through a process of its own."""
-    return partial(LinkProcess, address, options=options)
 
 
 class _Worker:
@@ -141,7 +135,7 @@ class LinkProcess:
             worker, reason = self._worker, "its link's process ended"
             try:
                 self._read(worker)
-            except TimeoutError:
+            except BlockingIOError:
                 reason = "its link's process is stuck"
                 worker.process.kill()
             except msgspec.DecodeError as error:
@@ -169,9 +163,9 @@ class LinkProcess:
                 return
 
     def _read(self, worker: _Worker) -> None:
-        """Deliver what the process sends until it ends. Raises `TimeoutError` if it sends nothing for too long."""
+        """Deliver what the process sends until it ends. Raises `BlockingIOError` if it sends nothing for too long."""
         cutter, started = FrameCutter(), False
-        while data := self._receive(worker):
+        while data := received(worker.connection, _RECEIVE_BYTES):
             if not started:
                 started = True
                 _wait_at_most(worker.connection, SILENT_SECONDS)
@@ -181,15 +175,6 @@ class LinkProcess:
                     return
                 worker.had_draft = worker.had_draft or isinstance(message, Connected)
                 self._deliver(message)
-
-    def _receive(self, worker: _Worker) -> bytes:
-        """The received bytes; empty once the connection is closed. Raises `TimeoutError` if none come in time."""
-        try:
-            return worker.connection.recv(_RECEIVE_BYTES)
-        except BlockingIOError:
-            raise TimeoutError from None
-        except ConnectionError:
-            return b""
 
     def _deliver(self, message: messages.FromLink) -> None:
         match message:

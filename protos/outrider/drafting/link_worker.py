@@ -21,6 +21,7 @@ from outrider.busy_polling import allowed_seconds  # noqa: E402
 from outrider.drafting import link_messages as messages  # noqa: E402
 from outrider.drafting.events import DraftEvent, Grown  # noqa: E402
 from outrider.drafting.link import GrpcDraftLink, prepare_draft  # noqa: E402
+from outrider.processes.children import received  # noqa: E402
 from outrider.processes.framing import FrameCutter  # noqa: E402
 from outrider.processes.outbox import Outbox  # noqa: E402
 from outrider.wire.frames import StoppableLink  # noqa: E402
@@ -58,11 +59,9 @@ class _Calls:
     def receive(self, flags: int = 0) -> None:
         """Receive and make calls, without waiting if `flags` say so. Ends the process when the socket is closed."""
         try:
-            data = self._connection.recv(_RECEIVE_BYTES, flags)
+            data = received(self._connection, _RECEIVE_BYTES, flags)
         except BlockingIOError:
             return
-        except ConnectionError:
-            data = b""
         if not data:
             # The user is gone, and the stream ends with the process.
             os._exit(0)

@@ -1,4 +1,4 @@
-"""Starts a child process with a socket to it, and ends it."""
+"""Starts a child process with a socket to it, receives from the other process, and ends the child."""
 
 from __future__ import annotations
 
@@ -32,6 +32,14 @@ def start_child(command: Sequence[str], *, own_group: bool = False) -> tuple[sub
             ours.close()
             raise
     return process, ours
+
+
+def received(connection: socket.socket, most: int, flags: int = 0) -> bytes:
+    """At most so many bytes of the process at the other end, once there are some; none if it is gone."""
+    try:
+        return connection.recv(most, flags)
+    except ConnectionError:
+        return b""
 
 
 def exit_status(process: subprocess.Popen[bytes]) -> int:

@@ -27,7 +27,7 @@ from outrider.serving.health import HealthServicer
 from outrider.serving.interceptors import AuthInterceptor, ErrorInterceptor
 from outrider.serving.pending import PendingService
 from outrider.serving.tenancy import Authenticator
-from outrider.settings import FIRST_MESSAGE_SECONDS, MAX_MESSAGE_BYTES, SettingsError
+from outrider.settings import SettingsError
 
 logger = logging.getLogger(__name__)
 MAX_METADATA_BYTES = 16 * 1024
@@ -50,11 +50,7 @@ class ServingOptions:
     """Addresses, limits and security of a server. See the settings of the same names."""
 
     listen: str = "127.0.0.1:0"
-    max_message_bytes: int = MAX_MESSAGE_BYTES
-    # Concurrent calls, without health checks; more are refused with RESOURCE_EXHAUSTED.
-    max_concurrent_calls: int = 1024
-    request_seconds: float = 10.0  # from the headers of a call to its single request
-    first_message_seconds: float = FIRST_MESSAGE_SECONDS  # from the headers of a stream to its first message
+    limits: CallLimits = field(default_factory=CallLimits)
     authenticator: Authenticator = field(default_factory=Authenticator)
     read_tokens: Callable[[], Authenticator] | None = None  # reads the tokens again, for `GrpcServer.reload`
     tls: TlsFiles = field(default_factory=TlsFiles)
@@ -78,14 +74,8 @@ class GrpcServer:
         self.health = HealthServicer(service.name for service in services)
         self.address = ""
         self.admin_address = ""
-        limits = CallLimits(
-            options.max_concurrent_calls,
-            request_seconds=options.request_seconds,
-            first_message_seconds=options.first_message_seconds,
-            message_bytes=options.max_message_bytes,
-        )
-        calls = Calls(limits, by_tenant=options.authenticator.required)
-        self._auth = AuthInterceptor(options.authenticator, calls)
+        limits = options.limits
+        self._auth = AuthInterceptor(options.authenticator, Calls(limits, by_tenant=options.authenticator.required))
         self._errors = ErrorInterceptor()
         self._interceptors = [*interceptors, self._errors, self._auth]
         self._server = self._make(limits.backstop, limits.per_connection)
@@ -112,7 +102,7 @@ class GrpcServer:
     def _make(self, max_calls: int, max_streams: int) -> grpc.aio.Server:
         # Keepalive alone does not notice a frozen peer; the ping timeout does.
         options = [
-            ("grpc.max_receive_message_length", self.options.max_message_bytes),
+            ("grpc.max_receive_message_length", self.options.limits.message_bytes),
             ("grpc.max_send_message_length", -1),
             # Both the same: between them gRPC refuses by chance.
             ("grpc.max_metadata_size", MAX_METADATA_BYTES),

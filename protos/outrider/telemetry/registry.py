@@ -14,7 +14,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 from prometheus_client import (
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 Labels = tuple[str, ...]
 # What a gauge source yields: metric name, label values, value.
 Reading = tuple[str, Labels, float]
-Series = TypeVar("Series")
 
 # vLLM's names for our labels, and its values for them; its positions start at 0.
 _VLLM_LABEL_NAMES: Mapping[str, str] = {"depth": "position", "outcome": "finished_reason"}
@@ -94,12 +93,14 @@ class MetricSet(Collector):
     def counter(self, name: str, *labels: str) -> Counter:
         """The counter of these label values, made on first use. Keep it: the look-up costs more than `add`."""
         self._check(name, "counter", labels)
-        return _find(self._counters.setdefault(name, {}), labels, Counter)
+        series = self._counters.setdefault(name, {})
+        return series.get(labels) or series.setdefault(labels, Counter())
 
     def histogram(self, name: str, *labels: str) -> Histogram:
         """The histogram of these label values, made on first use. Keep it."""
         spec = self._check(name, "histogram", labels)
-        return _find(self._histograms.setdefault(name, {}), labels, lambda: Histogram(spec.buckets))
+        series = self._histograms.setdefault(name, {})
+        return series.get(labels) or series.setdefault(labels, Histogram(spec.buckets))
 
     def gauges(self, source: Callable[[], Iterable[Reading]]) -> None:
         """Call `source` for the values of gauges at every scrape, in the scraping thread."""
@@ -175,13 +176,6 @@ def _vllm_value(label: str, value: str) -> str:
     if label == "depth":
         return str(int(value) - 1)
     return _VLLM_REASONS.get(value, "error") if label == "outcome" else value
-
-
-def _find(series: dict[Labels, Series], labels: Labels, make: Callable[[], Series]) -> Series:
-    found = series.get(labels)
-    if found is None:
-        found = series.setdefault(labels, make())
-    return found
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float] | tuple[str, float, Exemplar]]:

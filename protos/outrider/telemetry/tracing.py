@@ -123,13 +123,6 @@ def end_rpc(span: Span, code: str, reason: str = "", *, server: bool = True) -> 
     span.end()
 
 
-class Clock:
-    """Converts monotonic nanoseconds to epoch nanoseconds, by one reading of both clocks."""
-
-    __slots__ = ("_offset",)
-
-    def __init__(self) -> None:
-        self._offset = time.time_ns() - time.monotonic_ns()
-
-    def epoch_ns(self, monotonic_ns: int) -> int:
-        return self._offset + monotonic_ns
+def epoch_offset() -> int:
+    """What added to monotonic nanoseconds makes epoch nanoseconds, by one reading of both clocks."""
+    return time.time_ns() - time.monotonic_ns()

@@ -23,7 +23,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from outrider.command_line import CommandParser
+from outrider.settings import CommandParser
 from target_service.model.loading.hub import HubId, PullFailed, cached_models, check_space, fetch, whole_snapshot
 from target_service.model.loading.inspection import Inspected, in_words, inspect
 
