@@ -36,9 +36,7 @@ class Engine:
             way = min(self.race.way(load), self.most)
             tokens = self._dice.randrange(load // 2, 2 * load)
             seconds = tokens / self.rates[way] * self._dice.choice((0.6, 0.6, 1.8))
-            self.race.observe(
-                load, self.most, tokens, seconds, (1 - self.busy) * seconds, drafted=way is not Way.PLAIN
-            )
+            self.race.observe(load, self.most, tokens, seconds, (1 - self.busy) * seconds, drafted=way is not Way.PLAIN)
             self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
             ways.append(way)
         return ways
