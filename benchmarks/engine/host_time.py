@@ -63,14 +63,14 @@ from tree_kernels.node_table.layout import EXPECTED_UNIT, PROSPECTS, REPORT_ROWS
 VOCABULARY = 1000
 # Tokens of every prompt, and places of every sequence in the cache.
 _PROMPT, _LONGEST = 512, 1 << 12
-# Nodes of a growth, a chain.
-_NODES = 24
+# Nodes of a growth, a chain, and how many chains there are.
+_NODES, _CHAINS = 24, 64
 # Accepted rows of a pass and sequence: of each as often as here. Their mean is what heads make of 32 sequences.
 _ACCEPTED = (0, 0, 1, 1, 2, 3)
 # Expected tokens of the best 1, 3, 7 .. rows.
 _PROSPECTS = (0.5, 0.9, 1.3, 1.5, 1.6, 1.6)
 # Seconds of a pass by its rows, as a multiple of `--pass-ms`.
-_COSTS = ((1, 0.9), (32, 0.95), (64, 1.0), (128, 1.05), (256, 1.4), (512, 2.2))
+COSTS = ((1, 0.9), (32, 0.95), (64, 1.0), (128, 1.05), (256, 1.4), (512, 2.2))
 
 
 class Times:
@@ -119,14 +119,14 @@ class _Running:
         return outcomes
 
 
-class _Runner(ModelRunner):
+class HostRunner(ModelRunner):
     """Loads steps as captured ones are loaded, and runs none."""
 
     times: Times
 
-    def prepare(self, times: Times, max_sequences: int, max_rows: int) -> None:
-        """Time what is loaded; for steps of at most so many sequences and rows."""
-        self.times = times
+    def prepare(self, times: Times, max_sequences: int, max_rows: int, longest: int = _LONGEST) -> None:
+        """Time what is loaded; for steps of at most so many sequences and rows, and keys of a sequence."""
+        self.times, self._longest = times, longest
         self._sizes = buckets_up_to(max_rows, max_sequences)
         self._verified = max_sequences, max_rows
         self._buffers: dict[Any, StepBuffer] = {}
@@ -140,7 +140,7 @@ class _Runner(ModelRunner):
         bucket = choose_bucket(self._sizes, batch.attention, batch.room)
         assert bucket is not None, "one is as large as any step"
         if bucket not in self._buffers:
-            pages_each = self.cache.pages_for(_LONGEST)
+            pages_each = self.cache.pages_for(self._longest)
             self._buffers[bucket] = StepBuffer(
                 bucket, self._planner, self.device, PAGE_SIZE, pages_each, self._verified
             )
@@ -182,12 +182,21 @@ class _NoRows(PrePass):
 class HostOnly(DeviceSteps):
     """`Steps` whose passes are reported, and not run."""
 
-    def __init__(self, runner: _Runner, times: Times, one_pass: float, max_sequences: int, max_rows: int) -> None:
+    def __init__(
+        self,
+        runner: HostRunner,
+        times: Times,
+        one_pass: Callable[[int], float],
+        max_sequences: int,
+        max_rows: int,
+        accepted: Sequence[int] = _ACCEPTED,
+    ) -> None:
+        """`one_pass` has the seconds of a pass by its rows; each of `accepted` is as frequent as it stands there."""
         super().__init__(runner, max_sequences=max_sequences, max_rows=max_rows, backend="torch")
         assert runner.node_table is not None and self.tables is not None
         self._pre_pass = _NoRows(runner, runner.node_table, self.tables.mail)
         self.in_background = False
-        self._times, self._one_pass = times, one_pass
+        self._times, self._one_pass, self._accepted = times, one_pass, accepted
         self._begun, self._free_at = 0, 0.0
         # Called behind each launch.
         self.launched: Callable[[], None] = lambda: None
@@ -198,7 +207,8 @@ class HostOnly(DeviceSteps):
         self._begun = time.perf_counter_ns()
         launched = super().launch(batch, verifiers, stride, ready)
         self.launched()
-        self._free_at = max(self._free_at, time.perf_counter()) + stride * self._one_pass
+        rows = batch.device_rows.rows if batch.device_rows is not None else len(batch.input.token_ids)
+        self._free_at = max(self._free_at, time.perf_counter()) + stride * self._one_pass(rows)
         return _Running(launched, self._free_at, self._times)
 
     def _launch_device_rows(self, *arguments: Any) -> Launched:
@@ -217,7 +227,7 @@ class HostOnly(DeviceSteps):
         assert batch.device_rows is not None and self._runner.node_table is not None
         reports = self._runner.node_table.reports.numpy()[:count]
         each = max(1, (batch.device_rows.rows - batch.device_rows.read_rows) // count - 1)
-        accepted = numpy.minimum(self._random.choice(_ACCEPTED, count), each)
+        accepted = numpy.minimum(self._random.choice(self._accepted, count), each)
         accepted[: batch.device_rows.reading] = 0
         for passes in range(reports.shape[1]):
             report = reports[:, passes]
@@ -235,7 +245,9 @@ class ChainDraft:
     """A `DraftLink` whose growths are chains of random tokens, each for the commit before the last one."""
 
     def __init__(self, events: DraftEvents) -> None:
-        self._events, self._random = events, random.Random(2)
+        self._events, dice = events, random.Random(2)
+        # Drawn once: that is no work of an engine's.
+        self._tokens = [tuple(dice.choices(range(VOCABULARY), k=_NODES)) for _ in range(_CHAINS)]
         self._ids: dict[int, int] = {}
         self._late: list[SequenceGrowth] = []
         self._due: list[SequenceGrowth] = []
@@ -270,7 +282,7 @@ class ChainDraft:
         first = self._ids[sequence_id]
         self._ids[sequence_id] += _NODES
         parents = (0, *range(first, first + _NODES - 1))
-        tokens = tuple(self._random.choices(range(VOCABULARY), k=_NODES))
+        tokens = self._tokens[first // _NODES % _CHAINS]
         return SequenceGrowth(sequence_id, step, first, parents, tokens, (0.7,) * _NODES, replaces=True)
 
 
@@ -317,11 +329,11 @@ def measure(sequences: int, options: argparse.Namespace) -> dict[str, dict[str, 
         model="none", draft="inprocess:none", max_running=sequences, speculative_disable_queue_size=2 * sequences
     )
     runner: Any = empty_runner(VOCABULARY, sequences * _LONGEST)
-    runner.__class__ = _Runner
+    runner.__class__ = HostRunner
     runner.prepare(times, sequences, config.step_rows)
     runner.keep_tokens(sequences, backend="torch")
-    steps = HostOnly(runner, times, one_pass, sequences, config.step_rows)
-    cost = StepCost([(rows, share * one_pass) for rows, share in _COSTS])
+    steps = HostOnly(runner, times, lambda _: one_pass, sequences, config.step_rows)
+    cost = StepCost([(rows, share * one_pass) for rows, share in COSTS])
     loop = EngineLoop(runner, config, steps=steps, step_cost=cost, observer=PrometheusObserver("none", "none", "0"))
     draft = ChainDraft(loop.drafting)
     steps.launched = draft.deliver

@@ -355,7 +355,8 @@ class EngineLoop:
         )
         ended_ns = self._ended_ns
         self._free_ns, self._ended_ns = step.clock.forwarded, step.clock.committed
-        seconds = (step.clock.committed - (ended_ns or step.clock.begun)) * 1e-9 / step.stride
+        # Of all passes of the step: its tokens arrive together, and others wait for its end.
+        seconds = (step.clock.committed - (ended_ns or step.clock.begun)) * 1e-9
         self.scheduler.times.observe(*step.work, seconds, own=step.own)
         period = (self._ended_ns - ended_ns) * 1e-9 if ended_ns else 0.0
         if not stats.prefill_rows:

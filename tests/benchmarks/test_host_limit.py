@@ -1,0 +1,48 @@
+"""An engine whose host is the limit, without a device: passes are launched several at once, newcomers come,
+and tenants are held to what whole steps take."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import pytest
+
+from benchmarks.engine.host_limit import DRAFT, LOOKUP, PLAIN, Load, engine, measure
+
+
+def options(**changes: object) -> argparse.Namespace:
+    usual: dict[str, object] = {"sequences": 8, "pass_ms": 0.2, "accepted": [0, 1, 2], "tenants": True}
+    return argparse.Namespace(**usual | {"settle": 0.5, "seconds": 0.5} | changes)
+
+
+@pytest.mark.parametrize("mode", [PLAIN, LOOKUP, DRAFT])
+def test_every_mode_makes_tokens(mode: str) -> None:
+    found = measure(mode, options())
+    assert found["mode"] == mode
+    assert found["tokens_per_second"] > 100
+    assert 4 < found["sequences"] <= 8
+    assert (found["with_drafts"] > 0) == (mode != PLAIN)
+
+
+def test_tenants_are_held_to_whole_steps() -> None:
+    """The times that the scheduler learns from add up to the time that passes, also where several passes are a step."""
+    loop = engine(PLAIN, options())
+    load = Load(loop, 8, tenants=True)
+    for _ in range(100):
+        load.step()
+    learnt: list[float] = []
+    passes: list[int] = []
+    observe = loop.scheduler.times.observe
+
+    def noted(decoding: int, reading_rows: int, seconds: float, *, own: bool = True) -> None:
+        learnt.append(seconds)
+        observe(decoding, reading_rows, seconds, own=own)
+
+    loop.scheduler.times.observe = noted  # type: ignore[method-assign]
+    begin = time.monotonic()
+    for _ in range(200):
+        load.step()
+        passes.append(loop._ahead.stride if loop._ahead is not None else 1)
+    assert max(passes) > 1
+    assert sum(learnt) == pytest.approx(time.monotonic() - begin, rel=0.2)
