@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from benchmarks.engine.host_limit import DRAFT, LOOKUP, PLAIN, Load, engine, measure
+from benchmarks.host.host_limit import DRAFT, LOOKUP, PLAIN, Load, engine, measure
 
 
 def options(**changes: object) -> argparse.Namespace:

@@ -1,6 +1,6 @@
 """The time that the engine's thread takes for a step whose rows a device chooses, by what it does, without a device.
 
-    python -m benchmarks.engine.host_time [--sequences 1,8,32] [--steps 300] [--json FILE]
+    python -m benchmarks.host.host_time [--sequences 1,8,32] [--steps 300] [--json FILE]
 
 Loop, scheduler, policies, packing and commits are the engine's own. The pass is not run: a step ends `--pass-ms` after
 the one before it, with reports that are made up, and a draft answers every commit while the next pass but one runs. So
@@ -374,7 +374,7 @@ def main() -> None:
         results.append({"sequences": sequences, "microseconds": phases, "sum_of_medians": total})
         rows = [{"phase": phase, **figures} for phase, figures in phases.items()]
         show(f"{sequences} sequences, microseconds, {total} in all\n{record_table(rows)}")
-    write_json(options.json, {**provenance("engine.host_time"), "settings": settings_of(options), "results": results})
+    write_json(options.json, {**provenance("host.host_time"), "settings": settings_of(options), "results": results})
 
 
 if __name__ == "__main__":

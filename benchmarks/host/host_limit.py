@@ -1,10 +1,10 @@
 """Tokens a second where the host is the limit, as with many sequences of a small model, without a device.
 
-    python -m benchmarks.engine.host_limit [--sequences 64] [--pass-ms 0.6] [--modes plain,lookup,draft]
+    python -m benchmarks.host.host_limit [--sequences 64] [--pass-ms 0.6] [--modes plain,lookup,draft]
         [--accepted 0,0,1,1,2,3] [--tenants] [--seconds 6] [--json FILE]
 
 Loop, scheduler, policies, packing and commits are the engine's own; passes are not run, but end as late as their rows
-take (see `benchmarks.engine.host_time`). Answers of 128 tokens end at different times, and a newcomer with a prompt of
+take (see `benchmarks.host.host_time`). Answers of 128 tokens end at different times, and a newcomer with a prompt of
 60 to 300 tokens takes the place of each. With `--tenants` every lap of twice as many requests is another tenant's, so
 that two of them run at once as a rule. `--accepted` are the drafted tokens that passes accept, each as often. What
 drafts bring is measured from `--settle` seconds on: plain decoding should not be faster.
@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.engine.host_time import COSTS, VOCABULARY, ChainDraft, HostOnly, HostRunner, Times
 from benchmarks.engine.simulated_device import empty_runner
+from benchmarks.host.host_time import COSTS, VOCABULARY, ChainDraft, HostOnly, HostRunner, Times
 from benchmarks.shared.report import comma_separated, parser_of, provenance, record_table, settings_of, show, write_json
 from outrider.runtime import settled
 from outrider.sampling import SamplingParams, VerificationMode
@@ -132,7 +132,7 @@ def main() -> None:
     for row in results:
         row["ratio_to_first"] = round(row["tokens_per_second"] / results[0]["tokens_per_second"], 3)
     show(record_table(results))
-    write_json(options.json, {**provenance("engine.host_limit"), "settings": settings_of(options), "results": results})
+    write_json(options.json, {**provenance("host.host_limit"), "settings": settings_of(options), "results": results})
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""The time that the engine's host takes, without a device."""
