@@ -64,8 +64,9 @@ class Load:
         self._loop.add(self._loop.make(self._requests, request))
 
 
-def engine(mode: str, options: argparse.Namespace) -> EngineLoop:
-    """An engine of one mode, whose draft answers every commit while the next pass but one runs."""
+def engine(mode: str, options: argparse.Namespace, *, adaptive: bool = True) -> EngineLoop:
+    """An engine of one mode, whose draft answers every commit while the next pass but one runs. One that is not
+    `adaptive` verifies every drafted row."""
     sequences, one_pass = options.sequences, options.pass_ms * 1e-3
     off: dict[str, Any] = {"speculation": False, "lookup_tokens": 0, "max_draft_nodes": 0} if mode == PLAIN else {}
     config = TargetConfig(
@@ -81,9 +82,9 @@ def engine(mode: str, options: argparse.Namespace) -> EngineLoop:
     runner.keep_tokens(sequences, backend="torch")
     cost = [(rows, share * one_pass) for rows, share in COSTS]
     steps = HostOnly(runner, Times(), StepCost(cost), sequences, config.step_rows, accepted=tuple(options.accepted))
-    loop = EngineLoop(
-        runner, config, steps=steps, step_cost=StepCost(cost), observer=PrometheusObserver("none", "none", "0")
-    )
+    step_cost = StepCost(cost) if adaptive else None
+    observer = PrometheusObserver("none", "none", "0")
+    loop = EngineLoop(runner, config, steps=steps, step_cost=step_cost, observer=observer)
     if mode == DRAFT:
         draft = ChainDraft(loop.drafting)
         steps.launched = draft.deliver

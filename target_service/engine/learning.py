@@ -80,7 +80,7 @@ class Learning:
 
     def observe_launch(self, step: Step, stats: StepStats, period: float) -> None:
         """Learn from the time and the tokens of any step, `period` being from the end of the last one to its own."""
-        if not self.gathering.policy.on:
+        if not self.gathering.policy.on or self.gathering.switch is None:
             return
         waited = step.clock.forwarded - step.clock.waits_since + stats.draft_wait_ns
         self.gathering.race.observe(

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from benchmarks.host.host_limit import DRAFT, LOOKUP, PLAIN, Load, engine, measure
+from target_service.speculation.policy.host_race import Way
 
 
 def options(**changes: object) -> argparse.Namespace:
@@ -46,3 +47,15 @@ def test_tenants_are_held_to_whole_steps() -> None:
         passes.append(loop._ahead.stride if loop._ahead is not None else 1)
     assert max(passes) > 1
     assert sum(learnt) == pytest.approx(time.monotonic() - begin, rel=0.2)
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_ways_are_raced_where_the_engine_may_choose(adaptive: bool) -> None:
+    """Passes of a twentieth of a millisecond leave the host no time; where every drafted row is verified, none are
+    left out for that."""
+    loop = engine(LOOKUP, options(pass_ms=0.05, tenants=False), adaptive=adaptive)
+    load, ways = Load(loop, 8, tenants=False), set[Way]()
+    for _ in range(600):
+        load.step()
+        ways.add(loop.gathering.race.way(8))
+    assert (Way.PLAIN in ways) == adaptive
