@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -12,9 +13,9 @@ from kernel_worker import INTERPRETED, work
 
 pytest.importorskip("triton")
 
-from tree_kernels.attention import AttentionBatch
+from tree_kernels.attention import AttentionBatch, triton_planning
 from tree_kernels.attention.triton_backend import INVARIANT, TritonAttention, TritonSettings
-from tree_kernels.attention.triton_planning import HeadLayout
+from tree_kernels.attention.triton_planning import HeadLayout, Schedule
 from tree_kernels.attention.triton_tiling import Tiling
 
 WORKER = "triton_worker.py"
@@ -97,6 +98,34 @@ def test_room_for_splits_suffices_however_rows_are_spread(rows: tuple[int, ...],
     layout = HeadLayout(4, 2, 128, 128, Tiling(64, 32, 4, 3, 1))
     room = backend._max_chunks(split((16,) * 4, 1024, 512), layout, reserved=True)
     assert backend._max_chunks(split(rows, keys, 512), layout) <= room
+
+
+class Launches:
+    """Stands for a kernel: keeps the sizes that it is launched with."""
+
+    def __init__(self) -> None:
+        self.sizes: list[tuple[int, int, int]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return self._launch
+
+    def _launch(self, *_: object, **constants: int) -> None:
+        self.sizes.append((constants["ROWS"], constants["PARTS"], constants["num_warps"]))
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_fixed_splits_are_merged_alike_in_every_batch(monkeypatch: pytest.MonkeyPatch, fixed: bool) -> None:
+    """A program of another size adds up in another order on a GPU, which the interpreter does not show."""
+    merges = Launches()
+    monkeypatch.setattr(triton_planning, "merge_kernel", merges)
+    settings = replace(INVARIANT if fixed else TritonSettings(), processors=132)
+    backend = TritonAttention(torch.device("cpu"), settings)
+    layout = HeadLayout(4, 8, 128, 128, Tiling(64, 32, 4, 3, 1))
+    nothing = torch.empty(0)
+    for groups, chunks in ((1, 132), (8, 132), (64, 132), (8, 4096), (4096, 65536)):
+        integers = torch.empty(groups, 8)
+        backend.merge(nothing, Schedule(integers, nothing, nothing, nothing, nothing, nothing, chunks), layout)
+    assert (len(set(merges.sizes)) == 1) == fixed
 
 
 def test_a_tree_of_more_than_four_words_is_refused() -> None:
