@@ -299,8 +299,8 @@ sys.exit(main())
 """
 
 
-async def up(gpus: int, words: tuple[str, ...], port: int) -> str:
-    """What `outrider up` says until it is ready and stopped."""
+async def up(gpus: int, words: tuple[str, ...], port: int, *, draft: bool = False) -> str:
+    """What `outrider up` says until it is ready, and a draft of its own has spoken if there is one, and it is stopped."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", _UP, str(gpus), "up", "--port", str(port), *words),
         stdout=asyncio.subprocess.PIPE,
@@ -310,7 +310,8 @@ async def up(gpus: int, words: tuple[str, ...], port: int) -> str:
     assert process.stdout is not None
     said = ""
     async with asyncio.timeout(SECONDS):
-        while "| ready on" not in said:
+        # The target may be ready before its draft has said a word.
+        while "| ready on" not in said or (draft and "hello from draft_service" not in said):
             line = await process.stdout.readline()
             assert line, said
             said += line.decode()
@@ -337,7 +338,7 @@ async def test_up_starts_it_for_a_gpu_that_is_shared(
     gpus: int, words: tuple[str, ...], started: bool, programs: Path, unused_tcp_port: int
 ) -> None:
     fake = FakeMps(programs)
-    said = await up(gpus, words, unused_tcp_port)
+    said = await up(gpus, words, unused_tcp_port, draft="none" not in words)
     assert fake.asked == (["-f", "quit"] if started else []) and fake.left == []
     assert ("which it shares with the target by MPS\n" in said) == started
     assert said.count("MPS") == started
