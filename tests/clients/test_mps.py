@@ -300,7 +300,7 @@ sys.exit(main())
 
 
 async def up(gpus: int, words: tuple[str, ...], port: int, *, draft: bool = False) -> str:
-    """What `outrider up` says until it is ready, and a draft of its own has spoken if there is one, and it is stopped."""
+    """What `outrider up` says until it is ready, and its draft service too if there is to be one, and stopped."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", _UP, str(gpus), "up", "--port", str(port), *words),
         stdout=asyncio.subprocess.PIPE,
