@@ -41,7 +41,7 @@ FIXED_MERGING = Merging(1, 16, 2)
 
 
 def choose_merging(programs: int, parts: int) -> Merging:
-    """The fastest of fourteen tried on an H200 (`benchmarks/kernels/merging.py`).
+    """The fastest of fourteen tried on an H200 (`benchmarks/results/2026-11-26-h200-merging.md`).
 
     Many programs that take few partials at a time hide each other's latency; many partials that are taken one after the
     other are a round trip to L2 each. `programs` are those of one row each, `parts` the most partials of a group on

@@ -1,9 +1,9 @@
 """What makes most tokens a second where the host is the limit: no drafts, the sequences' own texts, or a draft too.
 
 Times of passes do not tell there. A pass that commits drafted tokens, or receives trees, keeps the host from the passes
-behind it; prompts are read in between; several plain passes are launched at once, those beside prompts are not. On an
-H200 a trie made seven tenths of what 64 sequences of a 135M model made without it, and was followed
-(`benchmarks/results/2026-11-26-h200-small-model.md`). So the ways are raced there: in windows of launches, with all
+behind it; prompts are read in between; several plain passes are launched at once, those beside prompts are not. With
+64 sequences and passes of 0.6 ms a draft that made half of plain decoding was followed for two thirds of the time
+(`benchmarks/results/2026-11-26-cpu-host-limit.md`). So the ways are raced there: in windows of launches, with all
 their tokens and all their time.
 """
 
@@ -27,7 +27,7 @@ class Way(IntEnum):
 
 
 # Shares of the time that the host works, in launches with drafts: above the first it is the limit, below the second it
-# is not. Chosen: as those for launching several passes at once (`multi_step`).
+# is not. Chosen: the first is that above which several passes are launched at once (`multi_step`).
 _LIMIT, _NO_LIMIT = 0.85, 0.7
 # Launches until that share is believed, and the weight of one in it. Chosen.
 _SEEN, _SHARE = 64, 0.02
@@ -36,8 +36,8 @@ _SEEN, _SHARE = 64, 0.02
 _WINDOW, _BEGINNING = 72, 20
 # A window ends after so many launches if it is below this share of the fastest rate. Chosen, as in `LaunchModes`.
 _FEW, _HOPELESS = 36, 0.8
-# Launches between two races, and their factor while the same way wins: one that makes half as many tokens costs 7 %
-# between the first two races and 0.5 % in the end. The first is decided by a window of each way, and may err.
+# Launches between two races, and their factor while the same way wins. The first race has one window of each way, and
+# may err. Races of three ways, the slowest at half the rate, cost at most 1.5 % in the end (`test_host_race.py`).
 _FIRST_PAUSE, _LONGEST_PAUSE, _LONGER = 512, 8192, 4
 # The weight of a window in the rate of its way, and what another way has to be faster by: windows of one way differ by
 # some tenth. Chosen.
