@@ -45,7 +45,8 @@ class PromptCursor:
     """Takes prompts from each task in turn, in the same order for every service and every mode of verification.
 
     No tenant gets a prompt twice: after the last prompt, the next tenant begins with the first one, which its drafts
-    have not read either. Each mode of verification has its own tenants.
+    have not read either. Requests that are taken together are one tenant's if there are enough prompts, since tenants
+    that run at once are scheduled fairly, which is not what is measured. Each mode of verification has its own tenants.
     """
 
     def __init__(self, tasks: Mapping[str, Sequence[Prompt]], verification: str = "") -> None:
@@ -57,6 +58,7 @@ class PromptCursor:
         kept = [min(_WARM_PER_TASK, len(prompts) // 2) for prompts in shuffled]
         self.warm = _deal([prompts[:count] for prompts, count in zip(shuffled, kept, strict=True)])
         self._measured = _deal([prompts[count:] for prompts, count in zip(shuffled, kept, strict=True)])
+        self._all = self._measured + self.warm
         self._taken = self._settled = 0
 
     @property
@@ -66,13 +68,18 @@ class PromptCursor:
 
     def take(self, count: int, tokens: int, temperature: float) -> list[Request]:
         """The next `count` requests. Each has its own seed, the same for every service."""
+        left = -self._taken % len(self._measured)
+        if left < count <= len(self._measured):
+            self._taken += left
         self._taken += count
         return self._requests(self._measured, "measured", range(self._taken - count, self._taken), tokens, temperature)
 
-    def settling(self, count: int, tokens: int, temperature: float) -> list[Request]:
-        """Requests that are not measured; no tenant gets a prompt twice."""
+    def settling(self, count: int, tokens: int, temperature: float, at_once: int = 1) -> list[Request]:
+        """Requests that are not measured; no tenant gets a prompt twice. Where more run `at_once` than there are
+        prompts to warm up with, they have all prompts, but are other tenants than those that are measured."""
+        prompts, kind = (self.warm, "settling") if at_once <= len(self.warm) else (self._all, "crowd")
         self._settled += count
-        return self._requests(self.warm, "settling", range(self._settled - count, self._settled), tokens, temperature)
+        return self._requests(prompts, kind, range(self._settled - count, self._settled), tokens, temperature)
 
     def _requests(
         self, prompts: Sequence[Prompt], kind: str, numbers: range, tokens: int, temperature: float
@@ -241,13 +248,13 @@ class Measuring:
         for temperature in temperatures:
             for load in dict.fromkeys((1, max(concurrency))):
                 count = max(load, 2)
-                self._clients.streams(self._cursor.settling(count, _WARM_TOKENS, temperature), load)
+                self._clients.streams(self._cursor.settling(count, _WARM_TOKENS, temperature, load), load)
 
     def settle(self, concurrency: int, temperature: float, seconds: float) -> None:
         """Load that is not measured, until policies have adapted to it."""
         if seconds > 0:
             each = 2 + math.ceil(seconds * _FASTEST / self._tokens)
-            requests = self._cursor.settling(each * concurrency, self._tokens, temperature)
+            requests = self._cursor.settling(each * concurrency, self._tokens, temperature, concurrency)
             self._clients.streams(requests, concurrency, seconds)
 
     def repeat(self, concurrency: int, temperature: float, count: int, waves: bool) -> tuple[Run, list[Request]]:

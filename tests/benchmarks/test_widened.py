@@ -135,6 +135,25 @@ def test_prompts_are_handed_out_once_task_by_task() -> None:
     assert len(set(lap)) == 12
 
 
+def test_requests_that_are_taken_together_are_one_tenants_where_there_are_enough_prompts() -> None:
+    tasks = {task: [(number, place) for place in range(6)] for number, task in enumerate("ab")}
+    cursor = PromptCursor(tasks)
+    taken = [cursor.take(count, 8, 0.0) for count in (4, 3, 2, 7)]
+    # Six are measured: two were left where three were wanted.
+    assert [{one.tenant for one in requests} for requests in taken[:3]] == [
+        {"measured-0"},
+        {"measured-1"},
+        {"measured-1"},
+    ]
+    assert {one.tenant for one in taken[3]} == {"measured-1", "measured-2"}, "of seven none can be one tenant's"
+    assert cursor.laps == 3
+    # All prompts settle a load that is larger than what is kept for it.
+    few, many = cursor.settling(6, 8, 0.0, 6), cursor.settling(12, 8, 0.0, 7)
+    assert {one.tenant for one in few} == {"settling-0"} and len({one.prompt for one in many}) > 6
+    assert len({(one.prompt, one.tenant) for one in many}) == 12
+    assert not {one.tenant for one in few + many} & {one.tenant for requests in taken for one in requests}
+
+
 def test_each_mode_of_verification_asks_the_same_prompts_for_other_tenants() -> None:
     tasks = {"a": [(place,) for place in range(5)]}
     requests, typical = (PromptCursor(tasks, mode).take(3, 8, 0.8) for mode in ("", "typical"))
