@@ -1,12 +1,13 @@
 """Tokens a second where the host is the limit, as with many sequences of a small model, without a device.
 
     python -m benchmarks.host.host_limit [--sequences 64] [--pass-ms 0.6] [--modes plain,lookup,draft]
-        [--accepted 0,0,1,1,2,3] [--tenants] [--seconds 6] [--json FILE]
+        [--accepted 0,0,1,1,2,3] [--tenants] [--before 1,8,32] [--seconds 6] [--json FILE]
 
 Loop, scheduler, policies, packing and commits are the engine's own; passes are not run, but end as late as their rows
 take (see `benchmarks.host.host_time`). Answers of 128 tokens end at different times, and a newcomer with a prompt of
 60 to 300 tokens takes the place of each. With `--tenants` every lap of twice as many requests is another tenant's, so
-that two of them run at once as a rule. `--accepted` are the drafted tokens that passes accept, each as often. What
+that two of them run at once as a rule. `--before` are smaller loads of one tenant that the engine has run by then.
+`--accepted` are the drafted tokens that passes accept, each as often. What
 drafts bring is measured from `--settle` seconds on: plain decoding should not be faster.
 """
 
@@ -39,10 +40,11 @@ _ANSWER, _PROMPTS, _PLACES = 128, (60, 300), 1 << 10
 class Load:
     """As many sequences as there are places, each replaced when it ends."""
 
-    def __init__(self, loop: EngineLoop, sequences: int, tenants: bool) -> None:
+    def __init__(self, loop: EngineLoop, sequences: int, tenants: bool, first: int = 0) -> None:
+        """Sequences are numbered from `first` on, and no other load may have their numbers."""
         self._loop, self._lap = loop, 2 * sequences if tenants else 0
-        self._random, self._requests = random.Random(3), 0
-        self.tokens = 0
+        self._random, self.requests = random.Random(3), first
+        self.tokens, self._running, self._ends = 0, 0, False
         for _ in range(sequences):
             # The first end one after the other.
             self._add(self._random.randrange(2, _ANSWER))
@@ -51,17 +53,26 @@ class Load:
         """Run a step, and count its tokens."""
         for event in self._loop.step() or ():
             if isinstance(event, SequenceFinished):
-                self._add(_ANSWER)
+                self._running -= 1
+                if not self._ends:
+                    self._add(_ANSWER)
             elif isinstance(event, Verdict):
                 self.tokens += len(event.token_ids)
 
+    def end(self) -> None:
+        """Replace none any more, and run until the last has ended."""
+        self._ends = True
+        while self._running:
+            self.step()
+
     def _add(self, tokens: int) -> None:
-        self._requests += 1
+        self.requests += 1
+        self._running += 1
         prompt = tuple(self._random.choices(range(VOCABULARY), k=self._random.randrange(*_PROMPTS)))
         sampling = SamplingParams(ignore_eos=True, temperature=0.0, max_tokens=tokens)
-        tenant = str(self._requests // self._lap) if self._lap else "one"
+        tenant = str(self.requests // self._lap) if self._lap else "one"
         request = SequenceRequest(prompt, sampling, VerificationMode.GREEDY, 0, tokens, tenant=tenant)
-        self._loop.add(self._loop.make(self._requests, request))
+        self._loop.add(self._loop.make(self.requests, request))
 
 
 def engine(mode: str, options: argparse.Namespace, *, adaptive: bool = True) -> EngineLoop:
@@ -95,10 +106,15 @@ def engine(mode: str, options: argparse.Namespace, *, adaptive: bool = True) -> 
 
 def measure(mode: str, options: argparse.Namespace) -> dict[str, Any]:
     """Tokens a second, and what steps were like: means over the measured time."""
-    loop = engine(mode, options)
-    load, figures = Load(loop, options.sequences, options.tenants), defaultdict[str, float](float)
-    begin = time.perf_counter()
+    loop, first, figures = engine(mode, options), 0, defaultdict[str, float](float)
     with settled():
+        for sequences in options.before:
+            load, begin = Load(loop, sequences, False, first), time.perf_counter()
+            while time.perf_counter() - begin < options.each_before:
+                load.step()
+            load.end()
+            first = load.requests
+        load, begin = Load(loop, options.sequences, options.tenants, first), time.perf_counter()
         while time.perf_counter() - begin < options.settle:
             load.step()
         load.tokens, steps, since = 0, 0, time.perf_counter()
@@ -125,6 +141,8 @@ def main() -> None:
     parser.add_argument("--modes", default=f"{PLAIN},{LOOKUP},{DRAFT}", type=comma_separated(str))
     parser.add_argument("--accepted", default="0,0,1,1,2,3", type=comma_separated(int))
     parser.add_argument("--tenants", action="store_true", help="two tenants at once")
+    parser.add_argument("--before", default="1,8,32", type=comma_separated(int), help="sequences of loads before it")
+    parser.add_argument("--each-before", type=float, default=2.0, help="seconds of each of those")
     parser.add_argument("--settle", type=float, default=6.0, help="seconds before what is measured")
     parser.add_argument("--seconds", type=float, default=6.0)
     options = parser.parse_args()

@@ -195,7 +195,8 @@ class HostOnly(DeviceSteps):
         super().__init__(runner, max_sequences=max_sequences, max_rows=max_rows, backend="torch")
         assert runner.node_table is not None and self.tables is not None
         self._pre_pass = _NoRows(runner, runner.node_table, self.tables.mail)
-        self.in_background = False
+        # Passes take time, but not the host's.
+        self.in_background = True
         self._times, self._one_pass, self._accepted = times, one_pass, accepted
         self._begun, self._free_at = 0, 0.0
         # Called behind each launch.

@@ -35,8 +35,11 @@ class StepTimes:
     prompts never end leaves no step that only decodes: sizes that are observed in no other step are learnt from steps
     that read, or they would be tried for ever.
 
-    The time of a tenant's own step is learnt from steps without other tenants. In shared steps all sizes take longer,
-    since drafts, replies and calls of the other tenants use processors too.
+    Where the model shares its processors with the service, the time of a tenant's own step is learnt from steps
+    without other tenants: in shared steps all sizes take longer, since drafts, replies and calls of the others use
+    processors too. On a device it is that of all steps of its size. Several passes are one step there or are not, and
+    the shortest of a few own steps would be one of a single pass: tenants with 64 and 128 sequences of a small model
+    lost a third to a half of their tokens by that (`benchmarks/results/2026-11-26-cpu-tenants.md`).
     """
 
     def __init__(self) -> None:
@@ -49,7 +52,7 @@ class StepTimes:
 
     def observe(self, decoding: int, reading_rows: int, seconds: float, *, own: bool = True) -> None:
         """Observe a step of `decoding` sequences and `reading_rows` rows of prompts, with all that follows it. It was
-        one tenant's `own`, or shared."""
+        one tenant's `own`, on processors that others may use, or not."""
         size = decoding.bit_length()
         if not reading_rows:
             if own:

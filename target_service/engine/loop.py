@@ -357,7 +357,9 @@ class EngineLoop:
         self._free_ns, self._ended_ns = step.clock.forwarded, step.clock.committed
         # Of all passes of the step: its tokens arrive together, and others wait for its end.
         seconds = (step.clock.committed - (ended_ns or step.clock.begun)) * 1e-9
-        self.scheduler.times.observe(*step.work, seconds, own=step.own)
+        # A device's steps do not share their processors with other tenants' calls.
+        own = step.own and not self._steps.in_background
+        self.scheduler.times.observe(*step.work, seconds, own=own)
         period = (self._ended_ns - ended_ns) * 1e-9 if ended_ns else 0.0
         if not stats.prefill_rows:
             self._learning.observe_forward(step, stats, seen_running=self._seen_running)

@@ -62,7 +62,7 @@ class DeviceSteps:
         may ask for typical acceptance, so what it needs is compiled and captured before the first."""
         self._runner = runner
         self._typical = typical
-        self.in_background = on_gpu = runner.device.type == "cuda"
+        self.in_background = self._pins = on_gpu = runner.device.type == "cuda"
         bounds = (runner.device, runner.vocabulary_size, max_sequences, max_rows)
         self._verifier = DeviceVerifier(*bounds, backend)
         self._batch_verifier = BatchVerifier(DeviceVerifier(*bounds, backend), typical=typical)
@@ -191,7 +191,7 @@ class DeviceSteps:
         places = self.tables.places([item.sequence.sequence_id for item in batch.items])
         if places is not None:
             # PyTorch does not reuse pinned memory that a copy still reads.
-            pinned = torch.empty(len(places), dtype=torch.int32, pin_memory=self.in_background)
+            pinned = torch.empty(len(places), dtype=torch.int32, pin_memory=self._pins)
             pinned.numpy()[:] = places
             table.seat(pinned)
 

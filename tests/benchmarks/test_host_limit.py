@@ -14,7 +14,8 @@ from target_service.speculation.policy.host_race import Way
 
 def options(**changes: object) -> argparse.Namespace:
     usual: dict[str, object] = {"sequences": 8, "pass_ms": 0.2, "accepted": [0, 1, 2], "tenants": True}
-    return argparse.Namespace(**usual | {"settle": 0.2, "seconds": 0.3} | changes)
+    times = {"before": [1], "each_before": 0.1, "settle": 0.2, "seconds": 0.3}
+    return argparse.Namespace(**usual | times | changes)
 
 
 @pytest.mark.parametrize("mode", [PLAIN, LOOKUP, DRAFT])

@@ -39,9 +39,10 @@ _FEW, _HOPELESS = 36, 0.8
 # Launches between two races, and their factor while the same way wins. The first race has one window of each way, and
 # may err. Races of three ways, the slowest at half the rate, cost at most 1.5 % in the end (`test_host_race.py`).
 _FIRST_PAUSE, _LONGEST_PAUSE, _LONGER = 512, 8192, 4
-# The weight of a window in the rate of its way, and what another way has to be faster by: windows of one way differ by
-# some tenth. Chosen.
-_RATE_SHARE, _MARGIN = 0.5, 1.03
+# The weight of a window in the rate of its way, what another way has to be faster by, and what drafted rows have to be
+# faster by than none: windows of one way differ by some tenth, and drafts that seem to pay by chance lose more than
+# those that pay a little gain (`benchmarks/results/2026-11-26-cpu-tenants.md`).
+_RATE_SHARE, _MARGIN, _DRAFTED_MARGIN = 0.5, 1.03, 1.05
 
 
 @dataclass(slots=True)
@@ -131,8 +132,9 @@ class HostRace:
     @staticmethod
     def _decide(here: _Load) -> None:
         assert here.best is not None
-        fastest = max(here.rates, key=lambda way: here.rates[way].value)
-        if here.rates[fastest].value > _MARGIN * here.rates[here.best].value:
+        worth = {way: rate.value / (1 if way is Way.PLAIN else _DRAFTED_MARGIN) for way, rate in here.rates.items()}
+        fastest = max(worth, key=worth.__getitem__)
+        if worth[fastest] > _MARGIN * worth[here.best]:
             here.best, here.pause = fastest, _FIRST_PAUSE
         else:
             here.pause = min(_LONGEST_PAUSE, _LONGER * here.pause)
