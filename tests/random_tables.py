@@ -11,7 +11,7 @@ import torch
 from preorder_tables import preorder
 from random_steps import DEVICE, integers, random_step
 
-from tree_kernels.node_table import Mailboxes, NodeTable, StepIntegers
+from tree_kernels.node_table import Mailboxes, NodeTable, StepIntegers, recycling
 from tree_kernels.node_table.layout import LOOKUP, NODES, REPORT_ROWS, REPORT_TOKENS
 from tree_kernels.verification import RECORD, Mode, Verdicts
 from tree_kernels.verification.records import MODE, ROWS
@@ -33,6 +33,7 @@ class Case(NamedTuple):
     vocabulary: int
     lookup_tokens: int = LOOKUP
     reading: tuple[int, ...] = ()
+    recycles: bool = False
 
     @property
     def passes(self) -> int:
@@ -52,6 +53,9 @@ CASES = (
     Case(4, [64] * 4, 60, 200, 4, 5),
     Case(16, [0, 0, 64, 64, 9], 128, 90, 3, reading=(37, 1)),
     Case(4, [0, 64, 0, 64], 70, 40, 4, reading=(64,)),
+    Case(16, [16, 64, 1, 0, 9, 30], 64, 60, 30, recycles=True),
+    Case(4, [20] * 4, 40, 20, 6, 0, recycles=True),
+    Case(16, [0, 0, 64, 9], 64, 90, 30, reading=(20, 1), recycles=True),
 )
 
 
@@ -153,7 +157,7 @@ def given_for(case: Case, seed: int) -> Given:
     places, tables = [-1] * MAX_SEQUENCES, dict[int, list[int]]()
     free = rng.sample(range(MAX_SEQUENCES), MAX_SEQUENCES)
     for b, row in enumerate(step.query_starts[:-1].tolist()):
-        if b < reading or not roots[b] or rng.random() < 0.15:
+        if b < reading or not roots[b] or rng.random() < (0.6 if case.recycles else 0.15):
             continue
         root, moved = int(step.token_ids[row]), 0
         if root < 0:
@@ -179,14 +183,28 @@ def table_for(case: Case, tokens: torch.Tensor, backend: Literal["triton", "torc
     """A table whose tensors hold what a launch before may have left there."""
     table = NodeTable(
         tokens, case.page_size, LAST_POSITION, max_sequences=MAX_SEQUENCES, max_passes=PASSES,
-        lookup_tokens=case.lookup_tokens, backend=backend,
+        lookup_tokens=case.lookup_tokens, recycles=case.recycles, backend=backend,
     )  # fmt: skip
+    if case.recycles:
+        # Of owners of their own, so that it does not matter which of several entries is written last.
+        table.owners.copy_(torch.arange(MAX_SEQUENCES))
+        given = random_logits(MAX_SEQUENCES * case.vocabulary, case.vocabulary, 1).unflatten(0, (MAX_SEQUENCES, -1))
+        for owner, token in itertools.product(range(MAX_SEQUENCES), range(0, case.vocabulary, 2)):
+            entry = recycling.entry_of(owner, token, given[owner, token])
+            table.entries[recycling.place_of(owner, token)] = entry.to(tokens.device)
     for left in (
         table.reports, table.tables, table.passes, table.limits, table.counts, table.roots, table.ages, table.keys,
         table.ranked, table.noted, table.unranked,
     ):  # fmt: skip
         left.random_(-3, 1000)
     return table
+
+
+def random_logits(rows: int, vocabulary: int, seed: int) -> torch.Tensor:
+    """[rows, vocabulary] fp32: the same differences between any row's tokens, in a random order. What they cost rounds
+    alike on every device."""
+    shuffled = torch.rand(rows, vocabulary, generator=torch.Generator().manual_seed(seed)).argsort(1)
+    return shuffled * -0.7
 
 
 def random_verdicts(step: StepIntegers, vocabulary: int, rng: random.Random, reading: int = 0) -> Verdicts:
@@ -215,13 +233,18 @@ def random_verdicts(step: StepIntegers, vocabulary: int, rng: random.Random, rea
     return Verdicts.over(verdicts.tensor.to(step.token_ids.device), MAX_SEQUENCES)
 
 
-def run_pass(table: NodeTable, step: StepIntegers, verdicts: Verdicts, *, last: bool = False) -> None:
-    """What happens to tables and text around a pass that is verified so; the `last` one is only reported."""
+def run_pass(
+    table: NodeTable, step: StepIntegers, verdicts: Verdicts, *, last: bool = False, vocabulary: int = 8
+) -> None:
+    """What happens to tables and text around a pass that is verified so; the `last` one is only reported. Logits have a
+    larger vocabulary than the text."""
     # Random pages are shared, and no GPU says which of several writes to a slot is the last.
     kept = {slot: token for slot, token in zip(step.slots.tolist(), step.token_ids.tolist(), strict=True) if slot >= 0}
     slots = torch.tensor(list(kept), device=table.tokens.device)
     table.tokens[slots] = torch.tensor(list(kept.values()), dtype=torch.int32, device=table.tokens.device)
     table.keep_accepted(step.token_ids, step.slots, step.parameters, verdicts)
+    logits = random_logits(len(step.token_ids), vocabulary + 3, int(step.prefix_lengths[0])).to(slots.device)
+    table.recycle(step, logits, vocabulary, verdicts)
     if last:
         table.report(step, verdicts)
     else:
@@ -254,7 +277,9 @@ def moved_on(case: Case, seed: int, backend: Literal["triton", "torch"]) -> list
     for turn in range(case.passes):
         # The last one is reported alone in every other case, whatever its step.
         last = turn == case.passes - 1 and seed % 2 == 0
-        run_pass(table, step, random_verdicts(step, case.vocabulary, rng, reading), last=last)
+        run_pass(
+            table, step, random_verdicts(step, case.vocabulary, rng, reading), last=last, vocabulary=case.vocabulary + 5
+        )
         note()
         assert not last or found[-1] == found[-2], "a report moved the step on"
     for b, rows in enumerate(case.rows):
@@ -264,4 +289,11 @@ def moved_on(case: Case, seed: int, backend: Literal["triton", "torch"]) -> list
             # The rest says what was never found.
             found.append([[*reports_of(table, b, 0)[:1], *reports_of(table, b, 0)[REPORT_TOKENS:]]])
     count = len(case.rows)
-    return [*found, table.passes[:count].tolist(), table.accepted[:count].tolist(), table.tokens.tolist()]
+    kept = table.entries[table.entries[:, 0] >= 0] if case.recycles else table.entries
+    return [
+        *found,
+        kept.tolist(),
+        table.passes[:count].tolist(),
+        table.accepted[:count].tolist(),
+        table.tokens.tolist(),
+    ]

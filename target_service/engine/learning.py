@@ -93,21 +93,26 @@ class Learning:
         )
 
     def _compare(self, step: Step, verdicts: SequenceOf[Verdict], drafted: int, *, followed: bool) -> None:
-        """Compare one sequence of a step, which had `drafted` rows, with what it would have made without the draft."""
+        """Compare one sequence of a step, which had `drafted` rows, with what it would have made by lookup."""
         found = self.unaided.take()
         if found is not None:
-            self.gathering.follow.compare(*found)
-        if not (followed and verdicts):
+            load, made, unaided, was_followed = found
+            self.gathering.follow.compare(load, made, unaided, followed=was_followed)
+        if not (verdicts and self.gathering.drafting.connected):
             return
         self.compared += 1
         verdict = verdicts[self.compared % len(verdicts)]
         live = self.gathering.live.get(verdict.sequence_id)
-        if live is None or not self.gathering.drafting.is_followed(live.sequence) or not live.verifier.on_device:
+        if (
+            live is None
+            or self.gathering.drafting.is_followed(live.sequence) != followed
+            or not live.verifier.on_device
+        ):
             return
         # Of passes launched at once the first: what the others begin with depends on it.
         accepted = verdict.drafts_by_step[0] if verdict.drafts_by_step else verdict.drafted_tokens
         start = len(live.sequence.token_ids) - len(verdict.token_ids)
         made = min(len(verdict.token_ids), accepted + 1)
-        # Without a draft, a chain has the sequence's share of the rows, or as many as were accepted.
+        # By lookup alone, a chain has the sequence's share of the rows, or as many as were accepted.
         rows = max(accepted, -(-drafted // (step.stride * len(verdicts))))
-        self.unaided.note(len(verdicts), live.sequence, start, made, rows)
+        self.unaided.note(len(verdicts), live.sequence, start, made, rows, followed=followed)

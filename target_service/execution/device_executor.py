@@ -185,15 +185,17 @@ class DeviceSteps:
         return TableStep(len(rows), passes, table, self._reports[place], span, reading, typical, lossy)
 
     def _seat(self, batch: StepBatch, table: NodeTable) -> None:
-        """Publish the growth received by now, and which table each sequence of the step has."""
+        """Publish the growth received by now, and which table and owner each sequence of the step has."""
         assert self.tables is not None, "there is one where the runner has a table"
         self.tables.publish()
-        places = self.tables.places([item.sequence.sequence_id for item in batch.items])
-        if places is not None:
+        sequences = [item.sequence for item in batch.items]
+        ids, tenants = [one.sequence_id for one in sequences], [one.request.tenant for one in sequences]
+        seats = self.tables.seats(ids, tenants)
+        if seats is not None:
             # PyTorch does not reuse pinned memory that a copy still reads.
-            pinned = torch.empty(len(places), dtype=torch.int32, pin_memory=self._pins)
-            pinned.numpy()[:] = places
-            table.seat(pinned)
+            pinned = torch.empty(seats.shape, dtype=torch.int32, pin_memory=self._pins)
+            pinned.numpy()[:] = seats
+            table.seat(*pinned)
 
     def _conclude(
         self, batch: StepBatch, rows: SequenceOf[RowsToVerify], done: ForwardPass, table: TableWork = TableWork.NONE

@@ -7,6 +7,9 @@ which the device reads when it comes to the next pass, launched or not.
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import secrets
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -104,7 +107,7 @@ class NodeTables:
         self._free = list(range(slots - 1, -1, -1))
         self._trees: dict[int, _Tree] = {}
         # Of the last step.
-        self._places: tuple[int, ...] = ()
+        self._seats: list[list[int]] = []
         # Scores are multiplied by it: how well they predicted acceptance lately.
         self.trust = 1.0
 
@@ -181,14 +184,16 @@ class NodeTables:
         tree.begin(base, token_ids[base - 1])
         return 0
 
-    def places(self, sequence_ids: SequenceOf[int]) -> Ints | None:
-        """[slots] int32, the slot of each sequence of a step, -1 for none; None where the step before had the same."""
-        places = tuple(self._trees[each].slot if each in self._trees else -1 for each in sequence_ids)
-        if places == self._places:
+    def seats(self, sequence_ids: SequenceOf[int], tenants: SequenceOf[str]) -> Ints | None:
+        """[2, slots] int32, the slot and the owner of each sequence of a step, -1 for none; None where the step before
+        had the same."""
+        places = [self._trees[each].slot if each in self._trees else -1 for each in sequence_ids]
+        seats = [places, list(map(owner_of, tenants))]
+        if seats == self._seats:
             return None
-        self._places = places
-        found = np.full(self._slots, -1, np.int32)
-        found[: len(places)] = places
+        self._seats = seats
+        found = np.full((2, self._slots), -1, np.int32)
+        found[:, : len(places)] = seats
         return found
 
     def publish(self) -> None:
@@ -209,6 +214,18 @@ class NodeTables:
         else:
             table[:2] = 0
         self.mail.put(tree.slot)
+
+
+@functools.cache
+def _secret() -> bytes:
+    return secrets.token_bytes(16)
+
+
+@functools.lru_cache(4096)
+def owner_of(tenant: str) -> int:
+    """31 bits that stand for a tenant: nobody can choose a name to share another's recycled tokens."""
+    digest = hashlib.blake2b(tenant.encode(), key=_secret(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def with_predicted(tree: _Tree, predicted: PredictedNodes, trust: float) -> _Tree:

@@ -92,6 +92,7 @@ class PostPass:
         self._runner.pending[: len(verdicts.next_tokens)].copy_(verdicts.next_tokens)
         if work.table is not TableWork.NONE:
             assert table is not None and done.step is not None
+            table.recycle(done.step, done.logits, self._runner.vocabulary_size, verdicts)
             conclude = table.go_on if work.table is TableWork.GO_ON else table.report
             conclude(done.step, verdicts)
 

@@ -143,7 +143,8 @@ class ModelRunner:
         self, max_sequences: int, lookup_tokens: int = LOOKUP, backend: Literal["triton", "torch"] | None = None
     ) -> None:
         """Keep every token beside its key from now on, and let the device choose rows for steps of up to
-        `max_sequences`; `lookup_tokens` and `backend` are those of `NodeTable`."""
+        `max_sequences`; `lookup_tokens` and `backend` are those of `NodeTable`. Where tokens are looked up, they are
+        recycled too."""
         self.node_table = NodeTable(
             self.cache.tokens,
             self.cache.page_size,
@@ -151,6 +152,7 @@ class ModelRunner:
             max_sequences=max_sequences,
             max_passes=MAX_STRIDE,
             lookup_tokens=lookup_tokens,
+            recycles=lookup_tokens > 0,
             backend=backend,
         )
 

@@ -8,12 +8,16 @@ import random
 import sys
 
 import random_tables
+import torch
 from compiling import Compiling
 from random_tables import CASES, Case, given_for, random_verdicts, seat, table_for
 
 from tree_kernels.node_table import triton_backend as _triton_node_table
+from tree_kernels.node_table import triton_recycling as _triton_recycling
 
 KERNELS = ("_begin_kernel", "_go_on_kernel", "lay_out_kernel", "keep_kernel", "take_kernel")
+RECYCLING = ("likeliest_kernel", "enter_kernel")
+VOCABULARY = 49152
 MAX_SEQUENCES = 256
 
 
@@ -26,6 +30,9 @@ def launch(case: Case, needed: dict[str, int]) -> list[str]:
     seat(table, given.places, given.tables)
     table.begin(given.step, given.pending, given.moves)
     table.keep_accepted(given.step.token_ids, given.step.slots, given.step.parameters, verdicts)
+    table.recycle(
+        given.step, torch.zeros(len(given.step.token_ids), VOCABULARY, dtype=torch.bfloat16), VOCABULARY, verdicts
+    )
     table.go_on(given.step, verdicts)
     table.report(given.step, verdicts)
     return sorted(needed.keys() - warmed)
@@ -35,9 +42,11 @@ def main() -> None:
     needed: dict[str, int] = {}
     for name in KERNELS:
         setattr(_triton_node_table, name, Compiling(getattr(_triton_node_table, name), needed))
+    for name in RECYCLING:
+        setattr(_triton_recycling, name, Compiling(getattr(_triton_recycling, name), needed))
     random_tables.MAX_SEQUENCES = MAX_SEQUENCES
-    # One sequence and several, with and without lookup, and as many as run at once on a GPU.
-    cases = (CASES[0], CASES[4], CASES[7], Case(16, [8] * MAX_SEQUENCES, 512, 40, 3))
+    # One sequence and several, with and without lookup, recycling, and as many as run at once on a GPU.
+    cases = (CASES[0], CASES[4], CASES[7], CASES[11], Case(16, [8] * MAX_SEQUENCES, 512, 40, 3))
     late = [name for case in cases for name in launch(case, needed)]
     json.dump({"needed": needed, "late": late}, sys.stdout)
 

@@ -28,7 +28,7 @@ from random_tables import (
     table_for,
 )
 
-from tree_kernels.node_table import Mailboxes, NodeTable, StepIntegers, layout, longest_run
+from tree_kernels.node_table import Mailboxes, NodeTable, StepIntegers, layout, longest_run, recycling
 from tree_kernels.node_table import torch_backend as _torch_node_table
 from tree_kernels.node_table.layout import (
     COST_OF_HALVING,
@@ -592,8 +592,18 @@ def test_random_cases_are_what_they_should_be(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(_torch_node_table, "candidates", watched)
     reports: list[list[int]] = []
+    recycled: list[int] = []
+
+    recycled_tree = recycling.recycled_tree
+
+    def watched_tree(entries: torch.Tensor, owner: int, root: int) -> tuple[list[int], list[int]]:
+        tokens, costs = recycled_tree(entries, owner, root)
+        recycled.append(sum(token >= 0 for token in tokens[1:]))
+        return tokens, costs
+
+    monkeypatch.setattr(recycling, "recycled_tree", watched_tree)
     for place, case in enumerate(CASES):
-        for passes in moved_on(case, place, "torch")[1 + case.passes + len(case.reading) : -3]:
+        for passes in moved_on(case, place, "torch")[1 + case.passes + len(case.reading) : -4]:
             assert isinstance(passes, list)
             reports += passes
     assert any(one[6] > 5 for one in reports) and any(one[6] < 0 for one in reports)
@@ -603,6 +613,8 @@ def test_random_cases_are_what_they_should_be(monkeypatch: pytest.MonkeyPatch) -
     for deep, leaf, chained in itertools.product((False, True), repeat=3):
         assert any((d > 5, not rows, beside) == (deep, leaf, chained) for d, rows, _, beside in mended)
     assert any(d == 0 and rows > 5 for d, rows, *_ in mended) and any(depth > 3 for _, _, depth, _ in mended)
+    # Many nodes, some, and none.
+    assert min(recycled) == 0 and max(recycled) > 40 and len({*recycled}) > 5
     assert {(held, before, True) for held, before in ((True, False), (False, True), (False, False))} <= lent
 
 
@@ -622,8 +634,8 @@ def test_the_kernels_compile_for_a_gpu() -> None:
     found = work("node_table_compiling_worker.py", TRITON_INTERPRET="0")
     needed = found["needed"]
     assert len(needed) > 12 and max(needed.values()) < 227 << 10
-    # Nothing is left for the first pass but what keeps its tokens, which is captured with it.
-    assert {name.partition(",")[0] for name in found["late"]} == {"keep_kernel"}
+    # Nothing is left for the first pass but what keeps its tokens and what follows them, which is captured with it.
+    assert {name.partition(",")[0] for name in found["late"]} == {"keep_kernel", "likeliest_kernel", "enter_kernel"}
 
 
 @pytest.mark.gpu

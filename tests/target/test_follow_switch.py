@@ -192,3 +192,12 @@ def test_loads_are_told_apart_by_powers_of_two() -> None:
     # Neither says anything of the other, nor of those beyond.
     assert not any(engine.switch.follows(load) for load in (1, 2, 4, 7, 16))
     assert all(engine.run(passes=500))
+
+
+@pytest.mark.parametrize(("alone", "kept"), [(1.0, True), (1.25, True), (1.8, False)])
+def test_one_has_to_make_more_than_passes_without_it(alone: float, kept: bool) -> None:
+    """A draft that makes 1.5 for each token of lookup, where passes without one make `alone` by recycled tokens too."""
+    engine = Engine(gain=1.5)
+    for made in [2.0 * alone] * 40:
+        engine.switch.compare(1, made, 2.0, followed=False)
+    assert is_dropped(engine.run(1500)) is not kept

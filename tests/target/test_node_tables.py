@@ -15,7 +15,7 @@ from preorder_tables import preorder
 
 from outrider.errors import InvalidField
 from outrider.wire.frames import SequenceGrowth
-from target_service.execution.node_tables import NodeTables
+from target_service.execution.node_tables import NodeTables, owner_of
 from tree_kernels.node_table import Mailboxes
 from tree_kernels.node_table.layout import COST_OF_HALVING, MOST_COST, NODES
 from tree_kernels.node_table.mailboxes import LAST_NUMBER, TURNS
@@ -68,10 +68,12 @@ class Device:
     def step(self, *sequence_ids: int) -> int:
         """Publish, take, and seat these sequences. Tables that were taken."""
         self._tables.publish()
-        places = self._tables.places(sequence_ids)
-        if places is not None:
-            assert places.dtype == np.int32 and len(places) == SLOTS
-            self.places = places.tolist()
+        seats = self._tables.seats(sequence_ids, ["tenant"] * len(sequence_ids))
+        if seats is not None:
+            assert seats.dtype == np.int32 and seats.shape == (2, SLOTS)
+            self.places = seats[0].tolist()
+            count = len(sequence_ids)
+            assert seats[1].tolist() == [owner_of("tenant")] * count + [-1] * (SLOTS - count)
         mail, before = self._tables.mail, self._taken
         self._taken = mail.newest.tolist()
         news = [slot for slot in range(SLOTS) if self._taken[slot] != before[slot]]
@@ -355,7 +357,15 @@ def test_a_step_of_others_says_who_they_are() -> None:
         assert device.places[len(order) :] == [-1] * (SLOTS - len(order))
     # One that has no table, at any place.
     assert device.step(8, 1) == 0 and device.table_of(0) is None and paths_of(device.table_of(1)) == {(5,)}
-    assert tables.places([8, 1]) is None
+    assert tables.seats([8, 1], ["tenant"] * 2) is None
+    seats = tables.seats([8, 1], ["tenant", "another"])
+    assert seats is not None and seats[0].tolist() == device.places and seats[1, 1] == owner_of("another")
+
+
+def test_tenants_are_told_apart() -> None:
+    owners = [owner_of(str(number)) for number in range(1000)]
+    assert len(set(owners)) == 1000 and min(owners) >= 0 and max(owners) < 2**31
+    assert owners == [owner_of(str(number)) for number in range(1000)]
 
 
 def test_what_is_said_is_there_before_its_turn() -> None:

@@ -73,7 +73,7 @@ def test_a_pass_is_compared_with_a_chain_of_as_many_rows(rows: int, unaided: int
     compared.note(3, cast(Sequence, own), start=6, made=2, rows=rows)
     own.token_ids += [1, 2, 9]
     own.token_ids += [7] * 20
-    assert compared.take() == (3, 2, unaided)
+    assert compared.take() == (3, 2, unaided, True)
     assert compared.take() is None
 
 
@@ -87,7 +87,7 @@ def test_a_comparison_waits_for_the_text_to_go_on() -> None:
         own.token_ids.append(token)
     assert compared.take() is None
     own.token_ids.append(6)
-    assert compared.take() == (1, 1, 5)
+    assert compared.take() == (1, 1, 5, True)
 
 
 def test_a_text_that_has_ended_is_compared_as_it_is() -> None:
@@ -95,13 +95,15 @@ def test_a_text_that_has_ended_is_compared_as_it_is() -> None:
     compared.note(1, cast(Sequence, own), start=3, made=2, rows=15)
     own.totals.finished_ns = 1
     # Two tokens were left to say, whoever had known more.
-    assert compared.take() == (1, 2, 2)
+    assert compared.take() == (1, 2, 2, True)
 
 
 def test_without_lookup_a_pass_would_make_one_token() -> None:
     compared, own = Unaided(lookup_tokens=0), sequence([5, 6, 5, 6, 5])
     compared.note(1, cast(Sequence, own), start=2, made=3, rows=15)
-    assert compared.take() == (1, 3, 1)
+    assert compared.take() == (1, 3, 1, True)
+    compared.note(1, cast(Sequence, own), start=2, made=3, rows=15, followed=False)
+    assert compared.take() == (1, 3, 1, False)
 
 
 @pytest.mark.parametrize("passes", [1, 2], ids=["pass by pass", "two passes at once"])
@@ -126,7 +128,7 @@ def test_the_engine_compares_what_a_draft_brings(
     # As soon as it is there.
     monkeypatch.setattr(FollowSwitch, "follows", lambda *_: True)
     compared: list[tuple[int, float, float]] = []
-    monkeypatch.setattr(FollowSwitch, "compare", lambda _, *one: compared.append(one))
+    monkeypatch.setattr(FollowSwitch, "compare", lambda _, *one, followed: compared.append(one) if followed else None)
     said: dict[int, list[int]] = {}
     for number, one in enumerate(wanted):
         loop.add(loop.make(number, one))

@@ -4,7 +4,8 @@ No pass waits for a draft: each sequence has a table of drafted nodes in device 
 that was generated some passes ago (`layout`). Between two passes two kernels find, without the host, where every
 sequence is in its table now, add what prompt lookup finds in its own text, and lay out the likeliest nodes of all
 sequences as the next pass, so that several drafted passes can be launched at once. The text's tokens lie beside their
-keys, one for each slot of the KV cache, so they are shared and released with the pages.
+keys, one for each slot of the KV cache, so they are shared and released with the pages. A sequence without a table has
+a tree of recycled tokens in its place (`recycling`).
 
 Prompt lookup's rule (Saxena, "Prompt lookup decoding", 2023): the longest run of tokens up to `LONGEST` that ends the
 text and occurs in it before, of equally long ones the last; what followed it is drafted, as a chain.
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tree_kernels.node_table import layout
+from tree_kernels.node_table import layout, recycling
 from tree_kernels.node_table.layout import KEPT, LOOKUP, NO_KEY, PROSPECTS, REPORT, TABLE
 from tree_kernels.node_table.mailboxes import Mailboxes
 from tree_kernels.node_table.step_integers import StepIntegers
@@ -40,8 +41,11 @@ class NodeTable:
         accepted: [B] int32, drafted rows that were accepted since `begin`.
         limits: [B] int32, rows that may be drafted for a sequence, since `begin`.
         places: [B] int32, the table of the step's b-th sequence; -1 for none.
+        owners: [B] int32, whose the step's b-th sequence is; -1 where nothing is recycled for it.
         reading: [1] int32, how many of the step's sequences, the first ones, read their prompts.
-        tables: [B, TABLE] int32, see `layout`.
+        tables: [2 B, TABLE] int32, see `layout`: those of the B slots, then a recycled one of each sequence of a step;
+            [B, TABLE] where nothing is recycled.
+        entries: [PLACES, ENTRY] int32, see `recycling`; empty where nothing is recycled.
         taken: [B] int32, the number of the table in each slot; see `Mailboxes`.
     """
 
@@ -54,12 +58,13 @@ class NodeTable:
         max_sequences: int,
         max_passes: int,
         lookup_tokens: int = LOOKUP,
+        recycles: bool = False,
         backend: Literal["triton", "torch"] | None = None,
     ) -> None:
         """`tokens` [slots] int32 of the KV cache are written by every pass that feeds them; `last_position` is the
         model's largest; `max_sequences` are those that steps' parameters are packed for. `lookup_tokens` 0 looks
-        nothing up. `backend` None is "triton" on a GPU and "torch" elsewhere. Raises `ValueError` for more
-        `lookup_tokens` than `LOOKUP`."""
+        nothing up. `recycles`: sequences without a table get one of recycled tokens. `backend` None is "triton" on a
+        GPU and "torch" elsewhere. Raises `ValueError` for more `lookup_tokens` than `LOOKUP`."""
         if not 0 <= lookup_tokens <= LOOKUP:
             raise ValueError(f"expected 0 to {LOOKUP} tokens of a lookup, got {lookup_tokens}")
         device = tokens.device
@@ -69,13 +74,28 @@ class NodeTable:
         self.max_sequences = max_sequences
         self.lookup_tokens = lookup_tokens
         self.reports = torch.zeros(max_sequences, max_passes, REPORT, dtype=torch.int32, device=device)
-        self.tables = torch.zeros(max_sequences, TABLE, dtype=torch.int32, device=device)
-        integers = torch.zeros(8, max_sequences, dtype=torch.int32, device=device)
+        self.recycles = recycles
+        self.tables = torch.zeros((1 + recycles) * max_sequences, TABLE, dtype=torch.int32, device=device)
+        self.entries = recycling.empty_entries(device) if recycles else torch.zeros(0, dtype=torch.int32, device=device)
+        # [5, NODES] int32
+        self.shape = torch.tensor(recycling.SHAPE, dtype=torch.int32, device=device)
+        integers = torch.zeros(9, max_sequences, dtype=torch.int32, device=device)
         # Of the next pass: how many candidates were kept (-1 for absent sequences), the root's token and the age.
-        self.passes, self.accepted, self.limits, self.places, self.counts, self.roots, self.ages, self.taken = integers
+        (
+            self.passes,
+            self.accepted,
+            self.limits,
+            self.places,
+            self.counts,
+            self.roots,
+            self.ages,
+            self.taken,
+            self.owners,
+        ) = integers
         self.reading = torch.zeros(1, dtype=torch.int32, device=device)
         self.places.fill_(-1)
         self.counts.fill_(-1)
+        self.owners.fill_(-1)
         # [B, KEPT + 1] keys of the kept candidates, rising, followed by `NO_KEY`. [B, 3, KEPT + 1] their tokens, links
         # (see `link_of`) and chances.
         self.keys = torch.full((max_sequences, KEPT + 1), NO_KEY, dtype=torch.int32, device=device)
@@ -108,6 +128,7 @@ class NodeTable:
             max_sequences=self.max_sequences,
             max_passes=self.reports.shape[1],
             lookup_tokens=self.lookup_tokens,
+            recycles=self.recycles,
             backend=self.backend,
         )
         own.take(Mailboxes(self.max_sequences, self.tokens.device))
@@ -116,9 +137,12 @@ class NodeTable:
         own.go_on(step, Verdicts.over(nothing, self.max_sequences))
         own.report(step, Verdicts.over(nothing, self.max_sequences))
 
-    def seat(self, places: Tensor) -> None:
-        """Assign tables to the sequences of the next step, in stream order. places: [B] int32, -1 for none."""
+    def seat(self, places: Tensor, owners: Tensor | None = None) -> None:
+        """Assign tables and owners to the sequences of the next step, in stream order: [B] int32, -1 for none. Without
+        `owners` they stay."""
         self.places.copy_(places, non_blocking=True)
+        if owners is not None:
+            self.owners.copy_(owners, non_blocking=True)
 
     def take(self, mail: Mailboxes) -> None:
         """Copy the newest table of every box that has a newer one than was taken last.
@@ -169,3 +193,14 @@ class NodeTable:
         """After a pass with trees, whose accepted keys were moved right behind their roots, write their tokens there:
         of `token_ids` and `slots` [R] int32 as the pass read and wrote them, by the parameters of its verification."""
         self._backend.keep_accepted(self, token_ids, slots, parameters, verdicts)
+
+    def recycle(self, step: StepIntegers, logits: Tensor, vocabulary: int, verdicts: Verdicts) -> None:
+        """After a pass, keep what the target says behind the tokens that it accepted, and behind each root: of `logits`
+        [R, at least `vocabulary`], the last dimension contiguous. Nothing where the table does not recycle, or the step
+        has more rows than `recycling.MOST_ROWS`. Before `go_on` or `report`."""
+        if self.recycles_in(step):
+            self._backend.recycle(self, step, logits, vocabulary, verdicts)
+
+    def recycles_in(self, step: StepIntegers) -> bool:
+        """Whether the sequences of a step have recycled trees, and keep what they may recycle."""
+        return self.recycles and len(step.token_ids) <= recycling.MOST_ROWS

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from tree_kernels.node_table import layout
+from tree_kernels.node_table import layout, recycling
 from tree_kernels.node_table.layout import NODES, PROSPECTS, REPORT_ROWS, REPORT_TOKENS, Figure, link_of, longest_run
 from tree_kernels.node_table.mailboxes import TURNS
 from tree_kernels.node_table.step_integers import StepIntegers
@@ -114,6 +114,19 @@ def go_on(table: NodeTable, step: StepIntegers, verdicts: Verdicts, *, last: boo
             _find(table, step, b, token, count + 1)
     if not last:
         _lay_out(table, step)
+
+
+def recycle(table: NodeTable, step: StepIntegers, logits: Tensor, vocabulary: int, verdicts: Verdicts) -> None:
+    """See `NodeTable.recycle`."""
+    for b, row, _ in _trees(step):
+        owner, count = int(table.owners[b]), int(verdicts.accepted_counts[b])
+        if owner < 0 or b < int(table.reading):
+            continue
+        path = [row, *(row + verdicts.accepted_rows[row : row + count]).tolist()]
+        for at in path[: recycling.KEPT_TOKENS]:
+            token = int(step.token_ids[at])
+            entry = recycling.entry_of(owner, token, logits[at, :vocabulary])
+            table.entries[recycling.place_of(owner, token)] = entry.to(table.entries.device)
 
 
 def keep_accepted(table: NodeTable, token_ids: Tensor, slots: Tensor, parameters: Tensor, verdicts: Verdicts) -> None:
@@ -249,7 +262,12 @@ def _find(table: NodeTable, step: StepIntegers, b: int, root: int, moves: int) -
     prefix, slot = int(step.prefix_lengths[b]), int(table.places[b])
     keys = torch.arange(max(0, prefix - layout.WINDOW - layout.LONGEST), prefix, device=table.tokens.device)
     text = [*table.tokens[_slots(table, step, b, keys).long()].tolist(), root]
-    nodes = nodes_of(table.tables[slot]) if slot >= 0 else _NO_TREE
+    nodes, owner = nodes_of(table.tables[slot]) if slot >= 0 else _NO_TREE, int(table.owners[b])
+    recycled = table.recycles_in(step) and slot < 0 <= owner and int(table.limits[b]) > 0
+    if recycled:
+        tokens, costs = recycling.recycled_tree(table.entries, owner, root)
+        shape = recycling.SHAPE
+        nodes = Nodes(prefix + 1, tokens, shape.parents, shape.ends, shape.depths, costs)
     place = walk(nodes, text, prefix)
     before = walk(nodes, text[:-1], prefix - 1) if place < 0 else -1
     nothing_below = place < 0 or nodes.ends[place] == place + 1
@@ -258,11 +276,11 @@ def _find(table: NodeTable, step: StepIntegers, b: int, root: int, moves: int) -
     chain = look_up(text, table.lookup_tokens)
     kept = best(candidates(nodes, place, chain, before, borrowed), int(table.limits[b]))
     table.counts[b], table.roots[b] = len(kept), root
-    table.ages[b] = nodes.depths[place] if place >= 0 else -1
+    table.ages[b] = nodes.depths[place] if place >= 0 and not recycled else -1
     rows = {-1: 0} | {one.number: 1 + rank for rank, one in enumerate(kept)}
     table.keys[b] = layout.NO_KEY
     for rank, one in enumerate(kept):
-        link = link_of(rows[one.parent], one.depth, one.number < NODES)
+        link = link_of(rows[one.parent], one.depth, one.number < NODES and not recycled)
         table.keys[b, rank] = one.key
         chance = table.chances[one.cost // layout.COSTS_PER_CHANCE]
         table.ranked[b, :, rank] = torch.tensor([one.token, link, int(chance)], dtype=torch.int32)

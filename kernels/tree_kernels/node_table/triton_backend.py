@@ -11,6 +11,8 @@ from torch import Tensor
 from tree_kernels.node_table import layout
 from tree_kernels.node_table.layout import Figure
 from tree_kernels.node_table.step_integers import StepIntegers
+from tree_kernels.node_table.triton_recycling import recycle as recycle
+from tree_kernels.node_table.triton_recycling import recycle_tree
 from tree_kernels.node_table.triton_rows import (
     KEPT_ROWS,
     NO_KEY,
@@ -162,7 +164,7 @@ def _lender(table, having, cost, i):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _keep_best(  # type: ignore[no-untyped-def]
-    chances, counts, keys, ranked, unranked, b, limit, key, token, depth, parent
+    chances, counts, keys, ranked, unranked, b, limit, key, token, depth, parent, recycled
 ):
     """Keep the sequence's candidates of the least `key` [CANDIDATES], up to `limit`, by rising keys.
 
@@ -192,7 +194,7 @@ def _keep_best(  # type: ignore[no-untyped-def]
     # Its number is that of a table's root, which is no candidate.
     number = key % _KEYS_PER_COST
     above = tl.max(tl.where(number[None, :] == parent[:, None], rank[None, :], -1), axis=1)
-    link = tl.where(number >= _NODES, 0, 1 << 16) + (depth << 8) + above + 1
+    link = tl.where((number >= _NODES) | recycled, 0, 1 << 16) + (depth << 8) + above + 1
     tl.store(keys + b * KEPT_ROWS + rank, key)
     out = ranked + b * 3 * KEPT_ROWS + rank
     tl.store(out, token, mask=there)
@@ -203,15 +205,21 @@ def _keep_best(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rank(  # type: ignore[no-untyped-def]
-    tables, places, tokens, pages, lookup_costs, chances, counts, ages, keys, ranked, unranked, b,
-    prefix, root, limit, CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    tables, places, owners, entries, shape, tokens, pages, lookup_costs, chances, counts, ages, keys, ranked, unranked,
+    b, prefix, root, limit, CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Find what may follow the sequence's root, and keep the best by rising keys; see `node_table.torch_backend._find`.
 
     Candidate i is a place of the table below `NODES`, and a token of the chain from there on. There is a barrier before
     the first store to what other threads may read.
     """
-    slot = tl.load(places + b)
+    slot, recycled = tl.load(places + b), False
+    if SLOTS > 0:
+        owner = tl.load(owners + b)
+        recycled = (slot < 0) & (owner >= 0) & (limit > 0)
+        slot = tl.where(recycled, SLOTS + b, slot)
+        if recycled:
+            recycle_tree(entries, shape, tables + slot * _TABLE, owner, prefix, root)
     table = tables + tl.maximum(slot, 0) * _TABLE
     i = tl.arange(0, _CANDIDATES)
     base = tl.load(table)
@@ -274,8 +282,8 @@ def _rank(  # type: ignore[no-untyped-def]
     parent = tl.where(tl.where(borrowed, own_parent == lender, (own_parent == top) | inserted), -1, own_parent)
     parent = tl.where(in_chain, tl.where(depth > last_depth + 1, i - 1, last), parent)
     token = tl.where(in_chain, text_token, own_token)
-    _keep_best(chances, counts, keys, ranked, unranked, b, limit, key, token, depth, parent)
-    tl.store(ages + b, tl.where(held, age, -1))
+    _keep_best(chances, counts, keys, ranked, unranked, b, limit, key, token, depth, parent, recycled)
+    tl.store(ages + b, tl.where(held & (recycled == 0), age, -1))
 
 
 @triton.jit
@@ -297,9 +305,10 @@ def _move(records, prefix_lengths, roots, b, prefix, root, moves):  # type: igno
 
 @triton.jit(do_not_specialize=["reading"])
 def _begin_kernel(  # type: ignore[no-untyped-def]
-    token_ids, records, query_starts, prefix_lengths, page_starts, page_table, tokens, tables, places, lookup_costs,
-    chances, counts, roots, ages, keys, ranked, unranked, passes, accepted, limits, all_reading, pending, moves,
-    reading, CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    token_ids, records, query_starts, prefix_lengths, page_starts, page_table, tokens, tables, places, owners,
+    entries, shape, lookup_costs, chances, counts, roots, ages, keys, ranked, unranked, passes, accepted, limits,
+    all_reading, pending, moves,
+    reading, CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """One sequence a program; see `NodeTable.begin`."""
     b = tl.program_id(0)
@@ -317,8 +326,8 @@ def _begin_kernel(  # type: ignore[no-untyped-def]
         prefix = tl.load(prefix_lengths + b) + moved
         tl.store(limits + b, limit)
         _rank(
-            tables, places, tokens, page_table + tl.load(page_starts + b), lookup_costs, chances, counts, ages, keys,
-            ranked, unranked, b, prefix, root, limit, CHAIN, PAGE_SIZE,
+            tables, places, owners, entries, shape, tokens, page_table + tl.load(page_starts + b), lookup_costs,
+            chances, counts, ages, keys, ranked, unranked, b, prefix, root, limit, CHAIN, PAGE_SIZE, SLOTS,
         )  # fmt: skip
         _move(records, prefix_lengths, roots, b, prefix, root, moved)
     else:
@@ -328,10 +337,11 @@ def _begin_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _go_on_kernel(  # type: ignore[no-untyped-def]
-    token_ids, records, query_starts, prefix_lengths, page_starts, page_table, tokens, tables, places, lookup_costs,
-    chances, counts, roots, ages, keys, ranked, unranked, passes, accepted, limits, reading, accepted_counts,
+    token_ids, records, query_starts, prefix_lengths, page_starts, page_table, tokens, tables, places, owners,
+    entries, shape, lookup_costs, chances, counts, roots, ages, keys, ranked, unranked, passes, accepted, limits,
+    reading, accepted_counts,
     next_tokens, accepted_rows, noted, reports, REPORT_STRIDE: tl.constexpr, NOTED_STRIDE: tl.constexpr,
-    LAST: tl.constexpr, CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    LAST: tl.constexpr, CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """One sequence a program; see `NodeTable.go_on`, and `NodeTable.report` for `LAST`. `reports` [B, P, REPORT]."""
     b = tl.program_id(0)
@@ -358,8 +368,8 @@ def _go_on_kernel(  # type: ignore[no-untyped-def]
         accepted_from_table = tl.sum(link >> 16, axis=0)
         if not LAST:
             _rank(
-                tables, places, tokens, page_table + tl.load(page_starts + b), lookup_costs, chances, counts, ages,
-                keys, ranked, unranked, b, prefix, root, limit, CHAIN, PAGE_SIZE,
+                tables, places, owners, entries, shape, tokens, page_table + tl.load(page_starts + b), lookup_costs,
+                chances, counts, ages, keys, ranked, unranked, b, prefix, root, limit, CHAIN, PAGE_SIZE, SLOTS,
             )  # fmt: skip
             _move(records, prefix_lengths, roots, b, prefix, root, count + 1)
         out = reports + b * REPORT_STRIDE + done * _REPORT
@@ -387,7 +397,9 @@ def take(table: NodeTable, mail: Mailboxes) -> None:
 
 def begin(table: NodeTable, step: StepIntegers, pending: Tensor, moves: Tensor, reading: int) -> None:
     """See `NodeTable.begin`."""
-    _begin_kernel[(len(step.prefix_lengths),)](*_tensors(table, step), pending, moves, reading, **_constants(table))
+    _begin_kernel[(len(step.prefix_lengths),)](
+        *_tensors(table, step), pending, moves, reading, **_constants(table, step)
+    )
     _lay_out(table, step)
 
 
@@ -396,7 +408,7 @@ def go_on(table: NodeTable, step: StepIntegers, verdicts: Verdicts, *, last: boo
     _go_on_kernel[(len(step.prefix_lengths),)](
         *_tensors(table, step), verdicts.accepted_counts, verdicts.next_tokens, verdicts.accepted_rows, table.noted,
         table.reports, REPORT_STRIDE=table.reports.stride(0), NOTED_STRIDE=table.noted.stride(0), LAST=last,
-        **_constants(table),
+        **_constants(table, step),
     )  # fmt: skip
     if not last:
         _lay_out(table, step)
@@ -412,14 +424,18 @@ def keep_accepted(table: NodeTable, token_ids: Tensor, slots: Tensor, parameters
 def _tensors(table: NodeTable, step: StepIntegers) -> tuple[Tensor, ...]:
     return (
         step.token_ids, step.parameters, step.query_starts, step.prefix_lengths, step.page_starts, step.page_table,
-        table.tokens, table.tables, table.places, table.lookup_costs, table.chances, table.counts, table.roots,
+        table.tokens, table.tables, table.places, table.owners, table.entries, table.shape, table.lookup_costs,
+        table.chances, table.counts, table.roots,
         table.ages, table.keys, table.ranked, table.unranked, table.passes, table.accepted, table.limits,
         table.reading,
     )  # fmt: skip
 
 
-def _constants(table: NodeTable) -> dict[str, Any]:
-    return {"CHAIN": table.lookup_tokens, "PAGE_SIZE": table.page_size, "num_warps": _RANKING_WARPS}
+def _constants(table: NodeTable, step: StepIntegers) -> dict[str, Any]:
+    # Behind the tables of so many slots are the recycled ones; 0 for none.
+    slots = table.max_sequences if table.recycles_in(step) else 0
+    sizes = {"CHAIN": table.lookup_tokens, "PAGE_SIZE": table.page_size, "SLOTS": slots}
+    return sizes | {"num_warps": _RANKING_WARPS}
 
 
 def _lay_out(table: NodeTable, step: StepIntegers) -> None:

@@ -3,9 +3,10 @@
 Following a draft costs host time: it is sent every token, a head its hidden states, and its trees are received. Where
 that costs more than the drafts bring, nothing is sent to the draft for a while.
 
-The tokens of a pass are compared with those that the same pass would have made without the draft (`unaided`); only its
-time is compared with other passes, since it hardly depends on the text. Comparing tokens of passes before and after
-does not work: on an H200, a draft that made a third more was dropped most of the time, because texts differ by more.
+The tokens of a pass are compared with those that the same pass would have made by lookup (`unaided`), times what passes
+without a draft make beyond that; only its time is compared with other passes, since it hardly depends on the text.
+Comparing tokens of passes before and after does not work: on an H200, a draft that made a third more was dropped most
+of the time, because texts differ by more.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ _RECOVERED = 1.05
 _SHARE = 0.01
 # Weight of one comparison in the mean tokens: some sixty, or two seconds at 8B size, in which a draft may change.
 _TOKEN_SHARE = 0.03
+# Comparisons without a draft that count as much as the assumption that lookup is all there is. Chosen.
+_ASSUMED = 16
 _times, _tokens = partial(RunningTime, _SHARE), partial(RunningMean, _TOKEN_SHARE)
 
 
@@ -75,6 +78,9 @@ class _Followed:
 @dataclass(slots=True)
 class _Load:
     alone: RunningTime = field(default_factory=_times)
+    # Tokens of passes without a draft, and what lookup alone would have made of them.
+    alone_made: RunningMean = field(default_factory=_tokens)
+    alone_unaided: RunningMean = field(default_factory=_tokens)
     followed: _Followed = field(default_factory=_Followed)
     until: float = 0.0
     pause: float = _FIRST_PAUSE
@@ -83,7 +89,16 @@ class _Load:
     def gain(self) -> float:
         """Tokens of passes that follow the draft, for each token of the others in the same time."""
         slower = self.followed.seconds.value / self.alone.value if self.alone.value else 1.0
-        return self.followed.ratio / slower if slower else 1.0
+        return self.followed.ratio / (slower * self.beyond_lookup) if slower else 1.0
+
+    @property
+    def beyond_lookup(self) -> float:
+        """What passes without a draft make for each token that lookup would: more by recycled tokens."""
+        if not self.alone_unaided.value:
+            return 1.0
+        compared = min(self.alone_made.count, 2 / _TOKEN_SHARE)
+        share = compared / (compared + _ASSUMED)
+        return 1.0 + share * (max(1.0, self.alone_made.value / self.alone_unaided.value) - 1.0)
 
     @property
     def fails(self) -> bool:
@@ -115,9 +130,14 @@ class FollowSwitch:
         here = self._loads[load.bit_length()]
         (here.followed.seconds if followed else here.alone).observe(seconds)
 
-    def compare(self, load: int, made: float, unaided: float) -> None:
-        """Observe the tokens of a sequence in a pass that followed the draft, and those it would have made unaided."""
+    def compare(self, load: int, made: float, unaided: float, *, followed: bool = True) -> None:
+        """Observe the tokens of a sequence in a pass that `followed` the draft or did not, and those that it would have
+        made by lookup alone."""
         here = self._loads[load.bit_length()]
+        if not followed:
+            here.alone_made.observe(made)
+            here.alone_unaided.observe(unaided)
+            return
         here.followed.compare(made, unaided)
         if here.alone.count < _ALONE_FIRST:
             return

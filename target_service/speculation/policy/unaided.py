@@ -1,7 +1,8 @@
-"""Computes what a pass that follows a draft would have made without it, by prompt lookup in the sequence's own text.
+"""Computes what prompt lookup alone would have made of a pass, in the sequence's own text.
 
-Later passes without a draft are no measure: a loop makes 16 tokens a pass, the list after it one. But lookup depends on
-the text only, so what the same pass would have made alone can be computed afterwards.
+Later passes without a draft are no measure of one that followed it: a loop makes 16 tokens a pass, the list after it
+one. But lookup depends on the text only, so what the same pass would have made can be computed afterwards. How much
+more passes without a draft make than that, by recycled tokens, is found from such passes.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class _Pass:
     start: int
     made: int
     rows: int
+    followed: bool
 
 
 @dataclass(slots=True)
@@ -41,15 +43,15 @@ class Unaided:
             # Compile now, not at the first comparison.
             followed_chain(np.zeros(2, np.int32), 1)
 
-    def note(self, load: int, sequence: Sequence, start: int, made: int, rows: int) -> None:
-        """Begin to compare a pass that followed a draft and made `made` tokens after the first `start` of a sequence;
-        alone it would have had `rows` rows of a chain. Ignored while another pass is compared."""
+    def note(self, load: int, sequence: Sequence, start: int, made: int, rows: int, *, followed: bool = True) -> None:
+        """Begin to compare a pass that `followed` a draft or did not, and made `made` tokens after the first `start` of
+        a sequence; by lookup it would have had `rows` rows of a chain. Ignored while another pass is compared."""
         if self._pending is None:
-            self._pending = _Pass(load, sequence, start, made, min(rows, self.lookup_tokens))
+            self._pending = _Pass(load, sequence, start, made, min(rows, self.lookup_tokens), followed)
 
-    def take(self) -> tuple[int, int, int] | None:
-        """(load, tokens that the pass made, tokens that it would have made without a draft) of the comparison under
-        way, once the text is longer by a chain, or has ended; else None."""
+    def take(self) -> tuple[int, int, int, bool] | None:
+        """(load, tokens that the pass made, tokens that it would have made by lookup, whether it followed a draft) of
+        the comparison under way, once the text is longer by a chain, or has ended; else None."""
         if self._pending is None:
             return None
         was, token_ids = self._pending, self._pending.sequence.token_ids
@@ -59,7 +61,7 @@ class Unaided:
         self._pending = None
         text = np.array(token_ids[max(0, was.start - WINDOW - LONGEST) : was.start + was.rows], np.int32)
         known = len(text) - min(behind, was.rows)
-        return was.load, was.made, min(behind, 1 + followed_chain(text, known))
+        return was.load, was.made, min(behind, 1 + followed_chain(text, known)), was.followed
 
 
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
