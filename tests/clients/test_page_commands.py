@@ -131,7 +131,9 @@ RULES = {
     r"--max-tokens \d\d\d?\b(?<!32)": "--max-tokens 8",
     r"--concurrency 1,\d+": "--concurrency 1,2",
     r"--writers \d+": "--writers 1",
-    r"--minutes \d+": "--minutes 0.1",
+    # Starting takes most, as below.
+    r"^(outrider tune.*) --minutes \d+": r"\1 --minutes 0.05",
+    r"--minutes \d+\b(?!\.)": "--minutes 0.1",
     r"--writing-share [\d.]+": "--writing-share 0.8",
     r"--tokens \d+M": "--tokens 1k",
 }

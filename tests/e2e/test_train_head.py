@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 from teaching_model import VOCABULARY, save_teaching_model
 from torch import Tensor
+from warm_python import warm_python
 
 from draft_service.drafters.base import DraftSequence
 from draft_service.eagle.checkpoint import EagleCheckpoint
@@ -45,6 +48,22 @@ SMALL: dict[str, Any] = {
     "validation": 10,
 }
 COMMAND = ("outrider", "train-head")
+PYTHON = sys.executable
+# What the command and its writers import.
+IMPORTED = ("draft_service.training.run", "target_service.distillation", "transformers.models.llama.modeling_llama")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def started_in_a_moment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What this process starts as `sys.executable` is forked; `PYTHON` starts as a user's does, as in
+    `test_train_on_devices.py` a whole training does."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with (
+        warm_python(tmp_path_factory.mktemp("python"), environment, IMPORTED) as programs,
+        pytest.MonkeyPatch.context() as patched,
+    ):
+        patched.setattr(sys, "executable", str(programs / "python"))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -263,7 +282,7 @@ def test_prompts_from_a_file_are_answered_by_several_writers(tmp_path: Path, mod
 
 
 def test_a_wrong_setting_ends_the_command_with_status_two(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "draft_service.training", "--out", str(tmp_path / "head"), "--model", "no/such"]
+    command = [PYTHON, "-m", "draft_service.training", "--out", str(tmp_path / "head"), "--model", "no/such"]
     done = subprocess.run([*command, "--steps", "0"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert "--steps: must be at least 1" in done.stderr

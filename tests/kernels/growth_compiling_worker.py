@@ -40,7 +40,8 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], int]]:
         mapped = {"WIDTH": width, "MAPPED": True, "BLOCK_CHUNKS": block_chunks}
         likeliest = mapped | {"BLOCK": best}
         yield f"likeliest, {name}", _triton_children._likeliest_kernel, {"scores": "*fp64"}, likeliest, 4
-        for entrants, sharp in ((128, True), (2048, False)):
+        # Of a race the width is but how often a loop goes round: the widest has the code of the others of its chunks.
+        for entrants, sharp in ((128, True), (2048, False)) if width in (8, 32) else ():
             race = mapped | {"BLOCK": entrants, "SHARP": sharp}
             yield f"race of {entrants}, {name}", _triton_children._race_kernel, RACE, race, 4
     yield "scan for a race", _triton_children._scan_kernel, {}, {"BEST": 0, "CHUNK": 1024}, 4

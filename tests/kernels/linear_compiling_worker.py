@@ -31,6 +31,7 @@ SHAPES = {"smollm2": (576, 9, 3, 64, 1536), "llama": (4096, 32, 8, 128, 14336), 
 
 def kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
     """Name, kernel, constants and options."""
+    seen: set[str] = set()
     for name, (hidden, heads, kv_heads, width, inner) in SHAPES.items():
         four = {"num_warps": 4}
         for whole in (False, True):
@@ -43,9 +44,23 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
             yield f"rotary {name} {whole}", epilogues.rotary_epilogue_kernel, sizes, four
         yield f"gated {name}", epilogues.gated_epilogue_kernel, {"OUTPUTS": inner, "BLOCK": 1024}, four
         for rows in (8, 16, 32, 64):
-            yield from int8_kernels(f"int8 {name} {rows}", rows, hidden, heads, kv_heads, width, inner)
+            yield from new(int8_kernels(f"int8 {name} {rows}", rows, hidden, heads, kv_heads, width, inner), seen)
         if hidden >= 2048:
-            yield from mapped_kernels(f"mapped {name}", hidden, inner)
+            yield from new(mapped_kernels(f"mapped {name}", hidden, inner), seen)
+
+
+def new(
+    found: Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]], seen: set[str]
+) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
+    """Those that differ from all before in more than lengths: blocks that divide these alike make the same code."""
+    for name, kernel, constants, options in found:
+        own = {key: value for key, value in constants.items() if key not in ("OUTPUTS", "INNER")}
+        own["whole"] = constants["INNER"] % (constants["SPLITS"] * constants["BLOCK_K"]) == 0
+        own["inside"] = constants.get("OUTPUTS", 0) % constants["BLOCK_N"] == 0
+        key = repr((kernel.__name__, sorted(own.items()), sorted(options.items())))
+        if key not in seen:
+            seen.add(key)
+            yield name, kernel, constants, options
 
 
 def int8_kernels(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_worker import COMPILING_SECONDS, INTERPRETED, work
+from kernel_worker import COMPILING_SECONDS, INTERPRETED, compiled, work
 
 pytest.importorskip("triton")
 
@@ -31,7 +31,7 @@ def test_every_step_is_verified_as_the_loop_does() -> None:
 def test_the_kernels_compile_for_a_gpu() -> None:
     """With and without filters, typical acceptance and distributions: the interpreter runs what no compiler takes. A
     program has 227 KB of shared memory."""
-    needed = work("device_verification_compiling_worker.py", TRITON_INTERPRET="0")
+    needed = compiled("device_verification_compiling_worker.py")
     assert {name.partition(",")[0] for name in needed} >= {"walk_kernel", "gain_kernel"} and len(needed) > 12
     assert max(needed.values()) < 227 << 10
 

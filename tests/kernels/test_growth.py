@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_worker import INTERPRETED, work
+from kernel_worker import INTERPRETED, compiled, work
 
 WORKER = "growth_worker.py"
 
@@ -40,5 +40,5 @@ def test_the_kernels_grow_the_same_trees_on_a_gpu() -> None:
 def test_the_kernels_compile_for_a_gpu() -> None:
     """A program has 227 KB of shared memory, which what is counted for many items could outgrow."""
     pytest.importorskip("triton")
-    needed = work("growth_compiling_worker.py", TRITON_INTERPRET="0")
+    needed = compiled("growth_compiling_worker.py")
     assert len(needed) > 20 and max(needed.values()) < 227 << 10

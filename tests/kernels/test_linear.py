@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_worker import INTERPRETED, work
+from kernel_worker import INTERPRETED, compiled, work
 from torch import Tensor
 from torch.nn import functional
 
@@ -225,5 +225,5 @@ def test_a_product_with_nothing_behind_it_is_the_librarys() -> None:
 
 def test_the_kernels_behind_products_compile_for_a_gpu() -> None:
     """A program has 227 KB of shared memory."""
-    needed = work("linear_compiling_worker.py", TRITON_INTERPRET="0")
+    needed = compiled("linear_compiling_worker.py")
     assert len(needed) > 8 and max(needed.values()) < 227 << 10

@@ -23,6 +23,7 @@ from readiness import ready
 from outrider.settings import SettingsError
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import target_pb2_grpc, tree_pb2
+from target_service import shared_engine
 from target_service.config import TargetConfig
 from target_service.lifecycle import serve_engine
 from target_service.model.forward import ForwardInput
@@ -242,7 +243,10 @@ class TestEnds:
             assert (await watch.read()).status == SERVING
             watch.cancel()
 
-    async def test_hung_step_does_not_hold_the_process(self, running: Any, caplog: pytest.LogCaptureFixture) -> None:
+    async def test_hung_step_does_not_hold_the_process(
+        self, running: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(shared_engine, "STOP_SECONDS", 0.5)
         async with running(drain_seconds=0.1) as service:
             service.runner.may_go_on.clear()
             request = asyncio.create_task(service.tokens(tokens=PROMPT, sampling=FIFTY))
