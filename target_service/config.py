@@ -66,7 +66,7 @@ class TargetConfig(ServiceSettings):
     lookup_tokens: int = setting(
         -1,
         "most tokens of each sequence that the device drafts from the text so far: up to 15, 0 for none, -1 for 15 on "
-        "a GPU with captured steps and none elsewhere",
+        "a GPU with captured steps and none elsewhere; 0 recycles no tokens either",
         ge=-1,
         le=MOST_LOOKED_UP,
     )

@@ -39,7 +39,7 @@ class StepTimes:
     without other tenants: in shared steps all sizes take longer, since drafts, replies and calls of the others use
     processors too. On a device it is that of all steps of its size. Several passes are one step there or are not, and
     the shortest of a few own steps would be one of a single pass: tenants with 64 and 128 sequences of a small model
-    lost a third to a half of their tokens by that (`benchmarks/results/2026-11-26-cpu-tenants.md`).
+    lost a quarter to a half of their tokens by that (`benchmarks/results/2026-11-26-cpu-tenants.md`).
     """
 
     def __init__(self) -> None:
