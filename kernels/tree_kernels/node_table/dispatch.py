@@ -81,17 +81,8 @@ class NodeTable:
         self.shape = torch.tensor(recycling.SHAPE, dtype=torch.int32, device=device)
         integers = torch.zeros(9, max_sequences, dtype=torch.int32, device=device)
         # Of the next pass: how many candidates were kept (-1 for absent sequences), the root's token and the age.
-        (
-            self.passes,
-            self.accepted,
-            self.limits,
-            self.places,
-            self.counts,
-            self.roots,
-            self.ages,
-            self.taken,
-            self.owners,
-        ) = integers
+        self.passes, self.accepted, self.limits, self.places, self.owners = integers[:5]
+        self.counts, self.roots, self.ages, self.taken = integers[5:]
         self.reading = torch.zeros(1, dtype=torch.int32, device=device)
         self.places.fill_(-1)
         self.counts.fill_(-1)

@@ -4,7 +4,7 @@ After Luo et al., "Turning trash into treasure: accelerating inference of large 
 arXiv 2408.08696: the target's likeliest tokens behind a token, at the last place where it stood in any text, follow it
 with a good chance elsewhere. They are kept, `WIDTH` for each token, and a tree of fixed shape is filled in from the
 root down. Prompt lookup is merged with it as with a draft's tree. Over 42 recorded answers of seven tasks, passes of 8,
-16 and 32 rows make 1.93, 2.08 and 2.16 tokens with it and 1.69, 1.74 and 1.74 with lookup alone
+16 and 32 rows make 1.92, 2.06 and 2.14 tokens with it and 1.69, 1.74 and 1.74 with lookup alone
 (`benchmarks/results/2026-11-26-cpu-recycling.md`).
 
 Texts of one owner never show in another's trees. Entries have one place each, by a hash of owner and token; a later one
