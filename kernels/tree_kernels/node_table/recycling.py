@@ -37,7 +37,7 @@ MOST_ROWS = 64
 # Chances of a likeliest token and those behind it, for the shape alone.
 _BY_RANK = (0.62, 0.2, 0.11, 0.07)
 # How often the chances of a softmax hold at another place, and each level further down. 0.5 to 1.0 made the same within
-# one per cent over the recorded answers.
+# two per cent over the recorded answers.
 _HOLDS, _HOLDS_DEEPER = 0.6, 0.9
 _FACTORS = (0x9E3779B1, 0x85EBCA6B)
 _WORD = 0xFFFFFFFF
