@@ -140,11 +140,16 @@ class ModelRunner:
             self.hooks = hooks
 
     def keep_tokens(
-        self, max_sequences: int, lookup_tokens: int = LOOKUP, backend: Literal["triton", "torch"] | None = None
+        self,
+        max_sequences: int,
+        lookup_tokens: int = LOOKUP,
+        backend: Literal["triton", "torch"] | None = None,
+        *,
+        recycles: bool = True,
     ) -> None:
         """Keep every token beside its key from now on, and let the device choose rows for steps of up to
-        `max_sequences`; `lookup_tokens` and `backend` are those of `NodeTable`. Where tokens are looked up, they are
-        recycled too."""
+        `max_sequences`; `lookup_tokens` and `backend` are those of `NodeTable`, which `recycles` only
+        where tokens are looked up."""
         self.node_table = NodeTable(
             self.cache.tokens,
             self.cache.page_size,
@@ -152,7 +157,7 @@ class ModelRunner:
             max_sequences=max_sequences,
             max_passes=MAX_STRIDE,
             lookup_tokens=lookup_tokens,
-            recycles=lookup_tokens > 0,
+            recycles=recycles and lookup_tokens > 0,
             backend=backend,
         )
 

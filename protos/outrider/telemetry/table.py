@@ -98,7 +98,7 @@ TARGET = (
     ),
     _counter(
         "outrider_draft_rows",
-        "Drafted rows that the device chose, by source: the draft, or the sequence's own text alone (lookup).",
+        "Drafted rows that the device chose, by source: the draft, or the device itself (lookup: text so far, recycled tokens).",
         "source",
     ),
     _counter("outrider_draft_rows_accepted", "Of them, those that were accepted.", "source"),

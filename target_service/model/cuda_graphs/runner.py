@@ -27,7 +27,7 @@ from target_service.model.fused.preparing import LayerOptions, prepare_layers
 from target_service.model.hidden_state_hooks import LayerHooks
 from target_service.model.latent_attention import implementation_name
 from target_service.model.runner import Begin, ModelRunner, PassContext, attend
-from tree_kernels.node_table import fill_pending
+from tree_kernels.node_table import NodeTable, fill_pending
 
 ATTENTION = "outrider_captured"
 # Versions of a layer that the compiler may make: one for each number of rows and each frame of a layer.
@@ -93,7 +93,7 @@ class CapturedRunner(ModelRunner):
         prepare_layers(self.model, self._options.layers)
         self.draft_head = runner.draft_head
         if runner.node_table is not None:
-            self.keep_tokens(self._options.max_sequences, runner.node_table.lookup_tokens)
+            self._keep_tokens_as(runner.node_table)
         if self._options.hooked:
             # After layers are prepared, and before any graph is captured.
             self.hooks = LayerHooks(self.model, self._options.hooked, self.buckets[-1].rows, grows=False)
@@ -175,12 +175,16 @@ class CapturedRunner(ModelRunner):
         torch.cuda.synchronize(self.device)
         self._captured.clear()
 
+    def _keep_tokens_as(self, table: NodeTable) -> None:
+        """Have a table of one's own that looks up and recycles as this one does."""
+        self.keep_tokens(self._options.max_sequences, table.lookup_tokens, recycles=table.recycles)
+
     def use_cache(self, cache: KVCache) -> None:
         """Serve from another cache. Graphs hold addresses of the old one, so they are dropped."""
         self.drop_captures()
         self.cache = cache
         if self.node_table is not None:
-            self.keep_tokens(self._options.max_sequences, self.node_table.lookup_tokens)
+            self._keep_tokens_as(self.node_table)
 
     def keep_to_captured(self) -> None:
         """Capture nothing more: a step of another size runs as the next larger captured one, or eagerly."""
