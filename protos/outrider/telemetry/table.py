@@ -98,7 +98,7 @@ TARGET = (
     ),
     _counter(
         "outrider_draft_rows",
-        "Drafted rows that the device chose, by source: the draft, or the device itself (lookup: text so far, recycled tokens).",
+        "Drafted rows that the device chose, by source: the draft, or the device itself (lookup, recycled tokens).",
         "source",
     ),
     _counter("outrider_draft_rows_accepted", "Of them, those that were accepted.", "source"),
