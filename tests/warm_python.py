@@ -49,6 +49,19 @@ os._exit(status)
 
 
 @contextmanager
+def warm_executable(folder: Path, preload: Sequence[str]) -> Iterator[None]:
+    """What this process starts as `sys.executable` for as long as the block is starts in a moment, with one thread."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    real = sys.executable
+    with warm_python(folder, environment, preload) as programs:
+        sys.executable = str(programs / "python")
+        try:
+            yield
+        finally:
+            sys.executable = real
+
+
+@contextmanager
 def warm_python(folder: Path, environment: Mapping[str, str], preload: Sequence[str]) -> Iterator[Path]:
     """The folder of `python` and `outrider`, to be first on a PATH, for as long as the block is.
 

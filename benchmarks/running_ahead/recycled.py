@@ -24,7 +24,7 @@ from benchmarks.shared.workload import TASK_FILE, folder_of
 from benchmarks.widened.runs import PromptCursor, read_tasks
 from tree_kernels.node_table import recycling
 from tree_kernels.node_table.layout import LOOKUP
-from tree_kernels.node_table.torch_backend import Nodes, best, candidates, look_up
+from tree_kernels.node_table.torch_backend import Nodes, best, candidates, look_up, recycled_nodes
 
 _OWNER = 0
 _CPU = torch.device("cpu")
@@ -58,9 +58,7 @@ def passes(answer: Answer, rows: int, entries: Tensor | None) -> int:
         text = [*answer.prompt, *tokens[:done]]
         nodes, place = Nodes(1, [], [], [], [], []), -1
         if entries is not None:
-            shape = recycling.SHAPE
-            found, costs = recycling.recycled_tree(entries, _OWNER, text[-1])
-            nodes, place = Nodes(len(text), found, shape.parents, shape.ends, shape.depths, costs), 0
+            nodes, place = recycled_nodes(entries, _OWNER, text[-1], len(text)), 0
         kept = best(candidates(nodes, place, look_up(text, LOOKUP)), rows - 1)
         below = {(one.parent, one.token): one.number for one in reversed(kept)}
         at, accepted = -1, 0

@@ -74,12 +74,15 @@ class FuzzedDraft:
         self.tokens: dict[int, list[int]] = {}
         self.steps: dict[int, int] = {}
         self.next_ids: dict[int, int] = {}
+        # Sequences that it gave up, of which it is told until the engine has read that.
+        self.given_up: set[int] = set()
 
     def open(self, sequence: OpenSequence) -> None:
         self.tokens[sequence.sequence_id] = list(sequence.token_ids)
         self.steps[sequence.sequence_id] = sequence.step
         self.next_ids[sequence.sequence_id] = 1
         self.next_vectors[sequence.sequence_id] = 0
+        self.given_up.discard(sequence.sequence_id)
 
     def advance(self, advances: Sequence[SequenceAdvance]) -> None:
         for advance in advances:
@@ -101,6 +104,11 @@ class FuzzedDraft:
         self.next_vectors[sequence_id] = end
         expected = states(self._wanted[sequence_id])[position:end]
         torch.testing.assert_close(read_vectors(vectors), expected, rtol=1e-3, atol=1e-3)
+
+    def forget_given_up(self) -> None:
+        """The engine has read it: from now on it is an error to tell of them."""
+        while self.given_up:
+            self.tokens.pop(self.given_up.pop(), None)
 
     def close(self, sequence_ids: Sequence[int]) -> None:
         for sequence_id in sequence_ids:
@@ -162,6 +170,7 @@ class ServiceMachine(RuleBasedStateMachine):
                     assert isinstance(event, SequenceFinished)
                     self.ended.add(event.sequence_id)
                     assert tuple(self.said[event.sequence_id]) == truth(self.wanted[event.sequence_id])
+            self.draft.forget_given_up()
 
     @rule(reads=st.booleans())
     def connect(self, reads: bool) -> None:
@@ -220,8 +229,8 @@ class ServiceMachine(RuleBasedStateMachine):
 
     @rule(sequence_id=st.integers(0, 12))
     def draft_gives_up(self, sequence_id: int) -> None:
-        # It may still be told of what is committed until the engine has read that.
         self.loop.drafting.receive(SequenceFailure(sequence_id, "FUZZED", "no reason"))
+        self.draft.given_up.add(sequence_id)
 
     @invariant()
     def what_is_said_is_plain_decoding(self) -> None:

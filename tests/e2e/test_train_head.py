@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from teaching_model import VOCABULARY, save_teaching_model
 from torch import Tensor
-from warm_python import warm_python
+from warm_python import warm_executable
 
 from draft_service.drafters.base import DraftSequence
 from draft_service.eagle.checkpoint import EagleCheckpoint
@@ -57,12 +56,7 @@ IMPORTED = ("draft_service.training.run", "target_service.distillation", "transf
 def started_in_a_moment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What this process starts as `sys.executable` is forked; `PYTHON` starts as a user's does, as in
     `test_train_on_devices.py` a whole training does."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with (
-        warm_python(tmp_path_factory.mktemp("python"), environment, IMPORTED) as programs,
-        pytest.MonkeyPatch.context() as patched,
-    ):
-        patched.setattr(sys, "executable", str(programs / "python"))
+    with warm_executable(tmp_path_factory.mktemp("python"), IMPORTED):
         yield
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from child_processes import living_children
 from safetensors.torch import load_file
 from teaching_model import save_teaching_model
 from torch import Tensor
-from warm_python import warm_python
+from warm_python import warm_executable
 
 from draft_service.training import trainer as trainer_module
 from draft_service.training.batches import BatchPlan, make_batch
@@ -64,12 +63,7 @@ IMPORTED = ("draft_service.training.run", "target_service.distillation", "transf
 @pytest.fixture(scope="module", autouse=True)
 def started_in_a_moment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What this process starts as `sys.executable` is forked; `PYTHON` starts as a user's does."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with (
-        warm_python(tmp_path_factory.mktemp("python"), environment, IMPORTED) as programs,
-        pytest.MonkeyPatch.context() as patched,
-    ):
-        patched.setattr(sys, "executable", str(programs / "python"))
+    with warm_executable(tmp_path_factory.mktemp("python"), IMPORTED):
         yield
 
 

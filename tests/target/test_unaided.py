@@ -114,7 +114,8 @@ def test_the_engine_compares_what_a_draft_brings(
     wanted = [request([5, 7, 9 + place], 90) for place in range(3)]
     truth = [(*one.token_ids, *plain(tiny_model, one)) for one in wanted]
     runner = make_runner(tiny_model)
-    runner.keep_tokens(1, 15)
+    # Recycled tokens would say more of a small model's loops than lookup does.
+    runner.keep_tokens(1, 15, recycles=False)
     steps = DeviceSteps(runner, max_sequences=1, max_rows=64, backend="torch")
     costs = StepCost([(1, 1e-3), (64, 1.1e-3)])
     stride = Stride(passes)
@@ -139,4 +140,4 @@ def test_the_engine_compares_what_a_draft_brings(
     assert [tuple(said[number]) for number in range(3)] == [text[3:] for text in truth]
     assert launched[passes] > 10
     assert len(compared) > 3 and {load for load, _, _ in compared} == {1}
-    assert sum(made for _, made, _ in compared) > 1.15 * sum(unaided for *_, unaided in compared)
+    assert sum(made for _, made, _ in compared) > 1.3 * sum(unaided for *_, unaided in compared)

@@ -146,6 +146,13 @@ def nodes_of(table: Tensor) -> Nodes:
     return Nodes(base, *(each[:count] for each in table[2:].view(5, NODES).tolist()))
 
 
+def recycled_nodes(entries: Tensor, owner: int, root: int, base: int) -> Nodes:
+    """The nodes of a recycled tree below an owner's token `root`, the last of `base`; `entries` as in `recycling`."""
+    tokens, costs = recycling.recycled_tree(entries, owner, root)
+    shape = recycling.SHAPE
+    return Nodes(base, tokens, shape.parents, shape.ends, shape.depths, costs)
+
+
 def walk(nodes: Nodes, text: Sequence[int], last: int) -> int:
     """The place in the table of token number `last` of a sequence, with which `text` ends; -1 where the table does not
     hold it."""
@@ -265,9 +272,7 @@ def _find(table: NodeTable, step: StepIntegers, b: int, root: int, moves: int) -
     nodes, owner = nodes_of(table.tables[slot]) if slot >= 0 else _NO_TREE, int(table.owners[b])
     recycled = table.recycles_in(step) and slot < 0 <= owner and int(table.limits[b]) > 0
     if recycled:
-        tokens, costs = recycling.recycled_tree(table.entries, owner, root)
-        shape = recycling.SHAPE
-        nodes = Nodes(prefix + 1, tokens, shape.parents, shape.ends, shape.depths, costs)
+        nodes = recycled_nodes(table.entries, owner, root, prefix + 1)
     place = walk(nodes, text, prefix)
     before = walk(nodes, text[:-1], prefix - 1) if place < 0 else -1
     nothing_below = place < 0 or nodes.ends[place] == place + 1

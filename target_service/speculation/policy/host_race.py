@@ -41,7 +41,7 @@ _FEW, _HOPELESS = 36, 0.8
 _FIRST_PAUSE, _LONGEST_PAUSE, _LONGER = 512, 8192, 4
 # The weight of a window in the rate of its way, what another way has to be faster by, and what drafted rows have to be
 # faster by than none: windows of one way differ by some tenth, and drafts that seem to pay by chance lose more than
-# those that pay a little gain (`benchmarks/results/2026-11-26-cpu-tenants.md`).
+# those that pay a little gain. Chosen.
 _RATE_SHARE, _MARGIN, _DRAFTED_MARGIN = 0.5, 1.03, 1.05
 
 
