@@ -148,8 +148,8 @@ class ModelRunner:
         recycles: bool = True,
     ) -> None:
         """Keep every token beside its key from now on, and let the device choose rows for steps of up to
-        `max_sequences`; `lookup_tokens` and `backend` are those of `NodeTable`, which `recycles` only
-        where tokens are looked up."""
+        `max_sequences`; `lookup_tokens` and `backend` are those of `NodeTable`, which `recycles` only where
+        tokens are looked up."""
         self.node_table = NodeTable(
             self.cache.tokens,
             self.cache.page_size,

@@ -163,6 +163,23 @@ def _lender(table, having, cost, i):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _slot_of(  # type: ignore[no-untyped-def]
+    tables, places, owners, entries, shape, b, prefix, root, limit, SLOTS: tl.constexpr
+):
+    """The place of the sequence's table, -1 for none, and whether it is one of recycled tokens, which is written first:
+    that of a sequence which has no other, is somebody's, and may have rows. `SLOTS` 0 recycles nothing."""
+    slot = tl.load(places + b)
+    recycled = (slot < 0) & (limit > 0) & (SLOTS > 0)
+    if SLOTS > 0:
+        owner = tl.load(owners + b)
+        recycled = recycled & (owner >= 0)
+        slot = tl.where(recycled, SLOTS + b, slot)
+        if recycled:
+            recycle_tree(entries, shape, tables + slot * _TABLE, owner, prefix, root)
+    return slot, recycled
+
+
+@triton.jit
 def _keep_best(  # type: ignore[no-untyped-def]
     chances, counts, keys, ranked, unranked, b, limit, key, token, depth, parent, recycled
 ):
@@ -213,13 +230,7 @@ def _rank(  # type: ignore[no-untyped-def]
     Candidate i is a place of the table below `NODES`, and a token of the chain from there on. There is a barrier before
     the first store to what other threads may read.
     """
-    slot, recycled = tl.load(places + b), False
-    if SLOTS > 0:
-        owner = tl.load(owners + b)
-        recycled = (slot < 0) & (owner >= 0) & (limit > 0)
-        slot = tl.where(recycled, SLOTS + b, slot)
-        if recycled:
-            recycle_tree(entries, shape, tables + slot * _TABLE, owner, prefix, root)
+    slot, recycled = _slot_of(tables, places, owners, entries, shape, b, prefix, root, limit, SLOTS)
     table = tables + tl.maximum(slot, 0) * _TABLE
     i = tl.arange(0, _CANDIDATES)
     base = tl.load(table)
