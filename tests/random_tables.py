@@ -56,6 +56,8 @@ CASES = (
     Case(16, [16, 64, 1, 0, 9, 30], 64, 60, 30, recycles=True),
     Case(4, [20] * 4, 40, 20, 6, 0, recycles=True),
     Case(16, [0, 0, 64, 9], 64, 90, 30, reading=(20, 1), recycles=True),
+    Case(16, [12] * 5, 60, 120, 5, recycles=True),
+    Case(4, [64, 40], 64, 300, 4, recycles=True),
 )
 
 
@@ -157,7 +159,7 @@ def given_for(case: Case, seed: int) -> Given:
     places, tables = [-1] * MAX_SEQUENCES, dict[int, list[int]]()
     free = rng.sample(range(MAX_SEQUENCES), MAX_SEQUENCES)
     for b, row in enumerate(step.query_starts[:-1].tolist()):
-        if b < reading or not roots[b] or rng.random() < (0.6 if case.recycles else 0.15):
+        if b < reading or not roots[b] or rng.random() < (0.3 if case.recycles else 0.15):
             continue
         root, moved = int(step.token_ids[row]), 0
         if root < 0:

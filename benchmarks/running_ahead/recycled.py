@@ -58,7 +58,7 @@ def passes(answer: Answer, rows: int, entries: Tensor | None) -> int:
         text = [*answer.prompt, *tokens[:done]]
         nodes, place = Nodes(1, [], [], [], [], []), -1
         if entries is not None:
-            nodes, place = recycled_nodes(entries, _OWNER, text[-1], len(text)), 0
+            nodes, place = recycled_nodes(entries, _OWNER, text[-1]), 0
         kept = best(candidates(nodes, place, look_up(text, LOOKUP)), rows - 1)
         below = {(one.parent, one.token): one.number for one in reversed(kept)}
         at, accepted = -1, 0

@@ -581,24 +581,34 @@ def test_random_cases_are_what_they_should_be(monkeypatch: pytest.MonkeyPatch) -
     # Whether the last token, or the one before, has a place, and whether another lends.
     lent: set[tuple[bool, bool, bool]] = set()
 
-    def watched(nodes: Nodes, root: int, chain: Chain, before: int, borrowed: int) -> list[Candidate]:
+    # The same of those that have a recycled tree, and of those that have none since their table is large.
+    beside_recycled: set[tuple[bool, bool, bool]] = set()
+    too_large = 0
+
+    def watched(
+        nodes: Nodes, root: int, chain: Chain, before: int, borrowed: int, recycled: Nodes | None
+    ) -> list[Candidate]:
+        nonlocal too_large
         found = candidates(nodes, root, chain, before)
         lent.add((root >= 0, before >= 0, borrowed >= 0))
+        if recycled:
+            beside_recycled.add((root >= 0, before >= 0, borrowed >= 0))
+        too_large += root < 0 and len(nodes.tokens) > recycling.FIRST
         if before >= 0:
             own = [one for one in best(found, KEPT) if one.number < NODES]
             beside = any(one.number >= NODES for one in found)
             mended.append((nodes.depths[before], len(own), max((one.depth for one in own), default=0), beside))
-        return candidates(nodes, root, chain, before, borrowed)
+        return candidates(nodes, root, chain, before, borrowed, recycled)
 
     monkeypatch.setattr(_torch_node_table, "candidates", watched)
     reports: list[list[int]] = []
-    recycled: list[int] = []
+    filled: list[int] = []
 
     recycled_tree = recycling.recycled_tree
 
     def watched_tree(entries: torch.Tensor, owner: int, root: int) -> tuple[list[int], list[int]]:
         tokens, costs = recycled_tree(entries, owner, root)
-        recycled.append(sum(token >= 0 for token in tokens[1:]))
+        filled.append(sum(token >= 0 for token in tokens[1:]))
         return tokens, costs
 
     monkeypatch.setattr(recycling, "recycled_tree", watched_tree)
@@ -614,8 +624,9 @@ def test_random_cases_are_what_they_should_be(monkeypatch: pytest.MonkeyPatch) -
         assert any((d > 5, not rows, beside) == (deep, leaf, chained) for d, rows, _, beside in mended)
     assert any(d == 0 and rows > 5 for d, rows, *_ in mended) and any(depth > 3 for _, _, depth, _ in mended)
     # Many nodes, some, and none.
-    assert min(recycled) == 0 and max(recycled) > 40 and len({*recycled}) > 5
-    assert {(held, before, True) for held, before in ((True, False), (False, True), (False, False))} <= lent
+    assert min(filled) == 0 and max(filled) > 40 and len({*filled}) > 5 and too_large > 3
+    ways = {(held, before, True) for held, before in ((True, False), (False, True), (False, False))}
+    assert ways <= lent and ways | {(False, False, False), (False, True, False)} <= beside_recycled
 
 
 def check(found: list[object]) -> None:

@@ -4,8 +4,8 @@ No pass waits for a draft: each sequence has a table of drafted nodes in device 
 that was generated some passes ago (`layout`). Between two passes two kernels find, without the host, where every
 sequence is in its table now, add what prompt lookup finds in its own text, and lay out the likeliest nodes of all
 sequences as the next pass, so that several drafted passes can be launched at once. The text's tokens lie beside their
-keys, one for each slot of the KV cache, so they are shared and released with the pages. A sequence without a table has
-a tree of recycled tokens in its place (`recycling`).
+keys, one for each slot of the KV cache, so they are shared and released with the pages. A sequence whose table holds
+nothing behind its last token has a tree of recycled tokens (`recycling`).
 
 Prompt lookup's rule (Saxena, "Prompt lookup decoding", 2023): the longest run of tokens up to `LONGEST` that ends the
 text and occurs in it before, of equally long ones the last; what followed it is drafted, as a chain.
@@ -43,8 +43,7 @@ class NodeTable:
         places: [B] int32, the table of the step's b-th sequence; -1 for none.
         owners: [B] int32, whose the step's b-th sequence is; -1 where nothing is recycled for it.
         reading: [1] int32, how many of the step's sequences, the first ones, read their prompts.
-        tables: [2 B, TABLE] int32, see `layout`: those of the B slots, then a recycled one of each sequence of a step;
-            [B, TABLE] where nothing is recycled.
+        tables: [B, TABLE] int32 by slot, see `layout`.
         entries: [PLACES, ENTRY] int32, see `recycling`; empty where nothing is recycled.
         taken: [B] int32, the number of the table in each slot; see `Mailboxes`.
     """
@@ -63,7 +62,7 @@ class NodeTable:
     ) -> None:
         """`tokens` [slots] int32 of the KV cache are written by every pass that feeds them; `last_position` is the
         model's largest; `max_sequences` are those that steps' parameters are packed for. `lookup_tokens` 0 looks
-        nothing up. `recycles`: sequences without a table get one of recycled tokens. `backend` None is "triton" on a
+        nothing up. `recycles`: sequences whose table holds nothing have recycled tokens. `backend` None is "triton" on a
         GPU and "torch" elsewhere. Raises `ValueError` for more `lookup_tokens` than `LOOKUP`."""
         if not 0 <= lookup_tokens <= LOOKUP:
             raise ValueError(f"expected 0 to {LOOKUP} tokens of a lookup, got {lookup_tokens}")
@@ -75,10 +74,12 @@ class NodeTable:
         self.lookup_tokens = lookup_tokens
         self.reports = torch.zeros(max_sequences, max_passes, REPORT, dtype=torch.int32, device=device)
         self.recycles = recycles
-        self.tables = torch.zeros((1 + recycles) * max_sequences, TABLE, dtype=torch.int32, device=device)
+        self.tables = torch.zeros(max_sequences, TABLE, dtype=torch.int32, device=device)
         self.entries = recycling.empty_entries(device) if recycles else torch.zeros(0, dtype=torch.int32, device=device)
         # [5, NODES] int32
         self.shape = torch.tensor(recycling.SHAPE, dtype=torch.int32, device=device)
+        # [B, 2, NODES] tokens and costs of recycled trees: scratch of a kernel.
+        self.recycled = torch.zeros(max_sequences, 2, recycling.NODES, dtype=torch.int32, device=device)
         integers = torch.zeros(9, max_sequences, dtype=torch.int32, device=device)
         # Of the next pass: how many candidates were kept (-1 for absent sequences), the root's token and the age.
         self.passes, self.accepted, self.limits, self.places, self.owners = integers[:5]
@@ -193,5 +194,5 @@ class NodeTable:
             self._backend.recycle(self, step, logits, vocabulary, verdicts)
 
     def recycles_in(self, step: StepIntegers) -> bool:
-        """Whether the sequences of a step have recycled trees, and keep what they may recycle."""
+        """Whether the sequences of a step may have recycled trees, and keep what they may recycle."""
         return self.recycles and len(step.token_ids) <= recycling.MOST_ROWS

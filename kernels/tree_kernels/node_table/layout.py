@@ -18,9 +18,12 @@ Where the table does not hold the last token, or holds nothing below it, and is 
 borrows: what is below the likeliest other node of that token that has anything below it hangs below the root, for
 `MEND_BORROWED` more than it costs below that node, and in no other way.
 
+A table that holds nothing below the last token, or not that token, or no tree, may have a tree of recycled tokens
+beside it, rooted at the last token (`recycling`): the chain is merged with it, mended and borrowed nodes are not.
+
 Rows of a pass are the nodes with the smallest keys: cost * `KEYS_PER_COST` + the node's number, its place in the
-table, or `NODES` + its place in the chain that was looked up. A node's key is above its parent's, so what is chosen
-is a tree, and no two nodes of a sequence have the same.
+table, `recycling.FIRST` + its place in the recycled tree, or `NODES` + its place in the chain that was looked up. A
+node's key is above its parent's, so what is chosen is a tree, and no two nodes of a sequence have the same.
 """
 
 from __future__ import annotations

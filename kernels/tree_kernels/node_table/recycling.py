@@ -1,4 +1,4 @@
-"""Token recycling: trees of what the target said before behind each token, for sequences without a draft's table.
+"""Token recycling: trees of what the target said before behind each token, where a draft's table holds nothing.
 
 After Luo et al., "Turning trash into treasure: accelerating inference of large language models with token recycling",
 arXiv 2408.08696: the target's likeliest tokens behind a token, at the last place where it stood in any text, follow it
@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tree_kernels.node_table import layout
 from tree_kernels.node_table.layout import COST_OF_HALVING, MOST_COST
 
 WIDTH = 4
@@ -30,6 +31,8 @@ TOKENS_AT, COSTS_AT = 2, 2 + WIDTH
 PLACES = 1 << 16
 # Nodes of a tree with its root, and their greatest depth; more made no more tokens over the recorded answers.
 NODES, LEVELS = 64, 5
+# The number of a tree's root among a sequence's candidates, the others' behind it: a larger table leaves no room.
+FIRST = layout.NODES - NODES
 # Tokens of a sequence behind which a pass keeps what followed. Chosen: twice and more of what passes make on average.
 KEPT_TOKENS = 8
 # Rows of the largest pass that keeps, and that builds trees: above, rows are worth more to other sequences. Chosen.

@@ -44,8 +44,8 @@ class Chain(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A node below the present root. `number` is its place in the table, or `NODES` + its place in the chain, and
-    `parent` another's; -1 for the root."""
+    """A node below the present root. `number` is its place in the table, `FIRST` + its place in a recycled tree, or
+    `NODES` + its place in the chain, and `parent` another's; -1 for the root."""
 
     number: int
     token: int
@@ -146,11 +146,11 @@ def nodes_of(table: Tensor) -> Nodes:
     return Nodes(base, *(each[:count] for each in table[2:].view(5, NODES).tolist()))
 
 
-def recycled_nodes(entries: Tensor, owner: int, root: int, base: int) -> Nodes:
-    """The nodes of a recycled tree below an owner's token `root`, the last of `base`; `entries` as in `recycling`."""
+def recycled_nodes(entries: Tensor, owner: int, root: int) -> Nodes:
+    """The nodes of a recycled tree below an owner's token `root`; `entries` as in `recycling`."""
     tokens, costs = recycling.recycled_tree(entries, owner, root)
     shape = recycling.SHAPE
-    return Nodes(base, tokens, shape.parents, shape.ends, shape.depths, costs)
+    return Nodes(1, tokens, shape.parents, shape.ends, shape.depths, costs)
 
 
 def walk(nodes: Nodes, text: Sequence[int], last: int) -> int:
@@ -184,13 +184,15 @@ def lender(nodes: Nodes, token: int) -> int:
     return min(lenders, key=lambda place: (nodes.costs[place], place), default=-1)
 
 
-def candidates(nodes: Nodes, root: int, chain: Chain, before: int = -1, borrowed: int = -1) -> list[Candidate]:
+def candidates(
+    nodes: Nodes, root: int, chain: Chain, before: int = -1, borrowed: int = -1, recycled: Nodes | None = None
+) -> list[Candidate]:
     """What may follow the node at place `root` of the table (-1 for none): the nodes below it, and the chain. Without
     one, the mended nodes behind the node at place `before` (-1 for none), of the token before. What is below the node
-    at place `borrowed` (-1 for none) is borrowed.
+    at place `borrowed` (-1 for none) is borrowed. `recycled` nodes, where there are none below `root`, hang beside all.
 
-    A node below `root` that is also in the chain has the smaller cost of both; the rest of the chain hangs below the
-    last such node, or below the root.
+    A node below `root`, or a recycled one, that is also in the chain has the smaller cost of both; the rest of the
+    chain hangs below the last such node, or below the root.
     """
     hung: list[Candidate] = []
     if root >= 0:
@@ -200,15 +202,23 @@ def candidates(nodes: Nodes, root: int, chain: Chain, before: int = -1, borrowed
     if borrowed >= 0:
         below = range(borrowed + 1, nodes.ends[borrowed])
         hung = [one for one in hung if one.number not in below] + _hung(nodes, borrowed, layout.MEND_BORROWED)
+    tree, place, first = nodes, root, 0
+    if recycled:
+        tree, place, first = recycled, 0, recycling.FIRST
+        hung += [
+            one._replace(number=first + one.number, parent=first + one.parent if one.parent >= 0 else -1)
+            for one in _hung(recycled, 0, 0)
+        ]
     found = {one.number: one for one in hung}
-    place, above, cost, chain_cost = root, -1, 0, 0
+    above, cost, chain_cost = -1, 0, 0
     for k, token in enumerate(chain.tokens):
         edge = chain.following if k else chain.first
         chain_cost += edge
-        place = _child(nodes, place, token) if place >= 0 else -1
+        place = _child(tree, place, token) if place >= 0 else -1
         if place >= 0:
-            above, cost = place, min(found[place].cost, chain_cost)
-            found[place] = found[place]._replace(cost=cost)
+            above = first + place
+            cost = min(found[above].cost, chain_cost)
+            found[above] = found[above]._replace(cost=cost)
         else:
             cost += edge
             found[NODES + k] = Candidate(NODES + k, token, above, k + 1, cost)
@@ -269,23 +279,25 @@ def _find(table: NodeTable, step: StepIntegers, b: int, root: int, moves: int) -
     prefix, slot = int(step.prefix_lengths[b]), int(table.places[b])
     keys = torch.arange(max(0, prefix - layout.WINDOW - layout.LONGEST), prefix, device=table.tokens.device)
     text = [*table.tokens[_slots(table, step, b, keys).long()].tolist(), root]
-    nodes, owner = nodes_of(table.tables[slot]) if slot >= 0 else _NO_TREE, int(table.owners[b])
-    recycled = table.recycles_in(step) and slot < 0 <= owner and int(table.limits[b]) > 0
-    if recycled:
-        nodes = recycled_nodes(table.entries, owner, root, prefix + 1)
+    nodes = nodes_of(table.tables[slot]) if slot >= 0 else _NO_TREE
     place = walk(nodes, text, prefix)
     before = walk(nodes, text[:-1], prefix - 1) if place < 0 else -1
     nothing_below = place < 0 or nodes.ends[place] == place + 1
     borrows = nothing_below and 0 <= prefix + 1 - nodes.base <= layout.MAX_PATH
     borrowed = lender(nodes, root) if borrows else -1
+    recycled, owner, limit = None, int(table.owners[b]), int(table.limits[b])
+    has_room = len(nodes.tokens) <= recycling.FIRST
+    if nothing_below and has_room and table.recycles_in(step) and owner >= 0 and limit > 0:
+        recycled = recycled_nodes(table.entries, owner, root)
+    of_table = recycling.FIRST if recycled else NODES
     chain = look_up(text, table.lookup_tokens)
-    kept = best(candidates(nodes, place, chain, before, borrowed), int(table.limits[b]))
+    kept = best(candidates(nodes, place, chain, before, borrowed, recycled), limit)
     table.counts[b], table.roots[b] = len(kept), root
-    table.ages[b] = nodes.depths[place] if place >= 0 and not recycled else -1
+    table.ages[b] = nodes.depths[place] if place >= 0 else -1
     rows = {-1: 0} | {one.number: 1 + rank for rank, one in enumerate(kept)}
     table.keys[b] = layout.NO_KEY
     for rank, one in enumerate(kept):
-        link = link_of(rows[one.parent], one.depth, one.number < NODES and not recycled)
+        link = link_of(rows[one.parent], one.depth, one.number < of_table)
         table.keys[b, rank] = one.key
         chance = table.chances[one.cost // layout.COSTS_PER_CHANCE]
         table.ranked[b, :, rank] = torch.tensor([one.token, link, int(chance)], dtype=torch.int32)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tree_kernels.node_table import layout
+from tree_kernels.node_table import layout, recycling
 from tree_kernels.node_table.layout import Figure
 from tree_kernels.node_table.step_integers import StepIntegers
 from tree_kernels.node_table.triton_recycling import recycle as recycle
@@ -46,6 +46,7 @@ _BOUNDS = tl.constexpr(16)
 # Above the key of any node, however unlikely.
 _NO_CHILD = tl.constexpr(1 << 62)
 _NODES, _TABLE = tl.constexpr(layout.NODES), tl.constexpr(layout.TABLE)
+_RECYCLED, _RECYCLED_NODES = tl.constexpr(recycling.FIRST), tl.constexpr(recycling.NODES)
 _TOKENS, _PARENTS, _ENDS = tl.constexpr(layout.TOKENS), tl.constexpr(layout.PARENTS), tl.constexpr(layout.ENDS)
 _DEPTHS, _COSTS = tl.constexpr(layout.DEPTHS), tl.constexpr(layout.COSTS)
 _MAX_PATH = tl.constexpr(layout.MAX_PATH)
@@ -163,30 +164,35 @@ def _lender(table, having, cost, i):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _slot_of(  # type: ignore[no-untyped-def]
-    tables, places, owners, entries, shape, b, prefix, root, limit, SLOTS: tl.constexpr
-):
-    """The place of the sequence's table, -1 for none, and whether it is one of recycled tokens, which is written first:
-    that of a sequence which has no other, is somebody's, and may have rows. `SLOTS` 0 recycles nothing."""
-    slot = tl.load(places + b)
-    recycled = (slot < 0) & (limit > 0) & (SLOTS > 0)
-    if SLOTS > 0:
-        owner = tl.load(owners + b)
-        recycled = recycled & (owner >= 0)
-        slot = tl.where(recycled, SLOTS + b, slot)
-        if recycled:
-            recycle_tree(entries, shape, tables + slot * _TABLE, owner, prefix, root)
-    return slot, recycled
+def _within(part, differs, end, i):  # type: ignore[no-untyped-def]
+    """Which nodes of `part` [CANDIDATES] are below none that `differs` from the text. Intervals of places are nested or
+    apart, so the farthest end of those up to a place says whether one of them covers it."""
+    return part & (tl.associative_scan(tl.where(part & differs, end, 0), 0, _larger) <= i)
+
+
+@triton.jit
+def _recycled_at(entries, shape, tree, owner, root, i, wanted):  # type: ignore[no-untyped-def]
+    """Which candidates `i` are of a tree of recycled tokens, none unless it is `wanted`; and their tokens, parents,
+    ends, depths and costs."""
+    if wanted:
+        recycle_tree(entries, shape, tree, owner, root)
+    place = tl.where(wanted & (i < _NODES), i - _RECYCLED, -1)
+    there = place >= 0
+    token = tl.load(tree + place, mask=there, other=-1)
+    cost = tl.load(tree + _RECYCLED_NODES + place, mask=there, other=0)
+    parent = tl.load(shape + place, mask=there, other=0) + _RECYCLED
+    end = tl.load(shape + 2 * _RECYCLED_NODES + place, mask=there, other=0) + _RECYCLED
+    return there, token, parent, end, tl.load(shape + 3 * _RECYCLED_NODES + place, mask=there, other=0), cost
 
 
 @triton.jit
 def _keep_best(  # type: ignore[no-untyped-def]
-    chances, counts, keys, ranked, unranked, b, limit, key, token, depth, parent, recycled
+    chances, counts, keys, ranked, unranked, b, limit, key, token, depth, parent, of_table
 ):
     """Keep the sequence's candidates of the least `key` [CANDIDATES], up to `limit`, by rising keys.
 
-    All keys but `NO_KEY` differ, and none is negative. `parent` is a candidate of a smaller key, -1 for the root. There
-    is a barrier before the first store to what other threads may read.
+    All keys but `NO_KEY` differ, and none is negative. `parent` is a candidate of a smaller key, -1 for the root.
+    Numbers below `of_table` are of the table. There is a barrier before the first store to what other threads may read.
     """
     kept = key < bound_for(key, tl.minimum(limit, KEPT_ROWS - 1), _BOUNDS)
     count = tl.sum(kept.to(tl.int32), axis=0)
@@ -211,7 +217,7 @@ def _keep_best(  # type: ignore[no-untyped-def]
     # Its number is that of a table's root, which is no candidate.
     number = key % _KEYS_PER_COST
     above = tl.max(tl.where(number[None, :] == parent[:, None], rank[None, :], -1), axis=1)
-    link = tl.where((number >= _NODES) | recycled, 0, 1 << 16) + (depth << 8) + above + 1
+    link = tl.where(number < of_table, 1 << 16, 0) + (depth << 8) + above + 1
     tl.store(keys + b * KEPT_ROWS + rank, key)
     out = ranked + b * 3 * KEPT_ROWS + rank
     tl.store(out, token, mask=there)
@@ -222,15 +228,15 @@ def _keep_best(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rank(  # type: ignore[no-untyped-def]
-    tables, places, owners, entries, shape, tokens, pages, lookup_costs, chances, counts, ages, keys, ranked, unranked,
-    b, prefix, root, limit, CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr, SLOTS: tl.constexpr,
+    tables, places, owners, entries, shape, recycled, tokens, pages, lookup_costs, chances, counts, ages, keys, ranked,
+    unranked, b, prefix, root, limit, CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr, RECYCLES: tl.constexpr,
 ):  # fmt: skip
     """Find what may follow the sequence's root, and keep the best by rising keys; see `node_table.torch_backend._find`.
 
-    Candidate i is a place of the table below `NODES`, and a token of the chain from there on. There is a barrier before
-    the first store to what other threads may read.
+    Candidate i is a place of the table below `NODES`, the last of them those of a recycled tree where there is one, and
+    a token of the chain from there on. There is a barrier before the first store to what other threads may read.
     """
-    slot, recycled = _slot_of(tables, places, owners, entries, shape, b, prefix, root, limit, SLOTS)
+    slot = tl.load(places + b)
     table = tables + tl.maximum(slot, 0) * _TABLE
     i = tl.arange(0, _CANDIDATES)
     base = tl.load(table)
@@ -245,12 +251,10 @@ def _rank(  # type: ignore[no-untyped-def]
     first = tl.load(lookup_costs + run)
     following = tl.load(lookup_costs + _LOOKUP_COSTS + run)
 
-    # Walk: a node whose token the text, or the chain behind it, does not have leaves all below it out. Intervals of
-    # places are nested or apart, so the farthest end of those up to a place says whether one of them covers it.
+    # Walk: a node whose token the text, or the chain behind it, does not have leaves all below it out.
     position = tl.where(in_chain, i - _NODES + prefix + 1, base - 1 + own_depth)
     text_token = _text_at(tokens, pages, prefix, root, end, chain, position, PAGE_SIZE)
-    differs = node & (i > 0) & (own_token != text_token)
-    on_path = node & (tl.associative_scan(tl.where(differs, own_end, 0), 0, _larger) <= i)
+    on_path = _within(node, (i > 0) & (own_token != text_token), own_end, i)
     age = prefix + 1 - base
     near, held = _nearest(on_path, own_depth, age, i)
     lost = (near >= 0) & (held == 0)
@@ -264,7 +268,8 @@ def _rank(  # type: ignore[no-untyped-def]
         top_cost -= _MEND_EXCHANGED
     # What is below another node of the last token hangs nowhere else.
     lender, lender_end, lender_depth, lender_cost = tl.full([], -1, tl.int32), 0, 0, 0
-    if ((held == 0) | (near_end == near + 1)) & (nodes > 0) & (age >= 0) & (age <= _MAX_PATH):
+    nothing_below = (held == 0) | (near_end == near + 1)
+    if nothing_below & (nodes > 0) & (age >= 0) & (age <= _MAX_PATH):
         lender, lender_end, lender_depth, lender_cost = _lender(
             table, node & (own_token == root) & (own_end > i + 1), own_cost, i
         )
@@ -277,24 +282,40 @@ def _rank(  # type: ignore[no-untyped-def]
     depth = tl.where(borrowed, own_depth - lender_depth, depth)
     cost = tl.where(inserted, own_cost - near_cost + _MEND_INSERTED, own_cost - top_cost)
     cost = tl.where(borrowed, own_cost - lender_cost, cost)
+    of_root = tl.where(borrowed, own_parent == lender, (own_parent == top) | inserted)
+    of_table = tl.full([], _NODES, tl.int32)
+    if RECYCLES:
+        owner = tl.load(owners + b)
+        wanted = nothing_below & (nodes <= _RECYCLED) & (owner >= 0) & (limit > 0)
+        tree = recycled + b * 2 * _RECYCLED_NODES
+        of_tree, tree_token, tree_parent, tree_end, tree_depth, tree_cost = _recycled_at(
+            entries, shape, tree, owner, root, i, wanted
+        )
+        position = tl.where(of_tree, prefix + tree_depth, -1)
+        text_there = _text_at(tokens, pages, prefix, root, end, chain, position, PAGE_SIZE)
+        on_path = on_path | _within(of_tree, tree_token != text_there, tree_end, i)
+        own_token, own_parent = tl.where(of_tree, tree_token, own_token), tl.where(of_tree, tree_parent, own_parent)
+        depth, cost = tl.where(of_tree, tree_depth, depth), tl.where(of_tree, tree_cost, cost)
+        below = below | (of_tree & (i > _RECYCLED))
+        of_root = tl.where(of_tree, tree_parent == _RECYCLED, of_root)
+        of_table = tl.where(wanted, _RECYCLED, of_table)
     chain_cost = first + following * (depth - 1)
     both = below & on_path & (depth <= chain)
     cost = tl.where(both, tl.minimum(cost, chain_cost), cost)
     last = tl.max(tl.where(both, i, -1), axis=0)
-    last_depth = tl.where(last >= 0, tl.load(table + _DEPTHS + last, mask=last >= 0, other=0) - age, 0)
-    last_cost = tl.load(table + _COSTS + last, mask=last >= 0, other=0) - top_cost
-    last_cost = tl.minimum(last_cost, first + following * (last_depth - 1))
+    last_depth = tl.sum(tl.where(both & (i == last), depth, 0), axis=0)
+    last_cost = tl.sum(tl.where(both & (i == last), cost, 0), axis=0)
     hung = tl.where(last >= 0, last_cost + following * (depth - last_depth), chain_cost)
     cost = tl.where(in_chain, hung, cost)
     hangs = (below | inserted | borrowed) & (depth <= _MAX_PATH)
     candidate = tl.where(in_chain, (depth > last_depth) & (depth <= chain), hangs)
     key = tl.where(candidate & (cost < _MOST_COST), cost * _KEYS_PER_COST + i, NO_KEY)
 
-    parent = tl.where(tl.where(borrowed, own_parent == lender, (own_parent == top) | inserted), -1, own_parent)
+    parent = tl.where(of_root, -1, own_parent)
     parent = tl.where(in_chain, tl.where(depth > last_depth + 1, i - 1, last), parent)
     token = tl.where(in_chain, text_token, own_token)
-    _keep_best(chances, counts, keys, ranked, unranked, b, limit, key, token, depth, parent, recycled)
-    tl.store(ages + b, tl.where(held & (recycled == 0), age, -1))
+    _keep_best(chances, counts, keys, ranked, unranked, b, limit, key, token, depth, parent, of_table)
+    tl.store(ages + b, tl.where(held, age, -1))
 
 
 @triton.jit
@@ -317,9 +338,10 @@ def _move(records, prefix_lengths, roots, b, prefix, root, moves):  # type: igno
 @triton.jit(do_not_specialize=["reading"])
 def _begin_kernel(  # type: ignore[no-untyped-def]
     token_ids, records, query_starts, prefix_lengths, page_starts, page_table, tokens, tables, places, owners,
-    entries, shape, lookup_costs, chances, counts, roots, ages, keys, ranked, unranked, passes, accepted, limits,
+    entries, shape, recycled, lookup_costs, chances, counts, roots, ages, keys, ranked, unranked, passes, accepted,
+    limits,
     all_reading, pending, moves,
-    reading, CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr, SLOTS: tl.constexpr,
+    reading, CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr, RECYCLES: tl.constexpr,
 ):  # fmt: skip
     """One sequence a program; see `NodeTable.begin`."""
     b = tl.program_id(0)
@@ -337,8 +359,9 @@ def _begin_kernel(  # type: ignore[no-untyped-def]
         prefix = tl.load(prefix_lengths + b) + moved
         tl.store(limits + b, limit)
         _rank(
-            tables, places, owners, entries, shape, tokens, page_table + tl.load(page_starts + b), lookup_costs,
-            chances, counts, ages, keys, ranked, unranked, b, prefix, root, limit, CHAIN, PAGE_SIZE, SLOTS,
+            tables, places, owners, entries, shape, recycled, tokens, page_table + tl.load(page_starts + b),
+            lookup_costs, chances, counts, ages, keys, ranked, unranked, b, prefix, root, limit, CHAIN, PAGE_SIZE,
+            RECYCLES,
         )  # fmt: skip
         _move(records, prefix_lengths, roots, b, prefix, root, moved)
     else:
@@ -349,10 +372,11 @@ def _begin_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def _go_on_kernel(  # type: ignore[no-untyped-def]
     token_ids, records, query_starts, prefix_lengths, page_starts, page_table, tokens, tables, places, owners,
-    entries, shape, lookup_costs, chances, counts, roots, ages, keys, ranked, unranked, passes, accepted, limits,
+    entries, shape, recycled, lookup_costs, chances, counts, roots, ages, keys, ranked, unranked, passes, accepted,
+    limits,
     reading, accepted_counts,
     next_tokens, accepted_rows, noted, reports, REPORT_STRIDE: tl.constexpr, NOTED_STRIDE: tl.constexpr,
-    LAST: tl.constexpr, CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr, SLOTS: tl.constexpr,
+    LAST: tl.constexpr, CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr, RECYCLES: tl.constexpr,
 ):  # fmt: skip
     """One sequence a program; see `NodeTable.go_on`, and `NodeTable.report` for `LAST`. `reports` [B, P, REPORT]."""
     b = tl.program_id(0)
@@ -379,8 +403,9 @@ def _go_on_kernel(  # type: ignore[no-untyped-def]
         accepted_from_table = tl.sum(link >> 16, axis=0)
         if not LAST:
             _rank(
-                tables, places, owners, entries, shape, tokens, page_table + tl.load(page_starts + b), lookup_costs,
-                chances, counts, ages, keys, ranked, unranked, b, prefix, root, limit, CHAIN, PAGE_SIZE, SLOTS,
+                tables, places, owners, entries, shape, recycled, tokens, page_table + tl.load(page_starts + b),
+                lookup_costs, chances, counts, ages, keys, ranked, unranked, b, prefix, root, limit, CHAIN, PAGE_SIZE,
+                RECYCLES,
             )  # fmt: skip
             _move(records, prefix_lengths, roots, b, prefix, root, count + 1)
         out = reports + b * REPORT_STRIDE + done * _REPORT
@@ -435,7 +460,8 @@ def keep_accepted(table: NodeTable, token_ids: Tensor, slots: Tensor, parameters
 def _tensors(table: NodeTable, step: StepIntegers) -> tuple[Tensor, ...]:
     return (
         step.token_ids, step.parameters, step.query_starts, step.prefix_lengths, step.page_starts, step.page_table,
-        table.tokens, table.tables, table.places, table.owners, table.entries, table.shape, table.lookup_costs,
+        table.tokens, table.tables, table.places, table.owners, table.entries, table.shape, table.recycled,
+        table.lookup_costs,
         table.chances, table.counts, table.roots,
         table.ages, table.keys, table.ranked, table.unranked, table.passes, table.accepted, table.limits,
         table.reading,
@@ -443,9 +469,8 @@ def _tensors(table: NodeTable, step: StepIntegers) -> tuple[Tensor, ...]:
 
 
 def _constants(table: NodeTable, step: StepIntegers) -> dict[str, Any]:
-    # Behind the tables of so many slots are the recycled ones; 0 for none.
-    slots = table.max_sequences if table.recycles_in(step) else 0
-    sizes = {"CHAIN": table.lookup_tokens, "PAGE_SIZE": table.page_size, "SLOTS": slots}
+    recycles = table.recycles_in(step)
+    sizes = {"CHAIN": table.lookup_tokens, "PAGE_SIZE": table.page_size, "RECYCLES": recycles}
     return sizes | {"num_warps": _RANKING_WARPS}
 
 

@@ -22,8 +22,6 @@ _TOKENS_AT, _COSTS_AT = tl.constexpr(recycling.TOKENS_AT), tl.constexpr(recyclin
 _NODES, _LEVELS = tl.constexpr(recycling.NODES), tl.constexpr(recycling.LEVELS)
 _KEPT = tl.constexpr(recycling.KEPT_TOKENS)
 _ONE, _OTHER = tl.constexpr(0x9E3779B1), tl.constexpr(0x85EBCA6B)
-_TOKENS, _PARENTS, _ENDS = tl.constexpr(layout.TOKENS), tl.constexpr(layout.PARENTS), tl.constexpr(layout.ENDS)
-_DEPTHS, _COSTS = tl.constexpr(layout.DEPTHS), tl.constexpr(layout.COSTS)
 _MOST_COST, _COST_OF_HALVING = tl.constexpr(layout.MOST_COST), tl.constexpr(layout.COST_OF_HALVING)
 # Logits of one program: 32 a thread.
 _CHUNK = 4096
@@ -113,35 +111,28 @@ def enter_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def recycle_tree(entries, shape, table, owner, prefix, root):  # type: ignore[no-untyped-def]
-    """Write the tree of recycled tokens below an owner's `root` at key `prefix` to a `table`; see
+def recycle_tree(entries, shape, tree, owner, root):  # type: ignore[no-untyped-def]
+    """Write tokens and costs of the tree of recycled tokens below an owner's `root` to a `tree` [2, NODES]; see
     `recycling.recycled_tree`. All threads may read it afterwards."""
     i = tl.arange(0, _NODES)
-    parent, rank, end = tl.load(shape + i), tl.load(shape + _NODES + i), tl.load(shape + 2 * _NODES + i)
+    parent, rank = tl.load(shape + i), tl.load(shape + _NODES + i)
     depth, extra = tl.load(shape + 3 * _NODES + i), tl.load(shape + 4 * _NODES + i)
-    # Every thread has read what is overwritten.
-    tl.debug_barrier()
-    tl.store(table, prefix + 1)
-    tl.store(table + 1, _NODES)
-    tl.store(table + _TOKENS + i, tl.where(i == 0, root, _NO_TOKEN))
-    tl.store(table + _PARENTS + i, parent)
-    tl.store(table + _ENDS + i, end)
-    tl.store(table + _DEPTHS + i, depth)
-    tl.store(table + _COSTS + i, tl.where(i == 0, 0, _MOST_COST))
+    tl.store(tree + i, tl.where(i == 0, root, _NO_TOKEN))
+    tl.store(tree + _NODES + i, tl.where(i == 0, 0, _MOST_COST))
     for level in tl.static_range(1, _LEVELS + 1):
         # The level above is other threads'.
         tl.debug_barrier()
         own = depth == level
-        above = tl.load(table + _TOKENS + parent, mask=own, other=_NO_TOKEN)
-        above_cost = tl.load(table + _COSTS + parent, mask=own, other=_MOST_COST)
+        above = tl.load(tree + parent, mask=own, other=_NO_TOKEN)
+        above_cost = tl.load(tree + _NODES + parent, mask=own, other=_MOST_COST)
         entry = _entry_at(entries, owner, above)
         there = own & (above >= 0)
         there = there & (tl.load(entry, mask=there, other=-1) == owner)
         there = there & (tl.load(entry + 1, mask=there, other=-1) == above)
         token = tl.load(entry + _TOKENS_AT + rank, mask=there, other=_NO_TOKEN)
         cost = tl.load(entry + _COSTS_AT + rank, mask=there, other=_MOST_COST)
-        tl.store(table + _TOKENS + i, token, mask=own)
-        tl.store(table + _COSTS + i, above_cost + cost + extra, mask=own)
+        tl.store(tree + i, token, mask=own)
+        tl.store(tree + _NODES + i, above_cost + cost + extra, mask=own)
     tl.debug_barrier()
 
 
