@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from outrider.errors import InvalidField, OutriderError, all_errors
+from outrider.errors import OutriderError, restored
 from outrider.processes.framing import Buffer, framed
 from outrider.tree import TokenTree
 from outrider.wire.frames import DraftInfo
@@ -145,14 +145,7 @@ def _error_to_row(error: Any) -> tuple[str, str, dict[str, str], float | None]:
 
 
 def _error_from_row(_: type[Any], row: Any) -> OutriderError:
-    reason, message, metadata, retry_after = msgspec.convert(row, tuple[str, str, dict[str, str], float | None])
-    kind = next((kind for kind in all_errors() if kind.reason == reason), OutriderError)
-    if kind is InvalidField:
-        field = metadata.get("field", "")
-        return InvalidField(field, message.removeprefix(f"{field}: "))
-    error = kind(message, **metadata)
-    error.retry_after = retry_after
-    return error
+    return restored(*msgspec.convert(row, tuple[str, str, dict[str, str], float | None]))
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_error_to_row)

@@ -68,30 +68,14 @@ class GrowthArrays(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, growth: SequenceGrowth) -> GrowthArrays:
-        return cls(
-            growth.sequence_id,
-            growth.base_step,
-            growth.first_node_id,
-            array("q", growth.parent_ids).tobytes(),
-            array("i", growth.token_ids).tobytes(),
-            array("d", growth.scores).tobytes(),
-            growth.distributions,
-            growth.replaces,
-            growth.self_contained,
-        )
+        ids = array("q", growth.parent_ids).tobytes(), array("i", growth.token_ids).tobytes()
+        others = array("d", growth.scores).tobytes(), growth.distributions, growth.replaces, growth.self_contained
+        return cls(growth.sequence_id, growth.base_step, growth.first_node_id, *ids, *others)
 
     def growth(self) -> SequenceGrowth:
-        return SequenceGrowth(
-            self.sequence_id,
-            self.base_step,
-            self.first_node_id,
-            array("q", self.parent_ids),
-            array("i", self.token_ids),
-            array("d", self.scores),
-            self.distributions,
-            self.replaces,
-            self.self_contained,
-        )
+        arrays = array("q", self.parent_ids), array("i", self.token_ids), array("d", self.scores)
+        others = self.distributions, self.replaces, self.self_contained
+        return SequenceGrowth(self.sequence_id, self.base_step, self.first_node_id, *arrays, *others)
 
 
 class Grown(_Message, frozen=True):

@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from outrider.errors import DOMAIN, InvalidField, OutriderError, all_errors
+from outrider.errors import DOMAIN, InvalidField, OutriderError, restored
 from outrider.limits import TENANT_NAME
 from outrider.sampling import SamplingParams, TypicalAcceptance, VerificationMode
 from outrider.tree import MAX_ROWS, DraftDistribution, TokenTree
@@ -163,25 +163,15 @@ def status_of(error: OutriderError) -> status_pb2.Status:
 
 def error_of(status: status_pb2.Status) -> OutriderError:
     """The typed error behind a status; a plain `OutriderError` for one that is not ours."""
-    info, violation, retry = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest(), None
+    info, retry, retry_after = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo(), None
     for detail in status.details:
         # Unpack returns False and leaves its argument unchanged when the detail is of another type.
         detail.Unpack(info)
-        detail.Unpack(violation)
-        delay = error_details_pb2.RetryInfo()
-        if detail.Unpack(delay):
-            retry = delay
-    kinds = {kind.reason: kind for kind in all_errors()}
-    kind = kinds.get(info.reason, OutriderError) if info.domain == DOMAIN else OutriderError
-    if kind is InvalidField:
-        if violation.field_violations:
-            first = violation.field_violations[0]
-            return InvalidField(first.field, first.description)
-        return InvalidField(info.metadata.get("field", ""), status.message)
-    error = kind(status.message)
-    error.metadata = dict(info.metadata)
-    error.retry_after = None if retry is None else retry.retry_delay.ToNanoseconds() / 1e9
-    return error
+        if detail.Unpack(retry):
+            retry_after = retry.retry_delay.ToNanoseconds() / 1e9
+    # A bad field is in the metadata too.
+    reason = info.reason if info.domain == DOMAIN else ""
+    return restored(reason, status.message, info.metadata, retry_after)
 
 
 def error_of_rpc(error: grpc.RpcError) -> OutriderError:
