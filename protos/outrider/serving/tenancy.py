@@ -29,22 +29,13 @@ class Caller(NamedTuple):
 
 
 _UNAUTHENTICATED = Caller()
-_current: ContextVar[Caller] = ContextVar("outrider_caller", default=_UNAUTHENTICATED)
+# The caller of the call being handled, as the authentication interceptor found it.
+current_caller: ContextVar[Caller] = ContextVar("outrider_caller", default=_UNAUTHENTICATED)
 
 
 def current_tenant() -> str:
-    """The tenant of the call being handled, as the authentication interceptor found it."""
-    return _current.get().tenant
-
-
-def current_caller() -> Caller:
-    """The caller of the call being handled, as the authentication interceptor found it."""
-    return _current.get()
-
-
-def set_current_caller(caller: Caller) -> None:
-    """Set what `current_caller` and `current_tenant` return for the rest of this call. For interceptors."""
-    _current.set(caller)
+    """The tenant of the call being handled."""
+    return current_caller.get().tenant
 
 
 class Authenticator:
