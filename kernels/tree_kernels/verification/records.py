@@ -135,14 +135,9 @@ def records_of(packed: NDArray[np.int32], sequences: int) -> NDArray[np.void]:
 
 def unpack_parameters(packed: NDArray[np.int32], max_sequences: int) -> list[RowsToVerify]:
     """The `max_sequences` records of packed parameters."""
-    sequences = []
-    for fields in _RECORD_BYTES.iter_unpack(packed[: RECORD * max_sequences].tobytes()):
-        first_row, rows, mode, is_chain, seed, position, top_k, _, temperature, top_p, min_p, *typical = fields
-        distribution = (temperature, top_k, top_p, min_p)
-        sequences.append(
-            RowsToVerify(first_row, rows, Mode(mode), seed, position, *distribution, bool(is_chain), *typical)
-        )
-    return sequences
+    found = records_of(packed, max_sequences)[list(RowsToVerify._fields)].tolist()
+    sequences = (RowsToVerify(*fields) for fields in found)
+    return [one._replace(mode=Mode(one.mode), is_chain=bool(one.is_chain)) for one in sequences]
 
 
 def pack_distributions(by_row: Mapping[int, tuple[Sequence[int], Sequence[int]]], max_rows: int) -> NDArray[np.int32]:
