@@ -27,7 +27,7 @@ from outrider.serving.health import HealthServicer
 from outrider.serving.interceptors import AuthInterceptor, ErrorInterceptor
 from outrider.serving.pending import PendingService
 from outrider.serving.tenancy import Authenticator
-from outrider.settings import SettingsError
+from outrider.settings import ServiceSettings, SettingsError
 
 logger = logging.getLogger(__name__)
 MAX_METADATA_BYTES = 16 * 1024
@@ -57,6 +57,16 @@ class ServingOptions:
     reflection: bool = False
     admin_listen: str = ""
     ping_strikes: int = 2  # pings in too quick succession before a client is disconnected; 0 allows any number
+
+    @classmethod
+    def of(
+        cls, settings: ServiceSettings, listen: str, read_tokens: Callable[[], Authenticator], calls: int = 1024
+    ) -> ServingOptions:
+        """Those that a service is told, for so many calls at once. Raises `SettingsError` as `read_tokens` does."""
+        seconds, size = settings.first_message_seconds, settings.max_message_bytes
+        limits = CallLimits(calls, first_message_seconds=seconds, message_bytes=size)
+        tls = TlsFiles(settings.tls_certificate, settings.tls_key, settings.tls_client_ca)
+        return cls(listen, limits, read_tokens(), read_tokens, tls, settings.reflection, settings.admin_listen)
 
 
 class GrpcServer:
