@@ -197,20 +197,17 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 
 def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> str:
-    unix = address.startswith("unix:")
-    if unix:
-        _refuse_taken(Path(address.removeprefix("unix:")))
-    else:
-        _host_and_port(address)
+    # gRPC's error has no reason.
+    check_free(address)
     try:
         port = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
     except RuntimeError as error:
-        # gRPC's error has no reason.
-        check_free(address)
         raise SettingsError(f"cannot listen on {address}: {error}") from None
-    if port == 0 and not unix:
+    if address.startswith("unix:"):
+        return address
+    if port == 0:
         raise SettingsError(f"cannot listen on {address}")
-    return address if unix else f"{address.rpartition(':')[0]}:{port}"
+    return f"{address.rpartition(':')[0]}:{port}"
 
 
 def _refuse_taken(path: Path) -> None:
