@@ -83,11 +83,7 @@ def sampling_from_pb(
     pb: tree_pb2.SamplingParameters, vocabulary_size: int, field_path: str = "sampling"
 ) -> SamplingParams:
     """Checked sampling parameters, with defaults for what is not set."""
-    repeated = {
-        "logit_bias": dict(pb.logit_bias),
-        "stop": tuple(pb.stop),
-        "stop_token_ids": tuple(pb.stop_token_ids),
-    }
+    repeated = {"logit_bias": dict(pb.logit_bias), "stop": tuple(pb.stop), "stop_token_ids": tuple(pb.stop_token_ids)}
     params = SamplingParams(**set_fields(pb) | repeated)
     params.check(vocabulary_size, field_path)
     return params
