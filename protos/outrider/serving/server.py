@@ -203,11 +203,7 @@ def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredent
         port = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
     except RuntimeError as error:
         raise SettingsError(f"cannot listen on {address}: {error}") from None
-    if address.startswith("unix:"):
-        return address
-    if port == 0:
-        raise SettingsError(f"cannot listen on {address}")
-    return f"{address.rpartition(':')[0]}:{port}"
+    return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
 
 
 def _refuse_taken(path: Path) -> None:
