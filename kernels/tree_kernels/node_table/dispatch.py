@@ -62,8 +62,8 @@ class NodeTable:
     ) -> None:
         """`tokens` [slots] int32 of the KV cache are written by every pass that feeds them; `last_position` is the
         model's largest; `max_sequences` are those that steps' parameters are packed for. `lookup_tokens` 0 looks
-        nothing up. `recycles`: sequences whose table holds nothing have recycled tokens. `backend` None is "triton" on a
-        GPU and "torch" elsewhere. Raises `ValueError` for more `lookup_tokens` than `LOOKUP`."""
+        nothing up. `recycles`: sequences whose table holds nothing have recycled tokens. `backend` None is "triton" on
+        a GPU and "torch" elsewhere. Raises `ValueError` for more `lookup_tokens` than `LOOKUP`."""
         if not 0 <= lookup_tokens <= LOOKUP:
             raise ValueError(f"expected 0 to {LOOKUP} tokens of a lookup, got {lookup_tokens}")
         device = tokens.device
