@@ -85,9 +85,8 @@ class NodeTable:
         self.passes, self.accepted, self.limits, self.places, self.owners = integers[:5]
         self.counts, self.roots, self.ages, self.taken = integers[5:]
         self.reading = torch.zeros(1, dtype=torch.int32, device=device)
-        self.places.fill_(-1)
-        self.counts.fill_(-1)
-        self.owners.fill_(-1)
+        for none_yet in (self.places, self.counts, self.owners):
+            none_yet.fill_(-1)
         # [B, KEPT + 1] keys of the kept candidates, rising, followed by `NO_KEY`. [B, 3, KEPT + 1] their tokens, links
         # (see `link_of`) and chances.
         self.keys = torch.full((max_sequences, KEPT + 1), NO_KEY, dtype=torch.int32, device=device)
