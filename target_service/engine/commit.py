@@ -20,7 +20,8 @@ def commit(
     pages since.
     """
     sequence, walk, totals = live.sequence, outcome.walk, live.sequence.totals
-    device_passes, passes, by_step = outcome.device_passes, outcome.passes, outcome.accepted_by_pass
+    device_passes, passes = outcome.device_passes, outcome.passes
+    by_step = tuple([one.accepted for one in device_passes])
     # What was verified is unknown here where the device chose rows, and of passes launched at once.
     root, shows = sequence.root, sequence.request.trees and passes == 1 and not device_passes
     tokens = [*[tree.token_ids[row] for row in walk.accepted_rows], walk.next_token, *outcome.following]

@@ -278,7 +278,7 @@ class EngineLoop:
         while not step.launched.ended():
             now = time.monotonic_ns()
             self._seen_running = now >= ends
-            drafting.wait_for_frame(max(ends, now + _POLL_NS))
+            drafting.wait_until(max(ends, now + _POLL_NS) * 1e-9)
             drafting.listen()
             tables.publish()
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -183,8 +182,3 @@ class PredictedAnswer:
 def _right(run: int) -> float:
     """The probability that the token after such a run comes as predicted."""
     return _RIGHT[min(run, len(_RIGHT) - 1)]
-
-
-def predicted_answer(prediction: SequenceOf[int], committed: list[int]) -> PredictedAnswer | None:
-    """The prediction of a sequence without output yet; None for an empty one."""
-    return PredictedAnswer(tuple(prediction), committed, len(committed)) if prediction else None
