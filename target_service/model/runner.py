@@ -139,6 +139,12 @@ class ModelRunner:
                 self.hooks.remove()
             self.hooks = hooks
 
+    def run_head(self, head: DraftHead | None) -> None:
+        """Run this part of a draft's head from now on, on the model's device and in its dtype."""
+        self.draft_head = head
+        if head is not None and head.projection is not None:
+            head.projection.to(device=self.device, dtype=self.dtype)
+
     def keep_tokens(
         self,
         max_sequences: int,

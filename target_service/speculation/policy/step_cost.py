@@ -9,6 +9,7 @@ from itertools import accumulate
 
 import torch
 
+from outrider.devices import choose_device
 from target_service.core.running_means import bounded
 from target_service.model.forward import ForwardInput
 from target_service.model.runner import ModelRunner
@@ -90,6 +91,8 @@ class StepCost:
 def measure_step_cost(runner: ModelRunner, max_rows: int) -> StepCost:
     """Time forward passes of one sequence with a star-shaped tree; the fastest of a few repeats of each size counts.
     Takes about 3 s for a 135M model on two CPU cores. Leaves the KV cache as it found it."""
+    # A thread's current device is the first one until it is set.
+    choose_device(str(runner.device))
     cache = runner.cache
     context = min(_CONTEXT, runner.max_context // 2, cache.num_pages * cache.page_size // 2)
     sizes = [rows for rows in _ROWS if rows <= max_rows and cache.pages_for(context + rows) <= cache.free_pages]
