@@ -17,36 +17,26 @@ class DeviceSpan:
     """The time from the first to the last kernel of one launch."""
 
     def __init__(self) -> None:
-        self.begun: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        self.ended: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._begun: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._ended: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
     def begin(self) -> DeviceSpan:
         """Begin with what is launched next. Returns this span."""
-        self.begun.record()
+        self._begun.record()
         return self
 
     def close(self) -> None:
         """End with what was launched last."""
-        self.ended.record()
+        self._ended.record()
+
+    def until(self, following: DeviceSpan) -> tuple[int, int]:
+        """Nanoseconds from begin to end, and from there to the begin of the `following` span, once this one's results
+        are there."""
+        busy, idle = self._begun.elapsed_time(self._ended), self._ended.elapsed_time(following._begun)
+        return int(busy * _NS_PER_MS), max(0, int(idle * _NS_PER_MS))
 
 
 def device_spans() -> Iterator[DeviceSpan]:
     """Spans of launches, each used again for the fourth after it: to make two events takes the host longer than to
     record one."""
     return cycle([DeviceSpan() for _ in range(_SPANS)])
-
-
-class DeviceTime:
-    """Measures launches that follow each other."""
-
-    def __init__(self) -> None:
-        self._last: DeviceSpan | None = None
-
-    def take(self, span: DeviceSpan | None, *, follows: bool) -> tuple[int, int]:
-        """Nanoseconds that the launch before `span` was busy, and idle until `span` began, once the results of the
-        former are there; zeros unless `span` `follows` it without a pause in between."""
-        last, self._last = self._last, span
-        if last is None or span is None or not follows:
-            return 0, 0
-        busy, idle = last.begun.elapsed_time(last.ended), last.ended.elapsed_time(span.begun)
-        return int(busy * _NS_PER_MS), max(0, int(idle * _NS_PER_MS))

@@ -141,7 +141,11 @@ class PredictedAnswer:
 
     def _find(self, token: int, length: int) -> tuple[int | None, int]:
         """The place after the longest run that ends with the sequence's token `length`, and the length of that run."""
-        ends = self._pairs().get((self.committed[length - 2], token), []) if length > 1 else []
+        if self._ends_of_pairs is None:
+            self._ends_of_pairs = {}
+            for end, pair in enumerate(pairwise(self.token_ids), start=1):
+                self._ends_of_pairs.setdefault(pair, []).append(end)
+        ends = self._ends_of_pairs.get((self.committed[length - 2], token), []) if length > 1 else []
         best, longest = None, 0
         origin = self._left or 0
         # Of many, as where a text repeats a pair without end, only those around the origin are sorted.
@@ -170,13 +174,6 @@ class PredictedAnswer:
         while run < longest and self.token_ids[end - run] == self.committed[length - 1 - run]:
             run += 1
         return run
-
-    def _pairs(self) -> dict[tuple[int, int], list[int]]:
-        if self._ends_of_pairs is None:
-            self._ends_of_pairs = {}
-            for end, pair in enumerate(pairwise(self.token_ids), start=1):
-                self._ends_of_pairs.setdefault(pair, []).append(end)
-        return self._ends_of_pairs
 
 
 def _right(run: int) -> float:

@@ -166,18 +166,13 @@ def computes_the_same(layer: Any, layout: tuple[bool, bool], rotary: nn.Module) 
 
 def _run(layer: Any, hidden: Tensor, turns: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The output of a layer for rows [1, R, hidden], and the latents and rotary keys that it writes."""
-    step = _probe_step(layer)
-    output = layer(hidden_states=hidden, position_embeddings=turns, attention_mask=None, outrider_step=step)[0]
-    latent = len(layer.kv_a_layernorm.weight)
-    keys = step.cache.keys[int(layer.layer_idx)]
-    return output, keys[..., :latent], keys[..., latent:]
-
-
-def _probe_step(layer: Any) -> SimpleNamespace:
-    """What `runner.PassContext` has: an empty cache of pages of one token, and one sequence in them."""
     weight, rows = layer.kv_a_proj_with_mqa.weight, len(_PROBE_SLOTS)
     attention = LatentAttention("reference", weight.device)
     plan = attention.plan(AttentionBatch((0, rows), (0,), (_PROBE_SLOTS,), 1, (None,)))
-    cache = SimpleNamespace(keys={int(layer.layer_idx): weight.new_zeros(rows, 1, 1, len(weight))})
-    slots = torch.tensor(_PROBE_SLOTS, device=weight.device)
-    return SimpleNamespace(attention=attention, plan=plan, slots=slots, cache=cache)
+    keys, slots = weight.new_zeros(rows, 1, 1, len(weight)), torch.tensor(_PROBE_SLOTS, device=weight.device)
+    # What `runner.PassContext` has: an empty cache of pages of one token, and one sequence in them.
+    cache = SimpleNamespace(keys={int(layer.layer_idx): keys})
+    step = SimpleNamespace(attention=attention, plan=plan, slots=slots, cache=cache)
+    output = layer(hidden_states=hidden, position_embeddings=turns, attention_mask=None, outrider_step=step)[0]
+    latent = len(layer.kv_a_layernorm.weight)
+    return output, keys[..., :latent], keys[..., latent:]

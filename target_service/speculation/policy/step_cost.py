@@ -13,7 +13,6 @@ from outrider.devices import choose_device
 from target_service.core.running_means import bounded
 from target_service.model.forward import ForwardInput
 from target_service.model.runner import ModelRunner
-from tree_kernels.attention import AttentionBatch
 
 # The weight of one live step in the cost of its size: ten that take half as long again move it two thirds of the way.
 # Chosen.
@@ -121,16 +120,6 @@ def _seconds(runner: ModelRunner, step: ForwardInput) -> float:
 
 
 def _step(runner: ModelRunner, pages: list[int], context: int, rows: int) -> ForwardInput:
-    return ForwardInput(
-        token_ids=tuple(row % runner.vocabulary_size for row in range(rows)),
-        positions=(context, *(context + 1 for _ in range(rows - 1))),
-        slots=tuple(runner.cache.slots(pages, context, rows)),
-        attention=AttentionBatch(
-            query_starts=(0, rows),
-            prefix_lengths=(context,),
-            pages=(tuple(pages[: runner.cache.pages_for(context + rows)]),),
-            page_size=runner.cache.page_size,
-            parents=((0,) * rows if rows > 1 else None,),
-        ),
-        logit_rows=tuple(range(rows)),
-    )
+    token_ids = tuple(row % runner.vocabulary_size for row in range(rows))
+    positions, parents = (context, *(context + 1,) * (rows - 1)), (0,) * rows if rows > 1 else None
+    return ForwardInput.of_sequence(token_ids, positions, pages, runner.cache, parents)
