@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 from safetensors import SafetensorError
 
-from outrider.devices import check_device, choose_device
+from outrider.devices import check_device
 from outrider.drafting.link import Connect
 from outrider.errors import NotSupported
 from outrider.runtime import in_passing_thread
@@ -23,7 +23,7 @@ from target_service.engine.engine import Engine
 from target_service.model.loading.loader import load_runner
 from target_service.model.runner import ModelRunner
 from target_service.preflight import EngineRefused
-from target_service.speculation.policy.step_cost import StepCost, measure_step_cost
+from target_service.speculation.policy.step_cost import measure_step_cost
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ def assemble(
     cost = None
     if (config.speculation or runner.node_table is not None) and config.row_budget == "adaptive":
         logger.info("measuring the cost of a step by its rows")
-        cost = in_passing_thread(lambda: _step_cost(runner, config))
+        cost = in_passing_thread(lambda: measure_step_cost(runner, config.step_rows))
     engine = Engine(runner, config, step_cost=cost, observer=observer)
     served = served_model(config, runner)
     if connect is None:
@@ -115,9 +115,3 @@ def assemble(
         raise EngineRefused(2, f"error: --draft: {error}") from None
     engine.drafting.attach(link)
     return Assembled(engine, served, link)
-
-
-def _step_cost(runner: ModelRunner, config: TargetConfig) -> StepCost:
-    # A thread's current device is the first one until it is set.
-    choose_device(config.device)
-    return measure_step_cost(runner, config.step_rows)

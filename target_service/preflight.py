@@ -89,12 +89,13 @@ def prepared_draft(config: TargetConfig) -> Connect | None:
         raise EngineRefused(2, f"error: --draft: {error}") from None
 
 
-def check_model(model: str) -> None:
-    """Fetch the model if it is on a hub. Raises `EngineRefused` if it is not available."""
+def check_sources(config: TargetConfig) -> None:
+    """Fetch the draft's head and the model if they are on a hub. Raises `EngineRefused` if either is not available."""
+    check_head(config.draft_head, config.model)
     try:
-        check_hub(str(resolve(model)))
+        check_hub(str(resolve(config.model)))
     except (OSError, ValueError) as error:
-        raise EngineRefused(1, f"cannot serve {model}: {error}") from None
+        raise EngineRefused(1, f"cannot serve {config.model}: {error}") from None
 
 
 def check_head(head: str, model: str) -> None:

@@ -11,7 +11,7 @@ from target_service.api.admission import ServedModel
 from target_service.config import TargetConfig
 from target_service.core.events import EngineObserver, Sequences
 from target_service.engine_process.client import STOP_SECONDS
-from target_service.preflight import check_head, check_model, prepared_draft
+from target_service.preflight import check_sources, prepared_draft
 
 if TYPE_CHECKING:
     from outrider.drafting.link import Connect
@@ -39,8 +39,7 @@ class SharedEngine:
     def _load(self) -> ServedModel:
         self._connect = prepared_draft(self._config)
         if self._runner is None:
-            check_head(self._config.draft_head, self._config.model)
-            check_model(self._config.model)
+            check_sources(self._config)
         # Imported late: PyTorch takes seconds, health is to be answered before, and wrong names refused at once.
         from target_service.assembly import load_model, served_model
 

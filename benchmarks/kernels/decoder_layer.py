@@ -23,7 +23,7 @@ from benchmarks.engine.steps import CONTEXT, PAGE_SIZE, SHAPES, Load, step
 from benchmarks.shared.gpu_timing import captured_us
 from benchmarks.shared.machine import describe
 from benchmarks.shared.report import parser_of, settings_of, show, write_json
-from target_service.model.cuda_graphs.runner import _RECOMPILE_LIMIT, ATTENTION, HeldStep
+from target_service.model.cuda_graphs.runner import _RECOMPILE_LIMIT, ATTENTION
 from target_service.model.fused.layers import LinearsByRows
 from target_service.model.fused.preparing import LayerOptions, prepare_layers
 from target_service.model.runner import ModelRunner, PassContext, runner_for
@@ -72,7 +72,7 @@ class Layers:
         batch = step(load_of(rows, sequences), self._runner.vocabulary_size, rows)
         device, attention = self._runner.device, self._runner._attention
         slots = torch.tensor(batch.slots, device=device)
-        self._held = HeldStep(PassContext(attention, attention.plan(batch.attention), slots, self._runner.cache))
+        self._step = PassContext(attention, attention.plan(batch.attention), slots, self._runner.cache)
         generator = torch.Generator(device).manual_seed(rows)
         shape = 1, rows, self._runner.hidden_size
         self._hidden = torch.randn(shape, generator=generator, device=device).to(self._runner.dtype)
@@ -87,7 +87,7 @@ class Layers:
         """[1, R, H] from all layers, one after the other."""
         hidden = self._hidden
         for layer in self._inner.layers:
-            hidden = layer(hidden, attention_mask=None, position_embeddings=self._turns, outrider_held=self._held)
+            hidden = layer(hidden, attention_mask=None, position_embeddings=self._turns, outrider_step=self._step)
         return hidden
 
     def added(self) -> Tensor:

@@ -1,20 +1,24 @@
-"""Tokens a pass with prompt lookup and recycled tokens, by rows of a pass: the device's own rule over real answers.
+"""Tokens a pass with prompt lookup, a trie and recycled tokens, by rows of a pass: the device's rule over real answers.
 
     python -m benchmarks.running_ahead.recycled [--model smollm2-135m-instruct] [--prompts 42] [--tokens 128]
-        [--rows 8,16,32] [--json FILE]
+        [--rows 1x8,1x16,1x32,8x64,32x96] [--json FILE]
 
 The model answers prompts of every task, greedily on the CPU. Then each answer is decoded once more by
 `tree_kernels.node_table`'s reference: candidates from the text and from the entries of all that the same owner's passes
 have said before, the best of them as rows, and the path that the answer takes. Entries are those of accepted tokens, as
-on a device; the first prompts find few. Lookup alone is the same without entries.
+on a device; the first prompts find few. Lookup alone is the same without entries. A trie's tree is one pass late, as
+that of a draft that runs ahead; it has learnt all texts before.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -22,12 +26,29 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.shared.report import comma_separated, parser_of, provenance, record_table, settings_of, show, write_json
 from benchmarks.shared.workload import TASK_FILE, folder_of
 from benchmarks.widened.runs import PromptCursor, read_tasks
+from draft_service.drafters.base import DraftSequence
+from draft_service.ngram.config import TrieConfig
+from draft_service.ngram.drafter import NgramDrafter
+from outrider.tree import TokenTree
+from target_service.execution.node_tables import build_table
 from tree_kernels.node_table import recycling
-from tree_kernels.node_table.layout import LOOKUP
-from tree_kernels.node_table.torch_backend import Nodes, best, candidates, look_up, recycled_nodes
+from tree_kernels.node_table.layout import KEPT, LOOKUP, TABLE
+from tree_kernels.node_table.torch_backend import (
+    Candidate,
+    Nodes,
+    best,
+    bound_for,
+    candidates,
+    look_up,
+    nodes_of,
+    recycled_nodes,
+    stand,
+)
 
 _OWNER = 0
 _CPU = torch.device("cpu")
+_NO_TREE = Nodes(1, [], [], [], [], [])
+_ROWS = "1x8,1x16,1x32,1x48,8x32,8x64,32x64,32x96,32x128"
 
 
 class Answer(NamedTuple):
@@ -51,33 +72,98 @@ def recorded(model: Any, prompt: Sequence[int], count: int) -> Answer:
     return Answer(prompt, tokens, entries)
 
 
-def passes(answer: Answer, rows: int, entries: Tensor | None) -> int:
-    """Passes that decode an answer behind its first token; `entries` are learnt from on the way."""
-    tokens, done, count = answer.tokens, 1, 0
-    while done < len(tokens):
-        text = [*answer.prompt, *tokens[:done]]
-        nodes, place = Nodes(1, [], [], [], [], []), -1
-        if entries is not None:
-            nodes, place = recycled_nodes(entries, _OWNER, text[-1]), 0
-        kept = best(candidates(nodes, place, look_up(text, LOOKUP)), rows - 1)
-        below = {(one.parent, one.token): one.number for one in reversed(kept)}
-        at, accepted = -1, 0
-        while done + accepted < len(tokens) and (at, tokens[done + accepted]) in below:
-            at = below[at, tokens[done + accepted]]
+def drafted(answers: Sequence[Answer]) -> list[list[Nodes]]:
+    """A trie's tree behind every token of each answer; all are one tenant's, in their order."""
+    drafter, trees = NgramDrafter(TrieConfig()), list[list[Nodes]]()
+    drafter.start()
+    for number, one in enumerate(answers):
+        sequence = DraftSequence(number, list(one.prompt), len(one.prompt), 1 << 20, "all")
+        drafter.open(sequence)
+        trees.append([])
+        for token in one.tokens:
+            sequence.token_ids.append(token)
+            drafter.advance(sequence, [token])
+            trees[-1].append(nodes_from(drafter.propose([sequence])[0], len(sequence.token_ids)))
+            # The next tree must not depend on timing.
+            drafter.flush()
+        drafter.close(sequence)
+        drafter.flush()
+    drafter.stop()
+    return trees
+
+
+def nodes_from(tree: TokenTree, base: int) -> Nodes:
+    """A tree behind the last of `base` tokens, as the device reads it."""
+    table, nodes = np.zeros(TABLE, np.int32), np.zeros((4, len(tree)), np.int32)
+    nodes[0], nodes[1] = tree.token_ids, tree.parents
+    build_table(nodes, np.array(tree.scores), len(tree), 1.0, base, table)
+    return nodes_of(torch.from_numpy(table))
+
+
+@dataclass
+class _Running:
+    """An answer that is decoded once more, a trie's trees behind each of its tokens if it has any, and the tree that
+    the next pass has, one pass late."""
+
+    answer: Answer
+    trees: Sequence[Nodes]
+    done: int = 1
+    nodes: Nodes = _NO_TREE
+
+    def candidates(self, entries: Tensor | None, most: int) -> list[Candidate]:
+        """The best rows of the next pass."""
+        text = [*self.answer.prompt, *self.answer.tokens[: self.done]]
+        place, before, borrowed, is_end = stand(self.nodes, text, len(text) - 1)
+        recycled = recycled_nodes(entries, _OWNER, text[-1]) if is_end and entries is not None else None
+        every = candidates(self.nodes, place, look_up(text, LOOKUP), before, borrowed, recycled)
+        self.nodes = self.trees[self.done - 1] if self.trees else _NO_TREE
+        return best(every, most)
+
+    def verify(self, rows: Iterable[Candidate], entries: Tensor | None) -> int:
+        """The tokens that a pass with these rows makes, which `entries` learn."""
+        tokens, at, accepted = self.answer.tokens[self.done :], -1, 0
+        below = {(one.parent, one.token): one.number for one in reversed(list(rows))}
+        while accepted < len(tokens) and (at, tokens[accepted]) in below:
+            at = below[at, tokens[accepted]]
             accepted += 1
         if entries is not None:
-            for entry in answer.entries[done : done + accepted + 1]:
+            for entry in self.answer.entries[self.done : self.done + accepted + 1]:
                 entries[recycling.place_of(_OWNER, int(entry[1]))] = entry
-        done, count = done + accepted + 1, count + 1
-    return count
+        made = min(accepted + 1, len(tokens))
+        self.done += made
+        return made
 
 
-def measure(answers: Sequence[Answer], rows: int) -> dict[str, Any]:
-    """Tokens a pass with this many rows."""
-    tokens = sum(len(one.tokens) - 1 for one in answers)
-    found: dict[str, Any] = {"rows": rows}
-    for name, entries in (("lookup", None), ("recycled", recycling.empty_entries(_CPU))):
-        found[name] = round(tokens / sum(passes(one, rows, entries) for one in answers), 3)
+def tokens_a_pass(waiting: Iterable[_Running], sequences: int, rows: int, entries: Tensor | None) -> float:
+    """Tokens of a sequence in a pass of so many sequences, which share `rows` rows with their roots; until fewer are
+    left."""
+    line, running, passes, tokens = iter(waiting), list[_Running](), 0, 0
+    while True:
+        running = [one for one in running if one.done < len(one.answer.tokens)]
+        running += itertools.islice(line, sequences - len(running))
+        if len(running) < sequences:
+            return round(tokens / passes, 3)
+        kept = [one.candidates(entries, min(KEPT, rows - sequences)) for one in running]
+        bound = bound_for([each.key for own in kept for each in own], rows - sequences)
+        tokens += sum(
+            one.verify((each for each in own if each.key < bound), entries)
+            for one, own in zip(running, kept, strict=True)
+        )
+        passes += sequences
+
+
+def measure(answers: Sequence[Answer], trees: Sequence[Sequence[Nodes]], sequences: int, rows: int) -> dict[str, Any]:
+    """Tokens of a sequence in a pass, by what drafts."""
+    found: dict[str, Any] = {"sequences": sequences, "rows": rows}
+    for name, recycles, drafts in (
+        ("lookup", False, False),
+        ("recycled", True, False),
+        ("trie", False, True),
+        ("trie, recycled", True, True),
+    ):
+        entries = recycling.empty_entries(_CPU) if recycles else None
+        line = (_Running(one, own if drafts else ()) for one, own in zip(answers, trees, strict=True))
+        found[name] = tokens_a_pass(line, sequences, rows, entries)
     return found
 
 
@@ -86,14 +172,17 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--prompts", type=int, default=42, help="of all tasks in turn")
     parser.add_argument("--tokens", type=int, default=128, help="of every answer")
-    parser.add_argument("--rows", default="8,16,32", type=comma_separated(int), help="of a pass, the root's included")
+    parser.add_argument(
+        "--rows", default=_ROWS, type=comma_separated(str), help="sequences of a pass and their rows, roots included"
+    )
     options: argparse.Namespace = parser.parse_args()
     folder = folder_of(options.model)
     tasks = read_tasks(AutoTokenizer.from_pretrained(folder), TASK_FILE, 1500)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     asked = PromptCursor(tasks).take(options.prompts, options.tokens, 0.0)
     answers = [recorded(model, one.prompt, options.tokens) for one in asked]
-    results = [measure(answers, rows) for rows in options.rows]
+    trees = drafted(answers)
+    results = [measure(answers, trees, *map(int, one.split("x"))) for one in options.rows]
     show(record_table(results))
     write_json(
         options.json, {**provenance("running_ahead.recycled"), "settings": settings_of(options), "results": results}

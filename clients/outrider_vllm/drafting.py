@@ -109,7 +109,7 @@ class Drafting(DraftInbox):
             return
         while not self._answered(requests):
             # A draft that sends something else all the time is no less late.
-            if time.monotonic() >= deadline or not self._wait_until(deadline):
+            if time.monotonic() >= deadline or not self.wait_until(deadline):
                 # A prompt may take long to read.
                 if any(tree.step for tree in self._owed(requests)):
                     self._latency.late()

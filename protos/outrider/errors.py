@@ -126,17 +126,6 @@ class Loading(OutriderError, code=StatusCode.UNAVAILABLE, reason="LOADING", retr
     """The model or drafter is being loaded; retry, or call another service."""
 
 
-def restored(reason: str, message: str, metadata: Mapping[str, str], retry_after: float | None) -> OutriderError:
-    """The error that another process sent as these; a plain `OutriderError` for an unknown reason."""
-    kind = next((kind for kind in all_errors() if kind.reason == reason), OutriderError)
-    if kind is InvalidField:
-        field = metadata.get("field", "")
-        return InvalidField(field, message.removeprefix(f"{field}: "))
-    error = kind(message)
-    error.metadata, error.retry_after = dict(metadata), retry_after
-    return error
-
-
 def all_errors() -> tuple[type[OutriderError], ...]:
     """Every concrete error class."""
     return tuple(OutriderError.__subclasses__())

@@ -19,7 +19,7 @@ class EventQueue:
         self._limit = limit
         self._cancel = cancel
         self._events: list[SequenceEvent] = []
-        self._arrived: asyncio.Future[None] | None = None
+        self._arrived = asyncio.Event()
         self._overflowed = False
 
     def put(self, event: SequenceEvent) -> None:
@@ -30,16 +30,15 @@ class EventQueue:
             self._cancel(event.sequence_id)
         else:
             self._events.append(event)
-        if self._arrived is not None and not self._arrived.done():
-            self._arrived.set_result(None)
+        self._arrived.set()
 
     async def take(self) -> list[SequenceEvent]:
         """All queued events, at least one. Raises `QuotaExceeded` when the reader was too slow. For one reader."""
         while not self._events:
             if self._overflowed:
                 raise QuotaExceeded("the client reads too slowly", steps=self._limit)
-            self._arrived = asyncio.get_running_loop().create_future()
-            await self._arrived
+            self._arrived.clear()
+            await self._arrived.wait()
         events, self._events = self._events, []
         return events
 

@@ -139,7 +139,7 @@ class VerifySession:
         tree = tree_from_pb(frame.tree, served.vocabulary_size, served.max_rows, "tree")
         if verification.length + max(tree.depths) > served.max_context:
             raise errors.PositionOutOfRange("the tree reaches past the context", limit=served.max_context)
-        self.sequences.verify(frame.sequence_id, tree)
+        self.sequences.engine.verify(frame.sequence_id, tree)
         verification.pending = digest
         verification.active_at = time.monotonic()
 

@@ -99,9 +99,6 @@ class Sequences:
         self.quotas.opened(sequence_id, request)
         return sequence_id
 
-    def verify(self, sequence_id: int, tree: TokenTree) -> None:
-        self.engine.verify(sequence_id, tree)
-
     def cancel(self, sequence_id: int) -> None:
         """Remove the sink, and end the sequence unless it has ended."""
         if sequence_id in self._open:

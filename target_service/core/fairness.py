@@ -102,8 +102,8 @@ class TimeShares:
         # The tenants of the last step, and its expected seconds.
         self._last_tenants: Container[str] = ()
         self._last_step = 0.0
-        # The tenant that bounded the last step, and shortened steps since a tenant last had one alone.
-        self._strictest, self._shortened = "", 0
+        # The tenant that bounded the last step, and shortened steps since a tenant last had one alone, counted outside.
+        self._strictest, self.shortened = "", 0
 
     @property
     def shared(self) -> bool:
@@ -157,12 +157,9 @@ class TimeShares:
             present.paid = 0.0
         self._present, self._last_tenants, self._last_step = self._next, tenants, seconds
 
-    def note_shortened(self) -> None:
-        self._shortened += 1
-
     def alone_next(self, ready: Container[str]) -> str | None:
         """The tenant of `ready` that gets the next step alone; mostly None."""
-        if self._shortened < _ALONE_EVERY or self._strictest not in ready:
+        if self.shortened < _ALONE_EVERY or self._strictest not in ready:
             return None
-        self._shortened = 0
+        self.shortened = 0
         return self._strictest

@@ -177,7 +177,7 @@ class Scheduler:
         """How many places or rows a step gets, of at most `most`: those `within` its time, and at least `least`."""
         count = max(min(most, least), within)
         if count < min(most, wanted):
-            self._time.note_shortened()
+            self._time.shortened += 1
         return count
 
     def _due(self, sequence: Sequence) -> int:

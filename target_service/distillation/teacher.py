@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer
 
@@ -36,7 +35,21 @@ class LocalTeacher:
         config = AutoConfig.from_pretrained(self._source)
         check_supported(config)
         self._tokenizer = AutoTokenizer.from_pretrained(self._source)
-        self.facts = _facts(settings.model, config, tokenizer_fingerprint(self._tokenizer))
+        heads = int(config.num_attention_heads)
+        self.facts = TeacherFacts(
+            model=settings.model,
+            vocab_size=int(config.vocab_size),
+            hidden_size=int(config.hidden_size),
+            intermediate_size=int(config.intermediate_size),
+            num_layers=int(config.num_hidden_layers),
+            num_heads=heads,
+            num_kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+            head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+            max_context=longest_context(config),
+            rms_norm_eps=float(getattr(config, "rms_norm_eps", 1e-6)),
+            rope=dict(config.rope_parameters),
+            tokenizer_fingerprint=tokenizer_fingerprint(self._tokenizer),
+        )
 
     def write(self, order: WritingOrder) -> Iterator[WrittenText]:
         chat = ChatTexts(self._tokenizer, sampled=order.sampled_prompts)
@@ -45,21 +58,3 @@ class LocalTeacher:
 
     def reader(self, layers: tuple[int, ...]) -> Reader:
         return TextReader(self._source, layers, device=self._settings.device, dtype=self._settings.dtype)
-
-
-def _facts(name: str, config: Any, fingerprint: str) -> TeacherFacts:
-    heads = int(config.num_attention_heads)
-    return TeacherFacts(
-        model=name,
-        vocab_size=int(config.vocab_size),
-        hidden_size=int(config.hidden_size),
-        intermediate_size=int(config.intermediate_size),
-        num_layers=int(config.num_hidden_layers),
-        num_heads=heads,
-        num_kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
-        head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
-        max_context=longest_context(config),
-        rms_norm_eps=float(getattr(config, "rms_norm_eps", 1e-6)),
-        rope=dict(config.rope_parameters),
-        tokenizer_fingerprint=fingerprint,
-    )

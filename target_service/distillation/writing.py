@@ -103,14 +103,8 @@ def writing_runner(settings: TeacherSettings, sequences: int, max_length: int) -
     runner = load_runner(config)
     if runner.max_context < max_length:
         raise SettingsError(f"texts of {max_length} tokens do not fit the model's context of {runner.max_context}")
-    return _captured(runner, sequences) if runner.device.type == "cuda" else runner
-
-
-def _step_rows(sequences: int) -> int:
-    return max(2 * sequences, _LEAST_STEP_ROWS)
-
-
-def _captured(runner: ModelRunner, sequences: int) -> ModelRunner:
+    if runner.device.type != "cuda":
+        return runner
     # Only here: Triton may be absent.
     from target_service.model.cuda_graphs.runner import CapturedRunner, CaptureOptions
 
@@ -123,6 +117,10 @@ def _captured(runner: ModelRunner, sequences: int) -> ModelRunner:
     captured.capture(reversed(wide))
     captured.keep_to_captured()
     return captured
+
+
+def _step_rows(sequences: int) -> int:
+    return max(2 * sequences, _LEAST_STEP_ROWS)
 
 
 @dataclass(slots=True)

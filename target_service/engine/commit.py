@@ -20,9 +20,9 @@ def commit(
     pages since.
     """
     sequence, walk, totals = live.sequence, outcome.walk, live.sequence.totals
-    device_passes, passes, by_step = outcome.device_passes, outcome.passes, outcome.accepted_by_pass
+    passes, by_step = outcome.passes, tuple([one.accepted for one in outcome.device_passes])
     # What was verified is unknown here where the device chose rows, and of passes launched at once.
-    root, shows = sequence.root, sequence.request.trees and passes == 1 and not device_passes
+    root, shows = sequence.root, sequence.request.trees and passes == 1 and not by_step
     tokens = [*[tree.token_ids[row] for row in walk.accepted_rows], walk.next_token, *outcome.following]
     kept_tokens, finish = live.stops.cut(totals.completion_tokens, tokens)
     del tokens[kept_tokens:]
@@ -59,7 +59,7 @@ def commit(
     if tree.drafted:
         _count_drafts(totals, tree.drafted, max(tree.depths), len(accepted))
     # Passes after the end of the sequence do not count.
-    for one, drafts in zip(device_passes, by_step, strict=False):
+    for one, drafts in zip(outcome.device_passes, by_step, strict=False):
         if one.drafted:
             # The depth of its tree is unknown: at least that of the accepted rows.
             _count_drafts(totals, one.drafted, max(1, drafts), drafts)

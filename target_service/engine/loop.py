@@ -32,7 +32,7 @@ from target_service.engine.learning import Learning
 from target_service.engine.step import Step, StepClock
 from target_service.execution.batch import DeviceRows, StepBatch, lay_out
 from target_service.execution.device_executor import best_steps
-from target_service.execution.device_time import DeviceTime
+from target_service.execution.device_time import DeviceSpan
 from target_service.execution.host_executor import HostSteps, Steps
 from target_service.execution.multi_step import Stride
 from target_service.model.runner import ModelRunner
@@ -120,7 +120,7 @@ class EngineLoop:
         # How the next pass is launched, and the rows that the device chose for the last one.
         self._mode, self._rows = Launch.AHEAD, 0
         self._draft: DraftInfo | None = None
-        self._device_time = DeviceTime()
+        self._last_span: DeviceSpan | None = None
         self._failed: list[SequenceEvent] = []
         # Version of the weights, and whether no step may be launched behind the one under way.
         self.model_version, self.settling = FIRST_VERSION, False
@@ -278,7 +278,7 @@ class EngineLoop:
         while not step.launched.ended():
             now = time.monotonic_ns()
             self._seen_running = now >= ends
-            drafting.wait_for_frame(max(ends, now + _POLL_NS))
+            drafting.wait_until(max(ends, now + _POLL_NS) * 1e-9)
             drafting.listen()
             tables.publish()
 
@@ -343,7 +343,11 @@ class EngineLoop:
         return failed
 
     def _observe(self, step: Step, outcomes: SequenceOf[Verified | None], verdicts: SequenceOf[Verdict]) -> None:
-        device_ns = self._device_time.take(step.launched.span, follows=bool(self._ended_ns))
+        last, self._last_span = self._last_span, step.launched.span
+        device_ns = 0, 0
+        # Behind a pause they are of no use.
+        if self._ended_ns and last is not None and self._last_span is not None:
+            device_ns = last.until(self._last_span)
         stats = step.stats(
             outcomes,
             verdicts,

@@ -9,11 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from google.protobuf.message import DecodeError
+from google.rpc.status_pb2 import Status
 
-from outrider.errors import OutriderError, restored
+from outrider.errors import OutriderError
 from outrider.processes.framing import Buffer, framed
 from outrider.tree import TokenTree
 from outrider.wire.frames import DraftInfo
+from outrider.wire.trees import error_of, status_of
 from target_service.api.admission import ServedModel
 from target_service.config import TargetConfig
 from target_service.core.events import EngineSnapshot
@@ -136,17 +139,19 @@ def unpack(body: Buffer) -> Message:
     return message
 
 
-def _error_to_row(error: Any) -> tuple[str, str, dict[str, str], float | None]:
-    """An error as (reason, message, metadata, seconds to retry after): the only value here that is neither a struct nor
-    a dataclass."""
+def _packed_error(error: Any) -> Any:
+    """An error as its status: the only value here that is neither a struct nor a dataclass."""
     if not isinstance(error, OutriderError):
         raise NotImplementedError(f"no message holds a {type(error).__name__}")
-    return error.reason, error.message, dict(error.metadata), error.retry_after
+    return status_of(error).SerializeToString()
 
 
-def _error_from_row(_: type[Any], row: Any) -> OutriderError:
-    return restored(*msgspec.convert(row, tuple[str, str, dict[str, str], float | None]))
+def _unpacked_error(_: type[Any], status: Any) -> OutriderError:
+    try:
+        return error_of(Status.FromString(status))
+    except DecodeError as error:
+        raise ValueError(f"an error that is no status: {error}") from None
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_error_to_row)
-_decoder = msgspec.msgpack.Decoder(Message, dec_hook=_error_from_row)
+_encoder = msgspec.msgpack.Encoder(enc_hook=_packed_error)
+_decoder = msgspec.msgpack.Decoder(Message, dec_hook=_unpacked_error)

@@ -27,7 +27,7 @@ from target_service.config import TargetConfig
 from target_service.core.sequence import SequenceEvent, SequenceFailed, SequenceRequest, SequenceTotals, StepStats
 from target_service.core.weights import WeightsUpdated
 from target_service.engine_process import messages
-from target_service.preflight import EngineRefused, check_head, check_model, prepared_draft
+from target_service.preflight import EngineRefused, check_sources, prepared_draft
 
 if TYPE_CHECKING:
     from target_service.assembly import Assembled
@@ -173,8 +173,7 @@ class EngineServer:
 def build(config: TargetConfig, reporter: Reporter) -> Assembled:
     """Prepare the draft, then load the model and assemble its engine. Raises `EngineRefused`."""
     connect = prepared_draft(config)
-    check_head(config.draft_head, config.model)
-    check_model(config.model)
+    check_sources(config)
     # Imported late: PyTorch takes seconds, and wrong names should be refused at once.
     from target_service.assembly import assemble, load_model
 

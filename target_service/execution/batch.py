@@ -69,13 +69,9 @@ class StepBatch:
             rows = item.known + (item.tree.drafted if item.tree is not None else 0)
             yield item, item.start + keys_of(rows, stride, limit if item.tree is not None and item.known == 1 else None)
 
-    def moved_on(self, accepted_counts: SequenceOf[int]) -> StepBatch:
-        """The batch, laid out as if the step before had accepted no drafted row, moved on by what it accepted, by place
-        in that step."""
-        return replace(self.items_moved_on(accepted_counts), input=self.input.moved_on(accepted_counts))
-
     def items_moved_on(self, accepted_counts: SequenceOf[int]) -> StepBatch:
-        """The same without moving its rows, which a device that runs it has moved."""
+        """The batch, laid out as if the step before had accepted no drafted row, its items moved on by what that one
+        accepted, by place in it. Not its rows, which a device that runs it has moved."""
         items = list(self.items)
         for place, moves in self.input.moves(accepted_counts):
             if moves:

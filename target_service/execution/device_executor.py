@@ -20,8 +20,8 @@ from target_service.core.kv_cache import KVCache
 from target_service.core.sequence import MAX_STRIDE
 from target_service.execution import node_tables
 from target_service.execution.batch import StepBatch, StepItem
-from target_service.execution.device_rows import TableStep, room_for_reports
-from target_service.execution.device_time import DeviceSpan, DeviceSpans
+from target_service.execution.device_rows import TableStep
+from target_service.execution.device_time import DeviceSpan, device_spans
 from target_service.execution.host_executor import CopiedLater, HostSteps, Launched, Ready, Steps, move_on_host
 from target_service.execution.node_tables import NodeTables
 from target_service.execution.post_pass import PostPass, PostPassWork, TableWork
@@ -31,6 +31,7 @@ from target_service.model.runner import ModelRunner
 from target_service.sampling.batch_verifier import Asked, BatchVerifier
 from target_service.sampling.verifier import SequenceVerifier, Verified
 from tree_kernels.node_table import Mailboxes, NodeTable, StepIntegers
+from tree_kernels.node_table.layout import REPORT
 from tree_kernels.verification import DeviceVerifier, Mode, RowsToVerify, Verdicts, Walk, records_of
 
 # Results in flight at most: that of a step, and that of the one launched after it.
@@ -76,14 +77,15 @@ class DeviceSteps:
         self._following = torch.zeros(_RESULTS, MAX_STRIDE - 1, max_sequences, dtype=torch.int32, pin_memory=on_gpu)
         # Of each pass in flight, where any sequence is TYPICAL: see `DeviceVerifier.lossy_rows`.
         self._lossy = torch.zeros(_RESULTS, MAX_STRIDE, max_rows, dtype=torch.int32, pin_memory=on_gpu)
-        self._reports = room_for_reports(_RESULTS, max_sequences, MAX_STRIDE, on_gpu=on_gpu)
+        # Each as `NodeTable.reports`.
+        self._reports = torch.zeros(_RESULTS, max_sequences, MAX_STRIDE, REPORT, dtype=torch.int32, pin_memory=on_gpu)
         self.tables: NodeTables | None = None
         self._pre_pass: PrePass | None = None
         if table is not None:
             mail = Mailboxes(max_sequences, runner.device)
             self.tables, self._pre_pass = NodeTables(max_sequences, mail), PrePass(runner, table, mail)
         self._count = 0
-        self._spans = DeviceSpans() if on_gpu else None
+        self._spans = device_spans() if on_gpu else None
         # Of the last step that was launched.
         self._verdicts = self._verifier.verdicts
         self._nothing = torch.zeros(max_sequences, dtype=torch.int32, device=runner.device)
@@ -111,7 +113,7 @@ class DeviceSteps:
             records_of(parameters, len(rows))["rows"] += batch.device_rows.limits
             return self._launch_device_rows(batch, rows, parameters, stride, ready)
         ready()
-        span = self._spans.begin() if self._spans is not None else None
+        span = next(self._spans).begin() if self._spans is not None else None
         if moves is not self._nothing and min(batch.input.token_ids) < 0:
             assert stride == 1, "only the device has the positions of later passes"
             if moves is None:
@@ -163,7 +165,7 @@ class DeviceSteps:
             with torch.inference_mode(False):
                 ready()
                 # Not sooner, or time in which the device is idle would be measured as busy.
-                span = self._spans.begin() if self._spans is not None else None
+                span = next(self._spans).begin() if self._spans is not None else None
                 self._seat(batch, table)
             pre_pass.run(step, keeper, self._moves, batch.input.reading)
 

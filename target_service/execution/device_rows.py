@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from target_service.core.sequence import DevicePass
@@ -16,15 +15,10 @@ from target_service.execution.device_time import DeviceSpan
 from target_service.execution.host_executor import CopiedLater
 from target_service.sampling.verifier import Verified
 from tree_kernels.node_table import NodeTable
-from tree_kernels.node_table.layout import EXPECTED_UNIT, PROSPECTS, REPORT, REPORT_ROWS, REPORT_TOKENS, Figure
+from tree_kernels.node_table.layout import EXPECTED_UNIT, PROSPECTS, REPORT_ROWS, REPORT_TOKENS, Figure
 from tree_kernels.verification import Walk
 
 Ints = npt.NDArray[np.int32]
-
-
-def room_for_reports(turns: int, max_sequences: int, max_passes: int, *, on_gpu: bool) -> Tensor:
-    """[turns, max_sequences, max_passes, REPORT] int32 on the host, as `NodeTable.reports` has them."""
-    return torch.zeros(turns, max_sequences, max_passes, REPORT, dtype=torch.int32, pin_memory=on_gpu)
 
 
 @dataclass(eq=False)

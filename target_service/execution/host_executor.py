@@ -108,7 +108,8 @@ class HostSteps:
         """See `Steps.launch`."""
         ready()
         if self._last is not None and min(batch.input.token_ids) < 0:
-            batch = batch.moved_on(self._last.accepted_counts())
+            counts = self._last.accepted_counts()
+            batch = replace(batch.items_moved_on(counts), input=batch.input.moved_on(counts))
         logits = self._runner.forward(replace(batch.input, token_ids=self._fill_pending(batch.input.token_ids)))
         self._last = _OnHost(self._runner, batch, verifiers, logits, self._followable, stride)
         return self._last

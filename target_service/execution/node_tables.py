@@ -36,6 +36,7 @@ _MOST_CHANCE = 0.98
 # Growths that a tree keeps the ids of; one more starts it over. Chosen, not measured: a draft sends one or two a step,
 # most of which replace the tree.
 _MAX_GROWTHS = 64
+_OWNER_SECRET = secrets.token_bytes(16)
 
 
 class PredictedChain(NamedTuple):
@@ -128,14 +129,10 @@ class NodeTables:
         if tree is not None and tree.count:
             tree.count, tree.changed = 0, True
 
-    def holds(self, sequence_id: int) -> bool:
-        """Whether there are nodes of the sequence."""
-        tree = self._trees.get(sequence_id)
-        return tree is not None and tree.count > 0
-
     def of_draft(self, sequence_id: int) -> bool:
         """Whether the sequence has nodes, all of them a draft's."""
-        return self.holds(sequence_id) and self.predicted(sequence_id) is None
+        tree = self._trees.get(sequence_id)
+        return tree is not None and tree.count > 0 and tree.predicted is None
 
     def predict(self, sequence_id: int, predicted: PredictedNodes | None) -> None:
         """Replace the predicted nodes of the sequence's tree. A sequence without a slot gets one, if one is free."""
@@ -216,15 +213,10 @@ class NodeTables:
         self.mail.put(tree.slot)
 
 
-@functools.cache
-def _secret() -> bytes:
-    return secrets.token_bytes(16)
-
-
 @functools.lru_cache(4096)
 def owner_of(tenant: str) -> int:
     """31 bits that stand for a tenant: nobody can choose a name to share another's recycled tokens."""
-    digest = hashlib.blake2b(tenant.encode(), key=_secret(), digest_size=4).digest()
+    digest = hashlib.blake2b(tenant.encode(), key=_OWNER_SECRET, digest_size=4).digest()
     return int.from_bytes(digest, "little") >> 1
 
 

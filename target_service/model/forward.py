@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tree_kernels.attention import AttentionBatch
 from tree_kernels.node_table import StepIntegers
+from tree_kernels.pages import Pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,21 @@ class ForwardInput:
     # get no drafts; 0 where the device drafts none.
     room: int = 0
     reading: int = 0
+
+    @classmethod
+    def of_sequence(
+        cls,
+        token_ids: tuple[int, ...],
+        positions: Sequence[int],
+        pages: Sequence[int],
+        cache: Pages,
+        parents: tuple[int, ...] | None = None,
+    ) -> ForwardInput:
+        """Rows of one sequence behind its keys, with logits of all of them: a chain, or a tree of these `parents`."""
+        start, rows = positions[0], len(token_ids)
+        held = tuple(pages[: cache.pages_for(start + rows)])
+        attention = AttentionBatch((0, rows), (start,), (held,), cache.page_size, (parents,))
+        return cls(token_ids, tuple(positions), tuple(cache.slots(pages, start, rows)), attention, tuple(range(rows)))
 
     def later(self, passes: int) -> ForwardInput:
         """The pass `passes` after this one, where every sequence has one row and each pass reads the tokens of the one

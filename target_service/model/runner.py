@@ -38,9 +38,10 @@ Begin = Callable[[StepIntegers, object | None], None]
 _HOOKED_ROWS = 64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False)
 class PassContext:
-    """What every layer of one pass needs."""
+    """What every layer of one pass needs. Neither frozen nor with slots, so that the compiler does not look into it and
+    compile every layer separately for it."""
 
     attention: Attention
     plan: AttentionPlan
@@ -138,6 +139,12 @@ class ModelRunner:
             if self.hooks is not None:
                 self.hooks.remove()
             self.hooks = hooks
+
+    def run_head(self, head: DraftHead | None) -> None:
+        """Run this part of a draft's head from now on, on the model's device and in its dtype."""
+        self.draft_head = head
+        if head is not None and head.projection is not None:
+            head.projection.to(device=self.device, dtype=self.dtype)
 
     def keep_tokens(
         self,
@@ -257,16 +264,15 @@ class ModelRunner:
 
     def _logits(self, batch: ForwardInput, token_ids: Tensor, rows: Tensor | int) -> Tensor:
         """Logits of the given rows, 0 for all; `token_ids` [R] int64."""
-        slots = torch.tensor(batch.slots, device=self.device)
+        slots, positions = (torch.tensor(each, device=self.device) for each in (batch.slots, batch.positions))
         step = PassContext(self._attention, self._attention.plan(batch.attention), slots, self.cache)
-        output = self.model(
-            input_ids=token_ids[None],
-            # A tree may reach past the end of position tables; no such row can be committed.
-            position_ids=torch.tensor([batch.positions], device=self.device).clamp_(max=self._last_position),
-            use_cache=False,
-            logits_to_keep=rows,
-            outrider_step=step,
-        )
+        # A tree may reach past the end of position tables; no such row can be committed.
+        return self._compute(token_ids, positions.clamp_(max=self._last_position), step, rows)
+
+    def _compute(self, token_ids: Tensor, positions: Tensor, step: PassContext, rows: Tensor | int = 0) -> Tensor:
+        """Logits of the given rows, 0 for all; token ids and positions are [R] integers."""
+        inputs = {"input_ids": token_ids[None], "position_ids": positions[None]}
+        output = self.model(**inputs, use_cache=False, logits_to_keep=rows, outrider_step=step)
         return cast(Tensor, output.logits[0])
 
 

@@ -70,10 +70,6 @@ class KVShape(NamedTuple):
     key_width: int
     value_width: int
 
-    @property
-    def elements(self) -> int:
-        return self.heads * (self.key_width + self.value_width)
-
 
 def has_latents(config: PretrainedConfig) -> bool:
     """Whether the model's keys and values are made of latents (multi-head latent attention)."""
@@ -95,7 +91,8 @@ def kv_shape(config: PretrainedConfig, *, latent: bool = False) -> KVShape:
 
 def kv_bytes(config: PretrainedConfig, itemsize: int, *, latent: bool) -> int:
     """Bytes of a token in the cache, all layers; `latent` as in `kv_shape`."""
-    return int(config.num_hidden_layers) * kv_shape(config, latent=latent).elements * itemsize
+    heads, key_width, value_width = kv_shape(config, latent=latent)
+    return int(config.num_hidden_layers) * heads * (key_width + value_width) * itemsize
 
 
 def longest_context(config: PretrainedConfig) -> int:

@@ -41,11 +41,6 @@ class Verified(NamedTuple):
     lossy: tuple[bool, ...] = ()
 
     @property
-    def accepted_by_pass(self) -> tuple[int, ...]:
-        """Accepted rows of each pass whose rows the device chose."""
-        return tuple([one.accepted for one in self.device_passes])
-
-    @property
     def accepted(self) -> int:
         """Drafted tokens among those that were generated."""
         return len(self.walk.accepted_rows) + sum([one.accepted for one in self.device_passes])

@@ -158,17 +158,13 @@ class Drafting(DraftInbox):
         deadline = time.monotonic() + min(self.config.draft_wait_ms / 1e3, max_wait)
         while not self._answered(sequences):
             # Other frames of the draft do not count as the answer.
-            if time.monotonic() >= deadline or not self._wait_until(deadline):
+            if time.monotonic() >= deadline or not self.wait_until(deadline):
                 self.latency.late()
                 break
             self.listen()
         else:
             self.latency.in_time()
         return time.monotonic_ns() - begin
-
-    def wait_for_frame(self, deadline_ns: int) -> None:
-        """Wait until a frame of the draft arrives, or until a time of the monotonic clock."""
-        self._wait_until(deadline_ns * 1e-9)
 
     def collect(
         self, items: SequenceOf[StepItem], states: StepFeatures | None, outcomes: SequenceOf[Verified | None]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -142,7 +141,11 @@ class PredictedAnswer:
 
     def _find(self, token: int, length: int) -> tuple[int | None, int]:
         """The place after the longest run that ends with the sequence's token `length`, and the length of that run."""
-        ends = self._pairs().get((self.committed[length - 2], token), []) if length > 1 else []
+        if self._ends_of_pairs is None:
+            self._ends_of_pairs = {}
+            for end, pair in enumerate(pairwise(self.token_ids), start=1):
+                self._ends_of_pairs.setdefault(pair, []).append(end)
+        ends = self._ends_of_pairs.get((self.committed[length - 2], token), []) if length > 1 else []
         best, longest = None, 0
         origin = self._left or 0
         # Of many, as where a text repeats a pair without end, only those around the origin are sorted.
@@ -172,19 +175,7 @@ class PredictedAnswer:
             run += 1
         return run
 
-    def _pairs(self) -> dict[tuple[int, int], list[int]]:
-        if self._ends_of_pairs is None:
-            self._ends_of_pairs = {}
-            for end, pair in enumerate(pairwise(self.token_ids), start=1):
-                self._ends_of_pairs.setdefault(pair, []).append(end)
-        return self._ends_of_pairs
-
 
 def _right(run: int) -> float:
     """The probability that the token after such a run comes as predicted."""
     return _RIGHT[min(run, len(_RIGHT) - 1)]
-
-
-def predicted_answer(prediction: SequenceOf[int], committed: list[int]) -> PredictedAnswer | None:
-    """The prediction of a sequence without output yet; None for an empty one."""
-    return PredictedAnswer(tuple(prediction), committed, len(committed)) if prediction else None

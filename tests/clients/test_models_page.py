@@ -17,7 +17,7 @@ from target_service.model import support
 from target_service.model.loading import self_check
 from target_service.model.loading.self_check import check_runner, own_logits
 from target_service.model.runner import runner_for
-from target_service.model.support import check_supported, kv_shape
+from target_service.model.support import check_supported, kv_bytes
 
 PAGE = (Path(__file__).parents[2] / "docs/models.md").read_text()
 
@@ -92,4 +92,4 @@ def test_devices_and_memory_are_as_the_page_says() -> None:
             check_device_name(device)
     # Llama 3.1 8B's shape: 32 layers, 8 key heads of 128, two bytes a number.
     shape = LlamaConfig(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=32)
-    assert f"{kv_shape(shape).elements * 32 * 2:,} bytes a token" in PAGE
+    assert f"{kv_bytes(shape, 2, latent=False):,} bytes a token" in PAGE

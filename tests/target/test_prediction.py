@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.drafting.draft_tree import GrowingTree
+from outrider.sampling import SamplingParams, VerificationMode
+from target_service.core.sequence import SequenceRequest
 from target_service.execution.node_tables import PredictedChain, PredictedNodes
 from target_service.speculation.merged_tree import MergedTree, PredictedTree
-from target_service.speculation.prediction import PredictedAnswer, predicted_answer
+from target_service.speculation.policy.live_sequence import LiveSequence
+from target_service.speculation.prediction import PredictedAnswer
 
 PROMPT = [1000, 1001, 1002]
 TEXT = list(range(100, 160))
@@ -19,9 +25,7 @@ TEXT = list(range(100, 160))
 def answering(prediction: list[int]) -> tuple[PredictedAnswer, list[int]]:
     """A prediction, and the tokens of its sequence."""
     committed = list(PROMPT)
-    answer = predicted_answer(prediction, committed)
-    assert answer is not None
-    return answer, committed
+    return PredictedAnswer(tuple(prediction), committed, len(committed)), committed
 
 
 def first_tokens(answer: PredictedAnswer) -> list[int]:
@@ -29,7 +33,11 @@ def first_tokens(answer: PredictedAnswer) -> list[int]:
 
 
 def test_nothing_predicted_is_no_prediction() -> None:
-    assert predicted_answer((), list(PROMPT)) is None
+    runner: Any = SimpleNamespace(end_token_ids=(), tokenizer=None)
+    wanted = SequenceRequest(tuple(PROMPT), SamplingParams(), VerificationMode.COUPLED, 0, 4)
+    assert LiveSequence.of(1, wanted, runner).prediction is None
+    predicted = LiveSequence.of(1, replace(wanted, prediction=tuple(TEXT)), runner)
+    assert predicted.prediction is not None and first_tokens(predicted.prediction) == TEXT[:1]
 
 
 def test_it_begins_at_its_beginning_and_goes_along() -> None:

@@ -62,8 +62,8 @@ class NodeTable:
     ) -> None:
         """`tokens` [slots] int32 of the KV cache are written by every pass that feeds them; `last_position` is the
         model's largest; `max_sequences` are those that steps' parameters are packed for. `lookup_tokens` 0 looks
-        nothing up. `recycles`: sequences whose table holds nothing have recycled tokens. `backend` None is "triton" on a
-        GPU and "torch" elsewhere. Raises `ValueError` for more `lookup_tokens` than `LOOKUP`."""
+        nothing up. `recycles`: sequences whose table holds nothing have recycled tokens. `backend` None is "triton" on
+        a GPU and "torch" elsewhere. Raises `ValueError` for more `lookup_tokens` than `LOOKUP`."""
         if not 0 <= lookup_tokens <= LOOKUP:
             raise ValueError(f"expected 0 to {LOOKUP} tokens of a lookup, got {lookup_tokens}")
         device = tokens.device
@@ -85,9 +85,8 @@ class NodeTable:
         self.passes, self.accepted, self.limits, self.places, self.owners = integers[:5]
         self.counts, self.roots, self.ages, self.taken = integers[5:]
         self.reading = torch.zeros(1, dtype=torch.int32, device=device)
-        self.places.fill_(-1)
-        self.counts.fill_(-1)
-        self.owners.fill_(-1)
+        for none_yet in (self.places, self.counts, self.owners):
+            none_yet.fill_(-1)
         # [B, KEPT + 1] keys of the kept candidates, rising, followed by `NO_KEY`. [B, 3, KEPT + 1] their tokens, links
         # (see `link_of`) and chances.
         self.keys = torch.full((max_sequences, KEPT + 1), NO_KEY, dtype=torch.int32, device=device)

@@ -43,6 +43,17 @@ class Chain(NamedTuple):
     following: int
 
 
+class Standing(NamedTuple):
+    """Where a text stands in a table, as places of nodes, -1 for none: of its last token; where the table does not hold
+    that, of the token before; where it holds nothing below it, of a node to borrow from."""
+
+    root: int
+    before: int
+    borrowed: int
+    # Whether nothing is below the last token.
+    is_end: bool
+
+
 class Candidate(NamedTuple):
     """A node below the present root. `number` is its place in the table, `FIRST` + its place in a recycled tree, or
     `NODES` + its place in the chain, and `parent` another's; -1 for the root."""
@@ -167,6 +178,15 @@ def walk(nodes: Nodes, text: Sequence[int], last: int) -> int:
     return place
 
 
+def stand(nodes: Nodes, text: Sequence[int], last: int) -> Standing:
+    """Where a text stands that ends with token number `last` of a sequence."""
+    root = walk(nodes, text, last)
+    before = walk(nodes, text[:-1], last - 1) if root < 0 else -1
+    is_end = root < 0 or nodes.ends[root] == root + 1
+    borrows = is_end and 0 <= last + 1 - nodes.base <= layout.MAX_PATH
+    return Standing(root, before, lender(nodes, text[-1]) if borrows else -1, is_end)
+
+
 def look_up(text: Sequence[int], limit: int) -> Chain:
     """Up to `limit` tokens that followed an earlier occurrence of the text's end; none without one."""
     run = longest_run(text) if limit else None
@@ -187,9 +207,9 @@ def lender(nodes: Nodes, token: int) -> int:
 def candidates(
     nodes: Nodes, root: int, chain: Chain, before: int = -1, borrowed: int = -1, recycled: Nodes | None = None
 ) -> list[Candidate]:
-    """What may follow the node at place `root` of the table (-1 for none): the nodes below it, and the chain. Without
-    one, the mended nodes behind the node at place `before` (-1 for none), of the token before. What is below the node
-    at place `borrowed` (-1 for none) is borrowed. `recycled` nodes, where there are none below `root`, hang beside all.
+    """What may follow the node at place `root` of the table: the nodes below it, and the chain. Without one, the mended
+    nodes behind the node at place `before`. What is below the node at place `borrowed` is borrowed. `recycled` nodes,
+    where there are none below `root`, hang beside all. Places are those of `Standing`.
 
     A node below `root`, or a recycled one, that is also in the chain has the smaller cost of both; the rest of the
     chain hangs below the last such node, or below the root.
@@ -280,14 +300,10 @@ def _find(table: NodeTable, step: StepIntegers, b: int, root: int, moves: int) -
     keys = torch.arange(max(0, prefix - layout.WINDOW - layout.LONGEST), prefix, device=table.tokens.device)
     text = [*table.tokens[_slots(table, step, b, keys).long()].tolist(), root]
     nodes = nodes_of(table.tables[slot]) if slot >= 0 else _NO_TREE
-    place = walk(nodes, text, prefix)
-    before = walk(nodes, text[:-1], prefix - 1) if place < 0 else -1
-    nothing_below = place < 0 or nodes.ends[place] == place + 1
-    borrows = nothing_below and 0 <= prefix + 1 - nodes.base <= layout.MAX_PATH
-    borrowed = lender(nodes, root) if borrows else -1
+    place, before, borrowed, is_end = stand(nodes, text, prefix)
     recycled, owner, limit = None, int(table.owners[b]), int(table.limits[b])
     has_room = len(nodes.tokens) <= recycling.FIRST
-    if nothing_below and has_room and table.recycles_in(step) and owner >= 0 and limit > 0:
+    if is_end and has_room and table.recycles_in(step) and owner >= 0 and limit > 0:
         recycled = recycled_nodes(table.entries, owner, root)
     of_table = recycling.FIRST if recycled else NODES
     chain = look_up(text, table.lookup_tokens)

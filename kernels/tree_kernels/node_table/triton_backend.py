@@ -154,13 +154,28 @@ def _nearest(on_path, depth, age, i):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _lender(table, having, cost, i):  # type: ignore[no-untyped-def]
+def _top(table, near, near_end, near_cost, lost, children, cost, i):  # type: ignore[no-untyped-def]
+    """The node that what may follow is below: the last token's at `near`, or where that is `lost` the likeliest of the
+    `children` [CANDIDATES] in its place. Its place, its end, and its cost less what the exchange costs."""
+    top, end, own_cost = near, near_end, near_cost
+    if lost:
+        top = _likeliest(children, cost, i)
+        end, own_cost = _end_and_cost(table, top)
+        own_cost -= _MEND_EXCHANGED
+    return top, end, own_cost
+
+
+@triton.jit
+def _lender(table, borrows, having, cost, i):  # type: ignore[no-untyped-def]
     """The likeliest of the nodes `having` [CANDIDATES] a token and anything below it, -1 for none and the root left
-    out: its place, its end, its depth, and its cost less what borrowing costs."""
-    place = _likeliest(having & (i > 0), cost, i)
-    end, own_cost = _end_and_cost(table, place)
-    depth = tl.load(table + _DEPTHS + place, mask=place >= 0, other=0)
-    return place, end, depth, own_cost - _MEND_BORROWED
+    out: its place, its end, its depth, and its cost less what borrowing costs. None unless it `borrows`."""
+    place, end, depth, own_cost = tl.full([], -1, tl.int32), 0, 0, 0
+    if borrows:
+        place = _likeliest(having & (i > 0), cost, i)
+        end, own_cost = _end_and_cost(table, place)
+        depth = tl.load(table + _DEPTHS + place, mask=place >= 0, other=0)
+        own_cost -= _MEND_BORROWED
+    return place, end, depth, own_cost
 
 
 @triton.jit
@@ -171,9 +186,11 @@ def _within(part, differs, end, i):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _recycled_at(entries, shape, tree, owner, root, i, wanted):  # type: ignore[no-untyped-def]
-    """Which candidates `i` are of a tree of recycled tokens, none unless it is `wanted`; and their tokens, parents,
-    ends, depths and costs."""
+def _recycled_at(  # type: ignore[no-untyped-def]
+    entries, shape, tree, owner, tokens, pages, prefix, root, end, chain, i, wanted, PAGE_SIZE: tl.constexpr
+):
+    """Which candidates `i` are of a tree of recycled tokens, none unless it is `wanted`; their tokens, parents, depths
+    and costs; and which of them are in the chain."""
     if wanted:
         recycle_tree(entries, shape, tree, owner, root)
     place = tl.where(wanted & (i < _NODES), i - _RECYCLED, -1)
@@ -181,8 +198,11 @@ def _recycled_at(entries, shape, tree, owner, root, i, wanted):  # type: ignore[
     token = tl.load(tree + place, mask=there, other=-1)
     cost = tl.load(tree + _RECYCLED_NODES + place, mask=there, other=0)
     parent = tl.load(shape + place, mask=there, other=0) + _RECYCLED
-    end = tl.load(shape + 2 * _RECYCLED_NODES + place, mask=there, other=0) + _RECYCLED
-    return there, token, parent, end, tl.load(shape + 3 * _RECYCLED_NODES + place, mask=there, other=0), cost
+    behind = tl.load(shape + 2 * _RECYCLED_NODES + place, mask=there, other=0) + _RECYCLED
+    depth = tl.load(shape + 3 * _RECYCLED_NODES + place, mask=there, other=0)
+    position = tl.where(there, prefix + depth, -1)
+    text_token = _text_at(tokens, pages, prefix, root, end, chain, position, PAGE_SIZE)
+    return there, token, parent, depth, cost, _within(there, token != text_token, behind, i)
 
 
 @triton.jit
@@ -259,20 +279,14 @@ def _rank(  # type: ignore[no-untyped-def]
     near, held = _nearest(on_path, own_depth, age, i)
     lost = (near >= 0) & (held == 0)
     near_end, near_cost = _end_and_cost(table, near)
-    # What may follow is below `top`, the node of the last token or of the likeliest in its place, or inserted.
-    top, top_end, top_cost = near, near_end, near_cost
+    # What may follow is below `top`, or inserted.
     inserted = node & lost & (i > near) & (own_parent == near)
-    if lost:
-        top = _likeliest(inserted, own_cost, i)
-        top_end, top_cost = _end_and_cost(table, top)
-        top_cost -= _MEND_EXCHANGED
+    top, top_end, top_cost = _top(table, near, near_end, near_cost, lost, inserted, own_cost, i)
     # What is below another node of the last token hangs nowhere else.
-    lender, lender_end, lender_depth, lender_cost = tl.full([], -1, tl.int32), 0, 0, 0
     nothing_below = (held == 0) | (near_end == near + 1)
-    if nothing_below & (nodes > 0) & (age >= 0) & (age <= _MAX_PATH):
-        lender, lender_end, lender_depth, lender_cost = _lender(
-            table, node & (own_token == root) & (own_end > i + 1), own_cost, i
-        )
+    borrows = nothing_below & (nodes > 0) & (age >= 0) & (age <= _MAX_PATH)
+    having = node & (own_token == root) & (own_end > i + 1)
+    lender, lender_end, lender_depth, lender_cost = _lender(table, borrows, having, own_cost, i)
     borrowed = node & (lender >= 0) & (i > lender) & (i < lender_end)
     inserted = inserted & (borrowed == 0)
 
@@ -287,16 +301,13 @@ def _rank(  # type: ignore[no-untyped-def]
     if RECYCLES:
         owner = tl.load(owners + b)
         wanted = nothing_below & (nodes <= _RECYCLED) & (owner >= 0) & (limit > 0)
-        tree = recycled + b * 2 * _RECYCLED_NODES
-        of_tree, tree_token, tree_parent, tree_end, tree_depth, tree_cost = _recycled_at(
-            entries, shape, tree, owner, root, i, wanted
-        )
-        position = tl.where(of_tree, prefix + tree_depth, -1)
-        text_there = _text_at(tokens, pages, prefix, root, end, chain, position, PAGE_SIZE)
-        on_path = on_path | _within(of_tree, tree_token != text_there, tree_end, i)
+        of_tree, tree_token, tree_parent, tree_depth, tree_cost, followed = _recycled_at(
+            entries, shape, recycled + b * 2 * _RECYCLED_NODES, owner, tokens, pages, prefix, root, end, chain, i,
+            wanted, PAGE_SIZE,
+        )  # fmt: skip
         own_token, own_parent = tl.where(of_tree, tree_token, own_token), tl.where(of_tree, tree_parent, own_parent)
         depth, cost = tl.where(of_tree, tree_depth, depth), tl.where(of_tree, tree_cost, cost)
-        below = below | (of_tree & (i > _RECYCLED))
+        on_path, below = on_path | followed, below | (of_tree & (i > _RECYCLED))
         of_root = tl.where(of_tree, tree_parent == _RECYCLED, of_root)
         of_table = tl.where(wanted, _RECYCLED, of_table)
     chain_cost = first + following * (depth - 1)
@@ -339,9 +350,7 @@ def _move(records, prefix_lengths, roots, b, prefix, root, moves):  # type: igno
 def _begin_kernel(  # type: ignore[no-untyped-def]
     token_ids, records, query_starts, prefix_lengths, page_starts, page_table, tokens, tables, places, owners,
     entries, shape, recycled, lookup_costs, chances, counts, roots, ages, keys, ranked, unranked, passes, accepted,
-    limits,
-    all_reading, pending, moves,
-    reading, CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr, RECYCLES: tl.constexpr,
+    limits, all_reading, pending, moves, reading, CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr, RECYCLES: tl.constexpr,
 ):  # fmt: skip
     """One sequence a program; see `NodeTable.begin`."""
     b = tl.program_id(0)
@@ -373,10 +382,9 @@ def _begin_kernel(  # type: ignore[no-untyped-def]
 def _go_on_kernel(  # type: ignore[no-untyped-def]
     token_ids, records, query_starts, prefix_lengths, page_starts, page_table, tokens, tables, places, owners,
     entries, shape, recycled, lookup_costs, chances, counts, roots, ages, keys, ranked, unranked, passes, accepted,
-    limits,
-    reading, accepted_counts,
-    next_tokens, accepted_rows, noted, reports, REPORT_STRIDE: tl.constexpr, NOTED_STRIDE: tl.constexpr,
-    LAST: tl.constexpr, CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr, RECYCLES: tl.constexpr,
+    limits, reading, accepted_counts, next_tokens, accepted_rows, noted, reports, REPORT_STRIDE: tl.constexpr,
+    NOTED_STRIDE: tl.constexpr, LAST: tl.constexpr, CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    RECYCLES: tl.constexpr,
 ):  # fmt: skip
     """One sequence a program; see `NodeTable.go_on`, and `NodeTable.report` for `LAST`. `reports` [B, P, REPORT]."""
     b = tl.program_id(0)
@@ -461,10 +469,8 @@ def _tensors(table: NodeTable, step: StepIntegers) -> tuple[Tensor, ...]:
     return (
         step.token_ids, step.parameters, step.query_starts, step.prefix_lengths, step.page_starts, step.page_table,
         table.tokens, table.tables, table.places, table.owners, table.entries, table.shape, table.recycled,
-        table.lookup_costs,
-        table.chances, table.counts, table.roots,
-        table.ages, table.keys, table.ranked, table.unranked, table.passes, table.accepted, table.limits,
-        table.reading,
+        table.lookup_costs, table.chances, table.counts, table.roots, table.ages, table.keys, table.ranked,
+        table.unranked, table.passes, table.accepted, table.limits, table.reading,
     )  # fmt: skip
 
 

@@ -78,7 +78,7 @@ class DraftInbox(ABC):
     def _cut_off(self, reason: str) -> None:
         """Disconnect a draft that sends more than can be read; its queued events about sequences were dropped."""
 
-    def _wait_until(self, deadline: float) -> bool:
+    def wait_until(self, deadline: float) -> bool:
         """Wait for an event until a time of the monotonic clock; returns whether there is one."""
         with self._wake:
             return self._wake.wait_for(lambda: bool(self._events), timeout=deadline - time.monotonic())

@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from outrider.errors import DOMAIN, InvalidField, OutriderError, restored
+from outrider.errors import DOMAIN, InvalidField, OutriderError, all_errors
 from outrider.limits import TENANT_NAME
 from outrider.sampling import SamplingParams, TypicalAcceptance, VerificationMode
 from outrider.tree import MAX_ROWS, DraftDistribution, TokenTree
@@ -165,9 +165,15 @@ def error_of(status: status_pb2.Status) -> OutriderError:
         detail.Unpack(info)
         if detail.Unpack(retry):
             retry_after = retry.retry_delay.ToNanoseconds() / 1e9
-    # A bad field is in the metadata too.
-    reason = info.reason if info.domain == DOMAIN else ""
-    return restored(reason, status.message, info.metadata, retry_after)
+    kinds = {kind.reason: kind for kind in all_errors()}
+    kind = kinds.get(info.reason, OutriderError) if info.domain == DOMAIN else OutriderError
+    if kind is InvalidField:
+        # In the metadata too.
+        field = info.metadata.get("field", "")
+        return InvalidField(field, status.message.removeprefix(f"{field}: "))
+    error = kind(status.message)
+    error.metadata, error.retry_after = dict(info.metadata), retry_after
+    return error
 
 
 def error_of_rpc(error: grpc.RpcError) -> OutriderError:

@@ -51,19 +51,14 @@ def capture_steps(
     if memory_share:
         # Partial results of latents are four times as wide as those of usual heads.
         each = max(_GRAPH_BYTES, captured.scratch_bytes)
-        _give_the_rest(captured, taken * _POOL_SLACK + len(captured.buckets) * each, memory_share)
+        reserved = taken * _POOL_SLACK + len(captured.buckets) * each
+        captured.drop_captures()
+        torch.cuda.empty_cache()
+        captured.use_cache(_cache_of(captured.cache, _free(captured.device) - reserved, memory_share))
+        log.info("KV cache of %s", captured.cache)
     if captured.buckets:
         _capture_all(captured, seconds)
     return captured
-
-
-def _give_the_rest(captured: CapturedRunner, reserved: float, share: float) -> None:
-    """Replace the cache by one that takes `share` of what is free beside `reserved` bytes."""
-    captured.drop_captures()
-    torch.cuda.empty_cache()
-    cache = _cache_of(captured.cache, _free(captured.device) - reserved, share)
-    captured.use_cache(cache)
-    log.info("KV cache of %s", cache)
 
 
 def _free(device: torch.device) -> int:

@@ -34,21 +34,8 @@ ATTENTION = "outrider_captured"
 _RECOMPILE_LIMIT = 64
 
 
-class HeldStep:
-    """Hides a step from the compiler, which would compile every layer separately for it."""
-
-    def __init__(self, step: PassContext) -> None:
-        self.step = step
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _attend_opaque(
-    *args: Any, outrider_step: PassContext | None = None, outrider_held: HeldStep | None = None, **kw: Any
-) -> Any:
-    """`runner.attend`, not compiled: layers differ in it, and not in the parts around it."""
-    return attend(*args, outrider_step=outrider_held.step if outrider_held else outrider_step, **kw)
-
-
+# Not compiled: layers differ in it, and not in the parts around it.
+_attend_opaque: Any = torch.compiler.disable(attend)  # type: ignore[no-untyped-call]
 for _latent in (False, True):
     AttentionInterface.register(implementation_name(ATTENTION, latent=_latent), _attend_opaque)
 
@@ -260,13 +247,7 @@ class CapturedRunner(ModelRunner):
         step = PassContext(self._attention, buffer.plan, buffer.slots, self.cache)
         kept = (buffer.slots, self.cache.tokens) if self.node_table is not None else ()
         token_ids = fill_pending(buffer.token_ids, self.pending, *kept)
-        output = self.model(
-            input_ids=token_ids.unsqueeze(0),
-            position_ids=buffer.positions.unsqueeze(0),
-            use_cache=False,
-            outrider_held=HeldStep(step),
-        )
-        return output.logits[0], token_ids
+        return self._compute(token_ids, buffer.positions, step), token_ids
 
 
 def _pass_of(captured: _Captured) -> ForwardPass:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate, product
 
 from tree_kernels.attention import AttentionBatch
@@ -43,6 +44,7 @@ _ROWS_AT_NO_COST = 16
 _ROWS_AT_FULL_COST = 128
 
 
+@cache
 def row_sizes(largest: int) -> tuple[int, ...]:
     """1, 4, 16, 32, 64, 128, 192, 256, 384, 512 .. and `largest` itself."""
     powers = [1 << exponent for exponent in range(largest.bit_length())]

@@ -74,8 +74,8 @@ class _FusedLatents:
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
         """[1, R, hidden] -> [1, R, hidden], with the arguments of the layer's own code, which runs all but steps."""
-        step, held = kwargs.get("outrider_step"), kwargs.get("outrider_held")
-        is_step = (step is not None or held is not None) and past_key_values is None and position_embeddings is not None
+        step = kwargs.get("outrider_step")
+        is_step = step is not None and past_key_values is None and position_embeddings is not None
         if not is_step or not takes_latents_now(self.config):
             kwargs |= {"attention_mask": attention_mask, "past_key_values": past_key_values}
             own: tuple[Tensor, Any] = super().forward(  # type: ignore[misc]
@@ -89,17 +89,16 @@ class _FusedLatents:
         else:
             queries = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
         vectors = self.kv_a_proj_with_mqa(hidden_states)
-        values = _attend_fused(self, queries, vectors, position_embeddings, step, held)
+        values = _attend_fused(self, queries, vectors, position_embeddings, step)
         return self.o_proj(values), None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _attend_fused(layer: Any, queries: Tensor, vectors: Tensor, turns: Any, step: Any, held: Any) -> Tensor:
+def _attend_fused(layer: Any, queries: Tensor, vectors: Tensor, turns: Any, step: Any) -> Tensor:
     """[1, R, H * V] of [1, R, H * (N + P)] and [1, R, L + P].
 
     Not compiled, since it differs between layers and steps; what lies around it is the same for all.
     """
-    step = held.step if held is not None else step
     projections = head_projections(layer)
     heads, latent = len(projections.keys), projections.keys.shape[2]
     width = vectors.shape[-1]
@@ -167,18 +166,13 @@ def computes_the_same(layer: Any, layout: tuple[bool, bool], rotary: nn.Module) 
 
 def _run(layer: Any, hidden: Tensor, turns: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The output of a layer for rows [1, R, hidden], and the latents and rotary keys that it writes."""
-    step = _probe_step(layer)
-    output = layer(hidden_states=hidden, position_embeddings=turns, attention_mask=None, outrider_step=step)[0]
-    latent = len(layer.kv_a_layernorm.weight)
-    keys = step.cache.keys[int(layer.layer_idx)]
-    return output, keys[..., :latent], keys[..., latent:]
-
-
-def _probe_step(layer: Any) -> SimpleNamespace:
-    """What `runner.PassContext` has: an empty cache of pages of one token, and one sequence in them."""
     weight, rows = layer.kv_a_proj_with_mqa.weight, len(_PROBE_SLOTS)
     attention = LatentAttention("reference", weight.device)
     plan = attention.plan(AttentionBatch((0, rows), (0,), (_PROBE_SLOTS,), 1, (None,)))
-    cache = SimpleNamespace(keys={int(layer.layer_idx): weight.new_zeros(rows, 1, 1, len(weight))})
-    slots = torch.tensor(_PROBE_SLOTS, device=weight.device)
-    return SimpleNamespace(attention=attention, plan=plan, slots=slots, cache=cache)
+    keys, slots = weight.new_zeros(rows, 1, 1, len(weight)), torch.tensor(_PROBE_SLOTS, device=weight.device)
+    # What `runner.PassContext` has: an empty cache of pages of one token, and one sequence in them.
+    cache = SimpleNamespace(keys={int(layer.layer_idx): keys})
+    step = SimpleNamespace(attention=attention, plan=plan, slots=slots, cache=cache)
+    output = layer(hidden_states=hidden, position_embeddings=turns, attention_mask=None, outrider_step=step)[0]
+    latent = len(layer.kv_a_layernorm.weight)
+    return output, keys[..., :latent], keys[..., latent:]

@@ -106,8 +106,7 @@ class FusedLayer(nn.Module):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """[1, R, H] -> [1, R, H], with the arguments of a transformers layer and the step of `runner.attend`."""
-        held = kwargs.get("outrider_held")
-        step = held.step if held is not None else kwargs.get("outrider_step")
+        step = kwargs.get("outrider_step")
         linears = self.linears.of(hidden_states.shape[1])
         if step is None or args or kwargs.get("attention_mask") is not None or linears is None:
             return self.plain(hidden_states, *args, **kwargs)

@@ -81,7 +81,7 @@ def load_runner(config: TargetConfig) -> ModelRunner:
         tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
     )
     if config.draft_head:
-        _add_head(runner, config.draft_head, settings)
+        runner.run_head(read_draft_head(config.draft_head, settings.num_hidden_layers, settings.hidden_size))
     check_runner(runner, own)
     if not config.captures:
         log.info("KV cache of %s", runner.cache)
@@ -111,13 +111,6 @@ def _settle_form(model: PreTrainedModel, config: TargetConfig, backend: Backend)
     if can_pack(model.dtype, model.device):
         pack_linears(model, apart=(EXPANDING,) if latent else ())
     return latent
-
-
-def _add_head(runner: ModelRunner, source: str, settings: PretrainedConfig) -> None:
-    head = read_draft_head(source, settings.num_hidden_layers, settings.hidden_size)
-    if head.projection is not None:
-        head.projection.to(device=runner.device, dtype=runner.dtype)
-    runner.draft_head = head
 
 
 def _captured(runner: ModelRunner, config: TargetConfig) -> ModelRunner:

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from target_service.model.forward import ForwardInput
 from target_service.model.runner import ModelRunner
 from target_service.model.support import ModelRefused
-from tree_kernels.attention import AttentionBatch
 
 # Of the text: no multiple of a page, a tile or a group of heads, so that none of them hides a fault. Chosen.
 _TOKENS = 13
@@ -40,9 +39,10 @@ def check_runner(runner: ModelRunner, own: Tensor) -> None:
     """Raise `ModelRefused` unless the runner's logits are `own` up to rounding. Frees the pages that it used."""
     pages = runner.cache.allocate(runner.cache.pages_for(_TOKENS))
     try:
-        spans = ((0, _FIRST), (_FIRST, _TOKENS))
+        text, spans = _text(runner.vocabulary_size), (range(_FIRST), range(_FIRST, _TOKENS))
+        steps = [ForwardInput.of_sequence(text[span.start : span.stop], span, pages, runner.cache) for span in spans]
         # Cloned, since a captured step overwrites the logits of the one before.
-        parts = [runner.forward(_part(runner, pages, *span)).clone() for span in spans]
+        parts = [runner.forward(step).clone() for step in steps]
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, IndexError) as error:
@@ -59,16 +59,5 @@ def check_runner(runner: ModelRunner, own: Tensor) -> None:
         raise ModelRefused(f"{runner.name}: its logits over paged attention differ from its own by {difference:.2f}")
 
 
-def _text(vocabulary_size: int) -> list[int]:
-    return [(17 + 7919 * i) % vocabulary_size for i in range(_TOKENS)]
-
-
-def _part(runner: ModelRunner, pages: list[int], start: int, end: int) -> ForwardInput:
-    rows = end - start
-    return ForwardInput(
-        token_ids=tuple(_text(runner.vocabulary_size)[start:end]),
-        positions=tuple(range(start, end)),
-        slots=tuple(runner.cache.slots(pages, start, rows)),
-        attention=AttentionBatch((0, rows), (start,), (tuple(pages),), runner.cache.page_size, (None,)),
-        logit_rows=tuple(range(rows)),
-    )
+def _text(vocabulary_size: int) -> tuple[int, ...]:
+    return tuple([(17 + 7919 * i) % vocabulary_size for i in range(_TOKENS)])

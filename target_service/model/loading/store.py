@@ -246,13 +246,6 @@ def _pull(model: str) -> Path:
     return folder
 
 
-def _path(model: str) -> Path:
-    folder = located(model)
-    if folder is None:
-        raise FileNotFoundError(f"it is not pulled; `outrider model pull {model}` fetches it")
-    return folder
-
-
 def _errors() -> Console:
     return Console(stderr=True, soft_wrap=True, highlight=False)
 
@@ -274,7 +267,9 @@ def main(arguments: list[str] | None = None) -> int:
         out.print(_listing())
         return 0
     try:
-        folder = _pull(options.name) if options.verb == "pull" else _path(options.name)
+        folder = _pull(options.name) if options.verb == "pull" else located(options.name)
+        if folder is None:
+            raise FileNotFoundError(f"it is not pulled; `outrider model pull {options.name}` fetches it")
     except (OSError, ValueError) as error:
         _errors().print(f"{options.name}: {str(error).strip().splitlines()[0]}", markup=False)
         return 1

@@ -80,11 +80,8 @@ class FeatureEncoder:
         few rows are copied to the host, without waiting."""
         size = next((size for size in _CAPTURED_ROWS if rows <= size <= hooks.fixed_rows), 0)
         if size:
-
-            def launch() -> Tensor:
-                return encode(hooks.states(size), dtype, projection)
-
-            encoded = self._graphs.run(hooks, (size, dtype, projection), launch)[:rows]
+            work = size, dtype, projection
+            encoded = self._graphs.run(hooks, work, lambda: encode(hooks.states(size), dtype, projection))[:rows]
         else:
             states = hooks.take(rows)
             if states is None or not states.is_cuda or rows > AHEAD_ROWS:

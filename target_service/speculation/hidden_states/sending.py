@@ -61,9 +61,7 @@ class Features:
             if request.projected and not self._head_is_named:
                 # A head that comes with Outrider, since the operator has named none.
                 layers, width = len(runner.cache.keys), runner.hidden_size
-                runner.draft_head = shipped_draft_head(request.projection_fingerprint, layers, width)
-                if runner.draft_head is not None and runner.draft_head.projection is not None:
-                    runner.draft_head.projection.to(device=runner.device, dtype=runner.dtype)
+                runner.run_head(shipped_draft_head(request.projection_fingerprint, layers, width))
             self._check(request)
         self._follow(request)
         self._connected = request is not None

@@ -273,7 +273,7 @@ class Gathering:
         self.budget.observe(tree, accepted_rows, live.record, row_cost)
         if isinstance(tree, PredictedTree) and tree.predicted_rows and live.prediction is not None:
             # Its rows and tokens are not the draft's.
-            self.budget.observe_predicted(tree, accepted_rows, live.predicted_record)
+            self.budget.of_predictions.learn(tree, tree.predicted, accepted_rows, live.predicted_record)
             live.prediction.observe(tree.accepted_predicted(accepted_rows))
             return
         self.budget.observe_drafted(live.record, 1 + outcome.accepted, row_cost)

@@ -9,7 +9,7 @@ from target_service.core.stopping import StopChecker
 from target_service.model.runner import ModelRunner
 from target_service.sampling.verifier import SequenceVerifier
 from target_service.speculation.policy.row_budget import SequenceRecord
-from target_service.speculation.prediction import PredictedAnswer, predicted_answer
+from target_service.speculation.prediction import PredictedAnswer
 
 
 @dataclass(slots=True, eq=False)
@@ -28,11 +28,12 @@ class LiveSequence:
     def of(cls, sequence_id: int, request: SequenceRequest, runner: ModelRunner) -> LiveSequence:
         """A new sequence, to be run by `runner`."""
         totals = SequenceTotals(prompt_tokens=len(request.token_ids))
-        sequence = Sequence(sequence_id, request, list(request.token_ids), totals)
+        token_ids, prediction = list(request.token_ids), request.prediction
+        sequence = Sequence(sequence_id, request, token_ids, totals)
         return cls(
             sequence,
             SequenceVerifier(request, runner.end_token_ids),
             StopChecker(request.sampling, runner.end_token_ids, request.max_tokens, runner.tokenizer),
             SequenceRecord(),
-            predicted_answer(request.prediction, sequence.token_ids),
+            PredictedAnswer(prediction, token_ids, len(token_ids)) if prediction else None,
         )

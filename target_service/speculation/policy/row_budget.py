@@ -85,6 +85,22 @@ class Calibration:
         self._probabilities[bucket] = self._accepted[bucket] / self._verified[bucket]
         self._probabilities[_BUCKETS] = self._probabilities[_BUCKETS - 1]
 
+    def learn(
+        self, tree: TokenTree, scores: SequenceOf[float], accepted_rows: SequenceOf[int], record: SequenceRecord
+    ) -> None:
+        """Calibrate the scores of one source, by the children of accepted rows. In a merged tree, rows that the source
+        does not hold have a score of 0."""
+        merged, expected, accepted = isinstance(tree, PredictedTree), 0.0, 0
+        for row in (0, *accepted_rows):
+            for child in tree.children[row]:
+                if scores[child] or not merged:
+                    was_accepted = child in accepted_rows
+                    expected += self.probability(scores[child])
+                    self.observe(scores[child], was_accepted)
+                    accepted += was_accepted
+        if expected:
+            record.observe(expected, accepted)
+
 
 @dataclass(slots=True)
 class SequenceRecord:
@@ -232,31 +248,7 @@ class RowBudget:
     def observe(self, tree: TokenTree, accepted_rows: SequenceOf[int], record: SequenceRecord, row_cost: float) -> None:
         """Learn from a verified tree, in a step whose rows cost `row_cost` plain steps."""
         record.spend(1 + len(accepted_rows), row_cost)
-        _learn(self.calibration, tree, tree.scores, accepted_rows, record)
-
-    def observe_predicted(self, tree: PredictedTree, accepted_rows: SequenceOf[int], record: SequenceRecord) -> None:
-        _learn(self.of_predictions, tree, tree.predicted, accepted_rows, record)
-
-
-def _learn(
-    calibration: Calibration,
-    tree: TokenTree,
-    scores: SequenceOf[float],
-    accepted_rows: SequenceOf[int],
-    record: SequenceRecord,
-) -> None:
-    """Calibrate the scores of one source, by the children of accepted rows. In a merged tree, rows that the source does
-    not hold have a score of 0."""
-    merged, expected, accepted = isinstance(tree, PredictedTree), 0.0, 0
-    for row in (0, *accepted_rows):
-        for child in tree.children[row]:
-            if scores[child] or not merged:
-                was_accepted = child in accepted_rows
-                expected += calibration.probability(scores[child])
-                calibration.observe(scores[child], was_accepted)
-                accepted += was_accepted
-    if expected:
-        record.observe(expected, accepted)
+        self.calibration.learn(tree, tree.scores, accepted_rows, record)
 
 
 def _falling(node: tuple[float, int, int]) -> float:

@@ -9,7 +9,6 @@ which are scaled by what was accepted. Its time is measured, by load and size.
 from __future__ import annotations
 
 import bisect
-import functools
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from enum import Enum
@@ -30,7 +29,6 @@ from target_service.speculation.policy.step_cost import StepCost
 from tree_kernels.node_table.layout import KEPT, PROSPECTS
 
 Reals = npt.NDArray[np.float64]
-_all_sizes = functools.cache(row_sizes)
 
 # Weight of one launch in the means of expected and accepted tokens: some fifty launches, a quarter of a second at 8B
 # size.
@@ -263,7 +261,7 @@ class RowPolicy:
 def _sizes(limits: SequenceOf[int], read_rows: int, max_rows: int) -> list[int]:
     """Sizes that a pass may have with rows of prompts, one root for each limit, and drafted rows up to the limits."""
     held = read_rows + len(limits)
-    sizes = _all_sizes(max_rows)
+    sizes = row_sizes(max_rows)
     first = bisect.bisect_right(sizes, held)
     # The smallest size that holds all, and those below.
     return list(sizes[first : 1 + bisect.bisect_left(sizes, held + sum(limits), first)])

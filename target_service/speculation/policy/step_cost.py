@@ -9,10 +9,10 @@ from itertools import accumulate
 
 import torch
 
+from outrider.devices import choose_device
 from target_service.core.running_means import bounded
 from target_service.model.forward import ForwardInput
 from target_service.model.runner import ModelRunner
-from tree_kernels.attention import AttentionBatch
 
 # The weight of one live step in the cost of its size: ten that take half as long again move it two thirds of the way.
 # Chosen.
@@ -90,6 +90,8 @@ class StepCost:
 def measure_step_cost(runner: ModelRunner, max_rows: int) -> StepCost:
     """Time forward passes of one sequence with a star-shaped tree; the fastest of a few repeats of each size counts.
     Takes about 3 s for a 135M model on two CPU cores. Leaves the KV cache as it found it."""
+    # A thread's current device is the first one until it is set.
+    choose_device(str(runner.device))
     cache = runner.cache
     context = min(_CONTEXT, runner.max_context // 2, cache.num_pages * cache.page_size // 2)
     sizes = [rows for rows in _ROWS if rows <= max_rows and cache.pages_for(context + rows) <= cache.free_pages]
@@ -118,16 +120,6 @@ def _seconds(runner: ModelRunner, step: ForwardInput) -> float:
 
 
 def _step(runner: ModelRunner, pages: list[int], context: int, rows: int) -> ForwardInput:
-    return ForwardInput(
-        token_ids=tuple(row % runner.vocabulary_size for row in range(rows)),
-        positions=(context, *(context + 1 for _ in range(rows - 1))),
-        slots=tuple(runner.cache.slots(pages, context, rows)),
-        attention=AttentionBatch(
-            query_starts=(0, rows),
-            prefix_lengths=(context,),
-            pages=(tuple(pages[: runner.cache.pages_for(context + rows)]),),
-            page_size=runner.cache.page_size,
-            parents=((0,) * rows if rows > 1 else None,),
-        ),
-        logit_rows=tuple(range(rows)),
-    )
+    token_ids = tuple(row % runner.vocabulary_size for row in range(rows))
+    positions, parents = (context, *(context + 1,) * (rows - 1)), (0,) * rows if rows > 1 else None
+    return ForwardInput.of_sequence(token_ids, positions, pages, runner.cache, parents)
