@@ -16,6 +16,8 @@ Backend = Literal["reference", "torch", "triton", "flashinfer"]
 
 
 class Planner(Protocol):
+    """The part of a backend that does the index work of a step."""
+
     def plan(self, batch: AttentionBatch) -> AttentionPlan: ...
 
 
