@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -19,7 +19,7 @@ from draft_service.neural.cuda_graphs.drafting import drafting_on, first_batches
 from draft_service.neural.devices import launching_on
 from draft_service.neural.network import Network
 from draft_service.neural.tree_config import TreeShape
-from draft_service.neural.tree_drafting import TreeDrafting, TreeRequest
+from draft_service.neural.tree_drafting import TreeDrafting
 from outrider.devices import check_device
 from outrider.runtime import in_passing_thread
 from outrider.sampling import LOSSLESS_MODES, VerificationMode
@@ -27,12 +27,12 @@ from outrider.tree import TokenTree
 
 
 class Drafting(Protocol):
-    """A network on its device that grows trees. Each `wanted` names a sequence and the state of it that is read."""
+    """A network on its device that grows trees of sequences, whose states it reads."""
 
-    def trees(self, wanted: Sequence[Any]) -> list[TokenTree]:
+    def trees(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
         """The best trees, in any mode."""
 
-    def begin(self, wanted: Sequence[Any]) -> Pending:
+    def begin(self, sequences: Sequence[DraftSequence]) -> Pending:
         """As `trees`, without REJECTION requests."""
 
 
@@ -65,9 +65,8 @@ class NeuralDrafter(Drafter, ABC, Generic[Grows]):
         """Load the network onto its device."""
 
     @abstractmethod
-    def _prepare(self, sequences: Sequence[DraftSequence]) -> tuple[list[int], list[Any]]:
-        """Read new tokens of the sequences that can be drafted for. Returns their indices, and what to draft for
-        each."""
+    def _prepare(self, sequences: Sequence[DraftSequence]) -> list[int]:
+        """Read new tokens of the sequences that can be drafted for. Returns their indices."""
 
     def start(self) -> None:
         """Load the weights, and compile and warm up everything that drafting runs."""
@@ -76,16 +75,18 @@ class NeuralDrafter(Drafter, ABC, Generic[Grows]):
     def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
         trees = [TokenTree.root_only(sequence.root) for sequence in sequences]
         with launching_on(self.device):
-            places, wanted = self._prepare(sequences)
-            for place, tree in zip(places, self.drafting.trees(wanted) if wanted else (), strict=True):
+            places = self._prepare(sequences)
+            ready = [sequences[place] for place in places]
+            for place, tree in zip(places, self.drafting.trees(ready) if ready else (), strict=True):
                 trees[place] = tree
         return trees
 
     def begin(self, sequences: Sequence[DraftSequence]) -> Pending:
         """See `ArrayDrafter.begin`."""
         with launching_on(self.device):
-            places, wanted = self._prepare(sequences)
-            return among(sequences, places, self.drafting.begin(wanted) if wanted else None)
+            places = self._prepare(sequences)
+            ready = [sequences[place] for place in places]
+            return among(sequences, places, self.drafting.begin(ready) if ready else None)
 
     def _start(self) -> None:
         with launching_on(self.device):
@@ -116,9 +117,6 @@ class NeuralDrafter(Drafter, ABC, Generic[Grows]):
 class CachingDrafter(NeuralDrafter[TreeDrafting]):
     """Keeps a `CacheEntry` as each sequence's state."""
 
-    # Position of the root's children for the network, minus the sequence's length.
-    children_at: ClassVar[int] = 0
-
     def __init__(self, config: NeuralConfig, vocabulary_size: int, max_context: int) -> None:
         """Raises `SettingsError` for a device that is not there."""
         super().__init__(config, config.tree, vocabulary_size, max_context)
@@ -147,11 +145,10 @@ class CachingDrafter(NeuralDrafter[TreeDrafting]):
     def _load(self) -> TreeDrafting:
         return drafting_on(self._load_network(), self._neural)
 
-    def _prepare(self, sequences: Sequence[DraftSequence]) -> tuple[list[int], list[TreeRequest]]:
+    def _prepare(self, sequences: Sequence[DraftSequence]) -> list[int]:
         places = [place for place, sequence in enumerate(sequences) if self._ready(sequence)]
-        ready = [sequences[place] for place in places]
-        self._read(ready)
-        return places, [TreeRequest(one.state, one, len(one.token_ids) + self.children_at) for one in ready]
+        self._read([sequences[place] for place in places])
+        return places
 
     def _has_room(self, sequence: DraftSequence, rows: int) -> bool:
         """Reserve `rows` more rows and a tree after them; returns whether there is room."""

@@ -22,7 +22,7 @@ from draft_service.drafters.base import DrafterSpec, DraftSequence
 from draft_service.neural.config import NeuralConfig
 from draft_service.neural.network import Network, RowOutput
 from draft_service.neural.tail_attention import Attend
-from draft_service.neural.tree_drafting import CacheEntry, Extension, TreeRequest
+from draft_service.neural.tree_drafting import CacheEntry, Extension
 from draft_service.neural_drafter import CachingDrafter
 from outrider.errors import NotSupported
 from outrider.hub import check_fetchable
@@ -139,11 +139,9 @@ class ModelDrafter(CachingDrafter):
             room = None if room is None else room - len(tokens)
         self.drafting.extend(extensions)
 
-    def _prepare(self, sequences: Sequence[DraftSequence]) -> tuple[list[int], list[TreeRequest]]:
+    def _prepare(self, sequences: Sequence[DraftSequence]) -> list[int]:
         """A sequence that is not read to its end has no tree; a later call goes on with it."""
-        places, wanted = super()._prepare(sequences)
-        found = [pair for pair in zip(places, wanted, strict=True) if not _unread(pair[1].sequence)]
-        return [place for place, _ in found], [request for _, request in found]
+        return [place for place in super()._prepare(sequences) if not _unread(sequences[place])]
 
     def _load_network(self) -> Network:
         config = self._config

@@ -6,9 +6,9 @@ without distributions stay arrays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -17,8 +17,6 @@ from draft_service.drafters.base import DraftSequence
 from draft_service.drafters.packing import RowHeads, pack, room_for
 from outrider.sampling import VerificationMode
 from outrider.tree import TokenTree
-
-One = TypeVar("One")
 
 
 class Grown(NamedTuple):
@@ -126,20 +124,19 @@ def among(sequences: Sequence[DraftSequence], places: list[int], pending: Pendin
 
 
 def in_order(
-    wanted: Sequence[One],
-    modes: Iterable[VerificationMode],
-    grow: Callable[[list[One]], Grown],
-    draw: Callable[[list[One]], Sequence[TokenTree]],
+    sequences: Sequence[DraftSequence],
+    grow: Callable[[list[DraftSequence]], Grown],
+    draw: Callable[[list[DraftSequence]], Sequence[TokenTree]],
 ) -> list[TokenTree]:
     """A tree for each, in order. Those of REJECTION requests are drawn, since they carry distributions; all others are
     grown together. Neither function is called for none."""
     places: dict[bool, list[int]] = {False: [], True: []}
-    for place, mode in enumerate(modes):
-        places[mode is VerificationMode.REJECTION].append(place)
-    grown, drawn = ([wanted[place] for place in places[is_drawn]] for is_drawn in (False, True))
+    for place, sequence in enumerate(sequences):
+        places[sequence.mode is VerificationMode.REJECTION].append(place)
+    grown, drawn = ([sequences[place] for place in places[is_drawn]] for is_drawn in (False, True))
     trees = [*(grow(grown).as_trees() if grown else ()), *(draw(drawn) if drawn else ())]
     found = dict(zip(places[False] + places[True], trees, strict=True))
-    return [found[place] for place in range(len(wanted))]
+    return [found[place] for place in range(len(sequences))]
 
 
 def warm_up(drafter: ArrayDrafter, sequences: Sequence[DraftSequence]) -> None:

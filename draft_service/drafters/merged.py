@@ -129,7 +129,7 @@ class MergedDrafter(Drafter):
                 part.absorb([sequence.state[number] for sequence in sequences])
 
     def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
-        return in_order(sequences, (one.mode for one in sequences), lambda own: self.begin(own).fetch(), self._drawn)
+        return in_order(sequences, lambda own: self.begin(own).fetch(), self._drawn)
 
     def begin(self, sequences: Sequence[DraftSequence]) -> Pending:
         """See `ArrayDrafter.begin`."""

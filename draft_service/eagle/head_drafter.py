@@ -81,9 +81,6 @@ class Staging:
 class HeadDrafter(CachingDrafter):
     """See `HeadDrafterConfig` for the settings, and `FeatureDrafter` for how features arrive."""
 
-    # Entry i is for token i + 1.
-    children_at = -1
-
     def __init__(self, config: HeadDrafterConfig, shape: HeadConfig, features: FeatureRequest) -> None:
         """`shape` is the head's, which `_load_head` returns at the start. Raises `SettingsError` for a device that does
         not exist."""

@@ -72,7 +72,7 @@ class MedusaDrafter(NeuralDrafter[MedusaDrafting]):
             )
         return MedusaDrafting(self._heads, self._tree, self._fixed)
 
-    def _prepare(self, sequences: Sequence[DraftSequence]) -> tuple[list[int], list[DraftSequence]]:
+    def _prepare(self, sequences: Sequence[DraftSequence]) -> list[int]:
         places: list[int] = []
         for place, sequence in enumerate(sequences):
             window = window_of(sequence)
@@ -84,7 +84,7 @@ class MedusaDrafter(NeuralDrafter[MedusaDrafting]):
                 places.append(place)
             else:
                 self._misses += 1
-        return places, [sequences[place] for place in places]
+        return places
 
 
 def _tree_shape(config: MedusaConfig, shape: MedusaShape, tree: FixedTree | None) -> TreeShape:

@@ -127,7 +127,7 @@ class NgramDrafter(Drafter):
             sequence.state = None
 
     def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
-        trees = in_order(sequences, (one.mode for one in sequences), self._grow, self._draw)
+        trees = in_order(sequences, self._grow, self._draw)
         self._teach_due(sequences)
         return trees
 
