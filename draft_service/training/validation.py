@@ -52,15 +52,14 @@ def hold_out(texts: Texts, wanted: int, temperatures: int) -> tuple[Texts, Texts
 class Validator:
     """Measures a head on held-out texts."""
 
-    def __init__(
-        self, texts: Texts, reader: Reader, tokens: Tensor | None, plan: BatchPlan, depth: int = DEPTH
-    ) -> None:
-        """`tokens` [V'] are the target ids of the draft vocabulary, None for all; a chain has `depth` guesses."""
+    def __init__(self, reader: Reader, tokens: Tensor | None, plan: BatchPlan, depth: int = DEPTH) -> None:
+        """On the plan's texts. `tokens` [V'] are the target ids of the draft vocabulary, None for all; a chain has
+        `depth` guesses."""
         device = reader.weights().lm_head.device
         self._reader, self._depth = reader, depth
         self._wanted = None if tokens is None else tokens.to(device)
         self._batches = [
-            make_batch(texts, chosen, padded, depth, whole=True).to(device) for padded, chosen in plan.in_order()
+            make_batch(plan.texts, chosen, padded, depth, whole=True).to(device) for padded, chosen in plan.in_order()
         ]
 
     @torch.inference_mode()
