@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from draft_service.drafters.base import Drafter, DraftSequence
-from draft_service.drafters.grown import Pending, among, warm_up
+from draft_service.drafters.grown import Pending, among
 from draft_service.neural.config import NetworkConfig, NeuralConfig
 from draft_service.neural.cuda_graphs.drafting import drafting_on, first_batches
 from draft_service.neural.devices import launching_on
@@ -37,6 +37,7 @@ class Drafting(Protocol):
 
 
 Grows = TypeVar("Grows", bound=Drafting)
+Module = TypeVar("Module", bound=torch.nn.Module)
 
 
 class NeuralDrafter(Drafter, ABC, Generic[Grows]):
@@ -49,7 +50,7 @@ class NeuralDrafter(Drafter, ABC, Generic[Grows]):
         self.device = config.device
         self.vocabulary_size = vocabulary_size
         self.max_context = max_context
-        self._threads = config.threads
+        self._config = config
         self._drafting: Grows | None = None
         # Rows read, and trees not drafted: since the network's inputs are missing, or since its cache is full.
         self._rows = self._misses = self._full = 0
@@ -90,11 +91,15 @@ class NeuralDrafter(Drafter, ABC, Generic[Grows]):
 
     def _start(self) -> None:
         with launching_on(self.device):
-            if self._threads:
-                torch.set_num_threads(self._threads)
+            if self._config.threads:
+                torch.set_num_threads(self._config.threads)
             self._drafting = self._load()
             self._warm_up()
             self._rows = self._misses = self._full = 0
+
+    def _placed(self, module: Module) -> Module:
+        """A loaded module, in the type and on the device of the settings."""
+        return module.to(device=self.device, dtype=getattr(torch, self._config.dtype))
 
     def _warm_up(self) -> None:
         """Draft once for throw-away sequences."""
@@ -105,7 +110,10 @@ class NeuralDrafter(Drafter, ABC, Generic[Grows]):
                 self.open(sequence)
                 if sequence.features is not None:
                     sequence.features.append(torch.zeros(rows, sequence.features.width), 0)
-            warm_up(self, sequences)
+            if mode is VerificationMode.REJECTION:
+                self.propose(sequences)
+            else:
+                self.begin(sequences).fetch().packed([(0, 0, 1, self.vocabulary_size)] * count)
             for sequence in sequences:
                 self.close(sequence)
 
@@ -117,10 +125,11 @@ class NeuralDrafter(Drafter, ABC, Generic[Grows]):
 class CachingDrafter(NeuralDrafter[TreeDrafting]):
     """Keeps a `CacheEntry` as each sequence's state."""
 
+    _config: NeuralConfig
+
     def __init__(self, config: NeuralConfig, vocabulary_size: int, max_context: int) -> None:
         """Raises `SettingsError` for a device that is not there."""
         super().__init__(config, config.tree, vocabulary_size, max_context)
-        self._neural = config
 
     @abstractmethod
     def _load_network(self) -> Network:
@@ -143,7 +152,7 @@ class CachingDrafter(NeuralDrafter[TreeDrafting]):
             sequence.state = sequence.features = None
 
     def _load(self) -> TreeDrafting:
-        return drafting_on(self._load_network(), self._neural)
+        return drafting_on(self._load_network(), self._config)
 
     def _prepare(self, sequences: Sequence[DraftSequence]) -> list[int]:
         places = [place for place, sequence in enumerate(sequences) if self._ready(sequence)]
@@ -159,7 +168,7 @@ class CachingDrafter(NeuralDrafter[TreeDrafting]):
 
     @property
     def _cached_tokens(self) -> int:
-        return 0 if self._drafting is None else self._drafting.cache.used_pages * self._neural.page_size
+        return 0 if self._drafting is None else self._drafting.cache.used_pages * self._config.page_size
 
     def _first_batches(self) -> Iterable[tuple[VerificationMode, int, int]]:
-        return first_batches(self.drafting, self._neural)
+        return first_batches(self.drafting, self._config)

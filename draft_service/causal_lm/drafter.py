@@ -109,7 +109,6 @@ class ModelDrafter(CachingDrafter):
             raise SettingsError(
                 "the model drafter needs a draft_model: a name from `outrider model list`, a folder or a hub id"
             )
-        self._config = config
         self._source = model_source(config.draft_model)
         settings = _settings_of(self._source)
         # Trees must not reach past the end of position tables.

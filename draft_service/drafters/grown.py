@@ -70,16 +70,12 @@ class Grown(NamedTuple):
 class Pending:
     """Trees that are being made."""
 
-    # Waits for them, or computes them: the smaller trees if told so, and else the whole ones.
+    # Waits for them, or computes them: the smaller trees if told so and there are any, and else the whole ones.
     wait: Callable[[bool], Grown]
     elsewhere: bool = False  # another device computes them
     early: bool = False  # smaller trees are ready sooner; the whole trees contain them
     # Whether they may still be fetched: not once the drafter has begun others in their place.
     fresh: Callable[[], bool] = lambda: True
-
-    def fetch_early(self) -> Grown:
-        """The smaller trees, or the whole ones if there are no smaller."""
-        return self.wait(self.early)
 
     def fetch(self) -> Grown:
         """The whole trees, while they are `fresh`."""
@@ -94,9 +90,6 @@ class ArrayDrafter(Protocol):
         """As `Drafter.propose`, for sequences without REJECTION requests. Another device may compute until the trees
         are fetched. They must be fetched before the next call, but for whole trees whose early ones were fetched: see
         `Pending.fresh`."""
-
-    def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
-        """See `Drafter.propose`."""
 
 
 def computed(grown: Grown) -> Pending:
@@ -137,11 +130,3 @@ def in_order(
     trees = [*(grow(grown).as_trees() if grown else ()), *(draw(drawn) if drawn else ())]
     found = dict(zip(places[False] + places[True], trees, strict=True))
     return [found[place] for place in range(len(sequences))]
-
-
-def warm_up(drafter: ArrayDrafter, sequences: Sequence[DraftSequence]) -> None:
-    """Draft and pack trees of sequences of one mode, and drop them, so that everything is compiled."""
-    if any(sequence.mode is VerificationMode.REJECTION for sequence in sequences):
-        drafter.propose(sequences)
-    else:
-        drafter.begin(sequences).fetch().packed([(0, 0, 1, sequence.vocabulary_size) for sequence in sequences])

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from draft_service.checkpoints.files import fill, write_folder
@@ -34,15 +33,9 @@ class EagleCheckpoint:
         self._names = {name: published for name, published in names if name is not None}
         self.config = head_config(self._weights.config, self._weights.shapes(self._names))
 
-    def load(
-        self,
-        *,
-        target: TargetCheckpoint | None = None,
-        token_map: Sequence[int] | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> EagleHead:
-        """Load the head. Raises `HeadRefused` if it does not fit the target, or needs one and there is none.
+    def load(self, *, target: TargetCheckpoint | None = None, token_map: Sequence[int] | None = None) -> EagleHead:
+        """Load the head, in fp32 on the CPU. Raises `HeadRefused` if it does not fit the target, or needs one and there
+        is none.
 
         Args:
             target: gives the token embedding and the lm_head that the head does not have.
@@ -51,8 +44,7 @@ class EagleCheckpoint:
         """
         if target is not None:
             target.check_fits(self.config)
-        head = make_head(self.config, self._weights.tensors(self._names), target, token_map)
-        return head.to(device=device, dtype=dtype)
+        return make_head(self.config, self._weights.tensors(self._names), target, token_map)
 
     def projection_fingerprint(self) -> str:
         """The fingerprint of the weight that fuses hidden states, by which a target identifies its copy of the head."""

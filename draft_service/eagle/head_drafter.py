@@ -81,13 +81,14 @@ class Staging:
 class HeadDrafter(CachingDrafter):
     """See `HeadDrafterConfig` for the settings, and `FeatureDrafter` for how features arrive."""
 
+    _config: HeadDrafterConfig
+
     def __init__(self, config: HeadDrafterConfig, shape: HeadConfig, features: FeatureRequest) -> None:
         """`shape` is the head's, which `_load_head` returns at the start. Raises `SettingsError` for a device that does
         not exist."""
         super().__init__(config, shape.vocab_size, config.max_context)
         self.tokenizer_fingerprint = shape.tokenizer_fingerprint
         self.features = features
-        self._config = config
 
     def open(self, sequence: DraftSequence) -> None:
         super().open(sequence)

@@ -41,16 +41,10 @@ class MtpCheckpoint:
         if len({(one.num_kv_heads, one.head_dim) for one in self.configs}) > 1:
             raise HeadRefused("MTP modules whose keys differ in shape are not served together: num_modules 1 takes one")
 
-    def load(
-        self,
-        most: int | None = None,
-        *,
-        token_map: Sequence[int] | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> tuple[EagleHead, ...]:
-        """Load the modules as heads: the first `most`, or all for None. Modules without an embedding or lm_head of
-        their own share the target's. A `token_map` of target ids limits the draft vocabulary."""
+    def load(self, most: int | None = None, *, token_map: Sequence[int] | None = None) -> list[EagleHead]:
+        """Load the modules as heads, in fp32 on the CPU: the first `most`, or all for None. Modules without an
+        embedding or lm_head of their own share the target's. A `token_map` of target ids limits the draft
+        vocabulary."""
         heads: list[EagleHead] = []
         for config, names in [*zip(self.configs, self._names, strict=True)][:most]:
             head = self._load(config, names, token_map)
@@ -58,8 +52,8 @@ class MtpCheckpoint:
                 lender = next((i for i, own in enumerate(self._names[: len(heads)]) if name not in own), None)
                 if name not in names and lender is not None:
                     setattr(head, part, getattr(heads[lender], part))
-            heads.append(head.to(device=device, dtype=dtype))
-        return tuple(heads)
+            heads.append(head)
+        return heads
 
     def _load(self, config: HeadConfig, names: dict[str, str], token_map: Sequence[int] | None) -> EagleHead:
         tensors = self._weights.tensors(names)
