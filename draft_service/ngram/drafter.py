@@ -145,27 +145,22 @@ class NgramDrafter(Drafter):
         tries, asked, fresh = self._asked(sequences)
         with _Held(tries):
             grown = self._batch.grow(tries, asked, fresh)
-        self._inserted(sequences, grown)
-        return grown
-
-    def _draw(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
-        """The trees of sequences of REJECTION requests. The batch only inserts their fresh tokens."""
-        tries, asked, fresh = self._asked(sequences)
-        with _Held(tries):
-            inserted = self._batch.grow(tries, asked, fresh)
-            trees = [
-                self._drawn(sequence, tries[tenant], tries[shared])
-                for sequence, (_, tenant, shared, _) in zip(sequences, asked, strict=True)
-            ]
-        self._inserted(sequences, inserted)
-        return trees
-
-    def _inserted(self, sequences: Sequence[DraftSequence], grown: Grown) -> None:
-        """Note the rows that the own tries use with their fresh tokens."""
         for sequence, (_, used) in zip(sequences, grown.sizes.tolist(), strict=True):
             followed: _OpenSequence = sequence.state
             followed.own.used = used
             followed.fresh.clear()
+        return grown
+
+    def _draw(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
+        """The trees of sequences of REJECTION requests."""
+        # Only inserts their fresh tokens.
+        self._grow(sequences)
+        tries, asked, _ = self._asked(sequences)
+        with _Held(tries):
+            return [
+                self._drawn(sequence, tries[tenant], tries[shared])
+                for sequence, (_, tenant, shared, _) in zip(sequences, asked, strict=True)
+            ]
 
     def _teach_due(self, sequences: Sequence[DraftSequence]) -> None:
         """Teach what is long enough. Only after all trees are made, since the learning thread would compete for the
@@ -266,23 +261,16 @@ class NgramDrafter(Drafter):
         path = self._claim.source()
         log.info("tries are kept in %s, and start with those of %s", self._claim.path, path)
         try:
-            loaded = snapshot.load(path, self._settings)
+            tries, damaged = snapshot.load(path, self._settings)
         except snapshot.SnapshotRefused as error:
             log.error("the trie snapshot was refused, and every trie starts empty: %s", error)
-            self._keep_refused(path)
+            snapshot.keep_refused(path)
             return
-        damaged = loaded.damaged + self._corpora.restore(loaded.tries)
+        damaged += self._corpora.restore(tries)
         for tenant, corpus in damaged:
             log.error("a damaged trie of the snapshot is refused, and starts empty: tenant %r, %r", tenant, corpus)
         if damaged:
-            self._keep_refused(path)
-
-    def _keep_refused(self, path: Path) -> None:
-        """Keep a copy for diagnosis: the next snapshot replaces this one."""
-        try:
-            log.error("the snapshot as it was is kept at %s", snapshot.keep_refused(path))
-        except OSError as error:
-            log.error("the snapshot as it was is not kept: %s", error)
+            snapshot.keep_refused(path)
 
     def _warm_up(self) -> None:
         """Run every compiled loop once on a throw-away sequence."""
