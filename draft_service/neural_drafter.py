@@ -7,7 +7,7 @@ values, and differ in the network, in their inputs, and in when those are availa
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -151,6 +151,10 @@ class CachingDrafter(NeuralDrafter[TreeDrafting]):
             self.drafting.forget(sequence.state)
             sequence.state = sequence.features = None
 
+    def stats(self) -> Mapping[str, float]:
+        used = 0 if self._drafting is None else self._drafting.cache.used_pages * self._config.page_size
+        return {f"{self.name}_cache_used_tokens": used, f"{self.name}_cache_full_total": self._full}
+
     def _load(self) -> TreeDrafting:
         return drafting_on(self._load_network(), self._config)
 
@@ -165,10 +169,6 @@ class CachingDrafter(NeuralDrafter[TreeDrafting]):
             return True
         self._full += 1
         return False
-
-    @property
-    def _cached_tokens(self) -> int:
-        return 0 if self._drafting is None else self._drafting.cache.used_pages * self._config.page_size
 
     def _first_batches(self) -> Iterable[tuple[VerificationMode, int, int]]:
         return first_batches(self.drafting, self._config)

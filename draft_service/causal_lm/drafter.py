@@ -116,11 +116,7 @@ class ModelDrafter(CachingDrafter):
         super().__init__(config, int(settings.vocab_size), min(config.max_context, longest - config.tree.num_steps))
 
     def stats(self) -> Mapping[str, float]:
-        return {
-            "model_cache_used_tokens": self._cached_tokens,
-            "model_read_rows_total": self._rows,
-            "model_cache_full_total": self._full,
-        }
+        return {**super().stats(), "model_read_rows_total": self._rows}
 
     def _ready(self, sequence: DraftSequence) -> bool:
         return self._has_room(sequence, _unread(sequence))

@@ -102,12 +102,8 @@ class HeadDrafter(CachingDrafter):
             self._read([one for one in paired if self._has_room(one, len(window_of(one)))])
 
     def stats(self) -> Mapping[str, float]:
-        return {
-            f"{self.name}_cache_used_tokens": self._cached_tokens,
-            f"{self.name}_feature_rows_total": self._rows,
-            f"{self.name}_missing_features_total": self._misses,
-            f"{self.name}_cache_full_total": self._full,
-        }
+        read, missed = f"{self.name}_feature_rows_total", f"{self.name}_missing_features_total"
+        return {**super().stats(), read: self._rows, missed: self._misses}
 
     @abstractmethod
     def _load_head(self, token_map: Sequence[int] | None) -> EagleHead:
