@@ -168,7 +168,7 @@ def test_what_a_killed_process_left_is_removed_and_no_link_is_followed(tmp_path:
         (folder / name).symlink_to(victim)
     save(folder / FILE_NAME, tries(), SETTINGS)
     assert victim.read_text() == "untouched"
-    assert not (folder / FILE_NAME).is_symlink() and len(load(folder / FILE_NAME, SETTINGS).tries) == 3
+    assert not (folder / FILE_NAME).is_symlink() and len(load(folder / FILE_NAME, SETTINGS)[0]) == 3
     assert not (folder / (FILE_NAME + ".partial-left")).exists()
 
 
@@ -269,7 +269,7 @@ class TestDrafter:
             rows = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         del metadata["documents"]
         save_file(rows, path, metadata)
-        assert [stored.documents for stored in load(tmp_path / FILE_NAME, SETTINGS).tries] == [0, 0, 0]
+        assert [stored.documents for stored in load(tmp_path / FILE_NAME, SETTINGS)[0]] == [0, 0, 0]
 
     def test_each_of_two_that_share_a_folder_keeps_what_it_learnt(self, tmp_path: Path) -> None:
         for _ in range(2):
@@ -282,14 +282,14 @@ class TestDrafter:
             for drafter in (second, first):
                 drafter.stop()
         names = [FILE_NAME, "tries-2.safetensors"]
-        held = [load(tmp_path / name, self.drafter(tmp_path)._settings).tries for name in names]
+        held = [load(tmp_path / name, self.drafter(tmp_path)._settings)[0] for name in names]
         assert [[(stored.tenant, stored.documents) for stored in tries] for tries in held] == [[("a", 2)], [("b", 2)]]
 
     def test_one_that_has_no_snapshot_starts_with_the_newest_of_the_others(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         self.taught(tmp_path)
-        older = load(tmp_path / FILE_NAME, self.drafter(tmp_path)._settings).tries[:1]
+        older = load(tmp_path / FILE_NAME, self.drafter(tmp_path)._settings)[0][:1]
         save(tmp_path / "tries-7.safetensors", older, self.drafter(tmp_path)._settings)
         for name, seconds in (("tries-7.safetensors", 1000), (FILE_NAME, 2000)):
             os.utime(tmp_path / name, (seconds, seconds))
