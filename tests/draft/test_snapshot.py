@@ -245,7 +245,7 @@ class TestDrafter:
         before = drafter.corpora("a")
         drafter.delete_corpus("a", "gone")
         deadline = time.monotonic() + 10
-        while "gone" in (names := [stored.corpus for stored in load(tmp_path / FILE_NAME, drafter._settings).tries]):
+        while "gone" in (names := [stored.corpus for stored in load(tmp_path / FILE_NAME, drafter._settings)[0]]):
             assert time.monotonic() < deadline, names
             time.sleep(0.01)
         drafter._claim.release()
