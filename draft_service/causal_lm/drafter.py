@@ -151,11 +151,7 @@ class ModelDrafter(CachingDrafter):
         return ModelNetwork(model)
 
     def _warm_up(self) -> None:
-        self._check(self._own_hidden)
-        super()._warm_up()
-
-    def _check(self, expected: Tensor) -> None:
-        """Raise `NotSupported` unless the model's hidden state through our cache is the `expected` one of its own."""
+        """Raises `NotSupported` unless the model's hidden state through our cache is the one of its own attention."""
         entry = CacheEntry()
         tokens = _probe(self.vocabulary_size)
         self.drafting.reserve(entry, len(tokens))
@@ -163,8 +159,9 @@ class ModelDrafter(CachingDrafter):
         self.drafting.extend([Extension(entry, tokens[5:], 5)])
         found = self.drafting.states.read_of([entry.pages]).lm_input[0].float()
         self.drafting.forget(entry)
-        if (found - expected).norm() > _TOLERANCE * expected.norm():
+        if (found - self._own_hidden).norm() > _TOLERANCE * self._own_hidden.norm():
             raise NotSupported("this model's attention is not plain causal attention; it cannot draft")
+        super()._warm_up()
 
 
 def _unread(sequence: DraftSequence) -> int:

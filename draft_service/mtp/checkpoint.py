@@ -47,20 +47,17 @@ class MtpCheckpoint:
         vocabulary."""
         heads: list[EagleHead] = []
         for config, names in [*zip(self.configs, self._names, strict=True)][:most]:
-            head = self._load(config, names, token_map)
+            tensors = self._weights.tensors(names)
+            if self._layout.state_first:
+                state, embedding = tensors["fc.weight"].chunk(2, dim=1)
+                tensors["fc.weight"] = torch.cat([embedding, state], dim=1)
+            head = make_head(config, tensors, self._target, token_map)
             for name, part in ((EMBEDDING, "embed_tokens"), (LM_HEAD, "lm_head")):
                 lender = next((i for i, own in enumerate(self._names[: len(heads)]) if name not in own), None)
                 if name not in names and lender is not None:
                     setattr(head, part, getattr(heads[lender], part))
             heads.append(head)
         return heads
-
-    def _load(self, config: HeadConfig, names: dict[str, str], token_map: Sequence[int] | None) -> EagleHead:
-        tensors = self._weights.tensors(names)
-        if self._layout.state_first:
-            state, embedding = tensors["fc.weight"].chunk(2, dim=1)
-            tensors["fc.weight"] = torch.cat([embedding, state], dim=1)
-        return make_head(config, tensors, self._target, token_map)
 
     def _checked(self, names: dict[str, str]) -> HeadConfig:
         """The configuration of the module with these weights, which are checked."""
