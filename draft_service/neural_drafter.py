@@ -127,10 +127,6 @@ class CachingDrafter(NeuralDrafter[TreeDrafting]):
 
     _config: NeuralConfig
 
-    def __init__(self, config: NeuralConfig, vocabulary_size: int, max_context: int) -> None:
-        """Raises `SettingsError` for a device that is not there."""
-        super().__init__(config, config.tree, vocabulary_size, max_context)
-
     @abstractmethod
     def _load_network(self) -> Network:
         """The network, on its device."""

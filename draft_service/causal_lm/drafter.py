@@ -112,8 +112,9 @@ class ModelDrafter(CachingDrafter):
         self._source = model_source(config.draft_model)
         settings = _settings_of(self._source)
         # Trees must not reach past the end of position tables.
-        longest = int(getattr(settings, "max_position_embeddings", config.max_context + config.tree.num_steps))
-        super().__init__(config, int(settings.vocab_size), min(config.max_context, longest - config.tree.num_steps))
+        tree = config.tree
+        longest = int(getattr(settings, "max_position_embeddings", config.max_context + tree.num_steps))
+        super().__init__(config, tree, int(settings.vocab_size), min(config.max_context, longest - tree.num_steps))
 
     def stats(self) -> Mapping[str, float]:
         return {**super().stats(), "model_read_rows_total": self._rows}

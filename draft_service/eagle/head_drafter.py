@@ -86,7 +86,7 @@ class HeadDrafter(CachingDrafter):
     def __init__(self, config: HeadDrafterConfig, shape: HeadConfig, features: FeatureRequest) -> None:
         """`shape` is the head's, which `_load_head` returns at the start. Raises `SettingsError` for a device that does
         not exist."""
-        super().__init__(config, shape.vocab_size, config.max_context)
+        super().__init__(config, config.tree, shape.vocab_size, config.max_context)
         self.tokenizer_fingerprint = shape.tokenizer_fingerprint
         self.features = features
 

@@ -151,7 +151,7 @@ class _Run:
             if beside is not None:
                 trainer.synchronise(beside.check)
             with phase("training") as shown:
-                trainer.run(self.budget.left - reserve, shown, lambda acceptance: self._save(trainer, acceptance))
+                trainer.run(self.budget.part(1.0) - reserve, shown, lambda acceptance: self._save(trainer, acceptance))
         self.seconds["training"] = trainer.progress.seconds
         self._save(trainer, trainer.validate())
 
