@@ -14,7 +14,7 @@ import numpy as np
 
 from draft_service.compiling import Numbers, Reals
 from draft_service.drafters.base import DraftSequence
-from draft_service.drafters.packing import HEAD_BYTES, NODE_BYTES, RowHeads, pack
+from draft_service.drafters.packing import RowHeads, pack, room_for
 from outrider.sampling import VerificationMode
 from outrider.tree import TokenTree
 
@@ -61,7 +61,7 @@ class Grown(NamedTuple):
         see `drafters.packing.pack`.
         """
         count, _, rows = self.trees.shape
-        out = np.empty(count * (HEAD_BYTES + NODE_BYTES * rows), np.uint8)
+        out = np.empty(room_for(count, rows), np.uint8)
         size = pack(self.trees, self.scores, self.sizes, np.array(heads, np.int64).reshape(count, 4), out)
         return None if size < 0 else ((self.sizes[:, 0] - 1).tolist(), out[:size].tobytes())
 

@@ -21,7 +21,7 @@ SEQUENCE_ID, STEP, FIRST_ID, VOCABULARY = range(4)
 # Wire types of protobuf.
 _VARINT, _LENGTH_DELIMITED = 0, 2
 # Most bytes of a tree beside its nodes: ten fields' tags and lengths or numbers; and of one node.
-HEAD_BYTES, NODE_BYTES = 80, 14
+_HEAD_BYTES, _NODE_BYTES = 80, 14
 _FIELDS = draft_pb2.SequenceGrowth.DESCRIPTOR.fields_by_name
 _SEQUENCES = draft_pb2.GrowSequences.DESCRIPTOR.fields_by_name["sequences"].number << 3 | _LENGTH_DELIMITED
 _ID_TAG, _STEP_TAG, _FIRST_TAG, _REPLACES_TAG = (
@@ -31,6 +31,11 @@ _PARENTS_TAG, _TOKENS_TAG, _SCORES_TAG = (
     _FIELDS[name].number << 3 | _LENGTH_DELIMITED for name in ("parent_ids", "token_ids", "scores")
 )
 _SEVEN, _CONTINUED = np.uint64(7), np.uint64(0x80)
+
+
+def room_for(trees: int, nodes: int) -> int:
+    """An upper bound on the bytes of encoded trees."""
+    return trees * (_HEAD_BYTES + _NODE_BYTES * nodes)
 
 
 def signed(number: int) -> int:
@@ -75,7 +80,7 @@ def pack(trees: Numbers, scores: Reals, sizes: RowHeads, heads: RowHeads, out: O
         trees: [n, 2, ..] tokens and parents; scores: [n, ..].
         sizes: [n, ..], rows of each tree, the root among them, in column 0.
         heads: [n, 4], see `SEQUENCE_ID` and the others.
-        out: [n * (`HEAD_BYTES` + `NODE_BYTES` * nodes)], filled.
+        out: [`room_for`] filled.
     """
     at = 0
     real = np.empty(1, np.float32)

@@ -40,12 +40,11 @@ _COLDEST = 0.1
 
 @dataclass(slots=True)
 class _OpenSequence:
-    """State of one sequence: its own trie, its row in the batch's tables, its limits, how many of its tokens the
-    tenant's trie has learnt, and the tokens that are inserted with the next tree."""
+    """State of one sequence: its own trie, its row in the batch's tables, how many of its tokens the tenant's trie has
+    learnt, and the tokens that are inserted with the next tree."""
 
     own: NgramTrie
     place: int
-    limits: TreeLimits
     taught: int
     fresh: list[int] = field(default_factory=list)
 
@@ -97,7 +96,7 @@ class NgramDrafter(Drafter):
         nodes = 0 if sequence.mode is VerificationMode.REJECTION else limits.max_nodes
         power = _race_power(sequence) if sequence.mode is VerificationMode.COUPLED else None
         place = self._batch.enter(own, sequence.token_ids, replace(limits, max_nodes=nodes), power, sequence.seed)
-        followed = _OpenSequence(own, place, limits, taught=0 if config.learn_prompts else sequence.prompt_length)
+        followed = _OpenSequence(own, place, taught=0 if config.learn_prompts else sequence.prompt_length)
         sequence.state = followed
         self._teach(sequence, followed)
 
@@ -158,7 +157,7 @@ class NgramDrafter(Drafter):
         tries, asked, _ = self._asked(sequences)
         with _Held(tries):
             return [
-                self._drawn(sequence, tries[tenant], tries[shared])
+                self._drawn(sequence, sequence.state.own, tries[tenant], tries[shared])
                 for sequence, (_, tenant, shared, _) in zip(sequences, asked, strict=True)
             ]
 
@@ -217,15 +216,12 @@ class NgramDrafter(Drafter):
             fresh += followed.fresh
         return tries, asked, fresh
 
-    def _drawn(self, sequence: DraftSequence, tenant: NgramTrie, shared: NgramTrie) -> TokenTree:
+    def _drawn(self, sequence: DraftSequence, own: NgramTrie, tenant: NgramTrie, shared: NgramTrie) -> TokenTree:
         """A tree whose nodes are drawn, with the fresh tokens inserted already."""
-        followed: _OpenSequence = sequence.state
-        tries = followed.own.arrays(), tenant.arrays(), shared.arrays()
-        return draw_tree(tries, sequence, self._evidence, self._drawn_shape(sequence, followed.limits))
-
-    def _drawn_shape(self, sequence: DraftSequence, limits: TreeLimits) -> Shape:
+        limits = tree_limits(self.limits, sequence.limits)
         bounds = limits.max_nodes, limits.max_depth, self._config.breadth, self._config.min_score
-        return Shape(*bounds, coupled=False, power=_race_power(sequence), sharpness=RACE_SHARPNESS)
+        shape = Shape(*bounds, coupled=False, power=_race_power(sequence), sharpness=RACE_SHARPNESS)
+        return draw_tree((own.arrays(), tenant.arrays(), shared.arrays()), sequence, self._evidence, shape)
 
     def _rules(self) -> Reals:
         rules, config = np.zeros(5), self._config
@@ -276,10 +272,9 @@ class NgramDrafter(Drafter):
         """Run every compiled loop once on a throw-away sequence."""
         NgramTrie(2, 64).evict(4)
         own = NgramTrie(self._config.depth, 4096)
-        drawn = DraftSequence(0, [1, 2, 1, 2, 1], 5, 4, mode=VerificationMode.REJECTION)
+        drawn = DraftSequence(0, [1, 2, 1, 2, 1], 5, 4, mode=VerificationMode.REJECTION, limits=TreeLimits(4, 4))
         own.insert(_as_tokens(drawn.token_ids), weight=UNIT)
-        nothing = self._nothing.arrays()
-        draw_tree((own.arrays(), nothing, nothing), drawn, self._evidence, self._drawn_shape(drawn, TreeLimits(4, 4)))
+        self._drawn(drawn, own, self._nothing, self._nothing)
         place = self._batch.enter(own, [1, 2, 1], self.limits, None, 0)
         self._batch.grow([self._nothing], [(place, 0, 0, 2)], [2, 1]).packed([(0, 0, 1, 4)])
         self._batch.leave(place)
