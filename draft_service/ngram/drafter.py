@@ -96,9 +96,8 @@ class NgramDrafter(Drafter):
         nodes = 0 if sequence.mode is VerificationMode.REJECTION else limits.max_nodes
         power = _race_power(sequence) if sequence.mode is VerificationMode.COUPLED else None
         place = self._batch.enter(own, sequence.token_ids, replace(limits, max_nodes=nodes), power, sequence.seed)
-        followed = _OpenSequence(own, place, taught=0 if config.learn_prompts else sequence.prompt_length)
-        sequence.state = followed
-        self._teach(sequence, followed)
+        sequence.state = _OpenSequence(own, place, taught=0 if config.learn_prompts else sequence.prompt_length)
+        self._teach(sequence)
 
     def advance(self, sequence: DraftSequence, committed: Sequence[int]) -> None:
         followed: _OpenSequence = sequence.state
@@ -120,7 +119,7 @@ class NgramDrafter(Drafter):
 
     def close(self, sequence: DraftSequence) -> None:
         if sequence.state is not None:
-            self._teach(sequence, sequence.state)
+            self._teach(sequence)
             self._batch.leave(sequence.state.place)
             self._own_rows.left(sequence.state.own)
             sequence.state = None
@@ -165,9 +164,8 @@ class NgramDrafter(Drafter):
         """Teach what is long enough. Only after all trees are made, since the learning thread would compete for the
         interpreter."""
         for sequence in sequences:
-            followed: _OpenSequence = sequence.state
-            if len(sequence.token_ids) - followed.taught >= _PIECE:
-                self._teach(sequence, followed)
+            if len(sequence.token_ids) - sequence.state.taught >= _PIECE:
+                self._teach(sequence)
 
     def add_corpus(self, tenant: str, corpus: str, token_ids: Sequence[int]) -> CorpusGrowth:
         """See `CorpusDrafter.add_corpus`."""
@@ -229,9 +227,9 @@ class NgramDrafter(Drafter):
         rules[[HALF_LIFE, SHARPNESS]] = NEVER_LOG2, RACE_SHARPNESS
         return rules
 
-    def _teach(self, sequence: DraftSequence, followed: _OpenSequence) -> None:
+    def _teach(self, sequence: DraftSequence) -> None:
         """Queue new tokens for the tenant's trie, prompt and output each with its weight."""
-        config, known = self._config, sequence.token_ids
+        config, known, followed = self._config, sequence.token_ids, sequence.state
         outputs_end = len(known) if config.learn_outputs else 0
         for end, weight in ((sequence.prompt_length, UNIT), (outputs_end, UNIT * config.output_weight)):
             begin = followed.taught
