@@ -198,4 +198,4 @@ def _own_hidden(model: Any) -> Tensor:
     return hidden[0, -1].float()
 
 
-SPEC = DrafterSpec("model", ModelConfig, lambda config, _: ModelDrafter(config))
+SPEC = DrafterSpec("model", ModelConfig, ModelDrafter)

@@ -76,4 +76,4 @@ class PromptLookupDrafter(Drafter):
         return TokenTree.root_only(sequence.root)
 
 
-SPEC = DrafterSpec("prompt_lookup", PromptLookupConfig, lambda config, _: PromptLookupDrafter(config))
+SPEC = DrafterSpec("prompt_lookup", PromptLookupConfig, PromptLookupDrafter)

@@ -72,4 +72,4 @@ def _target_of(config: EagleConfig, shape: HeadConfig) -> tuple[TargetCheckpoint
         return None, refused.message
 
 
-SPEC = DrafterSpec("eagle", EagleConfig, lambda config, _: EagleDrafter(config))
+SPEC = DrafterSpec("eagle", EagleConfig, EagleDrafter)

@@ -112,4 +112,4 @@ def _layers_of_target(shape: MedusaShape, target: TargetCheckpoint | None) -> in
         ) from None
 
 
-SPEC = DrafterSpec("medusa", MedusaConfig, lambda config, _: MedusaDrafter(config))
+SPEC = DrafterSpec("medusa", MedusaConfig, MedusaDrafter)

@@ -80,4 +80,4 @@ class MtpDrafter(HeadDrafter):
         return ((mode, count, max(rows, least)) for mode, count, rows in super()._first_batches())
 
 
-SPEC = DrafterSpec("mtp", MtpConfig, lambda config, _: MtpDrafter(config))
+SPEC = DrafterSpec("mtp", MtpConfig, MtpDrafter)

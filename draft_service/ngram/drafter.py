@@ -304,4 +304,4 @@ def _as_tokens(token_ids: Sequence[int]) -> Tokens:
     return np.array(token_ids, dtype=np.int32)
 
 
-SPEC = DrafterSpec("trie", TrieConfig, lambda config, _: NgramDrafter(config))
+SPEC = DrafterSpec("trie", TrieConfig, NgramDrafter)
