@@ -113,11 +113,11 @@ def _trainer(
     if not len(trained):
         raise SettingsError("too little text was written to train on: give it more --tokens or --minutes")
     plans = [BatchPlan(part, config.batch_tokens, config.max_length, config.seed) for part in (trained, held)]
-    validator = Validator(reader, tokens, plans[1], config.steps if config.kind == "medusa" else DEPTH)
+    validator = Validator(reader, plans[1], config.steps if config.kind == "medusa" else DEPTH)
     head = new_head(shape, tokens, reader.weights(), config.seed) if first is None else first
     if config.new_vocabulary and isinstance(head, EagleHead):
         head = with_vocabulary(head, tokens, reader.weights().lm_head)
-    trainer = Trainer(config, head, reader, plans[0], tokens, validator, group)
+    trainer = Trainer(config, head, reader, plans[0], validator, group)
     checkpoint = folder.checkpoint()
     if checkpoint is not None:
         trainer.load(*checkpoint)
