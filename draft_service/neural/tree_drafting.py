@@ -120,7 +120,7 @@ class TreeDrafting:
     @torch.inference_mode()
     def begin(self, sequences: Sequence[DraftSequence]) -> Pending:
         """Start drafting trees, none of them for a REJECTION request. A GPU's are fetched before the next call."""
-        return computed(best_items(*self._grow(sequences), [one.root for one in sequences]))
+        return computed(best_items(*self._grow(sequences), sequences))
 
     def _grow(self, sequences: Sequence[DraftSequence]) -> tuple[Forest, Rules]:
         """Grow the trees of all sequences together, with one pass per level."""
@@ -202,14 +202,12 @@ def rules_of(sequences: Sequence[DraftSequence], shape: TreeShape) -> Rules:
         greedy = sequence.mode is VerificationMode.GREEDY
         ints[b] = _MODES[sequence.mode], limits.max_nodes, limits.max_depth, 0 if greedy else sampling.top_k
         reals[b] = (1.0, 0.0) if greedy else (sampling.top_p, sampling.min_p)
-    lengths = [len(sequence.token_ids) for sequence in sequences]
-    seeds = [sequence.seed for sequence in sequences]
-    coins = [first_coin(seed, _COIN_SALT, length) for seed, length in zip(seeds, lengths, strict=True)]
+    coins = [first_coin(one.seed, _COIN_SALT, len(one.token_ids)) for one in sequences]
     return Rules(
         ints=ints,
         reals=reals,
-        seeds=np.array(seeds, dtype=np.uint64),
-        positions=np.array(lengths, dtype=np.uint64),
+        seeds=np.array([one.seed for one in sequences], dtype=np.uint64),
+        positions=np.array([len(one.token_ids) for one in sequences], dtype=np.uint64),
         coins=np.array(coins, dtype=np.uint64),
         width=shape.width,
         breadth=shape.topk,
@@ -218,11 +216,10 @@ def rules_of(sequences: Sequence[DraftSequence], shape: TreeShape) -> Rules:
     )
 
 
-def best_items(forest: Forest, rules: Rules, roots: Sequence[int]) -> Grown:
+def best_items(forest: Forest, rules: Rules, sequences: Sequence[DraftSequence]) -> Grown:
     """The best nodes of every tree, as many as its request allows."""
-    most = 1 + int(rules.ints[:, NODES].max())
-    grown = Grown.roots(roots, most)
-    for b in range(len(roots)):
+    grown = Grown.roots([one.root for one in sequences], 1 + int(rules.ints[:, NODES].max()))
+    for b in range(len(sequences)):
         items = kept_items(forest, b, int(rules.ints[b, NODES]))
         rows = len(items)
         row_of = np.zeros(int(forest.sizes[b]), np.int32)
@@ -235,7 +232,7 @@ def best_items(forest: Forest, rules: Rules, roots: Sequence[int]) -> Grown:
 
 def grown_trees(forest: Forest, rules: Rules, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
     """The best nodes of every tree, with distributions for REJECTION requests."""
-    trees = best_items(forest, rules, [sequence.root for sequence in sequences]).as_trees()
+    trees = best_items(forest, rules, sequences).as_trees()
     return [
         _with_distributions(tree, forest, b) if sequence.mode is VerificationMode.REJECTION else tree
         for b, (tree, sequence) in enumerate(zip(trees, sequences, strict=True))
