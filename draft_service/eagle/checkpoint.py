@@ -9,16 +9,13 @@ from typing import Any
 from torch import Tensor
 
 from draft_service.checkpoints.files import fill, write_folder
-from draft_service.checkpoints.target import TargetCheckpoint
+from draft_service.checkpoints.target import EMBEDDING, LM_HEAD, TargetCheckpoint
 from draft_service.checkpoints.vocabulary import ids_of, restrict, tensors_of
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_config import HeadConfig
 from draft_service.eagle.layouts import head_config, module_name, neutral_name, published_config, published_name
 from outrider.heads import HeadRefused, weight_fingerprint
 from outrider.weights import Weights
-
-# Weights that a head may leave to its target.
-EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 class EagleCheckpoint:

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from draft_service.checkpoints.files import check_shapes
-from draft_service.checkpoints.target import TargetCheckpoint
-from draft_service.eagle.checkpoint import EMBEDDING, LM_HEAD, make_head
+from draft_service.checkpoints.target import EMBEDDING, LM_HEAD, TargetCheckpoint
+from draft_service.eagle.checkpoint import make_head
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_config import HeadConfig
 from draft_service.mtp.layouts import modules_of, mtp_config, mtp_layout, mtp_names
@@ -67,10 +67,8 @@ class MtpCheckpoint:
                 raise HeadRefused(f"an MTP module with quantised weights ({name} is {kind}) is not served")
         shapes = weights.shapes(names)
         config = mtp_config(self._layout, weights.config, shapes)
-        if EMBEDDING not in names:
-            shapes[EMBEDDING] = weights.shape(self._target.embedding_name())
-        if LM_HEAD not in names:
-            shapes[LM_HEAD] = weights.shape(self._target.lm_head_name())
+        for lent in {EMBEDDING, LM_HEAD} - names.keys():
+            shapes[lent] = weights.shape(self._target.name_of(lent))
         with torch.device("meta"):
             check_shapes(EagleHead(config), shapes)
         return config
