@@ -13,19 +13,30 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from outrider.errors import OutriderError
-    from outrider.sampling import FinishReason, SamplingParams, TypicalAcceptance, VerificationMode
-    from outrider.tree import TokenTree
-    from outrider_client.client import Client
-    from outrider_client.connection import Tls
-    from outrider_client.draft import DraftClient
-    from outrider_client.failures import ServiceUnreachable, TlsProblem
-    from outrider_client.generation import Generation, Speculation
-    from outrider_client.policy import Policy
-    from outrider_client.results import Chunk, Result, Started, Verdict
-    from outrider_client.synchronous import SyncClient, SyncGeneration, SyncVerifySession
-    from outrider_client.verification import VerifySession
-    from outrider_client.weights import RunningRequests, WeightsUpdated
+    from outrider.errors import OutriderError as OutriderError
+    from outrider.sampling import FinishReason as FinishReason
+    from outrider.sampling import SamplingParams as SamplingParams
+    from outrider.sampling import TypicalAcceptance as TypicalAcceptance
+    from outrider.sampling import VerificationMode as VerificationMode
+    from outrider.tree import TokenTree as TokenTree
+    from outrider_client.client import Client as Client
+    from outrider_client.connection import Tls as Tls
+    from outrider_client.draft import DraftClient as DraftClient
+    from outrider_client.failures import ServiceUnreachable as ServiceUnreachable
+    from outrider_client.failures import TlsProblem as TlsProblem
+    from outrider_client.generation import Generation as Generation
+    from outrider_client.generation import Speculation as Speculation
+    from outrider_client.policy import Policy as Policy
+    from outrider_client.results import Chunk as Chunk
+    from outrider_client.results import Result as Result
+    from outrider_client.results import Started as Started
+    from outrider_client.results import Verdict as Verdict
+    from outrider_client.synchronous import SyncClient as SyncClient
+    from outrider_client.synchronous import SyncGeneration as SyncGeneration
+    from outrider_client.synchronous import SyncVerifySession as SyncVerifySession
+    from outrider_client.verification import VerifySession as VerifySession
+    from outrider_client.weights import RunningRequests as RunningRequests
+    from outrider_client.weights import WeightsUpdated as WeightsUpdated
 
 _HOMES = {
     "outrider.errors": "OutriderError",
@@ -43,32 +54,7 @@ _HOMES = {
     "outrider_client.weights": "RunningRequests WeightsUpdated",
 }
 
-__all__ = [
-    "Chunk",
-    "Client",
-    "DraftClient",
-    "FinishReason",
-    "Generation",
-    "OutriderError",
-    "Policy",
-    "Result",
-    "RunningRequests",
-    "SamplingParams",
-    "ServiceUnreachable",
-    "Speculation",
-    "Started",
-    "SyncClient",
-    "SyncGeneration",
-    "SyncVerifySession",
-    "Tls",
-    "TlsProblem",
-    "TokenTree",
-    "TypicalAcceptance",
-    "Verdict",
-    "VerificationMode",
-    "VerifySession",
-    "WeightsUpdated",
-]
+__all__ = [name for names in _HOMES.values() for name in names.split()]
 
 
 def __getattr__(name: str) -> object:
