@@ -12,7 +12,7 @@ from outrider_client.client import Message
 from outrider_client.generation import Speculation
 from outrider_gateway.failures import BadField, refusal
 from outrider_gateway.fields import Fields, number, typed, whole
-from outrider_gateway.generation_request import CHAT_FIELDS, COMPLETION_FIELDS, GenerationRequest, Prompt
+from outrider_gateway.generation_request import GenerationRequest, Prompt
 
 # As OpenAI: the answers of /v1/completions are short unless asked to be long.
 _COMPLETION_TOKENS = 16
@@ -59,9 +59,7 @@ def chat_request(body: Mapping[str, Any], max_choices: int) -> GenerationRequest
     sampling = _sampling(fields, older if max_tokens is None else max_tokens, (top or 0) if logprobs else None)
     prediction = _prediction(fields)
     _refuse(fields, _CHAT_UNSUPPORTED)
-    request = _request(fields, True, (prompt,), sampling, logprobs, prediction, max_choices)
-    _check(sampling, {**CHAT_FIELDS, "max_tokens": longest})
-    return request
+    return _request(fields, True, (prompt,), sampling, logprobs, prediction, max_choices, longest)
 
 
 def completion_request(body: Mapping[str, Any], max_choices: int) -> GenerationRequest:
@@ -75,9 +73,7 @@ def completion_request(body: Mapping[str, Any], max_choices: int) -> GenerationR
     if best_of is not None and best_of != (body.get("n") or 1):
         raise BadField("best_of", "must equal n: this server ranks no answers", "unsupported_parameter")
     _refuse(fields, _COMPLETION_UNSUPPORTED)
-    request = _request(fields, False, prompts, sampling, logprobs is not None, None, max_choices)
-    _check(sampling, COMPLETION_FIELDS)
-    return request
+    return _request(fields, False, prompts, sampling, logprobs is not None, None, max_choices, "max_tokens")
 
 
 def _request(
@@ -88,8 +84,10 @@ def _request(
     logprobs: bool,
     prediction: str | None,
     max_choices: int,
+    longest: str,
 ) -> GenerationRequest:
-    """What both endpoints have in common; nothing of the body is left afterwards."""
+    """What both endpoints have in common; nothing of the body is left afterwards. `longest` is the name by which the
+    request bounds its answers."""
     choices = fields.whole("n", 1, max_choices) or 1
     if len(prompts) * choices > max_choices:
         raise BadField("prompt", f"asks for more than {max_choices} answers, n to each entry", "invalid_value")
@@ -100,10 +98,16 @@ def _request(
     cache_key = fields.text("prompt_cache_key")
     fields.ignore(_WITHOUT_EFFECT)
     fields.end()
-    return GenerationRequest(
+    request = GenerationRequest(
         chat, prompts, sampling, speculation, model, choices, stream, include_usage, logprobs, drafts, prediction,
         cache_key,
     )  # fmt: skip
+    # Every limit that does not depend on the model: the target checks the rest.
+    try:
+        sampling.check(_MAX_TOKEN + 1)
+    except InvalidField as error:
+        raise refusal(error, {**request.fields, "max_tokens": longest}) from None
+    return request
 
 
 def _messages(value: Any) -> tuple[Message, ...]:
@@ -262,11 +266,3 @@ def _refuse(fields: Fields, unsupported: Mapping[str, tuple[Any, ...]]) -> None:
         harmless = unsupported.get(name)
         if harmless is not None and fields.take(name) not in harmless:
             raise BadField(name, "is not supported by this server", "unsupported_parameter")
-
-
-def _check(sampling: SamplingParams, names: Mapping[str, str]) -> None:
-    """Every limit that does not depend on the model: the target checks the rest."""
-    try:
-        sampling.check(_MAX_TOKEN + 1)
-    except InvalidField as error:
-        raise refusal(error, names) from None

@@ -78,7 +78,16 @@ async def run_demo(options: DemoOptions, console: Console) -> bool:
 
         async def answer(title: str, speculate: bool = True) -> Result:
             console.print(Rule(title, align="left"))
-            return await _answer(client, options, console, Painter(tokenizer), speculate)
+            painter = Painter(tokenizer)
+            generation = client.generate(
+                messages=[("user", _QUESTION)],
+                sampling=SamplingParams(max_tokens=options.max_tokens),
+                speculation=Speculation(enabled=None if speculate else False),
+            )
+            async for chunk in generation:
+                console.print(painter.paint(chunk), end="", soft_wrap=True)
+            console.print()
+            return await generation.result()
 
         console.print(Rule("prompt", align="left"))
         console.print(_QUESTION, markup=False)
@@ -137,15 +146,3 @@ async def _warm_up(target: str, drafter: str) -> None:
             await client.generate(
                 messages=_WARM_UP, sampling=SamplingParams(max_tokens=24), speculation=Speculation(enabled=enabled)
             ).result()
-
-
-async def _answer(client: Client, options: DemoOptions, console: Console, painter: Painter, speculate: bool) -> Result:
-    generation = client.generate(
-        messages=[("user", _QUESTION)],
-        sampling=SamplingParams(max_tokens=options.max_tokens),
-        speculation=Speculation(enabled=None if speculate else False),
-    )
-    async for chunk in generation:
-        console.print(painter.paint(chunk), end="", soft_wrap=True)
-    console.print()
-    return await generation.result()

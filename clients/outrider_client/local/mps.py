@@ -231,14 +231,10 @@ async def _outcome(
 
 def _processes_of(pipes: str) -> list[int]:
     """Ids of MPS daemons and servers that were started for this directory of pipes."""
-    mark, found = f"{PIPES}={pipes}".encode(), []
-    for entry in Path("/proc").iterdir():
-        # Processes of other users cannot be read, and some end meanwhile.
-        with contextlib.suppress(OSError):
-            if (
-                entry.name.isdecimal()
-                and b"nvidia-cuda-mps" in (entry / "cmdline").read_bytes()
-                and mark in (entry / "environ").read_bytes().split(b"\0")
-            ):
-                found.append(int(entry.name))
-    return found
+    # Imported here: not a part of every client's installation, but of the services' that share a GPU.
+    import psutil
+
+    # Of processes of other users there is None; those that end meanwhile are left out.
+    found = psutil.process_iter(("cmdline", "environ"))
+    ours = (one for one in found if (one.info["environ"] or {}).get(PIPES) == pipes)
+    return [one.pid for one in ours if "nvidia-cuda-mps" in " ".join(one.info["cmdline"] or ())]
