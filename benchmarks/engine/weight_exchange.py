@@ -20,11 +20,12 @@ import time
 from benchmarks.shared.machine import describe
 from benchmarks.shared.report import parser_of, show, write_json
 from outrider.errors import OutriderError
+from outrider.running_requests import RunningRequests
 from outrider.sampling import SamplingParams
 from target_service.assembly import load_model
 from target_service.config import TargetConfig
 from target_service.core.sequence import SequenceEvent, SequenceRequest
-from target_service.core.weights import RunningRequests, WeightsUpdated, WeightUpdate
+from target_service.core.weights import WeightsUpdated, WeightUpdate
 from target_service.engine.engine import Engine
 
 # Between two updates, so that requests run on either side of each.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from outrider.errors import OutriderError as OutriderError
+    from outrider.running_requests import RunningRequests as RunningRequests
     from outrider.sampling import FinishReason as FinishReason
     from outrider.sampling import SamplingParams as SamplingParams
     from outrider.sampling import TypicalAcceptance as TypicalAcceptance
@@ -35,11 +36,11 @@ if TYPE_CHECKING:
     from outrider_client.synchronous import SyncGeneration as SyncGeneration
     from outrider_client.synchronous import SyncVerifySession as SyncVerifySession
     from outrider_client.verification import VerifySession as VerifySession
-    from outrider_client.weights import RunningRequests as RunningRequests
     from outrider_client.weights import WeightsUpdated as WeightsUpdated
 
 _HOMES = {
     "outrider.errors": "OutriderError",
+    "outrider.running_requests": "RunningRequests",
     "outrider.sampling": "FinishReason SamplingParams TypicalAcceptance VerificationMode",
     "outrider.tree": "TokenTree",
     "outrider_client.client": "Client",
@@ -51,7 +52,7 @@ _HOMES = {
     "outrider_client.results": "Chunk Result Started Verdict",
     "outrider_client.synchronous": "SyncClient SyncGeneration SyncVerifySession",
     "outrider_client.verification": "VerifySession",
-    "outrider_client.weights": "RunningRequests WeightsUpdated",
+    "outrider_client.weights": "WeightsUpdated",
 }
 
 __all__ = [name for names in _HOMES.values() for name in names.split()]

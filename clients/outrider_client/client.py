@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import cast
 
 from outrider.errors import InvalidField
+from outrider.running_requests import RunningRequests
 from outrider.sampling import SamplingParams
 from outrider.telemetry.tracing import Tracing
 from outrider.v1 import target_pb2, target_pb2_grpc
@@ -20,7 +21,7 @@ from outrider_client.policy import SINGLE_ATTEMPT, Policy
 from outrider_client.results import TargetInfo
 from outrider_client.tracing import RequestSpan
 from outrider_client.verification import VerifySession
-from outrider_client.weights import RunningRequests, WeightsUpdated, update_requests
+from outrider_client.weights import WeightsUpdated, update_requests
 
 TARGET_SERVICE = "outrider.v1.TargetService"
 

@@ -5,27 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 
 from outrider.errors import InvalidField
+from outrider.running_requests import RunningRequests
 from outrider.v1 import target_pb2
 
 # Well below the limit of a message.
 _PIECE_BYTES = 1 << 20
 _Files = Sequence[Path | bytes]
 _Requests = AsyncIterator[target_pb2.UpdateWeightsRequest]
-
-
-class RunningRequests(Enum):
-    """What happens to running requests. Queued ones always run with the new weights."""
-
-    # They finish with the old weights first; the others wait until then.
-    DRAIN = "drain"
-    # They fail with `WeightsChanged`, to be sent again.
-    ABORT = "abort"
-    # They are prefilled again with the new weights, and go on.
-    CONTINUE = "continue"
 
 
 @dataclass(frozen=True, slots=True)

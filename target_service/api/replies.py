@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 from outrider.errors import OutriderError
 from outrider.sampling import FinishReason, TokenLogprobs
+from outrider.tree import VerifiedTree
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import tree_pb2
 from outrider.wire.same_names import shared_fields
 from outrider.wire.trees import DRAFT_REFUSED_KEY, mode_to_pb, status_of
-from target_service.core.sequence import SequenceFinished, SequenceRequest, Verdict, VerifiedTree
+from target_service.core.sequence import SequenceFinished, SequenceRequest, Verdict
 from target_service.core.weights import WeightsUpdated
 
 _REASONS = {reason: pb.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason}

@@ -4,23 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 
 from outrider.errors import OutriderError
+from outrider.running_requests import RunningRequests
 
 # Version of the weights that an engine starts with; each exchange increases it by one.
 FIRST_VERSION = 1
-
-
-class RunningRequests(Enum):
-    """What happens to sequences that have begun. All others run with the new weights in any case."""
-
-    # They end with the old weights first.
-    DRAIN = "drain"
-    # They end at once, with `WeightsChanged`.
-    ABORT = "abort"
-    # They are read again with the new weights, and continue.
-    CONTINUE = "continue"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,9 @@ from pathlib import Path
 from torch import Tensor
 
 from outrider.errors import NotSupported, OutriderError, QuotaExceeded, WeightsChanged
+from outrider.running_requests import RunningRequests
 from target_service.core.sequence import SequenceEvent
-from target_service.core.weights import RunningRequests, UpdateDone, WeightsUpdated, WeightUpdate
+from target_service.core.weights import UpdateDone, WeightsUpdated, WeightUpdate
 from target_service.engine.loop import EngineLoop
 from target_service.model.runner import ModelRunner
 from target_service.model.weights.files import read_weights

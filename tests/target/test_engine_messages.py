@@ -12,8 +12,9 @@ import pytest
 from outrider.errors import InvalidField, QuotaExceeded, all_errors
 from outrider.limits import TenantLimits
 from outrider.processes.framing import LENGTH_BYTES, FrameCutter
+from outrider.running_requests import RunningRequests
 from outrider.sampling import FinishReason, SamplingParams, TokenLogprobs, TypicalAcceptance, VerificationMode
-from outrider.tree import DraftDistribution, TokenTree
+from outrider.tree import DraftDistribution, TokenTree, VerifiedTree
 from outrider.wire.frames import DraftInfo, FeatureRequest, TreeLimits
 from target_service.api.admission import ServedModel
 from target_service.config import TargetConfig
@@ -27,9 +28,8 @@ from target_service.core.sequence import (
     SequenceTotals,
     StepStats,
     Verdict,
-    VerifiedTree,
 )
-from target_service.core.weights import RunningRequests, WeightsUpdated, WeightUpdate
+from target_service.core.weights import WeightsUpdated, WeightUpdate
 from target_service.engine_process.messages import (
     Cancel,
     CancelUpdate,

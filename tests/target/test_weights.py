@@ -19,11 +19,11 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from outrider.errors import EngineDead, InvalidField, OutriderError, QuotaExceeded, WeightsChanged
+from outrider.running_requests import RunningRequests
 from outrider.sampling import SamplingParams
 from outrider.tree import TokenTree
 from outrider.wire.frames import OpenSequence
 from target_service.core.sequence import SequenceFailed, SequenceFinished
-from target_service.core.weights import RunningRequests
 from target_service.model.weights.room import HostRoom
 
 PROMPT = [5, 6, 7, 8]
