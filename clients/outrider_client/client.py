@@ -129,7 +129,10 @@ class Client(AsyncClosing):
         elif messages:
             request.chat.messages.extend(messages_to_pb(messages))
         else:
-            _add_tokens(request, token_ids)
+            try:
+                request.tokens.token_ids.extend(token_ids)
+            except ValueError as error:
+                raise InvalidField("tokens.token_ids", str(error)) from None
         if isinstance(prediction, str):
             request.prediction.text = prediction
         elif prediction is not None:
@@ -177,13 +180,6 @@ class Client(AsyncClosing):
     async def serving(self, timeout: float = 5.0) -> bool:
         """Whether the target answers that it is healthy."""
         return await self._connection.serving(TARGET_SERVICE, timeout)
-
-
-def _add_tokens(request: target_pb2.GenerateRequest, token_ids: Sequence[int]) -> None:
-    try:
-        request.tokens.token_ids.extend(token_ids)
-    except ValueError as error:
-        raise InvalidField("tokens.token_ids", str(error)) from None
 
 
 def _check_options(sampling: object, speculation: object) -> None:
