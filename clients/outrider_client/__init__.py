@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from outrider.errors import OutriderError as OutriderError
-    from outrider.running_requests import RunningRequests as RunningRequests
     from outrider.sampling import FinishReason as FinishReason
     from outrider.sampling import SamplingParams as SamplingParams
     from outrider.sampling import TypicalAcceptance as TypicalAcceptance
     from outrider.sampling import VerificationMode as VerificationMode
     from outrider.tree import TokenTree as TokenTree
+    from outrider.weight_updates import RunningRequests as RunningRequests
+    from outrider.weight_updates import WeightsUpdated as WeightsUpdated
     from outrider_client.client import Client as Client
     from outrider_client.connection import Tls as Tls
     from outrider_client.draft import DraftClient as DraftClient
@@ -36,13 +37,12 @@ if TYPE_CHECKING:
     from outrider_client.synchronous import SyncGeneration as SyncGeneration
     from outrider_client.synchronous import SyncVerifySession as SyncVerifySession
     from outrider_client.verification import VerifySession as VerifySession
-    from outrider_client.weights import WeightsUpdated as WeightsUpdated
 
 _HOMES = {
     "outrider.errors": "OutriderError",
-    "outrider.running_requests": "RunningRequests",
     "outrider.sampling": "FinishReason SamplingParams TypicalAcceptance VerificationMode",
     "outrider.tree": "TokenTree",
+    "outrider.weight_updates": "RunningRequests WeightsUpdated",
     "outrider_client.client": "Client",
     "outrider_client.connection": "Tls",
     "outrider_client.draft": "DraftClient",
@@ -52,7 +52,6 @@ _HOMES = {
     "outrider_client.results": "Chunk Result Started Verdict",
     "outrider_client.synchronous": "SyncClient SyncGeneration SyncVerifySession",
     "outrider_client.verification": "VerifySession",
-    "outrider_client.weights": "WeightsUpdated",
 }
 
 __all__ = [name for names in _HOMES.values() for name in names.split()]

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import cast
 
 from outrider.errors import InvalidField
-from outrider.running_requests import RunningRequests
 from outrider.sampling import SamplingParams
 from outrider.telemetry.tracing import Tracing
 from outrider.v1 import target_pb2, target_pb2_grpc
+from outrider.weight_updates import RunningRequests, WeightsUpdated
 from outrider.wire.trees import sampling_to_pb
 from outrider_client.connection import AsyncClosing, Connection, Tls
 from outrider_client.generation import Generation, Speculation
@@ -21,7 +21,7 @@ from outrider_client.policy import SINGLE_ATTEMPT, Policy
 from outrider_client.results import TargetInfo
 from outrider_client.tracing import RequestSpan
 from outrider_client.verification import VerifySession
-from outrider_client.weights import WeightsUpdated, update_requests
+from outrider_client.weights import update_requests, updated_from_pb
 
 TARGET_SERVICE = "outrider.v1.TargetService"
 
@@ -170,7 +170,7 @@ class Client(AsyncClosing):
             OSError: a file that cannot be read.
         """
         requests = update_requests(folder, files, running)
-        return WeightsUpdated.from_pb(await self._connection.call_with_all(self._stub.UpdateWeights, requests, timeout))
+        return updated_from_pb(await self._connection.call_with_all(self._stub.UpdateWeights, requests, timeout))
 
     async def info(self, timeout: float | None = None) -> TargetInfo:
         """What the target serves, and its limits. Without a timeout the policy's deadline holds."""

@@ -13,12 +13,13 @@ import msgspec
 from outrider.errors import InvalidField, OutriderError, all_errors
 from outrider.processes.framing import Buffer, framed
 from outrider.tree import TokenTree
+from outrider.weight_updates import WeightsUpdated
 from outrider.wire.frames import DraftInfo
 from target_service.api.admission import ServedModel
 from target_service.config import TargetConfig
 from target_service.core.events import EngineSnapshot
 from target_service.core.sequence import SequenceEvent, SequenceRequest, SequenceTotals, StepStats
-from target_service.core.weights import WeightsUpdated, WeightUpdate
+from target_service.core.weights import WeightUpdate
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):

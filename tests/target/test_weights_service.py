@@ -21,9 +21,9 @@ from outrider.errors import (
     PermissionDenied,
     QuotaExceeded,
 )
-from outrider.running_requests import RunningRequests
 from outrider.serving import Authenticator, Caller
 from outrider.v1 import target_pb2 as pb
+from outrider.weight_updates import RunningRequests
 from outrider.wire.trees import error_of_rpc
 from target_service.api import weights
 from target_service.config import TargetConfig

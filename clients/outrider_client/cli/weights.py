@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from outrider.running_requests import RunningRequests
 from outrider.settings import SettingsError, add_flags, unreadable
+from outrider.weight_updates import RunningRequests
 from outrider_client.cli.base import Command, CommandFailed, add_config_flag, options
 from outrider_client.client import Client
 from outrider_client.failures import ServiceUnreachable
