@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from outrider.errors import DeadlineExceeded, OutriderError
+from outrider.runtime import signal_handlers
 from outrider_client.cli.base import Command, failure_line, options
 from outrider_client.cli.generate import summary, warn_of_refusal
 from outrider_client.client import Client, Message
@@ -175,24 +176,19 @@ class Conversation:
         """Ask the last question. Only a whole answer changes the conversation."""
         asked: list[Message] = [*self.before, ("user", self.question)]
         answer = asyncio.ensure_future(self._answer(asked))
-        loop = asyncio.get_running_loop()
-        with contextlib.suppress(NotImplementedError):
-            loop.add_signal_handler(signal.SIGINT, answer.cancel)
-        try:
-            result = await answer
-        except asyncio.CancelledError:
-            self.console.print("\n[dim]ended by you[/]")
-        except ServiceUnreachable as error:
-            self._failed(f"{error}; the conversation is kept, and /retry asks again")
-        except OutriderError as error:
-            self._failed(failure_line(error))
-        else:
-            self.messages = [*asked, ("assistant", result.text)]
-            self.console.print(f"\n[dim]{summary(result)}[/]", soft_wrap=True)
-            warn_of_refusal(result, self.options)
-        finally:
-            with contextlib.suppress(NotImplementedError):
-                loop.remove_signal_handler(signal.SIGINT)
+        with signal_handlers({signal.SIGINT: answer.cancel}):
+            try:
+                result = await answer
+            except asyncio.CancelledError:
+                self.console.print("\n[dim]ended by you[/]")
+            except ServiceUnreachable as error:
+                self._failed(f"{error}; the conversation is kept, and /retry asks again")
+            except OutriderError as error:
+                self._failed(failure_line(error))
+            else:
+                self.messages = [*asked, ("assistant", result.text)]
+                self.console.print(f"\n[dim]{summary(result)}[/]", soft_wrap=True)
+                warn_of_refusal(result, self.options)
 
     def _failed(self, message: str) -> None:
         self.console.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from outrider.runtime import end_tasks, until_first_ends
+from outrider.runtime import end_tasks, signal_handlers, until_first_ends
 from outrider_client.connection import Tls
 from outrider_client.local.mps import Mps
 from outrider_client.local.process import Child, ServiceDied, ServiceSlow, wait_serving
@@ -58,36 +58,32 @@ class Supervisor:
     async def run(self, on_ready: Callable[[], None] = lambda: None) -> int:
         """Run until a signal, the target's end, or invalid settings of draft or gateway. Returns the exit status: 0
         after a signal, else non-zero. Raises `OSError` where a service cannot be started for the first time."""
-        loop = asyncio.get_running_loop()
         handlers = {signal.SIGINT: self._on_signal, signal.SIGTERM: self._on_signal}
         # Ignored under nohup.
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             handlers[signal.SIGHUP] = self._on_signal if sys.stdin.isatty() else self._on_hangup
-        for number, handle in handlers.items():
-            loop.add_signal_handler(number, handle)
         kept: dict[str, asyncio.Task[None]] = {}
-        try:
-            if self.mps is not None and not await self._start_mps(self.mps) and self.alone is not None:
-                self.target, self.draft = self.alone, None
-            if self._stopping.is_set():
-                return self._status
-            beside = filter(None, (self.draft, self.gateway))
-            kept |= {command.name: asyncio.create_task(self._keep(command)) for command in beside}
-            return await self._run_target(on_ready)
-        finally:
-            self._stopping.set()
-            # They may be waiting for their back-off.
-            await end_tasks(*kept.values())
-            for name in kept:
-                await self._stop(name)
-            if self.mps is not None:
-                await self.mps.stop()
-            for number in handlers:
-                loop.remove_signal_handler(number)
-            for task in kept.values():
-                if not task.cancelled():
-                    # Raises what prevented a first start.
-                    task.result()
+        with signal_handlers(handlers):
+            try:
+                if self.mps is not None and not await self._start_mps(self.mps) and self.alone is not None:
+                    self.target, self.draft = self.alone, None
+                if self._stopping.is_set():
+                    return self._status
+                beside = filter(None, (self.draft, self.gateway))
+                kept |= {command.name: asyncio.create_task(self._keep(command)) for command in beside}
+                return await self._run_target(on_ready)
+            finally:
+                self._stopping.set()
+                # They may be waiting for their back-off.
+                await end_tasks(*kept.values())
+                for name in kept:
+                    await self._stop(name)
+                if self.mps is not None:
+                    await self.mps.stop()
+                for task in kept.values():
+                    if not task.cancelled():
+                        # Raises what prevented a first start.
+                        task.result()
 
     def _on_hangup(self) -> None:
         """Without a terminal, whose end it would be: have the services read their tokens again."""
