@@ -13,36 +13,24 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from outrider.errors import OutriderError as OutriderError
-    from outrider.sampling import FinishReason as FinishReason
-    from outrider.sampling import SamplingParams as SamplingParams
-    from outrider.sampling import TypicalAcceptance as TypicalAcceptance
-    from outrider.sampling import VerificationMode as VerificationMode
-    from outrider.tree import TokenTree as TokenTree
-    from outrider.weight_updates import RunningRequests as RunningRequests
-    from outrider.weight_updates import WeightsUpdated as WeightsUpdated
-    from outrider_client.client import Client as Client
-    from outrider_client.connection import Tls as Tls
-    from outrider_client.draft import DraftClient as DraftClient
-    from outrider_client.failures import ServiceUnreachable as ServiceUnreachable
-    from outrider_client.failures import TlsProblem as TlsProblem
-    from outrider_client.generation import Generation as Generation
-    from outrider_client.generation import Speculation as Speculation
-    from outrider_client.policy import Policy as Policy
-    from outrider_client.results import Chunk as Chunk
-    from outrider_client.results import Result as Result
-    from outrider_client.results import Started as Started
-    from outrider_client.results import Verdict as Verdict
-    from outrider_client.synchronous import SyncClient as SyncClient
-    from outrider_client.synchronous import SyncGeneration as SyncGeneration
-    from outrider_client.synchronous import SyncVerifySession as SyncVerifySession
-    from outrider_client.verification import VerifySession as VerifySession
+    from outrider.errors import OutriderError
+    from outrider.sampling import FinishReason, SamplingParams, TypicalAcceptance, VerificationMode
+    from outrider.tree import TokenTree
+    from outrider.weight_updates import RunningRequests, WeightsUpdated
+    from outrider_client.client import Client
+    from outrider_client.connection import Tls
+    from outrider_client.draft import DraftClient
+    from outrider_client.failures import ServiceUnreachable, TlsProblem
+    from outrider_client.generation import Generation, Speculation
+    from outrider_client.policy import Policy
+    from outrider_client.results import Chunk, Result, Started, Verdict
+    from outrider_client.synchronous import SyncClient, SyncGeneration, SyncVerifySession
+    from outrider_client.verification import VerifySession
 
 _HOMES = {
     "outrider.errors": "OutriderError",
     "outrider.sampling": "FinishReason SamplingParams TypicalAcceptance VerificationMode",
     "outrider.tree": "TokenTree",
-    "outrider.weight_updates": "RunningRequests WeightsUpdated",
     "outrider_client.client": "Client",
     "outrider_client.connection": "Tls",
     "outrider_client.draft": "DraftClient",
@@ -52,9 +40,35 @@ _HOMES = {
     "outrider_client.results": "Chunk Result Started Verdict",
     "outrider_client.synchronous": "SyncClient SyncGeneration SyncVerifySession",
     "outrider_client.verification": "VerifySession",
+    "outrider.weight_updates": "RunningRequests WeightsUpdated",
 }
 
-__all__ = [name for names in _HOMES.values() for name in names.split()]
+__all__ = [
+    "Chunk",
+    "Client",
+    "DraftClient",
+    "FinishReason",
+    "Generation",
+    "OutriderError",
+    "Policy",
+    "Result",
+    "RunningRequests",
+    "SamplingParams",
+    "ServiceUnreachable",
+    "Speculation",
+    "Started",
+    "SyncClient",
+    "SyncGeneration",
+    "SyncVerifySession",
+    "Tls",
+    "TlsProblem",
+    "TokenTree",
+    "TypicalAcceptance",
+    "Verdict",
+    "VerificationMode",
+    "VerifySession",
+    "WeightsUpdated",
+]
 
 
 def __getattr__(name: str) -> object:
