@@ -7,19 +7,19 @@ values, and differ in the network, in their inputs, and in when those are availa
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
 from draft_service.drafters.base import Drafter, DraftSequence
-from draft_service.drafters.grown import Pending, among, warm_up
+from draft_service.drafters.grown import Pending, among
 from draft_service.neural.config import NetworkConfig, NeuralConfig
 from draft_service.neural.cuda_graphs.drafting import drafting_on, first_batches
 from draft_service.neural.devices import launching_on
 from draft_service.neural.network import Network
 from draft_service.neural.tree_config import TreeShape
-from draft_service.neural.tree_drafting import TreeDrafting, TreeRequest
+from draft_service.neural.tree_drafting import TreeDrafting
 from outrider.devices import check_device
 from outrider.runtime import in_passing_thread
 from outrider.sampling import LOSSLESS_MODES, VerificationMode
@@ -27,16 +27,17 @@ from outrider.tree import TokenTree
 
 
 class Drafting(Protocol):
-    """A network on its device that grows trees. Each `wanted` names a sequence and the state of it that is read."""
+    """A network on its device that grows trees of sequences, whose states it reads."""
 
-    def trees(self, wanted: Sequence[Any]) -> list[TokenTree]:
+    def trees(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
         """The best trees, in any mode."""
 
-    def begin(self, wanted: Sequence[Any]) -> Pending:
+    def begin(self, sequences: Sequence[DraftSequence]) -> Pending:
         """As `trees`, without REJECTION requests."""
 
 
 Grows = TypeVar("Grows", bound=Drafting)
+Module = TypeVar("Module", bound=torch.nn.Module)
 
 
 class NeuralDrafter(Drafter, ABC, Generic[Grows]):
@@ -49,7 +50,7 @@ class NeuralDrafter(Drafter, ABC, Generic[Grows]):
         self.device = config.device
         self.vocabulary_size = vocabulary_size
         self.max_context = max_context
-        self._threads = config.threads
+        self._config = config
         self._drafting: Grows | None = None
         # Rows read, and trees not drafted: since the network's inputs are missing, or since its cache is full.
         self._rows = self._misses = self._full = 0
@@ -65,9 +66,8 @@ class NeuralDrafter(Drafter, ABC, Generic[Grows]):
         """Load the network onto its device."""
 
     @abstractmethod
-    def _prepare(self, sequences: Sequence[DraftSequence]) -> tuple[list[int], list[Any]]:
-        """Read new tokens of the sequences that can be drafted for. Returns their indices, and what to draft for
-        each."""
+    def _prepare(self, sequences: Sequence[DraftSequence]) -> list[int]:
+        """Read new tokens of the sequences that can be drafted for. Returns their indices."""
 
     def start(self) -> None:
         """Load the weights, and compile and warm up everything that drafting runs."""
@@ -76,24 +76,30 @@ class NeuralDrafter(Drafter, ABC, Generic[Grows]):
     def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
         trees = [TokenTree.root_only(sequence.root) for sequence in sequences]
         with launching_on(self.device):
-            places, wanted = self._prepare(sequences)
-            for place, tree in zip(places, self.drafting.trees(wanted) if wanted else (), strict=True):
+            places = self._prepare(sequences)
+            ready = [sequences[place] for place in places]
+            for place, tree in zip(places, self.drafting.trees(ready) if ready else (), strict=True):
                 trees[place] = tree
         return trees
 
     def begin(self, sequences: Sequence[DraftSequence]) -> Pending:
         """See `ArrayDrafter.begin`."""
         with launching_on(self.device):
-            places, wanted = self._prepare(sequences)
-            return among(sequences, places, self.drafting.begin(wanted) if wanted else None)
+            places = self._prepare(sequences)
+            ready = [sequences[place] for place in places]
+            return among(sequences, places, self.drafting.begin(ready) if ready else None)
 
     def _start(self) -> None:
         with launching_on(self.device):
-            if self._threads:
-                torch.set_num_threads(self._threads)
+            if self._config.threads:
+                torch.set_num_threads(self._config.threads)
             self._drafting = self._load()
             self._warm_up()
             self._rows = self._misses = self._full = 0
+
+    def _placed(self, module: Module) -> Module:
+        """A loaded module, in the type and on the device of the settings."""
+        return module.to(device=self.device, dtype=getattr(torch, self._config.dtype))
 
     def _warm_up(self) -> None:
         """Draft once for throw-away sequences."""
@@ -104,7 +110,10 @@ class NeuralDrafter(Drafter, ABC, Generic[Grows]):
                 self.open(sequence)
                 if sequence.features is not None:
                     sequence.features.append(torch.zeros(rows, sequence.features.width), 0)
-            warm_up(self, sequences)
+            if mode is VerificationMode.REJECTION:
+                self.propose(sequences)
+            else:
+                self.begin(sequences).fetch().packed([(0, 0, 1, self.vocabulary_size)] * count)
             for sequence in sequences:
                 self.close(sequence)
 
@@ -116,13 +125,7 @@ class NeuralDrafter(Drafter, ABC, Generic[Grows]):
 class CachingDrafter(NeuralDrafter[TreeDrafting]):
     """Keeps a `CacheEntry` as each sequence's state."""
 
-    # Position of the root's children for the network, minus the sequence's length.
-    children_at: ClassVar[int] = 0
-
-    def __init__(self, config: NeuralConfig, vocabulary_size: int, max_context: int) -> None:
-        """Raises `SettingsError` for a device that is not there."""
-        super().__init__(config, config.tree, vocabulary_size, max_context)
-        self._neural = config
+    _config: NeuralConfig
 
     @abstractmethod
     def _load_network(self) -> Network:
@@ -144,14 +147,17 @@ class CachingDrafter(NeuralDrafter[TreeDrafting]):
             self.drafting.forget(sequence.state)
             sequence.state = sequence.features = None
 
-    def _load(self) -> TreeDrafting:
-        return drafting_on(self._load_network(), self._neural)
+    def stats(self) -> Mapping[str, float]:
+        used = 0 if self._drafting is None else self._drafting.cache.used_pages * self._config.page_size
+        return {f"{self.name}_cache_used_tokens": used, f"{self.name}_cache_full_total": self._full}
 
-    def _prepare(self, sequences: Sequence[DraftSequence]) -> tuple[list[int], list[TreeRequest]]:
+    def _load(self) -> TreeDrafting:
+        return drafting_on(self._load_network(), self._config)
+
+    def _prepare(self, sequences: Sequence[DraftSequence]) -> list[int]:
         places = [place for place, sequence in enumerate(sequences) if self._ready(sequence)]
-        ready = [sequences[place] for place in places]
-        self._read(ready)
-        return places, [TreeRequest(one.state, one, len(one.token_ids) + self.children_at) for one in ready]
+        self._read([sequences[place] for place in places])
+        return places
 
     def _has_room(self, sequence: DraftSequence, rows: int) -> bool:
         """Reserve `rows` more rows and a tree after them; returns whether there is room."""
@@ -160,9 +166,5 @@ class CachingDrafter(NeuralDrafter[TreeDrafting]):
         self._full += 1
         return False
 
-    @property
-    def _cached_tokens(self) -> int:
-        return 0 if self._drafting is None else self._drafting.cache.used_pages * self._neural.page_size
-
     def _first_batches(self) -> Iterable[tuple[VerificationMode, int, int]]:
-        return first_batches(self.drafting, self._neural)
+        return first_batches(self.drafting, self._config)

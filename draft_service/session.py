@@ -270,9 +270,8 @@ class ProposeSession:
             return self._proposed(taken)
         with self._failing(drafts, credit=1):
             pending = self._arrays.begin(drafts)
-            early = pending.early
-            growth = self._packed(taken, pending.fetch_early())
-        if early:
+            growth = self._packed(taken, pending.wait(pending.early))
+        if pending.early:
             self._rest = taken, pending
         return growth
 

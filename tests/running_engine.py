@@ -13,8 +13,9 @@ from engine_harness import Connect, engine_config, make_runner
 from transformers import PreTrainedModel
 
 from outrider.errors import OutriderError
+from outrider.weight_updates import RunningRequests, WeightsUpdated
 from target_service.core.sequence import SequenceEvent, Verdict
-from target_service.core.weights import RunningRequests, WeightsUpdated, WeightUpdate
+from target_service.core.weights import WeightUpdate
 from target_service.engine.engine import Engine
 
 

@@ -21,6 +21,7 @@ from outrider.errors import (
 )
 from outrider.sampling import FinishReason, TokenLogprobs
 from outrider.tree import TokenTree
+from outrider.weight_updates import WeightsUpdated
 from target_service.api.admission import ServedModel
 from target_service.core.events import EngineSnapshot
 from target_service.core.sequence import (
@@ -32,7 +33,7 @@ from target_service.core.sequence import (
     SequenceTotals,
     Verdict,
 )
-from target_service.core.weights import FIRST_VERSION, UpdateDone, WeightsUpdated, WeightUpdate
+from target_service.core.weights import FIRST_VERSION, UpdateDone, WeightUpdate
 
 VOCABULARY = 300
 END_TOKEN = 2
@@ -133,7 +134,7 @@ class ScriptedEngine:
             done(InvalidField("tensors", "the model has no such"))
         else:
             self.model_version += 1
-            done(WeightsUpdated(self.model_version, 3, 1200, 7_000_000, 2_000_000, 1, 2))
+            done(WeightsUpdated(self.model_version, 3, 1200, 0.007, 0.002, 1, 2))
         return len(self.updates)
 
     def cancel_update(self, update_id: int) -> None:

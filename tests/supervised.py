@@ -6,7 +6,10 @@ import asyncio
 import sys
 from pathlib import Path
 
-from outrider_client.local.supervisor import RestartTimes, ServiceCommand
+import pytest
+
+from outrider_client.local import supervisor
+from outrider_client.local.supervisor import ServiceCommand
 
 # A service as far as supervision goes: health, and an end on SIGTERM. Its arguments: address, and words to print.
 SERVICE = """
@@ -27,8 +30,14 @@ async def serve():
 
 asyncio.run(serve())
 """
-QUICK = RestartTimes(start=60.0, stop=10.0, first_backoff=0.05, longest_backoff=0.2, healthy_after=30.0)
+QUICK = {"START_SECONDS": 60.0, "STOP_SECONDS": 10.0, "FIRST_BACKOFF": 0.05, "LONGEST_BACKOFF": 0.2}
 SECONDS = 60.0
+
+
+def restart_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have supervisors wait for less than users would."""
+    for name, seconds in QUICK.items():
+        monkeypatch.setattr(supervisor, name, seconds)
 
 
 class Lines:

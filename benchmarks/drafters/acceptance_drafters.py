@@ -121,5 +121,6 @@ class DrafterSet:
     def _head(self) -> EagleHead:
         if self._loaded is None:
             target, dtype = TargetCheckpoint(self.embeddings), getattr(torch, self.dtype)
-            self._loaded = EagleCheckpoint(head_source(self.head)).load(target=target, dtype=dtype, device=self.device)
+            head = EagleCheckpoint(head_source(self.head)).load(target=target)
+            self._loaded = head.to(dtype=dtype, device=self.device)
         return self._loaded

@@ -27,7 +27,6 @@ from draft_service.eagle.drafter import EagleDrafter
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_config import HeadConfig
 from draft_service.neural.cuda_graphs.drafting import CapturedDrafting
-from draft_service.neural.tree_drafting import TreeRequest
 from outrider.sampling import LOSSLESS_MODES, SamplingParams, VerificationMode
 from outrider.tree import TokenTree
 
@@ -122,9 +121,8 @@ class Load:
         began = synchronize(device)
         self._drafter.absorb(self._sequences)
         read = synchronize(device)
-        wanted = [TreeRequest(one.state, one, len(one.token_ids) - 1) for one in self._sequences]
-        work, replays = drafting.tree_pass(wanted)
-        work.load(wanted)
+        work, replays = drafting.tree_pass(self._sequences)
+        work.load(self._sequences)
         loaded = synchronize(device)
         for part, replay in enumerate(replays):
             replay()

@@ -21,10 +21,11 @@ from benchmarks.shared.machine import describe
 from benchmarks.shared.report import parser_of, show, write_json
 from outrider.errors import OutriderError
 from outrider.sampling import SamplingParams
+from outrider.weight_updates import RunningRequests, WeightsUpdated
 from target_service.assembly import load_model
 from target_service.config import TargetConfig
 from target_service.core.sequence import SequenceEvent, SequenceRequest
-from target_service.core.weights import RunningRequests, WeightsUpdated, WeightUpdate
+from target_service.core.weights import WeightUpdate
 from target_service.engine.engine import Engine
 
 # Between two updates, so that requests run on either side of each.
@@ -85,7 +86,7 @@ def _updated(engine: Engine, folder: str, running: RunningRequests) -> WeightsUp
 
 
 def _figures(done: WeightsUpdated) -> dict[str, float]:
-    prepare, pause = done.prepare_ns / 1e9, done.pause_ns / 1e9
+    prepare, pause = done.prepare, done.pause
     return {
         "MB": done.bytes / 1e6,
         "prepare_s": prepare,

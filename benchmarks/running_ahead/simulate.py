@@ -282,7 +282,7 @@ def ranked(head: HeadTrees, recordings: Iterable[Recording]) -> dict[str, float]
 
 def loaded_head(options: argparse.Namespace) -> EagleHead:
     target = TargetCheckpoint(folder_of(options.model))
-    return EagleCheckpoint(head_source(options.head)).load(target=target, dtype=torch.float32, device="cpu")
+    return EagleCheckpoint(head_source(options.head)).load(target=target)
 
 
 def claim(folder: Path, settings: Mapping[str, Any]) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from outrider.errors import OutriderError
     from outrider.sampling import FinishReason, SamplingParams, TypicalAcceptance, VerificationMode
     from outrider.tree import TokenTree
+    from outrider.weight_updates import RunningRequests, WeightsUpdated
     from outrider_client.client import Client
     from outrider_client.connection import Tls
     from outrider_client.draft import DraftClient
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from outrider_client.results import Chunk, Result, Started, Verdict
     from outrider_client.synchronous import SyncClient, SyncGeneration, SyncVerifySession
     from outrider_client.verification import VerifySession
-    from outrider_client.weights import RunningRequests, WeightsUpdated
 
 _HOMES = {
     "outrider.errors": "OutriderError",
@@ -40,7 +40,7 @@ _HOMES = {
     "outrider_client.results": "Chunk Result Started Verdict",
     "outrider_client.synchronous": "SyncClient SyncGeneration SyncVerifySession",
     "outrider_client.verification": "VerifySession",
-    "outrider_client.weights": "RunningRequests WeightsUpdated",
+    "outrider.weight_updates": "RunningRequests WeightsUpdated",
 }
 
 __all__ = [

@@ -11,6 +11,7 @@ from outrider.errors import InvalidField
 from outrider.sampling import SamplingParams
 from outrider.telemetry.tracing import Tracing
 from outrider.v1 import target_pb2, target_pb2_grpc
+from outrider.weight_updates import RunningRequests, WeightsUpdated
 from outrider.wire.trees import sampling_to_pb
 from outrider_client.connection import AsyncClosing, Connection, Tls
 from outrider_client.generation import Generation, Speculation
@@ -20,7 +21,7 @@ from outrider_client.policy import SINGLE_ATTEMPT, Policy
 from outrider_client.results import TargetInfo
 from outrider_client.tracing import RequestSpan
 from outrider_client.verification import VerifySession
-from outrider_client.weights import RunningRequests, WeightsUpdated, update_requests
+from outrider_client.weights import update_requests, updated_from_pb
 
 TARGET_SERVICE = "outrider.v1.TargetService"
 
@@ -128,7 +129,10 @@ class Client(AsyncClosing):
         elif messages:
             request.chat.messages.extend(messages_to_pb(messages))
         else:
-            _add_tokens(request, token_ids)
+            try:
+                request.tokens.token_ids.extend(token_ids)
+            except ValueError as error:
+                raise InvalidField("tokens.token_ids", str(error)) from None
         if isinstance(prediction, str):
             request.prediction.text = prediction
         elif prediction is not None:
@@ -166,7 +170,7 @@ class Client(AsyncClosing):
             OSError: a file that cannot be read.
         """
         requests = update_requests(folder, files, running)
-        return WeightsUpdated.from_pb(await self._connection.call_with_all(self._stub.UpdateWeights, requests, timeout))
+        return updated_from_pb(await self._connection.call_with_all(self._stub.UpdateWeights, requests, timeout))
 
     async def info(self, timeout: float | None = None) -> TargetInfo:
         """What the target serves, and its limits. Without a timeout the policy's deadline holds."""
@@ -176,13 +180,6 @@ class Client(AsyncClosing):
     async def serving(self, timeout: float = 5.0) -> bool:
         """Whether the target answers that it is healthy."""
         return await self._connection.serving(TARGET_SERVICE, timeout)
-
-
-def _add_tokens(request: target_pb2.GenerateRequest, token_ids: Sequence[int]) -> None:
-    try:
-        request.tokens.token_ids.extend(token_ids)
-    except ValueError as error:
-        raise InvalidField("tokens.token_ids", str(error)) from None
 
 
 def _check_options(sampling: object, speculation: object) -> None:

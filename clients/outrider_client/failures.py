@@ -10,7 +10,7 @@ import asyncio
 
 import grpc
 
-from outrider.errors import DeadlineExceeded, OutriderError
+from outrider.errors import DeadlineExceeded, Draining, EngineDead, Loading, OutriderError
 from outrider.unreachable import TlsProblem as TlsProblem
 from outrider.unreachable import cause_of
 from outrider.wire.trees import error_of_rpc
@@ -30,6 +30,10 @@ class ServiceUnreachable(ConnectionError):
         super().__init__(f"cannot reach {address}: {self.cause}")
         self.address = address
         self.detail = detail
+
+
+# Failures of a target that has stopped, is about to, or does not serve yet: another may answer, or take its place.
+AWAY = (ServiceUnreachable, Draining, EngineDead, Loading)
 
 
 def typed_error(error: grpc.RpcError, address: str) -> OutriderError | ServiceUnreachable:

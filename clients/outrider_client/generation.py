@@ -25,7 +25,6 @@ from outrider_client.tracing import RequestSpan
 # For a call's status behind its last event, which comes with it. Chosen: long for a network, short for a reader.
 _END_SECONDS = 2.0
 _Call = Any  # grpc.aio.UnaryStreamCall, whose type parameters differ between stub versions.
-_Begin = Callable[..., _Call]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,7 @@ class Generation:
     """
 
     def __init__(
-        self, begin: _Begin, address: str, span: RequestSpan, *, policy: Policy, timeout: float | None
+        self, begin: Callable[..., _Call], address: str, span: RequestSpan, *, policy: Policy, timeout: float | None
     ) -> None:
         """`begin` makes the call, given a `timeout`. It runs with the first read, so that times start with the
         request, and again as `policy` allows, within `timeout` seconds in all."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from outrider.sampling import FinishReason, TokenLogprobs, VerificationMode
+from outrider.tree import VerifiedTree
 from outrider.v1 import target_pb2, tree_pb2
 from outrider.wire.same_names import value_of
 from outrider.wire.trees import mode_from_pb
@@ -22,6 +23,10 @@ def _logprobs_from_pb(pbs: Iterable[target_pb2.TokenLogprobs]) -> tuple[TokenLog
     return tuple([TokenLogprobs(pb.logprob, tuple((top.token_id, top.logprob) for top in pb.top)) for pb in pbs])
 
 
+def _tree_from_pb(pb: target_pb2.VerifiedTree) -> VerifiedTree:
+    return VerifiedTree(tuple(pb.tree.token_ids), tuple(pb.tree.parents), tuple(pb.accepted_rows))
+
+
 @dataclass(frozen=True, slots=True)
 class Started:
     """The request as the target accepted it."""
@@ -36,22 +41,6 @@ class Started:
     @classmethod
     def from_pb(cls, pb: target_pb2.GenerateStarted) -> Started:
         return cls(pb.sequence_id, pb.prompt_tokens, pb.seed, mode_from_pb(pb.mode), pb.speculating, pb.model)
-
-
-@dataclass(frozen=True, slots=True)
-class VerifiedTree:
-    """What one step verified: row 0 is the root, the last token before it, and `parents[i]` the row of row i's parent.
-
-    `accepted_rows` are the rows that became output, from the root's child down. A plain step has the root alone.
-    """
-
-    token_ids: tuple[int, ...]
-    parents: tuple[int, ...]
-    accepted_rows: tuple[int, ...]
-
-    @classmethod
-    def from_pb(cls, pb: target_pb2.VerifiedTree) -> VerifiedTree:
-        return cls(tuple(pb.tree.token_ids), tuple(pb.tree.parents), tuple(pb.accepted_rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +86,7 @@ class Chunk:
             compute_ns=timings.compute_nanoseconds,
             drafts_by_step=tuple(pb.drafts_by_step),
             model_version=pb.model_version,
-            tree=VerifiedTree.from_pb(pb.tree) if pb.HasField("tree") else None,
+            tree=_tree_from_pb(pb.tree) if pb.HasField("tree") else None,
         )
 
 

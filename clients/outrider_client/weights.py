@@ -1,15 +1,14 @@
-"""Updates of a target's weights: their source, what happens to running requests, and the outcome."""
+"""The messages of an update of a target's weights."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 
 from outrider.errors import InvalidField
 from outrider.v1 import target_pb2
+from outrider.weight_updates import RunningRequests, WeightsUpdated
 
 # Well below the limit of a message.
 _PIECE_BYTES = 1 << 20
@@ -17,39 +16,10 @@ _Files = Sequence[Path | bytes]
 _Requests = AsyncIterator[target_pb2.UpdateWeightsRequest]
 
 
-class RunningRequests(Enum):
-    """What happens to running requests. Queued ones always run with the new weights."""
-
-    # They finish with the old weights first; the others wait until then.
-    DRAIN = "drain"
-    # They fail with `WeightsChanged`, to be sent again.
-    ABORT = "abort"
-    # They are prefilled again with the new weights, and go on.
-    CONTINUE = "continue"
-
-
-@dataclass(frozen=True, slots=True)
-class WeightsUpdated:
-    """A finished update; times in seconds.
-
-    `model_version` is that of the new weights; `tensors` and `bytes` are the exchanged ones. `prepare` is the time of
-    reading and checking, while requests ran, `pause` that of the exchange, in which no step ran. `aborted` requests
-    failed with `WeightsChanged`; `continued` ones are prefilled again.
-    """
-
-    model_version: int
-    tensors: int
-    bytes: int
-    prepare: float
-    pause: float
-    aborted: int
-    continued: int
-
-    @classmethod
-    def from_pb(cls, pb: target_pb2.UpdateWeightsResponse) -> WeightsUpdated:
-        prepare, pause = pb.prepare_nanoseconds / 1e9, pb.pause_nanoseconds / 1e9
-        counts = pb.aborted_sequences, pb.continued_sequences
-        return cls(pb.model_version, pb.tensors, pb.bytes, prepare, pause, *counts)
+def updated_from_pb(pb: target_pb2.UpdateWeightsResponse) -> WeightsUpdated:
+    prepare, pause = pb.prepare_nanoseconds / 1e9, pb.pause_nanoseconds / 1e9
+    counts = pb.aborted_sequences, pb.continued_sequences
+    return WeightsUpdated(pb.model_version, pb.tensors, pb.bytes, prepare, pause, *counts)
 
 
 def update_requests(folder: str, files: _Files, running: RunningRequests) -> _Requests:

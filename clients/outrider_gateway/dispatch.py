@@ -9,9 +9,9 @@ from time import perf_counter
 
 from opentelemetry.context import attach, detach
 
-from outrider.errors import DeadlineExceeded, Draining, EngineDead, Loading
+from outrider.errors import DeadlineExceeded
 from outrider.runtime import end_tasks
-from outrider_client.failures import ServiceUnreachable
+from outrider_client.failures import AWAY
 from outrider_client.generation import Generation
 from outrider_client.results import Chunk, Result
 from outrider_gateway.caller import Caller
@@ -19,8 +19,6 @@ from outrider_gateway.generation_request import GenerationRequest
 from outrider_gateway.metrics import GatewayMetrics
 from outrider_gateway.targets import Target, Targets
 
-# A target that ends, is about to, or does not serve yet: another may answer.
-_ELSEWHERE = (ServiceUnreachable, Draining, EngineDead, Loading)
 # What is done with a chunk of the answer of an index. Reading goes on when it returns, so a slow reader is waited for.
 OnChunk = Callable[[int, Chunk], Awaitable[None]]
 OnResult = Callable[[int, Result], Awaitable[None]]
@@ -74,7 +72,7 @@ class Dispatcher:
                     if on_result is not None:
                         await on_result(index, result)
                     return result
-                except _ELSEWHERE:
+                except AWAY:
                     target.leave_out()
                     tried.append(target)
                     if begun or len(tried) == len(self._targets.all):

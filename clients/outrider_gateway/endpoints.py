@@ -20,7 +20,7 @@ from outrider_gateway.config import GatewayConfig
 from outrider_gateway.dispatch import Dispatcher
 from outrider_gateway.failures import GatewayFailed, Refused, refusal
 from outrider_gateway.generation_request import GenerationRequest
-from outrider_gateway.http import ClientGone, EventWriter, event_bytes, read_json, send_json, while_connected
+from outrider_gateway.http import ClientGone, ResponseWriter, read_json, while_connected
 from outrider_gateway.metrics import GatewayMetrics
 from outrider_gateway.response_json import ResponseBuilder
 from outrider_gateway.served_models import ServedModels
@@ -44,23 +44,23 @@ class GenerationEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = perf_counter()
-        response = _Response(send, uuid.uuid4().hex)
+        writer = ResponseWriter(send, uuid.uuid4().hex)
         # What is counted for a request that the server's end cuts off.
         status = _CLIENT_GONE
         try:
-            status = await self._serve(response, scope, receive, arrived)
+            status = await self._serve(writer, scope, receive, arrived)
         except ClientGone:
             pass
         except Refused as refused:
-            status = await response.refuse(refused)
+            status = await writer.refuse(refused)
         except Exception:
             # The last resort: the answer must not quote the request.
             logger.exception("a request failed")
-            status = await response.refuse(GatewayFailed())
+            status = await writer.refuse(GatewayFailed())
         finally:
             self._metrics.ended(self._name, status, perf_counter() - arrived)
 
-    async def _serve(self, response: _Response, scope: Scope, receive: Receive, arrived: float) -> int:
+    async def _serve(self, writer: ResponseWriter, scope: Scope, receive: Receive, arrived: float) -> int:
         caller = caller_from(scope["headers"])
         config = self._config
         body = await read_json(scope, receive, config.max_body_bytes, config.body_seconds)
@@ -68,14 +68,13 @@ class GenerationEndpoint:
         dispatcher = Dispatcher(self._targets, self._metrics, request, caller, config.request_seconds or None, arrived)
         write = self._stream if request.stream else self._whole
         try:
-            await write(response, receive, dispatcher)
+            await write(writer, receive, dispatcher)
         except (OutriderError, ServiceUnreachable) as error:
             raise refusal(error, request.fields) from error
         return 200
 
-    async def _stream(self, response: _Response, receive: Receive, dispatcher: Dispatcher) -> None:
+    async def _stream(self, writer: ResponseWriter, receive: Receive, dispatcher: Dispatcher) -> None:
         request = dispatcher.request
-        writer = response.writer = EventWriter(response.send, response.id)
         running, last = request.answers, b""
         async with self._admitted(receive, request) as builder:
 
@@ -96,10 +95,10 @@ class GenerationEndpoint:
             last += builder.usage_event(results)
         await writer.end(last, done=True)
 
-    async def _whole(self, response: _Response, receive: Receive, dispatcher: Dispatcher) -> None:
+    async def _whole(self, writer: ResponseWriter, receive: Receive, dispatcher: Dispatcher) -> None:
         async with self._admitted(receive, dispatcher.request) as builder:
             results = await dispatcher.run(builder.answered_by, builder.keep)
-        await send_json(response.send, 200, builder.whole(results), response.id)
+        await writer.whole(builder.whole(results))
 
     @contextlib.asynccontextmanager
     async def _admitted(self, receive: Receive, request: GenerationRequest) -> AsyncIterator[ResponseBuilder]:
@@ -108,20 +107,3 @@ class GenerationEndpoint:
             builder = await self._models.response_builder(request)
             async with while_connected(receive):
                 yield builder
-
-
-@dataclass
-class _Response:
-    """The way back to the client that sent a request."""
-
-    send: Send
-    id: str
-    writer: EventWriter | None = None
-
-    async def refuse(self, refused: Refused) -> int:
-        """Say that it failed: as the answer, or as the last event of one that has begun. Returns the status."""
-        if self.writer is not None and self.writer.begun:
-            await self.writer.end(event_bytes(refused.body()), done=False)
-        else:
-            await send_json(self.send, refused.status, refused.body(), self.id, refused.headers())
-        return refused.status

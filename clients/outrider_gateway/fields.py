@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from outrider_gateway.failures import BadField
+
+Json = TypeVar("Json")
+# What a value must be, by the type that the JSON reader makes of it.
+_KINDS = {bool: "true or false", int: "a whole number", str: "a string", dict: "an object", list: "a list"}
 
 
 class Fields:
@@ -25,10 +29,7 @@ class Fields:
         return self._values.pop(name, default)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        value = self.take(name, default)
-        if not isinstance(value, bool):
-            raise BadField(self.path(name), "must be true or false", "invalid_type")
-        return value
+        return typed(self.take(name, default), bool, self.path(name))
 
     def whole(self, name: str, low: int, high: int) -> int | None:
         value = self.take(name)
@@ -38,12 +39,12 @@ class Fields:
         return number(self.take(name, default), self.path(name), low, high)
 
     def text(self, name: str, default: str = "") -> str:
-        return text(self.take(name, default), self.path(name))
+        return typed(self.take(name, default), str, self.path(name))
 
     def inner(self, name: str) -> Fields | None:
         """An object as fields of its own."""
         value = self.take(name)
-        return None if value is None else Fields(mapping(value, self.path(name)), self.path(name))
+        return None if value is None else Fields(typed(value, dict, self.path(name)), self.path(name))
 
     def ignore(self, names: Iterable[str]) -> None:
         """Take fields that change nothing here."""
@@ -60,20 +61,19 @@ class Fields:
             raise BadField(self.path(name), "is not supported by this server", "unsupported_parameter")
 
 
-def text(value: Any, path: str) -> str:
-    """`value` as a string."""
-    if not isinstance(value, str):
-        raise BadField(path, "must be a string", "invalid_type")
+def typed(value: Any, kind: type[Json], path: str) -> Json:
+    """`value` as one of `_KINDS`."""
+    # Not `isinstance`: true and false are no numbers.
+    if type(value) is not kind:
+        raise BadField(path, f"must be {_KINDS[kind]}", "invalid_type")
     return value
 
 
 def whole(value: Any, path: str, low: int, high: int) -> int:
     """`value` as a whole number in [low, high]."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise BadField(path, "must be a whole number", "invalid_type")
-    if not low <= value <= high:
+    if not low <= (found := typed(value, int, path)) <= high:
         raise BadField(path, f"must be in {low}..{high}", "invalid_value")
-    return value
+    return found
 
 
 def number(value: Any, path: str, low: float, high: float) -> float:
@@ -83,17 +83,3 @@ def number(value: Any, path: str, low: float, high: float) -> float:
     if not (math.isfinite(value) and low <= value <= high):
         raise BadField(path, f"must be in [{low:g}, {high:g}]", "invalid_value")
     return float(value)
-
-
-def mapping(value: Any, path: str) -> Mapping[str, Any]:
-    """`value` as an object."""
-    if not isinstance(value, dict):
-        raise BadField(path, "must be an object", "invalid_type")
-    return value
-
-
-def items(value: Any, path: str) -> list[Any]:
-    """`value` as a list."""
-    if not isinstance(value, list):
-        raise BadField(path, "must be a list", "invalid_type")
-    return value

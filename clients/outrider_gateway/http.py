@@ -88,15 +88,16 @@ async def while_connected(receive: Receive) -> AsyncIterator[None]:
         watcher.cancel()
 
 
-class EventWriter:
-    """Writes server-sent events. The answer begins with the first, so that until then it can still be an error."""
+class ResponseWriter:
+    """Writes the answer to a request, whole or as server-sent events. It begins with the first of these, so that until
+    then it can still be an error."""
 
     def __init__(self, send: Send, request_id: str) -> None:
         self._send = send
         self._request_id = request_id
         # Choices are written by tasks of their own, and none may come before the answer's head.
         self._turn = asyncio.Lock()
-        self.begun = False
+        self._begun = False
         # Whether the head was taken, and anybody may write.
         self._open = False
 
@@ -113,10 +114,22 @@ class EventWriter:
         body = events + b"data: [DONE]\n\n" if done else events
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
+    async def whole(self, body: Mapping[str, Any]) -> None:
+        """The answer that is no stream."""
+        await send_json(self._send, 200, body, self._request_id)
+
+    async def refuse(self, refused: Refused) -> int:
+        """Say that it failed: as the answer, or as the last event of one that has begun. Returns the status."""
+        if self._begun:
+            await self.end(event_bytes(refused.body()), done=False)
+        else:
+            await send_json(self._send, refused.status, refused.body(), self._request_id, refused.headers())
+        return refused.status
+
     async def _begin(self) -> None:
         async with self._turn:
-            if not self.begun:
-                self.begun = True
+            if not self._begun:
+                self._begun = True
                 headers = [*_EVENTS, (b"x-request-id", self._request_id.encode())]
                 await self._send({"type": "http.response.start", "status": 200, "headers": headers})
                 self._open = True

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from outrider.sampling import TokenLogprobs
+from outrider.tree import VerifiedTree
 from outrider_client.local.models import Tokenizer
-from outrider_client.results import Chunk, VerifiedTree
+from outrider_client.results import Chunk
 from outrider_client.terminal.painting import Painter
 
 _REPLACEMENT = "\ufffd"

@@ -11,8 +11,8 @@ from outrider.sampling import MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams, Ve
 from outrider_client.client import Message
 from outrider_client.generation import Speculation
 from outrider_gateway.failures import BadField, refusal
-from outrider_gateway.fields import Fields, items, mapping, number, text, whole
-from outrider_gateway.generation_request import CHAT_FIELDS, COMPLETION_FIELDS, GenerationRequest, Prompt
+from outrider_gateway.fields import Fields, number, typed, whole
+from outrider_gateway.generation_request import GenerationRequest, Prompt
 
 # As OpenAI: the answers of /v1/completions are short unless asked to be long.
 _COMPLETION_TOKENS = 16
@@ -59,9 +59,7 @@ def chat_request(body: Mapping[str, Any], max_choices: int) -> GenerationRequest
     sampling = _sampling(fields, older if max_tokens is None else max_tokens, (top or 0) if logprobs else None)
     prediction = _prediction(fields)
     _refuse(fields, _CHAT_UNSUPPORTED)
-    request = _request(fields, True, (prompt,), sampling, logprobs, prediction, max_choices)
-    _check(sampling, {**CHAT_FIELDS, "max_tokens": longest})
-    return request
+    return _request(fields, True, (prompt,), sampling, logprobs, prediction, max_choices, longest)
 
 
 def completion_request(body: Mapping[str, Any], max_choices: int) -> GenerationRequest:
@@ -75,9 +73,7 @@ def completion_request(body: Mapping[str, Any], max_choices: int) -> GenerationR
     if best_of is not None and best_of != (body.get("n") or 1):
         raise BadField("best_of", "must equal n: this server ranks no answers", "unsupported_parameter")
     _refuse(fields, _COMPLETION_UNSUPPORTED)
-    request = _request(fields, False, prompts, sampling, logprobs is not None, None, max_choices)
-    _check(sampling, COMPLETION_FIELDS)
-    return request
+    return _request(fields, False, prompts, sampling, logprobs is not None, None, max_choices, "max_tokens")
 
 
 def _request(
@@ -88,8 +84,10 @@ def _request(
     logprobs: bool,
     prediction: str | None,
     max_choices: int,
+    longest: str,
 ) -> GenerationRequest:
-    """What both endpoints have in common; nothing of the body is left afterwards."""
+    """What both endpoints have in common; nothing of the body is left afterwards. `longest` is the name by which the
+    request bounds its answers."""
     choices = fields.whole("n", 1, max_choices) or 1
     if len(prompts) * choices > max_choices:
         raise BadField("prompt", f"asks for more than {max_choices} answers, n to each entry", "invalid_value")
@@ -100,23 +98,29 @@ def _request(
     cache_key = fields.text("prompt_cache_key")
     fields.ignore(_WITHOUT_EFFECT)
     fields.end()
-    return GenerationRequest(
+    request = GenerationRequest(
         chat, prompts, sampling, speculation, model, choices, stream, include_usage, logprobs, drafts, prediction,
         cache_key,
     )  # fmt: skip
+    # Every limit that does not depend on the model: the target checks the rest.
+    try:
+        sampling.check(_MAX_TOKEN + 1)
+    except InvalidField as error:
+        raise refusal(error, {**request.fields, "max_tokens": longest}) from None
+    return request
 
 
 def _messages(value: Any) -> tuple[Message, ...]:
     if value is None:
         raise BadField("messages", "is missing", "missing_required_parameter")
-    turns = items(value, "messages")
+    turns = typed(value, list, "messages")
     if not 1 <= len(turns) <= _MAX_MESSAGES:
         raise BadField("messages", f"must have 1 to {_MAX_MESSAGES} entries", "invalid_value")
     return tuple(_message(turn, f"messages[{i}]") for i, turn in enumerate(turns))
 
 
 def _message(turn: Any, path: str) -> Message:
-    fields = Fields(mapping(turn, path), path)
+    fields = Fields(typed(turn, dict, path), path)
     role = fields.text("role")
     if role not in _ROLES:
         raise BadField(fields.path("role"), f"must be one of {', '.join(_ROLES)}", "invalid_value")
@@ -135,13 +139,13 @@ def _content_text(content: Any, path: str) -> str:
         return content
     if content is None:
         raise BadField(path, "is missing", "missing_required_parameter")
-    return "\n".join(_part(part, f"{path}[{i}]") for i, part in enumerate(items(content, path)))
+    return "\n".join(_part(part, f"{path}[{i}]") for i, part in enumerate(typed(content, list, path)))
 
 
 def _part(part: Any, path: str) -> str:
-    if mapping(part, path).get("type") != "text":
+    if typed(part, dict, path).get("type") != "text":
         raise BadField(f"{path}.type", "must be text: this server reads nothing else", "invalid_value")
-    return text(part.get("text"), f"{path}.text")
+    return typed(part.get("text"), str, f"{path}.text")
 
 
 def _prompts(value: Any) -> tuple[Prompt, ...]:
@@ -151,7 +155,7 @@ def _prompts(value: Any) -> tuple[Prompt, ...]:
     # Not `isinstance`: true and false are no ids.
     if isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int):
         return (_prompt(value, "prompt"),)
-    entries = items(value, "prompt")
+    entries = typed(value, list, "prompt")
     if not entries:
         raise BadField("prompt", "is empty", "invalid_value")
     return tuple(_prompt(entry, f"prompt[{i}]") for i, entry in enumerate(entries))
@@ -162,13 +166,14 @@ def _prompt(value: Any, path: str) -> Prompt:
         raise BadField(path, "is empty", "invalid_value")
     if isinstance(value, str):
         return Prompt(text=value)
-    return Prompt(token_ids=tuple(whole(i, f"{path}[{at}]", 0, _MAX_TOKEN) for at, i in enumerate(items(value, path))))
+    ids = typed(value, list, path)
+    return Prompt(token_ids=tuple(whole(one, f"{path}[{i}]", 0, _MAX_TOKEN) for i, one in enumerate(ids)))
 
 
 def _sampling(fields: Fields, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
     """OpenAI's sampling parameters, at its defaults, and the contract's further ones under the names vLLM gave them."""
     seed = fields.whole("seed", -(2**63), 2**64 - 1)
-    stop_ids = items(fields.take("stop_token_ids", []), "stop_token_ids")
+    stop_ids = typed(fields.take("stop_token_ids", []), list, "stop_token_ids")
     return SamplingParams(
         temperature=fields.number("temperature", 1.0, 0.0, 1e6),
         # -1 is what other servers take for "off".
@@ -193,16 +198,16 @@ def _sampling(fields: Fields, max_tokens: int | None, logprobs: int | None) -> S
 def _stop(value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
         return (value,)
-    stops = items(value, "stop")
+    stops = typed(value, list, "stop")
     if len(stops) > MAX_STOP_STRINGS:
         raise BadField("stop", f"has more than {MAX_STOP_STRINGS} entries", "invalid_value")
-    return tuple(text(stop, f"stop[{i}]") for i, stop in enumerate(stops))
+    return tuple(typed(stop, str, f"stop[{i}]") for i, stop in enumerate(stops))
 
 
 def _logit_bias(value: Any) -> dict[int, float]:
     """A map of token ids, which JSON writes as strings."""
     bias = {}
-    for token, amount in mapping(value, "logit_bias").items():
+    for token, amount in typed(value, dict, "logit_bias").items():
         if not token.isdecimal() or len(token) > 10 or int(token) > _MAX_TOKEN:
             raise BadField("logit_bias", f"{token[:20]!r} is not a token id", "invalid_value")
         bias[int(token)] = number(amount, f"logit_bias.{token}", -100.0, 100.0)
@@ -261,11 +266,3 @@ def _refuse(fields: Fields, unsupported: Mapping[str, tuple[Any, ...]]) -> None:
         harmless = unsupported.get(name)
         if harmless is not None and fields.take(name) not in harmless:
             raise BadField(name, "is not supported by this server", "unsupported_parameter")
-
-
-def _check(sampling: SamplingParams, names: Mapping[str, str]) -> None:
-    """Every limit that does not depend on the model: the target checks the rest."""
-    try:
-        sampling.check(_MAX_TOKEN + 1)
-    except InvalidField as error:
-        raise refusal(error, names) from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from outrider.drafting.draft_tree import GrowingTree
@@ -105,25 +105,22 @@ class Drafting(DraftInbox):
         """Wait until the draft has answered for each request, to a time of the monotonic clock at most; not at all for
         a draft that was late lately."""
         self.listen()
-        if not self._latency.waiting_pays or self._answered(requests):
+        if not self._latency.waiting_pays:
             return
-        while not self._answered(requests):
+        while owed := self._owed(requests):
             # A draft that sends something else all the time is no less late.
             if time.monotonic() >= deadline or not self.wait_until(deadline):
                 # A prompt may take long to read.
-                if any(tree.step for tree in self._owed(requests)):
+                if any(tree.step for tree in owed):
                     self._latency.late()
                     self.late += 1
                 return
             self.listen()
 
-    def _answered(self, requests: Sequence[Request]) -> bool:
-        return not any(True for _ in self._owed(requests))
-
-    def _owed(self, requests: Sequence[Request]) -> Iterator[GrowingTree]:
+    def _owed(self, requests: Sequence[Request]) -> list[GrowingTree]:
         """The trees of requests that the draft has not answered yet."""
         followed = (self._open_requests.get(request.number) for request in requests)
-        return (one.tree for one in followed if one is not None and not one.tree.answered)
+        return [one.tree for one in followed if one is not None and not one.tree.answered]
 
     def chain(self, request: Request, max_tokens: int) -> list[int]:
         """The best chain that is known below the request's last token, of at most `max_tokens`; empty for none."""

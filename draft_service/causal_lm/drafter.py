@@ -22,7 +22,7 @@ from draft_service.drafters.base import DrafterSpec, DraftSequence
 from draft_service.neural.config import NeuralConfig
 from draft_service.neural.network import Network, RowOutput
 from draft_service.neural.tail_attention import Attend
-from draft_service.neural.tree_drafting import CacheEntry, Extension, TreeRequest
+from draft_service.neural.tree_drafting import CacheEntry, Extension
 from draft_service.neural_drafter import CachingDrafter
 from outrider.errors import NotSupported
 from outrider.hub import check_fetchable
@@ -109,19 +109,15 @@ class ModelDrafter(CachingDrafter):
             raise SettingsError(
                 "the model drafter needs a draft_model: a name from `outrider model list`, a folder or a hub id"
             )
-        self._config = config
         self._source = model_source(config.draft_model)
         settings = _settings_of(self._source)
         # Trees must not reach past the end of position tables.
-        longest = int(getattr(settings, "max_position_embeddings", config.max_context + config.tree.num_steps))
-        super().__init__(config, int(settings.vocab_size), min(config.max_context, longest - config.tree.num_steps))
+        tree = config.tree
+        longest = int(getattr(settings, "max_position_embeddings", config.max_context + tree.num_steps))
+        super().__init__(config, tree, int(settings.vocab_size), min(config.max_context, longest - tree.num_steps))
 
     def stats(self) -> Mapping[str, float]:
-        return {
-            "model_cache_used_tokens": self._cached_tokens,
-            "model_read_rows_total": self._rows,
-            "model_cache_full_total": self._full,
-        }
+        return {**super().stats(), "model_read_rows_total": self._rows}
 
     def _ready(self, sequence: DraftSequence) -> bool:
         return self._has_room(sequence, _unread(sequence))
@@ -139,11 +135,9 @@ class ModelDrafter(CachingDrafter):
             room = None if room is None else room - len(tokens)
         self.drafting.extend(extensions)
 
-    def _prepare(self, sequences: Sequence[DraftSequence]) -> tuple[list[int], list[TreeRequest]]:
+    def _prepare(self, sequences: Sequence[DraftSequence]) -> list[int]:
         """A sequence that is not read to its end has no tree; a later call goes on with it."""
-        places, wanted = super()._prepare(sequences)
-        found = [pair for pair in zip(places, wanted, strict=True) if not _unread(pair[1].sequence)]
-        return [place for place, _ in found], [request for _, request in found]
+        return [place for place in super()._prepare(sequences) if not _unread(sequences[place])]
 
     def _load_network(self) -> Network:
         config = self._config
@@ -158,11 +152,7 @@ class ModelDrafter(CachingDrafter):
         return ModelNetwork(model)
 
     def _warm_up(self) -> None:
-        self._check(self._own_hidden)
-        super()._warm_up()
-
-    def _check(self, expected: Tensor) -> None:
-        """Raise `NotSupported` unless the model's hidden state through our cache is the `expected` one of its own."""
+        """Raises `NotSupported` unless the model's hidden state through our cache is the one of its own attention."""
         entry = CacheEntry()
         tokens = _probe(self.vocabulary_size)
         self.drafting.reserve(entry, len(tokens))
@@ -170,8 +160,9 @@ class ModelDrafter(CachingDrafter):
         self.drafting.extend([Extension(entry, tokens[5:], 5)])
         found = self.drafting.states.read_of([entry.pages]).lm_input[0].float()
         self.drafting.forget(entry)
-        if (found - expected).norm() > _TOLERANCE * expected.norm():
+        if (found - self._own_hidden).norm() > _TOLERANCE * self._own_hidden.norm():
             raise NotSupported("this model's attention is not plain causal attention; it cannot draft")
+        super()._warm_up()
 
 
 def _unread(sequence: DraftSequence) -> int:
@@ -207,4 +198,4 @@ def _own_hidden(model: Any) -> Tensor:
     return hidden[0, -1].float()
 
 
-SPEC = DrafterSpec("model", ModelConfig, lambda config, _: ModelDrafter(config))
+SPEC = DrafterSpec("model", ModelConfig, ModelDrafter)

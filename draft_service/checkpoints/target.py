@@ -10,8 +10,10 @@ from draft_service.checkpoints.facts import HeadShape, same_tokenizer
 from outrider.heads import HeadRefused, tokenizer_fingerprint
 from outrider.weights import Weights
 
+# Weights that a head may leave to its target, by the head's names, and where targets have them.
+EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 _EMBEDDINGS = ("model.embed_tokens.weight", "embed_tokens.weight", "transformer.wte.weight")
-_LM_HEADS = ("lm_head.weight", "output.weight")
+_PUBLISHED = {EMBEDDING: _EMBEDDINGS, LM_HEAD: ("lm_head.weight", "output.weight", *_EMBEDDINGS)}
 
 
 class TargetCheckpoint:
@@ -43,22 +45,18 @@ class TargetCheckpoint:
 
     def embedding(self) -> Tensor:
         """[vocab_size, hidden_size]."""
-        return self._weights.tensor(self.embedding_name())
+        return self._weights.tensor(self.name_of(EMBEDDING))
 
     def lm_head(self) -> Tensor:
         """[vocab_size, hidden_size]; the embedding if the two are tied."""
-        return self._weights.tensor(self.lm_head_name())
+        return self._weights.tensor(self.name_of(LM_HEAD))
 
-    def embedding_name(self) -> str:
-        """Name of the weight that `embedding` reads. Raises `HeadRefused` if there is none."""
-        for name in _EMBEDDINGS:
+    def name_of(self, weight: str) -> str:
+        """The published name of `EMBEDDING` or `LM_HEAD`. Raises `HeadRefused` if there is none."""
+        for name in _PUBLISHED[weight]:
             if name in self._weights.names:
                 return name
         raise HeadRefused(f"{self._source} has none of {', '.join(_EMBEDDINGS)}")
-
-    def lm_head_name(self) -> str:
-        """Name of the weight that `lm_head` reads. Raises `HeadRefused` if there is none."""
-        return next((name for name in _LM_HEADS if name in self._weights.names), None) or self.embedding_name()
 
     def _size(self, name: str) -> int:
         """An entry of config.json, or of its part about text."""

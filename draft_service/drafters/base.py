@@ -178,10 +178,6 @@ def info_of(drafter: Drafter, vocabulary_size: int, tokenizer_fingerprint: str =
     )
 
 
-# Makes a listed drafter, with its own settings, as a part of another.
-MakePart = Callable[[str], Drafter]
-
-
 def device_of(drafter: object) -> str:
     """The device of a drafter, by PyTorch's name: its attribute `device`, or the CPU without one."""
     return str(getattr(drafter, "device", "cpu"))
@@ -193,7 +189,7 @@ class DrafterSpec:
 
     name: str  # also of its table in the configuration file
     config: type[Any]
-    create: Callable[[Any, MakePart], Drafter]
+    create: Callable[..., Drafter]  # of its settings, and a list of its parts if it has any
     parts: Callable[[Any], Sequence[str]] = lambda _: ()  # by its settings, the listed drafters that it is made of
 
 
@@ -226,7 +222,9 @@ def create(name: str, settings_of: Callable[[str], Any] | None = None) -> Drafte
     """Make a drafter, not yet started. It and its parts have the settings that `settings_of` returns by name, or
     defaults."""
     spec = drafter_spec(name)
-    return spec.create(settings_of(name) if settings_of else spec.config(), lambda part: create(part, settings_of))
+    settings = settings_of(name) if settings_of else spec.config()
+    parts = [create(part, settings_of) for part in spec.parts(settings)]
+    return spec.create(settings, parts) if parts else spec.create(settings)
 
 
 def tree_limits(own: TreeLimits, asked: TreeLimits) -> TreeLimits:

@@ -6,9 +6,9 @@ without distributions stay arrays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -17,8 +17,6 @@ from draft_service.drafters.base import DraftSequence
 from draft_service.drafters.packing import RowHeads, pack, room_for
 from outrider.sampling import VerificationMode
 from outrider.tree import TokenTree
-
-One = TypeVar("One")
 
 
 class Grown(NamedTuple):
@@ -72,16 +70,12 @@ class Grown(NamedTuple):
 class Pending:
     """Trees that are being made."""
 
-    # Waits for them, or computes them: the smaller trees if told so, and else the whole ones.
+    # Waits for them, or computes them: the smaller trees if told so and there are any, and else the whole ones.
     wait: Callable[[bool], Grown]
     elsewhere: bool = False  # another device computes them
     early: bool = False  # smaller trees are ready sooner; the whole trees contain them
     # Whether they may still be fetched: not once the drafter has begun others in their place.
     fresh: Callable[[], bool] = lambda: True
-
-    def fetch_early(self) -> Grown:
-        """The smaller trees, or the whole ones if there are no smaller."""
-        return self.wait(self.early)
 
     def fetch(self) -> Grown:
         """The whole trees, while they are `fresh`."""
@@ -96,9 +90,6 @@ class ArrayDrafter(Protocol):
         """As `Drafter.propose`, for sequences without REJECTION requests. Another device may compute until the trees
         are fetched. They must be fetched before the next call, but for whole trees whose early ones were fetched: see
         `Pending.fresh`."""
-
-    def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
-        """See `Drafter.propose`."""
 
 
 def computed(grown: Grown) -> Pending:
@@ -126,25 +117,16 @@ def among(sequences: Sequence[DraftSequence], places: list[int], pending: Pendin
 
 
 def in_order(
-    wanted: Sequence[One],
-    modes: Iterable[VerificationMode],
-    grow: Callable[[list[One]], Grown],
-    draw: Callable[[list[One]], Sequence[TokenTree]],
+    sequences: Sequence[DraftSequence],
+    grow: Callable[[list[DraftSequence]], Grown],
+    draw: Callable[[list[DraftSequence]], Sequence[TokenTree]],
 ) -> list[TokenTree]:
     """A tree for each, in order. Those of REJECTION requests are drawn, since they carry distributions; all others are
     grown together. Neither function is called for none."""
     places: dict[bool, list[int]] = {False: [], True: []}
-    for place, mode in enumerate(modes):
-        places[mode is VerificationMode.REJECTION].append(place)
-    grown, drawn = ([wanted[place] for place in places[is_drawn]] for is_drawn in (False, True))
+    for place, sequence in enumerate(sequences):
+        places[sequence.mode is VerificationMode.REJECTION].append(place)
+    grown, drawn = ([sequences[place] for place in places[is_drawn]] for is_drawn in (False, True))
     trees = [*(grow(grown).as_trees() if grown else ()), *(draw(drawn) if drawn else ())]
     found = dict(zip(places[False] + places[True], trees, strict=True))
-    return [found[place] for place in range(len(wanted))]
-
-
-def warm_up(drafter: ArrayDrafter, sequences: Sequence[DraftSequence]) -> None:
-    """Draft and pack trees of sequences of one mode, and drop them, so that everything is compiled."""
-    if any(sequence.mode is VerificationMode.REJECTION for sequence in sequences):
-        drafter.propose(sequences)
-    else:
-        drafter.begin(sequences).fetch().packed([(0, 0, 1, sequence.vocabulary_size) for sequence in sequences])
+    return [found[place] for place in range(len(sequences))]

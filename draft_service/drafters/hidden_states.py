@@ -10,13 +10,12 @@ from draft_service.drafters.base import DraftSequence
 from outrider.errors import InvalidField
 from outrider.wire.frames import Vectors
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8_e4m3": torch.float8_e4m3fn}
-# For each type: integers of its width, the mask of all bits but the sign, and the least masked value that is not
-# finite.
-_BITS: dict[str, tuple[type[np.unsignedinteger], int, int]] = {
-    "float32": (np.uint32, 0x7FFFFFFF, 0x7F800000),
-    "bfloat16": (np.uint16, 0x7FFF, 0x7F80),
-    "float8_e4m3": (np.uint8, 0x7F, 0x7F),
+# For each type: PyTorch's, integers of its width, the mask of all bits but the sign, and the least masked value that is
+# not finite.
+_TYPES: dict[str, tuple[torch.dtype, type[np.unsignedinteger], int, int]] = {
+    "float32": (torch.float32, np.uint32, 0x7FFFFFFF, 0x7F800000),
+    "bfloat16": (torch.bfloat16, np.uint16, 0x7FFF, 0x7F80),
+    "float8_e4m3": (torch.float8_e4m3fn, np.uint8, 0x7F, 0x7F),
 }
 
 
@@ -24,10 +23,10 @@ def read_vectors(vectors: Vectors) -> Tensor:
     """The vectors as [count, width]: in their own type, or in fp32 with scales. Shares no memory with them. Raises
     `InvalidField` if an element is not a finite number."""
     # Without PyTorch, which would wake a thread on every core.
-    integers, number, least = _BITS[vectors.dtype]
+    dtype, integers, number, least = _TYPES[vectors.dtype]
     bits = np.frombuffer(vectors.data, integers)
     finite = not len(bits) or int((bits & integers(number)).max()) < least
-    elements = torch.frombuffer(bytearray(vectors.data), dtype=_DTYPES[vectors.dtype])
+    elements = torch.frombuffer(bytearray(vectors.data), dtype=dtype)
     rows = elements.view(vectors.rows, vectors.width)
     if vectors.scales or vectors.dtype == "float8_e4m3":
         rows = rows.float()

@@ -22,7 +22,6 @@ from draft_service.drafters.base import (
     DrafterSpec,
     DraftSequence,
     FeatureDrafter,
-    MakePart,
     device_of,
     features_of,
     fingerprint_of,
@@ -129,7 +128,7 @@ class MergedDrafter(Drafter):
                 part.absorb([sequence.state[number] for sequence in sequences])
 
     def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
-        return in_order(sequences, (one.mode for one in sequences), lambda own: self.begin(own).fetch(), self._drawn)
+        return in_order(sequences, lambda own: self.begin(own).fetch(), self._drawn)
 
     def begin(self, sequences: Sequence[DraftSequence]) -> Pending:
         """See `ArrayDrafter.begin`."""
@@ -171,8 +170,4 @@ def _begin(part: Drafter, sequences: Sequence[DraftSequence]) -> Pending:
     return computed(Grown.of(part.propose(sequences)))
 
 
-def _create(config: MergedConfig, make: MakePart) -> Drafter:
-    return MergedDrafter(config, [make(name) for name in config.names])
-
-
-SPEC = DrafterSpec("merged", MergedConfig, _create, parts=lambda config: config.names)
+SPEC = DrafterSpec("merged", MergedConfig, MergedDrafter, parts=lambda config: config.names)

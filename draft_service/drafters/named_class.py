@@ -42,7 +42,7 @@ def spec_of(name: str) -> DrafterSpec:
     if not (inspect.isclass(config) and is_dataclass(config) and all("help" in one.metadata for one in fields(config))):
         raise NotSupported(f"{name}: its config is no settings class, a frozen dataclass of setting(..); {_HINT}")
     given = config is not Settings
-    return DrafterSpec("drafter", config, lambda settings, _: _made(name, found, (settings,) if given else ()))
+    return DrafterSpec("drafter", config, lambda settings: _made(name, found, (settings,) if given else ()))
 
 
 def _imported(name: str, module_name: str) -> ModuleType:

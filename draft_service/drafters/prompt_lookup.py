@@ -28,16 +28,9 @@ class PromptLookupConfig(Settings):
             raise SettingsError("lookup_min must not be above lookup_max")
 
 
-@dataclass(slots=True)
-class _Index:
-    """Where each run of tokens was followed last: run -> position of the token after it."""
-
-    following: dict[tuple[int, ...], int]
-    indexed: int
-
-
 class PromptLookupDrafter(Drafter):
-    """One chain per sequence, from the sequence's own tokens alone; a deterministic guess in every mode."""
+    """One chain per sequence, from the sequence's own tokens alone; a deterministic guess in every mode. A sequence's
+    state is where each run of tokens was followed last: run -> position of the token after it."""
 
     name = "prompt_lookup"
     max_context = 131_072
@@ -48,11 +41,11 @@ class PromptLookupDrafter(Drafter):
         self.limits = TreeLimits(config.lookup_tokens, config.lookup_tokens)
 
     def open(self, sequence: DraftSequence) -> None:
-        sequence.state = _Index({}, 1)
-        self._catch_up(sequence)
+        sequence.state = {}
+        self._learn(sequence, 1)
 
-    def advance(self, sequence: DraftSequence, committed: Sequence[int]) -> None:  # noqa: ARG002
-        self._catch_up(sequence)
+    def advance(self, sequence: DraftSequence, committed: Sequence[int]) -> None:
+        self._learn(sequence, len(sequence.token_ids) - len(committed))
 
     def close(self, sequence: DraftSequence) -> None:
         sequence.state = None
@@ -60,20 +53,19 @@ class PromptLookupDrafter(Drafter):
     def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
         return [self._chain(sequence) for sequence in sequences]
 
-    def _catch_up(self, sequence: DraftSequence) -> None:
-        index: _Index = sequence.state
+    def _learn(self, sequence: DraftSequence, begin: int) -> None:
+        """Take in the runs that the tokens from `begin` on follow."""
         tokens, config = sequence.token_ids, self._config
-        for end in range(index.indexed, len(tokens)):
+        for end in range(begin, len(tokens)):
             for length in range(config.lookup_min, min(config.lookup_max, end) + 1):
-                index.following[tuple(tokens[end - length : end])] = end
-        index.indexed = len(tokens)
+                sequence.state[tuple(tokens[end - length : end])] = end
 
     def _chain(self, sequence: DraftSequence) -> TokenTree:
-        tokens, index = sequence.token_ids, sequence.state
+        tokens = sequence.token_ids
         limits = tree_limits(self.limits, sequence.limits)
         count = min(limits.max_nodes, limits.max_depth)
         for length in range(min(self._config.lookup_max, len(tokens)), self._config.lookup_min - 1, -1):
-            begin = index.following.get(tuple(tokens[-length:]))
+            begin = sequence.state.get(tuple(tokens[-length:]))
             if begin is not None:
                 # A copy that reaches the end continues with itself, so that a repetition goes on.
                 period = len(tokens) - begin
@@ -84,4 +76,4 @@ class PromptLookupDrafter(Drafter):
         return TokenTree.root_only(sequence.root)
 
 
-SPEC = DrafterSpec("prompt_lookup", PromptLookupConfig, lambda config, _: PromptLookupDrafter(config))
+SPEC = DrafterSpec("prompt_lookup", PromptLookupConfig, PromptLookupDrafter)

@@ -73,4 +73,4 @@ class RandomDrafter(Drafter):
         return drawn
 
 
-SPEC = DrafterSpec("random", RandomConfig, lambda config, _: RandomDrafter(config))
+SPEC = DrafterSpec("random", RandomConfig, RandomDrafter)

@@ -6,20 +6,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from draft_service.checkpoints.files import fill, write_folder
-from draft_service.checkpoints.target import TargetCheckpoint
+from draft_service.checkpoints.target import EMBEDDING, LM_HEAD, TargetCheckpoint
 from draft_service.checkpoints.vocabulary import ids_of, restrict, tensors_of
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_config import HeadConfig
 from draft_service.eagle.layouts import head_config, module_name, neutral_name, published_config, published_name
 from outrider.heads import HeadRefused, weight_fingerprint
 from outrider.weights import Weights
-
-# Weights that a head may leave to its target.
-EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 class EagleCheckpoint:
@@ -34,15 +30,9 @@ class EagleCheckpoint:
         self._names = {name: published for name, published in names if name is not None}
         self.config = head_config(self._weights.config, self._weights.shapes(self._names))
 
-    def load(
-        self,
-        *,
-        target: TargetCheckpoint | None = None,
-        token_map: Sequence[int] | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> EagleHead:
-        """Load the head. Raises `HeadRefused` if it does not fit the target, or needs one and there is none.
+    def load(self, *, target: TargetCheckpoint | None = None, token_map: Sequence[int] | None = None) -> EagleHead:
+        """Load the head, in fp32 on the CPU. Raises `HeadRefused` if it does not fit the target, or needs one and there
+        is none.
 
         Args:
             target: gives the token embedding and the lm_head that the head does not have.
@@ -51,8 +41,7 @@ class EagleCheckpoint:
         """
         if target is not None:
             target.check_fits(self.config)
-        head = make_head(self.config, self._weights.tensors(self._names), target, token_map)
-        return head.to(device=device, dtype=dtype)
+        return make_head(self.config, self._weights.tensors(self._names), target, token_map)
 
     def projection_fingerprint(self) -> str:
         """The fingerprint of the weight that fuses hidden states, by which a target identifies its copy of the head."""

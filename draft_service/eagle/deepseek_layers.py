@@ -47,7 +47,11 @@ class LatentAttention(nn.Module):
     def forward(self, rows: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         """[.., H] -> [.., H]."""
         shape = self._shape
-        query = self._query(rows)
+        if shape.query_rank:
+            query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(rows)))
+        else:
+            query = self.q_proj(rows)
+        query = query.unflatten(-1, (self._heads, self._head_dim))
         query = torch.cat([query[..., : shape.plain], self._rotated(query[..., shape.plain :], rotation)], dim=-1)
         both: Tensor = self.kv_a_proj_with_mqa(rows)
         latent, turned_key = both[..., : shape.key_rank], both[..., shape.key_rank :]
@@ -59,14 +63,6 @@ class LatentAttention(nn.Module):
         padded = functional.pad(value, (0, self._head_dim - shape.value))
         attended = attend(0, query * self._softness, key, padded)[..., : shape.value]
         return cast(Tensor, self.o_proj(attended.flatten(-2)))
-
-    def _query(self, rows: Tensor) -> Tensor:
-        """[.., H] -> [.., N, D]."""
-        if self._shape.query_rank:
-            query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(rows)))
-        else:
-            query = self.q_proj(rows)
-        return cast(Tensor, query.unflatten(-1, (self._heads, self._head_dim)))
 
     def _rotated(self, vectors: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
         """Rotate [.., heads, rotary], with interleaved pairs separated into halves first."""

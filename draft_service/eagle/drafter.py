@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from draft_service.checkpoints.target import TargetCheckpoint
 from draft_service.drafters.base import DrafterSpec
 from draft_service.eagle.checkpoint import EagleCheckpoint
@@ -32,25 +30,22 @@ class EagleDrafter(HeadDrafter):
             raise SettingsError(
                 "the eagle drafter needs a head: a name from `outrider head list`, a folder or a hub id"
             )
-        self._config: EagleConfig = config
         self._given = EagleCheckpoint(head_source(config.head)) if head is None else head
         shape = self._given.config
         self._target, self._no_target = _target_of(config, shape)
-        super().__init__(config, shape, self._request(shape))
+        super().__init__(config, shape, self._request(config, shape))
 
     def _load_head(self, token_map: Sequence[int] | None) -> EagleHead:
         if isinstance(self._given, EagleHead):
             return self._given
-        config, dtype = self._config, getattr(torch, self._config.dtype)
         try:
-            return self._given.load(target=self._target, token_map=token_map, dtype=dtype, device=config.device)
+            return self._placed(self._given.load(target=self._target, token_map=token_map))
         except HeadRefused as refused:
             if not self._no_target:
                 raise
             raise HeadRefused(f"{refused}; the one that its record names was not found: {self._no_target}") from None
 
-    def _request(self, shape: HeadConfig) -> FeatureRequest:
-        config = self._config
+    def _request(self, config: EagleConfig, shape: HeadConfig) -> FeatureRequest:
         layers = shape.feature_layers
         if layers is None:
             if self._target is None:
@@ -77,4 +72,4 @@ def _target_of(config: EagleConfig, shape: HeadConfig) -> tuple[TargetCheckpoint
         return None, refused.message
 
 
-SPEC = DrafterSpec("eagle", EagleConfig, lambda config, _: EagleDrafter(config))
+SPEC = DrafterSpec("eagle", EagleConfig, EagleDrafter)

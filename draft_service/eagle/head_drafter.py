@@ -81,16 +81,14 @@ class Staging:
 class HeadDrafter(CachingDrafter):
     """See `HeadDrafterConfig` for the settings, and `FeatureDrafter` for how features arrive."""
 
-    # Entry i is for token i + 1.
-    children_at = -1
+    _config: HeadDrafterConfig
 
     def __init__(self, config: HeadDrafterConfig, shape: HeadConfig, features: FeatureRequest) -> None:
         """`shape` is the head's, which `_load_head` returns at the start. Raises `SettingsError` for a device that does
         not exist."""
-        super().__init__(config, shape.vocab_size, config.max_context)
+        super().__init__(config, config.tree, shape.vocab_size, config.max_context)
         self.tokenizer_fingerprint = shape.tokenizer_fingerprint
         self.features = features
-        self._config = config
 
     def open(self, sequence: DraftSequence) -> None:
         super().open(sequence)
@@ -104,12 +102,8 @@ class HeadDrafter(CachingDrafter):
             self._read([one for one in paired if self._has_room(one, len(window_of(one)))])
 
     def stats(self) -> Mapping[str, float]:
-        return {
-            f"{self.name}_cache_used_tokens": self._cached_tokens,
-            f"{self.name}_feature_rows_total": self._rows,
-            f"{self.name}_missing_features_total": self._misses,
-            f"{self.name}_cache_full_total": self._full,
-        }
+        read, missed = f"{self.name}_feature_rows_total", f"{self.name}_missing_features_total"
+        return {**super().stats(), read: self._rows, missed: self._misses}
 
     @abstractmethod
     def _load_head(self, token_map: Sequence[int] | None) -> EagleHead:

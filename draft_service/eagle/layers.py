@@ -17,9 +17,22 @@ class Rotary(nn.Module):
     """Rotary embedding as in transformers' Llama, for every type that a `HeadConfig` allows."""
 
     def __init__(self, config: HeadConfig) -> None:
+        from transformers import LlamaConfig
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
         super().__init__()
-        inverse, self.scaling = _frequencies(dict(config.rope), config.rotary_width, config.max_positions)
+        settings = LlamaConfig(
+            hidden_size=config.rotary_width,
+            num_attention_heads=1,
+            head_dim=config.rotary_width,
+            max_position_embeddings=config.max_positions,
+            # Of `head_dim`, which is the rotary part of a head already.
+            rope_parameters={**config.rope, "partial_rotary_factor": 1.0},
+        )
+        embedding: Any = LlamaRotaryEmbedding(settings)
+        self.scaling = float(embedding.attention_scaling)
         # As bits, so that a cast of the head to half precision does not round the frequencies.
+        inverse = embedding.inv_freq.float().clone()
         self.register_buffer("inverse_bits", inverse.view(torch.int32), persistent=False)
         self.inverse_bits: Tensor
 
@@ -28,23 +41,6 @@ class Rotary(nn.Module):
         angles = positions[..., None].float() * self.inverse_bits.view(torch.float32)
         angles = torch.cat([angles, angles], dim=-1).unsqueeze(-2)
         return angles.cos() * self.scaling, angles.sin() * self.scaling
-
-
-def _frequencies(rope: dict[str, Any], width: int, max_positions: int) -> tuple[Tensor, float]:
-    """Inverse frequencies [width / 2] in fp32, and the factor of sine and cosine."""
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    settings = LlamaConfig(
-        hidden_size=width,
-        num_attention_heads=1,
-        head_dim=width,
-        max_position_embeddings=max_positions,
-        # Of `width`, which is the rotary part of a head already.
-        rope_parameters=rope | {"partial_rotary_factor": 1.0},
-    )
-    embedding: Any = LlamaRotaryEmbedding(settings)
-    return embedding.inv_freq.float().clone(), float(embedding.attention_scaling)
 
 
 def rotate(vectors: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

@@ -48,16 +48,9 @@ class MedusaCheckpoint:
         self._names = _names(self._weights)
         self.config = _shape(self._weights, self._names)
 
-    def load(
-        self,
-        *,
-        target: TargetCheckpoint | None = None,
-        token_map: Sequence[int] | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> MedusaHead:
-        """Load the heads. Raises `HeadRefused` if they do not fit the `target`. With a `token_map` of target ids only
-        these are drafted; those that the heads do not have are ignored."""
+    def load(self, *, target: TargetCheckpoint | None = None, token_map: Sequence[int] | None = None) -> MedusaHead:
+        """Load the heads, in fp32 on the CPU. Raises `HeadRefused` if they do not fit the `target`. With a `token_map`
+        of target ids only these are drafted; those that the heads do not have are ignored."""
         shape, tensors = self.config, self._weights.tensors(self._names)
         if target is not None:
             target.check_fits(shape)
@@ -68,7 +61,7 @@ class MedusaCheckpoint:
             if name.endswith(".linear.bias"):
                 tensors.setdefault(name, torch.zeros_like(own))
         fill(heads, tensors)
-        return heads.to(device=device, dtype=dtype).requires_grad_(False).eval()
+        return heads.requires_grad_(False).eval()
 
 
 def save_heads(heads: MedusaHead, folder: str | Path, record: Mapping[str, Any] | None = None) -> Path:

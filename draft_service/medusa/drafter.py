@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
-
 from draft_service.checkpoints.target import TargetCheckpoint
 from draft_service.checkpoints.vocabulary import read_token_map
 from draft_service.drafters.base import DrafterSpec, DraftSequence
@@ -33,13 +31,14 @@ class MedusaDrafter(NeuralDrafter[MedusaDrafting]):
     newest vector, [1, H], or None."""
 
     name = "medusa"
+    _config: MedusaConfig
 
     def __init__(self, config: MedusaConfig, heads: MedusaHead | None = None) -> None:
         """Reads the heads' configuration; `start` loads their weights, unless `heads` are given. Raises `SettingsError`
         if none are named, `NotSupported` if there are none or they are not supported, and `UnknownModel`."""
         if heads is None and not config.head:
             raise SettingsError("the medusa drafter needs heads: --head names a folder or a hub id")
-        self._config, self._heads = config, MedusaCheckpoint(head_source(config.head)) if heads is None else heads
+        self._heads = MedusaCheckpoint(head_source(config.head)) if heads is None else heads
         shape = self._heads.config
         self._target = TargetCheckpoint(model_source(config.base_model)) if config.base_model else None
         self._fixed: FixedTree | None = FIXED_TREES.get(config.tree)
@@ -62,17 +61,12 @@ class MedusaDrafter(NeuralDrafter[MedusaDrafting]):
         return {"medusa_feature_rows_total": self._rows, "medusa_missing_features_total": self._misses}
 
     def _load(self) -> MedusaDrafting:
-        config = self._config
         if isinstance(self._heads, MedusaCheckpoint):
-            self._heads = self._heads.load(
-                target=self._target,
-                token_map=read_token_map(config.token_map),
-                dtype=getattr(torch, config.dtype),
-                device=config.device,
-            )
+            token_map = read_token_map(self._config.token_map)
+            self._heads = self._placed(self._heads.load(target=self._target, token_map=token_map))
         return MedusaDrafting(self._heads, self._tree, self._fixed)
 
-    def _prepare(self, sequences: Sequence[DraftSequence]) -> tuple[list[int], list[DraftSequence]]:
+    def _prepare(self, sequences: Sequence[DraftSequence]) -> list[int]:
         places: list[int] = []
         for place, sequence in enumerate(sequences):
             window = window_of(sequence)
@@ -84,7 +78,7 @@ class MedusaDrafter(NeuralDrafter[MedusaDrafting]):
                 places.append(place)
             else:
                 self._misses += 1
-        return places, [sequences[place] for place in places]
+        return places
 
 
 def _tree_shape(config: MedusaConfig, shape: MedusaShape, tree: FixedTree | None) -> TreeShape:
@@ -118,4 +112,4 @@ def _layers_of_target(shape: MedusaShape, target: TargetCheckpoint | None) -> in
         ) from None
 
 
-SPEC = DrafterSpec("medusa", MedusaConfig, lambda config, _: MedusaDrafter(config))
+SPEC = DrafterSpec("medusa", MedusaConfig, MedusaDrafter)

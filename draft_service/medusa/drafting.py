@@ -35,7 +35,7 @@ class MedusaDrafting:
 
     def trees(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
         """The best trees of sequences that have a vector, in any mode."""
-        return in_order(sequences, (one.mode for one in sequences), self._grown, self._drawn)
+        return in_order(sequences, self._grown, self._drawn)
 
     def begin(self, sequences: Sequence[DraftSequence]) -> Pending:
         """As `trees`, without REJECTION requests."""

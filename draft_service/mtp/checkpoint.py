@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from draft_service.checkpoints.files import check_shapes
-from draft_service.checkpoints.target import TargetCheckpoint
-from draft_service.eagle.checkpoint import EMBEDDING, LM_HEAD, make_head
+from draft_service.checkpoints.target import EMBEDDING, LM_HEAD, TargetCheckpoint
+from draft_service.eagle.checkpoint import make_head
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_config import HeadConfig
 from draft_service.mtp.layouts import modules_of, mtp_config, mtp_layout, mtp_names
@@ -41,32 +41,23 @@ class MtpCheckpoint:
         if len({(one.num_kv_heads, one.head_dim) for one in self.configs}) > 1:
             raise HeadRefused("MTP modules whose keys differ in shape are not served together: num_modules 1 takes one")
 
-    def load(
-        self,
-        most: int | None = None,
-        *,
-        token_map: Sequence[int] | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> tuple[EagleHead, ...]:
-        """Load the modules as heads: the first `most`, or all for None. Modules without an embedding or lm_head of
-        their own share the target's. A `token_map` of target ids limits the draft vocabulary."""
+    def load(self, most: int | None = None, *, token_map: Sequence[int] | None = None) -> list[EagleHead]:
+        """Load the modules as heads, in fp32 on the CPU: the first `most`, or all for None. Modules without an
+        embedding or lm_head of their own share the target's. A `token_map` of target ids limits the draft
+        vocabulary."""
         heads: list[EagleHead] = []
         for config, names in [*zip(self.configs, self._names, strict=True)][:most]:
-            head = self._load(config, names, token_map)
+            tensors = self._weights.tensors(names)
+            if self._layout.state_first:
+                state, embedding = tensors["fc.weight"].chunk(2, dim=1)
+                tensors["fc.weight"] = torch.cat([embedding, state], dim=1)
+            head = make_head(config, tensors, self._target, token_map)
             for name, part in ((EMBEDDING, "embed_tokens"), (LM_HEAD, "lm_head")):
                 lender = next((i for i, own in enumerate(self._names[: len(heads)]) if name not in own), None)
                 if name not in names and lender is not None:
                     setattr(head, part, getattr(heads[lender], part))
-            heads.append(head.to(device=device, dtype=dtype))
-        return tuple(heads)
-
-    def _load(self, config: HeadConfig, names: dict[str, str], token_map: Sequence[int] | None) -> EagleHead:
-        tensors = self._weights.tensors(names)
-        if self._layout.state_first:
-            state, embedding = tensors["fc.weight"].chunk(2, dim=1)
-            tensors["fc.weight"] = torch.cat([embedding, state], dim=1)
-        return make_head(config, tensors, self._target, token_map)
+            heads.append(head)
+        return heads
 
     def _checked(self, names: dict[str, str]) -> HeadConfig:
         """The configuration of the module with these weights, which are checked."""
@@ -76,10 +67,8 @@ class MtpCheckpoint:
                 raise HeadRefused(f"an MTP module with quantised weights ({name} is {kind}) is not served")
         shapes = weights.shapes(names)
         config = mtp_config(self._layout, weights.config, shapes)
-        if EMBEDDING not in names:
-            shapes[EMBEDDING] = weights.shape(self._target.embedding_name())
-        if LM_HEAD not in names:
-            shapes[LM_HEAD] = weights.shape(self._target.lm_head_name())
+        for lent in {EMBEDDING, LM_HEAD} - names.keys():
+            shapes[lent] = weights.shape(self._target.name_of(lent))
         with torch.device("meta"):
             check_shapes(EagleHead(config), shapes)
         return config

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from draft_service.drafters.base import DrafterSpec
 from draft_service.eagle.config import HeadDrafterConfig
 from draft_service.eagle.head import EagleHead
@@ -51,7 +49,6 @@ class MtpDrafter(HeadDrafter):
             raise SettingsError(
                 "the mtp drafter needs its target's checkpoint: --base-model names a folder or a hub id"
             )
-        self._config: MtpConfig = config
         self._checkpoint = MtpCheckpoint(model_source(config.base_model), config.num_modules)
         shape, *others = self._checkpoint.configs
         if shape.experts is not None and config.cuda_graphs:
@@ -63,12 +60,12 @@ class MtpDrafter(HeadDrafter):
         request = FeatureRequest(
             shape.feature_layers or (), shape.hidden_size, config.feature_dtype, window=config.feature_window
         )
-        self._modules: tuple[EagleHead, ...] = ()
+        self._modules: list[EagleHead] = []
         super().__init__(config, shape, request)
 
     def _load_head(self, token_map: Sequence[int] | None) -> EagleHead:
-        dtype, levels = getattr(torch, self._config.dtype), self._config.tree.num_steps
-        self._modules = self._checkpoint.load(levels, token_map=token_map, dtype=dtype, device=self._config.device)
+        loaded = self._checkpoint.load(self._config.tree.num_steps, token_map=token_map)
+        self._modules = [self._placed(module) for module in loaded]
         return self._modules[0]
 
     def _load(self) -> TreeDrafting:
@@ -83,4 +80,4 @@ class MtpDrafter(HeadDrafter):
         return ((mode, count, max(rows, least)) for mode, count, rows in super()._first_batches())
 
 
-SPEC = DrafterSpec("mtp", MtpConfig, lambda config, _: MtpDrafter(config))
+SPEC = DrafterSpec("mtp", MtpConfig, MtpDrafter)

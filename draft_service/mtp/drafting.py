@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from draft_service.compiling import Numbers
+from draft_service.drafters.base import DraftSequence
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_drafter import HeadNetwork
 from draft_service.neural.config import NeuralConfig
@@ -38,7 +39,7 @@ from draft_service.neural.level_growth import DEPTH, Forest, Rules
 from draft_service.neural.network import Network, RootStates, RowOutput
 from draft_service.neural.tail_attention import Attend, PassRows, TailPart
 from draft_service.neural.tree_config import TreeShape
-from draft_service.neural.tree_drafting import CacheEntry, Extension, TreeDrafting, TreeRequest
+from draft_service.neural.tree_drafting import CacheEntry, Extension, TreeDrafting
 
 
 class ModuleNetwork(HeadNetwork):
@@ -69,7 +70,6 @@ class ModuleEntry(CacheEntry):
 
     rows: list[int] = field(default_factory=list)  # cached rows of each module; those of the first are the `entries`
     reaching: int = 0  # number of modules, from the first on, whose last row is of the last token
-    position: int = 0  # of the next row, if no token is skipped
 
 
 class _Run(NamedTuple):
@@ -112,11 +112,11 @@ class ModuleDrafting(TreeDrafting):
         """The module, counted from 0, that reads the nodes of a level."""
         return min(level, len(self._networks) - 1)
 
-    def _rules(self, requests: Sequence[TreeRequest], shape: TreeShape) -> Rules:
+    def _rules(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> Rules:
         """As `TreeDrafting._rules`, with the depth limited to the modules that have read the root, unless all have."""
-        rules = super()._rules(requests, shape)
-        for b, request in enumerate(requests):
-            reaching = _own(request.entry).reaching
+        rules = super()._rules(sequences, shape)
+        for b, sequence in enumerate(sequences):
+            reaching = _own(sequence.state).reaching
             if reaching < len(self._networks):
                 rules.ints[b, DEPTH] = min(rules.ints[b, DEPTH], reaching)
         return rules
@@ -127,6 +127,7 @@ class ModuleDrafting(TreeDrafting):
         runs: list[_Run] = []
         for cached, token_ids, position in pieces:
             entry = _own(cached)
+            # The next row's position is that of the root's children, if no token is skipped.
             reaching = entry.reaching if position == entry.position else 0
             runs.append(_Run(entry, token_ids, position, reaching))
             entry.position, entry.reaching = position + len(token_ids), 0
@@ -152,13 +153,13 @@ class ModuleDrafting(TreeDrafting):
         return output.carried
 
     def _level(
-        self, requests: Sequence[TreeRequest], forest: Forest, before: Numbers, carried: Tensor, level: int
+        self, entries: Sequence[CacheEntry], forest: Forest, before: Numbers, carried: Tensor, level: int
     ) -> RowOutput:
         """As `TreeDrafting._level`. Except after the last module, `carried` holds the states of the root and all rows
         of the tail of each tree."""
         if level >= len(self._networks):
-            return super()._level(requests, forest, before, carried, level)
-        tails, *indices = self._tails(requests, forest, before, level)
+            return super()._level(entries, forest, before, carried, level)
+        tails, *indices = self._tails(entries, forest, before, level)
         sources, newest = (torch.tensor(rows, device=carried.device) for rows in indices)
         output, parts = self._read(tails, carried[sources], level), tails.parts
         lm_input = output.lm_input[newest]
@@ -170,7 +171,7 @@ class ModuleDrafting(TreeDrafting):
         return RowOutput(torch.cat(joined), lm_input)
 
     def _tails(
-        self, requests: Sequence[TreeRequest], forest: Forest, before: Numbers, level: int
+        self, entries: Sequence[CacheEntry], forest: Forest, before: Numbers, level: int
     ) -> tuple[PassRows, list[int], list[int]]:
         """The rows that a level's own module reads: the whole tails of trees that still grow, but for the roots. With
         the index of each row's parent in the output of the level above, and the indices of rows in the frontiers."""
@@ -178,7 +179,7 @@ class ModuleDrafting(TreeDrafting):
         # Rows of each tree in the output of the level above, which has those that it expanded.
         above = np.where(before > 0, forest.rows - forest.widths, 0)
         offsets = np.cumsum(above) - above
-        for b, request in enumerate(requests):
+        for b, entry in enumerate(entries):
             if not forest.widths[b]:
                 continue
             rows = int(forest.rows[b])
@@ -187,9 +188,9 @@ class ModuleDrafting(TreeDrafting):
             items[forest.tails[b, expanded]] = expanded
             for row in range(1, rows):
                 depths[row] = depths[parents[row]] + 1
-            prefix = self._committed(request.entry, level) - 1
-            part = TailPart(request.entry.pages, prefix, rows, rows - 1, tuple(parents.tolist()))
-            positions = (request.position + depths[1:] - 1).tolist()
+            prefix = self._committed(entry, level) - 1
+            part = TailPart(entry.pages, prefix, rows, rows - 1, tuple(parents.tolist()))
+            positions = (entry.position + depths[1:] - 1).tolist()
             tails.add(part, forest.tokens[b, items[1:]].tolist(), positions)
             sources += (offsets[b] + parents[1:]).tolist()
             end = len(tails.token_ids)

@@ -120,19 +120,6 @@ def _apply_filters(probs: Reals, known: int, top_k: int, top_p: float, min_p: fl
 
 
 @inlined
-def _run_race(
-    tokens: Numbers, probs: Reals, kept: int, rest: float, seed: np.uint64, position: np.uint64, sharpness: float
-) -> None:
-    """Turn probabilities into chances of winning the shared race. Other tokens race with expected noise."""
-    total = max(rest, _LEAST) ** sharpness
-    for i in range(kept):
-        noise = exponential(seed, position, np.uint64(tokens[i]))
-        probs[i] = (max(probs[i], _LEAST) / noise) ** sharpness
-        total += probs[i]
-    probs[:kept] /= total
-
-
-@inlined
 def score_candidates(rules: Rules, b: int, depth: int, tokens: Numbers, probs: Reals, known: int) -> tuple[int, float]:
     """Turn the probabilities of the first `known` candidates of a row, most probable first, into scores, in place, by
     the request of sequence b. In REJECTION mode they stay probabilities. `depth` is that of the row's node, 0 for the
@@ -140,8 +127,14 @@ def score_candidates(rules: Rules, b: int, depth: int, tokens: Numbers, probs: R
     """
     kept, rest = _apply_filters(probs, known, rules.ints[b, TOP_K], rules.reals[b, TOP_P], rules.reals[b, MIN_P])
     if rules.ints[b, MODE] == COUPLED:
-        position = rules.positions[b] + np.uint64(depth)
-        _run_race(tokens, probs, kept, rest, rules.seeds[b], position, rules.sharpness)
+        # Chances of winning the shared race, in which other tokens have expected noise.
+        seed, position, sharpness = rules.seeds[b], rules.positions[b] + np.uint64(depth), rules.sharpness
+        total = max(rest, _LEAST) ** sharpness
+        for i in range(kept):
+            noise = exponential(seed, position, np.uint64(tokens[i]))
+            probs[i] = (max(probs[i], _LEAST) / noise) ** sharpness
+            total += probs[i]
+        probs[:kept] /= total
     return kept, rest
 
 

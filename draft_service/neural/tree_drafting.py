@@ -46,10 +46,12 @@ _COIN_SALT = 0xA0761D6478BD642F
 
 @dataclass(slots=True, eq=False)
 class CacheEntry:
-    """One sequence's part of the cache: `entries` committed rows. The output of the last one is in `RootStates`."""
+    """One sequence's part of the cache, and its `DraftSequence.state`: `entries` committed rows. The last one is the
+    root's; its output is in `RootStates`."""
 
     pages: list[int] = field(default_factory=list)
     entries: int = 0
+    position: int = 0  # of the root's children, as the network counts positions
 
 
 class Extension(NamedTuple):
@@ -57,16 +59,6 @@ class Extension(NamedTuple):
 
     entry: CacheEntry
     token_ids: Sequence[int]
-    position: int
-
-
-@dataclass(frozen=True, slots=True)
-class TreeRequest:
-    """A request for a tree. The sequence's root is the token of its last cache entry; `position` is that of the root's
-    children, as the network counts positions."""
-
-    entry: CacheEntry
-    sequence: DraftSequence
     position: int
 
 
@@ -121,24 +113,24 @@ class TreeDrafting:
             self._extend(pieces, None if carried is None else carried[begin:])
 
     @torch.inference_mode()
-    def trees(self, requests: Sequence[TreeRequest]) -> list[TokenTree]:
+    def trees(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
         """The best trees, of requests in any mode."""
-        return grown_trees(*self._grow(requests), [request.sequence for request in requests])
+        return grown_trees(*self._grow(sequences), sequences)
 
     @torch.inference_mode()
-    def begin(self, requests: Sequence[TreeRequest]) -> Pending:
+    def begin(self, sequences: Sequence[DraftSequence]) -> Pending:
         """Start drafting trees, none of them for a REJECTION request. A GPU's are fetched before the next call."""
-        return computed(best_items(*self._grow(requests), [request.sequence.root for request in requests]))
+        return computed(best_items(*self._grow(sequences), sequences))
 
-    def _grow(self, requests: Sequence[TreeRequest]) -> tuple[Forest, Rules]:
+    def _grow(self, sequences: Sequence[DraftSequence]) -> tuple[Forest, Rules]:
         """Grow the trees of all sequences together, with one pass per level."""
-        shape = self.shape.for_sequences(len(requests))
-        drawn = any(request.sequence.mode is VerificationMode.REJECTION for request in requests)
-        rules = self._rules(requests, shape)
-        forest = make_forest(len(requests), shape.num_steps, shape.width, shape.topk, drawn=drawn)
-        count = max(candidates_wanted(request.sequence.mode, shape.topk, shape.race_entrants) for request in requests)
-        temperatures = np.array([temperature_of(request.sequence) for request in requests], dtype=np.float32)
-        carried, lm_input = self.states.read_of([request.entry.pages for request in requests])
+        shape = self.shape.for_sequences(len(sequences))
+        drawn = any(one.mode is VerificationMode.REJECTION for one in sequences)
+        rules = self._rules(sequences, shape)
+        forest = make_forest(len(sequences), shape.num_steps, shape.width, shape.topk, drawn=drawn)
+        count = max(candidates_wanted(one.mode, shape.topk, shape.race_entrants) for one in sequences)
+        temperatures = np.array([temperature_of(one) for one in sequences], dtype=np.float32)
+        carried, lm_input = self.states.read_of([one.state.pages for one in sequences])
         logits = self._network_of(0).logits(lm_input)
         device, levels = self.network.device, int(rules.ints[:, DEPTH].max())
         for level in range(1, levels + 1):
@@ -147,12 +139,12 @@ class TreeDrafting:
             before = forest.widths.copy()
             if not grow_level(forest, rules, level, level == levels, tokens, probs):
                 break
-            output = self._level(requests, forest, before, carried, level)
+            output = self._level([one.state for one in sequences], forest, before, carried, level)
             carried, logits = output.carried, self._network_of(level).logits(output.lm_input)
         return forest, rules
 
-    def _rules(self, requests: Sequence[TreeRequest], shape: TreeShape) -> Rules:
-        return rules_of([request.sequence for request in requests], shape)
+    def _rules(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> Rules:
+        return rules_of(sequences, shape)
 
     def _network_of(self, level: int) -> Network:  # noqa: ARG002
         """The network that reads the nodes of a level; committed rows are level 0."""
@@ -167,7 +159,7 @@ class TreeDrafting:
         for entry, token_ids, position in pieces:
             count = len(token_ids)
             rows.add(TailPart(entry.pages, entry.entries, count, count), token_ids, range(position, position + count))
-            entry.entries += count
+            entry.entries, entry.position = entry.entries + count, position + count
         self._commit(rows, carried)
 
     def _commit(self, rows: PassRows, carried: Tensor | None) -> None:
@@ -175,21 +167,21 @@ class TreeDrafting:
         self.states.write_last(rows.parts, self._read(rows, carried))
 
     def _level(
-        self, requests: Sequence[TreeRequest], forest: Forest, before: Numbers, carried: Tensor, level: int
+        self, entries: Sequence[CacheEntry], forest: Forest, before: Numbers, carried: Tensor, level: int
     ) -> RowOutput:
         """One pass over the frontiers of all sequences. `before` [B] counts the rows of `carried` [.., C]."""
         rows = PassRows()
         sources: list[int] = []
         offsets = np.cumsum(before) - before
-        for b, request in enumerate(requests):
+        for b, entry in enumerate(entries):
             new = int(forest.widths[b])
             if not new:
                 continue
             size = int(forest.rows[b])
             # The last committed entry is the root of the tail, and already in the cache.
-            prefix, parents = self._committed(request.entry, level) - 1, tuple(forest.tail_parents[b, :size].tolist())
-            part = TailPart(request.entry.pages, prefix, size, new, parents)
-            rows.add(part, forest.tokens[b, forest.frontier[b, :new]].tolist(), [request.position + level - 1] * new)
+            prefix, parents = self._committed(entry, level) - 1, tuple(forest.tail_parents[b, :size].tolist())
+            part = TailPart(entry.pages, prefix, size, new, parents)
+            rows.add(part, forest.tokens[b, forest.frontier[b, :new]].tolist(), [entry.position + level - 1] * new)
             sources += (forest.sources[b, :new] + offsets[b]).tolist()
         return self._read(rows, carried[torch.tensor(sources, device=carried.device)], level)
 
@@ -210,14 +202,12 @@ def rules_of(sequences: Sequence[DraftSequence], shape: TreeShape) -> Rules:
         greedy = sequence.mode is VerificationMode.GREEDY
         ints[b] = _MODES[sequence.mode], limits.max_nodes, limits.max_depth, 0 if greedy else sampling.top_k
         reals[b] = (1.0, 0.0) if greedy else (sampling.top_p, sampling.min_p)
-    lengths = [len(sequence.token_ids) for sequence in sequences]
-    seeds = [sequence.seed for sequence in sequences]
-    coins = [first_coin(seed, _COIN_SALT, length) for seed, length in zip(seeds, lengths, strict=True)]
+    coins = [first_coin(one.seed, _COIN_SALT, len(one.token_ids)) for one in sequences]
     return Rules(
         ints=ints,
         reals=reals,
-        seeds=np.array(seeds, dtype=np.uint64),
-        positions=np.array(lengths, dtype=np.uint64),
+        seeds=np.array([one.seed for one in sequences], dtype=np.uint64),
+        positions=np.array([len(one.token_ids) for one in sequences], dtype=np.uint64),
         coins=np.array(coins, dtype=np.uint64),
         width=shape.width,
         breadth=shape.topk,
@@ -226,11 +216,10 @@ def rules_of(sequences: Sequence[DraftSequence], shape: TreeShape) -> Rules:
     )
 
 
-def best_items(forest: Forest, rules: Rules, roots: Sequence[int]) -> Grown:
+def best_items(forest: Forest, rules: Rules, sequences: Sequence[DraftSequence]) -> Grown:
     """The best nodes of every tree, as many as its request allows."""
-    most = 1 + int(rules.ints[:, NODES].max())
-    grown = Grown.roots(roots, most)
-    for b in range(len(roots)):
+    grown = Grown.roots([one.root for one in sequences], 1 + int(rules.ints[:, NODES].max()))
+    for b in range(len(sequences)):
         items = kept_items(forest, b, int(rules.ints[b, NODES]))
         rows = len(items)
         row_of = np.zeros(int(forest.sizes[b]), np.int32)
@@ -243,7 +232,7 @@ def best_items(forest: Forest, rules: Rules, roots: Sequence[int]) -> Grown:
 
 def grown_trees(forest: Forest, rules: Rules, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
     """The best nodes of every tree, with distributions for REJECTION requests."""
-    trees = best_items(forest, rules, [sequence.root for sequence in sequences]).as_trees()
+    trees = best_items(forest, rules, sequences).as_trees()
     return [
         _with_distributions(tree, forest, b) if sequence.mode is VerificationMode.REJECTION else tree
         for b, (tree, sequence) in enumerate(zip(trees, sequences, strict=True))

@@ -40,12 +40,11 @@ _COLDEST = 0.1
 
 @dataclass(slots=True)
 class _OpenSequence:
-    """State of one sequence: its own trie, its row in the batch's tables, its limits, how many of its tokens the
-    tenant's trie has learnt, and the tokens that are inserted with the next tree."""
+    """State of one sequence: its own trie, its row in the batch's tables, how many of its tokens the tenant's trie has
+    learnt, and the tokens that are inserted with the next tree."""
 
     own: NgramTrie
     place: int
-    limits: TreeLimits
     taught: int
     fresh: list[int] = field(default_factory=list)
 
@@ -97,9 +96,8 @@ class NgramDrafter(Drafter):
         nodes = 0 if sequence.mode is VerificationMode.REJECTION else limits.max_nodes
         power = _race_power(sequence) if sequence.mode is VerificationMode.COUPLED else None
         place = self._batch.enter(own, sequence.token_ids, replace(limits, max_nodes=nodes), power, sequence.seed)
-        followed = _OpenSequence(own, place, limits, taught=0 if config.learn_prompts else sequence.prompt_length)
-        sequence.state = followed
-        self._teach(sequence, followed)
+        sequence.state = _OpenSequence(own, place, taught=0 if config.learn_prompts else sequence.prompt_length)
+        self._teach(sequence)
 
     def advance(self, sequence: DraftSequence, committed: Sequence[int]) -> None:
         followed: _OpenSequence = sequence.state
@@ -121,13 +119,13 @@ class NgramDrafter(Drafter):
 
     def close(self, sequence: DraftSequence) -> None:
         if sequence.state is not None:
-            self._teach(sequence, sequence.state)
+            self._teach(sequence)
             self._batch.leave(sequence.state.place)
             self._own_rows.left(sequence.state.own)
             sequence.state = None
 
     def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
-        trees = in_order(sequences, (one.mode for one in sequences), self._grow, self._draw)
+        trees = in_order(sequences, self._grow, self._draw)
         self._teach_due(sequences)
         return trees
 
@@ -145,35 +143,29 @@ class NgramDrafter(Drafter):
         tries, asked, fresh = self._asked(sequences)
         with _Held(tries):
             grown = self._batch.grow(tries, asked, fresh)
-        self._inserted(sequences, grown)
-        return grown
-
-    def _draw(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
-        """The trees of sequences of REJECTION requests. The batch only inserts their fresh tokens."""
-        tries, asked, fresh = self._asked(sequences)
-        with _Held(tries):
-            inserted = self._batch.grow(tries, asked, fresh)
-            trees = [
-                self._drawn(sequence, tries[tenant], tries[shared])
-                for sequence, (_, tenant, shared, _) in zip(sequences, asked, strict=True)
-            ]
-        self._inserted(sequences, inserted)
-        return trees
-
-    def _inserted(self, sequences: Sequence[DraftSequence], grown: Grown) -> None:
-        """Note the rows that the own tries use with their fresh tokens."""
         for sequence, (_, used) in zip(sequences, grown.sizes.tolist(), strict=True):
             followed: _OpenSequence = sequence.state
             followed.own.used = used
             followed.fresh.clear()
+        return grown
+
+    def _draw(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
+        """The trees of sequences of REJECTION requests."""
+        # Only inserts their fresh tokens.
+        self._grow(sequences)
+        tries, asked, _ = self._asked(sequences)
+        with _Held(tries):
+            return [
+                self._drawn(sequence, sequence.state.own, tries[tenant], tries[shared])
+                for sequence, (_, tenant, shared, _) in zip(sequences, asked, strict=True)
+            ]
 
     def _teach_due(self, sequences: Sequence[DraftSequence]) -> None:
         """Teach what is long enough. Only after all trees are made, since the learning thread would compete for the
         interpreter."""
         for sequence in sequences:
-            followed: _OpenSequence = sequence.state
-            if len(sequence.token_ids) - followed.taught >= _PIECE:
-                self._teach(sequence, followed)
+            if len(sequence.token_ids) - sequence.state.taught >= _PIECE:
+                self._teach(sequence)
 
     def add_corpus(self, tenant: str, corpus: str, token_ids: Sequence[int]) -> CorpusGrowth:
         """See `CorpusDrafter.add_corpus`."""
@@ -222,15 +214,12 @@ class NgramDrafter(Drafter):
             fresh += followed.fresh
         return tries, asked, fresh
 
-    def _drawn(self, sequence: DraftSequence, tenant: NgramTrie, shared: NgramTrie) -> TokenTree:
+    def _drawn(self, sequence: DraftSequence, own: NgramTrie, tenant: NgramTrie, shared: NgramTrie) -> TokenTree:
         """A tree whose nodes are drawn, with the fresh tokens inserted already."""
-        followed: _OpenSequence = sequence.state
-        tries = followed.own.arrays(), tenant.arrays(), shared.arrays()
-        return draw_tree(tries, sequence, self._evidence, self._drawn_shape(sequence, followed.limits))
-
-    def _drawn_shape(self, sequence: DraftSequence, limits: TreeLimits) -> Shape:
+        limits = tree_limits(self.limits, sequence.limits)
         bounds = limits.max_nodes, limits.max_depth, self._config.breadth, self._config.min_score
-        return Shape(*bounds, coupled=False, power=_race_power(sequence), sharpness=RACE_SHARPNESS)
+        shape = Shape(*bounds, coupled=False, power=_race_power(sequence), sharpness=RACE_SHARPNESS)
+        return draw_tree((own.arrays(), tenant.arrays(), shared.arrays()), sequence, self._evidence, shape)
 
     def _rules(self) -> Reals:
         rules, config = np.zeros(5), self._config
@@ -238,9 +227,9 @@ class NgramDrafter(Drafter):
         rules[[HALF_LIFE, SHARPNESS]] = NEVER_LOG2, RACE_SHARPNESS
         return rules
 
-    def _teach(self, sequence: DraftSequence, followed: _OpenSequence) -> None:
+    def _teach(self, sequence: DraftSequence) -> None:
         """Queue new tokens for the tenant's trie, prompt and output each with its weight."""
-        config, known = self._config, sequence.token_ids
+        config, known, followed = self._config, sequence.token_ids, sequence.state
         outputs_end = len(known) if config.learn_outputs else 0
         for end, weight in ((sequence.prompt_length, UNIT), (outputs_end, UNIT * config.output_weight)):
             begin = followed.taught
@@ -266,32 +255,24 @@ class NgramDrafter(Drafter):
         path = self._claim.source()
         log.info("tries are kept in %s, and start with those of %s", self._claim.path, path)
         try:
-            loaded = snapshot.load(path, self._settings)
+            tries, damaged = snapshot.load(path, self._settings)
         except snapshot.SnapshotRefused as error:
             log.error("the trie snapshot was refused, and every trie starts empty: %s", error)
-            self._keep_refused(path)
+            snapshot.keep_refused(path)
             return
-        damaged = loaded.damaged + self._corpora.restore(loaded.tries)
+        damaged += self._corpora.restore(tries)
         for tenant, corpus in damaged:
             log.error("a damaged trie of the snapshot is refused, and starts empty: tenant %r, %r", tenant, corpus)
         if damaged:
-            self._keep_refused(path)
-
-    def _keep_refused(self, path: Path) -> None:
-        """Keep a copy for diagnosis: the next snapshot replaces this one."""
-        try:
-            log.error("the snapshot as it was is kept at %s", snapshot.keep_refused(path))
-        except OSError as error:
-            log.error("the snapshot as it was is not kept: %s", error)
+            snapshot.keep_refused(path)
 
     def _warm_up(self) -> None:
         """Run every compiled loop once on a throw-away sequence."""
         NgramTrie(2, 64).evict(4)
         own = NgramTrie(self._config.depth, 4096)
-        drawn = DraftSequence(0, [1, 2, 1, 2, 1], 5, 4, mode=VerificationMode.REJECTION)
+        drawn = DraftSequence(0, [1, 2, 1, 2, 1], 5, 4, mode=VerificationMode.REJECTION, limits=TreeLimits(4, 4))
         own.insert(_as_tokens(drawn.token_ids), weight=UNIT)
-        nothing = self._nothing.arrays()
-        draw_tree((own.arrays(), nothing, nothing), drawn, self._evidence, self._drawn_shape(drawn, TreeLimits(4, 4)))
+        self._drawn(drawn, own, self._nothing, self._nothing)
         place = self._batch.enter(own, [1, 2, 1], self.limits, None, 0)
         self._batch.grow([self._nothing], [(place, 0, 0, 2)], [2, 1]).packed([(0, 0, 1, 4)])
         self._batch.leave(place)
@@ -323,4 +304,4 @@ def _as_tokens(token_ids: Sequence[int]) -> Tokens:
     return np.array(token_ids, dtype=np.int32)
 
 
-SPEC = DrafterSpec("trie", TrieConfig, lambda config, _: NgramDrafter(config))
+SPEC = DrafterSpec("trie", TrieConfig, NgramDrafter)

@@ -36,10 +36,7 @@ class Learner:
         """Finish all queued lessons, run the chore, and end the thread."""
         with self._count:
             self._stopped = True
-            if self._asked is not None:
-                self._asked.cancel()
-        if self._chore is not None:
-            self.run(self._chore)
+        self.run(self._do_chore)
         self._thread.shutdown()
 
     def teach(self, tokens: int, lesson: Callable[[], None]) -> None:

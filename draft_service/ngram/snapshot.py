@@ -15,7 +15,6 @@ import logging
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -33,14 +32,6 @@ _NUMBERED = "tries-{}.safetensors"
 
 class SnapshotRefused(ValueError):
     """A snapshot that must not be used; the message has the reason."""
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """The tries of a snapshot, and tenant and corpus of each damaged one."""
-
-    tries: list[StoredTrie] = field(default_factory=list)
-    damaged: list[tuple[str, str]] = field(default_factory=list)
 
 
 class Claim:
@@ -105,10 +96,12 @@ def save(path: Path, tries: Sequence[StoredTrie], settings: dict[str, int]) -> N
         partial.unlink(missing_ok=True)
 
 
-def load(path: Path, settings: dict[str, int]) -> Loaded:
-    """Read a snapshot; empty if there is no file. Raises `SnapshotRefused`."""
+def load(path: Path, settings: dict[str, int]) -> tuple[list[StoredTrie], list[tuple[str, str]]]:
+    """The tries of a snapshot, and tenant and corpus of each damaged one; none if there is no file. Raises
+    `SnapshotRefused`."""
+    tries, damaged = list[StoredTrie](), list[tuple[str, str]]()
     if not path.exists():
-        return Loaded()
+        return tries, damaged
     try:
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
@@ -121,26 +114,28 @@ def load(path: Path, settings: dict[str, int]) -> Loaded:
             documents = json.loads(metadata["documents"]) if "documents" in metadata else [0] * len(names)
             if not all(type(count) is int and count >= 0 for count in documents):
                 raise SnapshotRefused("its documents are not counted")
-            loaded = Loaded()
             for i, ((tenant, corpus), count, checksum) in enumerate(zip(names, documents, checksums, strict=True)):
                 rows = file.get_tensor(str(i))
                 if _checksum(tenant, corpus, rows) == checksum:
-                    loaded.tries.append(StoredTrie(tenant, corpus, rows, count))
+                    tries.append(StoredTrie(tenant, corpus, rows, count))
                 else:
-                    loaded.damaged.append((tenant, corpus))
+                    damaged.append((tenant, corpus))
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, SnapshotRefused):
             raise
         raise SnapshotRefused("it cannot be read") from error
-    return loaded
+    return tries, damaged
 
 
-def keep_refused(path: Path) -> Path:
-    """Link a snapshot that was refused, wholly or in part, to a second name, which is returned."""
+def keep_refused(path: Path) -> None:
+    """Link a snapshot that was refused, wholly or in part, to a second name, since the next one replaces it."""
     refused = path.with_name(path.name + ".refused")
-    refused.unlink(missing_ok=True)
-    os.link(path, refused)
-    return refused
+    try:
+        refused.unlink(missing_ok=True)
+        os.link(path, refused)
+        log.error("the snapshot as it was is kept at %s", refused)
+    except OSError as error:
+        log.error("the snapshot as it was is not kept: %s", error)
 
 
 def _locked(path: Path) -> int:

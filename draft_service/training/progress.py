@@ -75,11 +75,6 @@ class Budget:
     def elapsed(self) -> float:
         return time.monotonic() - self.began
 
-    @property
-    def left(self) -> float:
-        """Seconds until the end, negative after it."""
-        return self.part(1.0)
-
     def part(self, share: float) -> float:
-        """Seconds until this share of the whole is over."""
+        """Seconds until this share of the whole is over, negative after it."""
         return self.seconds * share - self.elapsed if self.seconds else math.inf

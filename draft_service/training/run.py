@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from draft_service.eagle.head import EagleHead
 from draft_service.training.batches import BatchPlan
@@ -75,13 +74,12 @@ def train_head(config: TrainingConfig, command: Sequence[str]) -> Path:
     if not folder.written:
         kept = None if config.new_vocabulary else first
         folder.save_tokens(choose_tokens(counts, config.vocabulary) if kept is None else kept.token_ids)
-    tokens = folder.tokens()
     log.info(
         "%d texts of %d tokens in %.0f s; the head's tokens cover %.2f %% of the answers",
-        *(len(texts), len(texts.token_ids), budget.elapsed, 100 * coverage(counts, tokens)),
+        *(len(texts), len(texts.token_ids), budget.elapsed, 100 * coverage(counts, folder.tokens())),
     )
     run = _Run(config, command, budget, folder, texts, counts, {"writing": budget.elapsed})
-    run.train(teacher, tokens, first)
+    run.train(teacher, first)
     return config.out_folder
 
 
@@ -93,7 +91,7 @@ def follow(config: TrainingConfig, group: Group) -> None:
     folder = RunFolder(config)
     teacher = load_teacher(config.teacher, TeacherSettings(config.model, device, config.dtype))
     first = initial_head(config, teacher.facts)
-    trainer = _trainer(config, folder, folder.corpus().load(), teacher, folder.tokens(), first, group)
+    trainer = _trainer(config, folder, folder.corpus().load(), teacher, first, group)
     trainer.synchronise()
     trainer.follow()
 
@@ -103,12 +101,11 @@ def _trainer(
     folder: RunFolder,
     texts: Texts,
     teacher: Teacher,
-    tokens: Tensor | None,
     first: Head | None,
     group: Group | None,
 ) -> Trainer:
     """The trainer at the last checkpoint, or at the start. `first` takes the place of a new head."""
-    facts = teacher.facts
+    facts, tokens = teacher.facts, folder.tokens()
     size = facts.vocab_size if tokens is None else len(tokens)
     shape = new_shape(config, facts, size) if first is None else first.config
     reader = teacher.reader(shape.layers_of(facts.num_layers))
@@ -116,11 +113,11 @@ def _trainer(
     if not len(trained):
         raise SettingsError("too little text was written to train on: give it more --tokens or --minutes")
     plans = [BatchPlan(part, config.batch_tokens, config.max_length, config.seed) for part in (trained, held)]
-    validator = Validator(held, reader, tokens, plans[1], config.steps if config.kind == "medusa" else DEPTH)
+    validator = Validator(reader, plans[1], config.steps if config.kind == "medusa" else DEPTH)
     head = new_head(shape, tokens, reader.weights(), config.seed) if first is None else first
     if config.new_vocabulary and isinstance(head, EagleHead):
         head = with_vocabulary(head, tokens, reader.weights().lm_head)
-    trainer = Trainer(config, head, reader, plans[0], tokens, validator, group)
+    trainer = Trainer(config, head, reader, plans[0], validator, group)
     checkpoint = folder.checkpoint()
     if checkpoint is not None:
         trainer.load(*checkpoint)
@@ -139,7 +136,7 @@ class _Run:
     counts: NDArray[np.int64]
     seconds: dict[str, float]
 
-    def train(self, teacher: Teacher, tokens: Tensor | None, first: Head | None) -> None:
+    def train(self, teacher: Teacher, first: Head | None) -> None:
         """Train from the last checkpoint, or from the start, to the end. `first` takes the place of a new head."""
         config = self.config
         # Started first: followers load the teacher while this process does.
@@ -147,14 +144,14 @@ class _Run:
         several = len(config.devices) > 1
         with followers(_WORKER, settings, config.devices) if several else contextlib.nullcontext() as beside:
             group = None if beside is None else beside.group
-            trainer = _trainer(config, self.folder, self.texts, teacher, tokens, first, group)
+            trainer = _trainer(config, self.folder, self.texts, teacher, first, group)
             began = time.monotonic()
             trainer.validate()
             reserve = _RESERVE_SECONDS + _RESERVE_VALIDATIONS * (time.monotonic() - began)
             if beside is not None:
                 trainer.synchronise(beside.check)
             with phase("training") as shown:
-                trainer.run(self.budget.left - reserve, shown, lambda acceptance: self._save(trainer, acceptance))
+                trainer.run(self.budget.part(1.0) - reserve, shown, lambda acceptance: self._save(trainer, acceptance))
         self.seconds["training"] = trainer.progress.seconds
         self._save(trainer, trainer.validate())
 

@@ -61,14 +61,11 @@ class Trainer:
         head: Head,
         reader: Reader,
         plan: BatchPlan,
-        tokens: Tensor | None,
         validator: Validator,
         group: Group | None = None,
     ) -> None:
-        """`head` has the initial weights, in fp32; `tokens` [V'] are the target ids of its vocabulary, None for all.
-
-        With a `group`, a step takes a batch on each of its devices, and `synchronise` comes before `run` or `follow`.
-        """
+        """`head` has the initial weights, in fp32. With a `group`, a step takes a batch on each of its devices, and
+        `synchronise` comes before `run` or `follow`."""
         self._config = config
         self._device = reader.weights().lm_head.device
         self.head = copy.deepcopy(head).to(device=self._device, dtype=getattr(torch, config.dtype))
@@ -79,7 +76,6 @@ class Trainer:
         )
         self._reader = reader
         self._plan = plan
-        self._wanted = None if tokens is None else tokens.to(self._device)
         self._validator = validator
         self._lm_inputs = torch.compile(lm_inputs, dynamic=False) if config.compile else lm_inputs
         self._per_epoch = plan.per_epoch()
@@ -159,7 +155,7 @@ class Trainer:
         """One batch. Returns [steps] mean losses, without waiting for the device."""
         batch = self._next_batch()
         with torch.no_grad():
-            lesson = self._reader.read(batch.token_ids, batch.distribution_rows, self._wanted)
+            lesson = self._reader.read(batch.token_ids, batch.distribution_rows, self.head.token_ids)
         losses, total = step_losses(
             self._lm_inputs(self.head, lesson.states, batch.token_ids, self._config.steps),
             lm_heads(self.head),

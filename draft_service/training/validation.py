@@ -52,15 +52,12 @@ def hold_out(texts: Texts, wanted: int, temperatures: int) -> tuple[Texts, Texts
 class Validator:
     """Measures a head on held-out texts."""
 
-    def __init__(
-        self, texts: Texts, reader: Reader, tokens: Tensor | None, plan: BatchPlan, depth: int = DEPTH
-    ) -> None:
-        """`tokens` [V'] are the target ids of the draft vocabulary, None for all; a chain has `depth` guesses."""
+    def __init__(self, reader: Reader, plan: BatchPlan, depth: int = DEPTH) -> None:
+        """On the plan's texts; a chain has `depth` guesses."""
         device = reader.weights().lm_head.device
         self._reader, self._depth = reader, depth
-        self._wanted = None if tokens is None else tokens.to(device)
         self._batches = [
-            make_batch(texts, chosen, padded, depth, whole=True).to(device) for padded, chosen in plan.in_order()
+            make_batch(plan.texts, chosen, padded, depth, whole=True).to(device) for padded, chosen in plan.in_order()
         ]
 
     @torch.inference_mode()
@@ -71,14 +68,14 @@ class Validator:
 
     def _matches(self, head: Head, batch: Batch) -> tuple[Tensor, Tensor]:
         """[roots, depth] whether each guess is the text's token, and [roots] whether the target's first one is."""
-        lesson = self._reader.read(batch.token_ids, batch.distribution_rows, self._wanted)
+        lesson = self._reader.read(batch.token_ids, batch.distribution_rows, head.token_ids)
         lm_input = lm_inputs(head, lesson.states, batch.token_ids, self._depth).flatten(0, 2)
         rows, heads = lm_input.index_select(0, batch.rows), lm_heads(head)
         parts = torch.split(rows, batch.rows_of_heads(len(heads)))
         guessed = torch.cat([most_probable(own, lm_head) for own, lm_head in zip(parts, heads, strict=True)])
         target = lesson.probs.argmax(-1).index_select(0, batch.distributions[: batch.counts[0]])
-        if self._wanted is not None:
-            guessed, target = self._wanted[guessed], self._wanted[target]
+        if head.token_ids is not None:
+            guessed, target = head.token_ids[guessed], head.token_ids[target]
         agreeing = target == batch.next_tokens[: batch.counts[0]]
         return (guessed == batch.next_tokens).view(self._depth, -1).T, agreeing
 

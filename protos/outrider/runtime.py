@@ -8,9 +8,10 @@ import contextlib
 import gc
 import logging
 import os
+import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NoReturn, TypeVar
 
@@ -132,6 +133,23 @@ def in_daemon_thread(work: Callable[[], Result], name: str) -> Future[Result]:
 
     threading.Thread(target=run_it, name=name, daemon=True).start()
     return outcome
+
+
+@contextlib.contextmanager
+def signal_handlers(handlers: Mapping[signal.Signals, Callable[[], object]]) -> Iterator[None]:
+    """Have the running event loop call these on their signals while the block runs."""
+    loop, added = asyncio.get_running_loop(), list[signal.Signals]()
+    # Only the main thread can handle signals, and on Windows no event loop.
+    if threading.current_thread() is threading.main_thread():
+        with contextlib.suppress(NotImplementedError):
+            for number, handle in handlers.items():
+                loop.add_signal_handler(number, handle)
+                added.append(number)
+    try:
+        yield
+    finally:
+        for number in added:
+            loop.remove_signal_handler(number)
 
 
 async def until_first_ends(*awaitables: Awaitable[object], timeout: float | None = None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from outrider.errors import InvalidField
 
@@ -134,3 +135,12 @@ class TokenTree:
     def is_chain(self) -> bool:
         """Whether every row's parent is the row before it, so that causal attention fits the tree."""
         return all(self.parents[i] == i - 1 for i in range(1, len(self)))
+
+
+class VerifiedTree(NamedTuple):
+    """What one step verified, for display: row 0 is the root, the last token before it, and `parents[i]` the row of row
+    i's parent. `accepted_rows` became output, from the root's child down. A plain step has the root alone."""
+
+    token_ids: tuple[int, ...]
+    parents: tuple[int, ...]
+    accepted_rows: tuple[int, ...]

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 from outrider.errors import OutriderError
 from outrider.sampling import FinishReason, TokenLogprobs
+from outrider.tree import VerifiedTree
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import tree_pb2
+from outrider.weight_updates import WeightsUpdated
 from outrider.wire.same_names import shared_fields
 from outrider.wire.trees import DRAFT_REFUSED_KEY, mode_to_pb, status_of
-from target_service.core.sequence import SequenceFinished, SequenceRequest, Verdict, VerifiedTree
-from target_service.core.weights import WeightsUpdated
+from target_service.core.sequence import SequenceFinished, SequenceRequest, Verdict
 
 _REASONS = {reason: pb.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason}
 
@@ -121,8 +122,8 @@ def updated(result: WeightsUpdated) -> pb.UpdateWeightsResponse:
     """The result of an update of the weights."""
     return pb.UpdateWeightsResponse(
         **shared_fields(pb.UpdateWeightsResponse, result),
-        prepare_nanoseconds=result.prepare_ns,
-        pause_nanoseconds=result.pause_ns,
+        prepare_nanoseconds=round(result.prepare * 1e9),
+        pause_nanoseconds=round(result.pause * 1e9),
         aborted_sequences=result.aborted,
         continued_sequences=result.continued,
     )

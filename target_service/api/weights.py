@@ -18,9 +18,10 @@ from outrider import errors
 from outrider.errors import OutriderError
 from outrider.serving import Caller
 from outrider.v1 import target_pb2 as pb
+from outrider.weight_updates import RunningRequests, WeightsUpdated
 from target_service.config import TargetConfig
 from target_service.core.events import ServingEngine
-from target_service.core.weights import RunningRequests, WeightsUpdated, WeightUpdate
+from target_service.core.weights import WeightUpdate
 
 _RUNNING = {pb.RunningRequests.Value(f"RUNNING_REQUESTS_{one.name}"): one for one in RunningRequests}
 _RUNNING[pb.RUNNING_REQUESTS_UNSPECIFIED] = RunningRequests.DRAIN

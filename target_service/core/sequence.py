@@ -13,7 +13,7 @@ import msgspec
 from outrider.errors import OutriderError
 from outrider.limits import TenantLimits
 from outrider.sampling import FinishReason, SamplingParams, TokenLogprobs, TypicalAcceptance, VerificationMode
-from outrider.tree import TokenTree
+from outrider.tree import TokenTree, VerifiedTree
 from outrider.wire.frames import DEFAULT_TENANT
 from target_service.core.weights import FIRST_VERSION
 
@@ -85,14 +85,6 @@ class DevicePass(NamedTuple):
     age: int
     root_row: int
     path: tuple[int, ...]
-
-
-class VerifiedTree(NamedTuple):
-    """The tree that a step verified, for display: the rows of a `TokenTree`, and which of them were accepted."""
-
-    token_ids: tuple[int, ...]
-    parents: tuple[int, ...]
-    accepted_rows: tuple[int, ...]
 
 
 class _Event(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from outrider.tree import TokenTree
-from target_service.core.sequence import SequenceState, SequenceTotals, Verdict, VerifiedTree
+from outrider.tree import TokenTree, VerifiedTree
+from target_service.core.sequence import SequenceState, SequenceTotals, Verdict
 from target_service.sampling.verifier import Verified
 from target_service.speculation.merged_tree import PredictedTree
 from target_service.speculation.policy.live_sequence import LiveSequence

@@ -11,8 +11,9 @@ from pathlib import Path
 from torch import Tensor
 
 from outrider.errors import NotSupported, OutriderError, QuotaExceeded, WeightsChanged
+from outrider.weight_updates import RunningRequests, WeightsUpdated
 from target_service.core.sequence import SequenceEvent
-from target_service.core.weights import RunningRequests, UpdateDone, WeightsUpdated, WeightUpdate
+from target_service.core.weights import UpdateDone, WeightUpdate
 from target_service.engine.loop import EngineLoop
 from target_service.model.runner import ModelRunner
 from target_service.model.weights.files import read_weights
@@ -109,8 +110,8 @@ class WeightExchange:
                 model_version=self.loop.model_version,
                 tensors=len(memory),
                 bytes=sum(memory.values()),
-                prepare_ns=pending.prepare_ns,
-                pause_ns=self.pause_ns,
+                prepare=pending.prepare_ns / 1e9,
+                pause=self.pause_ns / 1e9,
                 aborted=len(events),
                 continued=continued,
             )

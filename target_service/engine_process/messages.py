@@ -15,13 +15,14 @@ from google.rpc.status_pb2 import Status
 from outrider.errors import OutriderError
 from outrider.processes.framing import Buffer, framed
 from outrider.tree import TokenTree
+from outrider.weight_updates import WeightsUpdated
 from outrider.wire.frames import DraftInfo
 from outrider.wire.trees import error_of, status_of
 from target_service.api.admission import ServedModel
 from target_service.config import TargetConfig
 from target_service.core.events import EngineSnapshot
 from target_service.core.sequence import SequenceEvent, SequenceRequest, SequenceTotals, StepStats
-from target_service.core.weights import WeightsUpdated, WeightUpdate
+from target_service.core.weights import WeightUpdate
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):

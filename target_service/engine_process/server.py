@@ -22,10 +22,10 @@ from outrider.processes.framing import FrameCutter
 from outrider.processes.outbox import Outbox
 from outrider.runtime import configure_logging, settled
 from outrider.sampling import FinishReason
+from outrider.weight_updates import WeightsUpdated
 from outrider.wire.frames import DraftInfo
 from target_service.config import TargetConfig
 from target_service.core.sequence import SequenceEvent, SequenceFailed, SequenceRequest, SequenceTotals, StepStats
-from target_service.core.weights import WeightsUpdated
 from target_service.engine_process import messages
 from target_service.preflight import EngineRefused, check_sources, prepared_draft
 

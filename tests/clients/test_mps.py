@@ -13,33 +13,28 @@ from pathlib import Path
 import pytest
 from child_processes import living_children
 from fake_mps import FAILS, LEAVES, SILENT, STUBBORN, FakeMps, only_on_path
-from supervised import QUICK, SECONDS, Lines, failing, service
+from supervised import SECONDS, Lines, failing, restart_soon, service
 
 from outrider.runtime import run
 from outrider_client.local import mps
-from outrider_client.local.mps import CONTROL, LOGS, PIPES, SHARE, Mps, MpsTimes
+from outrider_client.local.mps import CONTROL, LOGS, PIPES, SHARE, Mps
 from outrider_client.local.supervisor import ServiceCommand, Supervisor
 
 PLACED = "the draft shares the GPU"
-FINE, FAULTY = (sys.executable, "-c", ""), (sys.executable, "-c", "raise SystemExit('CUDA error 805')")
+CUDA = mps.PROBE
+FINE, FAULTY = "", "raise SystemExit('CUDA error 805')"
 # A daemon that is asked to end and does not takes four of the last.
-TIMES = MpsTimes(start=30.0, probe=30.0, quit=2.0, stop=0.5)
+TIMES = {"START_SECONDS": 30.0, "PROBE_SECONDS": 30.0, "QUIT_SECONDS": 2.0, "STOP_SECONDS": 0.5}
 
 
 class Whole:
     """A supervisor of two services and MPS."""
 
-    def __init__(
-        self,
-        folder: Path,
-        probe: tuple[str, ...] = FINE,
-        times: MpsTimes = TIMES,
-        target: ServiceCommand | None = None,
-    ) -> None:
+    def __init__(self, folder: Path, target: ServiceCommand | None = None) -> None:
         self.lines = Lines()
-        self.mps = Mps(PLACED, lambda line: self.lines.emit("outrider", line), times, folder / "default", probe)
+        self.mps = Mps(PLACED, lambda line: self.lines.emit("outrider", line))
         self.supervisor = Supervisor(
-            target or service("target", folder), service("draft", folder), self.lines.emit, QUICK, mps=self.mps
+            target or service("target", folder), service("draft", folder), self.lines.emit, mps=self.mps
         )
 
     async def started(self) -> asyncio.Task[int]:
@@ -70,6 +65,9 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "programs"
     folder.mkdir()
     only_on_path(folder, monkeypatch)
+    restart_soon(monkeypatch)
+    for name, value in {**TIMES, "DEFAULT_PIPES": tmp_path / "default", "PROBE": FINE}.items():
+        monkeypatch.setattr(mps, name, value)
     return folder
 
 
@@ -160,21 +158,29 @@ async def test_a_daemon_that_dies_is_told_of(tmp_path: Path, programs: Path) -> 
         (FAILS, FINE, 30.0, "ended with status 1: no GPU for me. So the two take turns"),
         (SILENT, FINE, 0.3, "did not listen within 0.3 s. So the two"),
         ("well", FAULTY, 30.0, "a CUDA program cannot run under it (CUDA error 805). So the two"),
-        ("well", (sys.executable, "-c", "import time; time.sleep(99)"), 30.0, "under it (it did not end). So the two"),
+        ("well", "import time; time.sleep(99)", 30.0, "under it (it did not end). So the two"),
         ("no program", FINE, 30.0, "cannot be started: Exec format error. So the two"),
     ],
     ids=["absent", "fails", "silent", "faulty", "hanging", "damaged"],
 )
 async def test_what_cannot_be_had_is_one_line(
-    how: str | None, probe: tuple[str, ...], start: float, words: str, tmp_path: Path, programs: Path
+    how: str | None,
+    probe: str,
+    start: float,
+    words: str,
+    tmp_path: Path,
+    programs: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fake = FakeMps(programs, how or "")
     if how is None:
         (programs / CONTROL).unlink()
     if how == "no program":
         (programs / CONTROL).write_text("\0")
-    seconds = 1.0 if "sleep" in probe[-1] else 30.0
-    whole = Whole(tmp_path, probe, MpsTimes(start, seconds, quit=2.0, stop=0.5))
+    seconds = 1.0 if "sleep" in probe else 30.0
+    for name, value in {"PROBE": probe, "START_SECONDS": start, "PROBE_SECONDS": seconds}.items():
+        monkeypatch.setattr(mps, name, value)
+    whole = Whole(tmp_path)
     running = await whole.started()
     first, second = whole.said
     assert first == PLACED and second.startswith("no MPS: ") and words in second and "--no-mps" in second
@@ -274,12 +280,13 @@ async def test_a_cuda_program_tries_the_daemon(
     subprocess.run(library, input=_LIBRARY, text=True, check=True)
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
     FakeMps(programs)
+    monkeypatch.setattr(mps, "PROBE", CUDA)
     said: list[str] = []
-    mps = Mps(PLACED, said.append, TIMES, tmp_path / "default")
-    await mps.start()
+    ours = Mps(PLACED, said.append)
+    await ours.start()
     assert (words in said[-1]) if error else said == [f"{PLACED} by MPS"]
-    assert bool(mps.environment("draft")) == (not error) and mps.environment("gateway") == {}
-    await mps.stop()
+    assert bool(ours.environment("draft")) == (not error) and ours.environment("gateway") == {}
+    await ours.stop()
 
 
 # `outrider up` on a machine with so many GPUs, and services that are none.
@@ -289,7 +296,7 @@ from supervised import SERVICE
 from outrider_client.cli import main, services
 from outrider_client.local import mps
 gpus, sys.argv = int(sys.argv[1]), ["outrider", *sys.argv[2:]]
-mps._PROBE = ""
+mps.PROBE = ""
 mps.DEFAULT_PIPES = mps.Path("/nowhere")
 services.visible_gpus = lambda: gpus
 services.service_argv = lambda name, *flags: (

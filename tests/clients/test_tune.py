@@ -229,6 +229,9 @@ class ScriptedSide:
     async def take(self, candidate: Candidate) -> None:
         self.taken.append(candidate)
 
+    def client(self) -> ScriptedSide:
+        return self
+
     async def info(self) -> TargetInfo:
         return INFO
 

@@ -16,7 +16,7 @@ from draft_service.neural.config import NeuralConfig
 from draft_service.neural.network import RowOutput
 from draft_service.neural.tail_attention import Attend
 from draft_service.neural.tree_config import TreeShape
-from draft_service.neural.tree_drafting import CacheEntry, Extension, TreeDrafting, TreeRequest
+from draft_service.neural.tree_drafting import CacheEntry, Extension, TreeDrafting
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.settings import SettingsError
 from outrider.tree import TokenTree
@@ -56,10 +56,12 @@ def drawn(both: list[TreeDrafting], sequences: list[DraftSequence]) -> list[list
         followed = [CacheEntry() for _ in sequences]
         assert all(drafting.reserve(one, 2) for one in followed)
         own: list[TokenTree] = []
+        for one, entry in zip(sequences, followed, strict=True):
+            one.state = entry
         for turn in range(2):
             starts = torch.tensor([[float(7 * i + turn)] for i in range(len(sequences))])
             drafting.extend([Extension(one, [turn], turn) for one in followed], starts)
-            own += drafting.trees([TreeRequest(f, s, turn + 1) for f, s in zip(followed, sequences, strict=True)])
+            own += drafting.trees(sequences)
         for one in followed:
             drafting.forget(one)
         trees.append(own)

@@ -66,7 +66,7 @@ def test_the_first_levels_come_before_the_others(early: int) -> None:
     for step in range(3):
         pending = drafter.begin([one])
         assert pending.early and pending.fresh()
-        (first,), (whole,) = pending.fetch_early().as_trees(), pending.fetch().as_trees()
+        (first,), (whole,) = pending.wait(True).as_trees(), pending.fetch().as_trees()
         alone = static_drafter(head, **{**shape, "early_levels": 0})
         (expected,) = alone.propose([opened(alone, sequence_of(list(one.token_ids)), known)])
         same_tree(whole, expected)

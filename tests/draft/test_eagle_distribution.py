@@ -17,7 +17,7 @@ from draft_service.drafters.base import DraftSequence
 from draft_service.neural.network import RowOutput
 from draft_service.neural.tail_attention import Attend
 from draft_service.neural.tree_config import TreeShape
-from draft_service.neural.tree_drafting import CacheEntry, Extension, TreeDrafting, TreeRequest
+from draft_service.neural.tree_drafting import CacheEntry, Extension, TreeDrafting
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import TokenTree
 from tree_kernels.verification import Chance, rejection_walk
@@ -62,11 +62,7 @@ def trees(shape: TreeShape, batches: int, temperature: float = 1.0) -> Iterator[
         seeds = range(batch * BATCH, (batch + 1) * BATCH)
         sampling = SamplingParams(temperature=temperature)
         wanted = [
-            TreeRequest(
-                one,
-                DraftSequence(i, [0], 1, VOCABULARY, seed=i, mode=VerificationMode.REJECTION, sampling=sampling),
-                1,
-            )
+            DraftSequence(i, [0], 1, VOCABULARY, seed=i, mode=VerificationMode.REJECTION, sampling=sampling, state=one)
             for one, i in zip(followed, seeds, strict=True)
         ]
         yield from zip(seeds, drafting.trees(wanted), strict=True)

@@ -287,8 +287,10 @@ def test_others_work_while_another_device_does(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("fed", [True, False], ids=["features", "no features"])
 def test_a_drawn_tree_is_that_of_one_drafter(fed: bool) -> None:
-    merged, _ = trie_and_head()
+    merged, trie = trie_and_head()
     sequence = followed(merged, VerificationMode.REJECTION, fed=fed)
+    # Both trees are drawn with all that is learnt.
+    trie.flush()
     (drawn,) = merged.propose([sequence])
     speaking = 0 if fed else 1
     (alone,) = merged._parts[speaking].propose([sequence.state[speaking]])

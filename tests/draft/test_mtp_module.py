@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +69,10 @@ def attend(_: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return functional.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True).transpose(-3, -2)
 
 
-def load(folder: Path, modules: int = 0, **options: Any) -> tuple[EagleHead, ...]:
-    return MtpCheckpoint(folder, modules).load(**options)
+def load(
+    folder: Path, modules: int = 0, *, dtype: torch.dtype = torch.float32, token_map: Sequence[int] | None = None
+) -> list[EagleHead]:
+    return [head.to(dtype) for head in MtpCheckpoint(folder, modules).load(token_map=token_map)]
 
 
 def drafter(folder: Path, **settings: Any) -> MtpDrafter:

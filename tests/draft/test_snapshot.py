@@ -25,7 +25,7 @@ from draft_service.ngram.arrays import SEEN
 from draft_service.ngram.config import TrieConfig
 from draft_service.ngram.corpora import StoredTrie
 from draft_service.ngram.drafter import NgramDrafter
-from draft_service.ngram.snapshot import FILE_NAME, Claim, Loaded, SnapshotRefused, keep_refused, load, save
+from draft_service.ngram.snapshot import FILE_NAME, Claim, SnapshotRefused, keep_refused, load, save
 from draft_service.ngram.trie import NgramTrie
 
 SETTINGS = {"depth": 4, "unit": 16}
@@ -40,17 +40,17 @@ def tries() -> list[StoredTrie]:
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     save(tmp_path / "deep" / "folder" / FILE_NAME, tries(), SETTINGS)
-    loaded = load(tmp_path / "deep" / "folder" / FILE_NAME, SETTINGS)
-    assert loaded.damaged == []
-    for before, after in zip(tries(), loaded.tries, strict=True):
+    loaded, damaged = load(tmp_path / "deep" / "folder" / FILE_NAME, SETTINGS)
+    assert damaged == []
+    for before, after in zip(tries(), loaded, strict=True):
         assert (before.tenant, before.corpus) == (after.tenant, after.corpus)
         assert np.array_equal(before.rows, after.rows)
 
 
 def test_none_is_empty(tmp_path: Path) -> None:
-    assert load(tmp_path / FILE_NAME, SETTINGS) == Loaded()
+    assert load(tmp_path / FILE_NAME, SETTINGS) == ([], [])
     save(tmp_path / FILE_NAME, [], SETTINGS)
-    assert load(tmp_path / FILE_NAME, SETTINGS) == Loaded()
+    assert load(tmp_path / FILE_NAME, SETTINGS) == ([], [])
 
 
 def test_only_the_owner_may_read(tmp_path: Path) -> None:
@@ -74,11 +74,11 @@ def test_a_changed_byte_costs_one_trie_or_all(tmp_path_factory: pytest.TempPathF
         with pytest.raises(SnapshotRefused):
             load(folder / FILE_NAME, SETTINGS)
         return
-    loaded = load(folder / FILE_NAME, SETTINGS)
+    loaded, damaged = load(folder / FILE_NAME, SETTINGS)
     # Every byte behind the header is one trie's.
-    assert len(loaded.damaged) == 1 and len(loaded.tries) == len(tries()) - 1
+    assert len(damaged) == 1 and len(loaded) == len(tries()) - 1
     whole = {(stored.tenant, stored.corpus): stored.rows for stored in tries()}
-    for stored in loaded.tries:
+    for stored in loaded:
         assert np.array_equal(stored.rows, whole[stored.tenant, stored.corpus])
 
 
@@ -132,16 +132,17 @@ def test_a_trie_under_another_name_is_refused(tmp_path: Path) -> None:
     with safe_open(path, framework="numpy") as file:
         metadata, rows = file.metadata(), file.get_tensor("0")
     save_file({"0": rows}, path, metadata | {"names": '[["b", ""]]'})
-    assert load(tmp_path / FILE_NAME, SETTINGS) == Loaded([], [("b", "")])
+    assert load(tmp_path / FILE_NAME, SETTINGS) == ([], [("b", "")])
 
 
 def test_a_refused_file_is_kept(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_text(json.dumps("junk"))
     with pytest.raises(SnapshotRefused):
         load(tmp_path / FILE_NAME, SETTINGS)
-    refused = keep_refused(tmp_path / FILE_NAME)
+    keep_refused(tmp_path / FILE_NAME)
     save(tmp_path / FILE_NAME, tries(), SETTINGS)
-    assert refused.read_text() == '"junk"' and len(load(tmp_path / FILE_NAME, SETTINGS).tries) == 3
+    assert (tmp_path / (FILE_NAME + ".refused")).read_text() == '"junk"'
+    assert len(load(tmp_path / FILE_NAME, SETTINGS)[0]) == 3
 
 
 def test_a_full_disk_leaves_the_snapshot_before(tmp_path: Path) -> None:
@@ -167,7 +168,7 @@ def test_what_a_killed_process_left_is_removed_and_no_link_is_followed(tmp_path:
         (folder / name).symlink_to(victim)
     save(folder / FILE_NAME, tries(), SETTINGS)
     assert victim.read_text() == "untouched"
-    assert not (folder / FILE_NAME).is_symlink() and len(load(folder / FILE_NAME, SETTINGS).tries) == 3
+    assert not (folder / FILE_NAME).is_symlink() and len(load(folder / FILE_NAME, SETTINGS)[0]) == 3
     assert not (folder / (FILE_NAME + ".partial-left")).exists()
 
 
@@ -244,7 +245,7 @@ class TestDrafter:
         before = drafter.corpora("a")
         drafter.delete_corpus("a", "gone")
         deadline = time.monotonic() + 10
-        while "gone" in (names := [stored.corpus for stored in load(tmp_path / FILE_NAME, drafter._settings).tries]):
+        while "gone" in (names := [stored.corpus for stored in load(tmp_path / FILE_NAME, drafter._settings)[0]]):
             assert time.monotonic() < deadline, names
             time.sleep(0.01)
         drafter._claim.release()
@@ -268,7 +269,7 @@ class TestDrafter:
             rows = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         del metadata["documents"]
         save_file(rows, path, metadata)
-        assert [stored.documents for stored in load(tmp_path / FILE_NAME, SETTINGS).tries] == [0, 0, 0]
+        assert [stored.documents for stored in load(tmp_path / FILE_NAME, SETTINGS)[0]] == [0, 0, 0]
 
     def test_each_of_two_that_share_a_folder_keeps_what_it_learnt(self, tmp_path: Path) -> None:
         for _ in range(2):
@@ -281,14 +282,14 @@ class TestDrafter:
             for drafter in (second, first):
                 drafter.stop()
         names = [FILE_NAME, "tries-2.safetensors"]
-        held = [load(tmp_path / name, self.drafter(tmp_path)._settings).tries for name in names]
+        held = [load(tmp_path / name, self.drafter(tmp_path)._settings)[0] for name in names]
         assert [[(stored.tenant, stored.documents) for stored in tries] for tries in held] == [[("a", 2)], [("b", 2)]]
 
     def test_one_that_has_no_snapshot_starts_with_the_newest_of_the_others(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         self.taught(tmp_path)
-        older = load(tmp_path / FILE_NAME, self.drafter(tmp_path)._settings).tries[:1]
+        older = load(tmp_path / FILE_NAME, self.drafter(tmp_path)._settings)[0][:1]
         save(tmp_path / "tries-7.safetensors", older, self.drafter(tmp_path)._settings)
         for name, seconds in (("tries-7.safetensors", 1000), (FILE_NAME, 2000)):
             os.utime(tmp_path / name, (seconds, seconds))
@@ -313,9 +314,9 @@ class TestDrafter:
     def test_an_unsound_trie_costs_its_tenant_only(self, tmp_path: Path) -> None:
         """With a checksum that is right, as of a clock that ran over before it was written."""
         self.taught(tmp_path)
-        loaded = load(tmp_path / FILE_NAME, self.drafter(tmp_path)._settings)
-        loaded.tries[0].rows[0, SEEN] = -(2**31)
-        save(tmp_path / FILE_NAME, loaded.tries, self.drafter(tmp_path)._settings)
+        loaded, _ = load(tmp_path / FILE_NAME, self.drafter(tmp_path)._settings)
+        loaded[0].rows[0, SEEN] = -(2**31)
+        save(tmp_path / FILE_NAME, loaded, self.drafter(tmp_path)._settings)
         assert sum(count > 0 for count in self.known(tmp_path).values()) == 1
 
     def test_a_trie_that_is_larger_than_it_may_be_now_is_cut(

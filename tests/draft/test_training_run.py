@@ -142,8 +142,8 @@ def test_the_rate_rises_in_a_line_and_falls_with_a_cosine() -> None:
 
 def test_no_minutes_are_no_bound() -> None:
     unbounded, bounded = Budget(0.0), Budget(60.0, began=Budget(0.0).began - 20)
-    assert unbounded.left == unbounded.part(0.5) == math.inf
-    assert bounded.left == pytest.approx(40, abs=1)
+    assert unbounded.part(1.0) == unbounded.part(0.5) == math.inf
+    assert bounded.part(1.0) == pytest.approx(40, abs=1)
     assert bounded.part(0.5) == pytest.approx(10, abs=1)
 
 

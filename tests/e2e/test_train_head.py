@@ -195,7 +195,7 @@ def trainer_of(config: TrainingConfig, teacher: Teacher, texts: Texts) -> Traine
     learnt, held = hold_out(texts, 4, 3)
     plans = [BatchPlan(part, config.batch_tokens, config.max_length, config.seed) for part in (learnt, held)]
     head = new_eagle_head(shape, tokens, reader.weights(), config.seed)
-    return Trainer(config, head, reader, plans[0], tokens, Validator(held, reader, tokens, plans[1]))
+    return Trainer(config, head, reader, plans[0], Validator(reader, plans[1]))
 
 
 def run(trainer: Trainer, until: int | None = None) -> None:

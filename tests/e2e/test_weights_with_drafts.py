@@ -19,8 +19,8 @@ from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.drafter import EagleDrafter
 from draft_service.ngram.config import TrieConfig
 from draft_service.ngram.drafter import NgramDrafter
+from outrider.weight_updates import RunningRequests
 from target_service.core.sequence import Verdict
-from target_service.core.weights import RunningRequests
 
 TOKENS = 200
 

@@ -18,7 +18,7 @@ from outrider.serving import Authenticator, Caller
 from outrider_client.client import Client
 from outrider_client.terminal.options import AccessOptions
 from outrider_gateway.config import GatewayConfig
-from outrider_gateway.http import EventWriter
+from outrider_gateway.http import ResponseWriter
 from outrider_gateway.server import GatewayServer
 from outrider_gateway.targets import Target as GatewayTarget
 from outrider_gateway.targets import Targets
@@ -535,7 +535,7 @@ async def test_what_ends_a_stream_is_one_write(done: bool) -> None:
 
     for before in (b"", b"data: 1\n\n"):
         sent.clear()
-        writer = EventWriter(send, "request")
+        writer = ResponseWriter(send, "request")
         if before:
             await writer.write(before)
         await writer.end(b"data: 2\n\n", done=done)

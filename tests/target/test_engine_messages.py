@@ -13,7 +13,8 @@ from outrider.errors import InvalidField, QuotaExceeded, all_errors
 from outrider.limits import TenantLimits
 from outrider.processes.framing import LENGTH_BYTES, FrameCutter
 from outrider.sampling import FinishReason, SamplingParams, TokenLogprobs, TypicalAcceptance, VerificationMode
-from outrider.tree import DraftDistribution, TokenTree
+from outrider.tree import DraftDistribution, TokenTree, VerifiedTree
+from outrider.weight_updates import RunningRequests, WeightsUpdated
 from outrider.wire.frames import DraftInfo, FeatureRequest, TreeLimits
 from target_service.api.admission import ServedModel
 from target_service.config import TargetConfig
@@ -27,9 +28,8 @@ from target_service.core.sequence import (
     SequenceTotals,
     StepStats,
     Verdict,
-    VerifiedTree,
 )
-from target_service.core.weights import RunningRequests, WeightsUpdated, WeightUpdate
+from target_service.core.weights import WeightUpdate
 from target_service.engine_process.messages import (
     Cancel,
     CancelUpdate,
@@ -121,7 +121,7 @@ MESSAGES: dict[str, Message] = {
     "no_drafter": Drafter(None),
     "update": UpdateWeights(3, WeightUpdate("/weights/step-1", RunningRequests.CONTINUE)),
     "cancel_update": CancelUpdate(3),
-    "updated": WeightsDone(3, WeightsUpdated(2, 290, 2**34, 5, 6, aborted=7, continued=8), None),
+    "updated": WeightsDone(3, WeightsUpdated(2, 290, 2**34, 5e-9, 6e-9, aborted=7, continued=8), None),
     "dead": Dead("the engine has failed"),
     "idle": report(),
     "plain": report(*(Verdict(i, i + 1, (), (i + 7,), 0, compute_ns=10**6) for i in range(64))),

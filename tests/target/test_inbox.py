@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from outrider.errors import EngineDead
 from outrider.sampling import FinishReason
 from outrider.sampling import TokenLogprobs as Logprobs
+from outrider.tree import VerifiedTree
 from target_service.api.event_queue import joined
-from target_service.core.sequence import Finish, SequenceFailed, SequenceFinished, SequenceTotals, Verdict, VerifiedTree
+from target_service.core.sequence import Finish, SequenceFailed, SequenceFinished, SequenceTotals, Verdict
 
 LENGTH = Finish(FinishReason.LENGTH)
 

@@ -13,8 +13,9 @@ from other_weights import other_weights
 
 from outrider.errors import OutriderError
 from outrider.sampling import SamplingParams
+from outrider.weight_updates import RunningRequests, WeightsUpdated
 from target_service.core.sequence import SequenceFinished, Verdict
-from target_service.core.weights import RunningRequests, WeightsUpdated, WeightUpdate
+from target_service.core.weights import WeightUpdate
 from target_service.engine.exchange import WeightExchange
 from target_service.engine.loop import EngineLoop
 from target_service.execution.device_executor import DeviceSteps

@@ -23,10 +23,11 @@ from outrider.errors import (
 )
 from outrider.serving import Authenticator, Caller
 from outrider.v1 import target_pb2 as pb
+from outrider.weight_updates import RunningRequests
 from outrider.wire.trees import error_of_rpc
 from target_service.api import weights
 from target_service.config import TargetConfig
-from target_service.core.weights import RunningRequests, UpdateDone, WeightUpdate
+from target_service.core.weights import UpdateDone, WeightUpdate
 
 OPERATOR, TENANT = "operator-0123456789", "tenant-0123456789"
 TOKENS = {OPERATOR: Caller("ops", operator=True), TENANT: Caller("acme")}

@@ -7,15 +7,17 @@ import multiprocessing
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 from outrider.sampling import SamplingParams
 from outrider.settings import SettingsError
 from outrider_client.bench import transformers_loop
 from outrider_client.client import Client, Message
 from outrider_client.generation import Speculation
-from outrider_client.results import RequestTimes, Result, SpeculationTotals
+from outrider_client.results import Result
 from outrider_client.terminal.options import BenchOptions, ClientOptions
+
+Answer = TypeVar("Answer")
 
 
 class Backend(Protocol):
@@ -70,19 +72,9 @@ class TransformersBackend:
         await self._run(transformers_loop.load)
 
     async def answer(self, messages: Sequence[Message], max_tokens: int, tenant: str) -> Result:  # noqa: ARG002
-        row = await self._run(partial(transformers_loop.answer, messages=messages, max_tokens=max_tokens))
-        count = len(row["token_ids"])
-        return Result(
-            finish_reason=None,
-            stop_token_id=None,
-            stop_string=None,
-            completion_tokens=count,
-            speculation=SpeculationTotals(count, 0, 0, 0, (), (), 0, 0),
-            times=RequestTimes(0.0, 0.0, 0.0),
-            **row,
-        )
+        return await self._run(partial(transformers_loop.answer, messages=messages, max_tokens=max_tokens))
 
-    async def _run(self, work: Callable[..., Any]) -> Any:
+    async def _run(self, work: Callable[..., Answer]) -> Answer:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._process, work, *self._model)
         except Exception as error:

@@ -17,7 +17,7 @@ from outrider_client.client import Message
 
 # Requests of a block per concurrent one: enough to keep all running, few enough to alternate modes often.
 _ROUNDS_PER_BLOCK = 4
-_WARM_UP: tuple[Message, ...] = (("user", "Count from one to ten, then count from one to ten once more."),)
+WARM_UP: tuple[Message, ...] = (("user", "Count from one to ten, then count from one to ten once more."),)
 _WARM_UP_TOKENS = 32
 
 
@@ -63,7 +63,7 @@ class Runner:
         """Have every backend compile and allocate before anything is measured."""
         for mode in self._plan.modes:
             for _ in range(2):
-                await self._backends[mode].answer(_WARM_UP, _WARM_UP_TOKENS, f"bench-{self._plan.run_id}-warm")
+                await self._backends[mode].answer(WARM_UP, _WARM_UP_TOKENS, f"bench-{self._plan.run_id}-warm")
 
     async def run(self) -> list[Block]:
         """Run every block of every repeat. Raises `ServiceUnreachable` when a target is gone."""

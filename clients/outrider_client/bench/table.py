@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -16,13 +15,6 @@ Cell = Mapping[str, Any]
 _WIDE = 112
 
 
-@dataclass(frozen=True)
-class _Column:
-    name: str
-    show: Callable[[Cell], str | Text]
-    wide_only: bool = False
-
-
 def figures_table(document: Mapping[str, Any], width: int) -> Table:
     """One row per task, concurrency and mode, for a terminal of this width; `x plain` compares tokens per second.
     `spread` is least to most over repeats, or the quartiles over blocks of requests where there is one repeat."""
@@ -31,15 +23,15 @@ def figures_table(document: Mapping[str, Any], width: int) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("task", "c", "mode"):
         table.add_column(name, no_wrap=True)
-    columns = [column for column in _COLUMNS if width >= _WIDE or not column.wide_only]
-    for column in columns:
-        table.add_column(column.name, justify="right", no_wrap=True)
+    columns = {name: show for name, show in _COLUMNS.items() if width >= _WIDE or name not in _WIDE_ONLY}
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
     for (task, concurrency), cells in groupby(document["results"], lambda cell: (cell["task"], cell["concurrency"])):
         table.add_section()
         for number, cell in enumerate(cells):
             shown = ("", "") if number else (task, str(concurrency))
             mode = f"{cell['mode']} {cell['draft_placement'] or ''}".rstrip()
-            table.add_row(*shown, mode, *(column.show(cell) for column in columns))
+            table.add_row(*shown, mode, *(show(cell) for show in columns.values()))
     return table
 
 
@@ -70,14 +62,15 @@ def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-_COLUMNS = (
-    _Column("n", _count, wide_only=True),
-    _Column("tok/s", lambda cell: f"{cell['tokens_per_second']:.1f}"),
-    _Column("spread", _spread, wide_only=True),
-    _Column("x plain", lambda cell: _number(cell["speedup_over_plain"], 2)),
-    _Column("tok/step", lambda cell: _number(cell["mean_accepted_length"], 2)),
-    _Column("accepted by depth", _by_depth, wide_only=True),
-    _Column("TTFT ms", lambda cell: _number(cell["ttft_ms"]["p50"], 0)),
-    _Column("TPOT ms", lambda cell: _number(cell["tpot_ms"]["p50"], 1)),
-    _Column("differ", _differing),
-)
+_COLUMNS: Mapping[str, Callable[[Cell], str | Text]] = {
+    "n": _count,
+    "tok/s": lambda cell: f"{cell['tokens_per_second']:.1f}",
+    "spread": _spread,
+    "x plain": lambda cell: _number(cell["speedup_over_plain"], 2),
+    "tok/step": lambda cell: _number(cell["mean_accepted_length"], 2),
+    "accepted by depth": _by_depth,
+    "TTFT ms": lambda cell: _number(cell["ttft_ms"]["p50"], 0),
+    "TPOT ms": lambda cell: _number(cell["tpot_ms"]["p50"], 1),
+    "differ": _differing,
+}
+_WIDE_ONLY = ("n", "spread", "accepted by depth")

@@ -12,6 +12,7 @@ from typing import Any
 
 from outrider_client.local.models import model_path
 from outrider_client.messages import Message
+from outrider_client.results import RequestTimes, Result, SpeculationTotals
 
 
 class _FirstToken:
@@ -48,8 +49,8 @@ def load(*model: str) -> None:
     _loaded(*model)
 
 
-def answer(*model: str, messages: Sequence[Message], max_tokens: int) -> dict[str, Any]:
-    """The greedy answer of a model that was loaded, and its times in seconds."""
+def answer(*model: str, messages: Sequence[Message], max_tokens: int) -> Result:
+    """The greedy answer of a model that was loaded."""
     network, tokenizer = _loaded(*model)
     begun = time.perf_counter()
     turns = [{"role": role, "content": content} for role, content in messages]
@@ -60,10 +61,16 @@ def answer(*model: str, messages: Sequence[Message], max_tokens: int) -> dict[st
     ended = time.perf_counter()
     prompt_tokens = inputs["input_ids"].shape[1]
     token_ids = output[0, prompt_tokens:].tolist()
-    return {
-        "token_ids": tuple(token_ids),
-        "text": tokenizer.decode(token_ids, skip_special_tokens=True),
-        "prompt_tokens": prompt_tokens,
-        "time_to_first_token": first.at - begun,
-        "duration": ended - begun,
-    }
+    return Result(
+        text=tokenizer.decode(token_ids, skip_special_tokens=True),
+        token_ids=tuple(token_ids),
+        finish_reason=None,
+        stop_token_id=None,
+        stop_string=None,
+        prompt_tokens=prompt_tokens,
+        completion_tokens=len(token_ids),
+        speculation=SpeculationTotals(len(token_ids), 0, 0, 0, (), (), 0, 0),
+        times=RequestTimes(0.0, 0.0, 0.0),
+        time_to_first_token=first.at - begun,
+        duration=ended - begun,
+    )

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.markup import escape
 
-from outrider.errors import DeadlineExceeded, Draining, EngineDead, Loading, OutriderError
+from outrider.errors import DeadlineExceeded, OutriderError
+from outrider.runtime import signal_handlers
 from outrider_client.cli.base import Command, failure_line, options
 from outrider_client.cli.generate import summary, warn_of_refusal
 from outrider_client.client import Client, Message
-from outrider_client.failures import ServiceUnreachable
+from outrider_client.failures import AWAY, ServiceUnreachable
 from outrider_client.local.models import Tokenizer, find_tokenizer
 from outrider_client.results import Chunk, Result
 from outrider_client.terminal.lines import History, LineReader, history_path
@@ -39,8 +40,6 @@ _HINT = "/help lists the commands; Ctrl-C ends an answer."
 # Long enough for a restarted service to load a small model; longer waits are the user's decision.
 _WAIT_SECONDS = 30.0
 _POLL_SECONDS = 0.25
-# Failures of a server that has stopped, is stopping or is starting; another may take its place.
-_AWAY = (ServiceUnreachable, Draining, EngineDead, Loading)
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
@@ -177,24 +176,19 @@ class Conversation:
         """Ask the last question. Only a whole answer changes the conversation."""
         asked: list[Message] = [*self.before, ("user", self.question)]
         answer = asyncio.ensure_future(self._answer(asked))
-        loop = asyncio.get_running_loop()
-        with contextlib.suppress(NotImplementedError):
-            loop.add_signal_handler(signal.SIGINT, answer.cancel)
-        try:
-            result = await answer
-        except asyncio.CancelledError:
-            self.console.print("\n[dim]ended by you[/]")
-        except ServiceUnreachable as error:
-            self._failed(f"{error}; the conversation is kept, and /retry asks again")
-        except OutriderError as error:
-            self._failed(failure_line(error))
-        else:
-            self.messages = [*asked, ("assistant", result.text)]
-            self.console.print(f"\n[dim]{summary(result)}[/]", soft_wrap=True)
-            warn_of_refusal(result, self.options)
-        finally:
-            with contextlib.suppress(NotImplementedError):
-                loop.remove_signal_handler(signal.SIGINT)
+        with signal_handlers({signal.SIGINT: answer.cancel}):
+            try:
+                result = await answer
+            except asyncio.CancelledError:
+                self.console.print("\n[dim]ended by you[/]")
+            except ServiceUnreachable as error:
+                self._failed(f"{error}; the conversation is kept, and /retry asks again")
+            except OutriderError as error:
+                self._failed(failure_line(error))
+            else:
+                self.messages = [*asked, ("assistant", result.text)]
+                self.console.print(f"\n[dim]{summary(result)}[/]", soft_wrap=True)
+                warn_of_refusal(result, self.options)
 
     def _failed(self, message: str) -> None:
         self.console.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True)
@@ -204,7 +198,7 @@ class Conversation:
         writer = _Writer(self.console, self.tokenizer)
         try:
             return await self._stream(asked, writer)
-        except _AWAY as error:
+        except AWAY as error:
             # A partly shown answer is not started again.
             hopeless = isinstance(error, ServiceUnreachable) and error.tls_problem is not None
             if writer.begun or hopeless or not await self._comes_back():
@@ -218,7 +212,7 @@ class Conversation:
             while (left := end - time.monotonic()) > 0:
                 await asyncio.sleep(_POLL_SECONDS)
                 # The channel reconnects by itself; a call before that fails at once.
-                with contextlib.suppress(*_AWAY, DeadlineExceeded):
+                with contextlib.suppress(*AWAY, DeadlineExceeded):
                     await self.client.info(left)
                     return True
         return False

@@ -98,7 +98,8 @@ def _supervise(supervisor: Supervisor, placed: Placement, mps: bool) -> int:
     target, alone, say = supervisor.target, supervisor.alone, partial(supervisor.emit, "outrider")
 
     def ready() -> None:
-        say(f"ready on {target.address}, {_beside(supervisor.draft, in_process=alone is not None)}")
+        draft = f"a draft on {supervisor.draft.address}" if supervisor.draft else "the draft in its process"
+        say(f"ready on {target.address}, " + (f"with {draft}" if supervisor.draft or alone else "without a draft"))
         flag = "" if target.address == "127.0.0.1:50051" else f" --target {target.address}"
         if supervisor.gateway:
             http = f"http://{supervisor.gateway.address}"
@@ -115,12 +116,6 @@ def _supervise(supervisor: Supervisor, placed: Placement, mps: bool) -> int:
         return run(supervisor.run(ready))
     except OSError as error:
         raise CommandFailed(f"cannot start {sys.executable}: {error.strerror}") from error
-
-
-def _beside(draft: ServiceCommand | None, *, in_process: bool) -> str:
-    if draft is not None:
-        return f"with a draft on {draft.address}"
-    return "with the draft in its process" if in_process else "without a draft"
 
 
 UP = Command(

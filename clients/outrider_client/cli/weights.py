@@ -8,11 +8,11 @@ from pathlib import Path
 from rich.console import Console
 
 from outrider.settings import SettingsError, add_flags, unreadable
+from outrider.weight_updates import RunningRequests
 from outrider_client.cli.base import Command, CommandFailed, add_config_flag, options
 from outrider_client.client import Client
 from outrider_client.failures import ServiceUnreachable
 from outrider_client.terminal.options import ClientOptions
-from outrider_client.weights import RunningRequests
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:

@@ -17,7 +17,8 @@ from outrider.model_store import MODEL_STORE
 from outrider.sampling import SamplingParams
 from outrider.telemetry import names as telemetry
 from outrider.telemetry.tracing import Tracing, set_up_tracing
-from outrider_client.client import Client, Message
+from outrider_client.bench.runner import WARM_UP
+from outrider_client.client import Client
 from outrider_client.demo.show import totals_table, trace_table
 from outrider_client.demo.trace_sink import TraceSink
 from outrider_client.generation import Speculation
@@ -30,8 +31,6 @@ from outrider_client.terminal.waiting import waiting
 
 _TRACE_SECONDS = 10.0
 _SERVICES = (telemetry.CLIENT, telemetry.TARGET_SERVICE, telemetry.DRAFT_SERVICE)
-_WARM_UP: tuple[Message, ...] = (("user", "Count from one to ten, then count from one to ten once more."),)
-_TRIE = ("--drafter", "trie")
 _WITH_HEAD = ("--drafter", "merged", "--merged-drafters", "eagle,trie")
 # Editing repeats much of the prompt, which is what an n-gram drafter drafts from.
 _QUESTION = """\
@@ -78,7 +77,16 @@ async def run_demo(options: DemoOptions, console: Console) -> bool:
 
         async def answer(title: str, speculate: bool = True) -> Result:
             console.print(Rule(title, align="left"))
-            return await _answer(client, options, console, Painter(tokenizer), speculate)
+            painter = Painter(tokenizer)
+            generation = client.generate(
+                messages=[("user", _QUESTION)],
+                sampling=SamplingParams(max_tokens=options.max_tokens),
+                speculation=Speculation(enabled=None if speculate else False),
+            )
+            async for chunk in generation:
+                console.print(painter.paint(chunk), end="", soft_wrap=True)
+            console.print()
+            return await generation.result()
 
         console.print(Rule("prompt", align="left"))
         console.print(_QUESTION, markup=False)
@@ -114,7 +122,7 @@ async def _services(options: DemoOptions, console: Console) -> AsyncIterator[tup
         traced = ("--otlp-endpoint", sink.endpoint)
         # One after the other: the target times its own steps, which a compiling draft would disturb.
         with waiting(console, "starting the draft service"):
-            draft = await stack.start("draft", "draft_service", *_TRIE, *traced)
+            draft = await stack.start("draft", "draft_service", "--drafter", "trie", *traced)
         flags = ("--model", options.model, "--dtype", "float32", "--draft", draft, *traced)
         with waiting(console, f"starting the target service: loading {options.model} and timing its steps"):
             target = await stack.start("target", "target_service", *flags)
@@ -135,17 +143,5 @@ async def _warm_up(target: str, drafter: str) -> None:
             raise ServiceFailed(LookupError(problem))
         for enabled in (None, False):
             await client.generate(
-                messages=_WARM_UP, sampling=SamplingParams(max_tokens=24), speculation=Speculation(enabled=enabled)
+                messages=WARM_UP, sampling=SamplingParams(max_tokens=24), speculation=Speculation(enabled=enabled)
             ).result()
-
-
-async def _answer(client: Client, options: DemoOptions, console: Console, painter: Painter, speculate: bool) -> Result:
-    generation = client.generate(
-        messages=[("user", _QUESTION)],
-        sampling=SamplingParams(max_tokens=options.max_tokens),
-        speculation=Speculation(enabled=None if speculate else False),
-    )
-    async for chunk in generation:
-        console.print(painter.paint(chunk), end="", soft_wrap=True)
-    console.print()
-    return await generation.result()

@@ -32,8 +32,11 @@ _SHORT = Path("/tmp")
 _POLL_SECONDS = 0.05
 _WATCH_SECONDS = 1.0
 _KILL_SECONDS = 2.0
+# For a daemon to have its socket, for a first CUDA program, for `quit`, and for the end after it and after each signal.
+# Chosen, not measured: without the driver's persistence mode, a first program takes seconds.
+START_SECONDS, PROBE_SECONDS, QUIT_SECONDS, STOP_SECONDS = 5.0, 30.0, 5.0, 2.0
 # A minimal CUDA program: it fails as the services would where a daemon runs but cannot start its servers.
-_PROBE = """
+PROBE = """
 import ctypes, sys
 cuda = ctypes.CDLL("libcuda.so.1")
 device, context = ctypes.c_int(), ctypes.c_void_p()
@@ -42,18 +45,6 @@ error = error or cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 error = error or cuda.cuDevicePrimaryCtxRelease_v2(device)
 sys.exit(f"CUDA error {error}" if error else 0)
 """
-
-
-@dataclass(frozen=True)
-class MpsTimes:
-    """Time limits in seconds: until a daemon has its socket, for a first CUDA program, for `quit`, and for the daemon's
-    end after it, after SIGTERM and after SIGKILL. Chosen, not measured: without the driver's persistence mode, a first
-    program takes seconds."""
-
-    start: float = 5.0
-    probe: float = 30.0
-    quit: float = 5.0
-    stop: float = 2.0
 
 
 class _Unusable(Exception):
@@ -67,10 +58,6 @@ class Mps:
     # The placement's summary: `start` reports it, and how the GPU is shared, or what happens otherwise.
     _placed: str
     _report: Callable[[str], None]
-    _times: MpsTimes = MpsTimes()
-    _default_pipes: Path | None = None
-    # A program that fails where CUDA does; by default it opens the first GPU.
-    _probe: Sequence[str] = ()
     otherwise: str = TAKE_TURNS
     # The directories of its sockets and logs, by the variables that name them; empty for none of ours.
     _directories: Mapping[str, str] = field(default_factory=dict)
@@ -113,13 +100,13 @@ class Mps:
             await self._kill_left(pipes)
             shutil.rmtree(Path(pipes).parent, ignore_errors=True)
         if self._child is not None:
-            await _ended(self._child, self._times.stop)
+            await _ended(self._child, STOP_SECONDS)
         self._directories, self._child, self._watch = {}, None, None
 
     def _running(self) -> Path | None:
         """The directory of the user's running daemon, if any. A socket without a pid file is left from an ended one."""
         named = os.environ.get(PIPES, "")
-        pipes = Path(named) if named else self._default_pipes or DEFAULT_PIPES
+        pipes = Path(named) if named else DEFAULT_PIPES
         if all((pipes / name).exists() for name in ("control", f"{CONTROL}.pid")):
             return pipes
         if named:
@@ -144,8 +131,8 @@ class Mps:
             self._child = child = await Child.start(CONTROL, (program, "-f"), self._tail.append, environment)
             await self._wait_listening(child, Path(directories[PIPES]) / "control", remedy)
             # A CUDA program under the daemon, which starts its server for it.
-            probe = self._probe or (sys.executable, "-c", _PROBE)
-            status, output = await _outcome(probe, "", directories, self._times.probe)
+            probe = (sys.executable, "-c", PROBE)
+            status, output = await _outcome(probe, "", directories, PROBE_SECONDS)
         except OSError as error:
             raise _Unusable(f"{CONTROL} cannot be started: {error.strerror or error}", remedy) from error
         if status != 0:
@@ -155,15 +142,15 @@ class Mps:
 
     async def _wait_listening(self, child: Child, socket: Path, remedy: str) -> None:
         """Return once the daemon has its socket. Raises `_Unusable` when it ends, or takes too long."""
-        deadline = asyncio.get_running_loop().time() + self._times.start
+        deadline = asyncio.get_running_loop().time() + START_SECONDS
         while not socket.exists():
             if child.status is not None:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(child.wait(), self._times.stop)
+                    await asyncio.wait_for(child.wait(), STOP_SECONDS)
                 line = f": {self._tail[-1]}" if self._tail else ""
                 raise _Unusable(f"{CONTROL} ended with status {child.status}{line}", remedy)
             if asyncio.get_running_loop().time() > deadline:
-                raise _Unusable(f"{CONTROL} did not listen within {self._times.start:g} s", remedy)
+                raise _Unusable(f"{CONTROL} did not listen within {START_SECONDS:g} s", remedy)
             await asyncio.sleep(_POLL_SECONDS)
 
     async def _report_end(self, child: Child) -> None:
@@ -175,14 +162,14 @@ class Mps:
         program = shutil.which(CONTROL)
         if program is not None and child.status is None:
             with contextlib.suppress(OSError):
-                await _outcome((program,), "quit\n", self._directories, self._times.quit)
-        if not await _ended(child, self._times.stop):
+                await _outcome((program,), "quit\n", self._directories, QUIT_SECONDS)
+        if not await _ended(child, STOP_SECONDS):
             child.send_signal(signal.SIGTERM)
-            await _ended(child, self._times.stop)
+            await _ended(child, STOP_SECONDS)
 
     async def _kill_left(self, pipes: str) -> None:
         """Kill what still runs: the daemon, or servers that it left."""
-        deadline = asyncio.get_running_loop().time() + self._times.stop
+        deadline = asyncio.get_running_loop().time() + STOP_SECONDS
         while left := _processes_of(pipes):
             for pid in left:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -231,14 +218,10 @@ async def _outcome(
 
 def _processes_of(pipes: str) -> list[int]:
     """Ids of MPS daemons and servers that were started for this directory of pipes."""
-    mark, found = f"{PIPES}={pipes}".encode(), []
-    for entry in Path("/proc").iterdir():
-        # Processes of other users cannot be read, and some end meanwhile.
-        with contextlib.suppress(OSError):
-            if (
-                entry.name.isdecimal()
-                and b"nvidia-cuda-mps" in (entry / "cmdline").read_bytes()
-                and mark in (entry / "environ").read_bytes().split(b"\0")
-            ):
-                found.append(int(entry.name))
-    return found
+    # Imported here: not a part of every client's installation, but of the services' that share a GPU.
+    import psutil
+
+    # Of processes of other users there is None; those that end meanwhile are left out.
+    found = psutil.process_iter(("cmdline", "environ"))
+    ours = (one for one in found if (one.info["environ"] or {}).get(PIPES) == pipes)
+    return [one.pid for one in ours if "nvidia-cuda-mps" in " ".join(one.info["cmdline"] or ())]

@@ -94,30 +94,28 @@ def place(
         draft = ["--device", device] if names & {"medusa", "mtp"} else ["--device", device, "--cuda-graphs"]
         summary += f", the draft on {device}" + (", which it shares with the target" if shared else "")
     if drafter in _WITH_HEAD:
-        flag, chosen = _head(names, draft_words, named)
-        if not chosen:
-            chosen = _own_head(names, model or named.get(("target", "model"), "") or DEFAULT_MODEL)
-            draft += [flag, chosen] if chosen else []
+        head, flags = _head(names, model or named.get(("target", "model"), "") or DEFAULT_MODEL, draft_words, named)
+        draft += flags
         # A captured step keeps the states that a head reads only if it is named.
-        if chosen and flag_value(target_words, "--draft-head") is None and ("target", "draft_head") not in named:
-            target += ["--draft-head", chosen]
+        if head and flag_value(target_words, "--draft-head") is None and ("target", "draft_head") not in named:
+            target += ["--draft-head", head]
     return Placement(tuple(target), tuple(draft), summary, shared)
 
 
-def _head(names: Set[str], words: Sequence[str], named: Mapping[tuple[str, str], str]) -> tuple[str, str]:
-    """The flag that names the head of these drafters, and what the user named; empty for nothing."""
-    flag, section = "--head", "medusa" if "medusa" in names else "eagle"
+def _head(
+    names: Set[str], model: str, words: Sequence[str], named: Mapping[tuple[str, str], str]
+) -> tuple[str, tuple[str, ...]]:
+    """The head of these drafters, empty for none, and the draft's flags for one that the user did not name."""
     if "mtp" in names:
-        flag, section = "--base-model", "mtp"
-    return flag, flag_value(words, flag) or named.get((section, flag.removeprefix("--").replace("-", "_")), "")
-
-
-def _own_head(names: Set[str], model: str) -> str:
-    """The default head of a model; for MTP the model itself, whose checkpoint has the module. Empty for none."""
-    if "mtp" in names:
-        return model
-    shipped = head_made_for(model)
-    return "" if shipped is None or "medusa" in names else shipped.name
+        # The model's own, which its checkpoint has.
+        flag, setting, own = "--base-model", ("mtp", "base_model"), model
+    elif "medusa" in names:
+        flag, setting, own = "--head", ("medusa", "head"), ""
+    else:
+        shipped = head_made_for(model)
+        flag, setting, own = "--head", ("eagle", "head"), shipped.name if shipped else ""
+    chosen = flag_value(words, flag) or named.get(setting, "")
+    return (chosen, ()) if chosen or not own else (own, (flag, own))
 
 
 def flag_value(words: Sequence[str], flag: str) -> str | None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from outrider.runtime import end_tasks, until_first_ends
+from outrider.runtime import end_tasks, signal_handlers, until_first_ends
 from outrider_client.connection import Tls
 from outrider_client.local.mps import Mps
 from outrider_client.local.process import Child, ServiceDied, ServiceSlow, wait_serving
@@ -17,6 +17,10 @@ from outrider_client.local.process import Child, ServiceDied, ServiceSlow, wait_
 Emit = Callable[[str, str], None]
 # The exit status of a service with invalid settings. A restart would not help.
 SETTINGS_REFUSED = 2
+# For a service to become healthy, and to end after SIGTERM.
+START_SECONDS, STOP_SECONDS = 600.0, 35.0
+# Back-off doubles from the first to the longest, and is reset once a service ran for so long.
+FIRST_BACKOFF, LONGEST_BACKOFF, HEALTHY_AFTER = 0.5, 30.0, 30.0
 
 
 @dataclass(frozen=True)
@@ -31,17 +35,6 @@ class ServiceCommand:
     tls: Tls | None = None
 
 
-@dataclass(frozen=True)
-class RestartTimes:
-    """Seconds. Back-off doubles from the first to the longest, and is reset once a service ran for `healthy_after`."""
-
-    start: float = 600.0
-    stop: float = 35.0
-    first_backoff: float = 0.5
-    longest_backoff: float = 30.0
-    healthy_after: float = 30.0
-
-
 @dataclass
 class Supervisor:
     """Runs a target, and beside it a draft, whose death costs only speed, and a gateway.
@@ -54,7 +47,6 @@ class Supervisor:
     target: ServiceCommand
     draft: ServiceCommand | None
     emit: Emit
-    times: RestartTimes = RestartTimes()
     gateway: ServiceCommand | None = None
     mps: Mps | None = None
     alone: ServiceCommand | None = None
@@ -66,36 +58,32 @@ class Supervisor:
     async def run(self, on_ready: Callable[[], None] = lambda: None) -> int:
         """Run until a signal, the target's end, or invalid settings of draft or gateway. Returns the exit status: 0
         after a signal, else non-zero. Raises `OSError` where a service cannot be started for the first time."""
-        loop = asyncio.get_running_loop()
         handlers = {signal.SIGINT: self._on_signal, signal.SIGTERM: self._on_signal}
         # Ignored under nohup.
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             handlers[signal.SIGHUP] = self._on_signal if sys.stdin.isatty() else self._on_hangup
-        for number, handle in handlers.items():
-            loop.add_signal_handler(number, handle)
         kept: dict[str, asyncio.Task[None]] = {}
-        try:
-            if self.mps is not None and not await self._start_mps(self.mps) and self.alone is not None:
-                self.target, self.draft = self.alone, None
-            if self._stopping.is_set():
-                return self._status
-            beside = filter(None, (self.draft, self.gateway))
-            kept |= {command.name: asyncio.create_task(self._keep(command)) for command in beside}
-            return await self._run_target(on_ready)
-        finally:
-            self._stopping.set()
-            # They may be waiting for their back-off.
-            await end_tasks(*kept.values())
-            for name in kept:
-                await self._stop(name)
-            if self.mps is not None:
-                await self.mps.stop()
-            for number in handlers:
-                loop.remove_signal_handler(number)
-            for task in kept.values():
-                if not task.cancelled():
-                    # Raises what prevented a first start.
-                    task.result()
+        with signal_handlers(handlers):
+            try:
+                if self.mps is not None and not await self._start_mps(self.mps) and self.alone is not None:
+                    self.target, self.draft = self.alone, None
+                if self._stopping.is_set():
+                    return self._status
+                beside = filter(None, (self.draft, self.gateway))
+                kept |= {command.name: asyncio.create_task(self._keep(command)) for command in beside}
+                return await self._run_target(on_ready)
+            finally:
+                self._stopping.set()
+                # They may be waiting for their back-off.
+                await end_tasks(*kept.values())
+                for name in kept:
+                    await self._stop(name)
+                if self.mps is not None:
+                    await self.mps.stop()
+                for task in kept.values():
+                    if not task.cancelled():
+                        # Raises what prevented a first start.
+                        task.result()
 
     def _on_hangup(self) -> None:
         """Without a terminal, whose end it would be: have the services read their tokens again."""
@@ -128,7 +116,7 @@ class Supervisor:
     async def _stop(self, name: str) -> None:
         child = self._children.get(name)
         if child is not None and child.status is None:
-            await child.stop(self.times.stop)
+            await child.stop(STOP_SECONDS)
 
     async def _run_target(self, on_ready: Callable[[], None]) -> int:
         child = await self._start(self.target)
@@ -156,7 +144,7 @@ class Supervisor:
             self.emit("outrider", f"waiting for the target on {command.address}, asked {asks}: {cause}")
 
         try:
-            await wait_serving(target, command.address, self.times.start, command.token, command.tls, refused)
+            await wait_serving(target, command.address, START_SECONDS, command.token, command.tls, refused)
         except ServiceDied:
             # `_run_target` reports it.
             return
@@ -167,7 +155,7 @@ class Supervisor:
 
     async def _keep(self, command: ServiceCommand) -> None:
         """Run a service, and restart it whenever it ends."""
-        backoff = self.times.first_backoff
+        backoff = FIRST_BACKOFF
         loop = asyncio.get_running_loop()
         first = True
         while not self._stopping.is_set():
@@ -191,8 +179,8 @@ class Supervisor:
                     return
                 ended = str(ServiceDied(command.name, status))
             first = False
-            if loop.time() - started >= self.times.healthy_after:
-                backoff = self.times.first_backoff
+            if loop.time() - started >= HEALTHY_AFTER:
+                backoff = FIRST_BACKOFF
             self.emit("outrider", f"{ended}; starting it again in {backoff:g} s")
             await asyncio.sleep(backoff)
-            backoff = min(2 * backoff, self.times.longest_backoff)
+            backoff = min(2 * backoff, LONGEST_BACKOFF)

@@ -16,7 +16,6 @@ from outrider_client.bench.backends import TargetBackend
 from outrider_client.local.placement import Placement, flag_value, merged_drafters, named_settings, place, visible_gpus
 from outrider_client.local.settings_file import Document, read_document, to_toml, with_settings
 from outrider_client.local.stack import Stack, given, wait_for_drafter
-from outrider_client.results import TargetInfo
 from outrider_client.terminal.options import ClientOptions, TuneOptions, flag_words
 from outrider_client.tuning.candidates import Candidate, known_candidates, parse_candidates
 
@@ -137,9 +136,6 @@ class Side:
         backend = TargetBackend(ClientOptions(), self._address, speculate, candidate.max_nodes, memory)
         self._leave.push_async_callback(backend.close)
         return backend
-
-    async def info(self) -> TargetInfo:
-        return await self.backend(Candidate()).client().info()
 
     async def _start_draft(self, candidate: Candidate) -> None:
         setup = self._setup

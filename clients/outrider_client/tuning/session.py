@@ -167,7 +167,7 @@ class _Tuner:
         in_force, plain = self._base.backend(Candidate()), self._base.backend(Candidate(), speculate=False)
         end = monotonic() + SPECULATION_SHARE * seconds
         speculation, pair = await self._comparison.run((_IN_FORCE, in_force), (Mode(PLAIN), plain), end)
-        info = await self._base.info()
+        info = await in_force.client().info()
         # Estimates, until a draft has been changed.
         spent, costs = monotonic() - begun, Costs(change=self._base.draft_seconds, pair=pair)
         ahead = started if self._setup.gpu else 0.0

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draft_service.drafters.base import DraftSequence
 from draft_service.drafters.grown import Pending, in_order
 from draft_service.neural.config import NeuralConfig
 from draft_service.neural.cuda_graphs.attention import StaticAttend, StaticIntegers, capacity
@@ -24,7 +25,7 @@ from draft_service.neural.cuda_graphs.tree_pass import TreePass
 from draft_service.neural.devices import drafting_stream
 from draft_service.neural.network import Network, RowOutput
 from draft_service.neural.tail_attention import PassRows, TailPart, fresh_rows, fresh_slots
-from draft_service.neural.tree_drafting import TreeDrafting, TreeRequest
+from draft_service.neural.tree_drafting import TreeDrafting
 from outrider.sampling import LOSSLESS_MODES, VerificationMode
 from outrider.tree import TokenTree
 
@@ -125,15 +126,14 @@ class CapturedDrafting(TreeDrafting):
         self._pool: Any = None
 
     @torch.inference_mode()
-    def trees(self, requests: Sequence[TreeRequest]) -> list[TokenTree]:
+    def trees(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
         """The best trees: as a whole for modes without distributions, level by level for the others."""
-        modes = (request.sequence.mode for request in requests)
-        return in_order(requests, modes, lambda own: self.begin(own).fetch(), super().trees)
+        return in_order(sequences, lambda own: self.begin(own).fetch(), super().trees)
 
     @torch.inference_mode()
-    def begin(self, requests: Sequence[TreeRequest]) -> Pending:
-        work, replays = self.tree_pass(requests)
-        work.load(requests)
+    def begin(self, sequences: Sequence[DraftSequence]) -> Pending:
+        work, replays = self.tree_pass(sequences)
+        work.load(sequences)
         for part, replay in enumerate(replays):
             replay()
             work.send_back(part)
@@ -146,14 +146,14 @@ class CapturedDrafting(TreeDrafting):
         )
 
     @torch.inference_mode()
-    def tree_pass(self, requests: Sequence[TreeRequest]) -> tuple[TreePass, Sequence[Callable[[], None]]]:
+    def tree_pass(self, sequences: Sequence[DraftSequence]) -> tuple[TreePass, Sequence[Callable[[], None]]]:
         """The pass that drafts these trees, captured if it is new, and the graph of each of its parts, for between
         `load` and `fetch`. None of them is for a REJECTION request."""
-        coupled = any(request.sequence.mode is VerificationMode.COUPLED for request in requests)
-        size = _power_of_two(len(requests)), coupled
+        coupled = any(one.mode is VerificationMode.COUPLED for one in sequences)
+        size = _power_of_two(len(sequences)), coupled
         if size not in self._trees:
             work = TreePass(*size, self, self._static)
-            work.load(requests)
+            work.load(sequences)
             runs = (work.run_early, work.run_rest)[: work.parts]
             self._trees[size] = work, [self._capture(run, work.plan) for run in runs]
         return self._trees[size]

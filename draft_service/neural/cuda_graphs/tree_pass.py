@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from draft_service.compiling import Numbers, compiled
-from draft_service.drafters.base import DraftSequence, tree_limits
+from draft_service.drafters.base import DraftSequence
 from draft_service.drafters.grown import Grown
 from draft_service.neural.candidates import temperature_of
 from draft_service.neural.cuda_graphs.attention import StaticAttend, StaticIntegers, capacity
+from draft_service.neural.level_growth import COUPLED, DEPTH, MODE, NODES, TOP_K
 from draft_service.neural.network import RowOutput
-from draft_service.neural.tree_drafting import TreeDrafting, TreeRequest
-from outrider.sampling import VerificationMode
+from draft_service.neural.tree_drafting import CacheEntry, TreeDrafting, rules_of
 from tree_kernels.device_event import DeviceEvent
 from tree_kernels.growth import Children, Race, grow, keep, likeliest, make_growth, make_kept, race_winners
 
@@ -93,23 +93,24 @@ class TreePass:
         # Sequences whose request parameters are in the host's memory.
         self._written: list[DraftSequence] = []
 
-    def load(self, requests: Sequence[TreeRequest]) -> None:
+    def load(self, sequences: Sequence[DraftSequence]) -> None:
         """Copy the requests to the device, asynchronously."""
         self.turn += 1
-        count, integers, host = len(requests), self._integers, self._integers.host
-        sequences, pages = [request.sequence for request in requests], [request.entry.pages for request in requests]
+        count, integers, host = len(sequences), self._integers, self._integers.host
+        entries: list[CacheEntry] = [sequence.state for sequence in sequences]
+        pages = [entry.pages for entry in entries]
         integers.wait()
         if sequences != self._written:
             # Mostly the same from step to step, and the parameters of a request do not change.
             self._write_requests(sequences)
-            self._written = sequences
+            self._written = [*sequences]
         host["noise_positions"][:count] = [len(sequence.token_ids) for sequence in sequences]
         integers.fill("states", [own[0] for own in pages], self._states.unused)
-        prefixes = np.array([request.entry.entries - 1 for request in requests], np.int32)
+        prefixes = np.array([entry.entries - 1 for entry in entries], np.int32)
         integers.write_plan(pages, prefixes, np.full(count, self._tail))
         by_level = (self._shape.num_steps - 1, self.sequences, self._shape.width)
         _place_rows(
-            np.array([request.position for request in requests], np.int32),
+            np.array([entry.position for entry in entries], np.int32),
             prefixes,
             integers.page_starts,
             integers.page_table,
@@ -121,17 +122,12 @@ class TreePass:
         self._roots = [sequence.root for sequence in sequences]
 
     def _write_requests(self, sequences: Sequence[DraftSequence]) -> None:
-        count, host = len(sequences), self._integers.host
-        sampling = [sequence.sampling for sequence in sequences]
-        limits = [tree_limits(self._shape.limits, sequence.limits) for sequence in sequences]
-        host["seeds"][:count] = np.array([sequence.seed for sequence in sequences], np.uint64)
-        host["coupled"][:count] = [sequence.mode is VerificationMode.COUPLED for sequence in sequences]
+        count, host, rules = len(sequences), self._integers.host, rules_of(sequences, self._shape)
         self._integers.fill("temperatures", [temperature_of(sequence) for sequence in sequences], 1.0)
-        host["top_k"][:count] = [one.top_k for one in sampling]
-        host["top_p"][:count] = [one.top_p for one in sampling]
-        host["min_p"][:count] = [one.min_p for one in sampling]
-        host["limits"][:count] = [one.max_nodes for one in limits]
-        host["limits"][self.sequences : self.sequences + count] = [one.max_depth for one in limits]
+        host["seeds"][:count], host["coupled"][:count] = rules.seeds, rules.ints[:, MODE] == COUPLED
+        host["top_k"][:count] = rules.ints[:, TOP_K]
+        host["top_p"][:count], host["min_p"][:count] = rules.reals.T
+        host["limits"].reshape(2, -1)[:, :count] = rules.ints[:, [NODES, DEPTH]].T
 
     def run_early(self) -> None:
         """Grow the first levels of all trees, and write the trees for `fetch`."""

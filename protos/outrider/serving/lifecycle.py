@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import threading
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from outrider.errors import EngineDead
-from outrider.runtime import until_first_ends
+from outrider.runtime import signal_handlers, until_first_ends
 from outrider.serving.server import LAST_WORDS_SECONDS, GrpcServer
 
 logger = logging.getLogger(__name__)
@@ -48,7 +46,11 @@ async def load_and_serve(
     with the port closed.
     """
     stopping, skip_wait = stopping or asyncio.Event(), asyncio.Event()
-    with _signals(lambda: skip_wait.set() if stopping.is_set() else stopping.set(), server.reload):
+
+    def stop() -> None:
+        (skip_wait if stopping.is_set() else stopping).set()
+
+    with signal_handlers({signal.SIGTERM: stop, signal.SIGINT: stop, signal.SIGHUP: server.reload}):
         await server.start()
         logger.info("loading; health is answered on %s", server.address)
         loading = asyncio.ensure_future(load())
@@ -77,22 +79,6 @@ async def load_and_serve(
         await until_first_ends(ending, skip_wait.wait(), timeout=STOP_GRACE + LAST_WORDS_SECONDS + 1.0)
         logger.info("stopped")
         return 0 if failure is None else 1
-
-
-@contextmanager
-def _signals(stop: Callable[[], None], reload: Callable[[], None]) -> Iterator[None]:
-    """Call `stop` on SIGTERM and SIGINT, `reload` on SIGHUP; only the main thread can handle signals."""
-    loop = asyncio.get_running_loop()
-    handlers = {signal.SIGTERM: stop, signal.SIGINT: stop, signal.SIGHUP: reload}
-    if threading.current_thread() is not threading.main_thread():
-        handlers = {}
-    for name, handle in handlers.items():
-        loop.add_signal_handler(name, handle)
-    try:
-        yield
-    finally:
-        for name in handlers:
-            loop.remove_signal_handler(name)
 
 
 async def _watch(server: GrpcServer, worker: Worker, stopping: asyncio.Event) -> BaseException | None:
