@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,12 +16,10 @@ from draft_service.config import DraftConfig, add_drafter_flags, drafter_config
 from draft_service.drafters.base import Drafter, create, device_of, info_of
 from draft_service.server import SERVICE_NAME, DraftServicer
 from draft_service.session import Admission
-from outrider import __version__
 from outrider.busy_polling import allowed_seconds
 from outrider.errors import OutriderError
 from outrider.runtime import configure_logging, in_thread_to_leave, run, settled
-from outrider.serving import Authenticator, GrpcServer, Service, ServingOptions, TlsFiles, check_free, load_and_serve
-from outrider.serving.calls import CallLimits
+from outrider.serving import Authenticator, GrpcServer, Service, ServingOptions, check_free, load_and_serve
 from outrider.settings import CommandParser, SettingsError, add_flags, load, settings_file
 from outrider.telemetry.names import DRAFT_SERVICE
 from outrider.telemetry.registry import MetricsServer
@@ -56,17 +55,9 @@ def provide_drafter(
 def make_server(config: DraftConfig, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> GrpcServer:
     """A server whose servicer is added later, by `provide_drafter`. Needs a running event loop. Raises `SettingsError`
     for settings that contradict each other."""
-    options = ServingOptions(
-        listen=config.listen,
-        limits=CallLimits.of(config),
-        authenticator=Authenticator.from_file(config.auth_tokens),
-        read_tokens=partial(Authenticator.from_file, config.auth_tokens),
-        tls=TlsFiles(config.tls_certificate, config.tls_key, config.tls_client_ca),
-        reflection=config.reflection,
-        admin_listen=config.admin_listen,
-        # While a drafter compiles for seconds, the target's pings queue up, which looks like abuse.
-        ping_strikes=0,
-    )
+    options = ServingOptions.of(config, config.listen, partial(Authenticator.from_file, config.auth_tokens))
+    # While a drafter compiles for seconds, the target's pings queue up, which looks like abuse.
+    options = replace(options, ping_strikes=0)
     return GrpcServer(options, [Service(SERVICE_NAME, loading="the drafter is being loaded")], interceptors)
 
 
@@ -74,7 +65,7 @@ async def serve(config: DraftConfig, drafter: Drafter) -> int:
     """Start the drafter and serve until SIGTERM or SIGINT; returns the process's exit status. Health and metrics are
     served from the start."""
     calls = RpcMetricsInterceptor()
-    tracing = set_up_tracing(DRAFT_SERVICE, config.otlp_endpoint, ratio=config.trace_ratio, version=__version__)
+    tracing = set_up_tracing(DRAFT_SERVICE, config.otlp_endpoint, ratio=config.trace_ratio)
     with ExitStack() as stack:
         stack.callback(tracing.shutdown)
         server = make_server(config, [calls])

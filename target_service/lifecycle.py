@@ -12,8 +12,7 @@ from typing import Protocol
 from outrider import __version__
 from outrider.limits import TenantTable
 from outrider.runtime import settled
-from outrider.serving import Authenticator, GrpcServer, Service, ServingOptions, TlsFiles, load_and_serve
-from outrider.serving.calls import CallLimits
+from outrider.serving import Authenticator, GrpcServer, Service, ServingOptions, load_and_serve
 from outrider.telemetry.names import TARGET_SERVICE
 from outrider.telemetry.registry import MetricsServer
 from outrider.telemetry.rpc import RpcMetricsInterceptor
@@ -73,16 +72,9 @@ def _make_server(config: TargetConfig, quotas: TenantQuotas, calls: RpcMetricsIn
         quotas.table = TenantTable.from_file(config.auth_tokens, config.tenant_limits)
         return authenticator
 
-    options = ServingOptions(
-        listen=config.listen,
-        # Twice what the engine takes; the rest is for health, information, and refusals with a reason.
-        limits=CallLimits.of(config, total=2 * (config.max_running + config.max_waiting) + 64),
-        authenticator=Authenticator.from_file(config.auth_tokens),
-        read_tokens=read_tokens,
-        tls=TlsFiles(config.tls_certificate, config.tls_key, config.tls_client_ca),
-        reflection=config.reflection,
-        admin_listen=config.admin_listen,
-    )
+    # Twice what the engine takes; the rest is for health, information, and refusals with a reason.
+    most = 2 * (config.max_running + config.max_waiting) + 64
+    options = ServingOptions.of(config, config.listen, read_tokens, most)
     return GrpcServer(options, [Service(SERVICE_NAME)], [calls])
 
 
@@ -94,16 +86,11 @@ async def serve_engine(config: TargetConfig, host: EngineHost, stopping: asyncio
     """
     calls = RpcMetricsInterceptor()
     async with AsyncExitStack() as stack:
-        tracing = set_up_tracing(
-            TARGET_SERVICE,
-            config.otlp_endpoint,
-            ratio=config.trace_ratio,
-            steps=config.trace_steps,
-            version=__version__,
-        )
+        endpoint, ratio = config.otlp_endpoint, config.trace_ratio
+        tracing = set_up_tracing(TARGET_SERVICE, endpoint, ratio=ratio, steps=config.trace_steps)
         stack.push_async_callback(asyncio.to_thread, tracing.shutdown)
         stack.push_async_callback(host.stop)
-        quotas = TenantQuotas(TenantTable.from_file(config.auth_tokens, config.tenant_limits))
+        quotas = TenantQuotas()
         server = _make_server(config, quotas, calls)
         # At first with the metrics of the process only.
         metrics = MetricsServer(config.metrics_listen) if config.metrics_listen else None

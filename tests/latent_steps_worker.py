@@ -13,7 +13,6 @@ import torch
 from latent_models import make_latent
 from torch import Tensor
 
-from target_service.model import latent_attention
 from target_service.model.cuda_graphs.sizes import Bucket
 from target_service.model.cuda_graphs.step_buffer import StepBuffer
 from target_service.model.forward import ForwardInput
@@ -21,9 +20,10 @@ from target_service.model.fused import latent_layers
 from target_service.model.runner import ModelRunner, PassContext, runner_for
 from tree_kernels.attention import AttentionBatch
 from tree_kernels.attention.triton_planning import TritonSettings
-from tree_kernels.latent_attention import LatentAttention
+from tree_kernels.latent_attention import LatentAttention, norm_rope
 from tree_kernels.latent_attention.triton_backend import TritonLatentAttention
-from tree_kernels.latent_attention.triton_writing import norm_rope_write_rows, write_rows
+from tree_kernels.latent_attention.triton_writing import norm_rope_write_rows
+from tree_kernels.triton_paging import write_rows
 
 PAGE_SIZE = 16
 PAGES = ((5, 2, 9), (7, 1, 4))
@@ -83,13 +83,13 @@ def main() -> None:
         ]
         expected = [plain.forward(step).clone() for step in steps]
         # As on a GPU: rows without a slot write nothing.
-        kept = latent_attention.write_latents, latent_layers.norm_rope_write
+        kept = norm_rope.write_kv, latent_layers.norm_rope_write
         if fused:
             assert latent_layers.fuse_latents(padded.model)
-        latent_attention.write_latents, latent_layers.norm_rope_write = write_rows, norm_rope_write_rows
+        norm_rope.write_kv, latent_layers.norm_rope_write = write_rows, norm_rope_write_rows
         buffer = Padded(padded)
         got = [buffer.forward(step).clone() for step in steps]
-        latent_attention.write_latents, latent_layers.norm_rope_write = kept
+        norm_rope.write_kv, latent_layers.norm_rope_write = kept
         # What was said, and what was left in the cache.
         got.append(padded.cache.key_pool)
         expected.append(plain.cache.key_pool)

@@ -27,7 +27,8 @@ from torch import Tensor
 from benchmarks.kernels.attention_inputs import DEVICE, Case, Inputs, draw, measure, time_us
 from benchmarks.shared.machine import describe
 from benchmarks.shared.report import parser_of, show, write_json
-from tree_kernels.attention.triton_backend import TritonAttention, TritonSettings
+from tree_kernels.attention.triton_backend import TritonAttention
+from tree_kernels.attention.triton_planning import TritonSettings
 from tree_kernels.attention.triton_tiling import Tiling
 
 

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 
 import uvicorn
 
-import outrider
 from outrider.host_names import is_loopback
 from outrider.runtime import settled
 from outrider.settings import SettingsError
@@ -49,9 +48,7 @@ class GatewayServer:
             listening = leave.enter_context(contextlib.closing(_listen(config.listen)))
             host, port = listening.getsockname()[:2]
             self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-            tracing = set_up_tracing(
-                telemetry.GATEWAY_SERVICE, config.otlp_endpoint, ratio=config.trace_ratio, version=outrider.__version__
-            )
+            tracing = set_up_tracing(telemetry.GATEWAY_SERVICE, config.otlp_endpoint, ratio=config.trace_ratio)
             leave.callback(tracing.shutdown)
             clients = [Client(access.connection(address), tracing) for address in config.targets]
             targets = Targets(clients, health_seconds=config.health_seconds, load_bound=config.load_bound)

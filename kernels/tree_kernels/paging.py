@@ -14,8 +14,8 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
     Args:
         key: [R, Hkv, D].
         value: [R, Hkv, Dv].
-        key_cache: [pages, page_size, Hkv, D], contiguous, of key's dtype.
-        value_cache: [pages, page_size, Hkv, Dv], contiguous, of value's dtype.
+        key_cache: [pages, page_size, Hkv, D], of key's dtype, contiguous, or so much of the columns of such a cache.
+        value_cache: [pages, page_size, Hkv, Dv], of value's dtype, likewise.
         slots: [R] int64, all different. On a GPU also int32, and rows whose slot is negative are left out.
     """
     if key.is_cuda:

@@ -20,6 +20,7 @@ import dataclasses
 import json
 import logging
 import math
+import operator
 import os
 import tomllib
 import types
@@ -40,6 +41,8 @@ MOST_MESSAGE_BYTES = 2**31 - 1
 FIRST_MESSAGE_SECONDS = 10.0
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
+# By name of a bound: its words, and whether a number keeps it.
+_BOUNDS = {"ge": ("at least", operator.ge), "gt": ("above", operator.gt), "le": ("at most", operator.le)}
 # Drafters that come with Outrider: the draft service's own list, which this package may not import.
 DRAFTERS = ("trie", "prompt_lookup", "random", "eagle", "medusa", "mtp", "model", "merged")
 # Tables that a file may have: services and the command line share one file, and each reads its own tables. A table of
@@ -131,16 +134,13 @@ def _parse(config: type[Any], field: dataclasses.Field[Any], value: object, sour
 
 
 def _check_bounds(value: Any, bounds: Mapping[str, float | None], source: str) -> None:
-    """Written so that NaN fails."""
-    least, above, most = (bounds[name] for name in ("ge", "gt", "le"))
-    if least is not None and not value >= least:
-        raise SettingsError(f"{source}: must be at least {least}")
-    if above is not None and not value > above:
-        raise SettingsError(f"{source}: must be above {above}")
-    if most is not None and not value <= most:
-        raise SettingsError(f"{source}: must be at most {most}")
+    for name, (words, holds) in _BOUNDS.items():
+        bound = bounds[name]
+        # Written so that NaN fails.
+        if bound is not None and not holds(value, bound):
+            raise SettingsError(f"{source}: must be {words} {bound}")
     # What takes the number, such as a tensor or a message, has no more bits.
-    if most is None and isinstance(value, int) and not -(2**63) <= value < 2**63:
+    if bounds["le"] is None and isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise SettingsError(f"{source}: must fit 64 bits with a sign")
 
 
@@ -193,11 +193,10 @@ def add_flags(parser: argparse.ArgumentParser, config: type[Any], but: Collectio
 def _help_of(field: dataclasses.Field[Any]) -> str:
     """The help text of a field: its meaning, deprecation, bounds and default."""
     note = f"; deprecated: {field.metadata['deprecated']}" if field.metadata["deprecated"] else ""
-    least, above, most = (field.metadata["bounds"][name] for name in ("ge", "gt", "le"))
-    words = {"at least": least, "above": above, "at most": most}
-    bounds = ", ".join(f"{word} {bound}" for word, bound in words.items() if bound is not None)
-    if least is not None and most is not None:
-        bounds = f"{least} to {most}"
+    given = {name: bound for name, bound in field.metadata["bounds"].items() if bound is not None}
+    bounds = ", ".join(f"{_BOUNDS[name][0]} {bound}" for name, bound in given.items())
+    if given.keys() >= {"ge", "le"}:
+        bounds = f"{given['ge']} to {given['le']}"
     default = "none" if field.default is None else "empty" if field.default == "" else field.default
     return f"{field.metadata['help']}{note} ({f'{bounds}; ' if bounds else ''}default: {default})"
 

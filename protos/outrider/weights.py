@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +32,8 @@ class Weights:
         of them cannot be read."""
         self._source = str(source)
         self._files = tuple(files)
-        # Files that were found, since the hub's library asks the hub again for every one.
-        self._found: dict[str, Path] = {}
+        # By name; kept, since the hub's library asks the hub again for every one.
+        self._file = cache(self._search)
         self._folder = Path(source) if Path(source).is_dir() else None
         if self._folder is None and "/" in self._source:
             _check_fetchable(self._source)
@@ -134,11 +134,6 @@ class Weights:
         if file is None:
             raise HeadRefused(f"{self._source}: no {name}, neither as a folder nor on the hub")
         return file
-
-    def _file(self, name: str) -> Path | None:
-        if name not in self._found and (found := self._search(name)) is not None:
-            self._found[name] = found
-        return self._found.get(name)
 
     def _search(self, name: str) -> Path | None:
         if self._folder is not None:

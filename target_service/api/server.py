@@ -143,7 +143,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     async def UpdateWeights(
         self, request_iterator: AsyncIterator[target_pb2.UpdateWeightsRequest], _context: Any
     ) -> target_pb2.UpdateWeightsResponse:
-        return replies.updated(await self._weights.run(current_caller(), request_iterator))
+        return replies.updated(await self._weights.run(current_caller.get(), request_iterator))
 
 
 def _text_of(verdict: Verdict, text: Detokenizer | ByteText) -> str:

@@ -18,7 +18,7 @@ from google.rpc import status_pb2
 from warm_python import warm_python
 
 from outrider import errors
-from outrider.serving import Authenticator, GrpcServer, Service, ServingOptions, current_tenant
+from outrider.serving import Authenticator, Caller, GrpcServer, Service, ServingOptions, current_tenant
 from outrider.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc, tree_pb2
 from outrider.wire.trees import DRAFT_REFUSED_KEY, status_of
 
@@ -342,7 +342,7 @@ async def start_only() -> AsyncIterator[Callable[[str], Awaitable[str]]]:
 @pytest.fixture
 async def guarded() -> AsyncIterator[Running]:
     """As `running`, but with a token that belongs to the tenant "acme"."""
-    running = await serve(ScriptedTarget(), ScriptedDraft(), Authenticator({"sixteen-letters!": "acme"}))
+    running = await serve(ScriptedTarget(), ScriptedDraft(), Authenticator({"sixteen-letters!": Caller("acme")}))
     yield running
     await running.server.stop(0)
 

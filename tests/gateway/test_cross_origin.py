@@ -15,7 +15,7 @@ from browser import CHROMIUM, browser_page
 from scripted_engine import ScriptedEngine
 from tcp_server import answering
 
-from outrider.serving import Authenticator
+from outrider.serving import Authenticator, Caller
 from outrider.settings import SettingsError
 from outrider_gateway.config import GatewayConfig
 
@@ -137,7 +137,7 @@ async def page_elsewhere(pages: list[str]) -> AsyncIterator[str]:
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 async def test_a_browser_streams_with_a_bearer_token(gateways: Any, tmp_path: Path) -> None:
     token = "sixteen-letters!"
-    serving = {"authenticator": Authenticator({token: "acme"})}
+    serving = {"authenticator": Authenticator({token: Caller("acme")})}
     engine = ScriptedEngine(tick=0.01)
     async with page_elsewhere([""]) as origin, browser_page(tmp_path) as page:
         await page.open(origin)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from outrider.host_names import HostNames
-from outrider.serving import Authenticator
+from outrider.serving import Authenticator, Caller
 from outrider.settings import SettingsError
 from outrider_client.terminal.options import AccessOptions
 from outrider_gateway.config import GatewayConfig
@@ -121,7 +121,7 @@ async def test_warning_of_tokens_without_tls(listen: str, warns: bool, caplog: p
 async def test_a_page_of_another_name_gets_nothing(gateways: Any) -> None:
     """From any path, with whichever method, preflights included; and nothing is read of what it sends."""
     token = "sixteen-letters!"
-    serving = {"authenticator": Authenticator({token: "acme"})}
+    serving = {"authenticator": Authenticator({token: Caller("acme")})}
     async with gateways(serving=serving, allow_origin="*") as gateway:
         paths = set(gateway.server.application.paths)
         assert {"/", "/health", "/metrics", "/v1/models", "/v1/completions"} <= paths

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from scripted_engine import ScriptedEngine
 
-from outrider.serving import Authenticator
+from outrider.serving import Authenticator, Caller
 from outrider_client.client import Client
 from outrider_client.terminal.options import AccessOptions
 from outrider_gateway.config import GatewayConfig
@@ -313,7 +313,7 @@ async def test_no_tokenizer_is_looked_for_by_a_callers_word(
     """Where the gateway may not ask what is served: a model's name may be any folder of its machine."""
     looked: list[str] = []
     monkeypatch.setattr("outrider_gateway.served_models.find_tokenizer", looked.append)
-    serving = {"authenticator": Authenticator({TOKEN: "acme"})}
+    serving = {"authenticator": Authenticator({TOKEN: Caller("acme")})}
     async with gateways(serving=serving) as gateway:
         asked = {**TEXT, "model": str(tmp_path), "logprobs": 1}
         assert (await gateway.http.post("/v1/completions", json=asked)).status_code == 401
@@ -326,7 +326,7 @@ async def test_no_tokenizer_is_looked_for_by_a_callers_word(
 async def test_a_model_that_the_gateway_may_not_ask_for_is_named_by_its_answer(gateways: Any) -> None:
     asked = {name: value for name, value in TEXT.items() if name != "model"}
     bearer = {"authorization": f"Bearer {TOKEN}"}
-    async with gateways(serving={"authenticator": Authenticator({TOKEN: "acme"})}) as gateway:
+    async with gateways(serving={"authenticator": Authenticator({TOKEN: Caller("acme")})}) as gateway:
         whole = await gateway.http.post("/v1/completions", json={**asked, "n": 2}, headers=bearer)
         streamed = await gateway.http.post("/v1/completions", json={**asked, "stream": True}, headers=bearer)
     assert whole.json()["model"] == "counter"
@@ -413,7 +413,7 @@ async def test_error_after_the_first_token_is_the_last_event(gateways: Any) -> N
 
 
 async def test_tokens_are_the_tenants_own(gateways: Any) -> None:
-    serving = {"authenticator": Authenticator({TOKEN: "acme"})}
+    serving = {"authenticator": Authenticator({TOKEN: Caller("acme")})}
     async with gateways(serving=serving, token=TOKEN) as gateway:
         assert [model.id async for model in gateway.openai.models.list()] == ["counter"]
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": f"Basic {TOKEN}"}):

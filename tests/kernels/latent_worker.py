@@ -16,10 +16,11 @@ from conftest import Spec, make_latent_case
 
 from tree_kernels.attention.triton_planning import TritonSettings
 from tree_kernels.attention.triton_tiling import Tiling
-from tree_kernels.latent_attention import LatentAttention, LatentRows, Rotary, expanded_values
+from tree_kernels.latent_attention import LatentAttention, LatentRows, Rotary, expanded_values, norm_rope
 from tree_kernels.latent_attention.norm_rope import normed, rotated
 from tree_kernels.latent_attention.triton_backend import TritonLatentAttention
-from tree_kernels.latent_attention.triton_writing import norm_rope_write_rows, write_rows
+from tree_kernels.latent_attention.triton_writing import norm_rope_write_rows
+from tree_kernels.triton_paging import write_rows
 
 INTERPRETED = not torch.cuda.is_available()
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -133,7 +134,9 @@ def writing_leaves_out_rows_without_a_slot() -> bool:
     slots = torch.tensor([33, -1, 0, 63, 17], dtype=torch.int32, device=DEVICE)
     expected = cache.clone().flatten(0, 1)
     expected[slots[[0, 2, 3, 4]].long()] = torch.cat([both[[0, 2, 3, 4], 0, :24], both[[0, 2, 3, 4], 1, :16]], dim=1)
-    write_rows(both[:, 0, :24], both[:, 1, :16], cache, slots)
+    # As on a GPU, also where there is none.
+    norm_rope.write_kv = write_rows
+    norm_rope.write_latents(both[:, 0, :24], both[:, 1, :16], cache, slots)
     return torch.equal(cache.flatten(0, 1), expected)
 
 

@@ -114,7 +114,7 @@ def test_the_parent_decides_and_else_the_ratio(ratio: float, parent: str, sample
 async def test_spans_reach_a_receiver_under_the_service_name() -> None:
     sink = TraceSink()
     await sink.start()
-    tracing = set_up_tracing("outrider-test", sink.endpoint, version="1.2")
+    tracing = set_up_tracing("outrider-test", sink.endpoint)
     span = tracing.tracer.start_span("call", context_from_traceparent(PARENT))
     span.end()
     await asyncio.to_thread(tracing.shutdown)

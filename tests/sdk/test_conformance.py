@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from outrider.errors import UnknownModel
-from outrider.serving import Authenticator, GrpcServer, Service, ServingOptions
+from outrider.serving import Authenticator, Caller, GrpcServer, Service, ServingOptions
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import target_pb2_grpc, tree_pb2
 
@@ -157,7 +157,9 @@ class TestErrors:
             "outrider.v1.TargetService",
             lambda to: target_pb2_grpc.add_TargetServiceServicer_to_server(WithoutModel(), to),
         )
-        server = GrpcServer(ServingOptions(authenticator=Authenticator({"sixteen-letters!": "acme"})), [service])
+        server = GrpcServer(
+            ServingOptions(authenticator=Authenticator({"sixteen-letters!": Caller("acme")})), [service]
+        )
         await server.start()
         try:
             without, with_token = await sdk.run("token", target=server.address, token="sixteen-letters!")

@@ -21,14 +21,14 @@ from outrider.errors import (
     QuotaExceeded,
     Unauthenticated,
 )
-from outrider.serving import Authenticator
+from outrider.serving import Authenticator, Caller
 from outrider.serving.calls import CallLimits, Calls
 from outrider.serving.pacing import RefusalPace
 from outrider.v1 import target_pb2, target_pb2_grpc
 from outrider.wire.trees import error_of_rpc
 
 ACME, OTHER = "acme-token-of-length", "other-token-of-length"
-LOCKED = {"authenticator": Authenticator({ACME: "acme", OTHER: "other"})}
+LOCKED = {"authenticator": Authenticator({ACME: Caller("acme"), OTHER: Caller("other")})}
 FRESH = [("grpc.use_local_subchannel_pool", 1)]
 
 

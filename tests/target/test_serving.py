@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from outrider.errors import OutriderError, StepSkipped, all_errors
-from outrider.serving import Authenticator, GrpcServer, Service, ServingOptions, check_free
+from outrider.serving import Authenticator, Caller, GrpcServer, Service, ServingOptions, check_free
 from outrider.serving.calls import CallLimits
 from outrider.serving.server import MAX_METADATA_BYTES
 from outrider.settings import SettingsError
@@ -102,7 +102,7 @@ class TestTenants:
         ids=["none", "wrong", "no-scheme", "other-scheme", "longer", "twice", "other-tenant"],
     )
     async def test_refused(self, echo: Any, metadata: Any, code: grpc.StatusCode) -> None:
-        options = {"authenticator": Authenticator({TOKEN: "acme"})}
+        options = {"authenticator": Authenticator({TOKEN: Caller("acme")})}
         async with echo.serving(echo.Echo(), **options) as server, grpc.aio.insecure_channel(server.address) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await echo.call(channel, "Unary", metadata=metadata)
@@ -110,14 +110,14 @@ class TestTenants:
             assert TOKEN not in str(caught.value.details())
 
     async def test_token_decides_the_tenant(self, echo: Any) -> None:
-        options = {"authenticator": Authenticator({TOKEN: "acme", "another-token-of-length": "other"})}
+        options = {"authenticator": Authenticator({TOKEN: Caller("acme"), "another-token-of-length": Caller("other")})}
         async with echo.serving(echo.Echo(), **options) as server, grpc.aio.insecure_channel(server.address) as channel:
             assert await echo.call(channel, "Unary", metadata=(("authorization", f"Bearer {TOKEN}"),)) == b"acme"
 
     async def test_every_method_of_every_service_wants_a_token(self, echo: Any) -> None:
         """Reflection and channelz are doors too. Health is for probes, which have none."""
         options: dict[str, Any] = {
-            "authenticator": Authenticator({TOKEN: "acme"}),
+            "authenticator": Authenticator({TOKEN: Caller("acme")}),
             "reflection": True,
             "admin_listen": "127.0.0.1:0",
         }
@@ -141,7 +141,7 @@ class TestTenants:
 
     @pytest.mark.parametrize("bearer", [(), (("authorization", "Bearer wrong"),)], ids=["none", "wrong"])
     async def test_health_answers_without_a_token_and_nothing_else_does(self, echo: Any, bearer: Any) -> None:
-        options = {"authenticator": Authenticator({TOKEN: "acme"})}
+        options = {"authenticator": Authenticator({TOKEN: Caller("acme")})}
         async with echo.serving(echo.Echo(), **options) as server, grpc.aio.insecure_channel(server.address) as channel:
             stub, request = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest()
             assert (await stub.Check(request, metadata=bearer)).status == health_pb2.HealthCheckResponse.SERVING

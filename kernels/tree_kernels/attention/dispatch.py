@@ -15,17 +15,19 @@ if TYPE_CHECKING:
 Backend = Literal["reference", "torch", "triton", "flashinfer"]
 
 
-class _Planner(Protocol):
+class Planner(Protocol):
+    """The part of a backend that does the index work of a step."""
+
     def plan(self, batch: AttentionBatch) -> AttentionPlan: ...
 
 
-class _Implementation(_Planner, Protocol):
+class _Implementation(Planner, Protocol):
     def run(
         self, plan: AttentionPlan, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float
     ) -> Tensor: ...
 
 
-_Backend = TypeVar("_Backend", bound=_Planner)
+_Backend = TypeVar("_Backend", bound=Planner)
 
 
 class PlannedAttention(Generic[_Backend]):

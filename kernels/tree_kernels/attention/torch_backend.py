@@ -35,24 +35,14 @@ class TorchPlan(AttentionPlan):
     sequences: list[SequencePlan]
 
 
-class TorchAttention:
-    """Views instead of gathers where a sequence's pages are consecutive; no mask for a single row."""
+class TorchPlanner:
+    """Plans views instead of gathers where a sequence's pages are consecutive; no mask for a single row."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def plan(self, batch: AttentionBatch) -> AttentionPlan:
         return TorchPlan(batch, [self._plan_one(batch, b) for b in range(batch.sequences) if batch.row_counts[b]])
-
-    def run(self, plan: AttentionPlan, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
-        assert isinstance(plan, TorchPlan)
-        if len(plan.sequences) == 1:
-            return self._run_one(plan.sequences[0], query, key_cache, value_cache, scale)
-        output = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[-1])
-        for one in plan.sequences:
-            rows = query[one.start : one.end]
-            output[one.start : one.end] = self._run_one(one, rows, key_cache, value_cache, scale)
-        return output
 
     def _plan_one(self, batch: AttentionBatch, b: int) -> SequencePlan:
         prefix, rows = batch.prefix_lengths[b], batch.row_counts[b]
@@ -72,6 +62,20 @@ class TorchAttention:
             mask=sequence_mask(batch, b).to(self._device) if masked else None,
             causal=causal,
         )
+
+
+class TorchAttention(TorchPlanner):
+    """See `tree_kernels.attention.TreeAttention`."""
+
+    def run(self, plan: AttentionPlan, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
+        assert isinstance(plan, TorchPlan)
+        if len(plan.sequences) == 1:
+            return self._run_one(plan.sequences[0], query, key_cache, value_cache, scale)
+        output = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[-1])
+        for one in plan.sequences:
+            rows = query[one.start : one.end]
+            output[one.start : one.end] = self._run_one(one, rows, key_cache, value_cache, scale)
+        return output
 
     def _run_one(
         self, one: SequencePlan, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float

@@ -8,17 +8,8 @@ from torch import Tensor
 from tree_kernels.attention.batch import AttentionPlan
 from tree_kernels.attention.tree_mask import mask_words
 from tree_kernels.attention.triton_kernels import attention_kernel
-from tree_kernels.attention.triton_planning import (
-    LOG2_E,
-    HeadLayout,
-    TritonPlan,
-    TritonPlanner,
-    TritonSettings,
-    max_output_rows,
-)
+from tree_kernels.attention.triton_planning import LOG2_E, HeadLayout, TritonPlan, TritonPlanner, TritonSettings
 from tree_kernels.attention.triton_tiling import Tiling, choose_tiling
-
-__all__ = ["INVARIANT", "TritonAttention", "TritonPlan", "TritonSettings"]
 
 # One tiling and one split for every step: a prompt's chunk, a tree and a single row are summed in the same order.
 INVARIANT = TritonSettings(
@@ -63,7 +54,7 @@ class TritonAttention(TritonPlanner):
         group = query.shape[1] // key_cache.shape[2]
         kv_heads = key_cache.shape[2]
         tiling = self._settings.tiling or choose_tiling(
-            max_output_rows(plan) * group,
+            plan.max_output_rows * group,
             key_cache.shape[3],
             query.element_size(),
             keys=sum(batch.prefix_lengths),

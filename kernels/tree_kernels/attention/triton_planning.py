@@ -81,6 +81,12 @@ class TritonPlan(AttentionPlan):
     output_rows: tuple[int, int] | None = None
     schedules: dict[HeadLayout, Schedule] = field(default_factory=dict)  # made by the first layer of a layout
 
+    @property
+    def max_output_rows(self) -> int:
+        """The most rows of one sequence that `run` computes in the batch that the plan was made for."""
+        first, end = self.output_rows or _ALL
+        return max(0, min(end, max(self.batch.row_counts)) - first)
+
 
 class TritonPlanner:
     """What the Triton backends of attention share: plans at fixed addresses, and how work is divided."""
@@ -169,7 +175,7 @@ class TritonPlanner:
             )
         max_chunks = self._max_chunks(batch, layout, plan.reserved)
         # As in `_max_chunks`; and one more that begins before `output_rows`.
-        rows = batch.rows if plan.output_rows is None else max_output_rows(plan) * batch.sequences
+        rows = batch.rows if plan.output_rows is None else plan.max_output_rows * batch.sequences
         max_blocks = rows * layout.group // tiling.block_rows + (1 if plan.output_rows is None else 2) * batch.sequences
         max_groups = max_blocks * layout.kv_heads
         schedule = Schedule(
@@ -211,12 +217,6 @@ class TritonPlanner:
 
     def _integers(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=self._device)
-
-
-def max_output_rows(plan: TritonPlan) -> int:
-    """The most rows of one sequence that `run` computes in the batch that the plan was made for."""
-    first, end = plan.output_rows or _ALL
-    return max(0, min(end, max(plan.batch.row_counts)) - first)
 
 
 def _pack(batch: AttentionBatch, pad_rows: int | None = None) -> array[int]:

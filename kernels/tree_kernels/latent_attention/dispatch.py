@@ -7,15 +7,13 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
-from tree_kernels.attention import AttentionBatch, AttentionPlan
-from tree_kernels.attention.dispatch import PlannedAttention
+from tree_kernels.attention import AttentionPlan
+from tree_kernels.attention.dispatch import PlannedAttention, Planner
 
 LatentBackend = Literal["reference", "torch", "triton"]
 
 
-class _Implementation(Protocol):
-    def plan(self, batch: AttentionBatch) -> AttentionPlan: ...
-
+class _Implementation(Planner, Protocol):
     def run(self, plan: AttentionPlan, query: Tensor, cache: Tensor, latent: int, scale: float) -> Tensor: ...
 
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tree_kernels.paging import write_kv
+
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
@@ -65,15 +67,8 @@ def norm_rope_write(rows: LatentRows, rotary: Rotary, cache: Tensor, slots: Tens
 def write_latents(latents: Tensor, rotary: Tensor, cache: Tensor, slots: Tensor) -> None:
     """Write one layer's new latents [R, L] and rotated keys [R, P] into the cache [pages, page_size, L + P], contiguous
     and of their dtype, in place; `slots` as in `paging.write_kv`."""
-    if latents.is_cuda:
-        # One launch, which can leave out the padding rows of a captured step.
-        from tree_kernels.latent_attention.triton_writing import write_rows
-
-        write_rows(latents, rotary, cache, slots)
-        return
-    vectors, width = cache.flatten(0, 1), latents.shape[1]
-    vectors[:, :width].index_copy_(0, slots, latents)
-    vectors[:, width:].index_copy_(0, slots, rotary)
+    vectors, width = cache.unsqueeze(2), latents.shape[1]
+    write_kv(latents[:, None], rotary[:, None], vectors[..., :width], vectors[..., width:], slots)
 
 
 def normed(latents: Tensor, weight: Tensor, epsilon: float) -> Tensor:

@@ -10,21 +10,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tree_kernels.attention import AttentionBatch, AttentionPlan
-from tree_kernels.attention.torch_backend import SequencePlan, TorchAttention, TorchPlan, keys_of
+from tree_kernels.attention import AttentionPlan
+from tree_kernels.attention.torch_backend import SequencePlan, TorchPlan, TorchPlanner, keys_of
 
 # Scores that are held at a time, 64 MB in fp32: those of a long prompt's chunk would be gigabytes.
 _MOST_SCORES = 1 << 24
 
 
-class TorchLatentAttention:
+class TorchLatentAttention(TorchPlanner):
     """All heads of all rows of a sequence are the rows of one product with its latents."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._planner = TorchAttention(device)
-
-    def plan(self, batch: AttentionBatch) -> AttentionPlan:
-        return self._planner.plan(batch)
 
     def run(self, plan: AttentionPlan, query: Tensor, cache: Tensor, latent: int, scale: float) -> Tensor:
         assert isinstance(plan, TorchPlan)

@@ -6,7 +6,7 @@ import triton
 from torch import Tensor
 
 from tree_kernels.attention import AttentionPlan
-from tree_kernels.attention.triton_planning import LOG2_E, HeadLayout, TritonPlan, TritonPlanner, max_output_rows
+from tree_kernels.attention.triton_planning import LOG2_E, HeadLayout, TritonPlan, TritonPlanner
 from tree_kernels.latent_attention.triton_kernels import latent_kernel
 from tree_kernels.latent_attention.triton_tiling import choose_latent_tiling
 
@@ -42,7 +42,6 @@ class TritonLatentAttention(TritonPlanner):
         if query.dtype != cache.dtype:
             raise ValueError(f"expected one dtype, got {query.dtype} and {cache.dtype}")
         heads = query.shape[1]
-        tiling = self._settings.tiling or choose_latent_tiling(
-            max_output_rows(plan) * heads, latent, query.element_size()
-        )
+        rows = plan.max_output_rows * heads
+        tiling = self._settings.tiling or choose_latent_tiling(rows, latent, query.element_size())
         return HeadLayout(heads, 1, cache.shape[2], latent, tiling)

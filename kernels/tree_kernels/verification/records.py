@@ -12,6 +12,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -33,18 +34,10 @@ _RECORD_TYPE = np.dtype([(name, f"<{kind}") for name, kind in _FIELDS.items()])
 # The same for one record. For a few sequences an array of records costs several times as much.
 _RECORD_BYTES = struct.Struct("<" + "".join(_FIELDS.values()))
 _INTEGER_BYTES = 4
-
-
-def _place(name: str) -> int:
-    """Where in a record a field begins, in integers."""
-    return struct.calcsize("<" + "".join(_FIELDS.values())[: list(_FIELDS).index(name)]) // _INTEGER_BYTES
-
-
-RECORD = _RECORD_BYTES.size // _INTEGER_BYTES
-FIRST_ROW, ROWS, MODE, IS_CHAIN = _place("first_row"), _place("rows"), _place("mode"), _place("is_chain")
-SEED, POSITION, TOP_K, FILTERED = _place("seed"), _place("position"), _place("top_k"), _place("filtered")
-TEMPERATURE, TOP_P, MIN_P = _place("temperature"), _place("top_p"), _place("min_p")
-BEGINS, EPSILON, DELTA = _place("begins"), _place("epsilon"), _place("delta")
+# Where each field begins in a record, and where the record ends, in integers.
+*PLACES, RECORD = accumulate((struct.calcsize(kind) // _INTEGER_BYTES for kind in _FIELDS.values()), initial=0)
+FIRST_ROW, ROWS, MODE, IS_CHAIN, SEED, POSITION, TOP_K, FILTERED = PLACES[:8]
+TEMPERATURE, TOP_P, MIN_P, BEGINS, EPSILON, DELTA = PLACES[8:]
 
 
 class Mode(IntEnum):
@@ -135,14 +128,9 @@ def records_of(packed: NDArray[np.int32], sequences: int) -> NDArray[np.void]:
 
 def unpack_parameters(packed: NDArray[np.int32], max_sequences: int) -> list[RowsToVerify]:
     """The `max_sequences` records of packed parameters."""
-    sequences = []
-    for fields in _RECORD_BYTES.iter_unpack(packed[: RECORD * max_sequences].tobytes()):
-        first_row, rows, mode, is_chain, seed, position, top_k, _, temperature, top_p, min_p, *typical = fields
-        distribution = (temperature, top_k, top_p, min_p)
-        sequences.append(
-            RowsToVerify(first_row, rows, Mode(mode), seed, position, *distribution, bool(is_chain), *typical)
-        )
-    return sequences
+    found = records_of(packed, max_sequences)[list(RowsToVerify._fields)].tolist()
+    sequences = (RowsToVerify(*fields) for fields in found)
+    return [one._replace(mode=Mode(one.mode), is_chain=bool(one.is_chain)) for one in sequences]
 
 
 def pack_distributions(by_row: Mapping[int, tuple[Sequence[int], Sequence[int]]], max_rows: int) -> NDArray[np.int32]:

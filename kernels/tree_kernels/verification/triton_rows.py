@@ -13,13 +13,8 @@ import triton.language as tl
 from tree_kernels.verification import records
 
 _RECORD = tl.constexpr(records.RECORD)
-FIRST_ROW, ROWS = tl.constexpr(records.FIRST_ROW), tl.constexpr(records.ROWS)
-MODE, IS_CHAIN = tl.constexpr(records.MODE), tl.constexpr(records.IS_CHAIN)
-SEED, POSITION = tl.constexpr(records.SEED), tl.constexpr(records.POSITION)
-TOP_K, FILTERED = tl.constexpr(records.TOP_K), tl.constexpr(records.FILTERED)
-TEMPERATURE = tl.constexpr(records.TEMPERATURE)
-TOP_P, MIN_P = tl.constexpr(records.TOP_P), tl.constexpr(records.MIN_P)
-BEGINS, EPSILON, DELTA = (tl.constexpr(place) for place in (records.BEGINS, records.EPSILON, records.DELTA))
+FIRST_ROW, ROWS, MODE, IS_CHAIN, SEED, POSITION, TOP_K, FILTERED = map(tl.constexpr, records.PLACES[:8])
+TEMPERATURE, TOP_P, MIN_P, BEGINS, EPSILON, DELTA = map(tl.constexpr, records.PLACES[8:])
 GREEDY, COUPLED, REJECTION, TYPICAL = (tl.constexpr(int(mode)) for mode in records.Mode)
 # Parts of equal ratio into which a row's weights are divided before the cut of top_p is searched in one of them.
 RUNGS = tl.constexpr(16)

@@ -102,20 +102,18 @@ class GrowingTree:
         self_contained = growth.self_contained
         if self_contained is None:
             self_contained = is_self_contained(growth.parent_ids, growth.first_node_id)
-        if not (growth.replaces and self_contained):
-            self.settle()
-        if not growth.replaces:
-            self._add(growth)
-        elif not self_contained:
-            # `settle` has added its parents.
-            self._clear()
-            self._add(growth)
-        else:
+        if growth.replaces and self_contained:
             if self._held is not None:
                 # As it is: a copy without scores takes longer than its place among so few is worth.
                 self._unused.append(self._held)
             self._clear()
             self._held = growth
+            return
+        self.settle()
+        if growth.replaces:
+            # `settle` has added its parents.
+            self._clear()
+        self._add(growth)
 
     def settle(self) -> None:
         """Add the nodes of a held growth. Raises `InvalidField` when it is malformed."""

@@ -68,30 +68,15 @@ class GrowthArrays(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, growth: SequenceGrowth) -> GrowthArrays:
-        return cls(
-            growth.sequence_id,
-            growth.base_step,
-            growth.first_node_id,
-            array("q", growth.parent_ids).tobytes(),
-            array("i", growth.token_ids).tobytes(),
-            array("d", growth.scores).tobytes(),
-            growth.distributions,
-            growth.replaces,
-            growth.self_contained,
-        )
+        place = growth.sequence_id, growth.base_step, growth.first_node_id
+        parent_ids, token_ids = array("q", growth.parent_ids).tobytes(), array("i", growth.token_ids).tobytes()
+        scores = array("d", growth.scores).tobytes()
+        return cls(*place, parent_ids, token_ids, scores, growth.distributions, growth.replaces, growth.self_contained)
 
     def growth(self) -> SequenceGrowth:
-        return SequenceGrowth(
-            self.sequence_id,
-            self.base_step,
-            self.first_node_id,
-            array("q", self.parent_ids),
-            array("i", self.token_ids),
-            array("d", self.scores),
-            self.distributions,
-            self.replaces,
-            self.self_contained,
-        )
+        place = self.sequence_id, self.base_step, self.first_node_id
+        arrays = array("q", self.parent_ids), array("i", self.token_ids), array("d", self.scores)
+        return SequenceGrowth(*place, *arrays, self.distributions, self.replaces, self.self_contained)
 
 
 class Grown(_Message, frozen=True):

@@ -93,14 +93,8 @@ class DraftConversation:
 
     def advance(self, advances: Iterable[SequenceAdvance]) -> None:
         """Send what one step committed. Sequences that the draft has closed are left out."""
-        parts, with_features = [], False
-        for advance in advances:
-            wire_id = self._wire_ids.get(advance.sequence_id)
-            if wire_id is not None:
-                part = advance_to_pb(advance)
-                part.sequence_id = wire_id
-                parts.append(part)
-                with_features = with_features or advance.features is not None
+        parts = self._under_wire_ids(map(advance_to_pb, advances))
+        with_features = any(part.HasField("features") for part in parts)
         one_frame = parts and not with_features and len(parts) <= MAX_SEQUENCES_PER_FRAME
         for chunk in [parts] if one_frame else _in_frames(parts):
             frame = draft_pb2.ProposeRequest(advance=draft_pb2.AdvanceSequences(sequences=chunk))
@@ -108,14 +102,7 @@ class DraftConversation:
 
     def send_features(self, features: Iterable[SequenceFeatures]) -> None:
         """Send features of tokens sent before. Sequences that the draft has closed are left out."""
-        parts = []
-        for one in features:
-            wire_id = self._wire_ids.get(one.sequence_id)
-            if wire_id is not None:
-                part = features_to_pb(one)
-                part.sequence_id = wire_id
-                parts.append(part)
-        for chunk in _in_frames(parts):
+        for chunk in _in_frames(self._under_wire_ids(map(features_to_pb, features))):
             # No answer is owed, but a failure may come, and growth once there are enough features.
             self._allow(len(chunk))
             self.outgoing.append(draft_pb2.ProposeRequest(features=draft_pb2.SendFeatures(sequences=chunk)))
@@ -174,6 +161,16 @@ class DraftConversation:
         if sequence_id is not None:
             del self._wire_ids[sequence_id]
             self._events.receive(SequenceFailure(sequence_id, error.reason, error.message))
+
+    def _under_wire_ids(self, parts: Iterable[_Part]) -> list[_Part]:
+        """The parts, under their ids on the wire, of sequences that the draft has not closed."""
+        open_parts = []
+        for part in parts:
+            wire_id = self._wire_ids.get(part.sequence_id)
+            if wire_id is not None:
+                part.sequence_id = wire_id
+                open_parts.append(part)
+        return open_parts
 
     def _request(self, frame: draft_pb2.ProposeRequest, answers: int) -> None:
         """Send a frame that the draft owes answers to."""

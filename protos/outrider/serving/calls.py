@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from outrider.errors import QuotaExceeded
-from outrider.settings import FIRST_MESSAGE_SECONDS, MAX_MESSAGE_BYTES, ServiceSettings
+from outrider.settings import FIRST_MESSAGE_SECONDS, MAX_MESSAGE_BYTES
 
 # One tenant's share of all calls, where tenants are known by their tokens. Chosen, not measured.
 _TENANT_SHARE = 0.75
@@ -25,12 +25,6 @@ class CallLimits:
     request_seconds: float = 10.0  # from the headers of a call to its single request
     first_message_seconds: float = FIRST_MESSAGE_SECONDS  # from the headers of a stream to its first message
     message_bytes: int = MAX_MESSAGE_BYTES
-
-    @classmethod
-    def of(cls, settings: ServiceSettings, total: int = 1024) -> CallLimits:
-        """Those that a service is told, of as many calls in all."""
-        seconds, size = settings.first_message_seconds, settings.max_message_bytes
-        return cls(total, first_message_seconds=seconds, message_bytes=size)
 
     @property
     def per_tenant(self) -> int:

@@ -25,8 +25,8 @@ from outrider.errors import (
 from outrider.log_limit import LogLimit
 from outrider.serving import health
 from outrider.serving.calls import CallLimits, Calls, Unread
-from outrider.serving.pacing import RefusalPace, is_large
-from outrider.serving.tenancy import Authenticator, set_current_caller
+from outrider.serving.pacing import LARGE_BYTES, RefusalPace
+from outrider.serving.tenancy import Authenticator, current_caller
 from outrider.wire.trees import status_of
 
 logger = logging.getLogger(__name__)
@@ -241,13 +241,13 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                         yield request
                     return
                 caller = self.authenticator.caller(context.invocation_metadata() or ())
-                set_current_caller(caller)
+                current_caller.set(caller)
                 tenant = caller.tenant
                 with self._calls.of(tenant):
                     yield request
             except OutriderError as error:
                 size = _request_bytes.get()
-                refused_large = is_large(size) and error.code not in _NOT_THE_CALLERS_FAULT
+                refused_large = size > LARGE_BYTES and error.code not in _NOT_THE_CALLERS_FAULT
                 if isinstance(error, QuotaExceeded | Unauthenticated) or refused_large:
                     await self._pace.wait(tenant, size)
                 raise

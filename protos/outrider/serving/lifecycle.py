@@ -63,27 +63,22 @@ async def load_and_serve(
             await server.stop(0.0)
             logger.info("stopped while loading")
             return 0
-        return await _run(server, loading.result(), drain_seconds, stopping, skip_wait)
-
-
-async def _run(
-    server: GrpcServer, worker: Worker, drain_seconds: float, stopping: asyncio.Event, skip_wait: asyncio.Event
-) -> int:
-    server.health.set_serving(worker.alive())
-    failure = await _watch(server, worker, stopping)
-    server.health.close()
-    if failure is None:
-        logger.info("draining for at most %g s", drain_seconds)
-        await until_first_ends(worker.drain(), _failed(worker), skip_wait.wait(), timeout=drain_seconds)
-        failure = worker.failure()
-    if failure is not None:
-        logger.critical("the engine died: %s", type(failure).__name__, exc_info=failure)
-        ending = server.stop(0.0, EngineDead("the engine has failed"))
-    else:
-        ending = server.stop(STOP_GRACE)
-    await until_first_ends(ending, skip_wait.wait(), timeout=STOP_GRACE + LAST_WORDS_SECONDS + 1.0)
-    logger.info("stopped")
-    return 0 if failure is None else 1
+        worker = loading.result()
+        server.health.set_serving(worker.alive())
+        failure = await _watch(server, worker, stopping)
+        server.health.close()
+        if failure is None:
+            logger.info("draining for at most %g s", drain_seconds)
+            await until_first_ends(worker.drain(), _failed(worker), skip_wait.wait(), timeout=drain_seconds)
+            failure = worker.failure()
+        if failure is not None:
+            logger.critical("the engine died: %s", type(failure).__name__, exc_info=failure)
+            ending = server.stop(0.0, EngineDead("the engine has failed"))
+        else:
+            ending = server.stop(STOP_GRACE)
+        await until_first_ends(ending, skip_wait.wait(), timeout=STOP_GRACE + LAST_WORDS_SECONDS + 1.0)
+        logger.info("stopped")
+        return 0 if failure is None else 1
 
 
 async def _watch(server: GrpcServer, worker: Worker, stopping: asyncio.Event) -> BaseException | None:

@@ -27,7 +27,7 @@ from outrider.serving.health import HealthServicer
 from outrider.serving.interceptors import AuthInterceptor, ErrorInterceptor
 from outrider.serving.pending import PendingService
 from outrider.serving.tenancy import Authenticator
-from outrider.settings import SettingsError
+from outrider.settings import ServiceSettings, SettingsError
 
 logger = logging.getLogger(__name__)
 MAX_METADATA_BYTES = 16 * 1024
@@ -57,6 +57,16 @@ class ServingOptions:
     reflection: bool = False
     admin_listen: str = ""
     ping_strikes: int = 2  # pings in too quick succession before a client is disconnected; 0 allows any number
+
+    @classmethod
+    def of(
+        cls, settings: ServiceSettings, listen: str, read_tokens: Callable[[], Authenticator], calls: int = 1024
+    ) -> ServingOptions:
+        """Those that a service is told, for so many calls at once. Raises `SettingsError` as `read_tokens` does."""
+        seconds, size = settings.first_message_seconds, settings.max_message_bytes
+        limits = CallLimits(calls, first_message_seconds=seconds, message_bytes=size)
+        tls = TlsFiles(settings.tls_certificate, settings.tls_key, settings.tls_client_ca)
+        return cls(listen, limits, read_tokens(), read_tokens, tls, settings.reflection, settings.admin_listen)
 
 
 class GrpcServer:
@@ -187,20 +197,13 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 
 def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> str:
-    unix = address.startswith("unix:")
-    if unix:
-        _refuse_taken(Path(address.removeprefix("unix:")))
-    else:
-        _host_and_port(address)
+    # gRPC's error has no reason.
+    check_free(address)
     try:
         port = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
     except RuntimeError as error:
-        # gRPC's error has no reason.
-        check_free(address)
         raise SettingsError(f"cannot listen on {address}: {error}") from None
-    if port == 0 and not unix:
-        raise SettingsError(f"cannot listen on {address}")
-    return address if unix else f"{address.rpartition(':')[0]}:{port}"
+    return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
 
 
 def _refuse_taken(path: Path) -> None:

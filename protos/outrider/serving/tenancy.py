@@ -29,22 +29,13 @@ class Caller(NamedTuple):
 
 
 _UNAUTHENTICATED = Caller()
-_current: ContextVar[Caller] = ContextVar("outrider_caller", default=_UNAUTHENTICATED)
+# The caller of the call being handled, as the authentication interceptor found it.
+current_caller: ContextVar[Caller] = ContextVar("outrider_caller", default=_UNAUTHENTICATED)
 
 
 def current_tenant() -> str:
-    """The tenant of the call being handled, as the authentication interceptor found it."""
-    return _current.get().tenant
-
-
-def current_caller() -> Caller:
-    """The caller of the call being handled, as the authentication interceptor found it."""
-    return _current.get()
-
-
-def set_current_caller(caller: Caller) -> None:
-    """Set what `current_caller` and `current_tenant` return for the rest of this call. For interceptors."""
-    _current.set(caller)
+    """The tenant of the call being handled."""
+    return current_caller.get().tenant
 
 
 class Authenticator:
@@ -52,14 +43,9 @@ class Authenticator:
     the tenant; a caller that also sends `outrider-tenant` must send that one. Without: `outrider-tenant`, or "default",
     and no caller is an operator."""
 
-    def __init__(self, tenants: Mapping[str, str | Caller] | None = None) -> None:
-        """`tenants` maps a token to its tenant, or to its `Caller`; None requires no tokens."""
-        self._callers: dict[bytes, Caller] | None = None
-        if tenants is not None:
-            self._callers = {
-                token.encode(): caller if isinstance(caller, Caller) else Caller(caller)
-                for token, caller in tenants.items()
-            }
+    def __init__(self, callers: Mapping[str, Caller] | None = None) -> None:
+        """`callers` are by their tokens; None requires no tokens."""
+        self._callers = None if callers is None else {token.encode(): caller for token, caller in callers.items()}
 
     @classmethod
     def from_file(cls, path: str) -> Authenticator:
@@ -67,7 +53,7 @@ class Authenticator:
         `TenantTable` reads. An empty path requires no tokens. Raises `SettingsError`."""
         if not path:
             return cls()
-        tenants: dict[str, str | Caller] = {}
+        callers: dict[str, Caller] = {}
         for where, words in lines_of_words(path):
             if words[0] == TENANT_WORD:
                 continue
@@ -77,12 +63,12 @@ class Authenticator:
                     f"{where}: expected `TOKEN TENANT` or `TOKEN TENANT {OPERATOR_WORD}`, tenant of "
                     f"{TENANT_NAME.pattern}"
                 )
-            if len(words[0]) < _MIN_TOKEN_BYTES or words[0] in tenants:
+            if len(words[0]) < _MIN_TOKEN_BYTES or words[0] in callers:
                 raise SettingsError(f"{where}: token is repeated or has under {_MIN_TOKEN_BYTES} characters")
-            tenants[words[0]] = Caller(words[1], operator=len(words) == 3)
-        if not tenants:
+            callers[words[0]] = Caller(words[1], operator=len(words) == 3)
+        if not callers:
             raise SettingsError(f"{path}: holds no token")
-        return cls(tenants)
+        return cls(callers)
 
     @property
     def required(self) -> bool:

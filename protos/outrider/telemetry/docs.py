@@ -37,8 +37,7 @@ _TABLES: Mapping[str, str] = {
         ((_code(s.name), s.kind, s.service, s.help, _code(*s.attributes) or "none") for s in SPANS),
     ),
     "attributes": _table(
-        ("attribute", "type", "unit", "meaning"),
-        ((_code(a.name), a.type, a.unit, a.help) for a in ATTRIBUTES.values()),
+        ("attribute", "type", "unit", "meaning"), ((_code(a.name), a.type, a.unit, a.help) for a in ATTRIBUTES.values())
     ),
     "target": _metrics(TARGET),
     "draft": _metrics(DRAFT),

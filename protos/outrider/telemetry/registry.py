@@ -44,6 +44,11 @@ Reading = tuple[str, Labels, float]
 # vLLM's names for our labels, and its values for them; its positions start at 0.
 _VLLM_LABEL_NAMES: Mapping[str, str] = {"depth": "position", "outcome": "finished_reason"}
 _VLLM_REASONS: Mapping[str, str] = {"end_of_sequence": "stop", "stop": "stop", "length": "length", "cancelled": "abort"}
+_FAMILIES: Mapping[str, Any] = {
+    "counter": CounterMetricFamily,
+    "gauge": GaugeMetricFamily,
+    "histogram": HistogramMetricFamily,
+}
 
 
 class Counter:
@@ -124,23 +129,14 @@ class MetricSet(Collector):
                 self._check(name, "gauge", labels)
                 readings.setdefault(name, {})[labels] = value
         for spec in self._specs.values():
-            yield self._family(spec, readings.get(spec.name, {}))
-
-    def _family(self, spec: MetricSpec, readings: Mapping[Labels, float]) -> Metric:
-        if spec.type == "counter":
-            counters = CounterMetricFamily(spec.name, spec.help, labels=spec.labels)
-            for values, counter in list(self._counters.get(spec.name, {}).items()):
-                counters.add_metric(values, counter.value)
-            return counters
-        if spec.type == "gauge":
-            gauges = GaugeMetricFamily(spec.name, spec.help, labels=spec.labels)
-            for values, value in readings.items():
-                gauges.add_metric(values, value)
-            return gauges
-        histograms = HistogramMetricFamily(spec.name, spec.help, labels=spec.labels)
-        for values, histogram in list(self._histograms.get(spec.name, {}).items()):
-            histograms.add_metric(values, _buckets(histogram), histogram.sum)
-        return histograms
+            family = _FAMILIES[spec.type](spec.name, spec.help, labels=spec.labels)
+            for labels, value in readings.get(spec.name, {}).items():
+                family.add_metric(labels, value)
+            for labels, counter in list(self._counters.get(spec.name, {}).items()):
+                family.add_metric(labels, counter.value)
+            for labels, histogram in list(self._histograms.get(spec.name, {}).items()):
+                family.add_metric(labels, _buckets(histogram), histogram.sum)
+            yield family
 
 
 class VllmNames(Collector):

@@ -15,6 +15,8 @@ from opentelemetry.context import Context
 from opentelemetry.trace import NoOpTracerProvider, Span, SpanKind, Status, StatusCode, Tracer, TracerProvider
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+import outrider
+
 Metadata = Iterable[tuple[str, str | bytes]]
 AttributeValue = str | bool | int | float | tuple[str, ...] | tuple[int, ...]
 
@@ -41,9 +43,7 @@ class Tracing:
             stop()
 
 
-def set_up_tracing(
-    service: str, endpoint: str, *, ratio: float = 1.0, steps: bool = False, version: str = ""
-) -> Tracing:
+def set_up_tracing(service: str, endpoint: str, *, ratio: float = 1.0, steps: bool = False) -> Tracing:
     """Tracing that exports to `endpoint` over OTLP gRPC, with TLS for `https://`, or that records nothing when the
     endpoint is empty. Requests with a sampled parent are traced, those with an unsampled one are not, and `ratio` of
     the rest are. `OTEL_EXPORTER_OTLP_HEADERS`, `OTEL_RESOURCE_ATTRIBUTES` and the other standard variables keep their
@@ -57,9 +57,7 @@ def set_up_tracing(
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
     from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 
-    attributes = {"service.name": service, "service.namespace": "outrider"}
-    if version:
-        attributes["service.version"] = version
+    attributes = {"service.name": service, "service.namespace": "outrider", "service.version": outrider.__version__}
     provider = SdkTracerProvider(
         sampler=ParentBased(TraceIdRatioBased(ratio)), resource=Resource.create(attributes), shutdown_on_exit=False
     )

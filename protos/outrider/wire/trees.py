@@ -83,11 +83,7 @@ def sampling_from_pb(
     pb: tree_pb2.SamplingParameters, vocabulary_size: int, field_path: str = "sampling"
 ) -> SamplingParams:
     """Checked sampling parameters, with defaults for what is not set."""
-    repeated = {
-        "logit_bias": dict(pb.logit_bias),
-        "stop": tuple(pb.stop),
-        "stop_token_ids": tuple(pb.stop_token_ids),
-    }
+    repeated = {"logit_bias": dict(pb.logit_bias), "stop": tuple(pb.stop), "stop_token_ids": tuple(pb.stop_token_ids)}
     params = SamplingParams(**set_fields(pb) | repeated)
     params.check(vocabulary_size, field_path)
     return params
@@ -163,24 +159,20 @@ def status_of(error: OutriderError) -> status_pb2.Status:
 
 def error_of(status: status_pb2.Status) -> OutriderError:
     """The typed error behind a status; a plain `OutriderError` for one that is not ours."""
-    info, violation, retry = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest(), None
+    info, retry, retry_after = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo(), None
     for detail in status.details:
         # Unpack returns False and leaves its argument unchanged when the detail is of another type.
         detail.Unpack(info)
-        detail.Unpack(violation)
-        delay = error_details_pb2.RetryInfo()
-        if detail.Unpack(delay):
-            retry = delay
+        if detail.Unpack(retry):
+            retry_after = retry.retry_delay.ToNanoseconds() / 1e9
     kinds = {kind.reason: kind for kind in all_errors()}
     kind = kinds.get(info.reason, OutriderError) if info.domain == DOMAIN else OutriderError
     if kind is InvalidField:
-        if violation.field_violations:
-            first = violation.field_violations[0]
-            return InvalidField(first.field, first.description)
-        return InvalidField(info.metadata.get("field", ""), status.message)
+        # In the metadata too.
+        field = info.metadata.get("field", "")
+        return InvalidField(field, status.message.removeprefix(f"{field}: "))
     error = kind(status.message)
-    error.metadata = dict(info.metadata)
-    error.retry_after = None if retry is None else retry.retry_delay.ToNanoseconds() / 1e9
+    error.metadata, error.retry_after = dict(info.metadata), retry_after
     return error
 
 
