@@ -288,12 +288,22 @@ async def test_every_method_that_reflection_finds_wants_a_token(running: Any, tm
             "grpc.reflection.v1alpha.ServerReflection",
         }
         for path in (path for path in paths if not path.startswith("/grpc.health.v1.Health/")):
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                async for _ in service.channel.stream_stream(path)(iter([b""]), timeout=5):
-                    pass
-            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED, path
+            assert await _refusal(service.channel, path) is grpc.StatusCode.UNAUTHENTICATED, path
         info = await service.stub.GetTargetInfo(pb.GetTargetInfoRequest(), metadata=bearer)
         assert info.model == "tiny"
+
+
+async def _refusal(channel: grpc.aio.Channel, path: str) -> grpc.StatusCode | None:
+    """The status of a call without a token; None for one that is answered."""
+    while True:
+        try:
+            async for _ in channel.stream_stream(path)(iter([b""]), timeout=5):
+                pass
+            return None
+        except grpc.aio.AioRpcError as error:
+            # What gRPC's own client makes of a write to a call that has ended: the refusal was faster.
+            if error.details() != "Internal error from Core":
+                return error.code()
 
 
 async def _methods(channel: grpc.aio.Channel, metadata: Any) -> list[str]:
