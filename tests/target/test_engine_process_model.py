@@ -108,6 +108,15 @@ def model_folder(tiny_model: Any, byte_tokenizer: Any, tmp_path_factory: pytest.
     return folder
 
 
+class Near(float):
+    """A log-probability: sums of other shapes round otherwise, where a draft came sooner or later."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, float) and abs(self - other) < 1e-4
+
+
 async def said(stub: Any, fields: dict[str, Any]) -> Any:
     """All that a client sees of one answer but how it was cut into chunks, and its times."""
     tokens: list[int] = []
@@ -118,7 +127,8 @@ async def said(stub: Any, fields: dict[str, Any]) -> Any:
             tokens += response.chunk.token_ids
             text += response.chunk.text
             logprobs += [
-                (entry.logprob, [(t.token_id, t.logprob) for t in entry.top]) for entry in response.chunk.logprobs
+                (Near(entry.logprob), [(t.token_id, Near(t.logprob)) for t in entry.top])
+                for entry in response.chunk.logprobs
             ]
             if response.HasField("finished"):
                 done = response.finished
