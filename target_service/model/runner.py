@@ -40,8 +40,8 @@ _HOOKED_ROWS = 64
 
 @dataclass(eq=False)
 class PassContext:
-    """What every layer of one pass needs. Neither frozen nor with slots, so that the compiler does not look into it and
-    compile every layer separately for it."""
+    """What every layer of one pass needs. Not frozen: the compiler looks into frozen dataclasses, and whatever it read
+    here it would compile layers and passes separately for."""
 
     attention: Attention
     plan: AttentionPlan

@@ -11,6 +11,7 @@ from torch import Tensor
 from tree_kernels.node_table import layout, recycling
 from tree_kernels.node_table.layout import Figure
 from tree_kernels.node_table.step_integers import StepIntegers
+from tree_kernels.node_table.triton_lookup import last_longest_run, text_at
 from tree_kernels.node_table.triton_recycling import recycle as recycle
 from tree_kernels.node_table.triton_recycling import recycle_tree
 from tree_kernels.node_table.triton_rows import (
@@ -35,9 +36,6 @@ _ONE_WARP, _FOUR_WARPS = 2, 64
 # Of a program that ranks a sequence's candidates: two of them a thread. With these and `_BOUNDS` 1,007 nodes take 20 us
 # on an H100 (`benchmarks/results/2026-11-25-h100-widened-fourteenth.md`); no others were measured.
 _RANKING_WARPS = 16
-# Keys that are compared at once when a run is searched; a longer run counts for more than a later one.
-_BLOCK = tl.constexpr(1024)
-_RUN = tl.constexpr(1 << 26)
 # Width of a sequence's candidates.
 _CANDIDATES = tl.constexpr(triton.next_power_of_2(layout.NODES + layout.LOOKUP))
 # Bounds that are tried at once for the keys of a sequence's candidates: seven rounds at most, in each 32 comparisons a
@@ -56,7 +54,6 @@ _PROSPECTS = tl.constexpr(len(layout.PROSPECTS))
 _PROSPECTS_BLOCK = tl.constexpr(triton.next_power_of_2(len(layout.PROSPECTS)))
 _MOST_COST, _KEYS_PER_COST = tl.constexpr(layout.MOST_COST), tl.constexpr(layout.KEYS_PER_COST)
 _COSTS_PER_CHANCE = tl.constexpr(layout.COSTS_PER_CHANCE)
-_LONGEST, _WINDOW = tl.constexpr(layout.LONGEST), tl.constexpr(layout.WINDOW)
 _LOOKUP_COSTS = tl.constexpr(layout.LONGEST + 1)
 _ACCEPTED, _ACCEPTED_FROM_TABLE = tl.constexpr(int(Figure.ACCEPTED)), tl.constexpr(int(Figure.ACCEPTED_FROM_TABLE))
 _DRAFTED, _DRAFTED_FROM_TABLE = tl.constexpr(int(Figure.DRAFTED)), tl.constexpr(int(Figure.DRAFTED_FROM_TABLE))
@@ -70,51 +67,6 @@ _REPORT_ROWS = tl.constexpr(layout.REPORT_ROWS)
 @triton.jit
 def _larger(one, other):  # type: ignore[no-untyped-def]
     return tl.maximum(one, other)
-
-
-@triton.jit
-def _tokens_at(tokens, pages, keys, mask, PAGE_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The tokens fed as `keys` [n] of a sequence whose `pages` these are; -1 where masked."""
-    page = tl.load(pages + keys // PAGE_SIZE, mask=mask, other=0)
-    return tl.load(tokens + page * PAGE_SIZE + keys % PAGE_SIZE, mask=mask, other=-1)
-
-
-@triton.jit
-def _last_longest_run(tokens, pages, prefix, root, PAGE_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The length of the run that `node_table.longest_run` finds, and the key after it; 0 and `prefix` without one."""
-    first = tl.maximum(prefix - _WINDOW, 0)
-    last = _tokens_at(tokens, pages, prefix - 1, prefix >= 1, PAGE_SIZE)
-    found = tl.full([_BLOCK], -1, tl.int32)
-    for start in range(first, prefix, _BLOCK):
-        j = start + tl.arange(0, _BLOCK)
-        same = _tokens_at(tokens, pages, j, j < prefix, PAGE_SIZE) == root
-        before = _tokens_at(tokens, pages, j - 1, (j >= 1) & (j < prefix), PAGE_SIZE)
-        run = same.to(tl.int32)
-        same = same & (before == last) & (before >= 0)
-        run += same.to(tl.int32)
-        # Runs of two are rare in most texts. Loads do not wait for each other: whether a run goes on is tested
-        # afterwards.
-        if tl.max(run, axis=0) > 1:
-            for i in tl.static_range(2, _LONGEST):
-                wanted = _tokens_at(tokens, pages, prefix - i, prefix >= i, PAGE_SIZE)
-                before = _tokens_at(tokens, pages, j - i, (j >= i) & (j < prefix), PAGE_SIZE)
-                same = same & (before == wanted) & (before >= 0)
-                run += same.to(tl.int32)
-        found = tl.maximum(found, tl.where(run > 0, run * _RUN + (j - first), -1))
-    best = tl.max(found, axis=0)
-    end = tl.where(best < 0, prefix, first + best % _RUN + 1)
-    return tl.where(best < 0, 0, best // _RUN), end
-
-
-@triton.jit
-def _text_at(tokens, pages, prefix, root, end, chain, position, PAGE_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The tokens at `position` [n] of the text up to its root at `prefix`, and behind that of the `chain` tokens that
-    followed the key before `end`; -1 beyond."""
-    further = position - prefix - 1
-    key = tl.where(further < 0, position, end + tl.maximum(further, 0) % (prefix + 1 - end))
-    there = (position >= 0) & (further < chain)
-    fed = _tokens_at(tokens, pages, key, there & (key < prefix), PAGE_SIZE)
-    return tl.where(there & (key == prefix), root, fed)
 
 
 @triton.jit
@@ -201,8 +153,21 @@ def _recycled_at(  # type: ignore[no-untyped-def]
     behind = tl.load(shape + 2 * _RECYCLED_NODES + place, mask=there, other=0) + _RECYCLED
     depth = tl.load(shape + 3 * _RECYCLED_NODES + place, mask=there, other=0)
     position = tl.where(there, prefix + depth, -1)
-    text_token = _text_at(tokens, pages, prefix, root, end, chain, position, PAGE_SIZE)
+    text_token = text_at(tokens, pages, prefix, root, end, chain, position, PAGE_SIZE)
     return there, token, parent, depth, cost, _within(there, token != text_token, behind, i)
+
+
+@triton.jit
+def _with_chain(both, in_chain, cost, depth, first, following, i):  # type: ignore[no-untyped-def]
+    """The costs [CANDIDATES] where nodes that are in the chain too (`both`) cost the less of either, and the rest of
+    the chain hangs below the last of them; the place of that, -1 for none, and its depth."""
+    chain_cost = first + following * (depth - 1)
+    cost = tl.where(both, tl.minimum(cost, chain_cost), cost)
+    last = tl.max(tl.where(both, i, -1), axis=0)
+    last_depth = tl.sum(tl.where(both & (i == last), depth, 0), axis=0)
+    last_cost = tl.sum(tl.where(both & (i == last), cost, 0), axis=0)
+    hung = tl.where(last >= 0, last_cost + following * (depth - last_depth), chain_cost)
+    return tl.where(in_chain, hung, cost), last, last_depth
 
 
 @triton.jit
@@ -266,14 +231,14 @@ def _rank(  # type: ignore[no-untyped-def]
     in_chain = i >= _NODES
     run, end, chain = 0, prefix, 0
     if CHAIN > 0:
-        run, end = _last_longest_run(tokens, pages, prefix, root, PAGE_SIZE)
+        run, end = last_longest_run(tokens, pages, prefix, root, PAGE_SIZE)
         chain = tl.where(run > 0, CHAIN, 0)
     first = tl.load(lookup_costs + run)
     following = tl.load(lookup_costs + _LOOKUP_COSTS + run)
 
     # Walk: a node whose token the text, or the chain behind it, does not have leaves all below it out.
     position = tl.where(in_chain, i - _NODES + prefix + 1, base - 1 + own_depth)
-    text_token = _text_at(tokens, pages, prefix, root, end, chain, position, PAGE_SIZE)
+    text_token = text_at(tokens, pages, prefix, root, end, chain, position, PAGE_SIZE)
     on_path = _within(node, (i > 0) & (own_token != text_token), own_end, i)
     age = prefix + 1 - base
     near, held = _nearest(on_path, own_depth, age, i)
@@ -290,7 +255,7 @@ def _rank(  # type: ignore[no-untyped-def]
     borrowed = node & (lender >= 0) & (i > lender) & (i < lender_end)
     inserted = inserted & (borrowed == 0)
 
-    # Nodes that are in the chain too, and the last of them. None of a mended tree is on the text's path.
+    # None of a mended tree is on the text's path.
     below = node & (top >= 0) & (i > top) & (i < top_end) & (borrowed == 0)
     depth = tl.where(in_chain, i - _NODES + 1, tl.where(inserted, 1, own_depth - age))
     depth = tl.where(borrowed, own_depth - lender_depth, depth)
@@ -310,14 +275,7 @@ def _rank(  # type: ignore[no-untyped-def]
         on_path, below = on_path | followed, below | (of_tree & (i > _RECYCLED))
         of_root = tl.where(of_tree, tree_parent == _RECYCLED, of_root)
         of_table = tl.where(wanted, _RECYCLED, of_table)
-    chain_cost = first + following * (depth - 1)
-    both = below & on_path & (depth <= chain)
-    cost = tl.where(both, tl.minimum(cost, chain_cost), cost)
-    last = tl.max(tl.where(both, i, -1), axis=0)
-    last_depth = tl.sum(tl.where(both & (i == last), depth, 0), axis=0)
-    last_cost = tl.sum(tl.where(both & (i == last), cost, 0), axis=0)
-    hung = tl.where(last >= 0, last_cost + following * (depth - last_depth), chain_cost)
-    cost = tl.where(in_chain, hung, cost)
+    cost, last, last_depth = _with_chain(below & on_path & (depth <= chain), in_chain, cost, depth, first, following, i)
     hangs = (below | inserted | borrowed) & (depth <= _MAX_PATH)
     candidate = tl.where(in_chain, (depth > last_depth) & (depth <= chain), hangs)
     key = tl.where(candidate & (cost < _MOST_COST), cost * _KEYS_PER_COST + i, NO_KEY)
