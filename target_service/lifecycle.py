@@ -90,6 +90,7 @@ async def serve_engine(config: TargetConfig, host: EngineHost, stopping: asyncio
         tracing = set_up_tracing(TARGET_SERVICE, endpoint, ratio=ratio, steps=config.trace_steps)
         stack.push_async_callback(asyncio.to_thread, tracing.shutdown)
         stack.push_async_callback(host.stop)
+        # Their table is read with the tokens.
         quotas = TenantQuotas()
         server = _make_server(config, quotas, calls)
         # At first with the metrics of the process only.
