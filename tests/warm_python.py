@@ -197,14 +197,17 @@ def _end_with_parent() -> None:
 
 
 def _run(words: list[str]) -> None:
-    """As `python WORDS` does: `-m MODULE`, `-c PROGRAM` or a file."""
-    first, *rest = words
+    """As `python WORDS` does: `-m MODULE`, `-c PROGRAM` or a file, and -P before."""
+    safe_path = words[0] == "-P"
+    first, *rest = words[safe_path:]
     if first == "-m":
-        sys.path.insert(0, os.getcwd())
+        if not safe_path:
+            sys.path.insert(0, os.getcwd())
         sys.argv = rest
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     elif first == "-c":
-        sys.path.insert(0, "")
+        if not safe_path:
+            sys.path.insert(0, "")
         sys.argv = ["-c", *rest[1:]]
         exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})  # noqa: S102
     else:

@@ -1,4 +1,4 @@
-"""A drafter `MODULE:CLASS` of the user, found on Python's path.
+"""A drafter `MODULE:CLASS` of the user, found on Python's path, or else in the current folder.
 
 The drafter is made by `CLASS(config)` if the class has an attribute `config`, a settings class whose flags the service
 then takes, and by `CLASS()` otherwise. Errors in it are reported in one line, before anything is served.
@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import re
+import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from types import ModuleType
 from typing import Any
@@ -47,7 +50,8 @@ def spec_of(name: str) -> DrafterSpec:
 
 def _imported(name: str, module_name: str) -> ModuleType:
     try:
-        return importlib.import_module(module_name)
+        with _current_folder_last():
+            return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if module_name != missing and not module_name.startswith(f"{missing}."):
@@ -59,6 +63,20 @@ def _imported(name: str, module_name: str) -> ModuleType:
     # The user's module may fail in any way.
     except Exception as error:
         raise NotSupported(f"{name}: {module_name} cannot be imported: {_where(error)}") from None
+
+
+@contextmanager
+def _current_folder_last() -> Iterator[None]:
+    """Services start without the current folder on the path (`outrider.processes.python`). A module that is named may
+    be there; behind all else, so that it stands for nothing but itself."""
+    folder = os.getcwd()
+    sys.path.append(folder)
+    try:
+        yield
+    finally:
+        # Of equal entries the last, which is this one.
+        last = len(sys.path) - 1 - sys.path[::-1].index(folder)
+        del sys.path[last]
 
 
 def _check_methods(name: str, found: type) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -16,6 +15,7 @@ from draft_service.training.corpus import Corpus
 from draft_service.training.parallel.followers import shared_cores
 from draft_service.training.progress import Budget, Phase
 from outrider.distillation import Teacher, WritingOrder, WrittenText
+from outrider.processes.python import module_command
 from outrider.settings import SettingsError, json_lines, read_text
 
 log = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ def write_texts(teacher: Teacher, config: TrainingConfig, corpus: Corpus, budget
 @contextlib.contextmanager
 def _writers(config: TrainingConfig, seconds: float) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Processes of `worker.main`, terminated at the end of the block."""
-    command = [sys.executable, "-m", "draft_service.training.worker", "write", json.dumps(asdict(config))]
+    command = module_command("draft_service.training.worker", "write", json.dumps(asdict(config)))
     environment = shared_cores(config.writers_at_once)
     processes = [
         subprocess.Popen([*command, str(writer), str(seconds)], env=environment)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 from outrider.errors import UnknownModel
+from outrider.processes.python import module_command
 
 MODEL_STORE = "target_service.model.loading.store"
 _LOOKUP_SECONDS = 60.0
@@ -18,7 +18,7 @@ def model_source(model: str) -> str:
     # Known names have no slash, hub ids have one; only the store finds one at a revision.
     if ("/" in model and "@" not in model) or Path(model).is_dir():
         return model
-    command = [sys.executable, "-m", MODEL_STORE, "path", model]
+    command = module_command(MODEL_STORE, "path", model)
     found = subprocess.run(command, capture_output=True, text=True, timeout=_LOOKUP_SECONDS)
     lines = found.stdout.strip().splitlines()
     if found.returncode != 0 or not lines:

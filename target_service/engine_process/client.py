@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ from typing import Any, cast
 from outrider.errors import EngineDead
 from outrider.processes.children import exit_status, start_child
 from outrider.processes.framing import FrameCutter
+from outrider.processes.python import module_command
 from outrider.runtime import in_thread_to_leave
 from outrider.tree import TokenTree
 from outrider.wire.frames import DraftInfo
@@ -31,7 +31,7 @@ from target_service.preflight import EngineRefused
 
 logger = logging.getLogger(__name__)
 
-ENGINE_COMMAND = (sys.executable, "-m", "target_service.engine_process")
+ENGINE_COMMAND = module_command("target_service.engine_process")
 # Longer than any step; one that takes longer hangs.
 STOP_SECONDS = 5.0
 

