@@ -12,11 +12,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+from waits import HUNG_SECONDS
 from websockets.asyncio.client import ClientConnection, connect
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 _KEYS = {"Enter": 13, "Escape": 27, "Tab": 9, " ": 32, "ArrowDown": 40}
-_SECONDS = 15.0
 
 
 class Page:
@@ -35,7 +35,7 @@ class Page:
         number = next(self._ids)
         self._waiting[number] = asyncio.get_running_loop().create_future()
         await self._connection.send(json.dumps({"id": number, "method": method, "params": params}))
-        return await asyncio.wait_for(self._waiting[number], _SECONDS)
+        return await asyncio.wait_for(self._waiting[number], HUNG_SECONDS)
 
     async def open(self, url: str) -> None:
         for domain in ("Page", "Runtime", "Network", "Log"):
@@ -52,7 +52,7 @@ class Page:
     async def until(self, expression: str) -> Any:
         """Wait until the expression is true, and return its value."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_SECONDS):
+            async with asyncio.timeout(HUNG_SECONDS):
                 while not (value := await self.look(expression)):
                     await asyncio.sleep(0.02)
                 return value
@@ -106,7 +106,7 @@ async def browser_page(folder: Path, size: str = "1200,800") -> AsyncIterator[Pa
         stderr=asyncio.subprocess.DEVNULL,
     )
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HUNG_SECONDS):
             while not (port := _port(folder)):
                 await asyncio.sleep(0.05)
             async with connect(f"ws://127.0.0.1:{port[0]}{port[1]}") as whole:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from outrider.runtime import collect_seldom
 
@@ -16,6 +17,12 @@ if TYPE_CHECKING:
 
 # As the commands have it (`prepare_grpc`), before anything imports gRPC.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+# The same examples on every machine, however fast it is. `make test-full` looks for others.
+settings.register_profile(
+    "same", deadline=None, derandomize=True, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("others", settings.get_profile("same"), derandomize=False)
+settings.load_profile("same")
 # Small enough for a step of a millisecond, odd enough (grouped heads, vocabulary not a power of two) to catch mistakes.
 TINY: dict[str, Any] = {
     "vocab_size": 211,

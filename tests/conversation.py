@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from waits import HUNG_SECONDS
 
 from outrider.errors import OutriderError
 from outrider.v1 import target_pb2 as pb
@@ -23,7 +24,7 @@ class Conversation:
         await self.call.write(frame)
 
     async def hear(self) -> pb.VerifyResponse:
-        response = await asyncio.wait_for(self.call.read(), 2)
+        response = await asyncio.wait_for(self.call.read(), HUNG_SECONDS)
         assert isinstance(response, pb.VerifyResponse)
         return response
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 from scripted_drafter import ScriptedDrafter
+from waits import HUNG_SECONDS
 
 from draft_service.config import DraftConfig
 from draft_service.drafters.base import Drafter
@@ -47,7 +48,7 @@ class Stream:
         await self.send(advance=draft_pb2.AdvanceSequences(sequences=advances))
 
     async def hear(self) -> Any:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(HUNG_SECONDS):
             return await self.call.read()
 
     async def growth(self) -> draft_pb2.GrowSequences:
@@ -95,7 +96,7 @@ class Draft:
 
     async def empty(self) -> None:
         """Wait until the drafter follows nothing, or fail."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(HUNG_SECONDS):
             while self.drafter.open_sequences or self.worker.admission.sequences:
                 await asyncio.sleep(0.002)
 
@@ -125,6 +126,6 @@ async def draft_over(drafter: Drafter | None = None, **settings: Any) -> AsyncIt
 
 async def becomes(read: Callable[[], float], value: float) -> None:
     """Wait until a metric has a value, or fail: figures are taken after the frames that they are about."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(HUNG_SECONDS):
         while read() != value:
             await asyncio.sleep(0.002)

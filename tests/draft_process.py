@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 from forked import Child
+from waits import HUNG_SECONDS
 
 
 class Service:
@@ -32,7 +33,7 @@ class Service:
         assert self._child is not None
         self._child.send(number)
 
-    def wait(self, seconds: float = 10.0) -> int:
+    def wait(self, seconds: float = HUNG_SECONDS) -> int:
         """Its exit status, once it has ended."""
         assert self._child is not None
         return self._child.wait(seconds)

@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 from scripted_drafter import VOCABULARY, Listener
+from waits import HUNG_SECONDS
 
 from outrider.drafting.link import GrpcDraftLink, LinkOptions
 from outrider.serving import GrpcServer, Service, ServingOptions
@@ -85,6 +86,6 @@ async def until(listener: Listener, condition: Callable[[Listener], object]) -> 
 
 
 async def eventually(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HUNG_SECONDS):
         while not condition():
             await asyncio.sleep(0.002)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from waits import HUNG_SECONDS
 
 from outrider.runtime import prepare_grpc
 
@@ -181,7 +182,7 @@ class Child:
             raise TimeoutError(f"{self.module} has not ended within {seconds:g} s")
         return status
 
-    def end(self, number: signal.Signals = signal.SIGKILL, seconds: float = 20.0) -> int | None:
+    def end(self, number: signal.Signals = signal.SIGKILL, seconds: float = HUNG_SECONDS) -> int | None:
         """Signal it and wait; its exit status, None where it had to be killed for it."""
         self.send(number)
         self.send(signal.SIGCONT)

@@ -11,6 +11,7 @@ from draft_process import Service
 from engine_harness import Connect, Outcome, engine_config, make_runner, plain, run
 from taught_heads import SAMPLINGS, VOCABULARY, prompts, request_of
 from transformers import PreTrainedModel
+from waits import HUNG_SECONDS
 
 from draft_service import in_process
 from draft_service.drafters.base import Drafter
@@ -113,7 +114,7 @@ class WireRun:
         self._listen_until(lambda: not self.loop.drafting.connected, "nobody misses the draft service")
 
     def _listen_until(self, over: Callable[[], bool], problem: str) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + HUNG_SECONDS
         while not over():
             assert time.monotonic() < deadline, problem
             time.sleep(0.01)

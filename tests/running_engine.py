@@ -11,6 +11,7 @@ from typing import Any
 
 from engine_harness import Connect, engine_config, make_runner
 from transformers import PreTrainedModel
+from waits import HUNG_SECONDS
 
 from outrider.errors import OutriderError
 from outrider.weight_updates import RunningRequests, WeightsUpdated
@@ -47,7 +48,7 @@ class Running:
 
     def wait_said(self, sequence_id: int, tokens: int) -> None:
         with self.changed:
-            assert self.changed.wait_for(lambda: len(self.said(sequence_id)) >= tokens, 20)
+            assert self.changed.wait_for(lambda: len(self.said(sequence_id)) >= tokens, HUNG_SECONDS)
 
     def wait_last(self, sequence_id: int) -> SequenceEvent:
         def ended() -> bool:
@@ -55,18 +56,18 @@ class Running:
             return bool(events) and not isinstance(events[-1], Verdict)
 
         with self.changed:
-            assert self.changed.wait_for(ended, 20)
+            assert self.changed.wait_for(ended, HUNG_SECONDS)
         return self.events[sequence_id][-1]
 
     def update(self, folder: Path, running: RunningRequests = RunningRequests.DRAIN) -> int:
         return self.engine.update_weights(WeightUpdate(str(folder), running), self.results.put)
 
     def result(self) -> WeightsUpdated:
-        result = self.results.get(timeout=20)
+        result = self.results.get(timeout=HUNG_SECONDS)
         assert isinstance(result, WeightsUpdated), result
         return result
 
     def refused(self) -> OutriderError:
-        result = self.results.get(timeout=20)
+        result = self.results.get(timeout=HUNG_SECONDS)
         assert isinstance(result, OutriderError), result
         return result

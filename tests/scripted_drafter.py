@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from waits import HUNG_SECONDS
 
 from draft_service.drafters.base import CorpusGrowth, DraftSequence, tree_limits
 from outrider.drafting.events import Connected, Disconnected, DraftEvent, Grown, Lost, SequenceFailure
@@ -147,14 +148,12 @@ class Listener:
             case Lost():
                 self._add(self.lost, event.sequence_ids)  # type: ignore[arg-type]
 
-    def until(self, condition: Callable[[Listener], object], seconds: float = 10.0) -> None:
+    def until(self, condition: Callable[[Listener], object]) -> None:
         """Wait until `condition(self)` holds; fails with what was heard."""
-        deadline = time.monotonic() + seconds
         with self._changed:
-            while not condition(self):
-                if not self._changed.wait(timeout=deadline - time.monotonic()):
-                    heard = (len(self.growths), self.failures, len(self.infos), self.losses)
-                    raise AssertionError(f"not within {seconds} s; heard {heard}")
+            if not self._changed.wait_for(lambda: condition(self), HUNG_SECONDS):
+                heard = (len(self.growths), self.failures, len(self.infos), self.losses)
+                raise AssertionError(f"it did not come to that; heard {heard}")
 
     def answered(self, sequence_id: int, base_step: int) -> bool:
         return any((g.sequence_id, g.base_step) == (sequence_id, base_step) for g in self.growths)

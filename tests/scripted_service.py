@@ -12,6 +12,7 @@ import grpc
 from scripted_engine import SERVED, ScriptedEngine
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from waits import HUNG_SECONDS
 
 from outrider.limits import TenantTable
 from outrider.serving import GrpcServer, Service, ServingOptions
@@ -73,7 +74,7 @@ class Target:
 
     async def idle(self) -> None:
         """Wait until nobody listens and the engine holds nothing, or fail after ten seconds."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HUNG_SECONDS):
             while len(self.sequences) or self.engine.open_sequences:
                 await asyncio.sleep(0.002)
 

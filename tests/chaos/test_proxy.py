@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 from chaos.proxy import Proxy
+from waits import HUNG_SECONDS
 
 
 async def test_a_stopped_proxy_leaves_no_task(tmp_path: Path) -> None:
@@ -24,7 +25,7 @@ async def test_a_stopped_proxy_leaves_no_task(tmp_path: Path) -> None:
     proxy.rate = 1.0
     _, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
     writer.write(b"a" * 1000)
-    await asyncio.wait_for(arrived.wait(), 5)
+    await asyncio.wait_for(arrived.wait(), HUNG_SECONDS)
     await asyncio.sleep(0.05)
     await proxy.stop()
     writer.close()

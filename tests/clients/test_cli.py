@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from waits import HUNG_SECONDS
 
 from outrider.errors import Loading
 from outrider.settings import DRAFTERS, SECTIONS
@@ -392,7 +393,7 @@ async def test_ctrl_c_ends_the_reading_of_documents_at_once(running: Any, tmp_pa
     # Opened once the command reads.
     with await asyncio.to_thread(path.open, "w"):
         process.send_signal(signal.SIGINT)
-        assert await asyncio.wait_for(process.wait(), 10) == 130
+        assert await asyncio.wait_for(process.wait(), HUNG_SECONDS) == 130
 
 
 async def test_corpus_of_token_ids(running: Any, outrider: Any, tmp_path: Path) -> None:

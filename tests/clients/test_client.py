@@ -14,6 +14,7 @@ import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from waits import HUNG_SECONDS
 
 import outrider_client
 from outrider import errors
@@ -45,7 +46,7 @@ async def test_a_target_that_keeps_the_call_open_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr("outrider_client.generation._END_SECONDS", 0.2)
     running.target.lingers = 30.0
-    async with Client.connect(running.address) as client, asyncio.timeout(5):
+    async with Client.connect(running.address) as client, asyncio.timeout(HUNG_SECONDS):
         result = await client.generate(text="count").result()
     assert result.finish_reason is FinishReason.LENGTH
 
@@ -333,7 +334,7 @@ async def test_closing_ends_the_steps_under_way(running: Any, ending: str) -> No
         await asyncio.sleep(0.1)
         await {"client": client, "session": session, "sequence": sequence}[ending].close()
         with pytest.raises(errors.UnknownSequence if ending == "sequence" else ServiceUnreachable):
-            await asyncio.wait_for(step, 5)
+            await asyncio.wait_for(step, HUNG_SECONDS)
         running.target.answering.set()
 
 
@@ -344,7 +345,7 @@ async def test_steps_and_sequences_after_the_client_is_closed(running: Any) -> N
         await client.close()
         for work in (sequence.verify(TokenTree.root_only(1)), session.open([1]), sequence.close()):
             with pytest.raises(ServiceUnreachable):
-                await asyncio.wait_for(work, 5)
+                await asyncio.wait_for(work, HUNG_SECONDS)
 
 
 async def test_the_verdict_of_a_cancelled_step_is_not_the_next_ones(running: Any) -> None:
@@ -384,7 +385,7 @@ async def test_a_cancelled_open_leaves_nothing_at_the_target(running: Any) -> No
             await asyncio.wait_for(session.open([1]), 0.1)
         running.target.answering.set()
         kept = await session.open([2])
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(HUNG_SECONDS):
             while not running.target.closed:
                 await asyncio.sleep(0.01)
         assert (running.target.closed, kept.sequence_id) == ([1], 2)
@@ -405,7 +406,7 @@ async def test_calls_that_come_as_the_target_stops_are_to_be_made_elsewhere(runn
         asking = [asyncio.create_task(ask()) for _ in range(8)]
         await asyncio.sleep(0.1)
         await running.server.stop(0)
-        await asyncio.wait_for(asyncio.gather(*asking), 10)
+        await asyncio.wait_for(asyncio.gather(*asking), HUNG_SECONDS)
     for error in failures:
         assert isinstance(error, ServiceUnreachable | errors.Draining), repr(error)
 

@@ -73,7 +73,6 @@ async def test_sink_receives_what_the_exporter_sends(running: Any) -> None:
 
 
 @pytest.mark.model
-@pytest.mark.timeout(600)
 async def test_the_demo_itself(start_with: Any, tmp_path: Path) -> None:
     """It starts three services, which would import for longer than they serve."""
     with warm_python(tmp_path, {**os.environ, "OMP_NUM_THREADS": "1"}, PRELOADED) as programs:

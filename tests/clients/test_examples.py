@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waits import HUNG_SECONDS
 
 _ROOT = Path(__file__).parents[2]
 _ADDRESS = "127.0.0.1:50051"
@@ -27,7 +28,7 @@ async def _run(source: str, address: str) -> str:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
-    out, _ = await asyncio.wait_for(process.communicate(), 60)
+    out, _ = await asyncio.wait_for(process.communicate(), HUNG_SECONDS)
     assert process.returncode == 0, out.decode()
     return out.decode()
 

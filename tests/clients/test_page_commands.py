@@ -27,6 +27,7 @@ from page_commands import ROOT, Block, blocks, not_commands, programs
 from safetensors.torch import load_file, save_file
 from taught_heads import HIDDEN, KINDS, LAYERS, MTP, new_head
 from teaching_model import VOCABULARY, chat_tokenizer
+from waits import HUNG_SECONDS
 from warm_python import warm_python
 
 from draft_service.eagle.checkpoint import save_head
@@ -264,7 +265,7 @@ class Place:
     def _serving(self, name: str) -> bool:
         with grpc.insecure_channel(self.addresses[name]) as channel:
             asked = health_pb2.HealthCheckRequest(service="readiness")
-            answer = health_pb2_grpc.HealthStub(channel).Check(asked, timeout=2)
+            answer = health_pb2_grpc.HealthStub(channel).Check(asked, timeout=HUNG_SECONDS)
             return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     @property

@@ -14,6 +14,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from waits import HUNG_SECONDS
 
 from draft_service.config import DraftConfig
 from draft_service.drafters.base import drafter_spec
@@ -41,7 +42,10 @@ WITH_OWN = {"corpus", "head", "model", "weights"}
 @cache
 def help_of(*command: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "outrider_client.cli", *command, "--help"], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "outrider_client.cli", *command, "--help"],
+        capture_output=True,
+        text=True,
+        timeout=HUNG_SECONDS,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

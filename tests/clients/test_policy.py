@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from waits import HUNG_SECONDS
 
 from outrider import errors
 from outrider_client import Client, FinishReason, Policy, SamplingParams, ServiceUnreachable, SyncClient, TokenTree
@@ -186,7 +187,7 @@ class TestSynchronous:
         threading.Thread(target=program, daemon=True).start()
         await asyncio.sleep(0.3)
         await asyncio.to_thread(client.close)
-        error = await asyncio.wait_for(ended, 5)
+        error = await asyncio.wait_for(ended, HUNG_SECONDS)
         assert isinstance(error, RuntimeError) and str(error) == "the client is closed"
         with pytest.raises(RuntimeError, match="the client is closed"):
             client.info()
@@ -221,7 +222,7 @@ class TestSynchronous:
         client = await asyncio.to_thread(SyncClient.connect, running.address)
         try:
             await asyncio.to_thread(program)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(HUNG_SECONDS):
                 while not running.target.cancelled:
                     await asyncio.sleep(0.02)
         finally:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from draft_harness import build_server
 from scripted_service import byte_tokenizer
+from waits import HUNG_SECONDS
 
 from draft_service.config import DraftConfig
 from draft_service.drafters.base import create
@@ -65,9 +66,9 @@ async def served(model: Any, folder: Path, listen: str) -> AsyncIterator[str]:
     stopping = asyncio.Event()
     runner = runner_for(model, byte_tokenizer(), num_pages=64, page_size=16, name="tiny")
     async with drafting(f"unix:{folder}/draft") as draft:
-        config = TargetConfig(listen=listen, draft=draft, drain_seconds=5.0, reflection=True)
+        config = TargetConfig(listen=listen, draft=draft, drain_seconds=60.0, reflection=True)
         running = asyncio.create_task(serve_engine(config, SharedEngine(config, runner), stopping))
-        async with Client.connect(config.listen) as client, asyncio.timeout(60):
+        async with Client.connect(config.listen) as client, asyncio.timeout(HUNG_SECONDS):
             while not await is_serving(client):
                 await asyncio.sleep(0.05)
         try:
@@ -104,7 +105,7 @@ async def test_the_page_is_true_of_tools(program: str, tiny_model: Any, tmp_path
             process = await asyncio.create_subprocess_exec(
                 found, *words, cwd=_ROOT, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
             )
-            out, _ = await asyncio.wait_for(process.communicate(), 60)
+            out, _ = await asyncio.wait_for(process.communicate(), HUNG_SECONDS)
             assert process.returncode == 0, (line, out.decode())
             said.append(out.decode())
     listed, health, info, generated = said
@@ -124,7 +125,7 @@ async def run(name: str, address: str) -> list[str]:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", source, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )
-    out, _ = await asyncio.wait_for(process.communicate(), 60)
+    out, _ = await asyncio.wait_for(process.communicate(), HUNG_SECONDS)
     assert process.returncode == 0, out.decode()
     return out.decode(errors="replace").splitlines()
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from child_processes import living_children
+from waits import HUNG_SECONDS
 
 from outrider_client import DraftClient, ServiceUnreachable
 from outrider_client.local.stack import ServiceFailed, Stack, private_directory
@@ -38,7 +39,7 @@ async def test_death_explains_a_lost_connection(tmp_path: Path) -> None:
     async with Stack(tmp_path) as stack:
         address = await stack.start("draft", "draft_service", "--drafter", "random")
         with pytest.raises(ServiceFailed, match="the draft service was killed by SIGKILL"):
-            async with asyncio.timeout(60.0), stack.explaining(), DraftClient.connect(address) as draft:
+            async with asyncio.timeout(HUNG_SECONDS), stack.explaining(), DraftClient.connect(address) as draft:
                 (child,) = living_children(address)
                 child.kill()
                 while True:

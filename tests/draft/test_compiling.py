@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waits import HUNG_SECONDS
 
 from draft_service import compiling
 
@@ -32,4 +33,4 @@ def test_a_process_that_can_write_nowhere_compiles_anew(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
     environment = {"NUMBA_CACHE_DIR": str(blocked), "XDG_CACHE_HOME": str(blocked), "HOME": str(blocked), "PATH": ""}
-    subprocess.run([sys.executable, "-c", DRAFT], env=environment, check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", DRAFT], env=environment, check=True, timeout=HUNG_SECONDS)

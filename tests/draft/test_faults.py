@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from draft_process import Service
 from scripted_drafter import VOCABULARY, Listener, opening, step
+from waits import HUNG_SECONDS
 
 from outrider.drafting.link import GrpcDraftLink, LinkOptions
 
@@ -49,7 +50,7 @@ def draft_a_step(link: GrpcDraftLink, listener: Listener, base: int) -> None:
 
 def test_killed_and_started_again(service: Service, link: GrpcDraftLink, listener: Listener) -> None:
     service.start()
-    listener.until(lambda it: it.connected, seconds=30)
+    listener.until(lambda it: it.connected)
     draft_a_step(link, listener, 0)
     begin = time.monotonic()
     service.end(signal.SIGKILL)
@@ -59,13 +60,13 @@ def test_killed_and_started_again(service: Service, link: GrpcDraftLink, listene
     link.open(opening(2))
     link.close([1, 2])
     service.start()
-    listener.until(lambda it: len(it.infos) == 2, seconds=30)
+    listener.until(lambda it: len(it.infos) == 2)
     draft_a_step(link, listener, 10)
 
 
 def test_frozen_in_the_middle_of_a_conversation(service: Service, link: GrpcDraftLink, listener: Listener) -> None:
     service.start()
-    listener.until(lambda it: it.connected, seconds=30)
+    listener.until(lambda it: it.connected)
     draft_a_step(link, listener, 0)
     service.send(signal.SIGSTOP)
     begin = time.monotonic()
@@ -85,10 +86,10 @@ def test_frozen_while_nothing_is_asked(service: Service, listener: Listener) -> 
     options = LinkOptions(keepalive=1.0, ping_timeout=0.5, max_backoff=0.2)
     link = GrpcDraftLink(service.address, listener, VOCABULARY, "", options)
     service.start()
-    listener.until(lambda it: it.connected, seconds=30)
+    listener.until(lambda it: it.connected)
     draft_a_step(link, listener, 0)
     service.send(signal.SIGSTOP)
-    listener.until(lambda it: not it.connected, seconds=15)
+    listener.until(lambda it: not it.connected)
     service.send(signal.SIGCONT)
     listener.until(lambda it: len(it.infos) == 2)
     link.stop()
@@ -96,20 +97,20 @@ def test_frozen_while_nothing_is_asked(service: Service, listener: Listener) -> 
 
 def test_started_again_with_another_vocabulary(service: Service, link: GrpcDraftLink, listener: Listener) -> None:
     service.start("--vocabulary-size", str(VOCABULARY))
-    listener.until(lambda it: it.connected, seconds=30)
+    listener.until(lambda it: it.connected)
     service.end()
     service.start("--vocabulary-size", str(VOCABULARY + 1))
-    listener.until(lambda it: any("vocabulary" in loss for loss in it.losses), seconds=30)
+    listener.until(lambda it: any("vocabulary" in loss for loss in it.losses))
     assert len(listener.infos) == 1
     service.end()
     service.start("--vocabulary-size", str(VOCABULARY))
-    listener.until(lambda it: len(it.infos) == 2, seconds=30)
+    listener.until(lambda it: len(it.infos) == 2)
     draft_a_step(link, listener, 3)
 
 
 def test_told_to_stop_it_drains_and_ends_well(service: Service, link: GrpcDraftLink, listener: Listener) -> None:
     service.start("--drain-seconds", "20")
-    listener.until(lambda it: it.connected, seconds=30)
+    listener.until(lambda it: it.connected)
     draft_a_step(link, listener, 0)
     service.send(signal.SIGTERM)
     listener.until(lambda it: link.open(opening(2)) or it.failures)
@@ -135,7 +136,7 @@ def test_something_else_on_the_socket(tmp_path: Path, service: Service, listener
             link.open(opening(1))
     path.unlink()
     service.start()
-    listener.until(lambda it: it.connected, seconds=30)
+    listener.until(lambda it: it.connected)
     draft_a_step(link, listener, 0)
     link.stop()
 
@@ -146,7 +147,7 @@ def test_settings_come_from_flags_environment_and_file(tmp_path: Path, service: 
     environment = {"OUTRIDER_CONFIG": str(path), "OUTRIDER_RANDOM_RANDOM_DEPTH": "2"}
     service.start("--random-nodes", "5", environment=environment)
     link = GrpcDraftLink(service.address, listener, VOCABULARY, "", OPTIONS)
-    listener.until(lambda it: it.infos, seconds=30)
+    listener.until(lambda it: it.infos)
     link.stop()
     info = listener.infos[0]
     assert (info.vocabulary_size, info.limits.max_nodes, info.limits.max_depth) == (VOCABULARY, 5, 2)
@@ -165,7 +166,7 @@ def test_settings_come_from_flags_environment_and_file(tmp_path: Path, service: 
 )
 def test_settings_that_cannot_work_end_the_process_with_a_word(arguments: list[str], message: str) -> None:
     command = [sys.executable, "-m", "draft_service", "--drafter", "random", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HUNG_SECONDS)
     assert done.returncode == 2 and message in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -46,7 +46,7 @@ def packed(drawn: Sequence[tuple[TokenTree, int, int, int]], vocabulary_size: in
     return None if size < 0 else out[:size].tobytes()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.tuples(trees(), ids, steps, first_ids), min_size=1, max_size=6))
 def test_bytes_say_what_messages_say(drawn: list[tuple[TokenTree, int, int, int]]) -> None:
     expected = draft_pb2.GrowSequences(

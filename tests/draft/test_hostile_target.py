@@ -10,6 +10,7 @@ import grpc
 import pytest
 from draft_harness import Draft, Stream, draft_over
 from scripted_drafter import ScriptedDrafter, opening
+from waits import HUNG_SECONDS
 
 from draft_service.drafters.base import DraftSequence
 from draft_service.ngram.config import TrieConfig
@@ -172,7 +173,7 @@ async def test_a_frame_of_too_many_parts_ends_its_stream(draft: Draft, kind: str
         assert time.process_time() - begun < 5.0
         await other.advance((1, 1, [20]))
         await other.growth()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(HUNG_SECONDS):
             while draft.worker.admission.sequences != 1:
                 await asyncio.sleep(0.01)
 

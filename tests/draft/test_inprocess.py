@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from scripted_drafter import VOCABULARY, Listener, ScriptedDrafter, opening, step
+from waits import HUNG_SECONDS
 
 from draft_service import in_process as inprocess
 from draft_service.drafters.base import Drafter, DraftSequence
@@ -161,13 +162,13 @@ def test_a_drafter_on_a_gpu_answers_from_a_thread_of_its_own(drafter: ScriptedDr
 
     def slow(sequences: Sequence[DraftSequence]) -> list[TokenTree]:
         working.set()
-        assert go_on.wait(10)
+        assert go_on.wait(HUNG_SECONDS)
         return propose(sequences)
 
     drafter.propose = slow  # type: ignore[method-assign]
     link = ThreadedLink(drafter, heard)
     link.open(opening(1))
-    assert working.wait(10) and not heard.growths
+    assert working.wait(HUNG_SECONDS) and not heard.growths
     link.open(opening(2, [20]))
     link.advance([step(1, 13)])
     link.advance([step(2, 14)])
@@ -200,7 +201,7 @@ def test_stopping_does_what_came_before_it(drafter: ScriptedDrafter, heard: List
 
     def slow(_: DraftSequence) -> None:
         working.set()
-        assert go_on.wait(10)
+        assert go_on.wait(HUNG_SECONDS)
 
     def advance(_: DraftSequence, committed: Sequence[int]) -> None:
         advanced.append(tuple(committed))
@@ -209,12 +210,12 @@ def test_stopping_does_what_came_before_it(drafter: ScriptedDrafter, heard: List
     drafter.advance = advance  # type: ignore[method-assign]
     link = ThreadedLink(drafter, heard)
     link.open(opening(1))
-    assert working.wait(10)
+    assert working.wait(HUNG_SECONDS)
     link.advance([step(1, 13)])
     stopping = threading.Thread(target=link.stop)
     stopping.start()
     go_on.set()
-    stopping.join(10)
+    stopping.join(HUNG_SECONDS)
     assert not stopping.is_alive() and advanced == [(13,)] and drafter.stopped == 1 and heard.connected
 
 

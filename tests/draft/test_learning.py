@@ -6,6 +6,7 @@ import logging
 import threading
 
 import pytest
+from waits import HUNG_SECONDS
 
 from draft_service.ngram.learning import Learner
 
@@ -25,7 +26,7 @@ def test_the_backlog_is_bounded_without_blocking() -> None:
     learner, gate = Learner(10), threading.Event()
 
     def wait() -> None:
-        gate.wait(10)
+        gate.wait(HUNG_SECONDS)
 
     dropped = []
     for tokens, lesson in ((8, wait), (3, wait), (2, wait)):
@@ -74,11 +75,11 @@ def test_a_chore_that_is_asked_for_runs_once_and_without_a_lesson() -> None:
     learner = Learner(10, done.release, 1_000.0)
     for _ in range(5):
         learner.ask_for_chore(0.05)
-    assert done.acquire(timeout=10)
+    assert done.acquire(timeout=HUNG_SECONDS)
     learner.flush()
     assert not done.acquire(blocking=False)
     learner.ask_for_chore(0.0)
-    assert done.acquire(timeout=10)
+    assert done.acquire(timeout=HUNG_SECONDS)
     learner.ask_for_chore(1_000.0)
     learner.stop()
     assert done.acquire(blocking=False) and not done.acquire(blocking=False)

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterator
 
 import pytest
+from waits import HUNG_SECONDS
 
 from draft_service.__main__ import main
 from outrider.runtime import SWITCH_SECONDS, collect_seldom, settled, switch_threads_often
@@ -102,4 +103,4 @@ def test_no_process_imports_pytorch_before_it_collects_seldom() -> None:
     modules = [f"{program}.__main__" for program in programs]
     modules += ["draft_service.training.worker"]
     code = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=HUNG_SECONDS)

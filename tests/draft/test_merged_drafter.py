@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from eagle_drafting import make_drafter, same_tree, states_of, text
 from eagle_heads import VOCABULARY, make_head
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from draft_service.config import drafter_config
@@ -113,7 +113,6 @@ def test_every_merged_tree_is_well_formed(proposed: list[TokenTree], nodes: int)
         assert paths(merged) == paths(proposed[0])
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(trees(), trees(), trees()), min_size=1, max_size=4), st.integers(2, 3), st.integers(1, 20))
 def test_compiled_loops_merge_the_same(proposed: list[tuple[TokenTree, ...]], parts: int, nodes: int) -> None:
     limits = [max(1, nodes - i) for i in range(len(proposed))]

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from waits import HUNG_SECONDS
 
 from draft_service.config import drafter_config
 from draft_service.drafters.base import Drafter, DraftSequence, create, drafter_spec
@@ -154,7 +155,7 @@ def test_the_service_takes_its_flags_and_refuses_in_a_line(write: Write, tmp_pat
 
     def said(*words: str) -> tuple[int, str]:
         command = module_command("draft_service", "--drafter", *words)
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=HUNG_SECONDS, check=False)
         return done.returncode, done.stdout + done.stderr
 
     status, help_text = said(name, "--help")

@@ -107,7 +107,7 @@ def test_learning_can_be_turned_off(learning: str) -> None:
 documents = st.lists(st.integers(0, 6), min_size=2, max_size=30)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.lists(documents, min_size=1, max_size=4), st.lists(documents, min_size=1, max_size=4), documents)
 def test_a_tenants_ngrams_never_reach_another(
     theirs: list[list[int]], ours: list[list[int]], prompt: list[int]

@@ -11,7 +11,7 @@ from draft_service.noise import exponential, noise_word
 from outrider import noise
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     seed=st.integers(0, 2**64 - 1),
     position=st.integers(0, 2**40),

@@ -27,7 +27,7 @@ def expected(tokens: Sequence[int], config: PromptLookupConfig) -> list[int]:
     return []
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.integers(0, 3), min_size=1, max_size=30),
     st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), max_size=6),

@@ -14,6 +14,7 @@ import pytest
 from draft_harness import PROPOSE, Draft, becomes, build_server, draft_over
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from scripted_drafter import VOCABULARY, ScriptedDrafter, opening
+from waits import HUNG_SECONDS
 
 from draft_service.config import DraftConfig
 from draft_service.drafters.base import DraftSequence, info_of
@@ -189,7 +190,7 @@ async def test_nothing_is_drafted_on_the_loop_while_the_thread_is_at_work() -> N
 
     def slow() -> None:
         working.set()
-        assert go_on.wait(10)
+        assert go_on.wait(HUNG_SECONDS)
         done.append("slow")
 
     try:
@@ -457,7 +458,7 @@ async def test_draining_refuses_new_sequences_and_waits_for_open_ones(draft: Dra
         assert await stream.reason() == (2, "DRAINING")
         assert not draining.done()
         await stream.send(close=draft_pb2.CloseSequences(sequence_ids=[1]))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(HUNG_SECONDS):
             await draining
 
 
@@ -467,7 +468,7 @@ async def test_streams_end_once_all_has_drained(draft: Draft) -> None:
         await stream.open(opening(1))
         await stream.opened()
         await stream.send(close=draft_pb2.CloseSequences(sequence_ids=[1]))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(HUNG_SECONDS):
             await draft.worker.drain()
         for one in (stream, other):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -511,7 +512,7 @@ async def test_a_stream_that_ends_while_its_drafter_works_is_counted_out(monkeyp
 
     def slow(sequence: DraftSequence) -> None:
         working.set()
-        assert go_on.wait(10)
+        assert go_on.wait(HUNG_SECONDS)
         opened(sequence)
 
     drafter.device, drafter.open = "cuda", slow  # type: ignore[attr-defined, method-assign]
@@ -524,7 +525,7 @@ async def test_a_stream_that_ends_while_its_drafter_works_is_counted_out(monkeyp
         await draft.stub.GetDraftInfo(draft_pb2.GetDraftInfoRequest())
         await asyncio.sleep(0.05)
         go_on.set()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(HUNG_SECONDS):
             while figure(draft, "outrider_draft_streams"):
                 await asyncio.sleep(0.002)
         await draft.empty()

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import save_file
 from trie_checks import count
+from waits import HUNG_SECONDS
 
 from draft_service.ngram.arrays import SEEN
 from draft_service.ngram.config import TrieConfig
@@ -59,7 +60,7 @@ def test_only_the_owner_may_read(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_a_changed_byte_costs_one_trie_or_all(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     folder = tmp_path_factory.mktemp("snapshot")
@@ -82,7 +83,7 @@ def test_a_changed_byte_costs_one_trie_or_all(tmp_path_factory: pytest.TempPathF
         assert np.array_equal(stored.rows, whole[stored.tenant, stored.corpus])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(keep=st.floats(0.0, 0.999))
 def test_a_cut_file_is_refused(tmp_path_factory: pytest.TempPathFactory, keep: float) -> None:
     folder = tmp_path_factory.mktemp("snapshot")
@@ -244,7 +245,7 @@ class TestDrafter:
         drafter._save()
         before = drafter.corpora("a")
         drafter.delete_corpus("a", "gone")
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + HUNG_SECONDS
         while "gone" in (names := [stored.corpus for stored in load(tmp_path / FILE_NAME, drafter._settings)[0]]):
             assert time.monotonic() < deadline, names
             time.sleep(0.01)

@@ -9,6 +9,7 @@ from draft_harness import becomes, draft_over
 from opentelemetry.trace import StatusCode
 from scripted_drafter import ScriptedDrafter
 from spans import PARENT, UNSAMPLED, Recorder, check
+from waits import HUNG_SECONDS
 
 from draft_service.telemetry.metrics import DraftMetrics
 from draft_service.telemetry.tracing import StreamTrace
@@ -114,7 +115,7 @@ async def test_a_stream_is_counted_as_it_was() -> None:
             await stream.advance((2, 9, [904]))
             await stream.failure()
         await draft.empty()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(HUNG_SECONDS):
             while values(draft.metrics)["streams"]:
                 await asyncio.sleep(0.01)
         found = values(draft.metrics)

@@ -73,7 +73,7 @@ def path_probs(tree: TokenTree) -> list[float]:
 texts = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=80)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(texts, texts, MODES, st.integers(0, 2**64 - 1), st.integers(1, 40), st.integers(1, 10), st.integers(1, 4))
 def test_every_tree_is_well_formed(
     own: list[int], tenant: list[int], mode: VerificationMode, seed: int, nodes: int, depth: int, breadth: int

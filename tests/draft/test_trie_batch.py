@@ -76,7 +76,7 @@ def make_sequence(
     )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.lists(
         st.tuples(texts, modes, st.integers(0, 2**64 - 1), st.integers(0, 30), st.lists(texts, max_size=4)),

@@ -17,6 +17,7 @@ from draft_process import Service
 from engine_harness import make_runner, plain, request, run
 from scripted_drafter import Listener
 from transformers import PreTrainedModel
+from waits import HUNG_SECONDS
 
 from outrider.drafting import link_process
 from outrider.drafting.events import DraftEvents
@@ -68,7 +69,7 @@ def connected_once(address: str) -> None:
     """Wait until the service answers."""
     heard = Listener()
     link = GrpcDraftLink(address, heard, VOCABULARY, "")
-    heard.until(lambda it: it.infos, seconds=30)
+    heard.until(lambda it: it.infos)
     link.stop()
 
 
@@ -94,7 +95,7 @@ def test_output_is_plain_decoding_whatever_befalls_the_draft(
         def connect(events: DraftEvents) -> DraftLink:
             link = kind(service.address, events, VOCABULARY, "", OPTIONS)
             ending.callback(link.stop)
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + HUNG_SECONDS
             while not link._connected:
                 # A process takes a second to start, in which all would be over.
                 assert time.monotonic() < deadline

@@ -11,6 +11,7 @@ from engine_harness import make_runner, plain
 from head_runs import WireRun, said_plainly, wire_loop
 from taught_heads import HIDDEN, LAYERS, SAMPLINGS, prompts, request_of, taught_head
 from transformers import PreTrainedModel
+from waits import HUNG_SECONDS
 
 from draft_service.eagle.checkpoint import save_head
 from outrider.sampling import SamplingParams
@@ -75,7 +76,7 @@ def test_a_head_that_the_target_does_not_have_is_not_asked(
     loop, link = wire_loop(make_runner(tiny_model), service)
     service.start("--drafter", "eagle", "--head", str(folder), *HEAD_SETTINGS)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + HUNG_SECONDS
         while "--draft-head" not in caplog.text:
             assert time.monotonic() < deadline
             time.sleep(0.01)

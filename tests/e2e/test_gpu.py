@@ -14,6 +14,7 @@ from conftest import make_tiny
 from engine_harness import Outcome, Propose, engine_config, knowing_tree, make_runner, random_tree, request, run
 from latent_models import make_latent
 from other_weights import other_weights
+from waits import HUNG_SECONDS
 
 from outrider.sampling import SamplingParams, VerificationMode
 from target_service.core.sequence import SequenceRequest
@@ -221,7 +222,7 @@ def exchange(runner: ModelRunner, folder: Path) -> None:
     write_weights(slots, weights, torch.device("cuda"), lambda: None)
     locked = next(iter(weights.values()))
     room.release()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + HUNG_SECONDS
     while room.locked_bytes:
         assert time.monotonic() < deadline, "the memory was not given back"
         time.sleep(0.01)

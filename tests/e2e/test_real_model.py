@@ -17,7 +17,7 @@ from target_service.model.loading.loader import load_runner
 from target_service.model.runner import ModelRunner
 from target_service.speculation.policy.step_cost import StepCost
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.model]
 PROMPTS = Path(__file__).parents[2] / "benchmarks" / "prompts.jsonl"
 GREEDY = SamplingParams(ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.8, top_p=0.9, seed=11, ignore_eos=True)

@@ -14,6 +14,7 @@ from engine_harness import ScriptedDraft, knowing_tree, make_runner, plain, real
 from scripted_engine import ScriptedEngine
 from scripted_service import target_over
 from transformers import PreTrainedModel
+from waits import HUNG_SECONDS
 
 from draft_service.drafters.base import create
 from outrider.drafting.events import SequenceFailure
@@ -88,12 +89,12 @@ async def target(tiny_model: Any, tmp_path: Path) -> AsyncIterator[str]:
             draft=draft.server.address,
             draft_wait_ms=2000.0,
             row_budget="all",
-            drain_seconds=5.0,
+            drain_seconds=60.0,
         )
         runner = runner_for(tiny_model, None, num_pages=64, page_size=16, name="tiny")
         running = asyncio.create_task(serve_engine(config, SharedEngine(config, runner), stopping))
         try:
-            async with Client.connect(config.listen) as client, asyncio.timeout(60):
+            async with Client.connect(config.listen) as client, asyncio.timeout(HUNG_SECONDS):
                 while not await _is_connected(client):
                     await asyncio.sleep(0.05)
             yield config.listen

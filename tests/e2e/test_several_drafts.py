@@ -36,7 +36,7 @@ def services(tmp_path: Path) -> Iterator[list[Service]]:
     for service in found:
         heard = Listener()
         link = connect_draft(service.address, heard, VOCABULARY, "")
-        heard.until(lambda it: it.infos, seconds=30)
+        heard.until(lambda it: it.infos)
         link.stop()
     yield found
     for service in found:

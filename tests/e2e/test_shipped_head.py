@@ -31,7 +31,6 @@ MOST_MEGABYTES = 32.0
 FOUND = head_made_for(MODEL)
 pytestmark = [
     pytest.mark.model,
-    pytest.mark.timeout(900),
     pytest.mark.skipif(FOUND is None, reason=f"no head for {MODEL} lies in draft_service/heads"),
 ]
 QUESTIONS = (

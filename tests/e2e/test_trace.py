@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from draft_harness import build_server
+from waits import HUNG_SECONDS
 
 from draft_service.config import DraftConfig
 from draft_service.drafters.base import create
@@ -67,7 +68,7 @@ async def receiver() -> AsyncIterator[TraceSink]:
 
 async def traced_request(client: Client) -> str:
     """Generate until the draft has connected and was of use; the trace id of that request."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HUNG_SECONDS):
         while True:
             sampling = SamplingParams(max_tokens=24, ignore_eos=True)
             result = await client.generate(token_ids=PROMPT, sampling=sampling).result()
@@ -91,17 +92,17 @@ async def one_trace(model: Any, folder: Path, steps: bool) -> list[ReceivedSpan]
             row_budget="all",
             otlp_endpoint=sink.endpoint,
             trace_steps=steps,
-            drain_seconds=5.0,
+            drain_seconds=60.0,
         )
         tracing = set_up_tracing(telemetry.CLIENT, sink.endpoint)
         async with draft(folder / "draft", sink), target(model, config):
             async with Client.connect(config.listen, tracing=tracing) as client:
-                async with asyncio.timeout(60):
+                async with asyncio.timeout(HUNG_SECONDS):
                     while not ((folder / "target").exists() and await client.serving()):
                         await asyncio.sleep(0.05)
                 trace_id = await traced_request(client)
             await asyncio.to_thread(tracing.shutdown)
-        return await sink.wait(trace_id, SERVICES, timeout=10)
+        return await sink.wait(trace_id, SERVICES, timeout=HUNG_SECONDS)
 
 
 @pytest.mark.parametrize("steps", [False, True], ids=["totals", "with steps"])

@@ -23,6 +23,7 @@ from child_processes import living_children
 from safetensors.torch import load_file
 from teaching_model import save_teaching_model
 from torch import Tensor
+from waits import HUNG_SECONDS
 from warm_python import warm_executable
 
 from draft_service.training import trainer as trainer_module
@@ -251,7 +252,7 @@ def test_the_leaders_end_ends_its_followers(
         process.send_signal(end)
         said = process.communicate(timeout=180)[1]
         assert process.returncode == status
-        follower.wait(timeout=60)
+        follower.wait(timeout=HUNG_SECONDS)
     assert "Traceback" not in said
 
 

@@ -14,6 +14,7 @@ from openai import AsyncOpenAI
 from scripted_engine import SERVED, ScriptedEngine
 from scripted_service import Target, byte_tokenizer, target_over
 from transformers import PreTrainedModel
+from waits import HUNG_SECONDS
 
 from outrider_client.client import Client
 from outrider_client.local.stack import Stack, wait_for_drafter
@@ -37,7 +38,7 @@ class Gateway:
 
     async def idle(self) -> None:
         """Wait until no answer is being written, or fail after five seconds."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(HUNG_SECONDS):
             while any(target.running for target in self.server.application.targets.all):
                 await asyncio.sleep(0.005)
             for target in self.targets:
@@ -54,7 +55,7 @@ async def gateway_before(
         url = f"http://{server.address}"
         async with (
             AsyncOpenAI(base_url=f"{url}/v1", api_key=token, max_retries=0) as openai,
-            httpx.AsyncClient(base_url=url, timeout=20.0) as http,
+            httpx.AsyncClient(base_url=url, timeout=HUNG_SECONDS) as http,
         ):
             yield Gateway(server, targets, openai, http)
 

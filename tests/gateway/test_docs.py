@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waits import HUNG_SECONDS
 
 from outrider_gateway.config import GatewayConfig
 
@@ -31,7 +32,7 @@ async def run(gateway: Any, *command: str) -> str:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
-    out, _ = await asyncio.wait_for(process.communicate(), 60)
+    out, _ = await asyncio.wait_for(process.communicate(), HUNG_SECONDS)
     assert process.returncode == 0, out.decode()
     return out.decode()
 

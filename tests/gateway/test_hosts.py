@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waits import HUNG_SECONDS
 
 from outrider.host_names import HostNames
 from outrider.serving import Authenticator, Caller
@@ -176,5 +177,5 @@ async def test_listed_names_are_served(gateways: Any) -> None:
 async def test_headers_that_no_browser_sends(gateway: Any, head: bytes, status: int) -> None:
     reader, writer = await asyncio.open_connection(*gateway.server.address.split(":"))
     writer.write(head)
-    assert (await asyncio.wait_for(reader.readline(), 5)).split()[1] == str(status).encode()
+    assert (await asyncio.wait_for(reader.readline(), HUNG_SECONDS)).split()[1] == str(status).encode()
     writer.close()

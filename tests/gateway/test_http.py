@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from scripted_engine import ScriptedEngine
+from waits import HUNG_SECONDS
 
 from outrider.serving import Authenticator, Caller
 from outrider_client.client import Client
@@ -232,7 +233,7 @@ async def test_slow_bodies_time_out(gateways: Any) -> None:
         reader, writer = await asyncio.open_connection(*gateway.server.address.split(":"))
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n")
         writer.write(b"content-length: 10\r\n\r\n{")
-        assert b" 408 " in await asyncio.wait_for(reader.readline(), 5)
+        assert b" 408 " in await asyncio.wait_for(reader.readline(), HUNG_SECONDS)
         writer.close()
 
 
@@ -296,12 +297,12 @@ async def test_requests_that_wait_for_a_tokenizer_keep_the_limit(
 
     def find(_model: str) -> None:
         loop.call_soon_threadsafe(looking.set)
-        found.wait(20)
+        found.wait(HUNG_SECONDS)
 
     monkeypatch.setattr("outrider_gateway.served_models.find_tokenizer", find)
     async with gateways(max_running=1) as gateway:
         waiting = asyncio.create_task(gateway.http.post("/v1/completions", json={**TEXT, "logprobs": 1}))
-        await asyncio.wait_for(looking.wait(), 10)
+        await asyncio.wait_for(looking.wait(), HUNG_SECONDS)
         refused = await gateway.http.post("/v1/completions", json=TEXT)
         found.set()
         assert (refused.status_code, (await waiting).status_code) == (429, 200)
@@ -366,7 +367,7 @@ async def test_a_target_whose_answer_is_none_is_looked_at_again() -> None:
 
     odd = Odd()
     clients: Any = [odd]
-    async with Targets(clients, health_seconds=0.01, load_bound=1.25) as targets, asyncio.timeout(5):
+    async with Targets(clients, health_seconds=0.01, load_bound=1.25) as targets, asyncio.timeout(HUNG_SECONDS):
         assert not targets.all[0].healthy
         while odd.looks < 4:
             await asyncio.sleep(0.01)
@@ -481,7 +482,7 @@ async def test_drain_lets_running_answers_finish(gateways: Any) -> None:
                     await late.get(f"{gateway.url}/health")
             rest = [line async for line in lines if line]
         assert rest[-1] == "data: [DONE]"
-        await asyncio.wait_for(gateway.server.ended(), 5)
+        await asyncio.wait_for(gateway.server.ended(), HUNG_SECONDS)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -493,7 +494,7 @@ async def test_process_ends_on_a_signal(gateway: Any, number: signal.Signals) ->
     )
     assert process.stderr is not None
     said = b""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HUNG_SECONDS):
         while b"serving http://" not in said:
             said += await process.stderr.readline()
         process.send_signal(number)
@@ -520,7 +521,7 @@ async def test_settings_that_cannot_work(flags: list[str], message: str) -> None
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "outrider_gateway", *flags, stderr=asyncio.subprocess.PIPE
     )
-    _, said = await asyncio.wait_for(process.communicate(), 60)
+    _, said = await asyncio.wait_for(process.communicate(), HUNG_SECONDS)
     assert process.returncode == 2
     assert message in said.decode() and "Traceback" not in said.decode()
 

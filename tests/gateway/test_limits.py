@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 from scripted_engine import ScriptedEngine
+from waits import HUNG_SECONDS
 
 from outrider_gateway.caller import caller_from
 from outrider_gateway.heads import HEAD_BYTES
@@ -29,7 +30,7 @@ async def gateway_process(target: str) -> AsyncIterator[tuple[str, psutil.Proces
     )
     assert process.stderr is not None
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HUNG_SECONDS):
             while b"serving http://" not in (line := await process.stderr.readline()):
                 assert line, "the gateway ended"
         yield line.split(b"serving http://")[1].split()[0].decode(), psutil.Process(process.pid)
@@ -63,7 +64,7 @@ async def test_readers_that_stop_do_not_grow_memory(gateways: Any) -> None:
         # Until nothing has moved for a second: all have stopped at what lies between engine and client, or were given
         # up by the target as readers that are too slow.
         last = -1.0
-        async with asyncio.timeout(90):
+        async with asyncio.timeout(HUNG_SECONDS):
             while still < 5:
                 await asyncio.sleep(0.2)
                 most = max(most, process.memory_info().rss - before)
@@ -83,7 +84,7 @@ async def test_more_connections_than_allowed_are_refused(gateways: Any) -> None:
         for reader, _ in running:
             assert b" 200 " in await reader.readline()
         reader, writer = await begin(gateway.server.address, TEXT)
-        assert b" 503 " in await asyncio.wait_for(reader.readline(), 5)
+        assert b" 503 " in await asyncio.wait_for(reader.readline(), HUNG_SECONDS)
         for _, closing in (*running, (reader, writer)):
             closing.close()
         await gateway.idle()
@@ -101,8 +102,8 @@ async def test_a_drain_ends_in_time(gateways: Any) -> None:
         with pytest.raises(TimeoutError):
             # Not at once: it had a second.
             await asyncio.wait_for(gateway.server.ended(), 0.5)
-        await asyncio.wait_for(gateway.server.ended(), 5)
-        rest = await asyncio.wait_for(reader.read(2**20), 5)
+        await asyncio.wait_for(gateway.server.ended(), HUNG_SECONDS)
+        rest = await asyncio.wait_for(reader.read(2**20), HUNG_SECONDS)
         assert b"[DONE]" not in rest
         await gateway.targets[0].idle()
         assert len(engine.cancelled) == 1
@@ -115,7 +116,7 @@ async def test_a_head_without_end_is_refused(gateways: Any) -> None:
         start = b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: "
         # Not a byte more than is read, so that the refusal is not lost in a reset.
         writer.write(start + b"a" * (HEAD_BYTES + 1 - len(start)))
-        assert b" 400 " in await asyncio.wait_for(reader.readline(), 5)
+        assert b" 400 " in await asyncio.wait_for(reader.readline(), HUNG_SECONDS)
         writer.close()
         # A body is bounded by itself, and a head that is merely long is read.
         long = {**TEXT, "prompt": "a" * 2**17}
@@ -136,7 +137,7 @@ async def test_connections_that_say_nothing_give_their_places_back(
             # One that stops half-way.
             writer.write(b"GET /health HTTP/1.1\r\nhost: loc")
         for reader, writer in silent:
-            assert await asyncio.wait_for(reader.read(), 5) == b""
+            assert await asyncio.wait_for(reader.read(), HUNG_SECONDS) == b""
             writer.close()
         # Answers may take longer than heads.
         answer = await gateway.http.post("/v1/completions", json={**TEXT, "max_tokens": 60})
@@ -159,12 +160,12 @@ async def test_trailers_without_end_are_refused(gateways: Any, trailers: bytes) 
         with contextlib.suppress(ConnectionError):
             for begin in range(0, len(trailers), 2**14):
                 writer.write(trailers[begin : begin + 2**14])
-                await asyncio.wait_for(writer.drain(), 5)
+                await asyncio.wait_for(writer.drain(), HUNG_SECONDS)
                 if reader.at_eof() or reader._buffer:  # type: ignore[attr-defined]
                     break
             else:
                 pytest.fail("a mebibyte was taken")
-            assert b" 400 " in await asyncio.wait_for(reader.readline(), 5)
+            assert b" 400 " in await asyncio.wait_for(reader.readline(), HUNG_SECONDS)
         writer.close()
 
 
@@ -174,7 +175,7 @@ async def test_a_body_of_many_small_chunks_is_read(gateways: Any) -> None:
         reader, writer = await asyncio.open_connection(*gateway.server.address.split(":"))
         content = json.dumps({**TEXT, "user": "a" * HEAD_BYTES}).encode()
         writer.write(CHUNKED + b"".join(chunk(content[i : i + 1]) for i in range(len(content))) + b"0\r\nx: y\r\n\r\n")
-        assert b" 200 " in await asyncio.wait_for(reader.readline(), 20)
+        assert b" 200 " in await asyncio.wait_for(reader.readline(), HUNG_SECONDS)
         writer.close()
 
 
@@ -191,7 +192,7 @@ async def test_trailers_are_no_headers(gateways: Any, monkeypatch: pytest.Monkey
         reader, writer = await asyncio.open_connection(*gateway.server.address.split(":"))
         # In one piece: all is parsed before the request is looked at.
         writer.write(CHUNKED + chunk(json.dumps(TEXT).encode()) + b"0\r\noutrider-tenant: other\r\n\r\n")
-        assert b" 200 " in await asyncio.wait_for(reader.readline(), 5)
+        assert b" 200 " in await asyncio.wait_for(reader.readline(), HUNG_SECONDS)
         writer.close()
     assert seen == [[b"host", b"content-type", b"transfer-encoding"]]
 
@@ -205,7 +206,7 @@ async def test_a_body_that_goes_on_after_its_answer_gives_its_place_back(
         writer.write(CHUNKED)
         said = asyncio.create_task(reader.readline())
         with pytest.raises(ConnectionError):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(HUNG_SECONDS):
                 while True:
                     writer.write(chunk(b"a"))
                     await writer.drain()

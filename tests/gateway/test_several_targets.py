@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from scripted_engine import ScriptedEngine
+from waits import HUNG_SECONDS
 
 TEXT = {"model": "counter", "prompt": "a", "max_tokens": 3, "temperature": 0}
 
@@ -134,12 +135,12 @@ async def test_target_that_dies_in_mid_stream_ends_its_own_answers_only(gateways
             return lines
 
         readers = [asyncio.create_task(read(tenant)) for tenant in tenants]
-        await asyncio.wait_for(half_way.wait(), 10)
+        await asyncio.wait_for(half_way.wait(), HUNG_SECONDS)
         if how == "engine":
             engines[0].die(RuntimeError("broken"))
         else:
             await gateway.targets[0].server.stop(0)
-        broken, whole = await asyncio.wait_for(asyncio.gather(*readers), 20)
+        broken, whole = await asyncio.wait_for(asyncio.gather(*readers), HUNG_SECONDS)
         assert "error" in json.loads(broken[-1]) and "[DONE]" not in broken
         assert json.loads(broken[0])["choices"][0]["text"].startswith("b")
         assert whole[-1] == "[DONE]"

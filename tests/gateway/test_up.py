@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import httpx
 import pytest
+from waits import HUNG_SECONDS
 
 
 async def test_up_serves_http(model: str, unused_tcp_port_factory: Callable[[], int]) -> None:
@@ -65,6 +66,6 @@ async def test_up_says_what_is_wrong_with_http(
             *("--http", str(taken) if http == "busy" else http),
             stderr=asyncio.subprocess.PIPE,
         )
-        _, said = await asyncio.wait_for(process.communicate(), 60)
+        _, said = await asyncio.wait_for(process.communicate(), HUNG_SECONDS)
     assert process.returncode == status
     assert message in said.decode()

@@ -20,7 +20,7 @@ import pytest
 from outrider import __version__
 from outrider.ports import free_port
 
-pytestmark = [pytest.mark.install, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.install]
 ROOT = Path(__file__).parents[2]
 # A client's whole installation, by the names of distributions.
 LARGE = {"torch", "transformers", "triton", "numba", "numpy", "scipy", "opentelemetry-sdk", "prometheus-client"}

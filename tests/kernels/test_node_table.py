@@ -299,7 +299,7 @@ def test_a_bound_is_the_largest_with_room(keys: list[int], room: int) -> None:
     assert bound == NO_KEY or sum(key <= bound for key in keys) > room
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(SEEDS, st.sampled_from(CASES))
 def test_steps_are_laid_out_as_trees(seed: int, case: Case) -> None:
     case = case._replace(longest=min(case.longest, 300))
@@ -386,7 +386,7 @@ def one_sequence(rows: int, prefix: int) -> tuple[StepIntegers, torch.Tensor]:
     return step, torch.arange(1000, 1000 + 4 * pages).int()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(SEEDS)
 def test_a_tree_keeps_what_hangs_below_what_was_said(seed: int) -> None:
     rng = random.Random(seed)

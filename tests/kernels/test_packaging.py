@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from waits import HUNG_SECONDS
+
 import tree_kernels
 
 REPOSITORY = Path(__file__).parents[2]
@@ -20,7 +22,10 @@ def test_the_folder_is_no_package() -> None:
 
 def test_transformers_loads_models_from_the_repository_root() -> None:
     subprocess.run(
-        [sys.executable, "-c", "from transformers import LlamaForCausalLM"], cwd=REPOSITORY, check=True, timeout=120
+        [sys.executable, "-c", "from transformers import LlamaForCausalLM"],
+        cwd=REPOSITORY,
+        check=True,
+        timeout=HUNG_SECONDS,
     )
 
 
@@ -42,4 +47,4 @@ def test_importing_the_package_imports_no_backend() -> None:
         "import sys, tree_kernels.attention, tree_kernels.verification, tree_kernels.philox;"
         "assert not {'triton', 'flashinfer', 'tree_kernels.attention.triton_backend'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True, timeout=HUNG_SECONDS)

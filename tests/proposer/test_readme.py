@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from draft_process import Service
 from vllm_runner import Runner, plain, repeating, vllm_config
+from waits import HUNG_SECONDS
 
 README = Path(__file__).parents[2] / "clients/outrider_vllm/README.md"
 ADDRESS = "127.0.0.1:50052"
@@ -29,7 +30,7 @@ class LLM:
         settings = additional_config["outrider"]
         self._config = vllm_config(tokens=speculative_config["num_speculative_tokens"], **settings, wait_ms=1000)
         self._proposer = getattr(import_module(module), name)(self._config)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + HUNG_SECONDS
         empty = Runner(self._config, [])
         while not self._proposer._drafting.connected:
             self._proposer.propose([], empty._lengths, empty._token_ids)

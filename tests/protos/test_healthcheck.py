@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waits import HUNG_SECONDS
 
 from outrider.healthcheck import check, main
 from outrider.serving import Authenticator, GrpcServer, ServingOptions
@@ -38,7 +39,7 @@ async def test_a_process_lives_before_it_is_ready() -> None:
         said = [await asyncio.to_thread(check, address, name) for name in ("liveness", "readiness", "")]
         assert said == ["SERVING", "NOT_SERVING", "NOT_SERVING"]
         command = (sys.executable, "-m", "outrider.healthcheck", address, "--service", "liveness")
-        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
+        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=HUNG_SECONDS)
     assert (done.returncode, done.stdout) == (0, f"{address}: SERVING\n")
 
 
@@ -59,7 +60,7 @@ async def test_a_token_file_of_the_service_itself(tmp_path: Path) -> None:
 async def test_exit_status_of_the_command(tmp_path: Path) -> None:
     async with running(listen=f"unix:{tmp_path}/health") as address:
         command = (sys.executable, "-m", "outrider.healthcheck", address)
-        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
+        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=HUNG_SECONDS)
     assert (done.returncode, done.stdout) == (0, f"{address}: SERVING\n")
 
 

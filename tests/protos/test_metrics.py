@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as plain
+from waits import HUNG_SECONDS
 
 from outrider.host_names import is_loopback
 from outrider.settings import SettingsError
@@ -35,7 +36,7 @@ def server(metrics: MetricSet) -> Iterator[MetricsServer]:
 
 def get(server: MetricsServer, path: str = "/metrics", accept: str = "text/plain") -> str:
     request = urllib.request.Request(f"http://{server.address}{path}", headers={"Accept": accept})
-    with urllib.request.urlopen(request, timeout=5) as response:
+    with urllib.request.urlopen(request, timeout=HUNG_SECONDS) as response:
         return str(response.read().decode())
 
 
@@ -168,7 +169,7 @@ def status(server: MetricsServer, host: str, path: str = "/metrics") -> int:
     """What a request that calls the server `host` is answered with."""
     request = urllib.request.Request(f"http://{server.address}{path}", headers={"Host": host})
     try:
-        with urllib.request.urlopen(request, timeout=5) as response:
+        with urllib.request.urlopen(request, timeout=HUNG_SECONDS) as response:
             return int(response.status)
     except urllib.error.HTTPError as error:
         assert b"outrider_" not in error.read()

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 import pytest
+from waits import HUNG_SECONDS
 
 from outrider.processes import outbox as outboxes
 from outrider.processes.framing import LENGTH_BYTES, FrameCutter, framed, framed_parts, parts_of
@@ -38,7 +39,7 @@ class Socket:
             if not data:
                 raise BlockingIOError
         else:
-            assert self.may_write.wait(10.0)
+            assert self.may_write.wait(HUNG_SECONDS)
         self.taken += data
         return len(data)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+from waits import HUNG_SECONDS
 
 from outrider.errors import QuotaExceeded
 from outrider.serving import GrpcServer, Service, ServingOptions
@@ -44,7 +45,7 @@ def counted(calls: RpcMetricsInterceptor) -> dict[tuple[str, str], float]:
 
 async def eventually(calls: RpcMetricsInterceptor, code: str) -> None:
     """Wait until exactly one call is counted, with `code`: the server notices after the caller does."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(HUNG_SECONDS):
         while not counted(calls):
             await asyncio.sleep(0.01)
     assert counted(calls) == {("test.Service/Call", code): 1}
@@ -82,7 +83,7 @@ async def test_calls_that_end(behaviour: Behaviour, code: str) -> None:
 async def test_a_call_that_is_cancelled() -> None:
     async with serving(hangs) as (calls, call):
         running = call(b"")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(HUNG_SECONDS):
             while not list(calls._read()):
                 await asyncio.sleep(0.01)
         assert list(calls._read()) == [("outrider_rpc_in_flight", ("test.Service/Call",), 1)]

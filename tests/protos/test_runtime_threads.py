@@ -7,6 +7,7 @@ import sys
 import threading
 
 import pytest
+from waits import HUNG_SECONDS
 
 from outrider.runtime import in_passing_thread
 
@@ -29,7 +30,7 @@ def left(program: str) -> tuple[int, str, str]:
     """How a process ends that runs this program, and what it writes to its two streams."""
     imports = "import asyncio, atexit, sys, threading, time\nfrom outrider.runtime import in_thread_to_leave, leave\n"
     done = subprocess.run(
-        [sys.executable, "-c", imports + program], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", imports + program], capture_output=True, text=True, timeout=HUNG_SECONDS, check=False
     )
     return done.returncode, done.stdout, done.stderr
 

@@ -10,6 +10,7 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import StatusCode
 from spans import PARENT, UNSAMPLED, Recorder
+from waits import HUNG_SECONDS
 
 from outrider.telemetry.tracing import (
     Tracing,
@@ -118,7 +119,7 @@ async def test_spans_reach_a_receiver_under_the_service_name() -> None:
     span = tracing.tracer.start_span("call", context_from_traceparent(PARENT))
     span.end()
     await asyncio.to_thread(tracing.shutdown)
-    received = await sink.wait("a" * 32, ["outrider-test"], timeout=5)
+    received = await sink.wait("a" * 32, ["outrider-test"], timeout=HUNG_SECONDS)
     assert [(entry.name, entry.parent_id) for entry in received] == [("call", "b" * 16)]
     await sink.stop()
 

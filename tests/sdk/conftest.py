@@ -17,6 +17,7 @@ from google.protobuf import json_format
 from sdk.toolchains import BUILDS, Toolchain, go, typescript
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from waits import HUNG_SECONDS
 
 from outrider.ports import free_port
 from outrider.v1 import target_pb2 as pb
@@ -35,14 +36,14 @@ class Services:
 
     def gauge(self, name: str) -> float:
         """The value of one series, labels included in its name."""
-        with urllib.request.urlopen(f"http://{self.metrics}/metrics", timeout=5) as page:
+        with urllib.request.urlopen(f"http://{self.metrics}/metrics", timeout=HUNG_SECONDS) as page:
             found = re.search(rf"^{re.escape(name)} (\S+)$", page.read().decode(), re.MULTILINE)
         assert found is not None, f"no series {name}"
         return float(found[1])
 
     async def until(self, name: str, value: float) -> None:
         """Wait until a series has this value, or fail after five seconds."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(HUNG_SECONDS):
             while await asyncio.to_thread(self.gauge, name) != value:
                 await asyncio.sleep(0.02)
 

@@ -14,7 +14,7 @@ from outrider.v1 import target_pb2 as pb
 from outrider.v1 import target_pb2_grpc, tree_pb2
 
 # The first test of each language waits for its build.
-pytestmark = [pytest.mark.sdk, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.sdk, pytest.mark.asyncio(loop_scope="session")]
 
 VECTORS = Path(__file__).parents[1] / "protos" / "noise_vectors.json"
 PROMPT = [20, 21, 22, 23, 20, 21, 22, 23, 20, 21]

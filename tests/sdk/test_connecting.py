@@ -20,7 +20,7 @@ from outrider.serving import GrpcServer, Service, ServingOptions, TlsFiles
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import target_pb2_grpc
 
-pytestmark = [pytest.mark.sdk, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.sdk, pytest.mark.asyncio(loop_scope="session")]
 
 UNAVAILABLE, DEADLINE_EXCEEDED = 14, 4
 CALLS = pytest.mark.parametrize("case", ["call", "stream"])

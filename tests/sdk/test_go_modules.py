@@ -10,7 +10,7 @@ import pytest
 from sdk.go_modules import publish_sources
 from sdk.toolchains import go
 
-pytestmark = [pytest.mark.sdk, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.sdk]
 
 PATH = "example.com/team/small"
 # Programs that import different packages.

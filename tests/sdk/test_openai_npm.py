@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from sdk.openai_npm import SOURCE, ApiError, OpenAiNpm, install
+from waits import HUNG_SECONDS
 
 from outrider.sampling import SamplingParams
 from outrider_client import Client
@@ -21,7 +22,7 @@ from outrider_gateway.config import GatewayConfig
 from outrider_gateway.server import GatewayServer
 
 # The first test waits for npm.
-pytestmark = [pytest.mark.sdk, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.sdk, pytest.mark.asyncio(loop_scope="session")]
 
 MESSAGES: Any = [{"role": "system", "content": "brief"}, {"role": "user", "content": "say something"}]
 GATEWAY_PAGE = Path(__file__).parents[2] / "docs/gateway.md"
@@ -194,7 +195,7 @@ async def test_abort_frees_what_the_answer_held(
         await npm.run("abandon", body={**asked, "stream": False, "n": 16})
     assert caught.value.fields["aborted"]
     await services.idle()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(HUNG_SECONDS):
         while any(target.running for target in gateway.application.targets.all):
             await asyncio.sleep(0.01)
 

@@ -16,7 +16,7 @@ from sdk.toolchains import GO_MODULE
 from outrider import __version__
 from outrider.v1 import target_pb2 as pb
 
-pytestmark = [pytest.mark.sdk, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.sdk]
 
 CLIENTS = Path(__file__).parents[2] / "clients"
 

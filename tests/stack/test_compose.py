@@ -26,7 +26,7 @@ from outrider.v1 import target_pb2, target_pb2_grpc
 from outrider_client import Client, Speculation
 from outrider_client.results import Result
 
-pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.compose]
 
 # Repeats itself, so that the trie has something to draft; short enough for two cores.
 PROMPT = "one two three four five six seven eight nine ten, " * 4

@@ -14,7 +14,7 @@ from target_service.api.byte_text import ByteText, detokenizers, token_bytes
 from target_service.core.stopping import Detokenizer
 
 CORPUS = ["a banana, an  ananas\n\nend. €9 €99 für Zoë 🙂🙂 日本 日本語 the end."] * 3
-HYPOTHESIS = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+HYPOTHESIS = settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 IDS = st.lists(st.integers(0, 294), max_size=30)
 CUTS = st.lists(st.integers(1, 6), min_size=1, max_size=5)
 

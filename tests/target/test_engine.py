@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 from engine_harness import ScriptedDraft, engine_config, make_runner, random_tree, request
 from transformers import PreTrainedModel
+from waits import HUNG_SECONDS
 
 from outrider.errors import Draining, EngineDead, PositionOutOfRange, QuotaExceeded, UnknownSequence, WrongRoot
 from outrider.tree import TokenTree
@@ -43,7 +44,7 @@ def start(tiny_model: PreTrainedModel) -> Iterator[Started]:
 def until_last(events: queue.Queue[SequenceEvent], sequence_id: int) -> list[SequenceEvent]:
     seen: list[SequenceEvent] = []
     while True:
-        event = events.get(timeout=20)
+        event = events.get(timeout=HUNG_SECONDS)
         if event.sequence_id == sequence_id:
             seen.append(event)
             if not isinstance(event, Verdict):
@@ -51,7 +52,7 @@ def until_last(events: queue.Queue[SequenceEvent], sequence_id: int) -> list[Seq
 
 
 def settle(engine: Engine) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + HUNG_SECONDS
     while engine.snapshot().sequences and time.monotonic() < deadline:
         time.sleep(0.005)
 
@@ -100,7 +101,7 @@ def test_half_of_the_queue_is_out_of_reach_for_callers_who_draft(start: Started)
     engine, events = start(max_waiting=8, max_running=1)
     engine.submit(request([5], 400))
     # It runs, and all others wait.
-    events.get(timeout=60)
+    events.get(timeout=HUNG_SECONDS)
     for _ in range(4):
         engine.submit(request([5] * 20, 400, external=True))
     with pytest.raises(QuotaExceeded):
@@ -165,7 +166,7 @@ def test_a_client_that_drafts_gets_what_generate_says(start: Started) -> None:
         ahead = said[len(heard) : len(heard) + 3]
         tokens = (root, *ahead[:2], (ahead[-1] + 1) % 211)
         engine.verify(sequence_id, TokenTree(tokens, tuple(max(0, i - 1) for i in range(len(tokens))), (1.0,) * 4))
-        verdict = events.get(timeout=20)
+        verdict = events.get(timeout=HUNG_SECONDS)
         assert isinstance(verdict, Verdict)
         accepted += len(verdict.accepted_rows)
         heard += verdict.token_ids

@@ -20,6 +20,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from readiness import ready
 from scripted_engine_process import FATAL, GARBLED, HANGS
+from waits import HUNG_SECONDS
 
 from outrider.errors import InvalidField
 from outrider.v1 import target_pb2 as pb
@@ -69,22 +70,22 @@ class Service:
 
     async def empty(self) -> None:
         """Wait until the engine holds nothing, or fail after ten seconds."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HUNG_SECONDS):
             while (held := self.link.snapshot()).sequences or held.pages_used:
                 await asyncio.sleep(0.01)
 
 
 @asynccontextmanager
 async def served_apart(folder: Path, **settings: Any) -> AsyncIterator[Service]:
-    config = TargetConfig(**({"listen": f"unix:{folder}/target", "drain_seconds": 5.0} | settings))
+    config = TargetConfig(**({"listen": f"unix:{folder}/target", "drain_seconds": 60.0} | settings))
     link = EngineLink(config, SCRIPTED)
     stopping = asyncio.Event()
     task = asyncio.create_task(serve_engine(config, link, stopping))
     async with grpc.aio.insecure_channel(config.listen) as channel:
-        await asyncio.wait_for(ready(channel), 20)
+        await asyncio.wait_for(ready(channel), HUNG_SECONDS)
         yield Service(link, channel, task, stopping)
         stopping.set()
-        await asyncio.wait_for(task, 20)
+        await asyncio.wait_for(task, HUNG_SECONDS)
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +137,7 @@ class TestWeights:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await waiting
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-            assert await asyncio.wait_for(service.task, 20) == 1
+            assert await asyncio.wait_for(service.task, HUNG_SECONDS) == 1
 
 
 class TestWork:
@@ -157,7 +158,7 @@ class TestWork:
         await service.empty()
 
     async def test_draft_is_named(self, service: Service) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(HUNG_SECONDS):
             while (await service.stub.GetTargetInfo(pb.GetTargetInfoRequest())).drafter != "scripted":
                 await asyncio.sleep(0.02)
 
@@ -198,7 +199,7 @@ class TestEnds:
         while (response := await call.read()) is not grpc.aio.EOF:
             last = response
         assert last.finished.usage.completion_tokens == 200
-        assert await asyncio.wait_for(service.task, 10) == 0
+        assert await asyncio.wait_for(service.task, HUNG_SECONDS) == 0
         assert not psutil.pid_exists(service.link.pid)
 
     @pytest.mark.parametrize("how", ["killed", "step_fails", "garbled"])
@@ -217,7 +218,7 @@ class TestEnds:
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         assert "swordfish" not in str(caught.value.details())
         assert (await watch.read()).status == NOT_SERVING
-        assert await asyncio.wait_for(service.task, 10) == 1
+        assert await asyncio.wait_for(service.task, HUNG_SECONDS) == 1
         assert f"ended with status {-signal.SIGKILL if how == 'killed' else 1}" in caplog.text
 
     async def test_signals_of_the_group_are_not_the_engines(self, service: Service) -> None:
@@ -243,7 +244,7 @@ class TestEnds:
             request = asyncio.create_task(service.tokens(HANGS, max_tokens=2))
             await asyncio.sleep(0.2)
             service.stopping.set()
-            assert await asyncio.wait_for(service.task, 20) == 0
+            assert await asyncio.wait_for(service.task, HUNG_SECONDS) == 0
             with pytest.raises(grpc.aio.AioRpcError):
                 await request
         assert "hangs" in caplog.text
@@ -292,5 +293,5 @@ class TestStart:
             engine = psutil.Process(int(parent.stdout.readline()))
             assert engine.is_running()
             parent.kill()
-        psutil.wait_procs([engine], timeout=5)
+        psutil.wait_procs([engine], timeout=HUNG_SECONDS)
         assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE

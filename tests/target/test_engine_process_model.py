@@ -20,6 +20,7 @@ import grpc
 import pytest
 from forked import Child
 from other_weights import other_weights
+from waits import HUNG_SECONDS
 
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import target_pb2_grpc, tree_pb2
@@ -62,7 +63,7 @@ class Service:
 
     async def gave_everything_back(self) -> None:
         """Wait until no page of the KV cache is used, or fail after ten seconds."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HUNG_SECONDS):
             while 'outrider_kv_pages{state="used"} 0.0' not in await self.page():
                 await asyncio.sleep(0.02)
 
@@ -70,7 +71,7 @@ class Service:
         """How so many requests ended, or fewer after ten seconds: pages come back a moment before they are counted."""
         found = outcomes(await self.page()) - before
         with suppress(TimeoutError):
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(HUNG_SECONDS):
                 while found.total() < requests:
                     await asyncio.sleep(0.02)
                     found = outcomes(await self.page()) - before
@@ -89,7 +90,7 @@ async def started(folder: Path, arrangement: str, *flags: str) -> AsyncIterator[
         process = Child("target_service", arguments, log)
         await asyncio.to_thread(process.start)
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(HUNG_SECONDS):
                 while (ready := re.search(r"ready: \S+ on (\S+)\n", log.read_text())) is None:
                     assert process.alive, log.read_text()
                     await asyncio.sleep(0.02)
@@ -293,5 +294,5 @@ async def test_weights_are_updated_in_both_arrangements(
 def test_refusals(model_folder: Path, flags: list[str], status: int, message: str) -> None:
     command = [sys.executable, "-m", "target_service", "--model", str(model_folder), "--kv-tokens", "256"]
     command += ["--threads", "1", "--engine-process", "own", "--listen", "127.0.0.1:0", *flags]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=HUNG_SECONDS, check=False)
     assert (ended.returncode, message in ended.stderr) == (status, True), ended.stderr

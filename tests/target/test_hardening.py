@@ -16,6 +16,7 @@ from typing import Any
 
 import grpc
 import pytest
+from waits import HUNG_SECONDS
 
 from outrider.errors import EngineDead, Unauthenticated
 from outrider.runtime import LOG_FORMAT, OneLineFormatter
@@ -150,18 +151,18 @@ async def test_tokens_are_read_anew_on_sighup(echo: Any, tmp_path: Path, caplog:
         path.write_text(f"{NEW} acme\n")
         assert await answers(OLD)
         signal.raise_signal(signal.SIGHUP)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HUNG_SECONDS):
             while not await answers(NEW):
                 await asyncio.sleep(0.01)
         assert not await answers(OLD)
         path.write_text("no token\n")
         signal.raise_signal(signal.SIGHUP)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HUNG_SECONDS):
             while "the tokens are unchanged" not in caplog.text:
                 await asyncio.sleep(0.01)
         assert await answers(NEW)
     stopping.set()
-    assert await asyncio.wait_for(serving, 30) == 0
+    assert await asyncio.wait_for(serving, HUNG_SECONDS) == 0
 
 
 def test_a_message_is_one_line_of_the_log() -> None:
@@ -195,7 +196,7 @@ class TestMetricsPort:
         monkeypatch.setattr("outrider.telemetry.registry._REQUEST_SECONDS", 0.5)
         server = MetricsServer("127.0.0.1:0")
         host, _, port = server.address.rpartition(":")
-        halves = [socket.create_connection((host, int(port)), timeout=20) for _ in range(40)]
+        halves = [socket.create_connection((host, int(port)), timeout=HUNG_SECONDS) for _ in range(40)]
         try:
             for half in halves:
                 half.sendall(b"GET /metr")
@@ -205,7 +206,7 @@ class TestMetricsPort:
                 with contextlib.suppress(ConnectionResetError):
                     assert half.recv(1) == b""
             assert time.monotonic() - begun < 15
-            with socket.create_connection((host, int(port)), timeout=20) as whole:
+            with socket.create_connection((host, int(port)), timeout=HUNG_SECONDS) as whole:
                 whole.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
                 assert whole.recv(15).startswith(b"HTTP/1.")
         finally:
@@ -217,7 +218,7 @@ class TestMetricsPort:
         monkeypatch.setattr("outrider.telemetry.registry._REQUEST_SECONDS", 0.5)
         server = MetricsServer("127.0.0.1:0")
         host, _, port = server.address.rpartition(":")
-        with socket.create_connection((host, int(port)), timeout=20) as slow:
+        with socket.create_connection((host, int(port)), timeout=HUNG_SECONDS) as slow:
             begun = time.monotonic()
             with pytest.raises(OSError):
                 while time.monotonic() - begun < 15:

@@ -14,6 +14,7 @@ from eagle_heads import make_head
 from engine_harness import plain, request
 from hidden_states import states_of
 from transformers import PreTrainedModel
+from waits import HUNG_SECONDS
 
 from draft_service.eagle.checkpoint import save_head
 from outrider.errors import NotSupported
@@ -171,7 +172,7 @@ class TestHeadSetting:
         assembled.engine.start(deliver)
         wanted = request([5, 9, 40, 7], 20)
         assembled.engine.submit(wanted)
-        assert ended.wait(60)
+        assert ended.wait(HUNG_SECONDS)
         features = assembled.engine._loop.features
         assembled.stop()
         assert tuple(said) == plain(make_tiny(vocab_size=300), wanted)

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from waits import HUNG_SECONDS
 
 from outrider.errors import (
     DeadlineExceeded,
@@ -39,7 +40,7 @@ def bearer(token: str) -> tuple[tuple[str, str], ...]:
 async def healthy(address: str, **options: Any) -> bool:
     async with grpc.aio.insecure_channel(address, options=FRESH) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
-        answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=10, **options)
+        answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=HUNG_SECONDS, **options)
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
@@ -62,12 +63,12 @@ async def test_strangers_who_send_headers_alone_are_turned_away_at_once(echo: An
             channel = await stack.enter_async_context(grpc.aio.insecure_channel(server.address, options=FRESH))
             waiting += [headers_alone(channel, f"/{echo.name}/Unary") for _ in range(4)]
         begun = time.monotonic()
-        errors = await asyncio.wait_for(asyncio.gather(*(error_of(call) for call in waiting)), 8)
+        errors = await asyncio.wait_for(asyncio.gather(*(error_of(call) for call in waiting)), HUNG_SECONDS)
         assert all(isinstance(error, Unauthenticated) for error in errors)
         # Long before a request would have been due.
         assert time.monotonic() - begun < 8
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(server.address, options=FRESH))
-        assert await echo.call(channel, "Unary", metadata=bearer(ACME), timeout=10) == b"acme"
+        assert await echo.call(channel, "Unary", metadata=bearer(ACME), timeout=HUNG_SECONDS) == b"acme"
 
 
 @pytest.mark.parametrize("method", ["Unary", "Generate"])
@@ -107,7 +108,7 @@ async def test_a_silent_verify_stream_is_ended(targets: Any) -> None:
     async with targets(limits=CallLimits(first_message_seconds=0.3)) as target:
         call = target.stub.Verify()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await asyncio.wait_for(call.read(), 10)
+            await asyncio.wait_for(call.read(), HUNG_SECONDS)
         assert isinstance(error_of_rpc(caught.value), DeadlineExceeded)
 
 
@@ -132,7 +133,7 @@ async def test_probes_without_a_request_keep_no_probe_out(echo: Any) -> None:
             waiting += [headers_alone(channel, "/grpc.health.v1.Health/Check") for _ in range(limit)]
         # The first to come, on whichever connection, are ended for the others, long before their requests are due.
         ends = [asyncio.ensure_future(error_of(call)) for call in waiting]
-        async with asyncio.timeout(8):
+        async with asyncio.timeout(HUNG_SECONDS):
             while sum(end.done() for end in ends) < 2 * limit:
                 await asyncio.sleep(0.01)
         assert {type(end.result()) for end in ends if end.done()} == {DeadlineExceeded}
@@ -157,7 +158,7 @@ async def test_those_who_watch_health_take_nobodys_place(echo: Any) -> None:
                     refused += isinstance(error_of_rpc(error), QuotaExceeded)
         assert refused == 0
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(server.address, options=FRESH))
-        assert await echo.call(channel, "Unary", timeout=10) == b"default"
+        assert await echo.call(channel, "Unary", timeout=HUNG_SECONDS) == b"default"
 
 
 async def test_those_who_watch_health_keep_no_probe_out(echo: Any) -> None:
@@ -186,7 +187,7 @@ async def test_one_tenant_leaves_places_to_others(echo: Any) -> None:
         assert isinstance(error, QuotaExceeded) and "tenant" in error.message
         assert await echo.call(channel, "Unary", metadata=bearer(OTHER)) == b"other"
         streams[0].cancel()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HUNG_SECONDS):
             while True:
                 try:
                     assert await echo.call(channel, "Unary", metadata=bearer(ACME)) == b"acme"
@@ -219,9 +220,9 @@ async def test_who_comes_back_at_once_is_told_later(echo: Any) -> None:
         most = 64 + 25 * (time.monotonic() - begun) + 25
         assert 64 <= told <= most
         # Others are told at once that they are refused, and are served.
-        assert await echo.call(channel, "Unary", metadata=bearer(OTHER), timeout=5) == b"other"
+        assert await echo.call(channel, "Unary", metadata=bearer(OTHER), timeout=HUNG_SECONDS) == b"other"
         for _ in range(5):
-            wrong = channel.unary_unary(f"/{echo.name}/Unary")(b"", metadata=bearer("wrong" * 5), timeout=5)
+            wrong = channel.unary_unary(f"/{echo.name}/Unary")(b"", metadata=bearer("wrong" * 5), timeout=HUNG_SECONDS)
             error = await error_of(wrong)
             # A connection that is as full as it may be takes no stream more: the call did not come as far as the token.
             if "RST_STREAM" not in str(error):
@@ -264,7 +265,7 @@ async def test_large_requests_that_are_refused_are_told_later_too(target: Any) -
     async def refuse(request: target_pb2.GenerateRequest) -> float:
         begun = time.monotonic()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await target.stub.Generate(request, timeout=30).read()
+            await target.stub.Generate(request, timeout=HUNG_SECONDS).read()
         assert isinstance(error_of_rpc(caught.value), PositionOutOfRange | NotSupported)
         return time.monotonic() - begun
 
@@ -329,7 +330,7 @@ async def test_bytes_that_are_no_message_are_a_field_of_the_caller(
     path = f"/{target_pb2.DESCRIPTOR.services_by_name['TargetService'].full_name}/{method}"
     assert hasattr(target_pb2_grpc.TargetServiceServicer, method)
     for _ in range(5):
-        error = await error_of(target.channel.stream_unary(path)(iter([b"\xff\xff\xff"]), timeout=10))
+        error = await error_of(target.channel.stream_unary(path)(iter([b"\xff\xff\xff"]), timeout=HUNG_SECONDS))
         assert isinstance(error, InvalidField) and error.field == "request"
     lines = [record for record in caplog.records if record.name.startswith("outrider.serving")]
     assert len(lines) == 1 and "Traceback" not in caplog.text and method in lines[0].getMessage()

@@ -19,6 +19,7 @@ from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from readiness import ready
+from waits import HUNG_SECONDS
 
 from outrider.settings import SettingsError
 from outrider.v1 import target_pb2 as pb
@@ -49,7 +50,7 @@ class FaultyRunner:
     def forward(self, batch: ForwardInput) -> Any:
         if self.failure is not None:
             raise self.failure
-        assert self.may_go_on.wait(30)
+        assert self.may_go_on.wait(HUNG_SECONDS)
         return self._runner.forward(batch)
 
 
@@ -72,7 +73,7 @@ class Service:
 
     async def pages_free(self) -> None:
         """Wait until every page is given back, or fail after ten seconds."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HUNG_SECONDS):
             while self.runner.cache.used_pages:
                 await asyncio.sleep(0.005)
 
@@ -82,13 +83,13 @@ def running(tiny_model: Any, byte_tokenizer: Any, tmp_path: Any) -> Any:
     @asynccontextmanager
     async def start(**settings: Any) -> AsyncIterator[Service]:
         runner = FaultyRunner(runner_for(tiny_model, byte_tokenizer, num_pages=64, page_size=16, name="tiny"))
-        config = TargetConfig(**({"listen": f"unix:{tmp_path}/target", "drain_seconds": 5.0} | settings))
+        config = TargetConfig(**({"listen": f"unix:{tmp_path}/target", "drain_seconds": 60.0} | settings))
         stopping = asyncio.Event()
         task = asyncio.create_task(serve_engine(config, SharedEngine(config, runner), stopping))  # type: ignore[arg-type]
         async with grpc.aio.insecure_channel(config.listen) as channel:
             try:
                 is_ready = asyncio.create_task(ready(channel))
-                await asyncio.wait((is_ready, task), timeout=60, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((is_ready, task), timeout=HUNG_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                 is_ready.cancel()
                 if task.done():
                     task.result()
@@ -97,7 +98,7 @@ def running(tiny_model: Any, byte_tokenizer: Any, tmp_path: Any) -> Any:
                 stopping.set()
                 runner.may_go_on.set()
                 if not task.done():
-                    await asyncio.wait_for(task, 20)
+                    await asyncio.wait_for(task, HUNG_SECONDS)
 
     return start
 
@@ -128,7 +129,7 @@ async def test_a_tenants_limits_are_read_anew_on_sighup(running: Any, tmp_path: 
         path.write_text(f"{TOKEN} acme\ntenant acme kv_tokens=5\n")
         assert not await refused()
         signal.raise_signal(signal.SIGHUP)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HUNG_SECONDS):
             while not await refused():
                 await asyncio.sleep(0.01)
         # One that cannot be read changes nothing.
@@ -141,7 +142,7 @@ async def test_a_tenants_limits_are_read_anew_on_sighup(running: Any, tmp_path: 
 class TestWork:
     async def test_drafted_output_is_plain_output(self, running: Any) -> None:
         async with running(draft="inprocess:trie", row_budget="all") as service:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(HUNG_SECONDS):
                 while (await service.stub.GetTargetInfo(pb.GetTargetInfoRequest())).drafter != "trie":
                     await asyncio.sleep(0.02)
             plain = await service.tokens(tokens=PROMPT, sampling=FIFTY, speculation={"enabled": False})
@@ -215,7 +216,7 @@ class TestEnds:
             while (response := await call.read()) is not grpc.aio.EOF:
                 count += len(response.chunk.token_ids)
             assert count == 50
-            assert await asyncio.wait_for(service.task, 10) == 0
+            assert await asyncio.wait_for(service.task, HUNG_SECONDS) == 0
 
     async def test_dead_engine_ends_the_process(self, running: Any) -> None:
         async with running() as service:
@@ -228,7 +229,7 @@ class TestEnds:
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
             assert "kernel" not in str(caught.value.details())
             assert (await watch.read()).status == NOT_SERVING
-            assert await asyncio.wait_for(service.task, 10) == 1
+            assert await asyncio.wait_for(service.task, HUNG_SECONDS) == 1
 
     async def test_hung_step_is_not_serving(self, running: Any) -> None:
         async with running(heartbeat_seconds=0.5) as service:
@@ -252,7 +253,7 @@ class TestEnds:
             request = asyncio.create_task(service.tokens(tokens=PROMPT, sampling=FIFTY))
             await asyncio.sleep(0.2)
             service.stopping.set()
-            assert await asyncio.wait_for(service.task, 20) == 0
+            assert await asyncio.wait_for(service.task, HUNG_SECONDS) == 0
             with pytest.raises(grpc.aio.AioRpcError):
                 await request
         assert "hangs" in caplog.text
@@ -298,7 +299,7 @@ async def _refusal(channel: grpc.aio.Channel, path: str) -> grpc.StatusCode | No
     # Some hundred times as often as it happens.
     for _ in range(100):
         try:
-            async for _ in channel.stream_stream(path)(iter([b""]), timeout=5):
+            async for _ in channel.stream_stream(path)(iter([b""]), timeout=HUNG_SECONDS):
                 pass
             return None
         except grpc.aio.AioRpcError as error:

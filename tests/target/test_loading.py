@@ -21,6 +21,7 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 from readiness import ready
+from waits import HUNG_SECONDS
 
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import target_pb2_grpc
@@ -72,12 +73,13 @@ class Loading:
         stub = health_pb2_grpc.HealthStub(self.channel)
         asked = {name: health_pb2.HealthCheckRequest(service=name) for name in ("liveness", *READINESS)}
         return {
-            name: (await stub.Check(request, timeout=5, wait_for_ready=True)).status for name, request in asked.items()
+            name: (await stub.Check(request, timeout=HUNG_SECONDS, wait_for_ready=True)).status
+            for name, request in asked.items()
         }
 
     async def page(self) -> str:
         def read() -> str:
-            with urllib.request.urlopen(f"http://{self.config.metrics_listen}/metrics", timeout=10) as answer:
+            with urllib.request.urlopen(f"http://{self.config.metrics_listen}/metrics", timeout=HUNG_SECONDS) as answer:
                 return str(answer.read().decode())
 
         return await asyncio.to_thread(read)
@@ -96,15 +98,15 @@ async def loading(tiny_model: Any, byte_tokenizer: Any, tmp_path: Path, unused_t
     stopping = asyncio.Event()
     task = asyncio.create_task(serve_engine(config, host, stopping))
     async with grpc.aio.insecure_channel(config.listen) as channel:
-        await asyncio.wait_for(ready(channel, "liveness"), 10)
+        await asyncio.wait_for(ready(channel, "liveness"), HUNG_SECONDS)
         yield Loading(host, config, channel, task, stopping)
         stopping.set()
-        await asyncio.wait({task}, timeout=20)
+        await asyncio.wait({task}, timeout=HUNG_SECONDS)
         assert task.done()
 
 
 async def refused(call: Any) -> grpc.aio.AioRpcError:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(HUNG_SECONDS):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await (call if not hasattr(call, "read") else call.read())
     return caught.value
@@ -113,18 +115,18 @@ async def refused(call: Any) -> grpc.aio.AioRpcError:
 async def test_probes_need_no_token_and_hear_both_answers(loading: Loading) -> None:
     assert await loading.health() == LIVE | dict.fromkeys(READINESS, NOT_SERVING)
     loading.host.may_load.set()
-    await asyncio.wait_for(ready(loading.channel), 20)
+    await asyncio.wait_for(ready(loading.channel), HUNG_SECONDS)
     assert await loading.health() == LIVE | dict.fromkeys(READINESS, SERVING)
     # The first answer of a call that lasts: then it is told to stop.
     call = loading.stub.Generate(ASKED, metadata=BEARER)
     await call.read()
     loading.stopping.set()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(HUNG_SECONDS):
         while (await loading.health())[""] == SERVING:
             await asyncio.sleep(0.01)
     assert await loading.health() == LIVE | dict.fromkeys(READINESS, NOT_SERVING)
     call.cancel()
-    assert await asyncio.wait_for(loading.task, 20) == 0
+    assert await asyncio.wait_for(loading.task, HUNG_SECONDS) == 0
 
 
 @pytest.mark.parametrize("method", ["GetTargetInfo", "Generate", "Verify", "UpdateWeights"])
@@ -157,7 +159,7 @@ async def test_everything_works_once_it_is_loaded(loading: Loading) -> None:
     # It is up, and nothing is said of an engine that is not there, nor of calls that are refused until it is.
     assert "process_resident_memory_bytes" in page and "outrider_" not in page
     loading.host.may_load.set()
-    await asyncio.wait_for(ready(loading.channel, SERVICE_NAME), 20)
+    await asyncio.wait_for(ready(loading.channel, SERVICE_NAME), HUNG_SECONDS)
     assert (await loading.stub.GetTargetInfo(pb.GetTargetInfoRequest(), metadata=BEARER)).model == "tiny"
     tokens = [token async for part in loading.stub.Generate(ASKED, metadata=BEARER) for token in part.chunk.token_ids]
     assert len(tokens) == 400
@@ -171,20 +173,20 @@ async def test_a_watch_hears_that_it_is_ready(loading: Loading) -> None:
     watch = health_pb2_grpc.HealthStub(loading.channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE_NAME))
     assert (await watch.read()).status == NOT_SERVING
     loading.host.may_load.set()
-    assert (await asyncio.wait_for(watch.read(), 20)).status == SERVING
+    assert (await asyncio.wait_for(watch.read(), HUNG_SECONDS)).status == SERVING
     watch.cancel()
 
 
 async def test_told_to_stop_it_does_not_wait_for_the_model(loading: Loading) -> None:
     loading.stopping.set()
-    assert await asyncio.wait_for(loading.task, 5) == 0
+    assert await asyncio.wait_for(loading.task, HUNG_SECONDS) == 0
 
 
 async def test_a_model_that_cannot_be_served_ends_it_with_the_reason(loading: Loading) -> None:
     loading.host.refusal = EngineRefused(1, "cannot serve it")
     loading.host.may_load.set()
     with pytest.raises(EngineRefused, match="cannot serve it"):
-        await asyncio.wait_for(loading.task, 10)
+        await asyncio.wait_for(loading.task, HUNG_SECONDS)
     error = await refused(loading.stub.GetTargetInfo(pb.GetTargetInfoRequest(), metadata=BEARER))
     assert error.code() is grpc.StatusCode.UNAVAILABLE and error.details() != "the model is being loaded"
 
@@ -215,7 +217,7 @@ async def stuck(folder: Path, arrangement: str) -> AsyncIterator[tuple[asyncio.s
     assert process.stderr is not None
     try:
         said = ""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HUNG_SECONDS):
             while (found := re.search(r"loading; health is answered on (\S+)", said)) is None:
                 line = (await process.stderr.readline()).decode()
                 assert line, said
@@ -234,21 +236,23 @@ async def test_process_answers_while_it_loads_and_stops_when_told(
 ) -> None:
     async with stuck(tmp_path, arrangement) as (process, address):
         async with grpc.aio.insecure_channel(address) as channel:
-            await asyncio.wait_for(ready(channel, "liveness"), 10)
+            await asyncio.wait_for(ready(channel, "liveness"), HUNG_SECONDS)
             error = await refused(target_pb2_grpc.TargetServiceStub(channel).Generate(ASKED))
             assert error.details() == "the model is being loaded"
             checked, processes = 0, 2 if arrangement == "own" else 1
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(HUNG_SECONDS):
                 # All the while that PyTorch is imported, and after.
                 while checked < 5:
                     stub = health_pb2_grpc.HealthStub(channel)
-                    assert (await stub.Check(health_pb2.HealthCheckRequest(), timeout=2)).status == NOT_SERVING
+                    assert (
+                        await stub.Check(health_pb2.HealthCheckRequest(), timeout=HUNG_SECONDS)
+                    ).status == NOT_SERVING
                     await asyncio.sleep(0.1)
                     checked += len(list(tmp_path.glob("*.stuck"))) >= processes
         process.send_signal(number)
         assert process.stderr is not None
-        said = (await asyncio.wait_for(process.stderr.read(), 10)).decode()
-        assert await asyncio.wait_for(process.wait(), 10) == 0, said
+        said = (await asyncio.wait_for(process.stderr.read(), HUNG_SECONDS)).decode()
+        assert await asyncio.wait_for(process.wait(), HUNG_SECONDS) == 0, said
         assert "stopped while loading" in said and "Traceback" not in said
 
 
@@ -265,5 +269,7 @@ except EngineRefused as refusal:
 
 
 def test_a_model_that_is_not_there_is_refused_before_pytorch_is_imported() -> None:
-    done = subprocess.run([sys.executable, "-c", NOWHERE], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", NOWHERE], capture_output=True, text=True, timeout=HUNG_SECONDS, check=True
+    )
     assert done.stdout == "1 cannot serve /nowhere/model: there is no such folder False\n"

@@ -21,6 +21,7 @@ import pytest
 import torch
 from forked import Child
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from waits import HUNG_SECONDS
 
 from outrider.runtime import GOMP_SPINCOUNT, GRPC_EXPERIMENTS, prepare_grpc, prepare_openmp
 from outrider.v1 import target_pb2 as pb
@@ -210,7 +211,7 @@ async def started(model: Path, *flags: str) -> AsyncIterator[tuple[Process, str]
     )
     running = Process(process)
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HUNG_SECONDS):
             ready = await running.wait_for(r"ready: \S+ on (\S+)")
         yield running, ready[1]
     finally:
@@ -231,7 +232,7 @@ class TestProcess:
         flags = ("--engine-process", "own", "--draft", "inprocess:random", "--config", str(settings))
         async with started(model_folder, *flags) as (_, address), grpc.aio.insecure_channel(address) as channel:
             stub: Any = target_pb2_grpc.TargetServiceStub(channel)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(HUNG_SECONDS):
                 while not (info := await stub.GetTargetInfo(pb.GetTargetInfoRequest())).drafter:
                     await asyncio.sleep(0.05)
             assert info.drafter == "random"
@@ -255,7 +256,7 @@ class TestProcess:
         log = tmp_path / "log"
         child = Child("target_service", [*flags, "--draft", f"inprocess:{draft}"], log, environment=settings)
         child.start()
-        status = child.wait(60)
+        status = child.wait(HUNG_SECONDS)
         (line,) = [line for line in log.read_text().splitlines() if "INFO" not in line]
         assert status == 2 and line.startswith("outrider target: error: --draft: ") and message in line
 
@@ -283,7 +284,7 @@ class TestProcess:
                 while (response := await call.read()) is not grpc.aio.EOF:
                     last = response
                 assert last.finished.usage.completion_tokens == 400
-            assert await asyncio.wait_for(running.ended(), 10) == 0
+            assert await asyncio.wait_for(running.ended(), HUNG_SECONDS) == 0
         log = "".join(running.log)
         assert "sesame" not in log
         assert running.process.stdout is not None
@@ -301,6 +302,6 @@ class TestProcess:
                 stderr=asyncio.subprocess.PIPE,
                 env=os.environ | {"OUTRIDER_TARGET_KV_TOKENS": "256", "OUTRIDER_TARGET_THREADS": "1"},
             )
-            _, error = await asyncio.wait_for(second.communicate(), 60)
+            _, error = await asyncio.wait_for(second.communicate(), HUNG_SECONDS)
         assert second.returncode == 2
         assert f"cannot listen on {address}" in error.decode()

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from waits import HUNG_SECONDS
 
 from target_service.model.loading import store
 from target_service.model.loading.self_check import check_runner, own_logits
@@ -137,7 +138,7 @@ def test_a_pull_waits_for_another_process_and_outlives_its_death(tiny: KnownMode
         waiting.join(0.3)
         assert waiting.is_alive() and not folder.exists()
         other.kill()
-        waiting.join(60)
+        waiting.join(HUNG_SECONDS)
     assert (folder / "config.json").exists()
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 from readiness import ready
+from waits import HUNG_SECONDS
 
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import target_pb2_grpc
@@ -46,7 +47,7 @@ def requests() -> list[pb.GenerateRequest]:
 
 
 def page(port: int, path: str) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as response:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=HUNG_SECONDS) as response:
         return str(response.read().decode())
 
 
@@ -61,7 +62,7 @@ async def test_what_was_said_is_not_told(
         metrics_listen=f"127.0.0.1:{unused_port}",
         otlp_endpoint=sink.endpoint,
         trace_steps=True,
-        drain_seconds=2.0,
+        drain_seconds=HUNG_SECONDS,
         draft="inprocess:prompt_lookup",
     )
     runner = runner_for(tiny_model, byte_tokenizer, num_pages=64, page_size=16, name="tiny")
@@ -69,7 +70,7 @@ async def test_what_was_said_is_not_told(
     running = asyncio.create_task(serve_engine(config, SharedEngine(config, runner), stopping))
     told: list[str] = []
     async with grpc.aio.insecure_channel(config.listen) as channel:
-        await asyncio.wait_for(ready(channel), 30)
+        await asyncio.wait_for(ready(channel), HUNG_SECONDS)
         stub: Any = target_pb2_grpc.TargetServiceStub(channel)
         for request in requests():
             try:

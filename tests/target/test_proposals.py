@@ -71,7 +71,7 @@ def graft(tree: GrowingTree, sent: SequenceGrowth) -> None:
     tree.settle()
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(st.data())
 def test_late_and_crossing_growth_lands_where_the_paths_say(data: st.DataObject) -> None:
     tokens = st.integers(0, 2)

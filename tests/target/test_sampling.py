@@ -76,7 +76,7 @@ PARAMS = st.builds(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(params=PARAMS, logits=LOGITS, prompt=st.lists(TOKENS, max_size=4), output=st.lists(TOKENS, max_size=6))
 def test_shaped_logits_and_distribution_equal_the_definition(
     params: SamplingParams, logits: list[float], prompt: list[int], output: list[int]

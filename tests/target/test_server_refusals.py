@@ -13,6 +13,7 @@ from generation import answers, asking, refused
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 from scripted_engine import SERVED, VOCABULARY, ScriptedEngine
+from waits import HUNG_SECONDS
 
 from outrider.errors import InvalidField, NotSupported
 from outrider.serving.calls import CallLimits
@@ -171,7 +172,7 @@ class TestRefusals:
     async def test_malformed_bytes_harm_nobody_else(self, target: Any, payload: bytes, method: str) -> None:
         call = target.channel.stream_stream(f"/outrider.v1.TargetService/{method}")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            async for _ in call(iter([payload]), timeout=5):
+            async for _ in call(iter([payload]), timeout=HUNG_SECONDS):
                 pass
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert await answers(target, asking(sampling={"max_tokens": 1}))

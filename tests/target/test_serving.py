@@ -12,6 +12,7 @@ import pytest
 from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from waits import HUNG_SECONDS
 
 from outrider.errors import OutriderError, StepSkipped, all_errors
 from outrider.serving import Authenticator, Caller, GrpcServer, Service, ServingOptions, check_free
@@ -66,7 +67,7 @@ class TestErrors:
             stream = channel.unary_stream(f"/{echo.name}/Generate")(b"forever")
             await stream.read()
             stream.cancel()
-            await asyncio.wait_for(handler.released.wait(), 2)
+            await asyncio.wait_for(handler.released.wait(), HUNG_SECONDS)
 
 
 class TestTenants:
@@ -136,7 +137,7 @@ class TestTenants:
                 async with grpc.aio.insecure_channel(address) as channel:
                     for path in paths:
                         with pytest.raises(grpc.aio.AioRpcError) as caught:
-                            await channel.stream_unary(path)(iter([b""]), timeout=5)
+                            await channel.stream_unary(path)(iter([b""]), timeout=HUNG_SECONDS)
                         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED, path
 
     @pytest.mark.parametrize("bearer", [(), (("authorization", "Bearer wrong"),)], ids=["none", "wrong"])
@@ -308,7 +309,7 @@ class TestServer:
             for stream in streams:
                 await stream.read()
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await echo.call(second, "Unary", timeout=5)
+                await echo.call(second, "Unary", timeout=HUNG_SECONDS)
             assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             for stream in streams:
                 stream.cancel()

@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from waits import HUNG_SECONDS
 
 from outrider.errors import Draining, EngineDead
 from outrider.serving import GrpcServer, Service, ServingOptions, TlsFiles, load_and_serve
@@ -66,7 +67,7 @@ class TestTls:
                 assert await echo.call(channel, "Unary") == b"default"
             async with grpc.aio.insecure_channel(server.address) as channel:
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await echo.call(channel, "Unary", timeout=5)
+                    await echo.call(channel, "Unary", timeout=HUNG_SECONDS)
                 assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
     async def test_client_certificate_is_required(self, echo: Any, certificates: Any) -> None:
@@ -80,7 +81,7 @@ class TestTls:
                 assert await echo.call(channel, "Unary") == b"default"
             async with grpc.aio.secure_channel(server.address, grpc.ssl_channel_credentials(roots)) as channel:
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await echo.call(channel, "Unary", timeout=5)
+                    await echo.call(channel, "Unary", timeout=HUNG_SECONDS)
                 assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
     async def test_renewed_certificate_is_used(self, echo: Any, certificates: Any, tmp_path: Path) -> None:
@@ -160,7 +161,7 @@ async def lifecycle(echo: Any, drain_seconds: float = 10.0) -> AsyncIterator[tup
         yield worker, stopping, watch, task, channel
     stopping.set()
     worker.drained.set()
-    await asyncio.wait_for(task, 5)
+    await asyncio.wait_for(task, HUNG_SECONDS)
 
 
 class TestLifecycle:
@@ -176,7 +177,7 @@ class TestLifecycle:
             stream.cancel()
             watch.cancel()
             worker.drained.set()
-            assert await asyncio.wait_for(task, 5) == 0
+            assert await asyncio.wait_for(task, HUNG_SECONDS) == 0
 
     async def test_first_signal_drains_and_the_second_does_not_wait(self, echo: Any) -> None:
         async with lifecycle(echo, drain_seconds=60) as (worker, _, watch, task, _channel):
@@ -185,7 +186,7 @@ class TestLifecycle:
             await worker.draining.wait()
             assert not task.done()
             os.kill(os.getpid(), signal.SIGINT)
-            assert await asyncio.wait_for(task, 5) == 0
+            assert await asyncio.wait_for(task, HUNG_SECONDS) == 0
 
     async def test_liveness_outlasts_readiness_and_falls_with_the_work(self, echo: Any) -> None:
         async with lifecycle(echo) as (worker, stopping, ready, _task, channel):
@@ -207,7 +208,7 @@ class TestLifecycle:
         async with lifecycle(echo, drain_seconds=0.1) as (_, stopping, watch, task, _channel):
             watch.cancel()
             stopping.set()
-            assert await asyncio.wait_for(task, 5) == 0
+            assert await asyncio.wait_for(task, HUNG_SECONDS) == 0
 
     @pytest.mark.parametrize("method", ["Generate", "Converse"])
     @pytest.mark.parametrize("dies", [False, True], ids=["drained", "died"])
@@ -227,7 +228,7 @@ class TestLifecycle:
                 while await stream.read() is not grpc.aio.EOF:
                     pass
             assert isinstance(error_of_rpc(caught.value), EngineDead if dies else Draining)
-            assert await asyncio.wait_for(task, 5) == int(dies)
+            assert await asyncio.wait_for(task, HUNG_SECONDS) == int(dies)
 
     async def test_stalled_worker_is_not_serving_and_may_recover(self, echo: Any) -> None:
         async with lifecycle(echo) as (worker, _, watch, task, _channel):
@@ -246,4 +247,4 @@ class TestLifecycle:
                 await worker.draining.wait()
             worker.died = RuntimeError("kernel")
             assert (await watch.read()).status == NOT_SERVING
-            assert await asyncio.wait_for(task, 5) == 1
+            assert await asyncio.wait_for(task, HUNG_SECONDS) == 1

@@ -18,7 +18,7 @@ END = 2
 # Few letters and whole characters of two to four bytes, so that stops, their beginnings and split characters abound.
 TEXTS = st.text(alphabet="ab é€🙂", max_size=40)
 STOPS = st.lists(st.text(alphabet="ab é", min_size=1, max_size=4), max_size=3, unique=True).map(tuple)
-HYPOTHESIS = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+HYPOTHESIS = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def grouped(ids: Sequence[int], seed: int) -> list[list[int]]:

@@ -24,7 +24,7 @@ STOPS = st.lists(
 )
 TEXTS = st.lists(st.sampled_from([*CORPUS[0].split(" "), " ", "\n", "é"]), max_size=12).map(" ".join)
 CUTS = st.lists(st.integers(1, 5), min_size=40, max_size=40)
-HYPOTHESIS = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+HYPOTHESIS = settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import grpc
 import pytest
 from generation import answers, asking, refused
 from scripted_engine import SERVED
+from waits import HUNG_SECONDS
 
 from outrider.errors import InvalidField, PositionOutOfRange, QuotaExceeded
 from outrider.limits import TenantLimits, TenantTable
@@ -31,13 +32,13 @@ class Held:
     def work(self, name: str) -> Any:
         def run() -> str:
             self.begun.append(name)
-            assert self.go.wait(20)
+            assert self.go.wait(HUNG_SECONDS)
             return name
 
         return run
 
     async def until_begun(self, count: int) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HUNG_SECONDS):
             while len(self.begun) < count:
                 await asyncio.sleep(0.002)
 

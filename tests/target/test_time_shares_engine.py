@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
-import pytest
 from conftest import make_tiny
 from engine_harness import engine_config, make_runner, plain, request
 
@@ -62,7 +61,6 @@ class Timed:
                     return self._steps.slept - begun, tuple(said)
 
 
-@pytest.mark.timeout(60)
 def test_one_of_few_is_not_held_up_by_one_of_many() -> None:
     timed = Timed()
     few, many = request([5, 6, 7], 8, tenant="few"), request(range(3, 43), 60, tenant="many")

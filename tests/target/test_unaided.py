@@ -50,7 +50,7 @@ def by_the_rule(text: list[int], known: int) -> int:
     return count
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=60), st.data())
 def test_a_chain_is_followed_as_far_as_the_text_says_it(text: list[int], data: st.DataObject) -> None:
     known = data.draw(st.integers(1, len(text)))

@@ -92,7 +92,7 @@ async def replay(script: list[pb.VerifyRequest]) -> list[pb.VerifyResponse]:
     return heard
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(frames, max_size=12))
 def test_any_frames(script: list[pb.VerifyRequest]) -> None:
     for response in run(replay(script)):
@@ -109,7 +109,7 @@ def test_any_frames(script: list[pb.VerifyRequest]) -> None:
             assert response.opened.sequence_id
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(st.lists(st.integers(1, 3), max_size=3), min_size=1, max_size=6), st.integers(20, 200))
 def test_right_frames_in_any_shape(chains: list[list[int]], prompt: int) -> None:
     """Chains of true (1) and false tokens: the verdict keeps the true beginning and adds one token."""

@@ -11,6 +11,7 @@ import grpc
 import pytest
 from conversation import Conversation, close, tree
 from scripted_engine import END_TOKEN, SERVED, VOCABULARY, ScriptedEngine
+from waits import HUNG_SECONDS
 
 from outrider.errors import (
     DeadlineExceeded,
@@ -146,7 +147,7 @@ class TestEnds:
         await asyncio.sleep(0.02)
         target.engine.paused.clear()
         said = {}
-        while (answer := await asyncio.wait_for(talk.call.read(), 60)) is not grpc.aio.EOF:
+        while (answer := await asyncio.wait_for(talk.call.read(), HUNG_SECONDS)) is not grpc.aio.EOF:
             said[answer.verdict.sequence_id] = list(answer.verdict.token_ids)
         assert said == {first.sequence_id: [11], second.sequence_id: [21, 22]}
         assert await talk.call.code() is grpc.StatusCode.OK

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from waits import HUNG_SECONDS
 
 from outrider.errors import InvalidField
 from target_service.model.weights import room as rooms
@@ -49,7 +50,7 @@ def locks(monkeypatch: pytest.MonkeyPatch) -> Locks:
 
 
 def wait_for(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + HUNG_SECONDS
     while not done():
         assert time.monotonic() < deadline
         time.sleep(0.005)

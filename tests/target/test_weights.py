@@ -17,6 +17,7 @@ from other_weights import other_weights
 from running_engine import Running
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
+from waits import HUNG_SECONDS
 
 from outrider.errors import EngineDead, InvalidField, OutriderError, QuotaExceeded, WeightsChanged
 from outrider.sampling import SamplingParams
@@ -218,7 +219,7 @@ def test_an_update_that_is_given_up_changes_nothing(start: Start, old: PreTraine
     with pytest.raises(QuotaExceeded):
         running.update(folder)
     # Until the weights are read requests begin as ever.
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + HUNG_SECONDS
     while True:
         waits = running.engine.submit(request(PROMPT, 10))
         time.sleep(0.5)
@@ -275,7 +276,7 @@ class Rooms:
         monkeypatch.setattr("target_service.engine.exchange.HostRoom", lambda _: HostRoom(torch.device("cuda")))
 
     def wait_empty(self) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + HUNG_SECONDS
         while self.locked:
             assert time.monotonic() < deadline, "memory was not given back"
             time.sleep(0.01)
@@ -305,12 +306,12 @@ def test_locked_memory_is_given_back_however_an_update_ends(
         assert rooms.ever == 2
         return
     reading, go_on = threading.Event(), threading.Event()
-    rooms.before_lock = lambda: (reading.set(), go_on.wait(20))
+    rooms.before_lock = lambda: (reading.set(), go_on.wait(HUNG_SECONDS))
     held = running.engine.submit(request([5, 6], 5, external=True))
     running.engine.verify(held, TokenTree.root_only(6))
     running.wait_said(held, 1)
     update_id = running.update(folder)
-    assert reading.wait(20)
+    assert reading.wait(HUNG_SECONDS)
     if way == "stopped while reading":
         running.engine.stop()
         go_on.set()
@@ -318,7 +319,7 @@ def test_locked_memory_is_given_back_however_an_update_ends(
         go_on.set()
         running.engine.cancel_update(update_id) if way == "given up" else running.engine.stop()
     running.engine.cancel(held)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + HUNG_SECONDS
     while not rooms.ever:
         assert time.monotonic() < deadline
         time.sleep(0.01)

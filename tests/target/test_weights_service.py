@@ -12,6 +12,7 @@ import grpc
 import pytest
 from scripted_engine import ScriptedEngine
 from scripted_service import Target, target_over
+from waits import HUNG_SECONDS
 
 from outrider.errors import (
     DeadlineExceeded,
@@ -129,7 +130,7 @@ async def test_who_may(roots: Path) -> None:
 async def test_a_caller_who_may_not_is_refused_before_it_sends_anything(roots: Path) -> None:
     async with serving(roots) as target:
         call = target.stub.UpdateWeights(**as_caller(TENANT))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(HUNG_SECONDS):
             assert await call.code() is grpc.StatusCode.PERMISSION_DENIED
 
 
@@ -207,12 +208,12 @@ async def test_a_dropped_stream_touches_nothing_and_the_next_is_taken(roots: Pat
         call = target.stub.UpdateWeights(**as_caller(OPERATOR))
         await call.write(begin(sizes=[10]))
         await call.write(data(b"12345"))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(HUNG_SECONDS):
             while not list((roots / "staging").rglob("*.safetensors")):
                 await asyncio.sleep(0.01)
         assert isinstance(await refused(target, begin("step-1")), QuotaExceeded)
         call.cancel()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(HUNG_SECONDS):
             while list((roots / "staging").iterdir()):
                 await asyncio.sleep(0.01)
         assert target.engine.updates == []
@@ -234,7 +235,7 @@ async def test_a_call_that_ends_while_requests_drain_is_given_up(roots: Path) ->
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await target.stub.UpdateWeights(iter([begin("held")]), timeout=0.3, **as_caller(OPERATOR))
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(HUNG_SECONDS):
             while target.engine.cancelled_updates != [1]:
                 await asyncio.sleep(0.01)
         assert (await update(target, begin("step-1"))).model_version == 2
