@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from outrider.errors import (
@@ -197,8 +197,7 @@ class ScriptedEngine:
         while match := [child for child in children if tree.token_ids[child] == self._next(live, accepted)]:
             accepted += match
             children = tree.children[match[0]]
-        tokens = [live.token_ids[-1] + 1 + i for i in range(len(accepted) + 1)]
-        tokens = [token % VOCABULARY for token in tokens]
+        tokens = [self._next(live, accepted[:count]) for count in range(len(accepted) + 1)]
         finish = self._cut(live, tokens)
         live.token_ids += tokens
         totals = live.totals
@@ -221,8 +220,8 @@ class ScriptedEngine:
         del self._live[sequence_id]
         return [verdict, SequenceFinished(sequence_id, finish, totals)]
 
-    @staticmethod
-    def _next(live: _Live, accepted: list[int]) -> int:
+    def _next(self, live: _Live, accepted: list[int]) -> int:
+        """The token behind a sequence and the rows that a step accepted."""
         return (live.token_ids[-1] + 1 + len(accepted)) % VOCABULARY
 
     @staticmethod
@@ -241,3 +240,14 @@ class ScriptedEngine:
                 del tokens[i + 1 :]
                 return Finish(FinishReason.LENGTH)
         return None
+
+
+class WritingEngine(ScriptedEngine):
+    """Answers every request with the same tokens, and then ends."""
+
+    def __init__(self, answer: Sequence[int], tick: float = 0.001) -> None:
+        super().__init__(tick)
+        self._answer = (*answer, END_TOKEN)
+
+    def _next(self, live: _Live, accepted: list[int]) -> int:
+        return self._answer[min(live.totals.completion_tokens + len(accepted), len(self._answer) - 1)]

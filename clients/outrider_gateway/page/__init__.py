@@ -8,19 +8,24 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+_SCRIPTS = (
+    *("chat.js", "conversation.js", "elements.js", "figures.js", "markdown.js", "stream.js", "tree.js", "turns.js"),
+    # Of npm; see vendor/README.md.
+    *("vendor/marked.js", "vendor/purify.js"),
+)
 # By path: the file, and its type.
-_FILES = {
+FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page/chat.css": ("chat.css", "text/css; charset=utf-8"),
-    "/page/chat.js": ("chat.js", "text/javascript; charset=utf-8"),
-    "/page/tree.js": ("tree.js", "text/javascript; charset=utf-8"),
-    "/page/stream.js": ("stream.js", "text/javascript; charset=utf-8"),
     "/page/icon.svg": ("icon.svg", "image/svg+xml"),
+    **{f"/page/{name}": (name, "text/javascript; charset=utf-8") for name in _SCRIPTS},
 }
 HEADERS = {
+    # Only the sanitiser may make elements of text.
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'; trusted-types dompurify"
     ),
     "cache-control": "no-cache",
     "cross-origin-opener-policy": "same-origin",
@@ -32,11 +37,11 @@ HEADERS = {
 
 def page_routes() -> list[Route]:
     """A route for every file of the page."""
-    return [_route(path, name, content_type) for path, (name, content_type) in _FILES.items()]
+    return [_route(path, name, content_type) for path, (name, content_type) in FILES.items()]
 
 
 def _route(path: str, name: str, content_type: str) -> Route:
-    content = (files(__package__) / name).read_bytes()
+    content = files(__package__).joinpath(*name.split("/")).read_bytes()
 
     async def serve(_request: Request) -> Response:
         return Response(content, headers={**HEADERS, "content-type": content_type})

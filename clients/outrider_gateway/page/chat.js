@@ -1,182 +1,251 @@
-// The chat page: what is typed, what is shown, and the figures beside it.
+// The chat page: what is typed, what is asked of the server, and what is shown of its answers.
 
-import { answer, models } from "./stream.js";
-import { describeTree, drawTree } from "./tree.js";
+import { Conversation } from "./conversation.js";
+import { at, element } from "./elements.js";
+import { AnswerFigures } from "./figures.js";
+import { answer, models, StillLoading } from "./stream.js";
+import { AnswerTurn, showQuestion } from "./turns.js";
 
-const LONGEST = 120; // steps that are drawn
-const at = (id) => document.getElementById(id);
+const AT_THE_END = 40; // pixels above the end of the log that count as the end
+const DELETED = Symbol("deleted"); // why an answer is aborted whose conversation is gone
+const STOPPED = "stopped by you";
+const KEPT = ["system", "tokens", "temperature"]; // settings that are kept over a reload
 const [log, error, message, send, stop] = ["log", "error", "message", "send", "stop"].map(at);
-const conversation = [];
-let served = null;
-let running = null;
-
-function element(parent, name, className, text) {
-  const made = document.createElement(name);
-  if (className) made.className = className;
-  if (text !== undefined) made.textContent = text;
-  parent.append(made);
-  return made;
-}
+const conversation = new Conversation();
+let served = []; // the models that the server offers
+let running = null; // what aborts the answer that is being written
+let growing = null; // that answer
+let edited = null; // index of the message that is being edited
+let follows = true; // whether the log shows its end
 
 function fail(problem) {
   error.hidden = !problem;
   error.textContent = problem ?? "";
 }
 
-/** A place for one answer, whose pieces are coloured by who made them. */
-function place(parent, title) {
-  const turn = element(parent, "div", "turn answer");
-  element(turn, "b", "", title);
-  const text = element(turn, "span", "text");
-  return (piece, drafted) => {
-    const kind = drafted ? "drafted" : "own";
-    // Joined with what stands before it where it can be: fewer elements, and text that reads as one.
-    if (text.lastChild?.className === kind) text.lastChild.textContent += piece;
-    else element(text, "span", kind, piece);
-    log.scrollTop = log.scrollHeight;
-  };
+const settings = () => Object.fromEntries(KEPT.map((id) => [id, at(id).value]));
+/** Keeps the conversation, with what an answer has so far. */
+const keep = () => conversation.keep(settings(), growing?.text);
+const model = () => served.find(({ id }) => id === at("model").value) ?? served[0];
+
+// --- the log
+
+function scroll() {
+  if (follows) log.scrollTop = log.scrollHeight;
+  at("newest").hidden = follows;
 }
 
-function drawSteps(accepted) {
-  const shown = accepted.slice(-LONGEST);
-  const most = Math.max(1, ...shown);
-  at("steps").replaceChildren(
-    ...shown.map((count) => {
-      const bar = document.createElement("span");
-      bar.style.height = `${(100 * count) / most}%`;
-      return bar;
-    }),
-  );
-  const all = accepted.reduce((sum, count) => sum + count, 0);
-  at("steps-text").textContent = accepted.length
-    ? `${all} drafted tokens accepted in ${accepted.length} steps, ${Math.max(...accepted)} at most, ${accepted.at(-1)} in the last`
-    : "none yet";
+log.addEventListener("scroll", () => {
+  follows = log.scrollHeight - log.scrollTop - log.clientHeight < AT_THE_END;
+  at("newest").hidden = follows;
+});
+at("newest").addEventListener("click", () => {
+  follows = true;
+  scroll();
+});
+new MutationObserver(scroll).observe(log, { childList: true, subtree: true, characterData: true });
+
+/** Shows the whole conversation anew. */
+function show() {
+  log.replaceChildren();
+  conversation.messages.forEach(({ role, content, stopped }, index) => {
+    if (role === "user") return showQuestion(log, content, () => edit(index));
+    const turn = new AnswerTurn(log, "answer", () => regenerate(index));
+    turn.add(content);
+    turn.end(stopped && STOPPED);
+  });
 }
 
-/** The last step that had drafts; `told` says whether the target tells of trees at all. */
-function showTree(last, accepted, told) {
-  if (last) drawTree(at("tree"), last.tree);
-  else at("tree").replaceChildren();
-  const drafted = accepted.some((count) => count > 0);
-  const without = drafted && !told ? "the target's device chose the rows of each step, and tells no tree" : "no step had drafts";
-  at("tree-text").textContent = last ? describeTree(last.tree, last.step) : without;
-}
+// --- asking
 
-function fill(row, values) {
-  [...at(row).querySelectorAll("td")].forEach((cell, place) => (cell.textContent = values[place]));
-}
-
-/** One answer, with drafts or without. Returns its text. */
-async function run(speculation, parent, title, signal) {
-  const say = place(parent, title);
-  const accepted = [];
-  const row = speculation ? "row-on" : "row-off";
-  let text = "", tokens = 0, begun = 0, drawn = 0, last = null, told = false;
+/** One answer, with drafts or without, shown in `parent`. */
+async function stream(speculation, parent, title, again) {
+  const turn = new AnswerTurn(parent, title, again);
+  growing ??= turn;
+  const figures = new AnswerFigures(speculation);
+  const { id, outrider } = model();
   const asked = {
-    model: served.id,
-    messages: conversation,
-    max_tokens: at("tokens").valueAsNumber || 200,
+    model: id,
+    messages: conversation.request(at("system").value.trim()),
+    max_tokens: at("tokens").valueAsNumber || 1024,
     temperature: at("temperature").valueAsNumber || 0,
     outrider: { drafts: true, trees: speculation, speculation },
   };
-  if (served.outrider.prediction && at("prediction").value) {
+  if (outrider.prediction && at("prediction").value) {
     asked.prediction = { type: "content", content: at("prediction").value };
   }
-  for await (const event of answer(at("key").value, asked, signal)) {
-    const { pieces = [], accepted_by_step = [], tokens: more = 0, totals, tree, step } = event.outrider ?? {};
-    for (const piece of pieces) say(piece.text, piece.drafted);
-    text += pieces.map((piece) => piece.text).join("");
-    accepted.push(...accepted_by_step);
-    told ||= Boolean(tree);
-    if (tree?.tokens.length > 1) last = { tree, step };
-    const now = performance.now();
-    if (begun) tokens += more;
-    begun ||= now;
-    if (now - drawn > 100) {
-      drawn = now;
-      // The first events of an answer bring neither time nor steps.
-      const rate = tokens && now > begun ? ((1000 * tokens) / (now - begun)).toFixed(1) : "…";
-      const sum = accepted.reduce((sum, count) => sum + count, 0);
-      fill(row, [rate, accepted.length ? (1 + sum / accepted.length).toFixed(2) : "…", accepted.length]);
-      if (speculation) drawSteps(accepted);
-      if (last) showTree(last, accepted, told);
+  try {
+    for await (const event of answer(at("key").value, asked, running.signal)) {
+      const content = event.choices?.[0]?.delta?.content ?? "";
+      turn.add(content, event.outrider?.pieces);
+      figures.add(event.outrider);
     }
-    if (totals) fill(row, [totals.tokens_per_second ?? "–", totals.mean_accepted_length.toFixed(2), totals.steps]);
+    turn.end();
+  } catch (problem) {
+    if (turn.text) turn.end(problem.name === "AbortError" ? STOPPED : "broken off");
+    else turn.remove();
+    throw problem;
+  } finally {
+    figures.end();
   }
-  if (speculation) {
-    drawSteps(accepted);
-    showTree(last, accepted, told);
-  }
-  return text;
+  return turn.text;
 }
 
-async function answers(drafts, signal) {
-  if (drafts !== "both") return run(drafts === "on", log, drafts === "on" ? "answer" : "answer, without drafts", signal);
+/** The answer to the conversation as it stands. */
+async function answers() {
+  const drafts = document.querySelector('input[name="drafts"]:checked').value;
+  const index = conversation.messages.length;
+  const again = () => regenerate(index);
+  if (drafts !== "both") return stream(drafts === "on", log, drafts === "on" ? "answer" : "answer, without drafts", again);
   const pair = element(log, "div", "both");
-  const drafted = await run(true, pair, "with drafts", signal);
-  const plain = await run(false, pair, "without drafts", signal);
-  at("compared").textContent = drafted === plain ? "Both said the same." : "The two differ, as they may above temperature 0.";
+  const drafted = await stream(true, pair, "with drafts", again);
+  const plain = await stream(false, pair, "without drafts", again);
+  at("compared").textContent = drafted === plain ? "Both answers are the same." : "The answers differ, as they may above temperature 0.";
   return drafted;
 }
 
-async function turn(said) {
+/** Answers the last message of the reader. If nothing came, the message goes back into the box. */
+async function respond() {
   fail(null);
   at("compared").textContent = "";
-  conversation.push({ role: "user", content: said });
-  const mine = element(log, "div", "turn");
-  element(mine, "b", "", "you");
-  element(mine, "span", "text", said);
-  message.value = "";
   running = new AbortController();
   send.disabled = true;
   stop.disabled = false;
+  follows = true;
   try {
-    const drafts = document.querySelector('input[name="drafts"]:checked').value;
-    if (!served) await findModel();
-    conversation.push({ role: "assistant", content: await answers(drafts, running.signal) });
+    if (!served.length) await findModels();
+    conversation.messages.push({ role: "assistant", content: await answers() });
   } catch (problem) {
-    conversation.pop();
-    for (const begun of log.querySelectorAll(".answer")) {
-      if (!begun.querySelector(".text").textContent) begun.remove();
-    }
-    if (problem.name === "AbortError") element(log, "p", "ended", "ended by you");
-    else fail(problem.message);
+    if (problem === DELETED) return;
+    if (growing?.text) conversation.messages.push({ role: "assistant", content: growing.text, stopped: true });
+    else giveBack();
+    if (problem.name !== "AbortError") fail(problem.message);
   } finally {
-    running = null;
+    running = growing = null;
     send.disabled = false;
     stop.disabled = true;
+    keep();
     message.focus();
   }
 }
 
-async function findModel() {
-  [served] = await models(at("key").value);
-  const { drafter, prediction } = served.outrider;
-  at("served").textContent = `${served.id}, ${drafter ? `drafter ${drafter}` : "no drafter"}`;
+/** Takes the last message back out of the conversation, into the box unless something else was typed there. */
+function giveBack() {
+  const { content } = conversation.messages.pop();
+  if (!message.value) message.value = content;
+  show();
+}
+
+function ask(content) {
+  if (edited !== null) {
+    conversation.cut(edited);
+    leaveEditing();
+    show();
+  }
+  conversation.messages.push({ role: "user", content });
+  const index = conversation.messages.length - 1;
+  showQuestion(log, content, () => edit(index));
+  message.value = "";
+  keep();
+  respond();
+}
+
+/** Answers anew what the answer at `index` answered; what follows it goes. */
+function regenerate(index) {
+  if (running) return;
+  leaveEditing();
+  conversation.cut(index);
+  show();
+  respond();
+}
+
+function edit(index) {
+  if (running) return;
+  edited = index;
+  at("editing").hidden = false;
+  message.value = conversation.messages[index].content;
+  message.focus();
+}
+
+function leaveEditing() {
+  edited = null;
+  at("editing").hidden = true;
+}
+
+// --- models
+
+async function findModels() {
+  served = await models(at("key").value);
+  const chosen = at("model").value;
+  at("model").replaceChildren(...served.map(({ id }) => new Option(id, id, false, id === chosen)));
+  at("model").disabled = served.length < 2;
+  describeModel();
+}
+
+function describeModel() {
+  const { outrider, max_model_len: longest } = model();
+  const { drafter, prediction } = outrider;
+  at("served").textContent = drafter ? `drafter ${drafter}` : "no drafter";
+  at("tokens").max = longest;
   at("prediction").disabled = !prediction;
   at("prediction-note").textContent = prediction ? "(becomes drafts)" : "(this server cannot use one)";
 }
 
+/** Finds the models, and asks again while the server says that one is being loaded. */
+function look() {
+  findModels().then(
+    () => fail(null),
+    (problem) => {
+      at("served").textContent = problem instanceof StillLoading ? problem.message : "no model";
+      if (problem instanceof StillLoading) setTimeout(look, 1000 * problem.seconds);
+      else fail(problem.message);
+    },
+  );
+}
+
+// --- what the reader does
+
 at("ask").addEventListener("submit", (event) => {
   event.preventDefault();
-  if (!running && message.value.trim()) turn(message.value.trim());
+  if (!running && message.value.trim()) ask(message.value.trim());
 });
 message.addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
   event.preventDefault();
   at("ask").requestSubmit();
 });
-document.addEventListener("keydown", (event) => event.key === "Escape" && running?.abort());
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "Escape") return;
+  if (running) return running.abort();
+  if (edited !== null) message.value = "";
+  leaveEditing();
+});
 stop.addEventListener("click", () => running?.abort());
-at("forget").addEventListener("click", () => {
-  running?.abort();
-  conversation.length = 0;
-  log.replaceChildren();
+at("delete").addEventListener("click", () => {
+  running?.abort(DELETED);
+  leaveEditing();
+  conversation.cut(0);
+  keep();
+  show();
   fail(null);
 });
-at("key").addEventListener("change", () => findModel().then(() => fail(null), (problem) => fail(problem.message)));
-findModel().catch((problem) => {
-  at("served").textContent = "no model";
-  fail(problem.message);
+at("drafts-view").addEventListener("click", () => {
+  const shown = document.body.classList.toggle("with-drafts");
+  at("drafts-view").setAttribute("aria-pressed", shown);
+  at("drafts-view").textContent = shown ? "Hide drafts" : "Show drafts";
+  at("figures").hidden = !shown;
 });
+at("settings").addEventListener("submit", (event) => event.preventDefault());
+at("settings-view").addEventListener("click", () => {
+  const hidden = (at("settings").hidden = !at("settings").hidden);
+  at("settings-view").setAttribute("aria-expanded", !hidden);
+});
+for (const id of KEPT) at(id).addEventListener("change", keep);
+at("model").addEventListener("change", describeModel);
+at("key").addEventListener("change", look);
+addEventListener("pagehide", keep);
+
+for (const [id, value] of Object.entries(conversation.settings)) if (KEPT.includes(id)) at(id).value = value;
+show();
+look();
 message.focus();

@@ -3,6 +3,14 @@
 /** What went wrong, in the server's own words. */
 export class ApiError extends Error {}
 
+/** The server is not ready; `seconds` is when to ask again. */
+export class StillLoading extends ApiError {
+  constructor(message, seconds) {
+    super(message);
+    this.seconds = seconds;
+  }
+}
+
 function headers(key) {
   return { "content-type": "application/json", ...(key ? { authorization: `Bearer ${key}` } : {}) };
 }
@@ -15,6 +23,8 @@ async function checked(response) {
   } catch {
     // Not this server's own answer, such as a proxy's page: the status says it.
   }
+  const seconds = Number(response.headers.get("retry-after"));
+  if (response.status === 503 && seconds > 0) throw new StillLoading(message, seconds);
   throw new ApiError(message);
 }
 
