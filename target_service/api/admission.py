@@ -6,13 +6,13 @@ import secrets
 from dataclasses import dataclass, replace
 from typing import Any
 
+from outrider.admission.text_pool import TextPool
 from outrider.errors import InvalidField, NotSupported, UnknownModel
 from outrider.limits import TenantLimits
 from outrider.sampling import LOSSLESS_MODES, SamplingParams, TypicalAcceptance, VerificationMode
 from outrider.v1 import target_pb2
 from outrider.wire.trees import mode_from_pb, name_from_pb, sampling_from_pb, typical_from_pb
 from target_service.api.prompts import Prompts
-from target_service.api.text_pool import TextPool
 from target_service.core.quotas import TenantQuotas
 from target_service.core.sequence import SequenceRequest
 
@@ -67,7 +67,8 @@ class Admission:
     def __init__(self, served: ServedModel, quotas: TenantQuotas) -> None:
         self.served = served
         self.quotas = quotas
-        self._prompts = Prompts(served.tokenizer, served.vocabulary_size, served.max_context - 1, TextPool(quotas))
+        pool = TextPool(lambda tenant: quotas.counted(tenant, "texts"))
+        self._prompts = Prompts(served.tokenizer, served.vocabulary_size, served.max_context - 1, pool)
 
     async def generation(self, request: target_pb2.GenerateRequest, tenant: str, traceparent: str) -> SequenceRequest:
         """The engine request of a `Generate` call. Raises `UnknownModel`, `NotSupported`, `InvalidField` with the

@@ -8,10 +8,10 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from outrider.admission.text_pool import TextPool
 from outrider.errors import InvalidField, NotSupported, PositionOutOfRange
 from outrider.v1 import target_pb2
 from outrider.wire.trees import check_token_ids
-from target_service.api.text_pool import TextPool
 
 ROLES = ("system", "user", "assistant")
 # Longer texts and conversations are tokenized in a thread, so that they do not block other streams.

@@ -12,6 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from waits import HUNG_SECONDS
 
+from outrider.admission.pacing import RefusalPace
 from outrider.errors import (
     DeadlineExceeded,
     EngineDead,
@@ -24,7 +25,6 @@ from outrider.errors import (
 )
 from outrider.serving import Authenticator, Caller
 from outrider.serving.calls import CallLimits, Calls
-from outrider.serving.pacing import RefusalPace
 from outrider.v1 import target_pb2, target_pb2_grpc
 from outrider.wire.trees import error_of_rpc
 
@@ -239,8 +239,8 @@ def test_the_pace_of_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     async def sleep(seconds: float) -> None:
         slept.append(seconds)
 
-    monkeypatch.setattr("outrider.serving.pacing.time.monotonic", lambda: now)
-    monkeypatch.setattr("outrider.serving.pacing.asyncio.sleep", sleep)
+    monkeypatch.setattr("outrider.admission.pacing.time.monotonic", lambda: now)
+    monkeypatch.setattr("outrider.admission.pacing.asyncio.sleep", sleep)
     pace = RefusalPace(room=1000)
 
     def refuse(whose: str, times: int) -> list[float]:
@@ -319,7 +319,7 @@ def test_what_was_taken_is_given_back() -> None:
                     with calls.health(watches=not watches):
                         pass
             raise KeyError
-    assert not calls._tenants
+    assert calls._shares.taken == calls._shares.held("tenant", "a") == 0
 
 
 @pytest.mark.parametrize("method", ["GetTargetInfo", "Generate", "Verify"])

@@ -13,12 +13,12 @@ from generation import answers, asking, refused
 from scripted_engine import SERVED
 from waits import HUNG_SECONDS
 
+from outrider.admission import text_pool
+from outrider.admission.text_pool import TextPool
 from outrider.errors import InvalidField, PositionOutOfRange, QuotaExceeded
 from outrider.limits import TenantLimits, TenantTable
 from outrider.v1 import target_pb2 as pb
-from target_service.api import text_pool
 from target_service.api.prompts import BYTES_PER_TOKEN, MAX_MESSAGES, Prompts
-from target_service.api.text_pool import TextPool
 from target_service.core.quotas import TenantQuotas
 
 
@@ -44,7 +44,8 @@ class Held:
 
 
 def pool(**limits: Any) -> TextPool:
-    return TextPool(TenantQuotas(TenantTable(TenantLimits(**limits))))
+    quotas = TenantQuotas(TenantTable(TenantLimits(**limits)))
+    return TextPool(lambda tenant: quotas.counted(tenant, "texts"))
 
 
 async def test_tenants_take_turns_whoever_came_first() -> None:
@@ -118,7 +119,7 @@ async def test_a_tenants_texts_and_all_texts_are_bounded(monkeypatch: pytest.Mon
     assert caught.value.metadata == {"quota": "texts", "limit": "3"}
     others = [asyncio.create_task(texts.run(name, held.work(name))) for name in ("b", "c", "d", "e")]
     await asyncio.sleep(0.01)
-    with pytest.raises(QuotaExceeded, match="wait for the tokeniser"):
+    with pytest.raises(QuotaExceeded, match="wait for a thread"):
         await others[3]
     held.go.set()
     await asyncio.gather(*tasks[:3], *others[:3])

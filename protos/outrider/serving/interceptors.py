@@ -14,6 +14,8 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
+from outrider.admission.newest_waits import NewestWaits
+from outrider.admission.pacing import LARGE_BYTES, RefusalPace
 from outrider.errors import (
     DeadlineExceeded,
     InvalidField,
@@ -24,8 +26,7 @@ from outrider.errors import (
 )
 from outrider.log_limit import LogLimit
 from outrider.serving import health
-from outrider.serving.calls import CallLimits, Calls, Unread
-from outrider.serving.pacing import LARGE_BYTES, RefusalPace
+from outrider.serving.calls import CallLimits, Calls
 from outrider.serving.tenancy import Authenticator, current_caller
 from outrider.wire.trees import status_of
 
@@ -109,7 +110,7 @@ def _first_message_within(handler: Handler, seconds: float) -> Handler:
     return guarded(handler, begun, parse_in_time)
 
 
-def _request_within(handler: Handler, limits: CallLimits, unread: Unread | None = None) -> Handler:
+def _request_within(handler: Handler, limits: CallLimits, unread: NewestWaits | None = None) -> Handler:
     """`handler` of a single request as one that starts at the headers and reads the request itself.
 
     gRPC reads a single request before any handler runs: a caller that sends only headers would hold a place without
@@ -222,7 +223,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         self.authenticator = authenticator
         self._calls = calls
         self._pace = RefusalPace(calls.limits.refused)
-        self._unread_health = Unread(calls.limits.health)
+        self._unread_health = NewestWaits(calls.limits.health)
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails

@@ -6,11 +6,10 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from typing import TypeVar
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, TypeVar
 
-from outrider.errors import QuotaExceeded
-from target_service.core.quotas import TenantQuotas
+from outrider.admission.shares import TENANT_FACTOR, Shares
 
 Result = TypeVar("Result")
 
@@ -24,9 +23,10 @@ class TextPool:
     """Runs work in threads: tenants take turns, and work that is cancelled while it waits is never run. Work that has
     begun runs to its end, since a tokenizer cannot be stopped; its thread is busy until then."""
 
-    def __init__(self, quotas: TenantQuotas) -> None:
-        """`quotas` bound the texts of each tenant."""
-        self._quotas = quotas
+    def __init__(self, counted: Callable[[str], AbstractContextManager[Any]] = nullcontext) -> None:
+        """`counted` is entered for each text of a tenant, and may refuse it."""
+        self._counted = counted
+        self._waiting = Shares("texts that wait for a thread", _MOST_WAITING, {"tenant": TENANT_FACTOR})
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="texts")
         self._free = _THREADS
         # By tenant, the next one first.
@@ -34,11 +34,11 @@ class TextPool:
 
     @property
     def waiting(self) -> int:
-        return sum(map(len, self._lines.values()))
+        return self._waiting.taken
 
     async def run(self, tenant: str, work: Callable[[], Result]) -> Result:
         """Run `work` and return its result. Raises `QuotaExceeded` where too many of the tenant's, or of all, wait."""
-        with self._quotas.counted(tenant, "texts"):
+        with self._counted(tenant):
             await self._turn(tenant)
             loop, future = asyncio.get_running_loop(), self._threads.submit(work)
 
@@ -55,8 +55,10 @@ class TextPool:
         if self._free:
             self._free -= 1
             return
-        if self.waiting >= _MOST_WAITING:
-            raise QuotaExceeded("too many texts wait for the tokeniser", waiting=self.waiting)
+        with self._waiting.using(tenant=tenant):
+            await self._in_line(tenant)
+
+    async def _in_line(self, tenant: str) -> None:
         turn = asyncio.get_running_loop().create_future()
         self._lines.setdefault(tenant, deque()).append(turn)
         try:
