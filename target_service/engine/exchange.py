@@ -18,7 +18,8 @@ from target_service.engine.loop import EngineLoop
 from target_service.model.runner import ModelRunner
 from target_service.model.weights.files import read_weights
 from target_service.model.weights.room import HostRoom
-from target_service.model.weights.slots import WeightSlot, specs_of, weight_slots, write_weights
+from target_service.model.weights.slots import weight_slots, write_weights
+from tree_models.slots import WeightSlot, specs_of
 
 
 @dataclass(slots=True)

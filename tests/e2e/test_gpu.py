@@ -24,7 +24,8 @@ from target_service.model.loading.self_check import check_runner, own_logits
 from target_service.model.runner import ModelRunner, runner_for
 from target_service.model.weights.files import read_weights
 from target_service.model.weights.room import HostRoom
-from target_service.model.weights.slots import specs_of, weight_slots, write_weights
+from target_service.model.weights.slots import weight_slots, write_weights
+from tree_models.slots import specs_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 VOCABULARY = 211

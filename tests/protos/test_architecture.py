@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = {
     "outrider": "protos/outrider",
     "tree_kernels": "kernels/tree_kernels",
+    "tree_models": "kernels/tree_models",
     "target_service": "target_service",
     "draft_service": "draft_service",
     "outrider_client": "clients/outrider_client",
@@ -26,8 +27,9 @@ PACKAGES = {
 ALLOWED: dict[str, set[str]] = {
     "outrider": set(),
     "tree_kernels": set(),
-    "target_service": {"outrider", "tree_kernels"},
-    "draft_service": {"outrider", "tree_kernels"},
+    "tree_models": {"tree_kernels"},
+    "target_service": {"outrider", "tree_kernels", "tree_models"},
+    "draft_service": {"outrider", "tree_kernels", "tree_models"},
     "outrider_client": {"outrider"},
     "outrider_gateway": {"outrider", "outrider_client"},
     "outrider_vllm": {"outrider", "outrider_client"},
@@ -188,6 +190,17 @@ def _circle(arrows: Mapping[str, set[str]]) -> list[str] | None:
 
 def test_grpc_stays_at_the_edges() -> None:
     assert {module.name for module in MODULES if module.uses_grpc()} == GRPC_EDGES
+
+
+def test_descriptions_and_layers_do_not_know_transformers() -> None:
+    """Only the oracle does."""
+    importing = {
+        module.name
+        for module in MODULES
+        if module.package in ("tree_kernels", "tree_models")
+        and any(name.partition(".")[0] == "transformers" for name, _ in module.imports())
+    }
+    assert importing == {"tree_models.reference"}
 
 
 def test_nothing_runs_what_it_reads() -> None:

@@ -37,10 +37,11 @@ from target_service.model.loading.self_check import check_runner, own_logits
 from target_service.model.runner import ModelRunner, runner_for
 from target_service.model.support import kv_bytes, kv_shape
 from target_service.model.weights.files import read_weights
-from target_service.model.weights.slots import specs_of, weight_slots, write_weights
+from target_service.model.weights.slots import weight_slots, write_weights
 from tree_kernels.attention import AttentionBatch
 from tree_kernels.latent_attention import LatentAttention
 from tree_kernels.verification import move_kv
+from tree_models.slots import specs_of
 
 LITE: dict[str, Any] = {
     "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16, "kv_lora_rank": 512,

@@ -20,9 +20,10 @@ from target_service.model.forward import ForwardInput
 from target_service.model.fused.packed_linears import can_pack, pack_linears
 from target_service.model.fused.preparing import LayerOptions, prepare_layers
 from target_service.model.runner import ModelRunner
-from target_service.model.weights.files import TensorSpec, read_weights
-from target_service.model.weights.slots import specs_of, weight_slots, write_weights
+from target_service.model.weights.files import read_weights
+from target_service.model.weights.slots import weight_slots, write_weights
 from tree_kernels.attention import AttentionBatch
+from tree_models.slots import TensorSpec, specs_of
 
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma", "phi3", "mixtral"]
 packs = pytest.mark.skipif(

@@ -14,8 +14,9 @@ from waits import HUNG_SECONDS
 
 from outrider.errors import InvalidField
 from target_service.model.weights import room as rooms
-from target_service.model.weights.files import TensorSpec, read_weights
+from target_service.model.weights.files import read_weights
 from target_service.model.weights.room import HostRoom, copy_in_pieces
+from tree_models.slots import TensorSpec
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 PIECE = 4 * mmap.PAGESIZE

@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +17,12 @@ from torch import Tensor
 
 from outrider.errors import InvalidField
 from target_service.model.weights.room import HostRoom
+from tree_models.slots import TensorSpec
 
 # Types that can be rounded to those of weights, as safetensors' headers name them.
 _FLOATS = ("F32", "F16", "BF16")
 # Names in one message; a model has hundreds.
 _NAMES_SHOWN = 5
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """Shape and type of a model's tensor. `tied_to` names the tensor with which it shares memory, if any."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    tied_to: str = ""
-
-    @property
-    def nbytes(self) -> int:
-        """Size of its values in bytes."""
-        return prod(self.shape) * self.dtype.itemsize
 
 
 def read_weights(folder: Path, wanted: Mapping[str, TensorSpec], room: HostRoom | None = None) -> dict[str, Tensor]:

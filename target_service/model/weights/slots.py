@@ -7,7 +7,6 @@ fused layers. Packed layouts of a CPU are made again; nothing holds their addres
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,27 +16,14 @@ from transformers import PreTrainedModel
 from target_service.model.fused.joined_linears import JointLinear
 from target_service.model.fused.layers import FusedLayer, FusedNorm, RowsHead
 from target_service.model.fused.packed_linears import JoinedLinear, PackedLinear
-from target_service.model.weights.files import TensorSpec
 from target_service.model.weights.room import copy_in_pieces
-
-
-@dataclass(frozen=True, slots=True)
-class WeightSlot:
-    """Tensors that are written together. `write` takes them in the order of `specs`."""
-
-    specs: Mapping[str, TensorSpec]
-    write: Callable[[Sequence[Tensor]], None]
+from tree_models.slots import TensorSpec, WeightSlot
 
 
 def weight_slots(model: PreTrainedModel) -> list[WeightSlot]:
     """Slots of all tensors of the model, by the names that they had before its layers were prepared for serving."""
     ties: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     return list(_slots(model, "", ties))
-
-
-def specs_of(slots: Sequence[WeightSlot]) -> dict[str, TensorSpec]:
-    """Every tensor of all slots."""
-    return {name: spec for slot in slots for name, spec in slot.specs.items()}
 
 
 def write_weights(

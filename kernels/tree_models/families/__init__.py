@@ -1,0 +1,61 @@
+"""Families of models: a function each, from a configuration of transformers to a description and names of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tree_models.families import deepseek, ernie, gemma, glm, granite, llama, mixtral, olmo, others, phi, qwen
+from tree_models.families.common import Description, Family
+
+__all__ = ["FAMILIES", "Description", "Family", "describe"]
+
+# By the name that config.json has as `model_type`.
+FAMILIES: Mapping[str, Family] = {
+    "apertus": others.apertus,
+    "arcee": llama.arcee,
+    "cohere": others.cohere,
+    "deepseek_v2": deepseek.deepseek_v2,
+    "deepseek_v3": deepseek.deepseek_v3,
+    "ernie4_5": ernie.ernie4_5,
+    "ernie4_5_moe": ernie.ernie4_5_moe,
+    "gemma": gemma.gemma,
+    "glm": glm.glm,
+    "glm4": glm.glm4,
+    "glm4_moe": glm.glm4_moe,
+    "glm4_moe_lite": deepseek.deepseek_v3,
+    "granite": granite.granite,
+    "granitemoe": granite.granitemoe,
+    "granitemoehybrid": granite.granitemoehybrid,
+    "granitemoeshared": granite.granitemoe,
+    "kimi_k2": deepseek.deepseek_v3,
+    "llama": llama.llama,
+    "mimo": qwen.qwen2,
+    "minicpm3": deepseek.minicpm3,
+    "minimax_m2": mixtral.minimax_m2,
+    "ministral": llama.mistral,
+    "ministral3": llama.ministral3,
+    "mistral": llama.mistral,
+    "mixtral": mixtral.mixtral,
+    "nemotron": others.nemotron,
+    "olmo": olmo.olmo,
+    "olmo2": olmo.olmo2,
+    "olmoe": olmo.olmoe,
+    "phi3": phi.phi3,
+    "phimoe": phi.phimoe,
+    "qwen2": qwen.qwen2,
+    "qwen2_moe": qwen.qwen2_moe,
+    "qwen3": qwen.qwen3,
+    "qwen3_moe": qwen.qwen3_moe,
+    "seed_oss": llama.seed_oss,
+    "smollm3": llama.smollm3,
+    "starcoder2": others.starcoder2,
+    "youtu": deepseek.youtu,
+}
+
+
+def describe(config: Any) -> Description | None:
+    """The description of a configuration; None where its family has no entry. Raises `FamilyRefused` where the
+    configuration asks for what its family's layers do not compute."""
+    family = FAMILIES.get(str(config.model_type))
+    return None if family is None else family(config)

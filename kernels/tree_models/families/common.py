@@ -1,0 +1,134 @@
+"""What families share: descriptions by the names that most configurations have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tree_models.families.rotary import rotary
+from tree_models.names import WeightNames
+from tree_models.spec import (
+    Activation,
+    AttentionSpec,
+    DecoderSpec,
+    ExpertsSpec,
+    FamilyRefused,
+    LatentSpec,
+    LayerSpec,
+    MLPSpec,
+    NormSpec,
+)
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+    "xielu": "xielu",
+}
+# Layers that checkpoints may have behind those that are counted: they predict more tokens.
+_LATER_LAYERS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A decoder and the names of its tensors."""
+
+    spec: DecoderSpec
+    names: WeightNames = field(default_factory=WeightNames)
+
+
+# A `Description` of a transformers configuration.
+Family = Callable[[Any], Description]
+
+
+def activation(config: Any) -> Activation:
+    """The activation that a configuration names."""
+    name = str(getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", "silu"))
+    if name not in _ACTIVATIONS:
+        raise FamilyRefused(f"the activation {name} is not served")
+    return _ACTIVATIONS[name]
+
+
+def head_width(config: Any) -> int:
+    """Width of a head, named or the hidden size's share."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def window(config: Any, layer: int) -> int | None:
+    """Tokens that a layer sees; None where it sees every token up to the longest context."""
+    tokens = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and kinds[layer] != "sliding_attention":
+        tokens = None
+    if not getattr(config, "use_sliding_window", True) or (tokens or 0) >= config.max_position_embeddings:
+        tokens = None
+    return None if tokens is None else int(tokens)
+
+
+def attention(config: Any, layer: int = 0, **changes: Any) -> AttentionSpec:
+    """Llama's attention with `changes`."""
+    width = head_width(config)
+    bias = bool(getattr(config, "attention_bias", False))
+    usual: dict[str, Any] = {
+        "heads": int(config.num_attention_heads),
+        "kv_heads": int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads),
+        "head_width": width,
+        "scaling": width**-0.5,
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "window": window(config, layer),
+    }
+    if "rotary" not in changes:
+        usual["rotary"] = rotary(config, width)
+    return AttentionSpec(**(usual | changes))
+
+
+def rms_norm(config: Any, **changes: Any) -> NormSpec:
+    """The RMSNorm of a configuration."""
+    return NormSpec("rms", float(config.rms_norm_eps), **changes)
+
+
+def mlp(config: Any, width: int | None = None, **changes: Any) -> MLPSpec:
+    """Llama's MLP, or of another width, with `changes`."""
+    bias = bool(getattr(config, "mlp_bias", False))
+    usual = {"activation": activation(config), "bias": bias}
+    return MLPSpec(int(config.intermediate_size if width is None else width), **(usual | changes))
+
+
+def layer(
+    attending: AttentionSpec | LatentSpec, feeding: MLPSpec | ExpertsSpec, norm: NormSpec, **changes: Any
+) -> LayerSpec:
+    """Llama's layer, a norm before each half, with `changes`."""
+    return replace(LayerSpec(attending, feeding, norm, norm), **changes)
+
+
+def decoder(config: Any, layers: Iterable[LayerSpec], norm: NormSpec, **changes: Any) -> DecoderSpec:
+    """A decoder of these layers, with `changes`."""
+    usual: dict[str, Any] = {
+        "vocabulary_size": int(config.vocab_size),
+        "hidden_size": int(config.hidden_size),
+        "layers": tuple(layers),
+        "final_norm": norm,
+        "max_positions": int(config.max_position_embeddings),
+        "tied": bool(getattr(config, "tie_word_embeddings", False)),
+    }
+    return DecoderSpec(**(usual | changes))
+
+
+def counted(config: Any) -> range:
+    """Numbers of the layers."""
+    return range(int(config.num_hidden_layers))
+
+
+def naming(config: Any, **changes: Any) -> WeightNames:
+    """Llama's names with `changes`; layers behind those that are counted are ignored."""
+    first = int(config.num_hidden_layers)
+    later = "|".join(str(first + more) for more in range(_LATER_LAYERS))
+    names = WeightNames(**changes)
+    mtp = (rf"model\.layers\.({later})\..*", r"(model\.)?mtp(_\w+)?\..*")
+    return replace(names, ignored=names.ignored + mtp)

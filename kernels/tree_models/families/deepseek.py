@@ -1,0 +1,109 @@
+"""DeepSeek V2, V3 and R1, Kimi K2, and the families with their latent attention: GLM-4.7-Flash, Youtu, MiniCPM3."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from tree_models.families.common import Description, activation, counted, decoder, layer, mlp, naming, rms_norm
+from tree_models.families.rotary import rotary, yarn_softness
+from tree_models.spec import ExpertsSpec, LatentSpec, RouterSpec
+
+# Added to the sum of the chosen experts' weights: transformers' DeepseekV3TopkRouter.
+_LEAST_SUM = 1e-20
+
+
+def deepseek_v2(config: Any) -> Description:
+    """DeepSeek V2 and V2-Lite: softmax over all experts, or those of the best groups."""
+    grouped = config.topk_method == "group_limited_greedy"
+    router = RouterSpec(
+        renormalised=False,
+        groups=int(config.n_group) if grouped else 1,
+        top_groups=int(config.topk_group) if grouped else 1,
+        scaling=float(config.routed_scaling_factor),
+        wide=True,
+    )
+    return _latent_experts(config, _experts(config, router), interleaved=True)
+
+
+def deepseek_v3(config: Any) -> Description:
+    """DeepSeek V3 and R1, Kimi K2, GLM-4.7-Flash: sigmoid scores, a bias that balances load."""
+    return _latent_experts(config, sigmoid_experts(config), interleaved=bool(config.rope_interleave))
+
+
+def youtu(config: Any) -> Description:
+    """Youtu-LLM: latent attention and dense layers."""
+    norm, feeding = rms_norm(config), mlp(config, bias=False)
+    attending = latent_attention(config, interleaved=bool(config.rope_interleave))
+    return Description(decoder(config, [layer(attending, feeding, norm)] * len(counted(config)), norm), naming(config))
+
+
+def minicpm3(config: Any) -> Description:
+    """MiniCPM3: latent attention, scaled embeddings, residuals and logits."""
+    norm, feeding = rms_norm(config), mlp(config, bias=False)
+    count = len(counted(config))
+    one = layer(
+        latent_attention(config, interleaved=False),
+        feeding,
+        norm,
+        residual_scale=float(config.scale_depth) / math.sqrt(count),
+    )
+    scales = {"embedding_scale": float(config.scale_emb), "logits_scale": 1.0 / float(config.logits_scaling)}
+    return Description(decoder(config, [one] * count, norm, **scales), naming(config))
+
+
+def latent_attention(config: Any, *, interleaved: bool) -> LatentSpec:
+    """The attention of a configuration with latents. Under YaRN with `mscale_all_dim`, scores are larger."""
+    plain, turned = int(config.qk_nope_head_dim), int(config.qk_rope_head_dim)
+    scaling, rope = (plain + turned) ** -0.5, config.rope_parameters
+    every = float(rope.get("mscale_all_dim") or 0.0)
+    if rope.get("rope_type", "default") != "default" and every:
+        scaling *= yarn_softness(float(rope["factor"]), every) ** 2
+    return LatentSpec(
+        heads=int(config.num_attention_heads),
+        latent=int(config.kv_lora_rank),
+        plain=plain,
+        value=int(config.v_head_dim),
+        scaling=scaling,
+        rotary=rotary(config, turned, interleaved=interleaved),
+        query_latent=None if config.q_lora_rank is None else int(config.q_lora_rank),
+        bias=bool(getattr(config, "attention_bias", False)),
+    )
+
+
+def sigmoid_experts(config: Any) -> ExpertsSpec:
+    """DeepSeek V3's experts: of the best groups, by sigmoid scores and a bias."""
+    router = RouterSpec(
+        "sigmoid",
+        renormalised=bool(config.norm_topk_prob),
+        least_sum=_LEAST_SUM,
+        correction=True,
+        groups=int(config.n_group),
+        top_groups=int(config.topk_group),
+        group_score="top2",
+        scaling=float(config.routed_scaling_factor),
+        wide=True,
+    )
+    return _experts(config, router)
+
+
+def _experts(config: Any, router: RouterSpec) -> ExpertsSpec:
+    width = int(config.moe_intermediate_size)
+    shared = int(config.n_shared_experts or 0)
+    return ExpertsSpec(
+        count=int(config.n_routed_experts),
+        top_k=int(config.num_experts_per_tok),
+        width=width,
+        router=router,
+        activation=activation(config),
+        shared=mlp(config, width * shared, bias=False) if shared else None,
+    )
+
+
+def _latent_experts(config: Any, experts: ExpertsSpec, *, interleaved: bool) -> Description:
+    norm, dense = rms_norm(config), mlp(config, bias=False)
+    attending = latent_attention(config, interleaved=interleaved)
+    layers = [
+        layer(attending, experts if index >= config.first_k_dense_replace else dense, norm) for index in counted(config)
+    ]
+    return Description(decoder(config, layers, norm), naming(config))

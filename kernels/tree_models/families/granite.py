@@ -1,0 +1,78 @@
+"""Granite 3 and 4, dense and with experts; of Granite 4's hybrids those whose layers are all attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tree_models.families.common import (
+    Description,
+    activation,
+    attention,
+    counted,
+    decoder,
+    layer,
+    mlp,
+    naming,
+    rms_norm,
+)
+from tree_models.spec import ExpertsSpec, FamilyRefused, MLPSpec, RouterSpec
+
+_SHARED = {"gate_up": ("shared_mlp.input_linear",), "down": "shared_mlp.output_linear"}
+_EXPERTS = {
+    "router": "block_sparse_moe.router.layer",
+    "expert_gate_up": ("block_sparse_moe.input_linear",),
+    "expert_down": "block_sparse_moe.output_linear",
+    "shared_gate_up": _SHARED["gate_up"],
+    "shared_down": _SHARED["down"],
+}
+
+
+def granite(config: Any) -> Description:
+    """Granite 3: scaled embeddings, scores, residuals and logits."""
+    return _scaled(config, mlp(config), {})
+
+
+def granitemoe(config: Any) -> Description:
+    """Granite 3 with experts, and with one for every row."""
+    return _scaled(config, _experts(config, int(getattr(config, "shared_intermediate_size", 0))), _EXPERTS)
+
+
+def granitemoehybrid(config: Any) -> Description:
+    """Granite 4 without Mamba layers."""
+    if set(config.layer_types) - {"attention", "full_attention"}:
+        raise FamilyRefused("layers that are not attention are not served")
+    changes: dict[str, Any] = {} if config.position_embedding_type == "rope" else {"rotary": None}
+    shared = int(config.shared_intermediate_size)
+    if config.num_local_experts:
+        return _scaled(config, _experts(config, shared), _EXPERTS, **changes)
+    return _scaled(config, mlp(config, shared, bias=False), _SHARED, **changes)
+
+
+def _experts(config: Any, shared: int) -> ExpertsSpec:
+    return ExpertsSpec(
+        count=int(config.num_local_experts),
+        top_k=int(config.num_experts_per_tok),
+        width=int(config.intermediate_size),
+        # A softmax over the chosen is one over all, renormalised.
+        router=RouterSpec(rounded=True),
+        activation=activation(config),
+        shared=mlp(config, shared, bias=False) if shared else None,
+    )
+
+
+def _scaled(config: Any, feeding: MLPSpec | ExpertsSpec, names: dict[str, Any], **attending: Any) -> Description:
+    norm = rms_norm(config)
+    layers = [
+        layer(
+            attention(config, index, scaling=float(config.attention_multiplier), **attending),
+            feeding,
+            norm,
+            residual_scale=float(config.residual_multiplier),
+        )
+        for index in counted(config)
+    ]
+    scales = {
+        "embedding_scale": float(config.embedding_multiplier),
+        "logits_scale": 1.0 / float(config.logits_scaling),
+    }
+    return Description(decoder(config, layers, norm, **scales), naming(config, **names))

@@ -1,0 +1,64 @@
+"""OLMo 1, 2 and OLMoE."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tree_models.families.common import (
+    Description,
+    activation,
+    attention,
+    counted,
+    decoder,
+    layer,
+    mlp,
+    naming,
+    rms_norm,
+)
+from tree_models.spec import ExpertsSpec, HeadNormSpec, NormSpec, RouterSpec
+
+# transformers' OlmoLayerNorm.
+_OLMO_EPSILON = 1e-5
+
+
+def olmo(config: Any) -> Description:
+    """OLMo 1: LayerNorms without weights, limited queries, keys and values."""
+    norm = NormSpec("layer", _OLMO_EPSILON, weight=False)
+    layers = [
+        layer(attention(config, index, clip=config.clip_qkv), mlp(config, bias=False), norm)
+        for index in counted(config)
+    ]
+    return Description(decoder(config, layers, norm), naming(config))
+
+
+def olmo2(config: Any) -> Description:
+    """OLMo 2: norms behind each half, and of all queries and keys together."""
+    norm = rms_norm(config)
+    behind = {"before_attention": None, "before_mlp": None, "after_attention": norm, "after_mlp": norm}
+    heads = HeadNormSpec(norm, "all_heads")
+    layers = [
+        layer(attention(config, index, head_norm=heads), mlp(config, bias=False), norm, **behind)
+        for index in counted(config)
+    ]
+    names = {
+        "before_attention": "",
+        "before_mlp": "",
+        "after_attention": "post_attention_layernorm",
+        "after_mlp": "post_feedforward_layernorm",
+    }
+    return Description(decoder(config, layers, norm), naming(config, **names))
+
+
+def olmoe(config: Any) -> Description:
+    """OLMoE."""
+    norm = rms_norm(config)
+    experts = ExpertsSpec(
+        count=int(config.num_experts),
+        top_k=int(config.num_experts_per_tok),
+        width=int(config.intermediate_size),
+        router=RouterSpec(renormalised=bool(config.norm_topk_prob), rounded=True),
+        activation=activation(config),
+    )
+    attending = {"head_norm": HeadNormSpec(norm, "all_heads"), "clip": config.clip_qkv}
+    layers = [layer(attention(config, index, **attending), experts, norm) for index in counted(config)]
+    return Description(decoder(config, layers, norm), naming(config))

@@ -1,0 +1,73 @@
+"""Families that stand by themselves: Cohere, Apertus, StarCoder2, Nemotron."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tree_models.families.common import (
+    Description,
+    attention,
+    counted,
+    decoder,
+    head_width,
+    layer,
+    mlp,
+    naming,
+    rms_norm,
+)
+from tree_models.families.rotary import rotary
+from tree_models.spec import HeadNormSpec, NormSpec
+
+
+def cohere(config: Any) -> Description:
+    """Command R: attention and MLP side by side, neighbouring pairs rotated, scaled logits."""
+    norm = NormSpec("layer", float(config.layer_norm_eps))
+    heads = HeadNormSpec(norm, "each_head") if config.use_qk_norm else None
+    turning = rotary(config, head_width(config), interleaved=True)
+    layers = [
+        layer(
+            attention(config, index, rotary=turning, head_norm=heads),
+            mlp(config, bias=False),
+            norm,
+            before_mlp=None,
+            parallel=True,
+        )
+        for index in counted(config)
+    ]
+    return Description(decoder(config, layers, norm, logits_scale=float(config.logit_scale)), naming(config))
+
+
+def apertus(config: Any) -> Description:
+    """Apertus: xIELU without a gate, normed queries and keys."""
+    norm = rms_norm(config)
+    layers = [
+        layer(
+            attention(config, index, head_norm=HeadNormSpec(norm)),
+            mlp(config, gated=False, bias=False),
+            norm,
+        )
+        for index in counted(config)
+    ]
+    names = naming(config, before_attention="attention_layernorm", before_mlp="feedforward_layernorm")
+    return Description(decoder(config, layers, norm), names)
+
+
+def starcoder2(config: Any) -> Description:
+    """StarCoder2: LayerNorms, biases, an MLP without a gate."""
+    norm, bias = NormSpec("layer", float(config.norm_epsilon), bias=True), bool(config.use_bias)
+    layers = [
+        layer(
+            attention(config, index, qkv_bias=bias, out_bias=bias),
+            mlp(config, gated=False, bias=bias),
+            norm,
+        )
+        for index in counted(config)
+    ]
+    return Description(decoder(config, layers, norm), naming(config, gate_up=("mlp.c_fc",), down="mlp.c_proj"))
+
+
+def nemotron(config: Any) -> Description:
+    """Nemotron and Minitron: LayerNorms whose weights are less one, squared ReLU, a part of each head rotated."""
+    norm = NormSpec("layer", float(config.norm_eps), offset=1.0, bias=True)
+    layers = [layer(attention(config, index), mlp(config, gated=False), norm) for index in counted(config)]
+    return Description(decoder(config, layers, norm), naming(config))

@@ -1,0 +1,73 @@
+"""Grouped-query attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from tree_models.layers.linear import Linear
+from tree_models.layers.norm import HeadNorm
+from tree_models.layers.paged import PagedPass, attend
+from tree_models.layers.placing import Placement
+from tree_models.layers.rotary import Angles, halves_order, rotate_heads
+from tree_models.names import WeightNames
+from tree_models.slots import Copy, WeightSlot
+from tree_models.spec import AttentionSpec
+
+
+class HeadAttention(nn.Module):
+    """See `AttentionSpec`. Queries, keys and values are one product."""
+
+    def __init__(self, spec: AttentionSpec, hidden_size: int, layer: int, place: Placement) -> None:
+        super().__init__()
+        self.spec, self.layer = spec, layer
+        width = spec.head_width
+        parts = [heads * width for heads in (spec.heads, spec.kv_heads, spec.kv_heads)]
+        self.qkv = Linear(hidden_size, parts, place, bias=spec.qkv_bias)
+        self.out = Linear(spec.heads * width, [hidden_size], place, bias=spec.out_bias)
+        norm = spec.head_norm
+        self.query_norm = HeadNorm(norm, spec.heads, width, place) if norm else None
+        self.key_norm = HeadNorm(norm, spec.kv_heads, width, place) if norm else None
+
+    def forward(self, rows: Tensor, angles: Angles | None, positions: Tensor, step: PagedPass) -> Tensor:
+        """[R, H] -> [R, H]. `angles` are None where the layer embeds no positions [R]."""
+        spec = self.spec
+        product: Tensor = self.qkv(rows)
+        heads = product.view(len(rows), -1, spec.head_width)
+        rotating, value = heads[:, : -spec.kv_heads], heads[:, -spec.kv_heads :]
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = rotating[:, : spec.heads], rotating[:, spec.heads :]
+            rotating = torch.cat([self.query_norm(query), self.key_norm(key)], dim=1)
+        if spec.clip is not None:
+            rotating, value = rotating.clamp(-spec.clip, spec.clip), value.clamp(-spec.clip, spec.clip)
+        if angles is not None:
+            rotating = rotate_heads(rotating, angles)
+        query, key = rotating[:, : spec.heads], rotating[:, spec.heads :]
+        if spec.position_scale is not None:
+            grown = torch.log(1 + torch.floor(positions.float() / spec.position_scale.length))
+            query = (query * (1 + spec.position_scale.beta * grown)[:, None, None]).to(query.dtype)
+        attended = attend(self.layer, query, key, value, spec.scaling, step)
+        output: Tensor = self.out(attended.flatten(1))
+        return output
+
+    def slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
+        """Slots of the layer's tensors."""
+        spec, layer = self.spec, self.layer
+        order = self._order()
+        yield from self.qkv.slots([names.in_layer(name, layer) for name in names.qkv], copy, order)
+        yield from self.out.slots([names.in_layer(names.out, layer)], copy)
+        norms = (self.query_norm, names.query_norm, spec.heads), (self.key_norm, names.key_norm, spec.kv_heads)
+        for norm, name, heads in norms:
+            if norm is not None:
+                within = halves_order(spec.rotary, heads, spec.head_width)
+                yield from norm.slots(names.in_layer(name, layer), copy, within)
+
+    def _order(self) -> Tensor | None:
+        """Of the rows of queries, keys and values; see `halves_order`."""
+        spec = self.spec
+        rotating = halves_order(spec.rotary, spec.heads + spec.kv_heads, spec.head_width)
+        if rotating is None:
+            return None
+        return torch.cat([rotating, len(rotating) + torch.arange(spec.kv_heads * spec.head_width)])

@@ -1,0 +1,130 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), over a cache of latents or of expanded keys and values.
+
+With latents in the cache, the product that expands them is absorbed into queries and outputs
+(`tree_kernels.latent_attention`). A pass's attention says which of the two it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from tree_kernels.latent_attention import (
+    HeadProjections,
+    LatentAttention,
+    LatentRows,
+    Rotary,
+    absorb_into,
+    expanded_values,
+    norm_rope_write,
+)
+from tree_kernels.latent_attention.norm_rope import rotated
+from tree_models.layers.linear import Linear
+from tree_models.layers.norm import Normalization
+from tree_models.layers.paged import PagedPass, attend
+from tree_models.layers.placing import Placement
+from tree_models.layers.rotary import Angles
+from tree_models.names import WeightNames
+from tree_models.slots import Copy, WeightSlot
+from tree_models.spec import LatentSpec, NormSpec
+
+
+class LatentHeads(nn.Module):
+    """See `LatentSpec`. The products that make latents are one."""
+
+    def __init__(self, spec: LatentSpec, hidden_size: int, layer: int, place: Placement) -> None:
+        super().__init__()
+        self.spec, self.layer = spec, layer
+        queries = spec.heads * spec.query_width
+        latents = spec.latent + spec.rotary.width
+        norm = NormSpec("rms", spec.latent_epsilon)
+        if spec.query_latent is None:
+            # Their biases differ, so they are two products.
+            self.query: Linear | None = Linear(hidden_size, [queries], place)
+            self.latents = Linear(hidden_size, [latents], place, bias=spec.bias)
+            self.query_latent_norm = self.query_expanding = None
+        else:
+            self.query = None
+            self.latents = Linear(hidden_size, [spec.query_latent, latents], place, bias=spec.bias)
+            self.query_latent_norm = Normalization(norm, spec.query_latent, place)
+            self.query_expanding = Linear(spec.query_latent, [queries], place)
+        self.latent_norm = Normalization(norm, spec.latent, place)
+        # Absorbed, it is not multiplied as a whole.
+        whole = replace(place, packed=False) if place.latent else place
+        self.expanding = Linear(spec.latent, [spec.heads * (spec.plain + spec.value)], whole)
+        self.out = Linear(spec.heads * spec.value, [hidden_size], place, bias=spec.bias)
+
+    def forward(self, rows: Tensor, angles: Angles | None, positions: Tensor, step: PagedPass) -> Tensor:
+        """[R, H] -> [R, H]."""
+        del positions
+        assert angles is not None, "latent attention is described with rotary embedding"
+        query, vectors = self._products(rows)
+        attended = self._attend(query, vectors, angles, step)
+        output: Tensor = self.out(attended)
+        return output
+
+    def _products(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries [R, heads, N + P], and latents beside rotary keys [R, L + P]."""
+        product: Tensor = self.latents(rows)
+        if self.query is not None:
+            query, vectors = self.query(rows), product
+        else:
+            assert self.query_latent_norm is not None and self.query_expanding is not None
+            width = product.shape[1] - self.spec.latent - self.spec.rotary.width
+            query = self.query_expanding(self.query_latent_norm(product[:, :width]))
+            vectors = product[:, width:]
+        return query.view(len(rows), self.spec.heads, -1), vectors
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _attend(self, query: Tensor, vectors: Tensor, angles: Angles, step: PagedPass) -> Tensor:
+        """[R, heads * V]. Not compiled: layers differ in their number, and not in the parts around it."""
+        half = self.spec.rotary.width // 2
+        rotary = Rotary(angles.cosines[:, :half], angles.sines[:, :half], self.spec.rotary.interleaved, pairs_out=False)
+        if isinstance(step.attention, LatentAttention):
+            return self._attend_latents(query, vectors, rotary, step)
+        return self._attend_expanded(query, vectors, rotary, step)
+
+    def _attend_latents(self, query: Tensor, vectors: Tensor, rotary: Rotary, step: PagedPass) -> Tensor:
+        spec, weight = self.spec, self.expanding.plain
+        norm = self.latent_norm.weight
+        assert weight is not None and norm is not None
+        projections = HeadProjections.of(weight.weight, spec.heads, spec.plain)
+        rows = LatentRows(vectors, query, norm, spec.latent_epsilon)
+        absorbed = query.new_empty(len(query), spec.heads, vectors.shape[-1])
+        cache = step.cache.keys[self.layer].squeeze(2)
+        norm_rope_write(rows, rotary, cache, step.slots, absorbed)
+        absorb_into(absorbed, query[..., : spec.plain], projections)
+        attended = step.attention.run(step.plan, absorbed, cache, spec.latent, spec.scaling)
+        return expanded_values(attended, projections).flatten(1)
+
+    def _attend_expanded(self, query: Tensor, vectors: Tensor, rotary: Rotary, step: PagedPass) -> Tensor:
+        spec = self.spec
+        query = torch.cat([query[..., : spec.plain], rotated(query[..., spec.plain :], rotary)], dim=-1)
+        turned = rotated(vectors[:, spec.latent :], rotary)[:, None].expand(-1, spec.heads, -1)
+        expanded: Tensor = self.expanding(self.latent_norm(vectors[:, : spec.latent]))
+        expanded = expanded.view(len(query), spec.heads, -1)
+        key = torch.cat([expanded[..., : spec.plain], turned], dim=-1)
+        value = expanded[..., spec.plain :].contiguous()
+        attended: Tensor = attend(self.layer, query, key, value, spec.scaling, step)
+        return attended.flatten(1)
+
+    def slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
+        """Slots of the layer's tensors."""
+
+        def of(name: str) -> str:
+            return names.in_layer(name, self.layer)
+
+        if self.query is not None:
+            yield from self.query.slots([of(names.query)], copy)
+            yield from self.latents.slots([of(names.latent)], copy)
+        else:
+            assert self.query_latent_norm is not None and self.query_expanding is not None
+            yield from self.latents.slots([of(names.query_latent), of(names.latent)], copy)
+            yield from self.query_latent_norm.slots(of(names.query_latent_norm), copy)
+            yield from self.query_expanding.slots([of(names.query_expanding)], copy)
+        yield from self.latent_norm.slots(of(names.latent_norm), copy)
+        yield from self.expanding.slots([of(names.expanding)], copy)
+        yield from self.out.slots([of(names.out)], copy)

@@ -1,0 +1,90 @@
+"""Norms of hidden rows and of heads, computed in fp32 and rounded once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tree_models.layers.placing import Placement
+from tree_models.slots import Copy, TensorSpec, WeightSlot
+from tree_models.spec import HeadNormSpec, NormSpec
+
+
+class Normalization(nn.Module):
+    """RMSNorm or LayerNorm over the last dimension: [.., W] -> [.., W]."""
+
+    def __init__(self, spec: NormSpec, width: int | tuple[int, int], place: Placement) -> None:
+        """`width` of the rows, or (heads, width) where each head has its own weights."""
+        super().__init__()
+        self.spec = spec
+        shape = (width,) if isinstance(width, int) else width
+        self._width = shape[-1:]
+        # One and a small number is not one rounded to half precision.
+        dtype = torch.float32 if spec.offset else place.dtype
+        self.weight = place.empty(*shape, dtype=dtype) if spec.weight else None
+        self.bias = place.empty(*shape, dtype=dtype) if spec.bias else None
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """[.., W] -> [.., W], or [R, heads, W] of heads with their own weights."""
+        spec, weight, bias = self.spec, self.weight, self.bias
+        own = weight is not None and weight.dim() > 1
+        wide = rows if weight is None or (weight.dtype == rows.dtype and not own) else rows.float()
+        inner = (None, None) if own else (weight, bias)
+        if spec.kind == "rms":
+            normed = functional.rms_norm(wide, self._width, inner[0], spec.epsilon)
+        else:
+            normed = functional.layer_norm(wide, self._width, *inner, spec.epsilon)
+        if weight is not None and own:
+            normed = normed * weight
+        return normed.to(rows.dtype)
+
+    def slots(self, name: str, copy: Copy) -> Iterator[WeightSlot]:
+        """Slots of `name`'s weight and bias."""
+        for suffix, memory in (("weight", self.weight), ("bias", self.bias)):
+            if memory is not None:
+                yield self._slot(f"{name}.{suffix}", memory, copy, self.spec.offset if suffix == "weight" else 0.0)
+
+    def _slot(self, name: str, memory: Tensor, copy: Copy, offset: float) -> WeightSlot:
+        def write(tensors: Sequence[Tensor]) -> None:
+            (tensor,) = tensors
+            copy(memory, tensor + offset if offset else tensor)
+
+        return WeightSlot({name: TensorSpec(tuple(memory.shape), memory.dtype)}, write)
+
+
+class HeadNorm(nn.Module):
+    """The norm of all queries or of all keys: [R, heads, D] -> [R, heads, D]."""
+
+    def __init__(self, spec: HeadNormSpec, heads: int, width: int, place: Placement) -> None:
+        super().__init__()
+        self._joined = spec.scope == "all_heads"
+        shapes = {"head": width, "each_head": (heads, width), "all_heads": heads * width}
+        self.norm = Normalization(spec.norm, shapes[spec.scope], place)  # type: ignore[arg-type]
+        self._shape = heads, width
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """[R, heads, D] -> [R, heads, D]."""
+        if not self._joined:
+            normed: Tensor = self.norm(heads)
+            return normed
+        flat: Tensor = self.norm(heads.reshape(len(heads), prod(self._shape)))
+        return flat.view(-1, *self._shape)
+
+    def slots(self, name: str, copy: Copy, order: Tensor | None) -> Iterator[WeightSlot]:
+        """Slots of `name`; `order` [heads * D] of the numbers of all heads, if it is not that of the tensor."""
+        weight = self.norm.weight
+        assert weight is not None, "no family norms heads without weights"
+        if order is None:
+            yield from self.norm.slots(name, copy)
+            return
+        # The order is the same in every head.
+        chosen = order[: weight.shape[-1]] if weight.numel() == weight.shape[-1] and not self._joined else order
+
+        def write(memory: Tensor, tensor: Tensor) -> None:
+            copy(memory, tensor.flatten()[chosen.to(tensor.device)].view(memory.shape))
+
+        yield from self.norm.slots(name, write)

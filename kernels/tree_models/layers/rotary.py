@@ -1,0 +1,77 @@
+"""Rotary embedding of queries and keys, in fp32 and rounded once.
+
+Pairs of a head's numbers are i and i + half. A family whose pairs are neighbours has the rows of its products in
+another order: the scores are the same sums.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tree_models.spec import RotarySpec
+
+
+@dataclass(eq=False)
+class Angles:
+    """Cosines and sines of a pass's rows, [R, W] fp32 for W rotated numbers of a head, both halves equal."""
+
+    cosines: Tensor
+    sines: Tensor
+
+
+class RotaryEmbedding(nn.Module):
+    """Angles of positions: computed, or looked up where `tabulate` made a table, which takes two launches."""
+
+    def __init__(self, spec: RotarySpec, device: torch.device) -> None:
+        super().__init__()
+        self._scaling = spec.scaling
+        frequencies = torch.tensor(spec.frequencies + spec.frequencies, dtype=torch.float32, device=device)
+        self.register_buffer("_frequencies", frequencies, persistent=False)
+        self._frequencies: Tensor
+        self._table: Angles | None = None
+
+    def tabulate(self, positions: int) -> None:
+        """Make the table for positions below `positions`."""
+        with torch.inference_mode(False):
+            self._table = self._computed(torch.arange(positions, device=self._frequencies.device))
+
+    def forward(self, positions: Tensor) -> Angles:
+        """Angles of integer positions [R]."""
+        if self._table is None:
+            return self._computed(positions)
+        return Angles(
+            functional.embedding(positions, self._table.cosines), functional.embedding(positions, self._table.sines)
+        )
+
+    def _computed(self, positions: Tensor) -> Angles:
+        angles = positions[:, None].float() * self._frequencies
+        return Angles(angles.cos() * self._scaling, angles.sin() * self._scaling)
+
+
+def rotate_heads(heads: Tensor, angles: Angles) -> Tensor:
+    """Rotate the first W numbers of [R, heads, D], in their type."""
+    cosines, sines = angles.cosines[:, None], angles.sines[:, None]
+    width = cosines.shape[-1]
+    if width == heads.shape[-1]:
+        return _rotated(heads, cosines, sines)
+    return torch.cat([_rotated(heads[..., :width], cosines, sines), heads[..., width:]], dim=-1)
+
+
+def _rotated(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    first, second = heads.chunk(2, dim=-1)
+    # Half precision times fp32 is fp32.
+    return (heads * cosines + torch.cat([-second, first], dim=-1) * sines).to(heads.dtype)
+
+
+def halves_order(spec: RotarySpec | None, heads: int, width: int) -> Tensor | None:
+    """[heads * width] int64: which row of a published product stands at each place, so that neighbouring pairs become
+    halves; None where they are halves already, or nothing is rotated."""
+    if spec is None or not spec.interleaved:
+        return None
+    within = torch.arange(width)
+    within[: spec.width] = torch.cat([torch.arange(0, spec.width, 2), torch.arange(1, spec.width, 2)])
+    return (torch.arange(heads)[:, None] * width + within).flatten()

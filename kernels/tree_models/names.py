@@ -1,0 +1,60 @@
+"""Names of a family's tensors by what they are, as they are published. The usual ones are Llama's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class WeightNames:
+    """Names of modules; `.weight` and `.bias` are added. Where several names stand, the tensors lie one above another
+    in one product; a single name there is a checkpoint's own merged tensor.
+
+    Below `layer`, names are relative to it; "{layer}" and "{expert}" stand for their numbers.
+    """
+
+    embedding: str = "model.embed_tokens"
+    final_norm: str = "model.norm"
+    head: str = "lm_head"
+    layer: str = "model.layers.{layer}."
+
+    before_attention: str = "input_layernorm"
+    after_attention: str = ""
+    before_mlp: str = "post_attention_layernorm"
+    after_mlp: str = ""
+
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    out: str = "self_attn.o_proj"
+    query_norm: str = "self_attn.q_norm"
+    key_norm: str = "self_attn.k_norm"
+
+    # Of latent attention.
+    query: str = "self_attn.q_proj"
+    query_latent: str = "self_attn.q_a_proj"
+    query_latent_norm: str = "self_attn.q_a_layernorm"
+    query_expanding: str = "self_attn.q_b_proj"
+    latent: str = "self_attn.kv_a_proj_with_mqa"
+    latent_norm: str = "self_attn.kv_a_layernorm"
+    expanding: str = "self_attn.kv_b_proj"
+
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # without a gate, the last
+    down: str = "mlp.down_proj"
+    activation: str = "mlp.act_fn"
+
+    router: str = "mlp.gate"
+    correction: str = "mlp.gate.e_score_correction_bias"  # whole, as it has no suffix
+    correction_dimensions: int = 1  # those before the last are ones
+    # Of each expert, or without "{expert}" one tensor of all.
+    expert_gate_up: tuple[str, ...] = ("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj")
+    expert_down: str = "mlp.experts.{expert}.down_proj"
+    shared_gate_up: tuple[str, ...] = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
+    shared_down: str = "mlp.shared_experts.down_proj"
+    shared_gate: str = "mlp.shared_expert_gate"
+
+    # Regular expressions of whole names that are read by nobody: buffers of old checkpoints, parts for images, modules
+    # that predict several tokens.
+    ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
+
+    def in_layer(self, name: str, layer: int, expert: int = 0) -> str:
+        """The whole name of what `name` is in a layer."""
+        return (self.layer + name).format(layer=layer, expert=expert)

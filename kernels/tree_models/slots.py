@@ -1,0 +1,60 @@
+"""Where each tensor of a checkpoint goes: its name, its shape, and what writes it into a decoder's memory.
+
+Several tensors may share memory (queries, keys and values lie one above another), and some are written together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+Copy = Callable[[Tensor, Tensor], object]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and type of a model's tensor. `tied_to` names the tensor with which it shares memory, if any."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    tied_to: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of its values in bytes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSlot:
+    """Tensors that are written together. `write` takes them in the order of `specs`, of those shapes and types."""
+
+    specs: Mapping[str, TensorSpec]
+    write: Callable[[Sequence[Tensor]], None]
+
+
+def in_place(name: str, memory: Tensor, copy: Copy, order: Tensor | None = None) -> WeightSlot:
+    """The slot of one tensor that lies in `memory`, its rows in the order `order` [rows] if that is given."""
+
+    def write(tensors: Sequence[Tensor]) -> None:
+        (tensor,) = tensors
+        values = tensor.view(memory.shape)
+        copy(memory, values if order is None else values[order.to(values.device)])
+
+    return WeightSlot({name: TensorSpec(tuple(memory.shape), memory.dtype)}, write)
+
+
+def stacked(names: Sequence[str], memory: Tensor, copy: Copy, order: Tensor | None = None) -> Iterator[WeightSlot]:
+    """Slots of tensors that lie in `memory` [sum of rows, ..] one above another, in equal parts."""
+    rows = len(memory) // len(names)
+    for index, name in enumerate(names):
+        yield in_place(name, memory[index * rows : (index + 1) * rows], copy, order)
+
+
+def specs_of(slots: Sequence[WeightSlot]) -> dict[str, TensorSpec]:
+    """Every tensor of all slots."""
+    return {name: spec for slot in slots for name, spec in slot.specs.items()}

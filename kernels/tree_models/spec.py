@@ -1,0 +1,193 @@
+"""What a decoder computes, as data: kinds of layers in order, norms, residuals, scales, rotary embedding, experts.
+
+Symbols: R rows, H hidden size, Hq query heads, Hkv key heads, D width of a head, E experts, I width of an MLP.
+
+A description has no tensor names and no library's types: `tree_models.families` makes one of a configuration.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
+# What a norm of queries and keys runs over: each head with the same weights, each head with its own weights, or all
+# heads together.
+HeadNormScope = Literal["head", "each_head", "all_heads"]
+
+
+class FamilyRefused(ValueError):
+    """A configuration describes what our layers do not compute; the message says what, in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class NormSpec:
+    """A norm over the hidden size, or over heads."""
+
+    kind: Literal["rms", "layer"]
+    epsilon: float
+    offset: float = 0.0  # added to the stored weight: Gemma and Nemotron store a weight less one
+    weight: bool = True
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNormSpec:
+    """A norm of queries and of keys, before they are rotated."""
+
+    norm: NormSpec
+    scope: HeadNormScope = "head"
+
+
+@dataclass(frozen=True, slots=True)
+class RotarySpec:
+    """Rotary embedding of the first numbers of a head."""
+
+    frequencies: tuple[float, ...]  # the angle per position of each pair of numbers; twice as many numbers are rotated
+    scaling: float = 1.0  # of cosines and sines
+    # Whether a pair is numbers 2 i and 2 i + 1; else i and i + half of the rotated ones.
+    interleaved: bool = False
+
+    @property
+    def width(self) -> int:
+        """How many numbers of a head are rotated."""
+        return 2 * len(self.frequencies)
+
+
+@dataclass(frozen=True, slots=True)
+class PositionScale:
+    """Queries times 1 + beta * log(1 + floor(position / length)), as Llama 4 and Ministral 3 have it."""
+
+    beta: float
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """Grouped-query attention over all earlier tokens."""
+
+    heads: int
+    kv_heads: int
+    head_width: int
+    scaling: float  # of the scores
+    rotary: RotarySpec | None  # None where positions are not embedded
+    qkv_bias: bool = False
+    out_bias: bool = False
+    head_norm: HeadNormSpec | None = None
+    clip: float | None = None  # queries, keys and values are limited to this size
+    position_scale: PositionScale | None = None
+    window: int | None = None  # tokens that are seen; None for all
+    sinks: bool = False
+    score_cap: float | None = None
+
+    def check(self) -> None:
+        """Raise `FamilyRefused` for what is described and not computed."""
+        if self.window is not None:
+            raise FamilyRefused(f"a sliding window of {self.window} tokens is not served")
+        if self.sinks:
+            raise FamilyRefused("attention sinks are not served")
+        if self.score_cap is not None:
+            raise FamilyRefused("capped attention scores are not served")
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Multi-head latent attention: keys and values of all heads are products of one latent beside one rotary key."""
+
+    heads: int
+    latent: int  # width of the latent
+    plain: int  # width of a head's query and key without their rotary part
+    value: int  # width of a head's value
+    scaling: float
+    rotary: RotarySpec
+    query_latent: int | None = None  # width of the queries' latent; None where one product makes them
+    bias: bool = False  # of the products that make latents, and of the last
+    latent_epsilon: float = 1e-6
+
+    def check(self) -> None:
+        """There is nothing that is described and not computed."""
+
+    @property
+    def query_width(self) -> int:
+        """Width of a head's query and key."""
+        return self.plain + self.rotary.width
+
+
+@dataclass(frozen=True, slots=True)
+class MLPSpec:
+    """A feed-forward layer: down(activation(gate) * up), or down(activation(up)) without a gate."""
+
+    width: int
+    activation: Activation = "silu"
+    gated: bool = True
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSpec:
+    """How rows choose their experts and weigh them."""
+
+    # "sparsemixer" is Phi-MoE's: the two best, each weighed among those whose scores are close to its own.
+    scores: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
+    renormalised: bool = True  # weights of the chosen sum to one
+    least_sum: float = 0.0  # added to that sum
+    clamped_sum: float = 0.0  # the least that it counts as
+    correction: bool = False  # a bias that affects the choice and not the weights
+    groups: int = 1
+    top_groups: int = 1
+    group_score: Literal["max", "top2"] = "max"  # of a group: its best expert's, or the sum of its two best
+    scaling: float = 1.0  # of the weights
+    wide: bool = False  # logits are computed in fp32
+    rounded: bool = False  # weights are rounded to the model's type
+    jitter: float = 0.0  # of sparsemixer: twice this relative distance is close
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """A mixture of experts in place of the MLP, each of them gated and without biases."""
+
+    count: int
+    top_k: int
+    width: int
+    router: RouterSpec
+    activation: Activation = "silu"
+    shared: MLPSpec | None = None  # for every row
+    shared_gate: bool = False  # whose output is weighed by the sigmoid of a product
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One decoder layer.
+
+    `parallel`: attention and MLP read the same normed rows, and both are added to the residual.
+    """
+
+    attention: AttentionSpec | LatentSpec
+    mlp: MLPSpec | ExpertsSpec
+    before_attention: NormSpec | None
+    before_mlp: NormSpec | None
+    after_attention: NormSpec | None = None
+    after_mlp: NormSpec | None = None
+    parallel: bool = False
+    residual_scale: float = 1.0  # of what attention and MLP add
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSpec:
+    """A decoder from token ids to logits."""
+
+    vocabulary_size: int
+    hidden_size: int
+    layers: tuple[LayerSpec, ...]
+    final_norm: NormSpec
+    max_positions: int
+    tied: bool = False  # the head is the embedding
+    head_bias: bool = False
+    embedding_scale: float = 1.0
+    logits_scale: float = 1.0
+    logits_cap: float | None = None
+
+    def check(self) -> None:
+        """Raise `FamilyRefused` for what is described and not computed."""
+        for layer in self.layers:
+            layer.attention.check()

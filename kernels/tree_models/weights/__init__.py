@@ -1,0 +1,1 @@
+"""Reading checkpoints: one tensor at a time, every one of them known by name, and none missing."""

@@ -1,0 +1,141 @@
+"""Checkpoints as tensors by name: the safetensors files of a folder, or tensors in memory.
+
+A checkpoint of text and images has its text part under a prefix, which is stripped, beside parts that are ignored.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from torch import Tensor
+
+# Types that can be rounded to those of weights, as safetensors' headers name them.
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+# Prefixes of a text part, and what its names begin with elsewhere.
+_TEXT = (
+    ("model.language_model.model.", "model."),
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("model.text_model.", "model."),
+)
+# Modules of parts that read images, sounds or videos.
+_OTHER_PARTS = re.compile(
+    r"(model\.)?(visual|vision_\w+|vit|image_\w+|audio_\w+|multi_modal_projector|mm_projector|connector|aligner|"
+    r"patch_merger|embed_vision|embed_audio)\..*"
+)
+
+
+class CheckpointRefused(ValueError):
+    """A checkpoint's tensors are not those of its model, or cannot be read; the message says which, in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What a header has of a tensor: its shape, and its type as safetensors names it."""
+
+    shape: tuple[int, ...]
+    kind: str
+
+
+class Checkpoint(Protocol):
+    """Tensors by name."""
+
+    @property
+    def stored(self) -> Mapping[str, Stored]:
+        """Every tensor's shape and type, read without its values."""
+
+    def read(self, name: str) -> Tensor:
+        """A tensor's values, on the CPU unless they are in memory elsewhere."""
+
+
+class SafetensorsFolder:
+    """The `*.safetensors` of a folder, open until the context ends. Raises `CheckpointRefused` where they cannot be
+    read, or a name is there twice."""
+
+    def __init__(self, folder: Path, files: Sequence[str] = ()) -> None:
+        """All such files, or those that `files` names."""
+        from safetensors import SafetensorError, safe_open
+
+        self._stack = ExitStack()
+        self._places: dict[str, Any] = {}
+        self.stored: dict[str, Stored] = {}
+        paths = [folder / name for name in files] if files else sorted(folder.glob("*.safetensors"))
+        if not paths:
+            raise CheckpointRefused("it has no weights as safetensors")
+        try:
+            for path in paths:
+                self._add(self._stack.enter_context(safe_open(path, framework="pt")), path)
+        except (OSError, SafetensorError) as error:
+            self._stack.close()
+            raise CheckpointRefused(f"{path.name} cannot be read: {error}") from None
+        except CheckpointRefused:
+            self._stack.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._stack.close()
+
+    def read(self, name: str) -> Tensor:
+        """See `Checkpoint.read`. Values may be mapped from the file: copy them before it changes."""
+        tensor: Tensor = self._places[name].get_tensor(name)
+        return tensor
+
+    def _add(self, file: Any, path: Path) -> None:
+        for name in file.keys():  # noqa: SIM118
+            if name in self._places:
+                raise CheckpointRefused(f"{name} is in {path.name} and in another file")
+            entry = file.get_slice(name)
+            self._places[name] = file
+            self.stored[name] = Stored(tuple(entry.get_shape()), str(entry.get_dtype()))
+
+
+class TensorsInMemory:
+    """Tensors that are loaded already, by their published names."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        kinds = {True: "F32", False: "I64"}
+        self.stored = {
+            name: Stored(tuple(tensor.shape), kinds[tensor.is_floating_point()]) for name, tensor in tensors.items()
+        }
+
+    def read(self, name: str) -> Tensor:
+        """See `Checkpoint.read`."""
+        return self._tensors[name]
+
+
+class TextPart:
+    """The text part of a checkpoint of text and more, under the names of a model of text alone."""
+
+    def __init__(self, whole: Checkpoint) -> None:
+        self._whole = whole
+        self._own = {_text_name(name): name for name in whole.stored if not _OTHER_PARTS.fullmatch(name)}
+        self.stored = {name: whole.stored[own] for name, own in self._own.items()}
+
+    def read(self, name: str) -> Tensor:
+        """See `Checkpoint.read`."""
+        return self._whole.read(self._own[name])
+
+
+def some(names: Iterable[str], most: int = 10) -> str:
+    """The first names in order, and how many more there are."""
+    listed = sorted(names)
+    more = len(listed) - most
+    return ", ".join(listed[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def _text_name(name: str) -> str:
+    for prefix, own in _TEXT:
+        if name.startswith(prefix):
+            return own + name.removeprefix(prefix)
+    return name

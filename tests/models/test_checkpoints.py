@@ -1,0 +1,224 @@
+"""Checkpoints are read strictly: published layouts fit; what is missing, left over or of another kind is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_tiny
+from latent_models import V3
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from tree_models.building import build
+from tree_models.families import describe
+from tree_models.families.rotary import rotary
+from tree_models.layers.decoder import Decoder
+from tree_models.layers.linear import Linear
+from tree_models.layers.placing import Placement
+from tree_models.reference import published_tensors
+from tree_models.spec import AttentionSpec, FamilyRefused
+from tree_models.weights.checkpoint import CheckpointRefused, SafetensorsFolder, TensorsInMemory, TextPart
+
+CPU = Placement(torch.device("cpu"), torch.float32)
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+Change = Any
+
+
+def decoder_of(config: Any, tensors: dict[str, Tensor]) -> Decoder:
+    description = describe(config)
+    assert description is not None
+    return build(description, TensorsInMemory(tensors), CPU)
+
+
+def tensors_of(model: Any) -> dict[str, Tensor]:
+    published = published_tensors(model)
+    return {name: published.read(name).clone() for name in published.stored}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings"),
+    [
+        ("llama", {}),
+        ("llama", {"tie_word_embeddings": True}),
+        ("phi3", {}),
+        ("glm4", {"head_dim": 16}),
+        ("mixtral", EXPERTS),
+        ("granitemoe", EXPERTS),
+        ("ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24}),
+        ("deepseek_v3", V3),
+    ],
+)
+def test_folders_have_the_names_of_the_family(model_type: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    model = make_tiny(model_type, **settings)
+    model.save_pretrained(tmp_path, max_shard_size="50KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    description = describe(model.config)
+    assert description is not None
+    with SafetensorsFolder(tmp_path) as folder:
+        read = build(description, folder, CPU)
+    expected = build(description, published_tensors(model), CPU)
+    for (name, tensor), own in zip(read.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(tensor, own), name
+
+
+def drop(name: str) -> Change:
+    return lambda tensors: tensors.pop(name)
+
+
+def put(name: str, tensor: Tensor) -> Change:
+    return lambda tensors: tensors.update({name: tensor})
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (drop("lm_head.weight"), "tensors are missing: lm_head.weight"),
+        (drop("model.layers.1.mlp.up_proj.weight"), r"missing: model.layers.1.mlp.up_proj.weight"),
+        (drop("model.norm.weight"), r"missing: model.norm.weight"),
+        (put("score.weight", torch.zeros(2, 48)), "no place for score.weight"),
+        (put("model.layers.0.self_attn.q_proj.bias", torch.zeros(48)), "no place for .*q_proj.bias"),
+        (put("model.embed_tokens.weight", torch.zeros(213, 48)), r"\[213, 48\], expected \[211, 48\]"),
+        (put("model.norm.weight", torch.zeros(48, dtype=torch.int64)), "model.norm.weight is I64"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(change: Change, reason: str) -> None:
+    model = make_tiny()
+    tensors = tensors_of(model)
+    change(tensors)
+    with pytest.raises(CheckpointRefused, match=reason) as refused:
+        decoder_of(model.config, tensors)
+    assert "\n" not in str(refused.value)
+
+
+def test_the_first_ten_names_are_shown() -> None:
+    model = make_tiny()
+    tensors = {name.removeprefix("model."): tensor for name, tensor in tensors_of(model).items()}
+    with pytest.raises(CheckpointRefused, match=r"model\.embed_tokens\.weight, .* and 10 more$"):
+        decoder_of(model.config, tensors)
+
+
+def test_buffers_and_modules_that_nobody_reads_are_ignored() -> None:
+    model = make_tiny()
+    tensors = tensors_of(model)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(6)
+    tensors["model.layers.2.eh_proj.weight"] = torch.zeros(48, 96)
+    tensors["model.mtp_layers.0.input_proj.weight"] = torch.zeros(48, 96)
+    tensors["mtp.layers.0.eh_proj.weight"] = torch.zeros(48, 96)
+    decoder_of(model.config, tensors)
+
+
+def test_a_tied_head_that_differs_is_refused() -> None:
+    model = make_tiny(tie_word_embeddings=True)
+    tensors = tensors_of(model)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    decoder_of(model.config, tensors)
+    tensors["lm_head.weight"][3, 4] += 1
+    with pytest.raises(CheckpointRefused, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
+        decoder_of(model.config, tensors)
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model.", "model.text_model."])
+def test_the_text_part_is_read_alone(prefix: str) -> None:
+    model = make_tiny()
+    text = tensors_of(model)
+    head = "language_model.lm_head." if prefix.startswith("language_model") else "lm_head."
+    whole = {
+        name.replace("model.", prefix, 1) if name.startswith("model.") else name.replace("lm_head.", head): tensor
+        for name, tensor in text.items()
+    }
+    whole["model.visual.blocks.0.attn.qkv.weight"] = torch.zeros(3)
+    whole["vision_tower.patch_embed.weight"] = torch.zeros(3)
+    whole["multi_modal_projector.linear_1.weight"] = torch.zeros(3)
+    description = describe(model.config)
+    assert description is not None
+    read = build(description, TextPart(TensorsInMemory(whole)), CPU)
+    assert torch.equal(read.embedding, text["model.embed_tokens.weight"])
+
+
+def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointRefused, match="no weights as safetensors"):
+        SafetensorsFolder(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 64)
+    with pytest.raises(CheckpointRefused, match=r"model\.safetensors cannot be read"):
+        SafetensorsFolder(tmp_path)
+    for name in ("model.safetensors", "other.safetensors"):
+        save_file({"a": torch.zeros(1)}, tmp_path / name)
+    with pytest.raises(CheckpointRefused, match=r"a is in other\.safetensors and in another file"):
+        SafetensorsFolder(tmp_path)
+    assert set(load_file(tmp_path / "model.safetensors")) == {"a"}
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"rope_type": "default"},
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 40.0, "beta_fast": 24, "beta_slow": 2, "truncate": False},
+        {"rope_type": "yarn", "factor": 16.0, "mscale": 1.0, "mscale_all_dim": 0.8},
+        {"rope_type": "yarn", "factor": 16.0, "attention_factor": 1.3},
+        {"rope_type": "longrope", "short_factor": [1.0 + i / 9 for i in range(16)], "long_factor": [9.0] * 16},
+        {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [9.0] * 16, "factor": 32.0},
+    ],
+    ids=str,
+)
+def test_frequencies_are_those_of_transformers(parameters: dict[str, Any]) -> None:
+    original = {} if parameters["rope_type"] in ("default", "linear") else {"original_max_position_embeddings": 1024}
+    rope = {"rope_theta": 500000.0, "partial_rotary_factor": 0.5} | parameters | original
+    config = LlamaConfig(hidden_size=128, num_attention_heads=2, rope_parameters=rope, max_position_embeddings=8192)
+    if parameters["rope_type"] == "default":
+        expected, scaling = 500000.0 ** -(torch.arange(0, 32, 2) / 32), 1.0
+    else:
+        expected, scaling = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config)
+    found = rotary(config, 64)
+    torch.testing.assert_close(torch.tensor(found.frequencies), expected, rtol=2e-6, atol=0)
+    assert found.scaling == pytest.approx(scaling) and found.width == 32
+
+
+def test_what_is_not_computed_is_refused() -> None:
+    config = make_tiny("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=0).config
+    with pytest.raises(FamilyRefused, match="a sliding window of 8 tokens"):
+        decoder_of(config, {})
+    dynamic = LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    with pytest.raises(FamilyRefused, match="of type dynamic"):
+        describe(dynamic)
+    with pytest.raises(FamilyRefused, match="sinks"):
+        AttentionSpec(1, 1, 8, 1.0, None, sinks=True).check()
+    with pytest.raises(FamilyRefused, match="capped"):
+        AttentionSpec(1, 1, 8, 1.0, None, score_cap=50.0).check()
+    with pytest.raises(FamilyRefused, match="activation tanh"):
+        describe(LlamaConfig(hidden_act="tanh"))
+    assert describe(make_tiny("gpt2", num_key_value_heads=4).config) is None
+
+
+def test_packed_products_are_the_plain_ones_in_any_order() -> None:
+    from dataclasses import replace
+
+    from tree_models.layers.linear import can_pack
+
+    half = replace(CPU, dtype=torch.bfloat16)
+    if not can_pack(torch.bfloat16, half.device):
+        pytest.skip("this CPU packs nothing")
+    plain, packed = (Linear(32, (16, 8), place, bias=True) for place in (half, replace(half, packed=True)))
+    order = torch.randperm(24, generator=torch.Generator().manual_seed(0))
+    order = torch.cat([order[order < 16], order[order >= 16]])
+    rows = torch.randn(3, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for linear in (plain, packed):
+        generator = torch.Generator().manual_seed(2)
+        for slot in linear.slots(["a", "b"], Tensor.copy_, order):
+            slot.write([torch.zeros(spec.shape, dtype=spec.dtype) for spec in slot.specs.values()])
+        assert not linear(rows).any()
+        weights = {
+            "a.weight": torch.randn(16, 32, generator=generator), "b.weight": torch.randn(8, 32, generator=generator),
+            "a.bias": torch.randn(16, generator=generator), "b.bias": torch.randn(8, generator=generator),
+        }  # fmt: skip
+        for slot in linear.slots(["a", "b"], Tensor.copy_, order):
+            slot.write([weights[name].bfloat16() for name in slot.specs])
+    torch.testing.assert_close(packed(rows), plain(rows), rtol=0.02, atol=0.02)
+    assert packed(rows[:0]).shape == (0, 24)

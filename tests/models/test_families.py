@@ -1,0 +1,256 @@
+"""Every family: a tiny random model of ours equals transformers' own. A newcomer adds a line to `TINY_MODELS`."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_tiny
+from latent_models import V2, V3
+from torch import Tensor
+
+from tree_kernels.attention import AttentionBatch, TreeAttention
+from tree_kernels.latent_attention import LatentAttention
+from tree_models.building import build
+from tree_models.families import FAMILIES, describe
+from tree_models.layers.decoder import Decoder
+from tree_models.layers.placing import Placement
+from tree_models.reference import published_tensors
+from tree_models.spec import AttentionSpec
+
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+}  # fmt: skip
+SIGMOID: dict[str, Any] = {
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
+    "moe_intermediate_size": 16, "n_shared_experts": 1, "routed_scaling_factor": 2.5,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128,
+    "mscale": 0.707, "mscale_all_dim": 0.707,
+}  # fmt: skip
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 256,
+    "short_factor": [1.0 + 0.1 * i for i in range(6)], "long_factor": [2.0] * 6,
+}  # fmt: skip
+PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+
+# By a name for the test: `model_type`, and settings beside the usual ones of `conftest.TINY`.
+TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, biases, llama3": ("llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3}),
+    "llama, tied, linear": (
+        "llama",
+        {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+    ),
+    "llama, yarn": ("llama", {"rope_parameters": YARN}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "ministral": ("ministral", {"sliding_window": 512, "head_dim": 12}),
+    "ministral3": (
+        "ministral3",
+        {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 8}},
+    ),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 4, "no_rope_layer_interval": 2, "pad_token_id": 0}),
+    "phi3": ("phi3", {"rope_parameters": PARTIAL}),
+    "phi3, longrope": ("phi3", {"rope_parameters": LONGROPE}),
+    "gemma": ("gemma", {"head_dim": 16}),
+    "glm": ("glm", {"head_dim": 16, "attention_bias": True}),
+    "glm4": ("glm4", {"head_dim": 16}),
+    "granite": (
+        "granite",
+        {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3, "logits_scaling": 2.0},
+    ),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        {
+            "layer_types": ["attention"] * 2, "num_local_experts": 0, "position_embedding_type": None,
+            "shared_intermediate_size": 64, "mamba_n_heads": 4, "residual_multiplier": 0.5,
+        },
+    ),
+    "olmo": ("olmo", {"clip_qkv": 0.4}),
+    "olmo2": ("olmo2", {}),
+    "cohere": ("cohere", {"logit_scale": 0.25, "use_qk_norm": True}),
+    "cohere, tied": ("cohere", {"tie_word_embeddings": True}),
+    "seed_oss": ("seed_oss", {"head_dim": 12, "attention_out_bias": True}),
+    "ernie4_5": ("ernie4_5", {"use_bias": True, "head_dim": 12}),
+    "apertus": ("apertus", {}),
+    "arcee": ("arcee", {}),
+    "starcoder2": ("starcoder2", {"sliding_window": None}),
+    "nemotron": ("nemotron", {"head_dim": 12}),
+    "qwen2_moe": ("qwen2_moe", EXPERTS | {"shared_expert_intermediate_size": 24, "mlp_only_layers": [0]}),
+    "qwen3_moe": ("qwen3_moe", EXPERTS | {"norm_topk_prob": True, "head_dim": 16}),
+    "mixtral": ("mixtral", EXPERTS),
+    "glm4_moe": ("glm4_moe", SIGMOID | {"use_qk_norm": True, "head_dim": 16}),
+    "olmoe": ("olmoe", EXPERTS | {"clip_qkv": 0.4}),
+    "granitemoe": ("granitemoe", EXPERTS | {"attention_multiplier": 0.3}),
+    "granitemoeshared": ("granitemoeshared", EXPERTS | {"shared_intermediate_size": 24}),
+    "granitemoehybrid, experts": (
+        "granitemoehybrid",
+        EXPERTS
+        | {
+            "layer_types": ["attention"] * 2, "position_embedding_type": "rope", "shared_intermediate_size": 64,
+            "mamba_n_heads": 4,
+        },
+    ),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        {
+            "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 1,
+            "moe_layer_start_index": 1, "moe_layer_interval": 1, "moe_layer_end_index": 1, "head_dim": 12,
+        },
+    ),
+    "phimoe": ("phimoe", EXPERTS | {"attention_bias": True, "lm_head_bias": True}),
+    "minimax_m2": ("minimax_m2", EXPERTS | {"head_dim": 16, "rope_parameters": PARTIAL}),
+    "deepseek_v2": ("deepseek_v2", V2 | {"rope_parameters": YARN}),
+    "deepseek_v2, groups": (
+        "deepseek_v2",
+        V2
+        | {
+            "q_lora_rank": 24, "n_routed_experts": 8, "n_group": 4, "topk_group": 2,
+            "topk_method": "group_limited_greedy", "num_experts_per_tok": 3,
+        },
+    ),
+    "deepseek_v3": ("deepseek_v3", V3 | SIGMOID),
+    "deepseek_v3, halves": ("deepseek_v3", V3 | {"q_lora_rank": None, "rope_interleave": False}),
+    "glm4_moe_lite": ("glm4_moe_lite", V3 | SIGMOID),
+    "youtu": ("youtu", V3),
+    "minicpm3": ("minicpm3", V3 | {"scale_emb": 3.0, "scale_depth": 1.4}),
+}  # fmt: skip
+# Families whose configurations are others' by another name.
+ALIASES = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
+PROMPT, NEW_TOKENS = 9, 6
+# What rounding in fp32 makes of logits of about 10.
+TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}
+
+
+@dataclass
+class Cache:
+    keys: list[Tensor]
+    values: list[Tensor]
+
+
+@dataclass
+class Pass:
+    attention: Any
+    plan: Any
+    slots: Tensor
+    cache: Cache
+
+
+@dataclass
+class Served:
+    """A decoder with pages of its own, in a random order."""
+
+    decoder: Decoder
+    page_size: int
+    latent: bool
+
+    def __post_init__(self) -> None:
+        self.pages = tuple(random.Random(0).sample(range(64), 64))
+        layers = [layer.attention for layer in self.decoder.spec.layers]
+        shapes = [_widths(layer, latent=self.latent) for layer in layers]
+        self.cache = Cache(
+            [torch.zeros(64, self.page_size, heads, width) for heads, width, _ in shapes],
+            [torch.zeros(64, self.page_size, heads, width) for heads, _, width in shapes],
+        )
+        self.attention: Any = LatentAttention() if self.latent else TreeAttention()
+
+    def run(self, tokens: list[int], start: int, parents: tuple[int, ...] | None = None) -> Tensor:
+        """Logits of a chain or a tree of tokens behind `start` keys."""
+        rows = len(tokens)
+        depths = list(range(rows))
+        if parents is not None:
+            for row in range(1, rows):
+                depths[row] = depths[parents[row]] + 1
+        held = self.pages[: -(-(start + rows) // self.page_size)]
+        slots = [held[t // self.page_size] * self.page_size + t % self.page_size for t in range(start, start + rows)]
+        batch = AttentionBatch((0, rows), (start,), (held,), self.page_size, (parents,))
+        step = Pass(self.attention, self.attention.plan(batch), torch.tensor(slots), self.cache)
+        with torch.inference_mode():
+            logits: Tensor = self.decoder(torch.tensor(tokens), start + torch.tensor(depths), step)
+        return logits
+
+
+def _widths(spec: Any, *, latent: bool) -> tuple[int, int, int]:
+    if isinstance(spec, AttentionSpec):
+        return spec.kv_heads, spec.head_width, spec.head_width
+    if latent:
+        return 1, spec.latent + spec.rotary.width, 0
+    return spec.heads, spec.query_width, spec.value
+
+
+@pytest.fixture(scope="module", params=TINY_MODELS, ids=str)
+def pair(request: pytest.FixtureRequest) -> tuple[Any, Decoder]:
+    """transformers' model and ours, of the same weights."""
+    model_type, settings = TINY_MODELS[request.param]
+    model = make_tiny(model_type, **settings)
+    with torch.no_grad():
+        # Weights that are initialised to ones or zeros would hide where they go.
+        for index, (name, tensor) in enumerate(itertools.chain(model.named_parameters(), model.named_buffers())):
+            if tensor.ndim == 1 and "inv_freq" not in name and "act_fn" not in name:
+                tensor.add_(0.2 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(index)))
+    model.set_attn_implementation("eager")
+    description = describe(model.config)
+    assert description is not None
+    latent = not isinstance(description.spec.layers[0].attention, AttentionSpec)
+    place = Placement(torch.device("cpu"), torch.float32, latent=latent)
+    return model, build(description, published_tensors(model), place)
+
+
+def own_logits(model: Any, tokens: list[int]) -> Tensor:
+    with torch.inference_mode():
+        logits: Tensor = model(torch.tensor([tokens]), use_cache=False).logits[0]
+    return logits
+
+
+def is_latent(decoder: Decoder) -> bool:
+    return not isinstance(decoder.spec.layers[0].attention, AttentionSpec)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_logits_are_those_of_transformers(pair: tuple[Any, Decoder], page_size: int) -> None:
+    """Of a prompt in two chunks, then of a tree behind it, path by path."""
+    model, decoder = pair
+    rng = random.Random(1)
+    prompt = [rng.randrange(211) for _ in range(PROMPT)]
+    tree, parents = [rng.randrange(211) for _ in range(6)], (0, 0, 0, 1, 1, 2)
+    paths = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 4], [0, 2, 5]]
+    forms = (False, True) if is_latent(decoder) else (False,)
+    for latent in forms:
+        served = Served(decoder, page_size, latent)
+        got = torch.cat([served.run(prompt[:5], 0), served.run(prompt[5:], 5)])
+        torch.testing.assert_close(got, own_logits(model, prompt), **TOLERANCE)
+        rows = served.run(tree, PROMPT, parents)
+        for row, path in enumerate(paths):
+            expected = own_logits(model, prompt + [tree[node] for node in path])[-1]
+            torch.testing.assert_close(rows[row], expected, **TOLERANCE)
+
+
+def test_greedy_tokens_are_those_of_generate(pair: tuple[Any, Decoder]) -> None:
+    model, decoder = pair
+    prompt = [(17 + 7919 * i) % 211 for i in range(PROMPT)]
+    model.generation_config.eos_token_id = None
+    limits = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    expected = model.generate(torch.tensor([prompt]), **limits)[0, PROMPT:].tolist()
+    served, tokens = Served(decoder, 16, is_latent(decoder)), list(prompt)
+    logits = served.run(prompt, 0)
+    for _ in range(NEW_TOKENS):
+        tokens.append(int(logits[-1].argmax()))
+        logits = served.run(tokens[-1:], len(tokens) - 1)
+    assert tokens[PROMPT:] == expected
+
+
+def test_every_family_is_tried() -> None:
+    tried = {model_type for model_type, _ in TINY_MODELS.values()}
+    assert set(FAMILIES) == tried | set(ALIASES)
+    assert all(FAMILIES[alias] is FAMILIES[name] for alias, name in ALIASES.items())
