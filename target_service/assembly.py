@@ -58,6 +58,7 @@ def served_model(config: TargetConfig, runner: ModelRunner) -> ServedModel:
     captured, capturable = runner.captured_steps
     return ServedModel(
         name=runner.name,
+        other_names=config.served_names[1:],
         vocabulary_size=runner.vocabulary_size,
         max_context=min(runner.max_context, kv_tokens),
         max_rows=min(config.max_draft_nodes + 1, config.step_rows),

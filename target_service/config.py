@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from outrider.busy_polling import BUSY_POLL_SECONDS, MOST_BUSY_POLL_SECONDS
 from outrider.limits import TenantLimits
-from outrider.settings import ServiceSettings, setting
+from outrider.settings import ServiceSettings, comma_words, setting
 
 # Equal to `tree_kernels.node_table.LOOKUP`, whose import would load torch.
 MOST_LOOKED_UP = 15
@@ -23,7 +23,10 @@ class TargetConfig(ServiceSettings):
     """Everything `python -m target_service` takes, by flag, environment (`OUTRIDER_TARGET_*`) or `[target]` table."""
 
     model: str = setting("smollm2-135m-instruct", "model: a name from `outrider model list`, a folder, or a hub id")
-    served_model_name: str = setting("", "name that clients see; the model's own when empty")
+    served_model_name: str = setting(
+        "",
+        "names that clients may ask for, with commas between; answers bear the first; the model's own when empty",
+    )
     dtype: str = setting("bfloat16", "dtype of weights and KV cache", choices=("float32", "bfloat16", "float16"))
     device: str = setting("cpu", "torch device")
     listen: str = setting("127.0.0.1:50051", "address to serve on: HOST:PORT or unix:PATH")
@@ -165,6 +168,11 @@ class TargetConfig(ServiceSettings):
     )
     trace_ratio: float = setting(1.0, "share of requests without a parent trace that are traced", ge=0, le=1)
     trace_steps: bool = setting(False, "a child span per step in traced requests")
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """`served_model_name`, resolved: at least one name."""
+        return comma_words(self.served_model_name) or (self.model,)
 
     @property
     def speculates(self) -> bool:

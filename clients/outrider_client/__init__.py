@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from outrider_client.draft import DraftClient
     from outrider_client.failures import ServiceUnreachable, TlsProblem
     from outrider_client.generation import Generation, Speculation
+    from outrider_client.messages import ChatOptions
     from outrider_client.policy import Policy
     from outrider_client.results import Chunk, Result, Started, Verdict
     from outrider_client.synchronous import SyncClient, SyncGeneration, SyncVerifySession
@@ -36,6 +37,7 @@ _HOMES = {
     "outrider_client.draft": "DraftClient",
     "outrider_client.failures": "ServiceUnreachable TlsProblem",
     "outrider_client.generation": "Generation Speculation",
+    "outrider_client.messages": "ChatOptions",
     "outrider_client.policy": "Policy",
     "outrider_client.results": "Chunk Result Started Verdict",
     "outrider_client.synchronous": "SyncClient SyncGeneration SyncVerifySession",
@@ -44,6 +46,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "ChatOptions",
     "Chunk",
     "Client",
     "DraftClient",
@@ -76,3 +79,7 @@ def __getattr__(name: str) -> object:
         if name in names.split():
             return getattr(importlib.import_module(home), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

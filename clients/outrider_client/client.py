@@ -15,8 +15,8 @@ from outrider.weight_updates import RunningRequests, WeightsUpdated
 from outrider.wire.trees import sampling_to_pb
 from outrider_client.connection import AsyncClosing, Connection, Tls
 from outrider_client.generation import Generation, Speculation
+from outrider_client.messages import ChatOptions, MessageLike, chat_to_pb
 from outrider_client.messages import Message as Message
-from outrider_client.messages import MessageLike, messages_to_pb
 from outrider_client.policy import SINGLE_ATTEMPT, Policy
 from outrider_client.results import TargetInfo
 from outrider_client.tracing import RequestSpan
@@ -31,8 +31,7 @@ class Client(AsyncClosing):
 
     Example:
         async with Client.connect("127.0.0.1:50051") as client:
-            messages = [("user", "What is a bridge?")]
-            async for chunk in client.generate(messages=messages, sampling=SamplingParams(max_tokens=64)):
+            async for chunk in client.chat("What is a bridge?", sampling=SamplingParams(max_tokens=64)):
                 sys.stdout.write(chunk.text)
     """
 
@@ -83,29 +82,58 @@ class Client(AsyncClosing):
         """Cancel what runs and close the connection."""
         await self._connection.close()
 
-    def generate(
+    def chat(
         self,
+        messages: str | Sequence[MessageLike],
         *,
-        messages: Sequence[MessageLike] = (),
-        text: str = "",
-        token_ids: Sequence[int] = (),
+        chat_options: ChatOptions | None = None,
         sampling: SamplingParams | None = None,
         speculation: Speculation | None = None,
         prediction: str | Sequence[int] | None = None,
+        show_special_tokens: bool = False,
         model: str = "",
         timeout: float | None = None,
     ) -> Generation:
-        """Continue a conversation, a text, or token ids: exactly one of them.
+        """Answer a conversation, or a string as the user's only message. Arguments, results and errors are those of
+        `generate`."""
+        return self.generate(
+            messages=[("user", messages)] if isinstance(messages, str) else messages,
+            chat_options=chat_options,
+            sampling=sampling,
+            speculation=speculation,
+            prediction=prediction,
+            show_special_tokens=show_special_tokens,
+            model=model,
+            timeout=timeout,
+        )
+
+    def generate(
+        self,
+        text: str = "",
+        *,
+        messages: Sequence[MessageLike] = (),
+        token_ids: Sequence[int] = (),
+        chat_options: ChatOptions | None = None,
+        sampling: SamplingParams | None = None,
+        speculation: Speculation | None = None,
+        prediction: str | Sequence[int] | None = None,
+        show_special_tokens: bool = False,
+        model: str = "",
+        timeout: float | None = None,
+    ) -> Generation:
+        """Continue a text, a conversation, or token ids: exactly one of them.
 
         Args:
+            text: tokenised without a chat template.
             messages: dicts with role and content, or (role, content) pairs, put through the model's chat template.
                 Roles: system, user, assistant.
-            text: tokenised without a chat template.
             token_ids: used unchanged.
+            chat_options: how the chat template renders the messages.
             sampling: how tokens are drawn; greedy by default.
             speculation: how drafts are used.
             prediction: the expected answer, as text or token ids; it makes the answer faster where it is right, and
                 changes nothing else.
+            show_special_tokens: the text has special tokens too, but for the one that ends it.
             model: the served model's name; whatever is served by default.
             timeout: seconds until the request fails with `DeadlineExceeded`; the policy's by default.
 
@@ -116,27 +144,24 @@ class Client(AsyncClosing):
             InvalidField: no input, or more than one; token ids that are negative or no 32 bits.
             TypeError: messages of another shape, or options of another type.
         """
-        _check_options(sampling, speculation)
+        _check_options(text=(text, str), sampling=(sampling, SamplingParams), speculation=(speculation, Speculation))
+        _check_options(chat_options=(chat_options, ChatOptions))
         if (bool(messages) + bool(text) + bool(len(token_ids))) != 1:
             raise InvalidField("input", "needs exactly one of messages, text and token_ids, and not empty")
         request = target_pb2.GenerateRequest(
             model=model,
             sampling=sampling_to_pb(sampling or SamplingParams()),
             speculation=(speculation or Speculation()).to_pb(),
+            show_special_tokens=show_special_tokens,
         )
         if text:
             request.text = text
         elif messages:
-            request.chat.messages.extend(messages_to_pb(messages))
+            request.chat.CopyFrom(chat_to_pb(messages, chat_options or ChatOptions()))
         else:
-            try:
-                request.tokens.token_ids.extend(token_ids)
-            except ValueError as error:
-                raise InvalidField("tokens.token_ids", str(error)) from None
-        if isinstance(prediction, str):
-            request.prediction.text = prediction
-        elif prediction is not None:
-            request.prediction.tokens.token_ids.extend(prediction)
+            _extend(request.tokens, token_ids)
+        if prediction is not None:
+            request.prediction.CopyFrom(_predicted(prediction))
         span = RequestSpan(self._tracing, self.address, chat=bool(messages), model=model)
         begin = partial(self._stub.Generate, request, metadata=(*self._connection.metadata, *span.metadata))
         seconds = self._policy.generate_timeout if timeout is None else timeout
@@ -182,8 +207,22 @@ class Client(AsyncClosing):
         return await self._connection.serving(TARGET_SERVICE, timeout)
 
 
-def _check_options(sampling: object, speculation: object) -> None:
-    """Raise `TypeError` for anything but an options class, such as a dict."""
-    for name, value, kind in (("sampling", sampling, SamplingParams), ("speculation", speculation, Speculation)):
+def _predicted(prediction: str | Sequence[int]) -> target_pb2.Prediction:
+    if isinstance(prediction, str):
+        return target_pb2.Prediction(text=prediction)
+    return target_pb2.Prediction(tokens=target_pb2.TokenInput(token_ids=prediction))
+
+
+def _extend(tokens: target_pb2.TokenInput, token_ids: Sequence[int]) -> None:
+    try:
+        tokens.token_ids.extend(token_ids)
+    except ValueError as error:
+        raise InvalidField("tokens.token_ids", str(error)) from None
+
+
+def _check_options(**expected: tuple[object, type]) -> None:
+    """Raise `TypeError` for anything but None and the type that a name expects, such as a dict for an options class."""
+    for name, (value, kind) in expected.items():
         if value is not None and not isinstance(value, kind):
-            raise TypeError(f"{name}: expected {kind.__name__}, got {type(value).__name__}")
+            hint = "; a conversation goes to chat()" if name == "text" else ""
+            raise TypeError(f"{name}: expected {kind.__name__}, got {type(value).__name__}{hint}")

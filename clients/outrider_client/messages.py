@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from google.protobuf.struct_pb2 import Struct
+
+from outrider.errors import InvalidField
 from outrider.v1 import target_pb2
 
 # (role, content).
@@ -14,6 +18,38 @@ MessageLike = Message | Mapping[str, Any]
 # Fields that OpenAI's clients send, and no chat template of a target reads.
 _IGNORED = ("name", "annotations", "refusal")
 _SHAPE = '(role, content) or {"role": ..., "content": ...}'
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """How the model's chat template renders a conversation.
+
+    `add_generation_prompt` ends it with the beginning of the assistant's answer; None does, unless
+    `continue_final_message` leaves the last message open, so that the answer goes on with it. `template_arguments` are
+    given to the template by name, for example {"enable_thinking": False}; names that it does not read change nothing.
+    """
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+def chat_to_pb(messages: Sequence[MessageLike], options: ChatOptions) -> target_pb2.ChatInput:
+    """A conversation as protobuf. Raises `TypeError`, which names the wrong message or field, and `InvalidField` for
+    template arguments that JSON cannot have."""
+    chat = target_pb2.ChatInput(
+        messages=messages_to_pb(messages),
+        add_generation_prompt=options.add_generation_prompt,
+        continue_final_message=options.continue_final_message,
+    )
+    if options.template_arguments:
+        arguments = Struct()
+        try:
+            arguments.update(dict(options.template_arguments))
+        except (TypeError, ValueError, RecursionError):
+            raise InvalidField("chat.template_arguments", "must be an object of JSON") from None
+        chat.template_arguments.CopyFrom(arguments)
+    return chat
 
 
 def messages_to_pb(messages: Sequence[MessageLike]) -> list[target_pb2.ChatMessage]:

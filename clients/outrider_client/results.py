@@ -223,6 +223,13 @@ class TargetInfo:
     model_version: int = 0
     # Bytes of one token in the KV cache, all layers; 0 from a target that does not report it.
     kv_token_bytes: int = 0
+    # Names that requests may give as their model; empty from targets that do not report them.
+    served_names: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names that requests may give as their model, the model's own first."""
+        return self.served_names or (self.model,)
 
     @classmethod
     def from_pb(cls, pb: target_pb2.GetTargetInfoResponse) -> TargetInfo:

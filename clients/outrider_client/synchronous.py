@@ -203,10 +203,11 @@ class SyncClient(_Facade[Client]):
 
     Example:
         with SyncClient.connect("127.0.0.1:50051") as client:
-            for chunk in client.generate(messages=[{"role": "user", "content": "What is a bridge?"}]):
+            for chunk in client.chat("What is a bridge?"):
                 sys.stdout.write(chunk.text)
     """
 
+    chat = _as_in(Client.chat, SyncGeneration)
     generate = _as_in(Client.generate, SyncGeneration)
     update_weights = _as_in(Client.update_weights, _LoopThread.run)
     info = _as_in(Client.info, _LoopThread.run)

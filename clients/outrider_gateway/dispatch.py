@@ -13,7 +13,7 @@ from outrider.errors import DeadlineExceeded
 from outrider.runtime import end_tasks
 from outrider_client.failures import AWAY
 from outrider_client.generation import Generation
-from outrider_client.results import Chunk, Result
+from outrider_client.results import Chunk, Result, Started
 from outrider_gateway.caller import Caller
 from outrider_gateway.generation_request import GenerationRequest
 from outrider_gateway.metrics import GatewayMetrics
@@ -22,8 +22,8 @@ from outrider_gateway.targets import Target, Targets
 # What is done with a chunk of the answer of an index. Reading goes on when it returns, so a slow reader is waited for.
 OnChunk = Callable[[int, Chunk], Awaitable[None]]
 OnResult = Callable[[int, Result], Awaitable[None]]
-# Is told the name of the model that answers, before anything of an answer.
-OnModel = Callable[[str], None]
+# Is told what a target accepted, before anything of the answer of an index.
+OnStarted = Callable[[int, Started], None]
 
 
 @dataclass(slots=True)
@@ -40,18 +40,18 @@ class Dispatcher:
     _arrived: float
     _first_token_seen: bool = False
 
-    async def run(self, on_model: OnModel, on_chunk: OnChunk, on_result: OnResult | None = None) -> list[Result]:
+    async def run(self, on_started: OnStarted, on_chunk: OnChunk, on_result: OnResult | None = None) -> list[Result]:
         """Write all answers. The first failure ends them all, as does cancelling; raises what calls raise."""
         if self.request.answers == 1:
-            return [await self._answer(0, on_model, on_chunk, on_result)]
-        answers = (self._answer(index, on_model, on_chunk, on_result) for index in range(self.request.answers))
+            return [await self._answer(0, on_started, on_chunk, on_result)]
+        answers = (self._answer(index, on_started, on_chunk, on_result) for index in range(self.request.answers))
         tasks = list(map(asyncio.create_task, answers))
         try:
             return await asyncio.gather(*tasks)
         finally:
             await end_tasks(*tasks)
 
-    async def _answer(self, index: int, on_model: OnModel, on_chunk: OnChunk, on_result: OnResult | None) -> Result:
+    async def _answer(self, index: int, on_started: OnStarted, on_chunk: OnChunk, on_result: OnResult | None) -> Result:
         tried, key = list[Target](), self._caller.key(self.request.cache_key)
         while True:
             target = self._targets.pick(key, self.request.model, tried)
@@ -61,7 +61,7 @@ class Dispatcher:
                 try:
                     async for chunk in generation:
                         if not begun and generation.started is not None:
-                            on_model(generation.started.model)
+                            on_started(index, generation.started)
                         begun = True
                         if not self._first_token_seen:
                             self._first_token_seen = True
@@ -94,6 +94,8 @@ class Dispatcher:
                 sampling=request.seeded(index),
                 speculation=request.speculation,
                 prediction=request.prediction,
+                chat_options=request.chat_options,
+                show_special_tokens=request.special_tokens,
                 model=request.model,
                 timeout=self._left(),
             )

@@ -90,14 +90,14 @@ class GenerationEndpoint:
                 if running:
                     await writer.write(last)
 
-            results = await dispatcher.run(builder.answered_by, on_chunk, on_result)
+            results = await dispatcher.run(builder.started, on_chunk, on_result)
         if request.include_usage:
             last += builder.usage_event(results)
         await writer.end(last, done=True)
 
     async def _whole(self, writer: ResponseWriter, receive: Receive, dispatcher: Dispatcher) -> None:
         async with self._admitted(receive, dispatcher.request) as builder:
-            results = await dispatcher.run(builder.answered_by, builder.keep)
+            results = await dispatcher.run(builder.started, builder.keep)
         await writer.whole(builder.whole(results))
 
     @contextlib.asynccontextmanager

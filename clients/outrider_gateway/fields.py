@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from outrider_gateway.failures import BadField
+from outrider_gateway.request_fields import RequestField, Use
 
 Json = TypeVar("Json")
 # What a value must be, by the type that the JSON reader makes of it.
@@ -19,6 +21,8 @@ class Fields:
 
     def __init__(self, values: Mapping[str, Any], path: str = "") -> None:
         self._values = {name: value for name, value in values.items() if value is not None}
+        # What was asked for: the object's fields, once it is read.
+        self._known: set[str] = set()
         self._path = f"{path}." if path else ""
 
     def path(self, name: str) -> str:
@@ -26,6 +30,7 @@ class Fields:
         return self._path + name
 
     def take(self, name: str, default: Any = None) -> Any:
+        self._known.add(name)
         return self._values.pop(name, default)
 
     def flag(self, name: str, default: bool = False) -> bool:
@@ -51,14 +56,25 @@ class Fields:
         for name in names:
             self.take(name)
 
-    def left(self) -> tuple[str, ...]:
-        """The names of what was not taken yet."""
-        return tuple(self._values)
+    def end(self, table: Mapping[str, RequestField] | None = None) -> None:
+        """Refuse whatever was not taken, but for what the table ignores, and harmless values of what it refuses."""
+        table = table or {}
+        for name, value in self._values.items():
+            field = table.get(name)
+            if field is None:
+                raise BadField(self.path(name), self._unknown({*self._known, *table}, name), "unknown_parameter")
+            if field.use is not Use.IGNORED and not any(_same(value, one) for one in field.harmless):
+                raise BadField(self.path(name), f"is not supported: {field.note}", "unsupported_parameter")
 
-    def end(self) -> None:
-        """Refuse whatever was not taken."""
-        for name in self._values:
-            raise BadField(self.path(name), "is not supported by this server", "unsupported_parameter")
+    def _unknown(self, known: Iterable[str], name: str) -> str:
+        # A name may be as long as the body.
+        near = get_close_matches(name[:64], sorted(known), 1)
+        return "is no field that is known here" + (f"; did you mean {self.path(near[0])}?" if near else "")
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Whether two values of JSON are the same. In Python 1 is true, but 1.0 may stand for 1."""
+    return value == other and isinstance(value, bool) is isinstance(other, bool)
 
 
 def typed(value: Any, kind: type[Json], path: str) -> Json:

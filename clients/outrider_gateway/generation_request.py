@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from outrider.sampling import SamplingParams
 from outrider_client.client import Message
 from outrider_client.generation import Speculation
+from outrider_client.messages import ChatOptions
 
 # What each endpoint calls the contract's fields; `input` is what is continued.
-CHAT_FIELDS = {"input": "messages", "chat.messages": "messages", "logprobs": "top_logprobs", "speculation": "outrider"}
-COMPLETION_FIELDS = {"input": "prompt", "text": "prompt", "tokens.token_ids": "prompt", "speculation": "outrider"}
+CHAT_NAMES = {
+    "input": "messages",
+    "chat.messages": "messages",
+    "chat.add_generation_prompt": "add_generation_prompt",
+    "chat.continue_final_message": "continue_final_message",
+    "chat.template_arguments": "chat_template_kwargs",
+    "logprobs": "top_logprobs",
+    "speculation": "outrider",
+}
+COMPLETION_NAMES = {"input": "prompt", "text": "prompt", "tokens.token_ids": "prompt", "speculation": "outrider"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +35,15 @@ class Prompt:
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One request. It has `choices` answers to each of its prompts. `prediction` is the text that the caller expects,
-    `logprobs` whether tokens are listed with their probabilities, `drafts` whether answers show what was drafted, and
-    `cache_key` what else than the tenant keeps requests together."""
+    `logprobs` whether tokens are listed with their probabilities, `drafts` whether answers show what was drafted,
+    `echo` whether they begin with their prompts, `special_tokens` whether they show them, `cache_key` what else than
+    the tenant keeps requests together, and `user` whom the caller names for its records. `continuous_usage` is whether
+    each event of a stream has the usage so far."""
 
     chat: bool
     prompts: tuple[Prompt, ...]
     sampling: SamplingParams
-    speculation: Speculation
+    speculation: Speculation = field(default_factory=Speculation)
     model: str = ""
     choices: int = 1
     stream: bool = False
@@ -41,6 +52,11 @@ class GenerationRequest:
     drafts: bool = False
     prediction: str | None = None
     cache_key: str = ""
+    chat_options: ChatOptions = field(default_factory=ChatOptions)
+    special_tokens: bool = False
+    continuous_usage: bool = False
+    echo: bool = False
+    user: str = ""
 
     @property
     def answers(self) -> int:
@@ -49,7 +65,7 @@ class GenerationRequest:
     @property
     def fields(self) -> Mapping[str, str]:
         """The request's names of the contract's fields."""
-        return CHAT_FIELDS if self.chat else COMPLETION_FIELDS
+        return CHAT_NAMES if self.chat else COMPLETION_NAMES
 
     def prompt(self, index: int) -> Prompt:
         """What the answer of this index continues."""

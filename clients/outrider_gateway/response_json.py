@@ -11,7 +11,7 @@ import orjson
 
 import outrider
 from outrider.sampling import FinishReason
-from outrider_client.results import Chunk, Result
+from outrider_client.results import Chunk, Result, Started
 from outrider_client.terminal.painting import Painter
 from outrider_gateway.generation_request import GenerationRequest
 from outrider_gateway.http import event_bytes
@@ -45,15 +45,20 @@ class ResponseBuilder:
         self._begun = [False] * request.answers
         self._frames: list[tuple[bytes, bytes] | None] = [None] * request.answers
         self._listed: list[list[Any]] = [[] for _ in range(request.answers)]
+        # Tokens of each prompt and of each answer, as far as they are known.
+        self._prompt_tokens = [0] * len(request.prompts)
+        self._completion_tokens = [0] * request.answers
 
-    def answered_by(self, model: str) -> None:
-        """Name the model that answers, where no name was known when the request came."""
-        self._head["model"] = self._head["model"] or model
+    def started(self, index: int, started: Started) -> None:
+        """Note what a target accepted. It names the model where no name was known when the request came."""
+        self._head["model"] = self._head["model"] or started.model
+        self._prompt_tokens[index // self._request.choices] = started.prompt_tokens
 
     def chunk(self, index: int, chunk: Chunk) -> bytes:
         """The events of a chunk; empty for one without text or anything else that was asked for."""
         pieces = self._pieces[index]
-        if pieces is None and not self._request.logprobs:
+        self._completion_tokens[index] += len(chunk.token_ids)
+        if pieces is None and not self._request.logprobs and not self._request.continuous_usage:
             # The common case, of which nothing but the text changes from event to event.
             if not chunk.text:
                 return b""
@@ -81,10 +86,12 @@ class ResponseBuilder:
 
     def _opening(self, index: int) -> bytes:
         """Before all else of a chat answer its role and no text, as OpenAI does: its npm package counts tokens of the
-        first event twice."""
-        if self._begun[index] or not self._request.chat:
+        first event twice. Before a completion its prompt, where that is echoed."""
+        if self._begun[index] or not (self._request.chat or self._request.echo):
             return b""
         self._begun[index] = True
+        if self._request.echo:
+            return event_bytes(self._part(index, {"text": self._request.prompt(index).text}))
         return event_bytes(self._part(index, {"delta": {"role": "assistant", "content": ""}}))
 
     def _frame(self, index: int) -> tuple[bytes, bytes]:
@@ -115,7 +122,8 @@ class ResponseBuilder:
         parts = self._listed[index]
         if not self._request.chat:
             listed: Any = merged(parts) if self._request.logprobs else None
-            return {"index": index, "text": result.text, "logprobs": listed, "finish_reason": _finish(result)}
+            text = self._request.prompt(index).text + result.text if self._request.echo else result.text
+            return {"index": index, "text": text, "logprobs": listed, "finish_reason": _finish(result)}
         listed = None
         if self._request.logprobs:
             listed = {"content": [entry for part in parts for entry in part["content"]], "refusal": None}
@@ -150,8 +158,12 @@ class ResponseBuilder:
     def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         event = {**self._head, "choices": choices}
         if self._request.include_usage:
-            event["usage"] = None
+            event["usage"] = self._usage_so_far() if self._request.continuous_usage else None
         return event
+
+    def _usage_so_far(self) -> dict[str, int]:
+        prompt, completion = sum(self._prompt_tokens), sum(self._completion_tokens)
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def _usage(self, results: Sequence[Result]) -> dict[str, Any]:
         """Tokens of all answers; those of a prompt count once, however many answers it has."""

@@ -7,6 +7,7 @@ import logging
 from typing import Any
 
 from outrider.errors import OutriderError
+from outrider.model_names import answers_to
 from outrider_client.failures import ServiceUnreachable
 from outrider_client.local.models import find_tokenizer
 from outrider_client.results import TargetInfo
@@ -35,7 +36,7 @@ class ServedModels:
         """The builder of a request's JSON. While no target has reported its model, tokens have no names but those of a
         tokenizer that the operator named: the model that a caller names is never looked for."""
         known = [target.info for target in self._targets.healthy if target.info is not None]
-        info = next((info for info in known if info.model == request.model), known[0] if known else None)
+        info = next((info for info in known if answers_to(info.names, request.model)), known[0] if known else None)
         tokenizer = self._tokenizer or (info.model if info else "")
         wanted = request.logprobs or request.drafts
         texts = await self._texts_of(tokenizer) if wanted and tokenizer else TokenTexts(None)
@@ -52,7 +53,7 @@ class ServedModels:
         answers = await asyncio.gather(*(client.info() for client in clients), return_exceptions=True)
         infos = [answer for answer in answers if isinstance(answer, TargetInfo)]
         if infos:
-            return [self._entry(info) for info in {info.model: info for info in infos}.values()]
+            return [self._entry(name, info) for name, info in {name: i for i in infos for name in i.names}.items()]
         failures = [answer for answer in answers if isinstance(answer, BaseException)]
         # By the first that failed as the contract has it.
         for failure in failures:
@@ -64,7 +65,7 @@ class ServedModels:
     async def model(self, name: str, caller: Caller) -> dict[str, Any]:
         """One of them. Raises `Refused`."""
         for entry in await self.models(caller):
-            if entry["id"] == name:
+            if answers_to((entry["id"],), name):
                 return entry
         raise Refused(404, f"the model {name} is not served", param="model", code="model_not_found")
 
@@ -75,12 +76,14 @@ class ServedModels:
                 self._texts[named] = TokenTexts(await asyncio.to_thread(find_tokenizer, named))
         return self._texts[named]
 
-    def _entry(self, info: TargetInfo) -> dict[str, Any]:
+    def _entry(self, name: str, info: TargetInfo) -> dict[str, Any]:
         return {
-            "id": info.model,
+            "id": name,
             "object": "model",
             "created": self._started,
             "owned_by": "outrider",
+            # Of further names, the one that answers bear.
+            "root": info.model,
             "max_model_len": info.max_context,
             "outrider": {
                 "drafter": info.drafter,

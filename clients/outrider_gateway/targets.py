@@ -8,6 +8,7 @@ import logging
 from collections.abc import Collection, Iterator, Sequence
 
 from outrider.errors import OutriderError
+from outrider.model_names import answers_to
 from outrider.runtime import end_tasks
 from outrider.telemetry.registry import Reading
 from outrider_client.client import Client
@@ -109,7 +110,7 @@ class Targets:
         """The target for a request of the tenant `key`. Raises `NoTarget`. Where some serve the model that is asked
         for, only they count; where none does, any can say so."""
         able = [target for target in self.healthy if target not in avoiding]
-        serving = [target for target in able if target.info is not None and target.info.model == model]
+        serving = [target for target in able if target.info is not None and answers_to(target.info.names, model)]
         loads = {target.address: target.running for target in serving or able}
         if not loads:
             raise NoTarget

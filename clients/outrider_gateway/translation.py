@@ -1,18 +1,20 @@
-"""From OpenAI's request bodies to the contract's values. Every field is taken, refused by name, or has no effect
-at OpenAI's own default."""
+"""From OpenAI's request bodies to the contract's values. What is not taken here is disposed of by `request_fields`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from outrider.errors import InvalidField
 from outrider.sampling import MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams, VerificationMode
 from outrider_client.client import Message
 from outrider_client.generation import Speculation
+from outrider_client.messages import ChatOptions
 from outrider_gateway.failures import BadField, refusal
 from outrider_gateway.fields import Fields, number, typed, whole
 from outrider_gateway.generation_request import GenerationRequest, Prompt
+from outrider_gateway.request_fields import CHAT_FIELDS, COMPLETION_FIELDS, RequestField
 
 # As OpenAI: the answers of /v1/completions are short unless asked to be long.
 _COMPLETION_TOKENS = 16
@@ -21,45 +23,32 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 _MAX_MESSAGES = 4096
 _MAX_UINT32 = 2**32 - 1
 _MAX_TOKEN = 2**31 - 1
-# What names the caller's user or session, for a provider's own books.
-_WITHOUT_EFFECT = ("user", "safety_identifier", "prompt_cache_retention")
-
-# Fields that change an answer and are not supported: they are refused with any value but these, which ask for nothing.
-_CHAT_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "audio": (),
-    "web_search_options": (),
-    "reasoning_effort": (),
-    "verbosity": (),
-    "store": (False,),
-    "metadata": ({},),
-    "service_tier": ("auto", "default"),
-}
-_COMPLETION_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {"echo": (False,), "suffix": ("",)}
+# Fields of the top level that are given to the chat template under their own names.
+_TEMPLATE_FIELDS = ("reasoning_effort", "verbosity", "enable_thinking")
+# What comes back with an answer, or is a hint to other servers; no chat template of a target reads it.
+_MESSAGE_IGNORED = ("name", "annotations", "refusal", "cache_control", "provider_specific_fields")
+# Likewise, but content that the model would have to see.
+_MESSAGE_REFUSED = ("tool_calls", "tool_call_id", "function_call", "audio", "reasoning", "reasoning_content")
 
 
 def chat_request(body: Mapping[str, Any], max_choices: int) -> GenerationRequest:
     """The body of /v1/chat/completions. Raises `BadField`."""
     fields = Fields(body)
     prompt = Prompt(messages=_messages(fields.take("messages")))
+    template = _chat_options(fields)
     longest = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
     max_tokens = fields.whole("max_completion_tokens", 1, _MAX_UINT32)
     # Deprecated at OpenAI, and what most clients send; the newer name wins.
     older = fields.whole("max_tokens", 1, _MAX_UINT32)
     logprobs = fields.flag("logprobs")
     top = fields.whole("top_logprobs", 0, MAX_LOGPROBS)
-    if top is not None and not logprobs:
+    if top and not logprobs:
         raise BadField("top_logprobs", "needs logprobs to be true", "invalid_value")
     sampling = _sampling(fields, older if max_tokens is None else max_tokens, (top or 0) if logprobs else None)
-    prediction = _prediction(fields)
-    _refuse(fields, _CHAT_UNSUPPORTED)
-    return _request(fields, True, (prompt,), sampling, logprobs, prediction, max_choices, longest)
+    request = GenerationRequest(
+        True, (prompt,), sampling, logprobs=logprobs, prediction=_prediction(fields), chat_options=template
+    )
+    return _completed(request, fields, max_choices, longest, CHAT_FIELDS)
 
 
 def completion_request(body: Mapping[str, Any], max_choices: int) -> GenerationRequest:
@@ -72,42 +61,65 @@ def completion_request(body: Mapping[str, Any], max_choices: int) -> GenerationR
     best_of = fields.whole("best_of", 1, 2**31)
     if best_of is not None and best_of != (body.get("n") or 1):
         raise BadField("best_of", "must equal n: this server ranks no answers", "unsupported_parameter")
-    _refuse(fields, _COMPLETION_UNSUPPORTED)
-    return _request(fields, False, prompts, sampling, logprobs is not None, None, max_choices, "max_tokens")
+    echo = fields.flag("echo")
+    if echo and (logprobs is not None or not all(prompt.text for prompt in prompts)):
+        raise BadField("echo", "is for prompts of text, without logprobs", "unsupported_parameter")
+    request = GenerationRequest(False, prompts, sampling, logprobs=logprobs is not None, echo=echo)
+    return _completed(request, fields, max_choices, "max_tokens", COMPLETION_FIELDS)
 
 
-def _request(
+def _completed(
+    request: GenerationRequest,
     fields: Fields,
-    chat: bool,
-    prompts: tuple[Prompt, ...],
-    sampling: SamplingParams,
-    logprobs: bool,
-    prediction: str | None,
     max_choices: int,
     longest: str,
+    table: Mapping[str, RequestField],
 ) -> GenerationRequest:
-    """What both endpoints have in common; nothing of the body is left afterwards. `longest` is the name by which the
-    request bounds its answers."""
+    """The request with what both endpoints have in common; nothing of the body is left afterwards. `longest` is the
+    name by which the request bounds its answers."""
     choices = fields.whole("n", 1, max_choices) or 1
-    if len(prompts) * choices > max_choices:
+    if len(request.prompts) * choices > max_choices:
         raise BadField("prompt", f"asks for more than {max_choices} answers, n to each entry", "invalid_value")
     stream = fields.flag("stream")
-    include_usage = _stream_options(fields, stream)
+    include_usage, continuous_usage = _stream_options(fields, stream)
     speculation, drafts = _extension(fields)
-    model = fields.text("model")
-    cache_key = fields.text("prompt_cache_key")
-    fields.ignore(_WITHOUT_EFFECT)
-    fields.end()
-    request = GenerationRequest(
-        chat, prompts, sampling, speculation, model, choices, stream, include_usage, logprobs, drafts, prediction,
-        cache_key,
-    )  # fmt: skip
+    request = replace(
+        request,
+        speculation=speculation,
+        drafts=drafts,
+        model=fields.text("model"),
+        choices=choices,
+        stream=stream,
+        include_usage=include_usage,
+        continuous_usage=continuous_usage,
+        special_tokens=not fields.flag("skip_special_tokens", True),
+        cache_key=fields.text("prompt_cache_key"),
+        user=fields.text("user"),
+    )
+    fields.end(table)
     # Every limit that does not depend on the model: the target checks the rest.
     try:
-        sampling.check(_MAX_TOKEN + 1)
+        request.sampling.check(_MAX_TOKEN + 1)
     except InvalidField as error:
         raise refusal(error, {**request.fields, "max_tokens": longest}) from None
     return request
+
+
+def _chat_options(fields: Fields) -> ChatOptions:
+    """How the chat template renders the messages."""
+    arguments = dict(typed(fields.take("chat_template_kwargs", {}), dict, "chat_template_kwargs"))
+    for name in _TEMPLATE_FIELDS:
+        value = fields.take(name)
+        # The field that is made for it wins.
+        if value is not None:
+            arguments.setdefault(name, value)
+    goes_on = fields.flag("continue_final_message")
+    begins = fields.take("add_generation_prompt")
+    return ChatOptions(
+        add_generation_prompt=None if begins is None else typed(begins, bool, "add_generation_prompt"),
+        continue_final_message=goes_on,
+        template_arguments=arguments,
+    )
 
 
 def _messages(value: Any) -> tuple[Message, ...]:
@@ -125,10 +137,10 @@ def _message(turn: Any, path: str) -> Message:
     if role not in _ROLES:
         raise BadField(fields.path("role"), f"must be one of {', '.join(_ROLES)}", "invalid_value")
     content = _content_text(fields.take("content"), fields.path("content"))
-    # What clients send back with an answer that they got, and what no chat template of a target reads.
-    fields.ignore(("name", "annotations", "refusal"))
-    if fields.take("tool_calls"):
-        raise BadField(fields.path("tool_calls"), "is not supported by this server", "unsupported_parameter")
+    fields.ignore(_MESSAGE_IGNORED)
+    for name in _MESSAGE_REFUSED:
+        if fields.take(name):
+            raise BadField(fields.path(name), "is not supported: messages have text alone", "unsupported_parameter")
     fields.end()
     return _ROLES[role], content
 
@@ -143,9 +155,13 @@ def _content_text(content: Any, path: str) -> str:
 
 
 def _part(part: Any, path: str) -> str:
-    if typed(part, dict, path).get("type") != "text":
+    fields = Fields(typed(part, dict, path), path)
+    if fields.take("type") != "text":
         raise BadField(f"{path}.type", "must be text: this server reads nothing else", "invalid_value")
-    return typed(part.get("text"), str, f"{path}.text")
+    text: str = typed(fields.take("text"), str, f"{path}.text")
+    fields.ignore(_MESSAGE_IGNORED)
+    fields.end()
+    return text
 
 
 def _prompts(value: Any) -> tuple[Prompt, ...]:
@@ -214,17 +230,17 @@ def _logit_bias(value: Any) -> dict[int, float]:
     return bias
 
 
-def _stream_options(fields: Fields, stream: bool) -> bool:
-    inner = fields.inner("stream_options")
-    if inner is None:
-        return False
-    if not stream:
+def _stream_options(fields: Fields, stream: bool) -> tuple[bool, bool]:
+    """Whether a last event has the usage, and whether every event has what it is so far."""
+    inner = fields.inner("stream_options") or Fields({}, "stream_options")
+    include_usage, continuous = inner.flag("include_usage"), inner.flag("continuous_usage_stats")
+    if (include_usage or continuous) and not stream:
         raise BadField("stream_options", "needs stream to be true", "invalid_value")
-    include_usage = inner.flag("include_usage")
     # Padding against traffic analysis, which this server does not add.
     inner.ignore(("include_obfuscation",))
     inner.end()
-    return include_usage
+    # As vLLM: the one is a part of the other.
+    return include_usage, include_usage and continuous
 
 
 def _extension(fields: Fields) -> tuple[Speculation, bool]:
@@ -259,10 +275,3 @@ def _prediction(fields: Fields) -> str | None:
     expected = _content_text(inner.take("content"), inner.path("content"))
     inner.end()
     return expected
-
-
-def _refuse(fields: Fields, unsupported: Mapping[str, tuple[Any, ...]]) -> None:
-    for name in fields.left():
-        harmless = unsupported.get(name)
-        if harmless is not None and fields.take(name) not in harmless:
-            raise BadField(name, "is not supported by this server", "unsupported_parameter")

@@ -9,6 +9,7 @@ from typing import Any
 from outrider.admission.text_pool import TextPool
 from outrider.errors import InvalidField, NotSupported, UnknownModel
 from outrider.limits import TenantLimits
+from outrider.model_names import answers_to
 from outrider.sampling import LOSSLESS_MODES, SamplingParams, TypicalAcceptance, VerificationMode
 from outrider.v1 import target_pb2
 from outrider.wire.trees import mode_from_pb, name_from_pb, sampling_from_pb, typical_from_pb
@@ -55,6 +56,12 @@ class ServedModel:
     capturable_step_sizes: int = 0
     # Whether the device drafts from the text so far.
     lookup: bool = False
+    # Further names that requests may give.
+    other_names: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.other_names)
 
     @property
     def modes(self) -> tuple[VerificationMode, ...]:
@@ -75,8 +82,8 @@ class Admission:
         field's path, `PositionOutOfRange`, and `QuotaExceeded` for a tenant with too many requests."""
         self.quotas.request(tenant)
         served, options = self.served, request.speculation
-        if request.model not in ("", served.name):
-            raise UnknownModel("another model is served", served=served.name)
+        if request.model and not answers_to(served.names, request.model):
+            raise UnknownModel("another model is served", served=", ".join(served.names))
         rules = self._rules(request.sampling, "sampling", options, "speculation")
         max_nodes = options.max_nodes if options.HasField("max_nodes") else served.max_rows - 1
         if max_nodes > served.max_rows - 1:

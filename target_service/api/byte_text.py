@@ -10,8 +10,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from target_service.core.stopping import Detokenizer, StopStrings
@@ -19,11 +18,20 @@ from target_service.core.stopping import Detokenizer, StopStrings
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
-def detokenizers(tokenizer: Any) -> Callable[[Sequence[str]], Detokenizer | ByteText]:
-    """What makes a detokenizer for each output of one model, which ends its text at the first of the given stop
-    strings. `tokenizer` is a transformers tokenizer."""
-    known = token_bytes(tokenizer)
-    return partial(Detokenizer, tokenizer) if known is None else partial(ByteText, known)
+class Detokenizers:
+    """Makes a detokenizer for each output of one model. `tokenizer` is a transformers tokenizer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        # By whether special tokens are shown. The second table is made when it is first asked for.
+        self._known = {False: token_bytes(tokenizer)}
+
+    def new(self, stop: Sequence[str], *, special: bool = False) -> Detokenizer | ByteText:
+        """One that ends its text at the first of the stop strings, and has `special` tokens in it or not."""
+        if special not in self._known:
+            self._known[special] = token_bytes(self._tokenizer, special=special)
+        known = self._known[special]
+        return Detokenizer(self._tokenizer, stop, special=special) if known is None else ByteText(known, stop)
 
 
 class ByteText:
@@ -51,17 +59,20 @@ class ByteText:
         return self._decoder.decode(b"".join([self._bytes.get(token, b"") for token in ids]))
 
 
-def token_bytes(tokenizer: Any) -> Mapping[int, bytes] | None:
-    """The bytes of each token, special tokens left out; None where a token's text may depend on its neighbours."""
+def token_bytes(tokenizer: Any, *, special: bool = False) -> Mapping[int, bytes] | None:
+    """The bytes of each token, special tokens left out unless `special`; None where a token's text may depend on its
+    neighbours."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or backend.decoder is None or getattr(tokenizer, "clean_up_tokenization_spaces", False):
         return None
-    special = {token_id for token_id, added in tokenizer.added_tokens_decoder.items() if added.special}
-    tokens = {token_id: text for text, token_id in tokenizer.get_vocab().items() if token_id not in special}
+    added = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    vocabulary = {token_id: text for text, token_id in tokenizer.get_vocab().items()}
+    tokens = {token_id: text for token_id, text in vocabulary.items() if token_id not in added}
     characters = _byte_characters()
     if not _is_byte_level(json.loads(backend.decoder.__getstate__()), tokens.values(), characters):
         return None
-    return {token_id: _bytes_of(text, characters) for token_id, text in tokens.items()}
+    known = {token_id: _bytes_of(text, characters) for token_id, text in tokens.items()}
+    return known | {token_id: vocabulary[token_id].encode() for token_id in added} if special else known
 
 
 def _is_byte_level(decoder: Mapping[str, Any], tokens: Iterable[str], characters: Mapping[str, int]) -> bool:

@@ -12,6 +12,7 @@ from outrider.admission.text_pool import TextPool
 from outrider.errors import InvalidField, NotSupported, PositionOutOfRange
 from outrider.v1 import target_pb2
 from outrider.wire.trees import check_token_ids
+from target_service.api.template_arguments import template_arguments
 
 ROLES = ("system", "user", "assistant")
 # Longer texts and conversations are tokenized in a thread, so that they do not block other streams.
@@ -115,7 +116,7 @@ class Prompts:
         return tuple(self._need_tokenizer().encode(text, add_special_tokens=special))
 
     def _render(self, chat: target_pb2.ChatInput) -> str:
-        """The conversation in the model's chat template, up to the beginning of the assistant's answer."""
+        """The conversation in the model's chat template, up to where the answer begins."""
         if not chat.messages:
             raise InvalidField("chat.messages", "is empty")
         for i, message in enumerate(chat.messages):
@@ -125,11 +126,23 @@ class Prompts:
         if not tokenizer.chat_template:
             raise NotSupported("the model has no chat template; send text or tokens")
         turns = [{"role": message.role, "content": message.content} for message in chat.messages]
+        goes_on = chat.continue_final_message
+        begins = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not goes_on
+        if goes_on and begins:
+            raise InvalidField("chat.add_generation_prompt", "must be false with continue_final_message")
+        arguments = template_arguments(chat.template_arguments, tokenizer)
         try:
-            rendered: str = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+            rendered: str = tokenizer.apply_chat_template(
+                turns, add_generation_prompt=begins, continue_final_message=goes_on, tokenize=False, **arguments
+            )
         except TemplateError:
             # The template's message may quote the turns.
             raise InvalidField("chat.messages", "the model's chat template does not take these turns") from None
+        except ValueError:
+            if not goes_on:
+                raise
+            problem = "the model's chat template does not show the last message as it is"
+            raise InvalidField("chat.continue_final_message", problem) from None
         return rendered
 
     def _need_tokenizer(self) -> Any:

@@ -21,7 +21,7 @@ from outrider.wire.same_names import shared_fields
 from outrider.wire.trees import mode_to_pb
 from target_service.api import replies
 from target_service.api.admission import Admission, ServedModel
-from target_service.api.byte_text import ByteText, detokenizers
+from target_service.api.byte_text import ByteText, Detokenizers
 from target_service.api.event_queue import EventQueue, joined
 from target_service.api.verify_session import VerifySession
 from target_service.api.weights import WeightUpdates
@@ -58,7 +58,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         self._admission = Admission(self.served, self.sequences.quotas)
         self._weights = WeightUpdates(self.sequences.engine, self.config)
         tokenizer = self.served.tokenizer
-        self._new_text = None if tokenizer is None else detokenizers(tokenizer)
+        self._texts = None if tokenizer is None else Detokenizers(tokenizer)
 
     def speculation(self) -> SpeculationState:
         """The present state of drafting."""
@@ -77,15 +77,22 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
                 model, chat = self.served.name, request.HasField("chat")
                 trace.accepted(sequence_id, admitted, model, chat=chat, requested_model=request.model)
                 await context.write(replies.started(sequence_id, admitted, model))
-                await self._stream(admitted, queue, context, trace)
+                text = None
+                if self._texts is not None:
+                    text = self._texts.new(admitted.sampling.stop, special=request.show_special_tokens)
+                await self._stream(admitted, text, queue, context, trace)
             finally:
                 self.sequences.cancel(sequence_id)
 
     async def _stream(
-        self, request: SequenceRequest, queue: EventQueue, context: GenerateContext, trace: RequestTrace
+        self,
+        request: SequenceRequest,
+        text: Detokenizer | ByteText | None,
+        queue: EventQueue,
+        context: GenerateContext,
+        trace: RequestTrace,
     ) -> None:
         """Write the events of one sequence, to its end. Those that wait for a slow reader go in one chunk."""
-        text = None if self._new_text is None else self._new_text(request.sampling.stop)
         while True:
             events = await queue.take()
             if trace.recording:
@@ -134,6 +141,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             **shared_fields(reply, served),
             **shared_fields(reply, speculation),
             model=served.name,
+            served_names=served.names,
             modes=map(mode_to_pb, served.modes),
             version=outrider.__version__,
             speculation_reason=speculation.reason,

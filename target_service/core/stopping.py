@@ -48,8 +48,10 @@ class StopStrings:
 class Detokenizer:
     """Decodes tokens as they come, and holds back incomplete characters and ends that may begin a stop string."""
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), *, special: bool = False) -> None:
+        """`special` is whether the text has special tokens too."""
         self._tokenizer = tokenizer
+        self._special = special
         self._stops = StopStrings(stop)
         self._ids: list[int] = []
         # Tokens before `_prefix` are no longer needed; those up to `_read` are decoded.
@@ -84,7 +86,7 @@ class Detokenizer:
         return self._stops.push(whole[len(known) :])
 
     def _decode(self, start: int, stop: int | None = None) -> str:
-        return str(self._tokenizer.decode(self._ids[start:stop], skip_special_tokens=True))
+        return str(self._tokenizer.decode(self._ids[start:stop], skip_special_tokens=not self._special))
 
 
 class StopChecker:

@@ -24,6 +24,7 @@ from outrider.telemetry.tracing import Tracing
 from outrider.v1 import target_pb2, tree_pb2
 from outrider.wire.frames import CorpusInfo
 from outrider_client import (
+    ChatOptions,
     Client,
     DraftClient,
     FinishReason,
@@ -120,7 +121,37 @@ async def test_a_synchronous_client_predicts_too(running: Any) -> None:
     assert request.prediction.text == "one two"
 
 
-@pytest.mark.parametrize("ours", [SyncClient.generate, SyncClient.update_weights, SyncClient.info])
+async def test_a_string_is_enough(running: Any) -> None:
+    async with Client.connect(running.address) as client:
+        await client.generate("once").result()
+        await client.chat("hi").result()
+        await client.chat([("user", "hi")], chat_options=ChatOptions(True, False, {"a": [1]})).result()
+        with pytest.raises(TypeError, match=r"^text: expected str, got list; a conversation goes to chat\(\)$"):
+            client.generate([{"role": "user", "content": "hi"}])
+        with pytest.raises(errors.InvalidField, match=r"^chat.template_arguments: must be an object of JSON$"):
+            client.chat("hi", chat_options=ChatOptions(template_arguments={"a": object()}))
+        with pytest.raises(TypeError, match=r"^chat_options: expected ChatOptions, got dict$"):
+            client.chat("hi", chat_options={"continue_final_message": True})
+
+    def ask() -> None:
+        with SyncClient.connect(running.address) as client:
+            client.generate("once").result()
+            client.chat("hi").result()
+
+    await asyncio.to_thread(ask)
+    text, chat, options, *others = (request for request, _, _ in running.target.requests)
+    assert text.text == "once"
+    assert [(turn.role, turn.content) for turn in chat.chat.messages] == [("user", "hi")]
+    assert options.chat.add_generation_prompt and list(options.chat.template_arguments["a"]) == [1]
+    assert others == [text, chat]
+
+
+def test_the_package_lists_what_it_offers() -> None:
+    assert {"Client", "SyncClient", "SamplingParams", *outrider_client.__all__} <= {*dir(outrider_client)}
+    assert all(getattr(outrider_client, name) is not None for name in outrider_client.__all__)
+
+
+@pytest.mark.parametrize("ours", [SyncClient.generate, SyncClient.chat, SyncClient.update_weights, SyncClient.info])
 def test_a_synchronous_call_takes_what_the_other_takes(ours: Any) -> None:
     theirs = getattr(Client, ours.__name__)
     assert inspect.signature(ours).parameters.keys() == inspect.signature(theirs).parameters.keys()

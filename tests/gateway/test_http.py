@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from scripted_engine import ScriptedEngine
+from scripted_service import byte_tokenizer
 from waits import HUNG_SECONDS
 
 from outrider.serving import Authenticator, Caller
@@ -67,6 +68,77 @@ async def test_chat_stream(gateway: Any) -> None:
     assert len({part["id"] for part in parts}) == 1
     assert all(part["usage"] is None for part in parts)
     assert not any("outrider" in part for part in parts)
+
+
+async def test_usage_so_far_comes_with_every_event(gateway: Any) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    asked = {**CHAT, "n": 2, "stream": True, "stream_options": options}
+    *parts, usage, _ = events((await gateway.http.post("/v1/chat/completions", json=asked)).text)
+    assert usage["usage"] == {"prompt_tokens": 19, "completion_tokens": 8, "total_tokens": 27}
+    seen = [part["usage"]["completion_tokens"] for part in parts]
+    assert seen == sorted(seen) and seen[-1] == 8
+    assert all(part["usage"]["prompt_tokens"] == 19 for part in parts)
+    # Without the last event nobody asked for usage.
+    options["include_usage"] = False
+    *parts, _ = events((await gateway.http.post("/v1/chat/completions", json=asked)).text)
+    assert not any("usage" in part for part in parts)
+
+
+async def test_prompts_are_echoed(gateway: Any) -> None:
+    asked = {**TEXT, "prompt": ["a", "k"], "echo": True}
+    body = (await gateway.http.post("/v1/completions", json=asked)).json()
+    assert [choice["text"] for choice in body["choices"]] == ["abcd", "klmn"]
+    assert body["usage"]["completion_tokens"] == 6
+    said = ["", ""]
+    for part in events((await gateway.http.post("/v1/completions", json={**asked, "stream": True})).text)[:-1]:
+        said[part["choices"][0]["index"]] += part["choices"][0]["text"]
+    assert said == ["abcd", "klmn"]
+
+
+async def test_special_tokens_are_shown_when_asked_for(gateway: Any) -> None:
+    asked = {"prompt": [0], "max_tokens": 3, "temperature": 0, "ignore_eos": True}
+    hidden = (await gateway.http.post("/v1/completions", json=asked)).json()
+    shown = (await gateway.http.post("/v1/completions", json={**asked, "skip_special_tokens": False})).json()
+    assert hidden["choices"][0]["text"] == "\0"
+    assert shown["choices"][0]["text"] == "<s></s>\0"
+
+
+async def test_the_chat_template_gets_what_is_for_it(gateway: Any) -> None:
+    def prompt() -> str:
+        return byte_tokenizer().decode(gateway.targets[0].engine.requests[-1].token_ids)
+
+    started = {"role": "assistant", "content": "yes, "}
+    messages = [*CHAT["messages"], started]
+    for more, rendered in (
+        ({}, "[user]hi[assistant]yes, [assistant]"),
+        ({"add_generation_prompt": False}, "[user]hi[assistant]yes, "),
+        ({"continue_final_message": True}, "[user]hi[assistant]yes, "),
+        ({"chat_template_kwargs": {"unread": 1}, "reasoning_effort": "low"}, "[user]hi[assistant]yes, [assistant]"),
+    ):
+        answer = await gateway.http.post("/v1/chat/completions", json={**CHAT, "messages": messages, **more})
+        assert (answer.status_code, prompt()) == (200, rendered)
+    for more, param in (
+        ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        ({"chat_template_kwargs": {"a": "x" * 20_000}}, "chat_template_kwargs"),
+    ):
+        answer = await gateway.http.post("/v1/chat/completions", json={**CHAT, **more})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+async def test_a_model_has_several_names(gateways: Any) -> None:
+    async with gateways(served={"name": "org/counter", "other_names": ("alias", "gpt-4o")}) as gateway:
+        listed = (await gateway.http.get("/v1/models")).json()["data"]
+        assert [model["id"] for model in listed] == ["org/counter", "alias", "gpt-4o"]
+        assert {model["root"] for model in listed} == {"org/counter"}
+        assert (await gateway.http.get("/v1/models/counter")).json()["id"] == "org/counter"
+        for name in ("org/counter", "counter", "alias", "gpt-4o", None):
+            answer = await gateway.http.post("/v1/completions", json={**TEXT, "model": name})
+            assert (answer.status_code, answer.json()["model"]) == (200, "org/counter")
+        for name in ("org", "org/", "other/counter", "/counter"):
+            answer = await gateway.http.post("/v1/completions", json={**TEXT, "model": name})
+            assert answer.status_code == 404
+            assert answer.json()["error"]["message"].endswith("served: org/counter, alias, gpt-4o")
 
 
 async def test_drafts_are_told_when_asked_for(gateway: Any) -> None:

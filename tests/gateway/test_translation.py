@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +11,10 @@ import pytest
 from outrider.errors import QuotaExceeded
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider_client.generation import Speculation
+from outrider_client.messages import ChatOptions
 from outrider_gateway.failures import Refused, refusal
-from outrider_gateway.generation_request import CHAT_FIELDS, GenerationRequest, Prompt
+from outrider_gateway.generation_request import CHAT_NAMES, GenerationRequest, Prompt
+from outrider_gateway.request_fields import CHAT_FIELDS, COMPLETION_FIELDS, Use, render
 from outrider_gateway.translation import chat_request, completion_request
 
 HELLO: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
@@ -22,6 +26,10 @@ def chat(**more: Any) -> GenerationRequest:
 
 def completion(**more: Any) -> GenerationRequest:
     return completion_request({"model": "m", "prompt": "once", **more}, 8)
+
+
+def turn(**fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "assistant", **fields}]}
 
 
 def test_bare_requests_have_openais_defaults() -> None:
@@ -89,19 +97,115 @@ def test_choices_have_prompts_and_seeds_of_their_own() -> None:
     assert chat(seed=-1).sampling.seed == 2**64 - 1
 
 
-@pytest.mark.parametrize(
-    "harmless",
-    [
-        {"tools": []}, {"tools": None}, {"tool_choice": "none"}, {"response_format": {"type": "text"}},
-        {"modalities": ["text"]}, {"store": False}, {"metadata": {}}, {"service_tier": "auto"}, {"user": "ann"},
-        {"safety_identifier": "x"}, {"stop": []}, {"stop": None}, {"top_k": -1}, {"prediction": None}, {"n": None},
-        {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}},
-    ],
-)  # fmt: skip
+HARMLESS: list[dict[str, Any]] = [
+    {"tools": []}, {"tools": None}, {"tool_choice": "none"}, {"response_format": {"type": "text"}},
+    {"modalities": ["text"]}, {"store": False}, {"metadata": {"a": "b"}}, {"service_tier": "flex"},
+    {"safety_identifier": "x"}, {"stop": []},
+    {"stop": None}, {"top_k": -1}, {"prediction": None}, {"n": None}, {"parallel_tool_calls": True},
+    {"parallel_tool_calls": False}, {"spaces_between_special_tokens": False}, {"cache_prompt": True}, {"priority": 3},
+    {"top_logprobs": 0}, {"logprobs": False, "top_logprobs": 0}, {"stream_options": {}}, {"length_penalty": 1.0},
+    {"stream_options": {"include_usage": False}}, {"add_special_tokens": False}, {"include_reasoning": True},
+    {"separate_reasoning": True}, {"extra_body": {}}, {"documents": []}, {"detokenize": True}, {"mystery": None},
+    {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("harmless", HARMLESS)
 def test_harmless_fields_are_taken(harmless: dict[str, Any]) -> None:
-    asked = chat(**harmless)
-    assert asked.sampling == SamplingParams(temperature=1.0)
-    assert asked.include_usage == ("stream_options" in harmless)
+    stream = harmless.get("stream", False)
+    assert chat(**harmless) == replace(chat(), stream=stream, include_usage=stream)
+
+
+# A value of every field that is taken, which makes the request another than without it.
+TAKEN: dict[str, Any] = {
+    "model": "other", "stream": True, "stream_options": {"include_usage": True}, "n": 2, "max_tokens": 5,
+    "min_tokens": 2, "temperature": 0, "top_p": 0.5, "top_k": 5, "min_p": 0.1, "presence_penalty": 1,
+    "frequency_penalty": 1,
+    "repetition_penalty": 1.1, "logit_bias": {"5": 1}, "seed": 5, "stop": "x", "stop_token_ids": [5],
+    "ignore_eos": True, "logprobs": True, "skip_special_tokens": False, "prompt_cache_key": "k", "user": "ann",
+    "outrider": {"drafts": True}, "messages": [{"role": "user", "content": "other"}], "max_completion_tokens": 5,
+    "top_logprobs": 3,
+    "prediction": {"type": "content", "content": "x"}, "add_generation_prompt": False, "continue_final_message": True,
+    "chat_template_kwargs": {"a": 1}, "reasoning_effort": "low", "verbosity": "low", "enable_thinking": False,
+    "prompt": "other", "echo": True, "best_of": 2,
+}  # fmt: skip
+# What some of them need beside them.
+BESIDE: dict[str, dict[str, Any]] = {
+    "stream_options": {"stream": True}, "top_logprobs": {"logprobs": True}, "best_of": {"n": 2}
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("ask", "name"),
+    [
+        (ask, field.name)
+        for ask, table in ((chat, CHAT_FIELDS), (completion, COMPLETION_FIELDS))
+        for field in table.values()
+        if field.use is Use.TAKEN
+    ],
+)
+def test_every_field_that_is_taken_does_something(ask: Any, name: str) -> None:
+    value = 3 if (ask, name) == (completion, "logprobs") else TAKEN[name]
+    asked = ask(**BESIDE.get(name, {}), **{name: value})
+    # best_of says what n does.
+    assert asked != ask(**({} if name == "best_of" else BESIDE.get(name, {})))
+
+
+@pytest.mark.parametrize("table", [CHAT_FIELDS, COMPLETION_FIELDS])
+def test_every_other_field_is_ignored_or_refused_with_a_reason(table: Any) -> None:
+    ask = chat if table is CHAT_FIELDS else completion
+    for field in table.values():
+        if field.use is Use.IGNORED:
+            assert ask(**{field.name: "anything"}) == ask()
+        elif field.use is Use.REFUSED:
+            for value in field.harmless:
+                assert ask(**{field.name: value}) == ask()
+            with pytest.raises(Refused) as raised:
+                ask(**{field.name: "anything"})
+            assert raised.value.message == f"{field.name}: is not supported: {field.note}"
+            assert (raised.value.param, raised.value.code) == (field.name, "unsupported_parameter")
+
+
+def test_the_page_lists_every_field() -> None:
+    page = (Path(__file__).parents[2] / "docs/gateway.md").read_text()
+    assert render(page) == page, "run: python -m outrider_gateway.request_fields docs/gateway.md"
+    assert page.count("<!-- fields: ") == len(Use)
+
+
+@pytest.mark.parametrize(
+    ("given", "path", "meant"),
+    [
+        ({"max_token": 3}, "max_token", "max_tokens"),
+        ({"temperatur": 0}, "temperatur", "temperature"),
+        ({"Stream": True}, "Stream", "stream"),
+        (
+            {"stream": True, "stream_options": {"include_usages": True}},
+            "stream_options.include_usages",
+            "include_usage",
+        ),
+        ({"outrider": {"draft": True}}, "outrider.draft", "drafts"),
+        ({"messages": [{"role": "user", "contents": "x", "content": "x"}]}, "messages[0].contents", "content"),
+    ],
+)
+def test_typing_errors_are_refused_with_what_may_be_meant(given: dict[str, Any], path: str, meant: str) -> None:
+    with pytest.raises(Refused) as raised:
+        chat(**given)
+    meant = path.rpartition(".")[0] + "." * ("." in path) + meant
+    assert (raised.value.status, raised.value.param, raised.value.code) == (400, path, "unknown_parameter")
+    assert raised.value.message == f"{path}: is no field that is known here; did you mean {meant}?"
+
+
+def test_nothing_is_guessed_for_a_name_like_no_other() -> None:
+    with pytest.raises(Refused) as raised:
+        chat(**{"x" * 100_000: 1, "qqq": 1})
+    assert "did you mean" not in raised.value.message
+
+
+def test_template_arguments_have_one_place() -> None:
+    asked = chat(reasoning_effort="high", enable_thinking=True, chat_template_kwargs={"enable_thinking": False})
+    assert asked.chat_options == ChatOptions(template_arguments={"enable_thinking": False, "reasoning_effort": "high"})
+    assert chat().chat_options == ChatOptions()
+    assert chat(add_generation_prompt=True).chat_options == ChatOptions(add_generation_prompt=True)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +262,19 @@ def test_harmless_fields_are_taken(harmless: dict[str, Any]) -> None:
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "x"}}, "audio"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+        ({"continue_final_message": 1}, "continue_final_message"),
+        ({"skip_special_tokens": "no"}, "skip_special_tokens"),
+        ({"include_reasoning": False}, "include_reasoning"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"length_penalty": 0.5}, "length_penalty"),
+        ({"length_penalty": True}, "length_penalty"),
+        ({"store": 0}, "store"),
+        ({"user": 5}, "user"),
+        ({"prompt": "x"}, "prompt"),
+        (turn(content=[{"type": "text", "text": "x", "mood": 1}]), "messages[0].content[0].mood"),
+        (turn(content="x", reasoning_content="y"), "messages[0].reasoning_content"),
         ({"store": True}, "store"),
         ({"web_search_options": {}}, "web_search_options"),
         ({"prediction": "x"}, "prediction"),
@@ -191,13 +307,15 @@ def test_refusals_name_the_field(more: dict[str, Any], param: str) -> None:
         ({"prompt": ["a", 5]}, "prompt[1]"),
         ({"prompt": [2**31]}, "prompt[0]"),
         ({"prompt": ["a"] * 5, "n": 2}, "prompt"),
-        ({"echo": True}, "echo"),
+        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"echo": True, "prompt": [5, 6]}, "echo"),
+        ({"echo": 1}, "echo"),
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 3}, "best_of"),
         ({"logprobs": True}, "logprobs"),
         ({"logprobs": 21}, "logprobs"),
         ({"messages": []}, "messages"),
-        ({"tools": []}, "tools"),
+        ({"tools": [{}]}, "tools"),
     ],
 )
 def test_refusals_of_completions(more: dict[str, Any], param: str) -> None:
@@ -213,5 +331,5 @@ def test_best_of_may_say_what_happens_anyhow() -> None:
 
 @pytest.mark.parametrize(("after", "said"), [(0.1, "1"), (1.0, "1"), (1.2, "2"), (30.0, "30")])
 def test_a_caller_is_never_told_to_come_back_too_soon(after: float, said: str) -> None:
-    refused = refusal(QuotaExceeded("full").after(after), CHAT_FIELDS)
+    refused = refusal(QuotaExceeded("full").after(after), CHAT_NAMES)
     assert (refused.status, refused.headers()["retry-after"]) == (429, said)

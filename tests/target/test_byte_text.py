@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from target_service.api.byte_text import ByteText, detokenizers, token_bytes
+from target_service.api.byte_text import ByteText, Detokenizers, token_bytes
 from target_service.core.stopping import Detokenizer
 
 CORPUS = ["a banana, an  ananas\n\nend. €9 €99 für Zoë 🙂🙂 日本 日本語 the end."] * 3
@@ -55,9 +55,18 @@ def read(text: ByteText | Detokenizer, ids: list[int], cuts: list[int]) -> str:
 @HYPOTHESIS
 @given(IDS, CUTS)
 def test_any_tokens_in_any_groups(merged: Any, ids: list[int], cuts: list[int]) -> None:
-    text = detokenizers(merged)(())
+    text = Detokenizers(merged).new(())
     assert isinstance(text, ByteText)
     assert read(text, ids, cuts) == merged.decode(ids, skip_special_tokens=True)
+
+
+@HYPOTHESIS
+@given(IDS, CUTS)
+def test_special_tokens_are_shown_as_the_tokenizer_shows_them(merged: Any, ids: list[int], cuts: list[int]) -> None:
+    text = Detokenizers(merged).new((), special=True)
+    assert isinstance(text, ByteText)
+    assert read(text, ids, cuts) == merged.decode(ids, skip_special_tokens=False)
+    assert read(Detokenizer(merged, special=True), ids, cuts) == merged.decode(ids, skip_special_tokens=False)
 
 
 @HYPOTHESIS
@@ -68,7 +77,7 @@ def test_any_tokens_in_any_groups(merged: Any, ids: list[int], cuts: list[int]) 
 )
 def test_stop_strings_cut_as_they_do_token_by_token(merged: Any, said: str, stop: list[str], cuts: list[int]) -> None:
     ids = merged.encode(said)
-    quick, plain = detokenizers(merged)(stop), Detokenizer(merged, stop)
+    quick, plain = Detokenizers(merged).new(stop), Detokenizer(merged, stop)
     assert read(quick, ids, cuts) == read(plain, ids, [1])
     assert quick._stops.matched == plain.matched
 
@@ -96,7 +105,7 @@ def with_decoder(vocabulary: Any, decoder: Any, **options: Any) -> Any:
 def test_decoders_that_find_nothing_are_passed_over(plain: Any, ids: list[int], cuts: list[int]) -> None:
     """As in a vocabulary that was converted from GGUF."""
     tokenizer = with_decoder(plain, decoders.Sequence([*FRONT, decoders.ByteLevel()]))
-    text = detokenizers(tokenizer)(())
+    text = Detokenizers(tokenizer).new(())
     assert isinstance(text, ByteText)
     assert read(text, ids, cuts) == tokenizer.decode(ids, skip_special_tokens=True)
 
@@ -115,7 +124,7 @@ def test_decoders_that_find_nothing_are_passed_over(plain: Any, ids: list[int], 
 def test_tokenizers_that_need_neighbours_are_left_to_themselves(plain: Any, decoder: Any, options: Any) -> None:
     tokenizer = with_decoder(plain, decoder, **options)
     assert token_bytes(tokenizer) is None
-    assert isinstance(detokenizers(tokenizer)(()), Detokenizer)
+    assert isinstance(Detokenizers(tokenizer).new(()), Detokenizer)
 
 
 @pytest.mark.parametrize("added", ["two words", "<0x41>", "na▁ve"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -68,6 +69,50 @@ async def test_chat_goes_through_the_template(target: Any, byte_tokenizer: Any) 
     texts, _ = await spoken(target, chat=turns, sampling={"max_tokens": 2})
     assert prompt_text(target, byte_tokenizer) == "[system]be brief[user]hi[assistant]yes[user]go[assistant]"
     assert "".join(texts) == "^_"
+
+
+async def test_the_last_message_is_continued(target: Any, byte_tokenizer: Any) -> None:
+    turns = chat(("user", "hi"), ("assistant", "ye"))
+    turns.continue_final_message = True
+    await spoken(target, chat=turns, sampling={"max_tokens": 1})
+    assert prompt_text(target, byte_tokenizer) == "[user]hi[assistant]ye"
+
+
+async def test_a_message_that_the_template_does_not_show_cannot_be_continued(targets: Any, byte_tokenizer: Any) -> None:
+    tokenizer = copy.deepcopy(byte_tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
+    turns = chat(("user", "hi"), ("assistant", "ye"))
+    turns.continue_final_message = True
+    async with targets(served=replace(SERVED, tokenizer=tokenizer)) as target:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await spoken(target, chat=turns)
+    error = error_of_rpc(caught.value)
+    assert isinstance(error, InvalidField) and error.field == "chat.continue_final_message"
+
+
+async def test_the_template_reads_its_arguments(targets: Any, byte_tokenizer: Any) -> None:
+    tokenizer = copy.deepcopy(byte_tokenizer)
+    no = "{% if enable_thinking is false %}|no{% endif %}"
+    tokenizer.chat_template = "{{ messages[0].content }}" + no + "|{{ budget }}|{{ lists.a[0] }}"
+    turns = chat(("user", "hi"))
+    turns.template_arguments.update({"enable_thinking": False, "budget": 512, "lists": {"a": [1.5]}, "unread": None})
+    async with targets(served=replace(SERVED, tokenizer=tokenizer)) as target:
+        await spoken(target, chat=turns, sampling={"max_tokens": 1})
+        assert prompt_text(target, tokenizer) == "hi|no|512|1.5"
+        for taken in ("messages", "tools", "eos_token", "tokenize", "chat_template", "raise_exception"):
+            turns = chat(("user", "hi"))
+            turns.template_arguments.update({taken: "x"})
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await spoken(target, chat=turns)
+            error = error_of_rpc(caught.value)
+            assert isinstance(error, InvalidField) and error.field == f"chat.template_arguments.{taken}"
+
+
+@pytest.mark.parametrize(("shown", "text"), [(False, "\0"), (True, "<s></s>\0")])
+async def test_special_tokens_are_part_of_the_text_when_asked_for(target: Any, shown: bool, text: str) -> None:
+    asked = {"tokens": {"token_ids": [0]}, "sampling": {"max_tokens": 3, "ignore_eos": True}}
+    texts, _ = await spoken(target, show_special_tokens=shown, **asked)
+    assert "".join(texts) == text
 
 
 async def test_stop_string_is_cut_and_its_beginning_held_back(target: Any) -> None:

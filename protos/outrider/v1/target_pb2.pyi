@@ -9,6 +9,7 @@ import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
+import google.protobuf.struct_pb2
 import google.rpc.status_pb2
 import outrider.v1.tree_pb2
 import sys
@@ -100,10 +101,17 @@ class GenerateRequest(google.protobuf.message.Message):
     SAMPLING_FIELD_NUMBER: builtins.int
     SPECULATION_FIELD_NUMBER: builtins.int
     PREDICTION_FIELD_NUMBER: builtins.int
+    SHOW_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
     model: builtins.str
-    """model is the served model's name. Default: whatever is served; NOT_FOUND when it is another."""
+    """model is a served name of the model, or the part of one behind its last slash. Default: whatever is served;
+    NOT_FOUND when it is another.
+    """
     text: builtins.str
     """text is tokenised as it stands."""
+    show_special_tokens: builtins.bool
+    """show_special_tokens puts the model's special tokens into the text of chunks, but for the one that ends the output.
+    Default false.
+    """
     @property
     def chat(self) -> global___ChatInput:
         """chat is put through the model's chat template."""
@@ -139,9 +147,10 @@ class GenerateRequest(google.protobuf.message.Message):
         sampling: outrider.v1.tree_pb2.SamplingParameters | None = ...,
         speculation: global___SpeculationOptions | None = ...,
         prediction: global___Prediction | None = ...,
+        show_special_tokens: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_prediction", b"_prediction", "chat", b"chat", "input", b"input", "prediction", b"prediction", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_prediction", b"_prediction", "chat", b"chat", "input", b"input", "model", b"model", "prediction", b"prediction", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_prediction", b"_prediction", "chat", b"chat", "input", b"input", "model", b"model", "prediction", b"prediction", "sampling", b"sampling", "show_special_tokens", b"show_special_tokens", "speculation", b"speculation", "text", b"text", "tokens", b"tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_prediction", b"_prediction"]) -> typing.Literal["prediction"] | None: ...
     @typing.overload
@@ -182,16 +191,37 @@ class ChatInput(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     MESSAGES_FIELD_NUMBER: builtins.int
+    ADD_GENERATION_PROMPT_FIELD_NUMBER: builtins.int
+    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: builtins.int
+    TEMPLATE_ARGUMENTS_FIELD_NUMBER: builtins.int
+    add_generation_prompt: builtins.bool
+    """add_generation_prompt ends the conversation with the beginning of the assistant's answer, as the template has it.
+    Default true, but false with continue_final_message; true beside it is INVALID_ARGUMENT.
+    """
+    continue_final_message: builtins.bool
+    """continue_final_message leaves the last message open, so that the answer goes on with it. Default false."""
     @property
     def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ChatMessage]:
         """messages in order, at least one."""
+
+    @property
+    def template_arguments(self) -> google.protobuf.struct_pb2.Struct:
+        """template_arguments are given to the chat template by name, for example {"enable_thinking": false}. A name that the
+        template does not read changes nothing; one that the template gets from the target is INVALID_ARGUMENT, and so are
+        more than 16 KiB.
+        """
 
     def __init__(
         self,
         *,
         messages: collections.abc.Iterable[global___ChatMessage] | None = ...,
+        add_generation_prompt: builtins.bool | None = ...,
+        continue_final_message: builtins.bool = ...,
+        template_arguments: google.protobuf.struct_pb2.Struct | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["messages", b"messages"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "template_arguments", b"template_arguments"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "messages", b"messages", "template_arguments", b"template_arguments"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]) -> typing.Literal["add_generation_prompt"] | None: ...
 
 global___ChatInput = ChatInput
 
@@ -1000,6 +1030,7 @@ class GetTargetInfoResponse(google.protobuf.message.Message):
     SPECULATION_REASON_FIELD_NUMBER: builtins.int
     MODEL_VERSION_FIELD_NUMBER: builtins.int
     KV_TOKEN_BYTES_FIELD_NUMBER: builtins.int
+    SERVED_NAMES_FIELD_NUMBER: builtins.int
     model: builtins.str
     """model is the served model's name."""
     vocabulary_size: builtins.int
@@ -1056,6 +1087,12 @@ class GetTargetInfoResponse(google.protobuf.message.Message):
     def end_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """end_token_ids of the model."""
 
+    @property
+    def served_names(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """served_names that requests may give as their model, the first of which is model. Empty from a target that does not
+        say: then model is the only one.
+        """
+
     def __init__(
         self,
         *,
@@ -1083,8 +1120,9 @@ class GetTargetInfoResponse(google.protobuf.message.Message):
         speculation_reason: builtins.str = ...,
         model_version: builtins.int = ...,
         kv_token_bytes: builtins.int = ...,
+        served_names: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["capturable_step_sizes", b"capturable_step_sizes", "captured_step_sizes", b"captured_step_sizes", "device", b"device", "device_name", b"device_name", "draft", b"draft", "draft_connected", b"draft_connected", "drafter", b"drafter", "dtype", b"dtype", "end_token_ids", b"end_token_ids", "kv_token_bytes", b"kv_token_bytes", "kv_tokens", b"kv_tokens", "max_context", b"max_context", "max_rows", b"max_rows", "model", b"model", "model_version", b"model_version", "modes", b"modes", "page_size", b"page_size", "speculating", b"speculating", "speculation_reason", b"speculation_reason", "tokenizer_fingerprint", b"tokenizer_fingerprint", "torch_version", b"torch_version", "triton_version", b"triton_version", "version", b"version", "vocabulary_size", b"vocabulary_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["capturable_step_sizes", b"capturable_step_sizes", "captured_step_sizes", b"captured_step_sizes", "device", b"device", "device_name", b"device_name", "draft", b"draft", "draft_connected", b"draft_connected", "drafter", b"drafter", "dtype", b"dtype", "end_token_ids", b"end_token_ids", "kv_token_bytes", b"kv_token_bytes", "kv_tokens", b"kv_tokens", "max_context", b"max_context", "max_rows", b"max_rows", "model", b"model", "model_version", b"model_version", "modes", b"modes", "page_size", b"page_size", "served_names", b"served_names", "speculating", b"speculating", "speculation_reason", b"speculation_reason", "tokenizer_fingerprint", b"tokenizer_fingerprint", "torch_version", b"torch_version", "triton_version", b"triton_version", "version", b"version", "vocabulary_size", b"vocabulary_size"]) -> None: ...
 
 global___GetTargetInfoResponse = GetTargetInfoResponse
 

@@ -76,7 +76,7 @@ def load_runner(config: TargetConfig) -> ModelRunner:
         attention=backend,
         invariant=config.batch_invariant,
         latent=latent,
-        name=config.served_model_name or config.model,
+        name=config.served_names[0],
         max_context=max_context,
         tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
     )

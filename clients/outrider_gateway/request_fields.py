@@ -1,0 +1,212 @@
+"""The fields of a request's body, each once: where it goes, why it has no effect, or why it is refused.
+
+`translation` takes the fields that are TAKEN; `Fields.end` disposes of the others by this table. The tables of
+docs/gateway.md are made of it: `python -m outrider_gateway.request_fields docs/gateway.md`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+
+class Use(Enum):
+    """What is done with a field."""
+
+    TAKEN = "taken"
+    IGNORED = "ignored"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestField:
+    """One field of a body. `note` is where it goes, or why it is ignored or refused. `harmless` are values of a refused
+    field that ask for nothing, and are taken."""
+
+    name: str
+    use: Use
+    note: str
+    harmless: tuple[Any, ...] = ()
+
+
+def _taken(name: str, note: str) -> RequestField:
+    return RequestField(name, Use.TAKEN, note)
+
+
+def _ignored(name: str, note: str) -> RequestField:
+    return RequestField(name, Use.IGNORED, note)
+
+
+def _refused(name: str, note: str, *harmless: Any) -> RequestField:
+    return RequestField(name, Use.REFUSED, note, harmless)
+
+
+_NO_TOOLS = "tools and functions are not supported"
+_NO_GRAMMAR = "answers of a given form are not supported"
+_MAX_TOKENS = "the name here is max_tokens"
+_ALIKE: tuple[RequestField, ...] = (
+    _taken("model", "a served name, or the part of one behind its last slash; without it any target answers"),
+    _taken("stream", "the answer as server-sent events"),
+    _taken("stream_options", "`include_usage`, `continuous_usage_stats`; `include_obfuscation` has no effect"),
+    _taken("n", "answers to each prompt"),
+    _taken("max_tokens", "at most so many tokens"),
+    _taken("min_tokens", "at least so many tokens"),
+    _taken("temperature", "1 by default, as at OpenAI; 0 is greedy"),
+    _taken("top_p", "sampling"),
+    _taken("top_k", "sampling; 0 and -1 keep all"),
+    _taken("min_p", "sampling"),
+    _taken("presence_penalty", "sampling"),
+    _taken("frequency_penalty", "sampling"),
+    _taken("repetition_penalty", "sampling"),
+    _taken("logit_bias", "sampling, by token id"),
+    _taken("seed", "choice i is sampled with seed + i"),
+    _taken("stop", "a string or several that end an answer and are no part of it"),
+    _taken("stop_token_ids", "tokens that end an answer and are no part of it"),
+    _taken("ignore_eos", "goes on past the model's end tokens"),
+    _taken("logprobs", "log-probabilities of the tokens"),
+    _taken("skip_special_tokens", "false shows special tokens in the text"),
+    _taken("prompt_cache_key", "requests with the same key go to the same target"),
+    _taken("user", "named in the request log"),
+    _taken("outrider", "an object of Outrider's own, see below"),
+    _ignored("metadata", "for a provider's own books"),
+    _ignored("safety_identifier", "for a provider's own books"),
+    _ignored("prompt_cache_retention", "for a provider's own books"),
+    _ignored("service_tier", "there is one tier"),
+    _ignored("spaces_between_special_tokens", "the model's tokenizer decides this"),
+    _ignored("parallel_tool_calls", "there are no tools"),
+    _ignored("cache_prompt", "a cache changes no answer"),
+    _ignored("cache_salt", "a cache changes no answer"),
+    _ignored("priority", "tenants' shares decide who comes first"),
+    _ignored("request_id", "an answer's header x-request-id names the request"),
+    _ignored("rid", "an answer's header x-request-id names the request"),
+    _ignored("keep_alive", "the model stays loaded"),
+    _refused("include_stop_str_in_output", "what ends an answer is no part of it", False),
+    _refused("no_stop_trim", "what ends an answer is no part of it", False),
+    _refused("stop_regex", "stop takes strings", [], ""),
+    _refused("detokenize", "answers are text", True),
+    _refused("return_token_ids", "answers are text", False),
+    _refused("return_tokens_as_token_ids", "tokens are named by their text", False),
+    _refused("return_hidden_states", "answers are text", False),
+    _refused("prompt_logprobs", "prompts have no log-probabilities"),
+    _refused("truncate_prompt_tokens", "prompts are not cut"),
+    _refused("use_beam_search", "there is no beam search", False),
+    _refused("length_penalty", "there is no beam search", 1),
+    _refused("early_stopping", "there is no beam search", False),
+    _refused("bad_words", "logit_bias takes token ids", []),
+    _refused("allowed_token_ids", "logit_bias takes token ids", []),
+    _refused("logits_processors", "a request cannot bring code", []),
+    _refused("custom_logit_processor", "a request cannot bring code"),
+    _refused("guided_json", _NO_GRAMMAR),
+    _refused("guided_regex", _NO_GRAMMAR),
+    _refused("guided_choice", _NO_GRAMMAR),
+    _refused("guided_grammar", _NO_GRAMMAR),
+    _refused("structured_outputs", _NO_GRAMMAR),
+    _refused("json_schema", _NO_GRAMMAR),
+    _refused("grammar", _NO_GRAMMAR),
+    _refused("regex", _NO_GRAMMAR),
+    _refused("ebnf", _NO_GRAMMAR),
+    _refused("lora_path", "there are no adapters"),
+    _refused("extra_body", "it is an argument of openai's Python package; its fields belong beside the others", {}),
+    _refused("max_new_tokens", _MAX_TOKENS),
+    _refused("max_output_tokens", _MAX_TOKENS),
+    _refused("n_predict", _MAX_TOKENS),
+    _refused("repeat_penalty", "the name here is repetition_penalty", 1),
+    _refused("options", "its fields belong beside the others, under OpenAI's names", {}),
+)
+_BEGINNING = "the target decides with which special tokens a prompt begins"
+_CHAT: tuple[RequestField, ...] = (
+    _taken("messages", "roles system (or developer), user and assistant; contents are text, parts joined by newlines"),
+    _taken("max_completion_tokens", "as max_tokens, and wins over it"),
+    _taken("top_logprobs", "alternatives to each token; needs logprobs"),
+    _taken("prediction", "the expected answer ([predicted outputs](predicted_outputs.md))"),
+    _taken("add_generation_prompt", "false leaves out the beginning of the assistant's answer"),
+    _taken("continue_final_message", "the answer goes on with the last message"),
+    _taken("chat_template_kwargs", "given to the model's chat template; what it does not read changes nothing"),
+    _taken("reasoning_effort", "given to the model's chat template; without effect where it does not read it"),
+    _taken("verbosity", "given to the model's chat template; without effect where it does not read it"),
+    _taken("enable_thinking", "given to the model's chat template; without effect where it does not read it"),
+    _refused("add_special_tokens", _BEGINNING, False),
+    _refused("tools", _NO_TOOLS, []),
+    _refused("tool_choice", _NO_TOOLS, "none", "auto"),
+    _refused("functions", _NO_TOOLS, []),
+    _refused("function_call", _NO_TOOLS, "none", "auto"),
+    _refused("response_format", _NO_GRAMMAR, {"type": "text"}),
+    _refused("modalities", "answers are text", ["text"]),
+    _refused("audio", "answers are text"),
+    _refused("web_search_options", "there is no search"),
+    _refused("documents", "put them into a message", []),
+    _refused("chat_template", "the model's own is used"),
+    _refused("mm_processor_kwargs", "prompts are text", {}),
+    _refused("include_reasoning", "reasoning is not told from the answer", True),
+    _refused("separate_reasoning", "reasoning is not told from the answer", True, False),
+    _refused("stream_reasoning", "reasoning is not told from the answer", True, False),
+    _refused("reasoning", "chat_template_kwargs and reasoning_effort are taken"),
+    _refused("thinking", "chat_template_kwargs and reasoning_effort are taken"),
+    _refused("store", "nothing is stored", False),
+    _refused("prompt", "it belongs to /v1/completions"),
+    _refused("input", "it belongs to the Responses API; the name here is messages"),
+    _refused("instructions", "it belongs to the Responses API; use a system message", ""),
+)
+_COMPLETIONS: tuple[RequestField, ...] = (
+    _taken("prompt", "a text, token ids, or a list of either"),
+    _taken("echo", "the answer's text begins with the prompt; for prompts of text, without logprobs"),
+    _taken("best_of", "must equal n"),
+    _refused("add_special_tokens", _BEGINNING, True),
+    _refused("suffix", "text is continued at its end", ""),
+    _refused("response_format", _NO_GRAMMAR, {"type": "text"}),
+    _refused("messages", "it belongs to /v1/chat/completions"),
+    _refused("tools", "it belongs to /v1/chat/completions", []),
+    _refused("chat_template_kwargs", "a prompt has no chat template", {}),
+)
+
+
+def _by_name(fields: Iterable[RequestField]) -> Mapping[str, RequestField]:
+    return {field.name: field for field in fields}
+
+
+CHAT_FIELDS = _by_name((*_CHAT, *_ALIKE))
+COMPLETION_FIELDS = _by_name((*_COMPLETIONS, *_ALIKE))
+
+_MARKED = re.compile(r"(<!-- fields: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def render(page: str) -> str:
+    """The page with every marked table of fields replaced. Raises `ValueError` for a mark of another use."""
+    return _MARKED.sub(lambda mark: mark[1] + _table(Use(mark[2])) + mark[3], page)
+
+
+def _table(use: Use) -> str:
+    rows = [("field", "of", _HEADS[use]), ("---",) * 3]
+    for fields, where in ((_ALIKE, "both"), (_CHAT, "chat"), (_COMPLETIONS, "completions")):
+        # Fields of one note stand together.
+        notes: dict[str, list[str]] = {}
+        for field in fields:
+            if field.use is use:
+                notes.setdefault(field.note, []).append(_shown(field))
+        rows += [(", ".join(names), where, note) for note, names in notes.items()]
+    return "".join("| " + " | ".join(row) + " |\n" for row in rows)
+
+
+_HEADS = {Use.TAKEN: "what it does", Use.IGNORED: "why it has no effect", Use.REFUSED: "why it is refused"}
+
+
+def _shown(field: RequestField) -> str:
+    values = ", ".join(f"`{json.dumps(value)}`" for value in field.harmless)
+    return f"`{field.name}`" + (f" (but {values})" if values else "")
+
+
+def main(arguments: Sequence[str]) -> int:
+    for name in arguments:
+        path = Path(name)
+        path.write_text(render(path.read_text()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,41 @@
+"""What a caller gives to the model's chat template by name."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.struct_pb2 import Struct
+
+from outrider.errors import InvalidField
+
+# As documented in target.proto. Chosen, not measured: switches and short texts are what templates read.
+MAX_BYTES = 16 * 1024
+_FIELD = "chat.template_arguments"
+# What transformers gives to every template, beside its own parameters and the tokenizer's special tokens.
+_GIVEN = frozenset(("messages", "raise_exception", "strftime_now"))
+
+
+def template_arguments(given: Struct, tokenizer: Any) -> dict[str, Any]:
+    """The arguments as Python values, whole numbers as such: a `Struct` has only floats, and a template would write
+    "512.0". Raises `InvalidField` for too many, and for names that the template gets from the target."""
+    if not given.fields:
+        return {}
+    if given.ByteSize() > MAX_BYTES:
+        raise InvalidField(_FIELD, f"has more than {MAX_BYTES} bytes")
+    parameters = inspect.signature(tokenizer.apply_chat_template).parameters
+    taken = {*_GIVEN, *parameters, *tokenizer.special_tokens_map}
+    for name in given.fields:
+        if name in taken:
+            raise InvalidField(f"{_FIELD}.{name}", "is given to the template by the target")
+    arguments: dict[str, Any] = _whole(MessageToDict(given))
+    return arguments
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _whole(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_whole(one) for one in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
