@@ -2,10 +2,13 @@
 
 Weights, keys and values are random. Before anything is timed, logits over fresh inputs are compared with those of the
 same weights in fp32 and the reference attention. These take twice the weights' memory once more: an 8B shape with both
-needs 141 GB, and `--unchecked` times it on a smaller device.
+needs 141 GB; on a smaller device `--layers 8` checks some of its layers, and `--unchecked` times all.
+
+Floors are the bytes that a step must read over the speed of a large copy, measured first.
 
     python -m benchmarks.engine.steps --json FILE
     python -m benchmarks.engine.steps --shapes llama-8b --modes fused --unchecked --trees 1 16 33 48 64
+    python -m benchmarks.engine.steps --shapes qwen3-8b llama-8b --modes fused --unchecked --json FILE
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from benchmarks.shared.gpu_timing import copied_bytes_per_us
 from benchmarks.shared.machine import describe
 from benchmarks.shared.report import median_and_spread, parser_of, show, write_json
 from target_service.model.cuda_graphs.runner import CapturedRunner, CaptureOptions
@@ -46,6 +50,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
         "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": False,
     },
+    "qwen3-8b": {
+        "model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936,
+        "tie_word_embeddings": False,
+    },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144, "moe_intermediate_size": 768,
+        "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1,
+        "mlp_only_layers": [], "vocab_size": 151936, "tie_word_embeddings": False,
+    },
     "deepseek-v2-lite": _V2_LITE | {"first_k_dense_replace": 1},
     # Every row of a tree chooses its own experts, which costs more than all else; without experts attention shows.
     "deepseek-v2-lite-dense": _V2_LITE | {"first_k_dense_replace": 27},
@@ -62,7 +77,6 @@ MODES: dict[str, CaptureOptions | None] = {
     # Without the minutes of compiling: for `--modes captured uncompiled`, not after a mode that compiles.
     "uncompiled": CaptureOptions(layers=LayerOptions(compiled=False)),
 }
-BYTES_PER_MS = 4.3e9
 PAGE_SIZE = 16
 CONTEXT = 1024
 # Relative error of logits in bf16 against fp32; with a wrong key, mask or position it is 1.
@@ -84,14 +98,16 @@ TIMED = (Load((1,)), Load((1,) * 4), Load((1,) * 16), Load((1,) * 64), Load((16,
 CHECKED = (Load((3, 1, 9)), Load((1,) * 5), Load((37,)), Load((2, 60)))
 
 
-def config_of(shape: str) -> PretrainedConfig:
-    """A named shape as transformers reads it."""
-    return AutoConfig.for_model(**({"model_type": "llama"} | SHAPES[shape]), max_position_embeddings=8192)
+def config_of(shape: str, layers: int | None = None) -> PretrainedConfig:
+    """A named shape as transformers reads it, with so many layers, or all."""
+    sizes = {"model_type": "llama"} | SHAPES[shape]
+    sizes |= {} if layers is None else {"num_hidden_layers": layers}
+    return AutoConfig.for_model(**sizes, max_position_embeddings=8192)
 
 
-def build(shape: str) -> PreTrainedModel:
+def build(shape: str, layers: int | None = None) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = config_of(shape)
+    config = config_of(shape, layers)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -223,7 +239,7 @@ def kernels_of(runner: ModelRunner, load: Load) -> list[dict[str, Any]]:
     return [{"kernel": one.key[:90], "us": one.self_device_time_total / 5, "launches": one.count / 5} for one in found]
 
 
-def floor_ms(model: PreTrainedModel, load: Load) -> float:
+def floor_ms(model: PreTrainedModel, load: Load, bytes_per_ms: float) -> float:
     """Milliseconds to read each weight that a step needs, and the cache, once at the memory's speed."""
     config = model.config
     rows = sum(load.rows)
@@ -231,7 +247,7 @@ def floor_ms(model: PreTrainedModel, load: Load) -> float:
     if not config.tie_word_embeddings:
         parameters -= config.vocab_size * config.hidden_size
     kept = kv_bytes(config, 1, latent=has_latents(config)) * CONTEXT * len(load.rows)
-    return float(2 * (parameters + kept) / BYTES_PER_MS)
+    return float(2 * (parameters + kept) / bytes_per_ms)
 
 
 def share_read(name: str, config: PretrainedConfig, rows: int) -> float:
@@ -239,15 +255,36 @@ def share_read(name: str, config: PretrainedConfig, rows: int) -> float:
     if ".experts." not in name:
         return 1.0
     any_config: Any = config
-    return float(1.0 - (1.0 - any_config.num_experts_per_tok / any_config.n_routed_experts) ** rows)
+    experts = getattr(config, "n_routed_experts", None) or any_config.num_experts
+    return float(1.0 - (1.0 - any_config.num_experts_per_tok / experts) ** rows)
+
+
+def time_load(runner: ModelRunner, load: Load, seconds: float, floor: float) -> dict[str, Any]:
+    """What `time_step` finds, the floor, and replays where steps are captured."""
+    times = time_step(runner, load, seconds)
+    medians = " ".join(f"{name} {times[name]['median']:.3f}" for name in times)
+    result: dict[str, Any] = {**times, "floor_ms": floor}
+    if isinstance(runner, CapturedRunner):
+        result["replay_ms"] = replay_ms(runner, load)
+        medians += f" replay {result['replay_ms']:.3f}"
+    show(f"  {load!s:16s} {medians} floor {floor:.3f}, {times['device_ms']['median'] / floor:.3f} times")
+    return result
 
 
 def run_shape(
-    shape: str, modes: list[str], loads: Sequence[Load], seconds: float, *, checked: bool, profiled: bool
+    shape: str,
+    modes: list[str],
+    loads: Sequence[Load],
+    seconds: float,
+    *,
+    layers: int | None,
+    bytes_per_ms: float,
+    checked: bool,
+    profiled: bool,
 ) -> Iterator[dict[str, Any]]:
     """The result of each mode, as soon as it is measured."""
-    model = build(shape)
-    floors = {str(load): floor_ms(model, load) for load in loads}
+    model = build(shape, layers)
+    floors = {str(load): floor_ms(model, load, bytes_per_ms) for load in loads}
     num_pages = 64 * (CONTEXT // PAGE_SIZE + 4)
     runner = runner_for(model, None, num_pages=num_pages, page_size=PAGE_SIZE, attention="triton")
     reference = None
@@ -273,18 +310,13 @@ def run_shape(
         result: dict[str, Any] = {
             "shape": shape,
             "mode": mode,
+            "layers": model.config.num_hidden_layers,
             "first_steps_s": prepared,
             "checks": checks,
             "times": {},
         }
         for load in loads:
-            times = time_step(current, load, seconds)
-            result["times"][str(load)] = {**times, "floor_ms": floors[str(load)]}
-            medians = " ".join(f"{name} {times[name]['median']:.3f}" for name in times)
-            if isinstance(current, CapturedRunner):
-                result["times"][str(load)]["replay_ms"] = replay_ms(current, load)
-                medians += f" replay {result['times'][str(load)]['replay_ms']:.3f}"
-            show(f"  {load!s:16s} {medians} floor {floors[str(load)]:.3f}")
+            result["times"][str(load)] = time_load(current, load, seconds, floors[str(load)])
         device = {load: result["times"][str(load)]["device_ms"]["median"] for load in loads}
         trees = [load for load in loads if len(load.rows) == 1 and load.rows[0] > 1]
         result["trees_beside_one_row"] = {load.rows[0]: device[load] / device[loads[0]] for load in trees}
@@ -307,21 +339,25 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", default=usual, choices=list(MODES))
     parser.add_argument("--seconds", type=float, default=1.0, help="of measuring, for each load")
     parser.add_argument("--trees", nargs="+", type=int, help="only one sequence, with trees of these rows, the first 1")
+    parser.add_argument("--layers", type=int, help="of each shape; without it all that it has")
     parser.add_argument("--unchecked", action="store_true", help="not compared with fp32 first")
     parser.add_argument("--profile", action="store_true", help="also device time by kernel")
     arguments = parser.parse_args()
     results: list[dict[str, Any]] = []
     timed = tuple(Load((rows,)) for rows in arguments.trees) if arguments.trees else TIMED
     loads = [asdict(load) for load in timed]
+    bytes_per_ms = copied_bytes_per_us() * 1e3
+    show(f"a copy reads and writes {bytes_per_ms / 1e9:.3f} TB/s")
     for shape in arguments.shapes:
         found = run_shape(
-            shape, arguments.modes, timed, arguments.seconds,
+            shape, arguments.modes, timed, arguments.seconds, layers=arguments.layers, bytes_per_ms=bytes_per_ms,
             checked=not arguments.unchecked, profiled=arguments.profile,
         )  # fmt: skip
         for result in found:
             results.append(result)
             # After each result: the run may be cut off in a mode that takes minutes to compile.
-            write_json(arguments.json, {"machine": describe(), "loads": loads, "results": results})
+            document = {"machine": describe(), "bytes_per_ms": bytes_per_ms, "loads": loads, "results": results}
+            write_json(arguments.json, document)
         torch.cuda.empty_cache()
 
 

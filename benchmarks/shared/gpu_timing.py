@@ -8,6 +8,8 @@ import torch
 
 from benchmarks.shared.report import median_and_spread
 
+# Far more than an L2 cache.
+_COPIED_BYTES = 1 << 30
 # Replays that are not counted: clocks rise, and memory is touched for the first time.
 _WARM = 3
 
@@ -30,3 +32,11 @@ def captured_us(launches: Sequence[Callable[[], object]], replays: int = 11) -> 
         end.synchronize()
         times.append(start.elapsed_time(end) * 1e3 / len(launches))
     return median_and_spread(times[_WARM:])
+
+
+def copied_bytes_per_us() -> float:
+    """Bytes that the memory of this GPU reads and writes in a microsecond while it copies a large tensor."""
+    source = torch.empty(_COPIED_BYTES, dtype=torch.int8, device="cuda")
+    target = torch.empty_like(source)
+    median, _ = captured_us([lambda: target.copy_(source)])
+    return 2 * _COPIED_BYTES / median

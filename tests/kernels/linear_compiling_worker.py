@@ -15,16 +15,22 @@ from triton.compiler import ASTSource, compile
 
 from tree_kernels.linear import triton_epilogues as epilogues
 from tree_kernels.linear import triton_kernels as few_rows
-from tree_kernels.linear.triton_tiling import choose_linear_tiling, choose_mapped_tiling
+from tree_kernels.linear.triton_tiling import choose_linear_tiling, choose_mapped_tiling, whole_head_tiling
 
 HALF = (
     "product", "rows", "scaled", "following", "bias", "residual", "norm_weight", "normed", "output", "cosines", "sines",
-    "query", "key_cache", "value_cache",
+    "query", "key_cache", "value_cache", "norm_bias", "post_weight", "post_bias", "query_norm", "key_norm",
 )  # fmt: skip
 OTHERS = {
     "slots": "*i32", "counters": "*i32", "weight": "*i16", "row_scales": "*fp32", "squares": "*fp32",
     "partials": "*fp32", "epsilon": "fp32", "count": "i32", "row_stride": "i32", "rows_map": "*i16",
-    "weight_map": "*i16",
+    "weight_map": "*i16", "parameters": "*fp32", "post_epsilon": "fp32", "query_epsilon": "fp32", "key_epsilon": "fp32",
+}  # fmt: skip
+# Llama's form.
+PLAIN: dict[str, Any] = {
+    "MULTIPLIER": 1.0, "POST_NORMS": False, "POST_CENTERED": False, "HAS_POST_BIAS": False, "CENTERED": False,
+    "HAS_NORM_BIAS": False, "HAS_BIAS": False, "GATED": True, "ACTIVATION": "silu", "INTERLEAVED": False, "PARTS": 0,
+    "BLOCK_PARTS": 1, "INNER": 1, "NORMS": False,
 }  # fmt: skip
 SHAPES = {"smollm2": (576, 9, 3, 64, 1536), "llama": (4096, 32, 8, 128, 14336), "width 96": (3072, 32, 32, 96, 8192)}
 
@@ -41,12 +47,19 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
             yield f"add {name} {whole}", epilogues.add_epilogue_kernel, flags | sizes, warps
             sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "WIDTH": width, "HAS_BIAS": whole}
             sizes |= {"BLOCK_HEADS": 16, "BLOCK_HALF": triton.next_power_of_2(width // 2)}
+            sizes |= {"ROTARY": width, "NORMS": "heads" if whole else "none"}
             yield f"rotary {name} {whole}", epilogues.rotary_epilogue_kernel, sizes, four
+        sizes |= {"ROTARY": width // 2, "INTERLEAVED": True, "NORMS": "all", "PARTS": 4, "BLOCK_PARTS": 4}
+        yield f"rotary {name} otherwise", epilogues.rotary_epilogue_kernel, sizes, four
+        sizes = {"ADDS": True, "NORMS": True, "CENTERED": True, "HAS_NORM_BIAS": True, "POST_NORMS": True}
+        sizes |= {"MULTIPLIER": 0.22, "WIDTH": hidden, "BLOCK": triton.next_power_of_2(hidden)}
+        yield f"add {name} otherwise", epilogues.add_epilogue_kernel, sizes, warps
         yield f"gated {name}", epilogues.gated_epilogue_kernel, {"OUTPUTS": inner, "BLOCK": 1024}, four
         for rows in (8, 16, 32, 64):
             yield from new(int8_kernels(f"int8 {name} {rows}", rows, hidden, heads, kv_heads, width, inner), seen)
         if hidden >= 2048:
             yield from new(mapped_kernels(f"mapped {name}", hidden, inner), seen)
+    yield from form_kernels()
 
 
 def new(
@@ -68,7 +81,7 @@ def int8_kernels(
 ) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
     """A layer's three, in the tilings that so many rows get."""
     parts = {"PARTS": 4, "BLOCK_PARTS": 4}
-    heads_of = {"HEADS": heads, "KV_HEADS": kv_heads, "WIDTH": width, "HAS_BIAS": True}
+    heads_of = {"HEADS": heads, "KV_HEADS": kv_heads, "WIDTH": width, "HAS_BIAS": True, "ROTARY": width}
     for kind, kernel, outputs, numbers, more in (
         ("add", few_rows.add_kernel, hidden, inner, {"HAS_BIAS": True, "ADDS": True, "SCALES": True}),
         ("gated", few_rows.gated_kernel, 2 * inner, hidden, parts),
@@ -90,6 +103,25 @@ def int8_kernels(
         yield f"{name} {kind}", kernel, sizes | more, options
 
 
+def form_kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
+    """Of few rows, what Llama's layers do not have: norms of heads, part of a head rotated, other activations."""
+    heads = {"HEADS": 32, "KV_HEADS": 8, "WIDTH": 128, "PARTS": 64, "BLOCK_PARTS": 64, "INT8": False}
+    pieces = {"PIECES": 64, "PIECE": 1024}
+    for rows in (8, 64):
+        tiling = whole_head_tiling(choose_linear_tiling(rows, 6144, 4096), 128, 6144, 4096)
+        sizes = {"BLOCK_M": tiling.block_rows, "BLOCK_N": 128, "BLOCK_K": tiling.block_inner, "INNER": 4096}
+        sizes |= {"SPLITS": tiling.splits, "AHEAD": tiling.ahead, "NORMS": True, "ROTARY": 128}
+        options = {"num_warps": tiling.warps, "num_stages": tiling.stages}
+        yield f"normed heads {rows}", few_rows.rotary_kernel, heads | pieces | sizes, options
+    sizes |= {"NORMS": False, "ROTARY": 64, "INTERLEAVED": True, "HAS_BIAS": True, "BLOCK_N": 64}
+    yield "partly rotated heads", few_rows.rotary_kernel, heads | pieces | sizes, options
+    for kind in ("gelu", "xielu"):
+        sizes = {"BLOCK_M": 8, "BLOCK_N": 64, "BLOCK_K": 128, "INNER": 4096, "SPLITS": 1, "AHEAD": 8, "OUTPUTS": 12288}
+        sizes |= {"PARTS": 0, "MAPPED": False, "INT8": False, "HAS_BIAS": True}
+        options = {"num_warps": 4, "num_stages": 4}
+        yield kind, few_rows.activated_kernel, sizes | pieces | {"ACTIVATION": kind}, options
+
+
 def mapped_kernels(name: str, hidden: int, inner: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
     """Those that read by tensor maps."""
     for kind, kernel, outputs, numbers, more in (
@@ -107,12 +139,15 @@ def mapped_kernels(name: str, hidden: int, inner: int) -> Iterator[tuple[str, An
 
 def compiled(name: str, kernel: Any, constants: dict[str, Any], options: dict[str, int]) -> int:
     """Bytes of shared memory of one program."""
-    names, constants = kernel.arg_names, constants | {"DEPENDENT": True}
+    names = kernel.arg_names
+    constants = {each: value for each, value in PLAIN.items() if each in names} | constants | {"DEPENDENT": True}
     types = dict.fromkeys(HALF, "*bf16") | OTHERS
     if name.startswith("mapped"):
         outputs = constants["BLOCK_N"] // (2 if name.endswith("gated") else 1)
         blocks = {"rows_map": constants["BLOCK_M"], "weight_map": outputs}
         types |= {each: f"tensordesc<bf16[{size},{constants['BLOCK_K']}]>" for each, size in blocks.items()}
+        types["weight"] = "*bf16"
+    if not name.startswith("int8"):
         types["weight"] = "*bf16"
     signature = {each: "constexpr" if each in constants else types[each] for each in names}
     aligned = {

@@ -46,6 +46,14 @@ class Sizes:
     cublas: bool = False
     # Weights are in int8.
     int8: bool = False
+    # What families do differently; see `tree_kernels.linear.forms`.
+    layer_norm: bool = False
+    post_norm: bool = False
+    multiplier: float = 1.0
+    head_norms: str = "none"
+    rotary: int | None = None
+    interleaved: bool = False
+    activation: linear.ActivationKind = linear.ActivationKind.SILU
 
     def linears(self) -> TritonLinears:
         if self.cublas:
@@ -72,6 +80,7 @@ def cases() -> dict[str, Sizes]:
         found[f"{name}, int8"] = replace(found[name], int8=True)
     found["parts, int8"] = replace(found["parts, int8"], tiling=replace(split, block_inner=32, splits=2))
     found["half precision, int8"] = replace(tiny, dtype=torch.float16, int8=True)
+    found |= form_cases(tiny)
     found |= cublas_cases()
     if not INTERPRETED:
         small, large = Sizes(1, 576, 9, 3, 64, 1536), Sizes(1, 4096, 32, 8, 128, 14336)
@@ -82,6 +91,48 @@ def cases() -> dict[str, Sizes]:
                     one = replace(sizes, rows=rows, bias=rows == 5, dtype=torch.bfloat16, tiling=None)
                     found[f"bf16 {name} {rows} {invariant}"] = replace(one, invariant=invariant)
                 found[f"bf16 {name} {rows}, int8"] = replace(one, int8=True, invariant=False)
+    return found
+
+
+def form_cases(tiny: Sizes) -> dict[str, Sizes]:
+    """What families do differently, by kernels of few rows and behind the library's products."""
+    kinds = linear.ActivationKind
+    found: dict[str, Sizes] = {}
+    for name, base in (("few", tiny), ("cublas", replace(tiny, rows=67, cublas=True))):
+        wide = replace(base, heads=4, kv_heads=2, width=32)
+        own = {
+            "qwen3": replace(wide, head_norms="heads", hidden=64),
+            "qwen3 of half a tile": replace(wide, head_norms="heads", width=16, bias=True),
+            "norms of odd heads": replace(wide, head_norms="heads", width=48),
+            "olmo2": replace(wide, head_norms="all", post_norm=True, heads=3, kv_heads=1, bias=True),
+            "glm4": replace(wide, rotary=16, interleaved=True, post_norm=True, bias=True),
+            "cohere": replace(wide, interleaved=True, layer_norm=True),
+            "phi": replace(wide, rotary=24),
+            "normed and partly rotated": replace(wide, rotary=8, interleaved=True, head_norms="heads"),
+            "no rotary embedding": replace(wide, rotary=0),
+            "starcoder2": replace(wide, layer_norm=True, bias=True, activation=kinds.GELU_TANH),
+            "sandwich of layer norms": replace(wide, layer_norm=True, post_norm=True, bias=True),
+            "granite": replace(base, multiplier=0.22, bias=True),
+            "gelu": replace(base, activation=kinds.GELU, bias=True),
+            "relu2": replace(base, activation=kinds.RELU2),
+            "xielu": replace(base, activation=kinds.XIELU),
+        }
+        found |= {f"{name}: {kind}": sizes for kind, sizes in own.items()}
+    split = LinearTiling(16, 16, 32, 1, 4, 2, 0)
+    found["few: parts of normed heads"] = replace(found["few: qwen3"], rows=17, hidden=128, tiling=split)
+    found["few: qwen3, own tiling"] = replace(found["few: qwen3"], rows=40, hidden=128, tiling=None)
+    found["few: qwen3, int8"] = replace(found["few: qwen3"], int8=True)
+    found["few: relu2 by tensor maps"] = replace(
+        found["few: relu2"], tiling=LinearTiling(64, 32, 32, 1, 4, 3, 0, mapped=True)
+    )
+    found["half precision: olmo2"] = replace(found["few: olmo2"], dtype=torch.float16)
+    if not INTERPRETED:
+        for rows in (1, 16, 32, 64, 130):
+            qwen = Sizes(rows, 4096, 32, 8, 128, 12288, False, torch.bfloat16, None, head_norms="heads")
+            found[f"bf16 qwen3 {rows}"] = qwen
+            found[f"bf16 qwen3 {rows}, invariant"] = replace(qwen, invariant=True)
+            found[f"bf16 cublas qwen3 {rows}"] = replace(qwen, cublas=True)
+            found[f"bf16 olmo2 {rows}"] = replace(qwen, head_norms="all", post_norm=True)
     return found
 
 
@@ -124,13 +175,34 @@ class Inputs:
         self.gate_up = self.weight(2 * sizes.inner, sizes.hidden)
         self.bias = self.make(total) if sizes.bias else None
         self.out_bias = self.make(sizes.hidden) if sizes.bias else None
-        self.norm = linear.Norm(self.make(sizes.hidden) + 1, EPSILON)
-        self.angles = self.make(sizes.rows, sizes.width).float()
+        self.norm = self.norm_of(sizes.hidden, sizes.layer_norm)
+        self.angles = self.make(sizes.rows, sizes.width if sizes.rotary is None else sizes.rotary).float()
+        self.frequencies = self.make(sizes.width).float().abs()
+        self.gate_up_bias = self.make(2 * sizes.inner) if sizes.bias else None
+        self.sum = linear.SumForm(self.norm_of(sizes.hidden, False) if sizes.post_norm else None, sizes.multiplier)
+        if sizes.post_norm and sizes.layer_norm:
+            self.sum = linear.SumForm(self.norm_of(sizes.hidden, True), sizes.multiplier)
+        query_norm = key_norm = None
+        if sizes.head_norms != "none":
+            wide = sizes.head_norms == "all"
+            query_norm, key_norm = (
+                self.norm_of(count * sizes.width if wide else sizes.width, False)
+                for count in (sizes.heads, sizes.kv_heads)
+            )
+            key_norm = replace(key_norm, epsilon=0.1)
+        self.head_form = linear.HeadForm(query_norm, key_norm, sizes.interleaved)
+        numbers = torch.tensor([0.8, 0.6, 0.5, -1e-6], device=DEVICE)
+        has_numbers = sizes.activation is linear.ActivationKind.XIELU
+        self.activation = linear.Activation(sizes.activation, numbers if has_numbers else None)
         # Slots that nothing is written to hold NaN, so that two caches differ where one was.
         self.slots = torch.randperm(sizes.rows + 5, generator=self._generator)[: sizes.rows].to(DEVICE)
 
     def make(self, *shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(shape, generator=self._generator) * scale).to(DEVICE, self._dtype)
+
+    def norm_of(self, width: int, layer_norm: bool) -> linear.Norm:
+        bias = self.make(width) if layer_norm else None
+        return linear.Norm(self.make(width) + 1, EPSILON, bias, centered=layer_norm)
 
     def weight(self, outputs: int, inner: int) -> linear.Weight:
         made = self.make(outputs, inner, scale=self.sizes.hidden**-0.5)
@@ -152,7 +224,7 @@ def head_input_of(linears: linear.RowLinears, inputs: Inputs, rows: slice = slic
     count = torch.arange(inputs.sizes.rows, dtype=torch.int32, device=device)
     tokens, positions = count * 7 % len(embedding), count * 61 + 1
     norms = linear.Norm(weight, EPSILON), linear.Norm(weight * 0.5, 1e-3)
-    of = linear.HeadInputs(embedding, *norms, inputs.angles[0].abs().to(device), 1.25)
+    of = linear.HeadInputs(embedding, *norms, inputs.frequencies.to(device), 1.25)
     found = linears.head_input(tokens[rows], features[rows], positions[rows], of)
     return {"joined": found.rows, "cosines": found.cosines, "sines": found.sines}
 
@@ -163,19 +235,23 @@ def kernels(inputs: Inputs, rows: slice = slice(None)) -> dict[str, Tensor]:
     triton = sizes.linears()
     hidden, attended, heads = inputs.hidden[rows], inputs.attended[rows], inputs.heads(rows)
     start = triton.scale_rows(hidden, inputs.norm)
-    added, scaled = triton.add_linear(attended, inputs.out, inputs.out_bias, hidden, inputs.norm, inputs.gate_up)
+    added, scaled = triton.add_linear(
+        attended, inputs.out, inputs.out_bias, hidden, inputs.norm, inputs.gate_up, inputs.sum
+    )
     assert scaled is not None
     plain, none = triton.add_linear(attended, inputs.out)
     assert none is None
+    mlp = scaled, inputs.gate_up, inputs.gate_up_bias, inputs.activation
     return {
         "norm": triton.norm_rows(hidden, inputs.norm),
         **head_input_of(triton, inputs, rows),
-        "query": triton.rotary_linear(start, inputs.qkv, inputs.bias, heads, inputs.out),
+        "query": triton.rotary_linear(start, inputs.qkv, inputs.bias, heads, inputs.out, inputs.head_form),
         "keys": heads.key_cache,
         "values": heads.value_cache,
         "added": added,
         "plain": plain,
-        "gated": triton.gated_linear(scaled, inputs.gate_up),
+        "gated": triton.gated_linear(*mlp),
+        "activated": triton.activated_linear(*mlp),
     }
 
 
@@ -186,29 +262,46 @@ def on_cpu(weight: linear.Weight) -> linear.Weight:
     return weight.cpu().float()
 
 
+def norm_on_cpu(norm: linear.Norm | None) -> linear.Norm | None:
+    if norm is None:
+        return None
+    bias = None if norm.bias is None else norm.bias.cpu().float()
+    return replace(norm, weight=norm.weight.cpu().float(), bias=bias)
+
+
 def references(inputs: Inputs) -> dict[str, Tensor]:
     """The same on a CPU in fp32."""
-    rows, attended, norm = inputs.hidden.cpu().float(), inputs.attended.cpu().float(), inputs.norm
-    norm = linear.Norm(norm.weight.cpu().float(), norm.epsilon)
+    rows, attended, norm = inputs.hidden.cpu().float(), inputs.attended.cpu().float(), norm_on_cpu(inputs.norm)
+    assert norm is not None
     heads = inputs.heads()
     heads = linear.HeadRows(
         heads.cosines.cpu().float(), heads.sines.cpu().float(), heads.slots.cpu(),
         heads.key_cache.cpu().float(), heads.value_cache.cpu().float(),
     )  # fmt: skip
-    bias, out_bias = (None if one is None else one.cpu().float() for one in (inputs.bias, inputs.out_bias))
+    biases = inputs.bias, inputs.out_bias, inputs.gate_up_bias
+    bias, out_bias, gate_up_bias = (None if one is None else one.cpu().float() for one in biases)
     out = on_cpu(inputs.out)
-    added, scaled = TORCH.add_linear(attended, out, out_bias, rows, norm)
+    form, numbers = inputs.sum, inputs.activation.parameters
+    form = replace(form, norm=norm_on_cpu(form.norm))
+    added, scaled = TORCH.add_linear(attended, out, out_bias, rows, norm, None, form)
     assert scaled is not None
+    head_form = inputs.head_form
+    head_form = replace(
+        head_form, query_norm=norm_on_cpu(head_form.query_norm), key_norm=norm_on_cpu(head_form.key_norm)
+    )
+    activation = replace(inputs.activation, parameters=None if numbers is None else numbers.cpu())
+    mlp = scaled, on_cpu(inputs.gate_up), gate_up_bias, activation
     start = TORCH.scale_rows(rows, norm)
     return {
         "norm": TORCH.norm_rows(rows, norm),
         **head_input_of(TORCH, inputs),
-        "query": TORCH.rotary_linear(start, on_cpu(inputs.qkv), bias, heads),
+        "query": TORCH.rotary_linear(start, on_cpu(inputs.qkv), bias, heads, None, head_form),
         "keys": heads.key_cache,
         "values": heads.value_cache,
         "added": added,
         "plain": TORCH.add_linear(attended, out)[0],
-        "gated": TORCH.gated_linear(scaled, on_cpu(inputs.gate_up)),
+        "gated": TORCH.gated_linear(*mlp),
+        "activated": TORCH.activated_linear(*mlp),
     }
 
 

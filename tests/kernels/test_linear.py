@@ -10,14 +10,20 @@ import torch
 from kernel_worker import INTERPRETED, compiled, work
 from torch import Tensor
 from torch.nn import functional
+from transformers.activations import XIELUActivation
+from transformers.models.glm4 import modeling_glm4 as glm
 
 from tree_kernels.linear import (
+    Activation,
+    ActivationKind,
+    HeadForm,
     HeadInputs,
     HeadRows,
     Int8Weight,
     Norm,
     RowLinears,
     ScaledRows,
+    SumForm,
     many_row_linears,
     row_linears,
 )
@@ -25,7 +31,7 @@ from tree_kernels.linear import (
 pytest.importorskip("triton")
 from tree_kernels.linear.cublas_backend import CublasLinears
 from tree_kernels.linear.triton_backend import TritonLinears
-from tree_kernels.linear.triton_tiling import choose_linear_tiling, choose_mapped_tiling
+from tree_kernels.linear.triton_tiling import choose_linear_tiling, choose_mapped_tiling, whole_head_tiling
 
 WORKER = "linear_worker.py"
 CPU = torch.device("cpu")
@@ -45,7 +51,7 @@ def interpreted() -> dict[str, Any]:
 
 def check(found: dict[str, Any], bf16: float = 1e-2) -> None:
     """fp32 agrees to rounding, half precision to its own."""
-    halves = ("half precision", "half precision, int8")
+    halves = ("half precision", "half precision, int8", "half precision: olmo2")
     tolerance = dict.fromkeys((*halves, "float16 cublas False", "float16 cublas True"), 2e-3)
     wrong = {
         f"{name}: {output}": error
@@ -134,6 +140,69 @@ def test_the_definition_is_that_of_a_decoder_layer() -> None:
     torch.testing.assert_close(values[slots, 0], heads[:, 3:])
     gate, up = functional.linear(normed, weight).chunk(2, dim=1)
     torch.testing.assert_close(linears.gated_linear(scaled, weight), functional.silu(gate) * up)
+
+
+def test_the_forms_are_those_of_the_families() -> None:
+    """In the words of transformers: GLM-4's rotary embedding, Qwen3's and OLMo 2's norms, LayerNorm, xIELU."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(5, 24), torch.randn(6 * 8, 24)
+    layer_norm = Norm(torch.rand(24), 1e-5, torch.randn(24), centered=True)
+    expected = functional.layer_norm(hidden, (24,), layer_norm.weight, layer_norm.bias, 1e-5)
+    rows = RowLinears().scale_rows(hidden, layer_norm)
+    torch.testing.assert_close(rows.rows, expected)
+    angles = torch.randn(5, 2).repeat(1, 2)
+    for own in (8, 32):
+        norms = Norm(torch.rand(own), 1e-6), Norm(torch.rand(8), 1e-6)
+        keys, values = torch.zeros(2, 5, 1, 1, 8)
+        heads = HeadRows(angles.cos(), angles.sin(), torch.arange(5), keys, values)
+        form = HeadForm(*norms, interleaved=True)
+        query = RowLinears().rotary_linear(rows, weight, None, heads, form=form)
+        product = functional.linear(expected, weight)
+        plain = product[:, :32].view(5, -1, own)
+        normed = functional.rms_norm(plain, (own,), norms[0].weight, 1e-6).view(1, 5, 4, 8).transpose(1, 2)
+        key = functional.rms_norm(product[:, 32:40], (8,), norms[1].weight, 1e-6).view(1, 1, 5, 8)
+        turned, turned_key = glm.apply_rotary_pos_emb(normed, key, angles.cos()[None], angles.sin()[None])
+        torch.testing.assert_close(query, turned[0].transpose(0, 1))
+        torch.testing.assert_close(keys[:, 0], turned_key[0].transpose(0, 1))
+    xielu = XIELUActivation(dtype=torch.float32)
+    parameters = torch.stack(
+        (
+            functional.softplus(xielu.alpha_p[0]),
+            xielu.beta + functional.softplus(xielu.alpha_n[0]),
+            xielu.beta,
+            xielu.eps,
+        )
+    )
+    found = RowLinears().activated_linear(rows, weight, None, Activation(ActivationKind.XIELU, parameters))
+    torch.testing.assert_close(found, xielu(functional.linear(expected, weight)))
+    sandwich = SumForm(layer_norm, 0.5)
+    found, _ = RowLinears().add_linear(hidden, weight[:24], residual=hidden, form=sandwich)
+    product = functional.layer_norm(functional.linear(hidden, weight[:24]), (24,), layer_norm.weight, layer_norm.bias)
+    torch.testing.assert_close(found, hidden + 0.5 * product)
+
+
+def test_forms_that_mean_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match="norms of queries and keys"):
+        HeadForm(query_norm=Norm(torch.ones(8), 1e-6))
+    with pytest.raises(ValueError, match="parameters for xIELU"):
+        Activation(ActivationKind.XIELU)
+    norm, rows = Norm(torch.ones(16), 1e-6, centered=True), torch.zeros(2, 16)
+    heads = HeadRows(rows, rows, torch.zeros(2), torch.zeros(3, 1, 1, 16), torch.zeros(3, 1, 1, 16))
+    with pytest.raises(ValueError, match="RMSNorms of heads"):
+        TritonLinears(CPU).rotary_linear(
+            ScaledRows(rows, None, 1e-6), torch.zeros(48, 16), None, heads, form=HeadForm(norm, norm)
+        )
+
+
+@pytest.mark.parametrize("rows", [1, 16, 32, 64])
+@pytest.mark.parametrize("shape", [(6144, 4096), (5120, 2048), (6144, 2560), (4096, 1024)], ids=str)
+def test_tiles_that_are_heads_keep_the_memory_busy(rows: int, shape: tuple[int, int]) -> None:
+    tiling = whole_head_tiling(choose_linear_tiling(rows, *shape), 128, *shape)
+    assert tiling.block_outputs == 128
+    assert shape[1] % (tiling.splits * tiling.block_inner) == 0
+    assert 96 <= shape[0] // 128 * tiling.splits <= 512
+    assert (tiling.block_rows + 128) * tiling.block_inner * 2 * tiling.stages <= 227_000
+    assert tiling.ahead & (tiling.ahead - 1) == 0
 
 
 @pytest.mark.parametrize("linears", [TritonLinears(CPU), CublasLinears(CPU)], ids=["triton", "cublas"])

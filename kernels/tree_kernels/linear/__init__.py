@@ -2,11 +2,25 @@
 
 import torch
 
+from tree_kernels.linear.forms import Activation, ActivationKind, HeadForm, SumForm
 from tree_kernels.linear.int8_weight import Int8Weight, Weight
 from tree_kernels.linear.layers import RowLinears
 from tree_kernels.linear.rows import HeadInput, HeadInputs, HeadRows, Norm, ScaledRows
 
-__all__ = ["HeadInput", "HeadInputs", "HeadRows", "Int8Weight", "Norm", "RowLinears", "ScaledRows", "Weight"]
+__all__ = [
+    "Activation",
+    "ActivationKind",
+    "HeadForm",
+    "HeadInput",
+    "HeadInputs",
+    "HeadRows",
+    "Int8Weight",
+    "Norm",
+    "RowLinears",
+    "ScaledRows",
+    "SumForm",
+    "Weight",
+]
 
 
 def row_linears(device: torch.device, *, invariant: bool = False) -> RowLinears:

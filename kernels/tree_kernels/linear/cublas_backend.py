@@ -7,20 +7,23 @@ that is one rounding more, in fp32 none. So that products fit float16, a norm is
 
 from __future__ import annotations
 
-import torch
 import triton
 from torch import Tensor
 from torch.nn import functional
 
+from tree_kernels.linear.forms import LLAMA_HEADS, PLAIN_SUM, SILU, Activation, HeadForm, SumForm
 from tree_kernels.linear.int8_weight import Int8Weight, Weight
 from tree_kernels.linear.rows import HeadRows, Norm, ScaledRows
-from tree_kernels.linear.triton_backend import TritonLinears, check_contiguous, check_heads, check_product, or_other
-from tree_kernels.linear.triton_epilogues import add_epilogue_kernel, gated_epilogue_kernel, rotary_epilogue_kernel
-
-# Elements of one program: sixteen bytes a thread.
-_BLOCK = 1024
-# Columns of a row above which a program of four warps would hold too many numbers a thread.
-_FOUR_WARPS = 2048
+from tree_kernels.linear.triton_backend import (
+    BLOCK,
+    TritonLinears,
+    check_contiguous,
+    check_heads,
+    check_product,
+    check_sum,
+    or_other,
+)
+from tree_kernels.linear.triton_epilogues import gated_epilogue_kernel
 
 
 class CublasLinears(TritonLinears):
@@ -41,29 +44,23 @@ class CublasLinears(TritonLinears):
         residual: Tensor | None = None,
         norm: Norm | None = None,
         following: Weight | None = None,  # noqa: ARG002
+        form: SumForm = PLAIN_SUM,
     ) -> tuple[Tensor, ScaledRows | None]:
-        check_contiguous(bias=bias, residual=residual, norm=None if norm is None else norm.weight)
+        check_sum(bias, residual, norm, form)
         output = _product(rows, weight)
-        if bias is None and residual is None and norm is None:
+        if bias is None and residual is None and norm is None and form == PLAIN_SUM:
             return output, None
-        scaled = None if norm is None else ScaledRows(torch.empty_like(output), None, norm.epsilon)
-        width = weight.shape[0]
-        add_epilogue_kernel[(len(rows),)](
-            output, or_other(bias, output), or_other(residual, output), output if norm is None else norm.weight,
-            output if scaled is None else scaled.rows, 0.0 if norm is None else norm.epsilon,
-            HAS_BIAS=bias is not None, ADDS=residual is not None, NORMS=norm is not None,
-            WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=4 if width <= _FOUR_WARPS else 8,
-            **self._order(),
-        )  # fmt: skip
-        return output, scaled
+        return self._finish_sum(output, bias, residual, norm, form, output)
 
-    def gated_linear(self, rows: ScaledRows, weight: Weight) -> Tensor:
-        count, outputs = len(rows.rows), weight.shape[0] // 2
-        output = rows.rows.new_empty(count, outputs)
-        gated_epilogue_kernel[(count, triton.cdiv(outputs, _BLOCK))](
-            _normed_product(rows, weight), output, OUTPUTS=outputs, BLOCK=_BLOCK, num_warps=4, **self._order()
-        )  # fmt: skip
-        return output
+    def gated_linear(
+        self, rows: ScaledRows, weight: Weight, bias: Tensor | None = None, activation: Activation = SILU
+    ) -> Tensor:
+        return self._activate_product(_normed_product(rows, weight), bias, activation, gated=True)
+
+    def activated_linear(
+        self, rows: ScaledRows, weight: Weight, bias: Tensor | None = None, activation: Activation = SILU
+    ) -> Tensor:
+        return self._activate_product(_normed_product(rows, weight), bias, activation, gated=False)
 
     def rotary_linear(
         self,
@@ -72,21 +69,22 @@ class CublasLinears(TritonLinears):
         bias: Tensor | None,
         heads: HeadRows,
         following: Weight | None = None,  # noqa: ARG002
+        form: HeadForm = LLAMA_HEADS,
     ) -> Tensor:
         check_contiguous(bias=bias)
         check_heads(heads)
-        kv_heads, width = heads.key_cache.shape[-2:]
-        count, total = len(rows.rows), weight.shape[0] // width
-        query = rows.rows.new_empty(count, total - 2 * kv_heads, width)
-        block_half = triton.next_power_of_2(width // 2)
-        block_heads = min(max(1, _BLOCK // block_half), triton.next_power_of_2(total))
-        rotary_epilogue_kernel[(count, triton.cdiv(total, block_heads))](
-            _normed_product(rows, weight), or_other(bias, query), heads.cosines, heads.sines, heads.slots, query,
-            heads.key_cache, heads.value_cache,
-            HAS_BIAS=bias is not None, HEADS=total - 2 * kv_heads, KV_HEADS=kv_heads, WIDTH=width,
-            BLOCK_HEADS=block_heads, BLOCK_HALF=block_half, num_warps=4, **self._order(),
+        return self._finish_heads(_normed_product(rows, weight), rows, bias, heads, form, rows.rows.dtype)
+
+    def _activate_product(self, product: Tensor, bias: Tensor | None, activation: Activation, *, gated: bool) -> Tensor:
+        check_contiguous(bias=bias, parameters=activation.parameters)
+        count, outputs = len(product), product.shape[1] // (2 if gated else 1)
+        output = product.new_empty(count, outputs)
+        gated_epilogue_kernel[(count, triton.cdiv(outputs, BLOCK))](
+            product, or_other(bias, output), or_other(activation.parameters, output), output,
+            HAS_BIAS=bias is not None, GATED=gated, ACTIVATION=str(activation.kind), OUTPUTS=outputs, BLOCK=BLOCK,
+            num_warps=4, **self._order(),
         )  # fmt: skip
-        return query
+        return output
 
 
 def _normed_product(rows: ScaledRows, weight: Weight) -> Tensor:

@@ -6,6 +6,9 @@ So a decoder layer is four launches and its attention:
 
     rotary_linear, attention, add_linear, gated_linear, add_linear
 
+What families do differently between products is given as `forms`. Norms that need a whole row at once, those of a
+product and LayerNorm, take a launch of their own.
+
 `RowLinears` defines them all in PyTorch. On a GPU `TritonLinears` does them in kernels of few rows; `CublasLinears`
 takes cuBLAS's products for many rows, with a launch behind each.
 """
@@ -16,6 +19,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tree_kernels.linear.forms import (
+    LLAMA_HEADS,
+    PLAIN_SUM,
+    SILU,
+    Activation,
+    ActivationKind,
+    HeadForm,
+    SumForm,
+)
 from tree_kernels.linear.int8_weight import Int8Weight, Weight
 from tree_kernels.linear.rows import HeadInput, HeadInputs, HeadRows, Norm, ScaledRows
 from tree_kernels.paging import write_kv
@@ -29,12 +41,13 @@ class RowLinears:
     """
 
     def norm_rows(self, hidden: Tensor, norm: Norm) -> Tensor:
-        """RMSNorm of `hidden` [R, H], in fp32 and rounded once. No row's result depends on the others."""
-        scaled = self.scale_rows(hidden.float(), norm)
-        return (scaled.rows * scaled.scale).to(hidden.dtype)
+        """The norm of `hidden` [R, H], in fp32 and rounded once. No row's result depends on the others."""
+        return normed(hidden, norm).to(hidden.dtype)
 
     def scale_rows(self, hidden: Tensor, norm: Norm) -> ScaledRows:
-        """The first half of a norm of `hidden` [R, H]."""
+        """The first half of a norm of `hidden` [R, H], or all of it where it has no halves."""
+        if not norm.halves:
+            return ScaledRows(self.norm_rows(hidden, norm), None, norm.epsilon)
         wide = hidden.float()
         rows = (wide * norm.weight.float()).to(hidden.dtype)
         return ScaledRows(rows, (wide * wide).sum(1, keepdim=True), norm.epsilon)
@@ -55,6 +68,7 @@ class RowLinears:
         residual: Tensor | None = None,
         norm: Norm | None = None,
         following: Weight | None = None,  # noqa: ARG002
+        form: SumForm = PLAIN_SUM,
     ) -> tuple[Tensor, ScaledRows | None]:
         """A linear layer, the residual added, and the first half of the norm that reads the sum next: [R, N] in the
         rows' dtype, and its `ScaledRows` where a norm was given. Raises `ValueError` for dtypes or strides that do not
@@ -66,17 +80,30 @@ class RowLinears:
             bias: [N].
             residual: [R, N], contiguous.
             norm: over N.
+            form: how product and residual are added.
         """
         total = _product(rows, weight, bias)
+        if form.norm is not None:
+            total = normed(total, form.norm)
+        total = total * form.multiplier
         if residual is not None:
             total = total + residual
         output = total.to(rows.dtype)
         return output, None if norm is None else self.scale_rows(output, norm)
 
-    def gated_linear(self, rows: ScaledRows, weight: Weight) -> Tensor:
-        """[R, N]: SiLU(gate) * up of the normed rows [R, K]; `weight` [2 * N, K] is that of gate above that of up."""
-        gate, up = (_product(rows.rows, weight) * rows.scale).chunk(2, dim=1)
-        return (functional.silu(gate) * up).to(rows.rows.dtype)
+    def gated_linear(
+        self, rows: ScaledRows, weight: Weight, bias: Tensor | None = None, activation: Activation = SILU
+    ) -> Tensor:
+        """[R, N]: activation(gate) * up of the normed rows [R, K]; `weight` [2 * N, K] is that of gate above that of
+        up, and so is `bias` [2 * N]."""
+        gate, up = _scaled_product(rows, weight, bias).chunk(2, dim=1)
+        return (activated(gate, activation) * up).to(rows.rows.dtype)
+
+    def activated_linear(
+        self, rows: ScaledRows, weight: Weight, bias: Tensor | None = None, activation: Activation = SILU
+    ) -> Tensor:
+        """[R, N]: activation(up) of the normed rows [R, K], for an MLP without a gate. `weight` [N, K], `bias` [N]."""
+        return activated(_scaled_product(rows, weight, bias), activation).to(rows.rows.dtype)
 
     def rotary_linear(
         self,
@@ -85,28 +112,79 @@ class RowLinears:
         bias: Tensor | None,
         heads: HeadRows,
         following: Weight | None = None,  # noqa: ARG002
+        form: HeadForm = LLAMA_HEADS,
     ) -> Tensor:
-        """Queries [R, Hq, D], keys and values of the normed rows; queries and keys rotated, keys and values cached.
-        Raises `ValueError` on a GPU where D is no multiple of a tile's columns, or a tensor is not contiguous.
+        """Queries [R, Hq, D], keys and values of the normed rows; queries and keys normed and rotated, keys and values
+        cached. Raises `ValueError` on a GPU where D is no multiple of a tile's columns, or a tensor is not contiguous.
 
         Args:
             rows: [R, K], contiguous as all tensors are.
             weight: [(Hq + 2 * Hkv) * D, K], that of queries above that of keys above that of values.
             bias: [(Hq + 2 * Hkv) * D].
             heads: angles, slots and caches of the rows.
+            form: norms of heads, and which numbers are rotated together.
         """
         kv_heads, width = heads.key_cache.shape[-2:]
-        total = _product(rows.rows, weight) * rows.scale
-        if bias is not None:
-            total = total + bias.float()
-        total = total.view(len(total), -1, width)
-        rotating, value = total[:, :-kv_heads], total[:, -kv_heads:]
-        left, right = rotating.chunk(2, dim=2)
-        cosines, sines = heads.cosines.float()[:, None], heads.sines.float()[:, None]
-        rotated: Tensor = (rotating * cosines + torch.cat((-right, left), dim=2) * sines).to(rows.rows.dtype)
-        query, key = rotated[:, :-kv_heads], rotated[:, -kv_heads:]
+        total = _scaled_product(rows, weight, bias).unflatten(1, (-1, width))  # type: ignore[no-untyped-call]
+        query, key, value = total[:, : -2 * kv_heads], total[:, -2 * kv_heads : -kv_heads], total[:, -kv_heads:]
+        query, key = (
+            rotated_heads(_normed_heads(part, norm), heads.cosines, heads.sines, form.interleaved).to(rows.rows.dtype)
+            for part, norm in ((query, form.query_norm), (key, form.key_norm))
+        )
         write_kv(key, value.to(rows.rows.dtype), heads.key_cache, heads.value_cache, heads.slots)
         return query
+
+
+def normed(rows: Tensor, norm: Norm) -> Tensor:
+    """The norm of `rows` [..., H] in fp32."""
+    wide = rows.float()
+    if norm.centered:
+        wide = wide - wide.mean(-1, keepdim=True)
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.epsilon) * norm.weight.float()
+    return wide if norm.bias is None else wide + norm.bias.float()
+
+
+def activated(numbers: Tensor, activation: Activation) -> Tensor:
+    """The activation of fp32 `numbers`."""
+    kind = activation.kind
+    if kind is ActivationKind.SILU:
+        return functional.silu(numbers)
+    if kind is ActivationKind.RELU2:
+        return functional.relu(numbers).square()
+    if kind is ActivationKind.XIELU:
+        assert activation.parameters is not None, "see `Activation`"
+        positive, negative, beta, epsilon = activation.parameters.float().unbind()
+        below = (torch.expm1(torch.minimum(numbers, epsilon)) - numbers) * negative
+        return torch.where(numbers > 0, positive * numbers * numbers, below) + beta * numbers
+    return functional.gelu(numbers, approximate="tanh" if kind is ActivationKind.GELU_TANH else "none")
+
+
+def rotated_heads(heads: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotary embedding of the first T numbers of `heads` [R, H, D], by angles as in `HeadRows` [R, T]; in fp32."""
+    width = cosines.shape[1]
+    turning, rest = heads[..., :width].float(), heads[..., width:].float()
+    if interleaved:
+        turning = torch.cat((turning[..., ::2], turning[..., 1::2]), dim=-1)
+    left, right = turning.chunk(2, dim=-1)
+    turned = turning * cosines.float()[:, None] + torch.cat((-right, left), dim=-1) * sines.float()[:, None]
+    if interleaved:
+        turned = torch.stack(turned.chunk(2, dim=-1), dim=-1).flatten(-2)
+    return torch.cat((turned, rest), dim=-1)
+
+
+def _normed_heads(heads: Tensor, norm: Norm | None) -> Tensor:
+    """`heads` [R, H, D] normed each by itself, or all together where the norm is as wide."""
+    if norm is None:
+        return heads
+    if norm.weight.numel() == heads.shape[-1]:
+        return normed(heads, norm)
+    return normed(heads.flatten(1), norm).view_as(heads)
+
+
+def _scaled_product(rows: ScaledRows, weight: Weight, bias: Tensor | None) -> Tensor:
+    """[R, N] of normed rows [R, K], in fp32."""
+    total = _product(rows.rows, weight) * rows.scale
+    return total if bias is None else total + bias.float()
 
 
 def _product(rows: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:

@@ -10,10 +10,20 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """An RMSNorm: x * weight / sqrt(mean(x²) + epsilon). `weight` [H]."""
+    """An RMSNorm, x * weight / sqrt(mean(x²) + epsilon); `centered`, a LayerNorm: the mean is taken off first.
 
-    weight: Tensor
+    A weight that a checkpoint keeps less one, as Gemma's, is given whole and in fp32.
+    """
+
+    weight: Tensor  # [H], of any floating dtype
     epsilon: float
+    bias: Tensor | None = None  # [H], added at the end
+    centered: bool = False
+
+    @property
+    def halves(self) -> bool:
+        """Whether rows times the weight can be multiplied first and divided by their root mean square later."""
+        return not self.centered and self.bias is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +46,10 @@ class ScaledRows:
 class HeadRows:
     """Angles of the heads of R rows, and where their keys and values go."""
 
-    cosines: Tensor  # [R, D], of the angles by which a head's numbers are rotated; i is paired with D / 2 + i
-    sines: Tensor  # [R, D]
+    # [R, T], of the angles by which the first T numbers of a head are rotated, those behind them not at all. Columns i
+    # and T / 2 + i are for the two numbers of pair i.
+    cosines: Tensor
+    sines: Tensor  # [R, T]
     slots: Tensor  # [R] integers as in `paging.write_kv`: where keys and values go
     key_cache: Tensor  # [pages, page_size, Hkv, D], contiguous
     value_cache: Tensor  # [pages, page_size, Hkv, D], contiguous

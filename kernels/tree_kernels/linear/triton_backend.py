@@ -11,11 +11,25 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tree_kernels.linear.forms import LLAMA_HEADS, PLAIN_SUM, SILU, Activation, HeadForm, SumForm
 from tree_kernels.linear.int8_weight import Int8Weight, Weight
 from tree_kernels.linear.layers import RowLinears
 from tree_kernels.linear.rows import HeadInput, HeadInputs, HeadRows, Norm, ScaledRows
-from tree_kernels.linear.triton_kernels import add_kernel, gated_kernel, head_input_kernel, norm_kernel, rotary_kernel
-from tree_kernels.linear.triton_tiling import LinearTiling, choose_linear_tiling, choose_mapped_tiling
+from tree_kernels.linear.triton_epilogues import add_epilogue_kernel, rotary_epilogue_kernel
+from tree_kernels.linear.triton_kernels import (
+    activated_kernel,
+    add_kernel,
+    gated_kernel,
+    head_input_kernel,
+    norm_kernel,
+    rotary_kernel,
+)
+from tree_kernels.linear.triton_tiling import (
+    LinearTiling,
+    choose_linear_tiling,
+    choose_mapped_tiling,
+    whole_head_tiling,
+)
 
 # Bytes of one prefetch, and of what its address must be a multiple.
 _PREFETCH_BYTES, _PREFETCH_ALIGNMENT = 256, 16
@@ -25,6 +39,10 @@ _MAP_ALIGNMENT = 16
 _MIN_OUTPUTS = 16
 # Tiles of one launch that may be split: those of more than 60,000 rows.
 _MAX_TILES = 65536
+# Elements of one program behind a product: sixteen bytes a thread.
+BLOCK = 1024
+# Columns of a row above which a program of four warps would hold too many numbers a thread.
+_FOUR_WARPS = 2048
 
 
 class TritonLinears(RowLinears):
@@ -45,6 +63,8 @@ class TritonLinears(RowLinears):
         return output
 
     def scale_rows(self, hidden: Tensor, norm: Norm) -> ScaledRows:
+        if not norm.halves:
+            return ScaledRows(self.norm_rows(hidden, norm), None, norm.epsilon)
         output = hidden.new_empty(hidden.shape)
         squares = torch.empty(len(hidden), 1, dtype=torch.float32, device=hidden.device)
         self._launch_norm(hidden, norm, output, squares, whole=False)
@@ -77,11 +97,80 @@ class TritonLinears(RowLinears):
         residual: Tensor | None = None,
         norm: Norm | None = None,
         following: Weight | None = None,
+        form: SumForm = PLAIN_SUM,
     ) -> tuple[Tensor, ScaledRows | None]:
+        check_sum(bias, residual, norm, form)
+        if form.norm is not None or (norm is not None and not norm.halves):
+            # These need a whole row, of which a tile has a part.
+            product = rows.new_empty(len(rows), weight.shape[0], dtype=torch.float32)
+            self._add(rows, weight, product, following=following)
+            return self._finish_sum(product, bias, residual, norm, form, torch.empty_like(product, dtype=rows.dtype))
+        output = rows.new_empty(len(rows), weight.shape[0])
+        return output, self._add(rows, weight, output, bias, residual, norm, following, form.multiplier)
+
+    def gated_linear(
+        self, rows: ScaledRows, weight: Weight, bias: Tensor | None = None, activation: Activation = SILU
+    ) -> Tensor:
+        tiling = self._prepare(rows.rows, weight, mapped=True, gated=True)
+        return self._activate(gated_kernel, rows, weight, bias, activation, tiling, tiling.block_outputs // 2)
+
+    def activated_linear(
+        self, rows: ScaledRows, weight: Weight, bias: Tensor | None = None, activation: Activation = SILU
+    ) -> Tensor:
+        tiling = self._prepare(rows.rows, weight, mapped=True)
+        return self._activate(activated_kernel, rows, weight, bias, activation, tiling, tiling.block_outputs)
+
+    def rotary_linear(
+        self,
+        rows: ScaledRows,
+        weight: Weight,
+        bias: Tensor | None,
+        heads: HeadRows,
+        following: Weight | None = None,
+        form: HeadForm = LLAMA_HEADS,
+    ) -> Tensor:
+        kv_heads, width = heads.key_cache.shape[-2:]
+        tiling = self._prepare(rows.rows, weight)
+        check_contiguous(rows=rows.rows, squares=rows.squares, bias=bias)
+        check_heads(heads)
+        norms = norms_of(form, width)
+        if norms == "all" or (norms == "heads" and width != triton.next_power_of_2(width)):
+            # These need more than a tile has. In fp32, since the rows may be normed by half.
+            product = rows.rows.new_empty(len(rows.rows), weight.shape[0], dtype=torch.float32)
+            self._add(rows.rows, weight, product, following=following)
+            return self._finish_heads(product, rows, bias, heads, form, rows.rows.dtype)
+        if norms == "heads":
+            tiling = whole_head_tiling(tiling, width, *weight.shape)
+        # A tile lies in one head.
+        tiling = replace(tiling, block_outputs=math.gcd(width, tiling.block_outputs))
+        if tiling.block_outputs < _MIN_OUTPUTS:
+            raise ValueError(f"expected heads of a multiple of {_MIN_OUTPUTS}, got {width}")
+        count, query_heads = len(rows.rows), weight.shape[0] // width - 2 * kv_heads
+        query = rows.rows.new_empty(count, query_heads, width)
+        grid, options = self._launch(tiling, rows.rows, weight, weight.shape[0] // tiling.block_outputs, following)
+        rotary_kernel[grid](
+            rows.rows, or_other(rows.squares, query), or_other(bias, query),
+            cosines=heads.cosines, sines=heads.sines, slots=heads.slots, query=query, key_cache=heads.key_cache,
+            value_cache=heads.value_cache, count=count, epsilon=rows.epsilon, HAS_BIAS=bias is not None,
+            NORMS=norms == "heads", HEADS=query_heads, KV_HEADS=kv_heads, WIDTH=width,
+            **_head_options(form, heads, query), **_parts(rows), **options,
+        )  # fmt: skip
+        return query
+
+    def _add(
+        self,
+        rows: Tensor,
+        weight: Weight,
+        output: Tensor,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        norm: Norm | None = None,
+        following: Weight | None = None,
+        multiplier: float = 1.0,
+    ) -> ScaledRows | None:
+        """Write the sum to `output` [R, N]; the rows for the norm behind it, where there is one."""
         tiling = self._prepare(rows, weight, mapped=True)
-        check_contiguous(bias=bias, residual=residual, norm=None if norm is None else norm.weight)
-        count, outputs = len(rows), weight.shape[0]
-        output = rows.new_empty(count, outputs)
+        count, outputs = output.shape
         tiles = triton.cdiv(outputs, tiling.block_outputs)
         scaled = None
         if norm is not None:
@@ -92,43 +181,84 @@ class TritonLinears(RowLinears):
             rows, or_other(bias, output), or_other(residual, output),
             output if norm is None else norm.weight, output,
             output if scaled is None else scaled.rows, output if scaled is None else scaled.squares,
-            count=count, row_stride=rows.stride(0),
-            HAS_BIAS=bias is not None, ADDS=residual is not None, SCALES=norm is not None, OUTPUTS=outputs, **options,
+            count=count, row_stride=rows.stride(0), HAS_BIAS=bias is not None, MULTIPLIER=multiplier,
+            ADDS=residual is not None, SCALES=norm is not None, OUTPUTS=outputs, **options,
             **_maps(tiling, rows, weight, tiling.block_outputs),
         )  # fmt: skip
-        return output, scaled
+        return scaled
 
-    def gated_linear(self, rows: ScaledRows, weight: Weight) -> Tensor:
-        tiling = self._prepare(rows.rows, weight, mapped=True, gated=True)
-        check_contiguous(rows=rows.rows, squares=rows.squares)
-        count, outputs = len(rows.rows), weight.shape[0] // 2
+    def _activate(
+        self,
+        kernel: Any,
+        rows: ScaledRows,
+        weight: Weight,
+        bias: Tensor | None,
+        activation: Activation,
+        tiling: LinearTiling,
+        block_outputs: int,
+    ) -> Tensor:
+        """What `kernel` makes of the rows, so many columns a tile."""
+        check_contiguous(rows=rows.rows, squares=rows.squares, bias=bias, parameters=activation.parameters)
+        count, outputs = len(rows.rows), weight.shape[0] * block_outputs // tiling.block_outputs
         output = rows.rows.new_empty(count, outputs)
-        tiles = triton.cdiv(outputs, tiling.block_outputs // 2)
-        grid, options = self._launch(tiling, rows.rows, weight, tiles)
-        gated_kernel[grid](
-            rows.rows, rows.squares, output, count=count, epsilon=rows.epsilon, OUTPUTS=outputs,
-            **_parts(rows), **options, **_maps(tiling, rows.rows, weight, tiling.block_outputs // 2),
+        grid, options = self._launch(tiling, rows.rows, weight, triton.cdiv(outputs, block_outputs))
+        kernel[grid](
+            rows.rows, or_other(rows.squares, output), or_other(bias, output),
+            or_other(activation.parameters, output), output, count=count, epsilon=rows.epsilon,
+            HAS_BIAS=bias is not None, ACTIVATION=str(activation.kind), OUTPUTS=outputs,
+            **_parts(rows), **options, **_maps(tiling, rows.rows, weight, block_outputs),
         )  # fmt: skip
         return output
 
-    def rotary_linear(
-        self, rows: ScaledRows, weight: Weight, bias: Tensor | None, heads: HeadRows, following: Weight | None = None
+    def _finish_sum(
+        self,
+        product: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        norm: Norm | None,
+        form: SumForm,
+        output: Tensor,
+    ) -> tuple[Tensor, ScaledRows | None]:
+        """`output` [R, N], made of a product, and the rows of the norm behind it, normed whole."""
+        width = output.shape[1]
+        scaled = None if norm is None else ScaledRows(torch.empty_like(output), None, norm.epsilon)
+        post = form.norm
+        post_weight, post_bias = (output, output) if post is None else (post.weight, or_other(post.bias, output))
+        weight, shift = (output, output) if norm is None else (norm.weight, or_other(norm.bias, output))
+        add_epilogue_kernel[(len(output),)](
+            product, or_other(bias, output), post_weight, post_bias, or_other(residual, output), weight, shift,
+            output, output if scaled is None else scaled.rows, 0.0 if post is None else post.epsilon,
+            0.0 if norm is None else norm.epsilon, HAS_BIAS=bias is not None, POST_NORMS=post is not None,
+            POST_CENTERED=post is not None and post.centered, HAS_POST_BIAS=post is not None and post.bias is not None,
+            MULTIPLIER=form.multiplier, ADDS=residual is not None, NORMS=norm is not None,
+            CENTERED=norm is not None and norm.centered, HAS_NORM_BIAS=norm is not None and norm.bias is not None,
+            WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=4 if width <= _FOUR_WARPS else 8,
+            **self._order(),
+        )  # fmt: skip
+        return output, scaled
+
+    def _finish_heads(
+        self,
+        product: Tensor,
+        rows: ScaledRows,
+        bias: Tensor | None,
+        heads: HeadRows,
+        form: HeadForm,
+        dtype: torch.dtype,
     ) -> Tensor:
+        """Queries [R, Hq, D], made of the product of queries, keys and values; keys and values go to the caches."""
         kv_heads, width = heads.key_cache.shape[-2:]
-        tiling = self._prepare(rows.rows, weight)
-        check_contiguous(rows=rows.rows, squares=rows.squares, bias=bias)
-        check_heads(heads)
-        # A tile lies in one head.
-        tiling = replace(tiling, block_outputs=math.gcd(width, tiling.block_outputs))
-        if tiling.block_outputs < _MIN_OUTPUTS:
-            raise ValueError(f"expected heads of a multiple of {_MIN_OUTPUTS}, got {width}")
-        count, query_heads = len(rows.rows), weight.shape[0] // width - 2 * kv_heads
-        query = rows.rows.new_empty(count, query_heads, width)
-        grid, options = self._launch(tiling, rows.rows, weight, weight.shape[0] // tiling.block_outputs, following)
-        rotary_kernel[grid](
-            rows.rows, rows.squares, or_other(bias, query), heads.cosines, heads.sines, heads.slots, query,
-            heads.key_cache, heads.value_cache, count=count, epsilon=rows.epsilon,
-            HAS_BIAS=bias is not None, HEADS=query_heads, KV_HEADS=kv_heads, WIDTH=width, **_parts(rows), **options,
+        count, total = len(product), product.shape[1] // width
+        query = product.new_empty(count, total - 2 * kv_heads, width, dtype=dtype)
+        block_half = triton.next_power_of_2(width // 2)
+        block_heads = min(max(1, BLOCK // block_half), triton.next_power_of_2(total))
+        rotary_epilogue_kernel[(count, triton.cdiv(total, block_heads))](
+            product, or_other(rows.squares, query), or_other(bias, query),
+            cosines=heads.cosines, sines=heads.sines, slots=heads.slots, query=query, key_cache=heads.key_cache,
+            value_cache=heads.value_cache, epsilon=rows.epsilon, INNER=rows.rows.shape[1], HAS_BIAS=bias is not None,
+            NORMS=norms_of(form, width), HEADS=total - 2 * kv_heads, KV_HEADS=kv_heads, WIDTH=width,
+            BLOCK_HEADS=block_heads, BLOCK_HALF=block_half, num_warps=4,
+            **_head_options(form, heads, query), **_parts(rows), **self._order(),
         )  # fmt: skip
         return query
 
@@ -149,9 +279,10 @@ class TritonLinears(RowLinears):
         width = hidden.shape[1]
         if hidden.stride(1) != 1:
             raise ValueError("expected rows whose last dimension is contiguous")
-        check_contiguous(norm=norm.weight)
+        check_contiguous(norm=norm.weight, norm_bias=norm.bias)
         norm_kernel[(len(hidden),)](
-            hidden, norm.weight, output, squares, hidden.stride(0), norm.epsilon, WHOLE=whole,
+            hidden, norm.weight, or_other(norm.bias, output), output, squares, hidden.stride(0), norm.epsilon,
+            WHOLE=whole, CENTERED=norm.centered, HAS_NORM_BIAS=norm.bias is not None,
             WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=4, **self._order(),
         )  # fmt: skip
 
@@ -216,6 +347,26 @@ def check_contiguous(**tensors: Tensor | None) -> None:
             raise ValueError(f"expected {name} to be contiguous, got strides {tensor.stride()}")
 
 
+def check_sum(bias: Tensor | None, residual: Tensor | None, norm: Norm | None, form: SumForm) -> None:
+    """Raise `ValueError` unless kernels can read all that is added to a product, and the norms around it."""
+    check_contiguous(bias=bias, residual=residual)
+    for name, one in (("norm", norm), ("post_norm", form.norm)):
+        if one is not None:
+            check_contiguous(**{name: one.weight, f"{name}_bias": one.bias})
+
+
+def norms_of(form: HeadForm, width: int) -> str:
+    """What norms of heads of `width` reach over: "none", "heads" each by itself, or "all". Raises `ValueError` for
+    norms that no kernel computes."""
+    if form.query_norm is None or form.key_norm is None:
+        return "none"
+    norms = form.query_norm, form.key_norm
+    if not all(norm.halves for norm in norms):
+        raise ValueError("expected RMSNorms of heads: the kernels have no LayerNorm there")
+    check_contiguous(query_norm=norms[0].weight, key_norm=norms[1].weight)
+    return "heads" if norms[0].weight.numel() == width else "all"
+
+
 def check_heads(heads: HeadRows) -> None:
     """Raise `ValueError` unless the kernels can read and write all tensors of `heads`."""
     check_contiguous(
@@ -260,6 +411,19 @@ def or_other(tensor: Tensor | None, other: Tensor) -> Tensor:
 
 
 def _parts(rows: ScaledRows) -> dict[str, int]:
-    assert rows.squares is not None, "rows whose norm is half done"
-    parts = rows.squares.shape[1]
-    return {"PARTS": parts, "BLOCK_PARTS": triton.next_power_of_2(parts)}
+    """How many sums of squares a row has; none where it is normed whole."""
+    parts = 0 if rows.squares is None else rows.squares.shape[1]
+    return {"PARTS": parts, "BLOCK_PARTS": triton.next_power_of_2(max(1, parts))}
+
+
+def _head_options(form: HeadForm, heads: HeadRows, other: Tensor) -> dict[str, Any]:
+    """The arguments of a form; `other` stands for norms that are not read."""
+    query, key = form.query_norm, form.key_norm
+    return {
+        "query_norm": other if query is None else query.weight,
+        "key_norm": other if key is None else key.weight,
+        "query_epsilon": 0.0 if query is None else query.epsilon,
+        "key_epsilon": 0.0 if key is None else key.epsilon,
+        "ROTARY": heads.cosines.shape[1],
+        "INTERLEAVED": form.interleaved,
+    }

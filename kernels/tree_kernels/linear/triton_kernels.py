@@ -7,6 +7,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tree_kernels.linear.triton_int8 import high_numbers, low_numbers
+from tree_kernels.linear.triton_parts import activated, load_wide, pair_column, pair_distance, rotated, whole_norm
 
 # Bytes of weights that one instruction prefetches.
 _PREFETCH_BYTES = tl.constexpr(256)
@@ -133,30 +134,36 @@ def _halves(total, BLOCK_M: tl.constexpr, HALF_N: tl.constexpr):  # type: ignore
 
 
 @triton.jit
-def rotated(left, right, cosines, sines, at, mask, HALF_WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rotary embedding of columns of a head, paired with those `HALF_WIDTH` further."""
-    first_cosine = tl.load(cosines + at, mask=mask, other=0.0).to(tl.float32)
-    first_sine = tl.load(sines + at, mask=mask, other=0.0).to(tl.float32)
-    second_cosine = tl.load(cosines + at + HALF_WIDTH, mask=mask, other=0.0).to(tl.float32)
-    second_sine = tl.load(sines + at + HALF_WIDTH, mask=mask, other=0.0).to(tl.float32)
-    return left * first_cosine - right * first_sine, right * second_cosine + left * second_sine
+def load_squares(squares, row, there, PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[rows, BLOCK_PARTS] sums of squares of `ScaledRows`; of rows that are normed whole, PARTS is 0, nothing."""
+    if PARTS == 0:
+        return row
+    else:
+        part = tl.arange(0, BLOCK_PARTS)[None, :]
+        return tl.load(squares + row[:, None] * PARTS + part, mask=there[:, None] & (part < PARTS), other=0.0)
 
 
 @triton.jit
-def _load_squares(squares, row, there, PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    part = tl.arange(0, BLOCK_PARTS)[None, :]
-    return tl.load(squares + row[:, None] * PARTS + part, mask=there[:, None] & (part < PARTS), other=0.0)
+def finish_norm(  # type: ignore[no-untyped-def]
+    total, found, epsilon, PARTS: tl.constexpr, INNER: tl.constexpr
+):
+    """A product [rows, columns] of rows whose norm is half done, divided by their root mean square."""
+    if PARTS == 0:
+        return total
+    else:
+        return total * tl.rsqrt(tl.sum(found, 1) / INNER + epsilon)[:, None]
 
 
 @triton.jit
 def add_kernel(  # type: ignore[no-untyped-def]
     rows, bias, residual, norm_weight, output, scaled, squares, weight, row_scales, partials, counters, following,
     rows_map, weight_map, count, row_stride, MAPPED: tl.constexpr,
-    INT8: tl.constexpr, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, SCALES: tl.constexpr, OUTPUTS: tl.constexpr,
+    INT8: tl.constexpr, HAS_BIAS: tl.constexpr, MULTIPLIER: tl.constexpr, ADDS: tl.constexpr, SCALES: tl.constexpr,
+    OUTPUTS: tl.constexpr,
     INNER: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     AHEAD: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A linear layer; `ADDS` the residual, and `SCALES` the sum for the norm that reads it next."""
+    """A linear layer; `ADDS` the residual to a multiple, and `SCALES` the sum for the norm that reads it next."""
     tile = tl.program_id(1)
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = column < OUTPUTS
@@ -177,6 +184,8 @@ def add_kernel(  # type: ignore[no-untyped-def]
     _prefetch(following, PIECES, PIECE)
     if HAS_BIAS:
         total += tl.load(bias + column).to(tl.float32)[None, :]
+    if MULTIPLIER != 1.0:
+        total *= MULTIPLIER
     at = row[:, None].to(tl.int64) * OUTPUTS + column[None, :]
     kept = there[:, None] & inside[None, :]
     if ADDS:
@@ -193,12 +202,14 @@ def add_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def gated_kernel(  # type: ignore[no-untyped-def]
-    rows, squares, output, weight, row_scales, partials, counters, following, rows_map, weight_map, count, epsilon,
-    MAPPED: tl.constexpr, INT8: tl.constexpr, PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, OUTPUTS: tl.constexpr,
+    rows, squares, bias, parameters, output, weight, row_scales, partials, counters, following, rows_map, weight_map,
+    count, epsilon,
+    MAPPED: tl.constexpr, INT8: tl.constexpr, PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr, OUTPUTS: tl.constexpr,
     INNER: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     AHEAD: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Norm, gate_proj and up_proj, SiLU(gate) * up. A tile holds as many columns of gate as of up."""
+    """Norm, gate_proj and up_proj, activation(gate) * up. A tile holds as many columns of gate as of up."""
     HALF_N: tl.constexpr = BLOCK_N // 2
     lane = tl.arange(0, BLOCK_N)
     first = tl.program_id(1) * HALF_N
@@ -207,7 +218,7 @@ def gated_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     there = row < count
     # Loaded before the product and used after it.
-    found = _load_squares(squares, row, there, PARTS, BLOCK_PARTS)
+    found = load_squares(squares, row, there, PARTS, BLOCK_PARTS)
     if MAPPED:
         gate, up = _mapped_products(
             rows_map, weight_map, tl.program_id(0) * BLOCK_M, first, OUTPUTS, INNER, BLOCK_M, HALF_N, BLOCK_K
@@ -219,51 +230,101 @@ def gated_kernel(  # type: ignore[no-untyped-def]
         )  # fmt: skip
         gate, up = _halves(total, BLOCK_M, HALF_N)
     _prefetch(following, PIECES, PIECE)
-    scale = tl.rsqrt(tl.sum(found, 1) / INNER + epsilon)[:, None]
-    gate, up = gate * scale, up * scale
-    result = gate / (1.0 + tl.exp(-gate)) * up
+    gate, up = finish_norm(gate, found, epsilon, PARTS, INNER), finish_norm(up, found, epsilon, PARTS, INNER)
     column = first + tl.arange(0, HALF_N)
+    if HAS_BIAS:
+        inside = column < OUTPUTS
+        gate += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(bias + OUTPUTS + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    result = activated(gate, parameters, ACTIVATION) * up
     kept = there[:, None] & (column < OUTPUTS)[None, :]
     at = row[:, None].to(tl.int64) * OUTPUTS + column[None, :]
     tl.store(output + at, result.to(output.dtype.element_ty), mask=kept)
 
 
 @triton.jit
+def activated_kernel(  # type: ignore[no-untyped-def]
+    rows, squares, bias, parameters, output, weight, row_scales, partials, counters, following, rows_map, weight_map,
+    count, epsilon,
+    MAPPED: tl.constexpr, INT8: tl.constexpr, PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr, OUTPUTS: tl.constexpr,
+    INNER: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Norm, up_proj, activation: an MLP without a gate."""
+    tile = tl.program_id(1)
+    column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = column < OUTPUTS
+    if OUTPUTS % BLOCK_N != 0:
+        column = tl.minimum(column, OUTPUTS - 1)
+    _await_inputs(weight, column, INNER // 2 if INT8 else INNER, SPLITS, AHEAD, DEPENDENT)
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    there = row < count
+    found = load_squares(squares, row, there, PARTS, BLOCK_PARTS)
+    if MAPPED:
+        total = _mapped_product(
+            rows_map, weight_map, tl.program_id(0) * BLOCK_M, tile * BLOCK_N, INNER, BLOCK_M, BLOCK_N, BLOCK_K
+        )
+    else:
+        total, there = _product(
+            rows, weight, row_scales, partials, counters, row, column, there, INNER,
+            INT8=INT8, INNER=INNER, SPLITS=SPLITS, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
+        )  # fmt: skip
+    _prefetch(following, PIECES, PIECE)
+    total = finish_norm(total, found, epsilon, PARTS, INNER)
+    if HAS_BIAS:
+        total += tl.load(bias + column).to(tl.float32)[None, :]
+    result = activated(total, parameters, ACTIVATION)
+    at = row[:, None].to(tl.int64) * OUTPUTS + column[None, :]
+    tl.store(output + at, result.to(output.dtype.element_ty), mask=there[:, None] & inside[None, :])
+
+
+@triton.jit
 def rotary_kernel(  # type: ignore[no-untyped-def]
-    rows, squares, bias, cosines, sines, slots, query, key_cache, value_cache, weight, row_scales, partials, counters,
-    following, count, epsilon,
-    INT8: tl.constexpr, PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    rows, squares, bias, query_norm, key_norm, cosines, sines, slots, query, key_cache, value_cache, weight, row_scales,
+    partials, counters, following, count, epsilon, query_epsilon, key_epsilon,
+    INT8: tl.constexpr, PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, NORMS: tl.constexpr,
+    ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     AHEAD: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Norm, q_proj, k_proj and v_proj, rotary embedding, and keys and values into their slots.
+    """Norm, q_proj, k_proj and v_proj, `NORMS` of each head, rotary embedding, and keys and values into their slots.
 
-    A tile holds columns of a head's first half and those of its second half that they are paired with.
+    A tile holds the first numbers of some pairs of a head, and behind them the second; with `NORMS` it is a head.
     """
+    tl.static_assert(not NORMS or BLOCK_N == WIDTH, "a norm needs its whole head")
     HALF_N: tl.constexpr = BLOCK_N // 2
     HALF_WIDTH: tl.constexpr = WIDTH // 2
     lane = tl.arange(0, BLOCK_N)
     head = tl.program_id(1) * HALF_N // HALF_WIDTH
     first = tl.program_id(1) * HALF_N % HALF_WIDTH
-    column = head * WIDTH + first + lane % HALF_N + lane // HALF_N * HALF_WIDTH
+    pair = first + lane % HALF_N
+    distance = pair_distance(pair, WIDTH, ROTARY, INTERLEAVED)
+    column = head * WIDTH + pair_column(pair, WIDTH, ROTARY, INTERLEAVED) + lane // HALF_N * distance
     _await_inputs(weight, column, INNER // 2 if INT8 else INNER, SPLITS, AHEAD, DEPENDENT)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     there = row < count
-    found = _load_squares(squares, row, there, PARTS, BLOCK_PARTS)
+    found = load_squares(squares, row, there, PARTS, BLOCK_PARTS)
     slot = tl.load(slots + row, mask=there, other=-1).to(tl.int64)
     total, there = _product(
         rows, weight, row_scales, partials, counters, row, column, there, INNER,
         INT8=INT8, INNER=INNER, SPLITS=SPLITS, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
     )  # fmt: skip
     _prefetch(following, PIECES, PIECE)
-    total *= tl.rsqrt(tl.sum(found, 1) / INNER + epsilon)[:, None]
+    total = finish_norm(total, found, epsilon, PARTS, INNER)
     if HAS_BIAS:
         total += tl.load(bias + column).to(tl.float32)[None, :]
+    if NORMS and head < HEADS + KV_HEADS:
+        norm, own_epsilon = key_norm, key_epsilon
+        if head < HEADS:
+            norm, own_epsilon = query_norm, query_epsilon
+        total *= tl.rsqrt(tl.sum(total * total, 1) / WIDTH + own_epsilon)[:, None]
+        total *= tl.load(norm + column - head * WIDTH).to(tl.float32)[None, :]
     left, right = _halves(total, BLOCK_M, HALF_N)
-    inner = first + tl.arange(0, HALF_N)[None, :]
-    if head < HEADS + KV_HEADS:
-        left, right = rotated(left, right, cosines, sines, row[:, None] * WIDTH + inner, there[:, None], HALF_WIDTH)
+    pair = first + tl.arange(0, HALF_N)[None, :]
+    if ROTARY > 0 and head < HEADS + KV_HEADS:
+        left, right = rotated(left, right, cosines, sines, row[:, None], pair, there[:, None], WIDTH, ROTARY)
     # A row without a slot is padding of a captured step.
     kept = there & (slot >= 0)
     if head < HEADS:
@@ -273,39 +334,36 @@ def rotary_kernel(  # type: ignore[no-untyped-def]
         at = key_cache + (slot * KV_HEADS + head - HEADS) * WIDTH
     else:
         at = value_cache + (slot * KV_HEADS + head - HEADS - KV_HEADS) * WIDTH
-    at = at[:, None] + inner
+    at = at[:, None] + pair_column(pair, WIDTH, ROTARY, INTERLEAVED)
     tl.store(at, left.to(query.dtype.element_ty), mask=kept[:, None])
-    tl.store(at + HALF_WIDTH, right.to(query.dtype.element_ty), mask=kept[:, None])
+    at += pair_distance(pair, WIDTH, ROTARY, INTERLEAVED)
+    tl.store(at, right.to(query.dtype.element_ty), mask=kept[:, None])
 
 
 @triton.jit
 def norm_kernel(  # type: ignore[no-untyped-def]
-    rows, norm_weight, output, squares, row_stride, epsilon,
-    WHOLE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    rows, norm_weight, norm_bias, output, squares, row_stride, epsilon, WHOLE: tl.constexpr, CENTERED: tl.constexpr,
+    HAS_NORM_BIAS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """RMSNorm of one row per program, or unless `WHOLE` its row times the norm's weight and its sum of squares."""
+    """The norm of one row per program, or unless `WHOLE` its row times the norm's weight and its sum of squares."""
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     if DEPENDENT:
         gdc_launch_dependents()
-    norm = tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)
+    norm = load_wide(norm_weight, column, inside)
+    shift = norm
+    if HAS_NORM_BIAS:
+        shift = load_wide(norm_bias, column, inside)
     if DEPENDENT:
         gdc_wait()
-    read = tl.load(rows + row.to(tl.int64) * row_stride + column, mask=inside, other=0.0).to(tl.float32)
-    total = tl.sum(read * read, 0)
+    read = load_wide(rows + row.to(tl.int64) * row_stride, column, inside)
     if WHOLE:
-        read *= tl.rsqrt(total / WIDTH + epsilon)
+        read = whole_norm(read, inside, norm, shift, epsilon, WIDTH, CENTERED, HAS_NORM_BIAS)
     else:
-        tl.store(squares + row, total)
-    tl.store(output + row.to(tl.int64) * WIDTH + column, (read * norm).to(output.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _normed(read, norm_weight, column, inside, epsilon, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """[BLOCK] fp32 RMSNorm of a row."""
-    norm = tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)
-    return read * tl.rsqrt(tl.sum(read * read, 0) / WIDTH + epsilon) * norm
+        tl.store(squares + row, tl.sum(read * read, 0))
+        read *= norm
+    tl.store(output + row.to(tl.int64) * WIDTH + column, read.to(output.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -331,9 +389,11 @@ def head_input_kernel(  # type: ignore[no-untyped-def]
     feature = tl.load(features + row.to(tl.int64) * feature_stride + column, mask=inside, other=0.0).to(tl.float32)
     angle = tl.load(positions + row).to(tl.float32) * frequency
     at = output + row.to(tl.int64) * 2 * WIDTH + column
-    result = _normed(read, embedding_norm, column, inside, embedding_epsilon, WIDTH)
+    norm = load_wide(embedding_norm, column, inside)
+    result = whole_norm(read, inside, norm, norm, embedding_epsilon, WIDTH, False, False)
     tl.store(at, result.to(output.dtype.element_ty), mask=inside)
-    result = _normed(feature, feature_norm, column, inside, feature_epsilon, WIDTH)
+    norm = load_wide(feature_norm, column, inside)
+    result = whole_norm(feature, inside, norm, norm, feature_epsilon, WIDTH, False, False)
     tl.store(at + WIDTH, result.to(output.dtype.element_ty), mask=inside)
     tl.store(cosines + row * ROTARY + lane, tl.cos(angle) * scaling, mask=inside_rotary)
     tl.store(sines + row * ROTARY + lane, tl.sin(angle) * scaling, mask=inside_rotary)

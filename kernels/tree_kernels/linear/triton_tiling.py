@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # Rows of one tile. More rows take more tiles, which read the weights again.
 MAX_BLOCK_ROWS = 64
@@ -42,6 +42,11 @@ _WIDE_64_SPLIT: _Sizes = (64, 128, 2, 4, 6, 8)
 # benchmarks/results/2026-11-25-h100-mapped-products.json.
 _MAPPED_MANY: _Sizes = (128, 128, 1, 4, 3, 0)
 _MAPPED_FEW: _Sizes = (64, 128, 1, 4, 6, 0)
+# Longest block of a tile that is a head: with longer ones a program's stages would be too few. Not yet measured.
+_HEAD_BLOCK_INNER = 64
+_MAX_HEAD_SPLITS = 8
+# As many as 64 rows of an 8B layer have, whose memory is busy.
+_MIN_HEAD_PROGRAMS = 96
 # The same for weights in int8, each near the fastest of those tried on an H100:
 # benchmarks/results/2026-11-25-h100-linear-eight-bits.json. A program reads half the bytes, so few outputs take longer
 # blocks or more splits.
@@ -84,3 +89,25 @@ def choose_linear_tiling(
     if full and not int8 and inner >= 8192:
         return LinearTiling(block_rows, *_WIDE_64_SPLIT)
     return LinearTiling(block_rows, *(some if outputs >= 5120 else few))
+
+
+def whole_head_tiling(tiling: LinearTiling, width: int, outputs: int, inner: int) -> LinearTiling:
+    """A tiling whose tiles are heads of `width`, for norms of heads, in place of one for the same product.
+
+    Programs share a head, so that there are no fewer of them, and each has as many bytes of weights in flight.
+    """
+    if tiling.block_outputs == width:
+        return tiling
+    programs = max(_MIN_HEAD_PROGRAMS, -(-outputs // tiling.block_outputs) * tiling.splits)
+    splits, block_inner = 1, min(tiling.block_inner, _HEAD_BLOCK_INNER)
+    while (
+        splits < _MAX_HEAD_SPLITS and splits * (outputs // width) < programs and inner % (2 * splits * block_inner) == 0
+    ):
+        splits *= 2
+    in_flight = tiling.block_outputs * tiling.block_inner * tiling.stages
+    stages = max(3, in_flight // (width * block_inner))
+    # No further than a program's own share of a row, 128 numbers a piece.
+    ahead = min(tiling.ahead, 1 << max(0, (inner // splits // 128).bit_length() - 1))
+    return replace(
+        tiling, block_outputs=width, block_inner=block_inner, splits=splits, stages=stages, ahead=ahead, mapped=False
+    )

@@ -1,7 +1,7 @@
 """Decoder layers of few launches, in place of the modules of a transformers model: five for few rows, nine for many.
 
-For families whose layers are built like Llama's: two RMSNorms, projections that `joined_linears` has joined, rotary
-embedding of whole heads, SiLU. `preparing` decides which layers are replaced.
+For families whose layers are built like Llama's: two RMSNorms, projections that `joined_linears` has joined, norms of
+heads or none, rotary embedding of whole heads, SiLU. `preparing` decides which layers are replaced.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from target_service.model.fused.joined_linears import JointLinear
-from tree_kernels.linear import HeadRows, Norm, RowLinears
+from tree_kernels.linear import HeadForm, HeadRows, Norm, RowLinears
 
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+# Of Qwen3, beside those.
+_HEAD_NORMS = {"q_norm", "k_norm"}
 _MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _SCALED = "outrider_scaled_rows"
 
@@ -35,6 +37,7 @@ class LayerParts:
     scaling: float
     input_norm: Norm
     qkv: _Product
+    heads: HeadForm
     out: _Product
     inner_norm: Norm
     gate_up: Tensor
@@ -47,7 +50,8 @@ def parts_of(layer: nn.Module) -> LayerParts | None:
     if set(children) != _LAYER_PARTS:
         return None
     attention, mlp = dict(children["self_attn"].named_children()), dict(children["mlp"].named_children())
-    if set(attention) != _ATTENTION_PARTS or set(mlp) != _MLP_PARTS:
+    form = _head_form(attention)
+    if form is None or set(attention) - _HEAD_NORMS != _ATTENTION_PARTS or set(mlp) != _MLP_PARTS:
         return None
     norms = [norm_of(children[name]) for name in ("input_layernorm", "post_attention_layernorm")]
     joint = [attention["q_proj"], mlp["gate_proj"]]
@@ -62,7 +66,15 @@ def parts_of(layer: nn.Module) -> LayerParts | None:
         return None
     input_norm, inner_norm = cast(list[Norm], norms)
     numbers = int(owner.layer_idx), int(owner.head_dim), float(owner.scaling)
-    return LayerParts(*numbers, input_norm, qkv, out, inner_norm, gate_up.weight, down)
+    return LayerParts(*numbers, input_norm, qkv, form, out, inner_norm, gate_up.weight, down)
+
+
+def _head_form(attention: dict[str, nn.Module]) -> HeadForm | None:
+    """What is done to the heads of an attention with these children, None where they seem to be something else."""
+    if not _HEAD_NORMS & set(attention):
+        return HeadForm()
+    query_norm, key_norm = (norm_of(attention[name]) if name in attention else None for name in ("q_norm", "k_norm"))
+    return None if query_norm is None or key_norm is None else HeadForm(query_norm, key_norm)
 
 
 def norm_of(module: nn.Module) -> Norm | None:
@@ -116,7 +128,7 @@ class FusedLayer(nn.Module):
         cosines, sines = kwargs["position_embeddings"]
         heads = HeadRows(cosines[0], sines[0], step.slots, keys, values)
         # Attention leaves the memory idle: the weight that is multiplied after it is fetched meanwhile.
-        query = linears.rotary_linear(scaled, parts.qkv.weight, parts.qkv.bias, heads, parts.out.weight)
+        query = linears.rotary_linear(scaled, *parts.qkv, heads, parts.out.weight, parts.heads)
         attended = step.attention.run(step.plan, query, keys, values, parts.scaling).flatten(1)
         hidden, scaled = linears.add_linear(attended, parts.out.weight, parts.out.bias, hidden, parts.inner_norm, None)
         assert scaled is not None

@@ -1,0 +1,66 @@
+"""What families of models compute between products, as data: the heads' norms, the activation, how a sum is made.
+
+Each form is part of a layer's description and is the same in every step. Kernels are compiled for the forms in use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from torch import Tensor
+
+from tree_kernels.linear.rows import Norm
+
+
+@dataclass(frozen=True, slots=True)
+class HeadForm:
+    """What is done to queries and keys before attention: norms, then rotary embedding.
+
+    A norm's weight is [D], for each head by itself, or as wide as all heads together, for a norm over all of them.
+    """
+
+    query_norm: Norm | None = None
+    key_norm: Norm | None = None
+    # Pair i of the rotary embedding is numbers 2i and 2i + 1 of a head, not i and T / 2 + i.
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.query_norm is None) != (self.key_norm is None):
+            raise ValueError("expected norms of queries and keys, or neither")
+
+
+class ActivationKind(StrEnum):
+    """An MLP's activation."""
+
+    SILU = "silu"
+    GELU = "gelu"  # by the error function
+    GELU_TANH = "gelu_tanh"  # its approximation by tanh
+    RELU2 = "relu2"  # max(x, 0)²
+    XIELU = "xielu"  # arXiv 2411.13010
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """An activation, and its numbers where it has any."""
+
+    kind: ActivationKind = ActivationKind.SILU
+    # xIELU's [4] fp32: alpha of positive numbers, alpha of negative ones, beta, epsilon.
+    parameters: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if (self.kind is ActivationKind.XIELU) != (self.parameters is not None):
+            raise ValueError(f"expected parameters for xIELU alone, not for {self.kind}")
+
+
+@dataclass(frozen=True, slots=True)
+class SumForm:
+    """How a product joins the residual: residual + multiplier * norm(product)."""
+
+    norm: Norm | None = None  # over the product's columns
+    multiplier: float = 1.0
+
+
+LLAMA_HEADS = HeadForm()
+SILU = Activation()
+PLAIN_SUM = SumForm()
