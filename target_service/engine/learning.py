@@ -35,7 +35,7 @@ class Learning:
     def forget_draft(self) -> None:
         """Drop what was observed of a draft: another one has connected, or the weights have changed."""
         self.gathering.follow.forget()
-        self.gathering.race.forget()
+        self.gathering.throughput_trial.forget()
         self.modes.forget()
 
     def kind(self, mode: Launch) -> Kind:
@@ -83,7 +83,7 @@ class Learning:
         if not self.gathering.policy.on or self.gathering.switch is None:
             return
         waited = step.clock.forwarded - step.clock.waits_since + stats.draft_wait_ns
-        self.gathering.race.observe(
+        self.gathering.throughput_trial.observe(
             stats.sequences,
             self.gathering.most,
             stats.committed_tokens,

@@ -43,13 +43,13 @@ from target_service.speculation.hidden_states.sending import Features
 from target_service.speculation.policy.draft_switch import DraftSwitch
 from target_service.speculation.policy.draft_times import Use
 from target_service.speculation.policy.gathering import Gathered, Gathering
-from target_service.speculation.policy.host_race import Way
 from target_service.speculation.policy.launch_modes import Launch
 from target_service.speculation.policy.live_sequence import LiveSequence
 from target_service.speculation.policy.predicted_nodes import graft_predictions, note_passes
 from target_service.speculation.policy.row_budget import RowBudget
 from target_service.speculation.policy.row_policy import Kind, RowPolicy
 from target_service.speculation.policy.step_cost import StepCost
+from target_service.speculation.policy.throughput_trial import Speculation
 from target_service.speculation.policy.unaided import Unaided
 
 log = logging.getLogger(__name__)
@@ -247,7 +247,7 @@ class EngineLoop:
         most = min(self.scheduler.max_step_rows, AHEAD_ROWS) if fed else self.scheduler.max_step_rows
         waits = self.drafting.latency.answer_seconds if self._mode is Launch.HELD else 0.0
         device_rows = None
-        if self.gathering.race.way(len(schedule.chunks)) is not Way.PLAIN:
+        if self.gathering.throughput_trial.allowed(len(schedule.chunks)) is not Speculation.NONE:
             device_rows = self._policy.choose(schedule, most, self._learning.kind(self._mode), waits)
         # Where a pass behind drafts begins, only the device can find out.
         several = behind is not None and (device_rows is not None or not behind.has_drafts)

@@ -20,10 +20,10 @@ from target_service.speculation.merged_tree import MergedTree, PredictedTree
 from target_service.speculation.policy.draft_switch import DraftSwitch
 from target_service.speculation.policy.draft_times import Use
 from target_service.speculation.policy.follow_switch import FollowSwitch
-from target_service.speculation.policy.host_race import HostRace, Way
 from target_service.speculation.policy.live_sequence import LiveSequence
 from target_service.speculation.policy.row_budget import IN_ORDER_NODES, Offer, RowBudget
 from target_service.speculation.policy.row_policy import RowPolicy
+from target_service.speculation.policy.throughput_trial import Speculation, ThroughputTrial
 from tree_kernels.pages import OutOfPages
 
 # Time to send a sequence to a draft, and the features that a head needs by then, in plain steps.
@@ -73,7 +73,7 @@ class Gathering:
     # None always waits for drafts, and always follows them.
     switch: DraftSwitch | None
     follow: FollowSwitch = field(default_factory=FollowSwitch)
-    race: HostRace = field(default_factory=HostRace)
+    throughput_trial: ThroughputTrial = field(default_factory=ThroughputTrial)
     # Whether the device looks tokens up in the sequences' own texts.
     looks_up: bool = False
     # How the next step uses drafts, and whether it may be launched behind the one under way.
@@ -87,7 +87,7 @@ class Gathering:
             return True
         if self.policy.on:
             load = max(1, len(self.scheduler.running))
-            return self.race.way(load) is Way.DRAFT and self.follow.follows(load)
+            return self.throughput_trial.allowed(load) is Speculation.DRAFT and self.follow.follows(load)
         load, heads = self.scheduler.load, self.drafting.reads_features
         if load and heads and self.switch.needs_unfed(load, ahead=self._ahead):
             return False
@@ -96,11 +96,11 @@ class Gathering:
         return self.switch.drafts_within(_FOLLOWED_BY_HEADS if heads else _FOLLOWED)
 
     @property
-    def most(self) -> Way:
+    def most(self) -> Speculation:
         """The most that launches may use, where nothing speaks against it."""
         if self.drafting.connected:
-            return Way.DRAFT
-        return Way.OWN if self.looks_up else Way.PLAIN
+            return Speculation.DRAFT
+        return Speculation.LOOKUP_ONLY if self.looks_up else Speculation.NONE
 
     def _pays_for_newcomers(self, switch: DraftSwitch) -> bool:
         """Whether a head's drafts are expected to pay now that sequences begin. It has to follow them from their

@@ -3,8 +3,8 @@
 Times of passes do not tell there. A pass that commits drafted tokens, or receives trees, keeps the host from the passes
 behind it; prompts are read in between; several plain passes are launched at once, those beside prompts are not. With
 64 sequences and passes of 0.6 ms a draft that made half of plain decoding was followed for two thirds of the time
-(`benchmarks/results/2026-11-26-cpu-host-limit.md`). So the ways are raced there: in windows of launches, with all
-their tokens and all their time.
+(`benchmarks/results/2026-11-26-cpu-host-limit.md`). So each level is tried there in windows of
+launches, with all their tokens and all their time.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from enum import IntEnum
 from target_service.core.running_means import RunningMean
 
 
-class Way(IntEnum):
-    """Where a launch may have drafted rows from."""
+class Speculation(IntEnum):
+    """Where the drafted rows of a launch may come from."""
 
-    PLAIN = 0
-    # The sequences' own texts, by prompt lookup.
-    OWN = 1
-    # A draft too.
+    NONE = 0
+    # Prompt lookup in each sequence's own text.
+    LOOKUP_ONLY = 1
+    # Lookup and the draft.
     DRAFT = 2
 
 
@@ -32,38 +32,41 @@ _LIMIT, _NO_LIMIT = 0.85, 0.7
 # Launches until that share is believed, and the weight of one in it. Chosen.
 _SEEN, _SHARE = 64, 0.02
 # Launches of a window, and those at its start that do not count: a draft is sent every sequence then, and the host
-# still works for what the other way left. Chosen: some thousand tokens, of whose time prompts take a varying part.
-_WINDOW, _BEGINNING = 72, 20
+# still works for what the other level left. Chosen: some thousand tokens, of whose time prompts take a varying part.
+_WINDOW, _WARM_UP = 72, 20
 # A window ends after so many launches if it is below this share of the fastest rate. Chosen, as in `LaunchModes`.
 _FEW, _HOPELESS = 36, 0.8
-# Launches between two races, and their factor while the same way wins. The first race has one window of each way, and
-# may err. Races of three ways, the slowest at half the rate, cost at most 1.5 % in the end (`test_host_race.py`).
+# Launches between two trials, and their factor while the same level wins. The first trial has one window of each level,
+# and may err. Trials of three levels, the slowest at half the rate, cost at most 1.5 % in the end
+# (`test_throughput_trial.py`).
 _FIRST_PAUSE, _LONGEST_PAUSE, _LONGER = 512, 8192, 4
-# The weight of a window in the rate of its way, what another way has to be faster by, and what drafted rows have to be
-# faster by than none: windows of one way differ by some tenth, and drafts that seem to pay by chance lose more than
-# those that pay a little gain. Chosen.
+# The weight of a window in the rate of its level, what another level has to be faster by, and what drafted rows have to
+# be faster by than none: windows of one level differ by some tenth, and drafts that seem to pay by chance lose more
+# than those that pay a little gain. Chosen.
 _RATE_SHARE, _MARGIN, _DRAFTED_MARGIN = 0.5, 1.03, 1.05
 
 
 @dataclass(slots=True)
-class _Load:
+class _LoadTrial:
     # The host's share of the time.
     busy: RunningMean = field(default_factory=lambda: RunningMean(_SHARE))
-    # The fastest way so far; None where the host is not the limit.
-    best: Way | None = None
-    # Ways that still have a window in this race, the one under way first. None between two races.
-    due: list[Way] = field(default_factory=list)
+    # The fastest level so far; None where the host is not the limit.
+    best: Speculation | None = None
+    # Levels that still have a window in this trial, the running one first. Empty between two trials.
+    due: list[Speculation] = field(default_factory=list)
     pause: int = _FIRST_PAUSE
     # Of the window, or of the pause.
     launches: int = 0
     tokens: int = 0
     seconds: float = 0.0
     # Tokens a second.
-    rates: defaultdict[Way, RunningMean] = field(default_factory=lambda: defaultdict(lambda: RunningMean(_RATE_SHARE)))
+    rates: defaultdict[Speculation, RunningMean] = field(
+        default_factory=lambda: defaultdict(lambda: RunningMean(_RATE_SHARE))
+    )
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether the window under way is of a way that was slower, and is far slower still."""
+        """Whether the running window is of a level that was slower, and is far slower still."""
         assert self.best is not None
         return self.due[0] is not self.best and self.tokens < _HOPELESS * self.rates[self.best].value * self.seconds
 
@@ -74,46 +77,48 @@ def _size(load: int) -> int:
     return (load - 1).bit_length()
 
 
-class HostRace:
-    """Chooses by load in powers of two. Where the host is not the limit, everything is allowed."""
+class ThroughputTrial:
+    """Chooses by load in powers of two. Where the host is not the limit, every level is allowed."""
 
     def __init__(self) -> None:
-        self._loads: defaultdict[int, _Load] = defaultdict(_Load)
+        self._loads: defaultdict[int, _LoadTrial] = defaultdict(_LoadTrial)
 
-    def way(self, load: int) -> Way:
+    def allowed(self, load: int) -> Speculation:
         """The most that the next launch of `load` sequences may use."""
         here = self._loads.get(_size(load))
         if here is None or here.best is None:
-            return Way.DRAFT
+            return Speculation.DRAFT
         return here.due[0] if here.due else here.best
 
-    def observe(self, load: int, most: Way, tokens: int, seconds: float, waited: float, *, drafted: bool) -> None:
+    def observe(
+        self, load: int, most: Speculation, tokens: int, seconds: float, waited: float, *, drafted: bool
+    ) -> None:
         """Observe a launch: its tokens of all sequences, the seconds since the end of the one before, and those of them
         that the host waited. `most` is what launches could use, `drafted` whether this one had drafted rows."""
         here = self._loads[_size(load)]
         if drafted and seconds > 0:
             here.busy.observe(1 - waited / seconds)
         if here.best is None:
-            if here.busy.count >= _SEEN and here.busy.value > _LIMIT and most is not Way.PLAIN:
+            if here.busy.count >= _SEEN and here.busy.value > _LIMIT and most is not Speculation.NONE:
                 here.best = most
-                self._begin(here, most)
+                self._start(here, most)
         elif here.busy.value < _NO_LIMIT:
             del self._loads[_size(load)]
         else:
-            self._follow(here, most, tokens, seconds)
+            self._count(here, most, tokens, seconds)
 
     def forget(self) -> None:
         """Another draft has connected: drop what was observed of the last one."""
         self._loads.clear()
 
-    def _follow(self, here: _Load, most: Way, tokens: int, seconds: float) -> None:
-        """Count a launch, and go on to the next window, or to the next race."""
+    def _count(self, here: _LoadTrial, most: Speculation, tokens: int, seconds: float) -> None:
+        """Count a launch, and start the next window, or the next trial."""
         here.launches += 1
         if not here.due:
             if here.launches >= here.pause:
-                self._begin(here, most)
+                self._start(here, most)
             return
-        if here.launches > _BEGINNING:
+        if here.launches > _WARM_UP:
             here.tokens += tokens
             here.seconds += seconds
         if here.launches < (_FEW if here.is_hopeless else _WINDOW):
@@ -124,15 +129,18 @@ class HostRace:
             self._decide(here)
 
     @staticmethod
-    def _begin(here: _Load, most: Way) -> None:
-        """Begin a race of every way up to `most`, the fastest so far first."""
+    def _start(here: _LoadTrial, most: Speculation) -> None:
+        """Start a trial of every level up to `most`, the fastest so far first."""
         here.launches = 0
-        here.due = sorted((way for way in Way if way <= most), key=lambda way: way is not here.best)
+        here.due = sorted((level for level in Speculation if level <= most), key=lambda level: level is not here.best)
 
     @staticmethod
-    def _decide(here: _Load) -> None:
+    def _decide(here: _LoadTrial) -> None:
         assert here.best is not None
-        worth = {way: rate.value / (1 if way is Way.PLAIN else _DRAFTED_MARGIN) for way, rate in here.rates.items()}
+        worth = {
+            level: rate.value / (1 if level is Speculation.NONE else _DRAFTED_MARGIN)
+            for level, rate in here.rates.items()
+        }
         fastest = max(worth, key=worth.__getitem__)
         if worth[fastest] > _MARGIN * worth[here.best]:
             here.best, here.pause = fastest, _FIRST_PAUSE
