@@ -11,11 +11,10 @@ from target_service.execution.multi_step import Stride
 from target_service.execution.node_tables import NodeTables
 from target_service.execution.pass_ends import PassEnds
 from target_service.sampling.verifier import Verified
-from target_service.speculation.policy.draft_times import Use
 from target_service.speculation.policy.gathering import Gathering
-from target_service.speculation.policy.launch_modes import Launch, LaunchModes
-from target_service.speculation.policy.row_policy import Kind
-from target_service.speculation.policy.unaided import Unaided
+from target_service.speculation.policy.launch_mode import LaunchMode
+from target_service.speculation.policy.launch_policy import LaunchPolicy
+from target_service.speculation.policy.lookup_baseline import LookupBaseline
 
 
 @dataclass(eq=False, kw_only=True)
@@ -26,8 +25,8 @@ class Learning:
     # Of the device; None where the host chooses rows.
     tables: NodeTables | None
     stride: Stride
-    unaided: Unaided
-    modes: LaunchModes = field(default_factory=LaunchModes)
+    lookup_baseline: LookupBaseline
+    modes: LaunchPolicy = field(default_factory=LaunchPolicy)
     pass_ends: PassEnds = field(default_factory=PassEnds)
     # Steps of which a sequence was compared with plain decoding.
     compared: int = field(default=0, init=False)
@@ -38,29 +37,29 @@ class Learning:
         self.gathering.throughput_trial.forget()
         self.modes.forget()
 
-    def kind(self, mode: Launch) -> Kind:
-        """The kind of passes launched in this mode, for the row policy."""
-        if not self.gathering.drafting.follows:
-            return Kind.ALONE
-        return Kind.HELD if mode is Launch.HELD else Kind.AHEAD
+    def followed_mode(self, mode: LaunchMode) -> LaunchMode | None:
+        """The mode of passes for the row policy; None while no draft is followed."""
+        return mode if self.gathering.drafting.follows else None
 
     def observe_outcomes(self, step: Step, outcomes: SequenceOf[Verified | None]) -> None:
         """Let the row policy learn from a pass whose rows the device chose."""
         read_alone = step.batch.prefill_rows and step.batch.device_rows is None
         if self.gathering.policy.on and not read_alone and not step.batch.drafted:
-            kind, tables = self.kind(step.mode), self.tables
+            mode, tables = self.followed_mode(step.mode), self.tables
             # In a table that holds a prediction too, the draft's expected tokens are unknown.
             drafted = [tables is not None and tables.of_draft(one.sequence.sequence_id) for one in step.batch.items]
-            self.gathering.policy.observe(outcomes, kind, drafted)
+            self.gathering.policy.observe(outcomes, mode, drafted)
 
     def observe_forward(self, step: Step, stats: StepStats, *, seen_running: bool) -> None:
         """Learn from the forward pass of a step that only decoded."""
         seconds = stats.forward_ns * 1e-9 / step.stride
         self.gathering.budget.observe_step(stats.decode_rows, seconds)
         self.pass_ends.observe(*step.size, seconds, running=seen_running)
-        plain = step.gathered.use is Use.PLAIN and not step.gathered.has_trees
+        plain = step.gathered.use is LaunchMode.RUN_AHEAD and not step.gathered.has_trees
         if plain and not step.behind_tree and step.launched.followable:
-            self.gathering.policy.observe_time(stats.sequences, step.batch.device_rows, seconds, self.kind(step.mode))
+            self.gathering.policy.observe_time(
+                stats.sequences, step.batch.device_rows, seconds, self.followed_mode(step.mode)
+            )
 
     def observe_period(self, step: Step, stats: StepStats, verdicts: SequenceOf[Verdict], period: float) -> None:
         """Learn from the time of a step that only decoded, `period` being from the end of the last one to its own."""
@@ -75,7 +74,7 @@ class Learning:
             if followed and step.batch.device_rows is not None:
                 tokens = stats.committed_tokens / max(1, load) / step.stride
                 self.modes.observe(load, step.mode, tokens, seconds)
-        if step.ahead and step.gathered.use is Use.PLAIN and not step.behind_tree:
+        if step.ahead and step.gathered.use is LaunchMode.RUN_AHEAD and not step.behind_tree:
             self.stride.observe(step.stride, period, (step.clock.forwarded - step.clock.waits_since) * 1e-9)
 
     def observe_launch(self, step: Step, stats: StepStats, period: float) -> None:
@@ -94,10 +93,10 @@ class Learning:
 
     def _compare(self, step: Step, verdicts: SequenceOf[Verdict], drafted: int, *, followed: bool) -> None:
         """Compare one sequence of a step, which had `drafted` rows, with what it would have made by lookup."""
-        found = self.unaided.take()
+        found = self.lookup_baseline.finished_comparison()
         if found is not None:
-            load, made, unaided, was_followed = found
-            self.gathering.follow.compare(load, made, unaided, followed=was_followed)
+            load, made, by_lookup, was_followed = found
+            self.gathering.follow.compare(load, made, by_lookup, followed=was_followed)
         if not (verdicts and self.gathering.drafting.connected):
             return
         self.compared += 1
@@ -115,4 +114,4 @@ class Learning:
         made = min(len(verdict.token_ids), accepted + 1)
         # By lookup alone, a chain has the sequence's share of the rows, or as many as were accepted.
         rows = max(accepted, -(-drafted // (step.stride * len(verdicts))))
-        self.unaided.note(len(verdicts), live.sequence, start, made, rows, followed=followed)
+        self.lookup_baseline.start_comparison(len(verdicts), live.sequence, start, made, rows, followed=followed)

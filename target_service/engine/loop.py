@@ -41,16 +41,15 @@ from target_service.speculation.drafts import Drafting
 from target_service.speculation.hidden_states.encoding import AHEAD_ROWS
 from target_service.speculation.hidden_states.sending import Features
 from target_service.speculation.policy.draft_switch import DraftSwitch
-from target_service.speculation.policy.draft_times import Use
 from target_service.speculation.policy.gathering import Gathered, Gathering
-from target_service.speculation.policy.launch_modes import Launch
+from target_service.speculation.policy.launch_mode import LaunchMode
 from target_service.speculation.policy.live_sequence import LiveSequence
+from target_service.speculation.policy.lookup_baseline import LookupBaseline
 from target_service.speculation.policy.predicted_nodes import graft_predictions, note_passes
 from target_service.speculation.policy.row_budget import RowBudget
-from target_service.speculation.policy.row_policy import Kind, RowPolicy
+from target_service.speculation.policy.row_policy import RowPolicy
 from target_service.speculation.policy.step_cost import StepCost
 from target_service.speculation.policy.throughput_trial import Speculation
-from target_service.speculation.policy.unaided import Unaided
 
 log = logging.getLogger(__name__)
 # Longest time that a pass is held for its draft: in times of an answer, and in seconds before the first answer.
@@ -115,10 +114,10 @@ class EngineLoop:
             gathering=self.gathering,
             tables=self._steps.tables,
             stride=stride or Stride(),
-            unaided=Unaided(lookup_tokens),
+            lookup_baseline=LookupBaseline(lookup_tokens),
         )
         # How the next pass is launched, and the rows that the device chose for the last one.
-        self._mode, self._rows = Launch.AHEAD, 0
+        self._mode, self._rows = LaunchMode.RUN_AHEAD, 0
         self._draft: DraftInfo | None = None
         self._last_span: DeviceSpan | None = None
         self._failed: list[SequenceEvent] = []
@@ -223,8 +222,13 @@ class EngineLoop:
             [not one.request.external and self.live[one.sequence_id].verifier.on_device for one in running]
         )
         use = self.gathering.choose(running, ahead=ahead)
-        self._mode = self._choose_mode(running) if ahead and use is Use.PLAIN else Launch.AHEAD
-        if use is Use.AFTER or not ahead or self._mode is Launch.HELD or self.gathering.awaits_tokens(running):
+        self._mode = self._choose_mode(running) if ahead and use is LaunchMode.RUN_AHEAD else LaunchMode.RUN_AHEAD
+        if (
+            use is LaunchMode.WAIT_FOR_DRAFT
+            or not ahead
+            or self._mode is LaunchMode.WAIT_FOR_DRAFT
+            or self.gathering.awaits_tokens(running)
+        ):
             return None
         step.await_tokens()
         try:
@@ -245,23 +249,25 @@ class EngineLoop:
         fed = self.drafting.active and self.drafting.reads_features
         # Hidden states are taken pass by pass, of at most this many rows.
         most = min(self.scheduler.max_step_rows, AHEAD_ROWS) if fed else self.scheduler.max_step_rows
-        waits = self.drafting.latency.answer_seconds if self._mode is Launch.HELD else 0.0
+        waits = self.drafting.latency.answer_seconds if self._mode is LaunchMode.WAIT_FOR_DRAFT else 0.0
         device_rows = None
         if self.gathering.throughput_trial.allowed(len(schedule.chunks)) is not Speculation.NONE:
-            device_rows = self._policy.choose(schedule, most, self._learning.kind(self._mode), waits)
+            device_rows = self._policy.choose(schedule, most, self._learning.followed_mode(self._mode), waits)
         # Where a pass behind drafts begins, only the device can find out.
         several = behind is not None and (device_rows is not None or not behind.has_drafts)
-        several = several and gathered.use is Use.PLAIN and not fed
+        several = several and gathered.use is LaunchMode.RUN_AHEAD and not fed
         return self._learning.stride.choose(
             schedule, self.scheduler, self._runner.max_context, device_rows, several=several
         )
 
-    def _choose_mode(self, running: SequenceOf[Sequence]) -> Launch:
+    def _choose_mode(self, running: SequenceOf[Sequence]) -> LaunchMode:
         """Whether the next pass is held for the draft's answer to the one under way."""
         if not (self._policy.on and self.drafting.follows and self.drafting.latency.waiting_pays):
-            return Launch.AHEAD
+            return LaunchMode.RUN_AHEAD
         load, rows = len(running), self._rows
-        takes = self._policy.seconds(load, rows, Kind.AHEAD) or self._policy.seconds(load, rows, Kind.HELD)
+        takes = self._policy.seconds(load, rows, LaunchMode.RUN_AHEAD) or self._policy.seconds(
+            load, rows, LaunchMode.WAIT_FOR_DRAFT
+        )
         return self._learning.modes.choose(load, self.drafting.latency.answer_seconds, self._launching.value, takes)
 
     def _feed(self, step: Step) -> None:
@@ -285,11 +291,11 @@ class EngineLoop:
     def _before_launch(self, behind: Step | None, batch: StepBatch, clock: StepClock) -> None:
         """Wait for the draft's answer for a pass that is laid out, if it is to be held: for at most 1.5 times the usual
         latency, so that a draft that has stopped costs one round trip."""
-        if behind is None and batch.device_rows is not None and self._mode is Launch.HELD:
+        if behind is None and batch.device_rows is not None and self._mode is LaunchMode.WAIT_FOR_DRAFT:
             # Sequences that read have no rows for a draft.
             sequences = [item.sequence for item in batch.items[batch.input.reading :]]
             most = _WAIT_IN_ANSWERS * self.drafting.latency.answer_seconds or _FIRST_WAIT_SECONDS
-            clock.held_ns = self.drafting.wait_for(sequences, most)
+            clock.draft_wait_ns = self.drafting.wait_for(sequences, most)
         if self._steps.tables is not None:
             self._steps.tables.trust = self._policy.trust
         clock.planned = time.monotonic_ns()

@@ -12,7 +12,7 @@ from target_service.execution.host_executor import Launched
 from target_service.sampling.verifier import Verified
 from target_service.speculation.hidden_states.encoding import StepFeatures
 from target_service.speculation.policy.gathering import Gathered
-from target_service.speculation.policy.launch_modes import Launch
+from target_service.speculation.policy.launch_mode import LaunchMode
 from tree_kernels.node_table.layout import MAX_PATH
 
 
@@ -27,13 +27,13 @@ class StepClock:
         forwarded: the device's results have arrived.
         verified: every tree's outcome is known.
         committed: tokens are committed, and sent to the draft.
-        held_ns: how long the launch was held for the draft's answer.
+        draft_wait_ns: how long the launch was held for the draft's answer.
     """
 
     def __init__(self) -> None:
         self.begun = self.planned = self.launched = self.waits_since = time.monotonic_ns()
         self.forwarded = self.verified = self.committed = self.begun
-        self.held_ns = 0
+        self.draft_wait_ns = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +55,9 @@ class Step:
     features: StepFeatures | None
 
     @property
-    def mode(self) -> Launch:
+    def mode(self) -> LaunchMode:
         """How it was launched; without a predecessor under way it counts as held."""
-        return Launch.AHEAD if self.ahead else Launch.HELD
+        return LaunchMode.RUN_AHEAD if self.ahead else LaunchMode.WAIT_FOR_DRAFT
 
     @property
     def has_drafts(self) -> bool:
@@ -121,7 +121,7 @@ class Step:
             round_trip_ns: time of the draft's last answer, 0 without one.
             followed: whether a draft follows any sequence.
         """
-        batch, clock, wait_ns = self.batch, self.clock, self.gathered.wait_ns + self.clock.held_ns
+        batch, clock, wait_ns = self.batch, self.clock, self.gathered.wait_ns + self.clock.draft_wait_ns
         chosen = [one for outcome in outcomes if outcome is not None for one in outcome.device_passes]
         from_table, drafted = [one.drafted_from_table for one in chosen], [one.drafted for one in chosen]
         if batch.device_rows is None:

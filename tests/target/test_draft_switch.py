@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from target_service.speculation.policy.draft_switch import DraftSwitch
-from target_service.speculation.policy.draft_times import Use
+from target_service.speculation.policy.launch_mode import LaunchMode
 
 # Steps within which what is best has to be found, from the first and after a change.
 FOUND, FOUND_AGAIN = 64, 800
@@ -26,11 +26,11 @@ def play(
     chosen = []
     for _ in range(steps):
         use = switch.choose(load, gain * load, ahead=ahead, sending=0.0 if load < 9 else 10.0)
-        if use is Use.AFTER:
+        if use is LaunchMode.WAIT_FOR_DRAFT:
             switch.observe_after(load, drafted, row_cost=1.0)
         else:
             switch.observe_plain(load, plain, ahead=ahead)
-        chosen.append(use is Use.AFTER)
+        chosen.append(use is LaunchMode.WAIT_FOR_DRAFT)
     return chosen
 
 
@@ -40,7 +40,7 @@ def play_fed(switch: DraftSwitch, gain: float, *, plain: float, drafted: float, 
         use = switch.choose(1, gain, ahead=ahead)
         if switch.needs_unfed(1, ahead=ahead):
             return
-        if use is Use.AFTER:
+        if use is LaunchMode.WAIT_FOR_DRAFT:
             switch.observe_after(1, drafted, row_cost=1.0)
         else:
             switch.observe_plain(1, plain, fed=True, ahead=ahead)
@@ -48,7 +48,7 @@ def play_fed(switch: DraftSwitch, gain: float, *, plain: float, drafted: float, 
 
 
 def pays(switch: DraftSwitch, gain: float) -> bool:
-    return switch.best(1, gain) is Use.AFTER
+    return switch.best(1, gain) is LaunchMode.WAIT_FOR_DRAFT
 
 
 def share(chosen: list[bool]) -> float:
@@ -98,7 +98,7 @@ def test_first_steps_that_wait_for_kernels_to_be_compiled_decide_nothing() -> No
     switch, seen = DraftSwitch(), 0
     for _ in range(150):
         use = switch.choose(1, 3.0, ahead=True)
-        if use is Use.PLAIN:
+        if use is LaunchMode.RUN_AHEAD:
             switch.observe_plain(1, 1.0)
             continue
         seen += 1
@@ -160,11 +160,11 @@ def test_rows_are_not_what_drafting_costs() -> None:
     switch, chosen = DraftSwitch(), []
     for _ in range(2 * FOUND):
         chosen.append(switch.choose(1, 1.1, ahead=False))
-        if chosen[-1] is Use.AFTER:
+        if chosen[-1] is LaunchMode.WAIT_FOR_DRAFT:
             switch.observe_after(1, 2.0, row_cost=2.0)
         else:
             switch.observe_plain(1, 1.0)
-    assert set(chosen[FOUND:]) == {Use.AFTER}
+    assert set(chosen[FOUND:]) == {LaunchMode.WAIT_FOR_DRAFT}
 
 
 @pytest.mark.parametrize("before", [600, 3000])

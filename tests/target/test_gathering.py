@@ -20,7 +20,8 @@ from target_service.execution.host_executor import HostSteps
 from target_service.sampling.verifier import Verified
 from target_service.speculation.drafts import Drafting
 from target_service.speculation.policy.draft_switch import DraftSwitch
-from target_service.speculation.policy.draft_times import ENOUGH, Use
+from target_service.speculation.policy.draft_times import ENOUGH
+from target_service.speculation.policy.launch_mode import LaunchMode
 from target_service.speculation.policy.live_sequence import LiveSequence
 from target_service.speculation.policy.step_cost import StepCost
 from tree_kernels.verification import Walk
@@ -74,7 +75,9 @@ def test_a_draft_that_is_waited_for_hears_of_every_token_once(
         said += [token for event in loop.step() or () if isinstance(event, Verdict) for token in event.token_ids]
     assert tuple(said) == truth[len(wanted.token_ids) :]
     drafted = [step for step in launched if step.batch.drafted]
-    assert len(drafted) > 3 and all(step.gathered.use is Use.AFTER and not step.ahead for step in drafted)
+    assert len(drafted) > 3 and all(
+        step.gathered.use is LaunchMode.WAIT_FOR_DRAFT and not step.ahead for step in drafted
+    )
     # No tree needs what the device has in its tables.
     assert all(step.batch.device_rows is None for step in launched)
     told = [token for frame in draft.frames for advance in frame for token in advance.token_ids]
@@ -102,7 +105,7 @@ def test_a_step_whose_drafts_are_there_is_launched_before_anything_is_said(
     for late in (0, 100):
         launched.clear()
         loop = EngineLoop(runner, engine_config(), steps=HostSteps(runner, followable=True))
-        loop.gathering.choose = lambda *_sequences, **_how: Use.AFTER  # type: ignore[method-assign]
+        loop.gathering.choose = lambda *_sequences, **_how: LaunchMode.WAIT_FOR_DRAFT  # type: ignore[method-assign]
         draft = ScriptedDraft(loop.drafting, knowing_tree([truth], runner.vocabulary_size, 3, right=1.0), late=late)
         live = begin(loop, draft, wanted)
         loop.step()
@@ -133,7 +136,7 @@ def test_a_draft_that_is_still_reading_is_neither_waited_for_nor_judged(
             assert live.record.near == 0.0
     assert tuple(live.sequence.token_ids) == truth
     # The first reads the prompt.
-    assert all(step.gathered.use is Use.PLAIN for step in launched[1:25])
+    assert all(step.gathered.use is LaunchMode.RUN_AHEAD for step in launched[1:25])
     assert sum(step.batch.drafted for step in launched) > 3
 
 

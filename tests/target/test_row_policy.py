@@ -21,8 +21,9 @@ from target_service.execution.batch import DeviceRows
 from target_service.model.cuda_graphs.sizes import row_sizes
 from target_service.model.runner import ModelRunner
 from target_service.sampling.verifier import Verified
+from target_service.speculation.policy.launch_mode import LaunchMode
 from target_service.speculation.policy.live_sequence import LiveSequence
-from target_service.speculation.policy.row_policy import Kind, RowPolicy, pooled
+from target_service.speculation.policy.row_policy import RowPolicy, pooled
 from target_service.speculation.policy.step_cost import StepCost
 from tree_kernels.node_table.layout import KEPT, PROSPECTS
 from tree_kernels.verification import Walk
@@ -160,8 +161,8 @@ def grown(dice: random.Random, sureness: float) -> tuple[list[int], list[float]]
     return parents, scores
 
 
-def kind_of(*, followed: bool) -> Kind:
-    return Kind.AHEAD if followed else Kind.ALONE
+def mode_of(*, followed: bool) -> LaunchMode | None:
+    return LaunchMode.RUN_AHEAD if followed else None
 
 
 def best_first(ranked: Sequence[Ranked], most: Sequence[int]) -> list[int]:
@@ -209,7 +210,7 @@ class Engine:
     def run(self, passes: int) -> None:
         for _ in range(passes):
             followed = self.drafted
-            rows = self.policy.choose(self._schedule, MAX_ROWS, kind_of(followed=followed))
+            rows = self.policy.choose(self._schedule, MAX_ROWS, mode_of(followed=followed))
             self._learn()
             self._launch(rows, followed=followed)
 
@@ -219,8 +220,8 @@ class Engine:
     def _learn(self) -> None:
         if self._last is not None:
             outcomes, rows, took, followed = self._last
-            self.policy.observe(outcomes, kind_of(followed=followed), [True] * len(outcomes))
-            self.policy.observe_time(self._sequences, rows, took, kind_of(followed=followed))
+            self.policy.observe(outcomes, mode_of(followed=followed), [True] * len(outcomes))
+            self.policy.observe_time(self._sequences, rows, took, mode_of(followed=followed))
 
     def _launch(self, rows: DeviceRows | None, *, followed: bool) -> None:
         size = rows.rows if rows is not None else 0
@@ -378,9 +379,9 @@ def test_a_load_whose_rows_are_dear_does_not_judge_another(runner: ModelRunner) 
     for turn in range(800):
         count = (1, 8)[turn // 100 % 2]
         schedule(runner, live, *[request([5, 7], 99)] * count)
-        rows = policy.choose(steps[count], MAX_ROWS, Kind.ALONE)
+        rows = policy.choose(steps[count], MAX_ROWS, None)
         size = rows.rows if rows is not None else 0
-        policy.observe_time(count, rows, 1.0 + size * (count == 8), Kind.ALONE)
+        policy.observe_time(count, rows, 1.0 + size * (count == 8), None)
         chosen[count].append(size)
     assert chosen[1][100:].count(0) < 30 and chosen[8][100:].count(0) > 250
 
@@ -388,13 +389,13 @@ def test_a_load_whose_rows_are_dear_does_not_judge_another(runner: ModelRunner) 
 def test_passes_are_known_by_what_they_took() -> None:
     policy = RowPolicy(KEPT, DEVICES["large"].cost, {})
     rows = DeviceRows(16, (15,))
-    assert policy.seconds(1, 16, Kind.AHEAD) == 0.0
+    assert policy.seconds(1, 16, LaunchMode.RUN_AHEAD) == 0.0
     for _ in range(20):
-        policy.observe_time(1, rows, 7e-3, Kind.AHEAD)
-        policy.observe_time(1, None, 5e-3, Kind.AHEAD)
-    assert policy.seconds(1, 16, Kind.AHEAD) == pytest.approx(7e-3)
-    assert policy.seconds(1, 0, Kind.AHEAD) == pytest.approx(5e-3)
-    assert policy.seconds(1, 16, Kind.ALONE) == policy.seconds(2, 16, Kind.AHEAD) == 0.0
+        policy.observe_time(1, rows, 7e-3, LaunchMode.RUN_AHEAD)
+        policy.observe_time(1, None, 5e-3, LaunchMode.RUN_AHEAD)
+    assert policy.seconds(1, 16, LaunchMode.RUN_AHEAD) == pytest.approx(7e-3)
+    assert policy.seconds(1, 0, LaunchMode.RUN_AHEAD) == pytest.approx(5e-3)
+    assert policy.seconds(1, 16, None) == policy.seconds(2, 16, LaunchMode.RUN_AHEAD) == 0.0
 
 
 class Policies:
@@ -405,7 +406,7 @@ class Policies:
         self.live: dict[int, LiveSequence] = {}
 
     def rows(self, policy: RowPolicy, *requests: SequenceRequest, max_rows: int = MAX_ROWS) -> DeviceRows | None:
-        return policy.choose(schedule(self._runner, self.live, *requests), max_rows, Kind.ALONE)
+        return policy.choose(schedule(self._runner, self.live, *requests), max_rows, None)
 
 
 @pytest.fixture
@@ -439,7 +440,7 @@ def test_steps_have_only_so_many_rows(policies: Policies, max_rows: int, costed:
         sizes.add(rows.rows if rows is not None else 0)
         if rows is not None:
             assert rows.rows <= max_rows and all(most <= rows.rows - 4 for most in rows.most)
-        policy.observe_time(4, rows, 1e-3 * (1 + turn % 3), Kind.ALONE)
+        policy.observe_time(4, rows, 1e-3 * (1 + turn % 3), None)
     assert sizes <= {0, *(size for size in row_sizes(max_rows) if size > 4)}
     assert (sizes == {0}) is (max_rows == 4)
 
@@ -476,9 +477,9 @@ def test_nothing_is_drafted_past_the_last_token(runner: ModelRunner) -> None:
     sequence.totals.completion_tokens, sequence.pending_tokens = 12, 4
     sequence.kv_length += 4
     # Several guesses for each of the three tokens before it.
-    assert policy.choose(steps, MAX_ROWS, Kind.ALONE) == DeviceRows(32, (24,))
+    assert policy.choose(steps, MAX_ROWS, None) == DeviceRows(32, (24,))
     sequence.totals.completion_tokens = 15
-    assert policy.choose(steps, MAX_ROWS, Kind.ALONE) is None
+    assert policy.choose(steps, MAX_ROWS, None) is None
 
 
 def test_those_who_want_none_alone_get_none(policies: Policies) -> None:
@@ -498,7 +499,7 @@ def beside_a_prompt(engine: Engine, rows: int, runner: ModelRunner, **changes: o
 def test_drafted_rows_stand_behind_those_that_are_read(runner: ModelRunner, read: int, rows: int) -> None:
     engine = Engine(runner, DEVICES["free"], GOOD, sequences=4)
     engine.policy = RowPolicy(7, None, engine.live)
-    found = engine.policy.choose(beside_a_prompt(engine, read, runner), MAX_ROWS, Kind.ALONE)
+    found = engine.policy.choose(beside_a_prompt(engine, read, runner), MAX_ROWS, None)
     # Room for all that may be drafted, or as much as a step has.
     assert found == DeviceRows(rows, (0, *[7] * 4), 1, read)
     assert found.most == (0, *[min(7, rows - read - 4)] * 4)
@@ -510,13 +511,13 @@ def test_drafted_rows_stand_behind_those_that_are_read(runner: ModelRunner, read
 def test_a_prompt_may_leave_no_room(runner: ModelRunner, changes: dict[str, object], read: int) -> None:
     """Those who read are verified with the others, where they come to the end of their prompts."""
     engine = Engine(runner, DEVICES["free"], GOOD, sequences=4)
-    assert engine.policy.choose(beside_a_prompt(engine, read, runner, **changes), MAX_ROWS, Kind.ALONE) is None
+    assert engine.policy.choose(beside_a_prompt(engine, read, runner, **changes), MAX_ROWS, None) is None
 
 
 def test_where_all_read_there_are_none(runner: ModelRunner) -> None:
     engine = Engine(runner, DEVICES["free"], GOOD)
     alone = Schedule(beside_a_prompt(engine, 20, runner).chunks[:1])
-    assert engine.policy.choose(alone, MAX_ROWS, Kind.ALONE) is None
+    assert engine.policy.choose(alone, MAX_ROWS, None) is None
 
 
 @pytest.mark.parametrize("device", ["large", "by the row"])
@@ -529,7 +530,7 @@ def test_rows_beside_prompts_are_worth_their_time(
     drafts = Drafts(**DISTRIBUTIONS[distribution])  # type: ignore[arg-type]
     engine = Engine(runner, DEVICES[device], drafts, sequences=8)
     engine.run(400)
-    chosen = engine.policy.choose(beside_a_prompt(engine, read, runner), MAX_ROWS, kind_of(followed=True))
+    chosen = engine.policy.choose(beside_a_prompt(engine, read, runner), MAX_ROWS, mode_of(followed=True))
     without = engine.launches[-200:]
     rate = sum(one.tokens for one in without) / sum(engine.seconds(one.rows, followed=True) for one in without)
     held = next(size for size in row_sizes(MAX_ROWS) if size >= read + 8)
@@ -559,7 +560,7 @@ def test_tokens_of_a_pass_are_followed(runner: ModelRunner) -> None:
     assert engine.policy.tokens_each.value == pytest.approx(each, rel=0.2)
     # And forgotten with passes that have none.
     for _ in range(300):
-        engine.policy.observe([Verified(Walk((), 3), ()), None], Kind.ALONE, [False, False])
+        engine.policy.observe([Verified(Walk((), 3), ()), None], None, [False, False])
     assert engine.policy.tokens_each.value == pytest.approx(1.0, rel=0.01)
 
 

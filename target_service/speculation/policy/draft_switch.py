@@ -7,7 +7,8 @@ take beyond plain ones with as many rows.
 
 from __future__ import annotations
 
-from target_service.speculation.policy.draft_times import ENOUGH, ENOUGH_OF_MANY, LoadTimes, StepTime, Use, enough_plain
+from target_service.speculation.policy.draft_times import ENOUGH, ENOUGH_OF_MANY, LoadTimes, StepTime, enough_plain
+from target_service.speculation.policy.launch_mode import LaunchMode
 
 # Longest wait for a draft, in plain steps: a step hardly ever yields more tokens.
 _WORTH = 8.0
@@ -47,7 +48,7 @@ class DraftSwitch:
         """Drafted steps are about to come, in spite of a pause: sequences begin for which they are expected to pay."""
         self._plain_steps = 0
 
-    def choose(self, load: int, expected: float, *, ahead: bool, sending: float = 0.0) -> Use:
+    def choose(self, load: int, expected: float, *, ahead: bool, sending: float = 0.0) -> LaunchMode:
         """How the next step uses drafts. Called once per step. `expected` are the tokens of the `load` sequences that
         run, with drafts, in the time of a plain step and the drafted rows; `ahead`: a plain step may be launched behind
         the one under way; `sending` is the time to send the draft what it needs for a try, in plain steps."""
@@ -57,16 +58,16 @@ class DraftSwitch:
         if self._since_refresh > _REFRESH:
             # Contexts grow, and with them the time of a plain step.
             self._since_refresh, seen.plain.count = 0, 1 + enough - ENOUGH
-        use = Use.PLAIN if seen.plain.count < enough else self._decide(seen, load, expected, sending)
-        self._plain_steps = 0 if use is not Use.PLAIN else self._plain_steps + 1
+        use = LaunchMode.RUN_AHEAD if seen.plain.count < enough else self._decide(seen, load, expected, sending)
+        self._plain_steps = 0 if use is not LaunchMode.RUN_AHEAD else self._plain_steps + 1
         return use
 
-    def best(self, load: int, expected: float) -> Use:
+    def best(self, load: int, expected: float) -> LaunchMode:
         """What pays by present knowledge, without tries: for steps whose time is not observed."""
         seen = self._at(load)
         if seen.plain.count < ENOUGH or not seen.known:
-            return Use.PLAIN
-        return Use.AFTER if seen.gain(load, expected) > _MARGIN else Use.PLAIN
+            return LaunchMode.RUN_AHEAD
+        return LaunchMode.WAIT_FOR_DRAFT if seen.gain(load, expected) > _MARGIN else LaunchMode.RUN_AHEAD
 
     def needs_unfed(self, load: int, *, ahead: bool) -> bool:
         """Whether plain steps that feed no head have to be timed, now that a head's drafts are. More are needed where
@@ -79,14 +80,14 @@ class DraftSwitch:
         seen = self._at(load)
         return _WORTH * seen.plain.value if seen.plain.count >= ENOUGH else float("inf")
 
-    def _decide(self, seen: LoadTimes, load: int, expected: float, sending: float) -> Use:
+    def _decide(self, seen: LoadTimes, load: int, expected: float, sending: float) -> LaunchMode:
         if not seen.known or seen.gain(load, expected) > _MARGIN:
             self._trying, self._left, self._paid = False, 0, self._paid + 1
             if self._paid > _RECOVERED:
                 self._pause = _FIRST_PAUSE
-            return Use.AFTER
+            return LaunchMode.WAIT_FOR_DRAFT
         self._paid = 0
-        return Use.AFTER if self._try(_TRY * seen.overhead.value + sending) else Use.PLAIN
+        return LaunchMode.WAIT_FOR_DRAFT if self._try(_TRY * seen.overhead.value + sending) else LaunchMode.RUN_AHEAD
 
     def _try(self, cost: float) -> bool:
         """Whether a drafted step is due although drafts do not pay, to notice when they do again. `cost` is that of a

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from enum import Enum
 
 from target_service.core.running_means import RunningMean, RunningTime, bounded
 
@@ -23,15 +22,6 @@ _SHARE = 0.1
 # A step counts for at most this many times its kind's mean and a plain step together, so that a pause of the machine
 # does not decide. A plain step is taken within this factor of their mean, which it moves by a tenth at most. Chosen.
 _BOUND = 2.0
-
-
-class Use(Enum):
-    """How a step uses drafts."""
-
-    # Without drafts, or with rows that the device chooses.
-    PLAIN = "plain"
-    # It waits for drafts after the last committed tokens, while nothing runs.
-    AFTER = "after"
 
 
 def enough_plain(*, ahead: bool) -> int:

@@ -3,10 +3,10 @@
 Following a draft costs host time: it is sent every token, a head its hidden states, and its trees are received. Where
 that costs more than the drafts bring, nothing is sent to the draft for a while.
 
-The tokens of a pass are compared with those that the same pass would have made by lookup (`unaided`), times what passes
-without a draft make beyond that; only its time is compared with other passes, since it hardly depends on the text.
-Comparing tokens of passes before and after does not work: on an H200, a draft that made a third more was dropped most
-of the time, because texts differ by more.
+The tokens of a pass are compared with those that the same pass would have made by lookup (`lookup_baseline`), times
+what passes without a draft make beyond that; only its time is compared with other passes, since it hardly depends on
+the text. Comparing tokens of passes before and after does not work: on an H200, a draft that made a third more was
+dropped most of the time, because texts differ by more.
 """
 
 from __future__ import annotations
@@ -45,33 +45,34 @@ _times, _tokens = partial(RunningTime, _SHARE), partial(RunningMean, _TOKEN_SHAR
 
 @dataclass(slots=True)
 class _Followed:
-    """Means of passes that followed a draft: seconds, tokens made, tokens unaided, their squares and product."""
+    """Means of passes that followed a draft: seconds, tokens made, tokens by lookup alone, their squares and
+    product."""
 
     seconds: RunningTime = field(default_factory=_times)
     made: RunningMean = field(default_factory=_tokens)
-    unaided: RunningMean = field(default_factory=_tokens)
+    by_lookup: RunningMean = field(default_factory=_tokens)
     made_squared: RunningMean = field(default_factory=_tokens)
-    unaided_squared: RunningMean = field(default_factory=_tokens)
+    lookup_squared: RunningMean = field(default_factory=_tokens)
     product: RunningMean = field(default_factory=_tokens)
 
-    def compare(self, made: float, unaided: float) -> None:
+    def compare(self, made: float, by_lookup: float) -> None:
         self.made.observe(made)
-        self.unaided.observe(unaided)
+        self.by_lookup.observe(by_lookup)
         self.made_squared.observe(made * made)
-        self.unaided_squared.observe(unaided * unaided)
-        self.product.observe(made * unaided)
+        self.lookup_squared.observe(by_lookup * by_lookup)
+        self.product.observe(made * by_lookup)
 
     @property
     def ratio(self) -> float:
-        """Tokens made for each unaided token."""
-        return self.made.value / self.unaided.value if self.unaided.value else 1.0
+        """Tokens made for each token of lookup alone."""
+        return self.made.value / self.by_lookup.value if self.by_lookup.value else 1.0
 
     @property
     def error(self) -> float:
         """The standard error of the ratio, as a share of it."""
-        made, unaided = max(self.made.value, 1e-9), max(self.unaided.value, 1e-9)
-        varied = self.made_squared.value / made**2 + self.unaided_squared.value / unaided**2
-        varied -= 2 * self.product.value / (made * unaided)
+        made, by_lookup = max(self.made.value, 1e-9), max(self.by_lookup.value, 1e-9)
+        varied = self.made_squared.value / made**2 + self.lookup_squared.value / by_lookup**2
+        varied -= 2 * self.product.value / (made * by_lookup)
         return math.sqrt(max(0.0, varied) / max(1.0, min(self.made.count, 2 / _TOKEN_SHARE)))
 
 
@@ -130,15 +131,15 @@ class FollowSwitch:
         here = self._loads[load.bit_length()]
         (here.followed.seconds if followed else here.alone).observe(seconds)
 
-    def compare(self, load: int, made: float, unaided: float, *, followed: bool = True) -> None:
+    def compare(self, load: int, made: float, by_lookup: float, *, followed: bool = True) -> None:
         """Observe the tokens of a sequence in a pass that `followed` the draft or did not, and those that it would have
         made by lookup alone."""
         here = self._loads[load.bit_length()]
         if not followed:
             here.alone_made.observe(made)
-            here.alone_unaided.observe(unaided)
+            here.alone_unaided.observe(by_lookup)
             return
-        here.followed.compare(made, unaided)
+        here.followed.compare(made, by_lookup)
         if here.alone.count < _ALONE_FIRST:
             return
         if here.fails:

@@ -18,8 +18,8 @@ from target_service.sampling.verifier import Verified
 from target_service.speculation.drafts import FOLLOWED_ANYWAY, Drafting
 from target_service.speculation.merged_tree import MergedTree, PredictedTree
 from target_service.speculation.policy.draft_switch import DraftSwitch
-from target_service.speculation.policy.draft_times import Use
 from target_service.speculation.policy.follow_switch import FollowSwitch
+from target_service.speculation.policy.launch_mode import LaunchMode
 from target_service.speculation.policy.live_sequence import LiveSequence
 from target_service.speculation.policy.row_budget import IN_ORDER_NODES, Offer, RowBudget
 from target_service.speculation.policy.row_policy import RowPolicy
@@ -45,7 +45,7 @@ class Gathered:
     wait_ns: int
     # Sequences whose draft came too late.
     fallbacks: int
-    use: Use
+    use: LaunchMode
     # The cost of its rows, in plain steps.
     row_cost: float = 1.0
 
@@ -77,7 +77,7 @@ class Gathering:
     # Whether the device looks tokens up in the sequences' own texts.
     looks_up: bool = False
     # How the next step uses drafts, and whether it may be launched behind the one under way.
-    _use: Use = field(default=Use.AFTER, init=False)
+    _use: LaunchMode = field(default=LaunchMode.WAIT_FOR_DRAFT, init=False)
     _ahead: bool = field(default=False, init=False)
 
     @property
@@ -118,7 +118,7 @@ class Gathering:
         if not records:
             return False
         expected = sum(map(self.budget.expected_tokens, records)) / self.policy.tokens_each.value + load - len(records)
-        return switch.best(load, expected) is not Use.PLAIN
+        return switch.best(load, expected) is not LaunchMode.RUN_AHEAD
 
     @property
     def measures(self) -> bool:
@@ -135,29 +135,29 @@ class Gathering:
         self.drafting.follow_load(self.scheduler.load, self.drafts_useful)
         return self.drafting.active != was
 
-    def choose(self, running: SequenceOf[Sequence], *, ahead: bool) -> Use:
+    def choose(self, running: SequenceOf[Sequence], *, ahead: bool) -> LaunchMode:
         """How the next step uses drafts. `ahead`: the device verifies every sequence, and the step may be launched
         behind the one under way. Called once per step, before it is scheduled."""
         self._ahead = ahead
         use = self._best_use(running, ahead)
-        self._use = use if self.drafting.active else Use.PLAIN
+        self._use = use if self.drafting.active else LaunchMode.RUN_AHEAD
         return self._use
 
-    def _best_use(self, running: SequenceOf[Sequence], ahead: bool) -> Use:
+    def _best_use(self, running: SequenceOf[Sequence], ahead: bool) -> LaunchMode:
         """What pays in the next step. The switch counts steps while no draft is followed, too."""
         if not self.drafting.connected or self.drafting.too_many(self.scheduler.load):
-            return Use.PLAIN
+            return LaunchMode.RUN_AHEAD
         if ahead and self._device_chooses(running):
             # Rows come from the device's tables then.
-            return Use.PLAIN
+            return LaunchMode.RUN_AHEAD
         eligible = [one for one in running if self._may_be_drafted(one) and not self._is_led(one)]
         if not eligible:
-            return Use.PLAIN
+            return LaunchMode.RUN_AHEAD
         if self.switch is None:
-            return Use.AFTER
+            return LaunchMode.WAIT_FOR_DRAFT
         if self.drafting.active and self.drafting.latency.beginning:
             # It is followed, and its first answers are slower than later ones.
-            return Use.PLAIN
+            return LaunchMode.RUN_AHEAD
         records = [self.live[sequence.sequence_id].record for sequence in eligible]
         load, others = len(running), len(running) - len(eligible)
         # Per token of plain steps, which make more than one each where the device drafts for them.
@@ -204,7 +204,7 @@ class Gathering:
         trees, and this one was launched while it ran."""
         if self.switch is None:
             return
-        if gathered.use is Use.AFTER:
+        if gathered.use is LaunchMode.WAIT_FOR_DRAFT:
             if gathered.drafted:
                 self.switch.observe_after(load, seconds, gathered.row_cost, answered=gathered.answered)
         elif not behind_tree and not gathered.has_trees:
@@ -216,7 +216,7 @@ class Gathering:
         """Wait for the draft, if that was chosen, then cut every tree to the rows that pay."""
         taking = [chunk.sequence for chunk in schedule.chunks if chunk.takes_tree]
         drafted: list[Sequence] = []
-        if self._use is Use.AFTER and self.drafting.active:
+        if self._use is LaunchMode.WAIT_FOR_DRAFT and self.drafting.active:
             drafted = [sequence for sequence in taking if self.drafting.is_followed(sequence)]
         max_wait = float("inf") if self.switch is None else self.switch.max_wait(len(self.scheduler.running))
         wait_ns = self.drafting.wait_for(drafted, max_wait)
@@ -280,7 +280,7 @@ class Gathering:
 
     def plain(self, schedule: Schedule) -> Gathered:
         """A step of roots alone."""
-        return Gathered([self._tree(chunk, {}) for chunk in schedule.chunks], (), 0, 0, Use.PLAIN)
+        return Gathered([self._tree(chunk, {}) for chunk in schedule.chunks], (), 0, 0, LaunchMode.RUN_AHEAD)
 
     def _takes_one_path(self, sequence: Sequence) -> bool:
         """Whether of its trees only one path is verified. Rejection sampling needs all siblings."""

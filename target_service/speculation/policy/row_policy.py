@@ -11,7 +11,6 @@ from __future__ import annotations
 import bisect
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from enum import Enum
 
 import numba
 import numpy as np
@@ -24,6 +23,7 @@ from target_service.execution.batch import DeviceRows
 from target_service.model.cuda_graphs.sizes import row_sizes
 from target_service.sampling.verifier import Verified
 from target_service.speculation.policy.draft_times import StepTime
+from target_service.speculation.policy.launch_mode import LaunchMode
 from target_service.speculation.policy.live_sequence import LiveSequence
 from target_service.speculation.policy.step_cost import StepCost
 from tree_kernels.node_table.layout import KEPT, PROSPECTS
@@ -42,7 +42,7 @@ _COUNTS = np.array(PROSPECTS, np.float64)
 _GUESSES = 8
 # The smallest mean of expected tokens that is divided by.
 _LEAST_EXPECTED = 1e-3
-# Launches of a kind at one load before their time is used, and launches until all are timed again: contexts grow.
+# Launches of a mode at one load before their time is used, and launches until all are timed again: contexts grow.
 _ENOUGH, _REFRESH = 4, 512
 # Share of the best rate that a size needs, as estimated, to be timed.
 _WORTH_TIMING = 0.7
@@ -62,16 +62,8 @@ _TRUST_SHARE = 0.005
 _LEAST_TRUST, _MOST_TRUST = 0.05, 1.25
 
 
-class Kind(Enum):
-    """The draft of a pass, beside the sequences' own texts: none, one that is a pass behind, or one waited for."""
-
-    ALONE = "alone"
-    AHEAD = "ahead"
-    HELD = "held"
-
-
 class _Yield:
-    """Expected and accepted tokens of recent passes of one kind."""
+    """Expected and accepted tokens of recent passes of one mode."""
 
     def __init__(self) -> None:
         # Expected tokens of a sequence's best 1, 3, 7 .. rows.
@@ -115,19 +107,21 @@ class RowPolicy:
         self._cost = cost
         self._live = live
         self._disable_above = disable_above
-        self._yields = {kind: _Yield() for kind in Kind}
+        self._yields = {mode: _Yield() for mode in (None, *LaunchMode)}
         self._since_drafts, self._pause, self._left = 0, _PAUSE, 0
         self._was_alone = True
-        # By load in powers of two and kind: the time of a pass by its rows, 0 for a plain one, as a multiple of its
+        # By load in powers of two and mode: the time of a pass by its rows, 0 for a plain one, as a multiple of its
         # roots' cost.
-        self._times: dict[tuple[int, Kind], dict[int, StepTime]] = {}
+        self._times: dict[tuple[int, LaunchMode | None], dict[int, StepTime]] = {}
         self._since_timed = 0
         # Tokens of a sequence in a recent pass.
         self.tokens_each = RunningMean.settled(_SHARE, 1.0)
         # See `NodeTables.trust`.
         self.trust = 1.0
 
-    def choose(self, schedule: Schedule, max_rows: int, kind: Kind, waits: float = 0.0) -> DeviceRows | None:
+    def choose(
+        self, schedule: Schedule, max_rows: int, mode: LaunchMode | None, waits: float = 0.0
+    ) -> DeviceRows | None:
         """The rows of a step of at most `max_rows`, which waits `waits` seconds for its drafts; None where a plain step
         is better, or the distribution of some sequence requires one."""
         if not self.on:
@@ -141,10 +135,12 @@ class RowPolicy:
         if not any(limits):
             return None
         read_rows = schedule.read_rows
-        best = self._best(limits, read_rows, max_rows, kind, waits)
+        best = self._best(limits, read_rows, max_rows, mode, waits)
         return DeviceRows(best, (*[0] * reading, *limits), reading, read_rows) if best else None
 
-    def _best(self, limits: SequenceOf[int], read_rows: int, max_rows: int, kind: Kind, waits: float) -> int:
+    def _best(
+        self, limits: SequenceOf[int], read_rows: int, max_rows: int, mode: LaunchMode | None, waits: float
+    ) -> int:
         """Rows of a pass of sequences with these limits, beside `read_rows` of prompts; 0 for a plain one."""
         # Sizes of passes without prompts, which the device could run instead.
         sizes, sequences = _sizes(limits, 0, max_rows), len(limits)
@@ -152,43 +148,47 @@ class RowPolicy:
         if not beside or self._cost is None:
             return beside[-1] if beside else 0
         if not read_rows:
-            return self._tried(sizes, sequences, kind, waits)
-        rate = sequences * max(self._rates(sizes, sequences, kind, waits).values())
-        tokens = {rows: sequences * self._tokens(sequences, rows - read_rows, kind) for rows in beside}
+            return self._tried(sizes, sequences, mode, waits)
+        rate = sequences * max(self._rates(sizes, sequences, mode, waits).values())
+        tokens = {rows: sequences * self._tokens(sequences, rows - read_rows, mode) for rows in beside}
         # Rows pay if they bring more than passes without prompts do in the time that they take.
         profit = {rows: tokens[rows] - rate * self._cost(rows) for rows in beside}
         best = max(beside, key=lambda rows: profit[rows])
         return best if tokens[best] > _MARGIN * sequences else 0
 
-    def seconds(self, sequences: int, rows: int, kind: Kind) -> float:
+    def seconds(self, sequences: int, rows: int, mode: LaunchMode | None) -> float:
         """Measured seconds of a pass with `rows`, 0 for a plain one; 0 while unknown."""
-        measured = self._measured(sequences, kind).get(rows)
+        measured = self._measured(sequences, mode).get(rows)
         return 0.0 if measured is None or self._cost is None else measured * self._cost(sequences)
 
-    def _measured(self, sequences: int, kind: Kind) -> dict[int, float]:
+    def _measured(self, sequences: int, mode: LaunchMode | None) -> dict[int, float]:
         """By rows, 0 for a plain pass, the measured times of passes as multiples of the cost of their roots."""
-        times = self._times.get((sequences.bit_length(), kind), {})
+        times = self._times.get((sequences.bit_length(), mode), {})
         return {rows: one.value for rows, one in times.items() if one.count >= _ENOUGH}
 
-    def observe_time(self, sequences: int, device_rows: DeviceRows | None, seconds: float, kind: Kind) -> None:
+    def observe_time(
+        self, sequences: int, device_rows: DeviceRows | None, seconds: float, mode: LaunchMode | None
+    ) -> None:
         if self._cost is not None:
             rows = device_rows.rows if device_rows is not None else 0
-            times = self._times.setdefault((sequences.bit_length(), kind), {})
+            times = self._times.setdefault((sequences.bit_length(), mode), {})
             if rows not in times:
                 times[rows] = StepTime(first_few=_ENOUGH)
             times[rows].observe(seconds / self._cost(sequences))
 
-    def observe(self, outcomes: SequenceOf[Verified | None], kind: Kind, drafted: SequenceOf[bool]) -> None:
+    def observe(
+        self, outcomes: SequenceOf[Verified | None], mode: LaunchMode | None, drafted: SequenceOf[bool]
+    ) -> None:
         """Learn from passes whose rows the device chose. `drafted`: the sequence's table holds only a draft's nodes."""
         passes = [one for outcome in outcomes if outcome is not None for one in outcome.device_passes]
         if not passes:
             self.tokens_each.observe(1.0)
             return
-        self._yields[kind].observe(passes)
+        self._yields[mode].observe(passes)
         self.tokens_each.observe(1 + sum([one.accepted for one in passes]) / len(passes))
         known = zip(outcomes, drafted, strict=True)
         followed = [one for outcome, has in known if has and outcome is not None for one in outcome.device_passes]
-        if kind is not Kind.ALONE and followed:
+        if mode is not None and followed:
             from_table = sum([one.accepted_from_table for one in followed]) / len(followed)
             excess = from_table - sum([one.expected_from_table for one in followed]) / len(followed)
             self.trust = min(_MOST_TRUST, max(_LEAST_TRUST, self.trust * (1 + _TRUST_SHARE * excess)))
@@ -201,19 +201,19 @@ class RowPolicy:
         # The target samples the last token itself.
         return max(0, min(self._limit, request.max_draft_nodes, _GUESSES * (live.sequence.remaining - 1)))
 
-    def _tried(self, sizes: SequenceOf[int], sequences: int, kind: Kind, waits: float) -> int:
+    def _tried(self, sizes: SequenceOf[int], sequences: int, mode: LaunchMode | None, waits: float) -> int:
         """The size with the highest rate, or at times another one, to measure it again."""
-        if self._was_alone and kind is not Kind.ALONE:
-            self._yields[kind].restart()
+        if self._was_alone and mode is not None:
+            self._yields[mode].restart()
             self._since_drafts, self._pause = _PAUSE // 2, _PAUSE
-        self._was_alone = kind is Kind.ALONE
+        self._was_alone = mode is None
         self._since_timed += 1
         if self._since_timed > _REFRESH:
             self._since_timed = 0
-            times = self._times.get((sequences.bit_length(), kind), {})
+            times = self._times.get((sequences.bit_length(), mode), {})
             for rows in (0, *sizes):
                 times.pop(rows, None)
-        rates, measured = self._rates(sizes, sequences, kind, waits), self._measured(sequences, kind)
+        rates, measured = self._rates(sizes, sequences, mode, waits), self._measured(sequences, mode)
         rates[0] *= _MARGIN
         best = max(rates, key=rates.__getitem__)
         for rows, rate in rates.items():
@@ -226,31 +226,31 @@ class RowPolicy:
             self._left -= 1
             return sizes[0]
         self._since_drafts += 1
-        expected = self._expected_times((0, sizes[0]), sequences, kind)
+        expected = self._expected_times((0, sizes[0]), sequences, mode)
         slower = expected[sizes[0]] / expected[0] - 1
         if self._since_drafts <= min(self._pause, max(_TRY, _TRY * slower / _TRYING)):
             return 0
         self._since_drafts, self._pause, self._left = 0, min(_LONGEST_PAUSE, 2 * self._pause), _TRY - 1
         return sizes[0]
 
-    def _rates(self, sizes: SequenceOf[int], sequences: int, kind: Kind, waits: float) -> dict[int, float]:
+    def _rates(self, sizes: SequenceOf[int], sequences: int, mode: LaunchMode | None, waits: float) -> dict[int, float]:
         """Tokens a second of a sequence by the rows of a pass, 0 for a plain one; others wait `waits` seconds."""
         assert self._cost is not None
         cost = self._cost(sequences)
         return {
-            rows: self._tokens(sequences, rows, kind) / (cost * multiple + (waits if rows else 0.0))
-            for rows, multiple in self._expected_times((0, *sizes), sequences, kind).items()
+            rows: self._tokens(sequences, rows, mode) / (cost * multiple + (waits if rows else 0.0))
+            for rows, multiple in self._expected_times((0, *sizes), sequences, mode).items()
         }
 
-    def _tokens(self, sequences: int, rows: int, kind: Kind) -> float:
+    def _tokens(self, sequences: int, rows: int, mode: LaunchMode | None) -> float:
         """Tokens of each sequence in a pass with `rows`."""
-        return self._yields[kind].tokens(max(0, rows - sequences) / sequences)
+        return self._yields[mode].tokens(max(0, rows - sequences) / sequences)
 
-    def _expected_times(self, sizes: SequenceOf[int], sequences: int, kind: Kind) -> dict[int, float]:
+    def _expected_times(self, sizes: SequenceOf[int], sequences: int, mode: LaunchMode | None) -> dict[int, float]:
         """By rows, the times of passes as multiples of the cost of their roots: as measured, or that of a plain pass
         scaled by the cost of the rows."""
         assert self._cost is not None
-        measured, cost = self._measured(sequences, kind), self._cost(sequences)
+        measured, cost = self._measured(sequences, mode), self._cost(sequences)
         plain = measured.get(0, 1.0)
         return {
             rows: measured[rows] if rows in measured else plain * self._cost(max(sequences, rows)) / cost

@@ -34,7 +34,7 @@ _SEEN, _SHARE = 64, 0.02
 # Launches of a window, and those at its start that do not count: a draft is sent every sequence then, and the host
 # still works for what the other level left. Chosen: some thousand tokens, of whose time prompts take a varying part.
 _WINDOW, _WARM_UP = 72, 20
-# A window ends after so many launches if it is below this share of the fastest rate. Chosen, as in `LaunchModes`.
+# A window ends after so many launches if it is below this share of the fastest rate. Chosen, as in `LaunchPolicy`.
 _FEW, _HOPELESS = 36, 0.8
 # Launches between two trials, and their factor while the same level wins. The first trial has one window of each level,
 # and may err. Trials of three levels, the slowest at half the rate, cost at most 1.5 % in the end

@@ -20,8 +20,8 @@ from target_service.engine.step import Step
 from target_service.execution.device_executor import DeviceSteps
 from target_service.execution.multi_step import Stride
 from target_service.speculation.policy.follow_switch import FollowSwitch
+from target_service.speculation.policy.lookup_baseline import LookupBaseline, followed_chain
 from target_service.speculation.policy.step_cost import StepCost
-from target_service.speculation.policy.unaided import Unaided, followed_chain
 from tree_kernels.node_table import longest_run
 
 
@@ -58,7 +58,7 @@ def test_a_chain_is_followed_as_far_as_the_text_says_it(text: list[int], data: s
 
 
 @pytest.mark.parametrize(
-    ("rows", "unaided"),
+    ("rows", "by_lookup"),
     [
         # The chain is 3 4 1 2 3 4 ...; of the text it holds four tokens before the 9.
         (15, 5),
@@ -67,43 +67,43 @@ def test_a_chain_is_followed_as_far_as_the_text_says_it(text: list[int], data: s
         (0, 1),
     ],
 )
-def test_a_pass_is_compared_with_a_chain_of_as_many_rows(rows: int, unaided: int) -> None:
-    text, compared = [1, 2, 3, 4, 1, 2], Unaided(lookup_tokens=15)
+def test_a_pass_is_compared_with_a_chain_of_as_many_rows(rows: int, by_lookup: int) -> None:
+    text, compared = [1, 2, 3, 4, 1, 2], LookupBaseline(lookup_tokens=15)
     own = sequence([*text, 3, 4])
-    compared.note(3, cast(Sequence, own), start=6, made=2, rows=rows)
+    compared.start_comparison(3, cast(Sequence, own), start=6, made=2, rows=rows)
     own.token_ids += [1, 2, 9]
     own.token_ids += [7] * 20
-    assert compared.take() == (3, 2, unaided, True)
-    assert compared.take() is None
+    assert compared.finished_comparison() == (3, 2, by_lookup, True)
+    assert compared.finished_comparison() is None
 
 
 def test_a_comparison_waits_for_the_text_to_go_on() -> None:
-    compared, own = Unaided(lookup_tokens=4), sequence([5, 6, 5, 6])
-    compared.note(1, cast(Sequence, own), start=3, made=1, rows=15)
+    compared, own = LookupBaseline(lookup_tokens=4), sequence([5, 6, 5, 6])
+    compared.start_comparison(1, cast(Sequence, own), start=3, made=1, rows=15)
     # One at a time.
-    compared.note(1, cast(Sequence, sequence([8, 8])), start=1, made=1, rows=15)
+    compared.start_comparison(1, cast(Sequence, sequence([8, 8])), start=1, made=1, rows=15)
     for token in (5, 6, 5):
-        assert compared.take() is None
+        assert compared.finished_comparison() is None
         own.token_ids.append(token)
-    assert compared.take() is None
+    assert compared.finished_comparison() is None
     own.token_ids.append(6)
-    assert compared.take() == (1, 1, 5, True)
+    assert compared.finished_comparison() == (1, 1, 5, True)
 
 
 def test_a_text_that_has_ended_is_compared_as_it_is() -> None:
-    compared, own = Unaided(lookup_tokens=15), sequence([5, 6, 5, 6, 5])
-    compared.note(1, cast(Sequence, own), start=3, made=2, rows=15)
+    compared, own = LookupBaseline(lookup_tokens=15), sequence([5, 6, 5, 6, 5])
+    compared.start_comparison(1, cast(Sequence, own), start=3, made=2, rows=15)
     own.totals.finished_ns = 1
     # Two tokens were left to say, whoever had known more.
-    assert compared.take() == (1, 2, 2, True)
+    assert compared.finished_comparison() == (1, 2, 2, True)
 
 
 def test_without_lookup_a_pass_would_make_one_token() -> None:
-    compared, own = Unaided(lookup_tokens=0), sequence([5, 6, 5, 6, 5])
-    compared.note(1, cast(Sequence, own), start=2, made=3, rows=15)
-    assert compared.take() == (1, 3, 1, True)
-    compared.note(1, cast(Sequence, own), start=2, made=3, rows=15, followed=False)
-    assert compared.take() == (1, 3, 1, False)
+    compared, own = LookupBaseline(lookup_tokens=0), sequence([5, 6, 5, 6, 5])
+    compared.start_comparison(1, cast(Sequence, own), start=2, made=3, rows=15)
+    assert compared.finished_comparison() == (1, 3, 1, True)
+    compared.start_comparison(1, cast(Sequence, own), start=2, made=3, rows=15, followed=False)
+    assert compared.finished_comparison() == (1, 3, 1, False)
 
 
 @pytest.mark.parametrize("passes", [1, 2], ids=["pass by pass", "two passes at once"])
@@ -140,4 +140,4 @@ def test_the_engine_compares_what_a_draft_brings(
     assert [tuple(said[number]) for number in range(3)] == [text[3:] for text in truth]
     assert launched[passes] > 10
     assert len(compared) > 3 and {load for load, _, _ in compared} == {1}
-    assert sum(made for _, made, _ in compared) > 1.3 * sum(unaided for *_, unaided in compared)
+    assert sum(made for _, made, _ in compared) > 1.3 * sum(by_lookup for *_, by_lookup in compared)

@@ -31,7 +31,7 @@ class _Pass:
 
 
 @dataclass(slots=True)
-class Unaided:
+class LookupBaseline:
     """Compares one pass of one sequence at a time: that is enough, and each costs some host time."""
 
     # Tokens that the device looks up at most; 0 for none.
@@ -43,15 +43,17 @@ class Unaided:
             # Compile now, not at the first comparison.
             followed_chain(np.zeros(2, np.int32), 1)
 
-    def note(self, load: int, sequence: Sequence, start: int, made: int, rows: int, *, followed: bool = True) -> None:
-        """Begin to compare a pass that `followed` a draft or did not, and made `made` tokens after the first `start` of
+    def start_comparison(
+        self, load: int, sequence: Sequence, start: int, made: int, rows: int, *, followed: bool = True
+    ) -> None:
+        """Start to compare a pass that `followed` a draft or did not, and made `made` tokens after the first `start` of
         a sequence; by lookup it would have had `rows` rows of a chain. Ignored while another pass is compared."""
         if self._pending is None:
             self._pending = _Pass(load, sequence, start, made, min(rows, self.lookup_tokens), followed)
 
-    def take(self) -> tuple[int, int, int, bool] | None:
+    def finished_comparison(self) -> tuple[int, int, int, bool] | None:
         """(load, tokens that the pass made, tokens that it would have made by lookup, whether it followed a draft) of
-        the comparison under way, once the text is longer by a chain, or has ended; else None."""
+        the running comparison, once the text is longer by a chain, or has ended; else None."""
         if self._pending is None:
             return None
         was, token_ids = self._pending, self._pending.sequence.token_ids

@@ -1,0 +1,14 @@
+"""Whether a step waits for its draft."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class LaunchMode(Enum):
+    """How a step with a draft is launched. A pass that no draft follows has no mode (None)."""
+
+    # Without waiting: with the rows that the device chooses from the trees it has, or with none.
+    RUN_AHEAD = "run_ahead"
+    # Once the draft has answered the last committed tokens. Nothing runs on the device until then.
+    WAIT_FOR_DRAFT = "wait_for_draft"
