@@ -166,20 +166,20 @@ def run(
     step_cost: StepCost | None = None,
     stagger: int = 0,
     late: int = 0,
-    followable: bool = False,
+    can_launch_before_results: bool = False,
     on_device: bool = False,
     launch: Steps | None = None,
     stride: int = 1,
 ) -> list[Outcome]:
     """Run all requests together, each joining `stagger` steps after the one before. Checks the KV cache.
 
-    `followable` prepares each step before the one under way has ended, as on a device that verifies by itself;
-    `on_device` does so with what such a device runs, in its plain form. `launch` takes the place of either.
+    `can_launch_before_results` prepares each step before the one under way has ended, as on a device that verifies by
+    itself; `on_device` does so with what such a device runs, in its plain form. `launch` takes the place of either.
     `execution.multi_step` is how many passes such steps begin with, which the engine may change.
     """
     if launch is None and on_device:
         launch = DeviceSteps(runner, max_sequences=DEVICE_SEQUENCES, max_rows=512)
-    launch = launch or HostSteps(runner, followable=followable)
+    launch = launch or HostSteps(runner, can_launch_before_results=can_launch_before_results)
     loop = EngineLoop(runner, config or engine_config(), steps=launch, step_cost=step_cost, stride=Stride(stride))
     if propose is not None:
         loop.drafting.attach(ScriptedDraft(loop.drafting, propose, late=late))

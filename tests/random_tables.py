@@ -23,8 +23,8 @@ LAST_POSITION = 200
 
 class Case(NamedTuple):
     """`rows` that each sequence may have, `longest` keys before a root, and `vocabulary` tokens in use: few tokens make
-    long walks, long runs and chains that coincide with nodes. The first sequences are `reading` so many rows, and may
-    have none."""
+    long walks, long runs and chains that coincide with nodes. The first sequences are `prefilling` so many rows, and
+    may have none."""
 
     page_size: int
     rows: list[int]
@@ -32,13 +32,13 @@ class Case(NamedTuple):
     longest: int
     vocabulary: int
     lookup_tokens: int = LOOKUP
-    reading: tuple[int, ...] = ()
+    prefilling: tuple[int, ...] = ()
     recycles: bool = False
 
     @property
     def passes(self) -> int:
         """Steps with prompts are not gone on with."""
-        return 1 if self.reading else PASSES
+        return 1 if self.prefilling else PASSES
 
 
 CASES = (
@@ -51,11 +51,11 @@ CASES = (
     Case(16, [64, 1, 64, 0, 16, 9, 3], 8, 300, 4),
     Case(16, [64] * 5, 40, 60, 2, 0),
     Case(4, [64] * 4, 60, 200, 4, 5),
-    Case(16, [0, 0, 64, 64, 9], 128, 90, 3, reading=(37, 1)),
-    Case(4, [0, 64, 0, 64], 70, 40, 4, reading=(64,)),
+    Case(16, [0, 0, 64, 64, 9], 128, 90, 3, prefilling=(37, 1)),
+    Case(4, [0, 64, 0, 64], 70, 40, 4, prefilling=(64,)),
     Case(16, [16, 64, 1, 0, 9, 30], 64, 60, 30, recycles=True),
     Case(4, [20] * 4, 40, 20, 6, 0, recycles=True),
-    Case(16, [0, 0, 64, 9], 64, 90, 30, reading=(20, 1), recycles=True),
+    Case(16, [0, 0, 64, 9], 64, 90, 30, prefilling=(20, 1), recycles=True),
     Case(16, [12] * 5, 60, 120, 5, recycles=True),
     Case(4, [64, 40], 64, 300, 4, recycles=True),
 )
@@ -69,7 +69,7 @@ class Given(NamedTuple):
     tokens: torch.Tensor
     pending: torch.Tensor
     moves: torch.Tensor
-    places: torch.Tensor
+    table_slots: torch.Tensor
     tables: dict[int, list[int]]
 
 
@@ -139,16 +139,16 @@ def random_table(text: list[int], vocabulary: int, rng: random.Random) -> list[i
 def given_for(case: Case, seed: int) -> Given:
     """The same in every process."""
     generator, rng = torch.Generator().manual_seed(seed), random.Random(seed)
-    reading = len(case.reading)
-    roots = [*case.reading, *(min(1, rows) for rows in case.rows[reading:])]
+    prefilling = len(case.prefilling)
+    roots = [*case.prefilling, *(min(1, rows) for rows in case.rows[prefilling:])]
     step = random_step(roots, case.page_size, generator, longest=case.longest, room=260, rows_in_all=case.rows_in_all)
     records = step.parameters.view(-1, RECORD)
     records[:, MODE] = torch.arange(len(roots)).int() % 2
     records[0, MODE] = Mode.COUPLED
     records[:, ROWS] = torch.tensor(case.rows, dtype=torch.int32)
     assert step.causal is not None
-    step.causal[:reading] = 1
-    first = list(range(sum(case.reading), sum(roots)))
+    step.causal[:prefilling] = 1
+    first = list(range(sum(case.prefilling), sum(roots)))
     step.token_ids[first] = integers(generator, 0, case.vocabulary, len(first))
     # Some are awaited.
     step.token_ids[first[::2]] = -1 - torch.randperm(MAX_SEQUENCES, generator=generator)[: len(first[::2])].int()
@@ -156,29 +156,29 @@ def given_for(case: Case, seed: int) -> Given:
     tokens = integers(generator, 0, case.vocabulary, slots)
     pending = integers(generator, 0, case.vocabulary, MAX_SEQUENCES)
     moves = integers(generator, 0, 4, MAX_SEQUENCES)
-    places, tables = [-1] * MAX_SEQUENCES, dict[int, list[int]]()
+    table_slots, tables = [-1] * MAX_SEQUENCES, dict[int, list[int]]()
     free = rng.sample(range(MAX_SEQUENCES), MAX_SEQUENCES)
     for b, row in enumerate(step.query_starts[:-1].tolist()):
-        if b < reading or not roots[b] or rng.random() < (0.3 if case.recycles else 0.15):
+        if b < prefilling or not roots[b] or rng.random() < (0.3 if case.recycles else 0.15):
             continue
         root, moved = int(step.token_ids[row]), 0
         if root < 0:
             root, moved = int(pending[-1 - root]), int(moves[-1 - root])
         text = [*text_of(step, tokens, b, int(step.prefix_lengths[b]) + moved, case.page_size), root]
-        places[b] = free.pop()
-        tables[places[b]] = random_table(text, case.vocabulary, rng)
-    return Given(step, tokens, pending, moves, torch.tensor(places, dtype=torch.int32), tables)
+        table_slots[b] = free.pop()
+        tables[table_slots[b]] = random_table(text, case.vocabulary, rng)
+    return Given(step, tokens, pending, moves, torch.tensor(table_slots, dtype=torch.int32), tables)
 
 
-def seat(table: NodeTable, places: torch.Tensor, tables: Mapping[int, Sequence[int]]) -> None:
+def assign_slots(table: NodeTable, table_slots: torch.Tensor, tables: Mapping[int, Sequence[int]]) -> None:
     """Give the step's sequences their slots [B], and slots their tables, by way of boxes."""
-    mail = Mailboxes(table.max_sequences, places.device)
+    mail = Mailboxes(table.max_sequences, table_slots.device)
     for slot, given in tables.items():
         mail.next_table(slot)[:] = given
         mail.put(slot)
     mail.send()
-    table.seat(places)
-    table.take(mail)
+    table.assign_slots(table_slots)
+    table.copy_tables(mail)
 
 
 def table_for(case: Case, tokens: torch.Tensor, backend: Literal["triton", "torch"]) -> NodeTable:
@@ -209,7 +209,7 @@ def random_logits(rows: int, vocabulary: int, seed: int) -> torch.Tensor:
     return shuffled * -0.7
 
 
-def random_verdicts(step: StepIntegers, vocabulary: int, rng: random.Random, reading: int = 0) -> Verdicts:
+def random_verdicts(step: StepIntegers, vocabulary: int, rng: random.Random, prefilling: int = 0) -> Verdicts:
     """A random path down each sequence's tree, and a token behind it: often one that has a row too, which no target
     says, so that walks go on. Of those that read a token alone, or nothing."""
     starts, parents = step.query_starts.tolist(), (step.parents.tolist() if step.parents is not None else [])
@@ -217,7 +217,7 @@ def random_verdicts(step: StepIntegers, vocabulary: int, rng: random.Random, rea
     verdicts.accepted_counts.zero_()
     for b, (first, end) in enumerate(itertools.pairwise(starts)):
         at, path = 0, []
-        if b < reading:
+        if b < prefilling:
             verdicts.next_tokens[b] = rng.choice([-1, rng.randrange(vocabulary)])
             continue
         while rng.random() < 0.6:
@@ -250,7 +250,7 @@ def run_pass(
     if last:
         table.report(step, verdicts)
     else:
-        table.go_on(step, verdicts)
+        table.report_and_choose_rows(step, verdicts)
 
 
 def reports_of(table: NodeTable, b: int, turn: int) -> list[int]:
@@ -259,35 +259,39 @@ def reports_of(table: NodeTable, b: int, turn: int) -> list[int]:
     return reports[: REPORT_TOKENS + reports[0] + 1] + reports[REPORT_ROWS : REPORT_ROWS + reports[0]]
 
 
-def moved_on(case: Case, seed: int, backend: Literal["triton", "torch"]) -> list[object]:
+def shifted_by_accepted(case: Case, seed: int, backend: Literal["triton", "torch"]) -> list[object]:
     """The step after `begin`, and after each of `PASSES` passes, with what was said by then and the text."""
     given, device = given_for(case, seed), DEVICE if backend == "triton" else torch.device("cpu")
     step = StepIntegers(*(getattr(given.step, name).to(device) for name in given.step.__slots__))
     table = table_for(case, given.tokens.to(device), backend)
     # Left over from a launch before.
     table.accepted.copy_(given.moves)
-    seat(table, given.places.to(device), given.tables)
+    assign_slots(table, given.table_slots.to(device), given.tables)
     found: list[object] = []
 
     def note() -> None:
         found.append([getattr(step, name).tolist() for name in step.__slots__])
 
-    reading = len(case.reading)
-    table.begin(step, given.pending.to(device), given.moves.to(device) if seed % 2 else None, reading)
+    prefilling = len(case.prefilling)
+    table.choose_rows(step, given.pending.to(device), given.moves.to(device) if seed % 2 else None, prefilling)
     note()
     rng = random.Random(seed)
     for turn in range(case.passes):
         # The last one is reported alone in every other case, whatever its step.
         last = turn == case.passes - 1 and seed % 2 == 0
         run_pass(
-            table, step, random_verdicts(step, case.vocabulary, rng, reading), last=last, vocabulary=case.vocabulary + 5
+            table,
+            step,
+            random_verdicts(step, case.vocabulary, rng, prefilling),
+            last=last,
+            vocabulary=case.vocabulary + 5,
         )
         note()
         assert not last or found[-1] == found[-2], "a report moved the step on"
     for b, rows in enumerate(case.rows):
         if rows:
             found.append([reports_of(table, b, turn) for turn in range(case.passes)])
-        elif b < reading:
+        elif b < prefilling:
             # The rest says what was never found.
             found.append([[*reports_of(table, b, 0)[:1], *reports_of(table, b, 0)[REPORT_TOKENS:]]])
     count = len(case.rows)

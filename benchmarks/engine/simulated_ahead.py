@@ -121,7 +121,7 @@ class _Pass:
         self.ends_at = 0.0
 
     @property
-    def followable(self) -> bool:
+    def can_launch_before_results(self) -> bool:
         """Whether the device verifies every sequence."""
         return all(verifier.on_device for verifier in self.verifiers)
 
@@ -304,7 +304,7 @@ def _loop_for(mode: str, texts: Texts, times: DeviceTimes, most: int, steps: Dec
     runner: Any = empty_runner(texts.vocabulary_size, most * _LONGEST_TEXT)
     runner.__class__ = TextRunner
     runner.texts = texts
-    runner.keep_tokens(most, 0 if mode == "plain" else 15, "torch")
+    runner.enable_device_row_selection(most, 0 if mode == "plain" else 15, "torch")
     device = SimulatedDevice(runner, times, most, config.step_rows)
     return EngineLoop(runner, config, steps=device, step_cost=times.cost(), observer=steps)
 

@@ -70,7 +70,7 @@ class DeviceTimes:
 class _Running:
     """A step under way; see `Launched`."""
 
-    on_device = followable = True
+    on_device = can_launch_before_results = True
     # Its clock is the host's.
     span: DeviceSpan | None = None
 

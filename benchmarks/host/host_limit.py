@@ -90,7 +90,7 @@ def engine(mode: str, options: argparse.Namespace, *, adaptive: bool = True) -> 
     runner: Any = empty_runner(VOCABULARY, sequences * _PLACES)
     runner.__class__ = HostRunner
     runner.prepare(Times(), sequences, config.step_rows, 2 * _PLACES)
-    runner.keep_tokens(sequences, backend="torch")
+    runner.enable_device_row_selection(sequences, backend="torch")
     cost = [(rows, share * one_pass) for rows, share in COSTS]
     steps = HostOnly(runner, Times(), StepCost(cost), sequences, config.step_rows, accepted=tuple(options.accepted))
     step_cost = StepCost(cost) if adaptive else None

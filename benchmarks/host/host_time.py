@@ -100,7 +100,7 @@ class _Running:
 
     def __init__(self, launched: Launched, ends_at: float, times: Times) -> None:
         self._launched, self._ends_at = launched, ends_at
-        self.followable = launched.followable
+        self.can_launch_before_results = launched.can_launch_before_results
         chosen = isinstance(launched, TableStep)
         self._outcomes = times.timed("outcomes", launched.outcomes) if chosen else launched.outcomes
 
@@ -227,9 +227,9 @@ class HostOnly(DeviceSteps):
             return
         assert batch.device_rows is not None and self._runner.node_table is not None
         reports = self._runner.node_table.reports.numpy()[:count]
-        each = max(1, (batch.device_rows.rows - batch.device_rows.read_rows) // count - 1)
+        each = max(1, (batch.device_rows.rows - batch.device_rows.prefill_rows) // count - 1)
         accepted = numpy.minimum(self._random.choice(self._accepted, count), each)
-        accepted[: batch.device_rows.reading] = 0
+        accepted[: batch.device_rows.prefilling] = 0
         for passes in range(reports.shape[1]):
             report = reports[:, passes]
             report[:, Figure.ACCEPTED], report[:, Figure.DRAFTED] = accepted, each
@@ -332,7 +332,7 @@ def measure(sequences: int, options: argparse.Namespace) -> dict[str, dict[str, 
     runner: Any = empty_runner(VOCABULARY, sequences * _LONGEST)
     runner.__class__ = HostRunner
     runner.prepare(times, sequences, config.step_rows)
-    runner.keep_tokens(sequences, backend="torch")
+    runner.enable_device_row_selection(sequences, backend="torch")
     steps = HostOnly(runner, times, lambda _: one_pass, sequences, config.step_rows)
     cost = StepCost([(rows, share * one_pass) for rows, share in COSTS])
     loop = EngineLoop(runner, config, steps=steps, step_cost=cost, observer=PrometheusObserver("none", "none", "0"))

@@ -3,8 +3,8 @@
     python -m benchmarks.kernels.node_table [--json FILE]
 
 Every case has random trees below the last token of random texts, checks the kernels' rows against PyTorch's, then
-replays a CUDA graph of `NodeTable.begin`, which ranks what may follow and lays out the pass. Each draft's tree counts
-as a whole: after a pass that accepted nothing, all of it may follow. Three small copies are timed too.
+replays a CUDA graph of `NodeTable.choose_rows`, which ranks what may follow and lays out the pass. Each draft's tree
+counts as a whole: after a pass that accepted nothing, all of it may follow. Three small copies are timed too.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class Step:
             _draw(rng, int(roots[b]), case, mail.next_table(b))
             mail.put(b)
         mail.send()
-        self.table.seat(ints(torch.arange(count)))
-        self.table.take(mail)
+        self.table.assign_slots(ints(torch.arange(count)))
+        self.table.copy_tables(mail)
         self._pending = ints(torch.zeros(1))
         self._starts, self._roots = self.step.query_starts.clone(), self.step.token_ids[:count].clone()
 
@@ -91,7 +91,7 @@ class Step:
         """Choose the rows. Repeatable: what the last call laid out begins with the same roots."""
         self.step.query_starts.copy_(self._starts)
         self.step.token_ids[: len(self._roots)].copy_(self._roots)
-        self.table.begin(self.step, self._pending)
+        self.table.choose_rows(self.step, self._pending)
 
 
 def _draw(rng: random.Random, root: int, case: Case, table: Any) -> None:

@@ -43,10 +43,10 @@ class Schedule:
         return sum(chunk.count for chunk in self.chunks)
 
     @cached_property
-    def reading(self) -> int:
+    def prefilling(self) -> int:
         return sum([not chunk.takes_tree for chunk in self.chunks])
 
     @property
-    def read_rows(self) -> int:
+    def prefill_rows(self) -> int:
         """Rows of the sequences that read."""
-        return sum([chunk.count for chunk in self.chunks[: self.reading]])
+        return sum([chunk.count for chunk in self.chunks[: self.prefilling]])

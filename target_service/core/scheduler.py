@@ -149,7 +149,7 @@ class Scheduler:
         """The next step, for `begin` once it is launched. Empty when nothing can run."""
         rows = self.max_step_rows
         chunks: list[Chunk] = []
-        decoding, reading, free_places, seconds = self._share_places()
+        decoding, prefilling, free_places, seconds = self._share_places()
         own = seconds == math.inf
         # Decoding first, so that long prompts cannot starve it.
         for sequence in decoding:
@@ -157,11 +157,11 @@ class Scheduler:
                 chunks.append(Chunk(sequence, 1))
                 rows -= 1
         if rows and self._waiting:
-            reading += self._admit(free_places)
+            prefilling += self._admit(free_places)
         if not own:
             within = self.times.reading_within(len(chunks), seconds, rows)
-            rows = self._shortened(sum(map(self._due, reading)), rows, _LEAST_READ, within)
-        for sequence, count in self._share_rows(reading, rows):
+            rows = self._shortened(sum(map(self._due, prefilling)), rows, _LEAST_READ, within)
+        for sequence, count in self._share_rows(prefilling, rows):
             if self._holds_chunk(sequence, count):
                 chunks.append(Chunk(sequence, count))
         # A sequence scheduled early may have been preempted for a later one.
@@ -170,7 +170,7 @@ class Scheduler:
 
     def begin(self, schedule: Schedule) -> None:
         """Count a scheduled step as its tenants' share: it is launched."""
-        seconds = self.times.seconds(len(schedule.chunks) - schedule.reading, schedule.read_rows)
+        seconds = self.times.seconds(len(schedule.chunks) - schedule.prefilling, schedule.prefill_rows)
         self._time.begin({chunk.sequence.request.tenant for chunk in schedule.chunks}, seconds)
 
     def _shortened(self, wanted: int, most: int, least: int, within: int) -> int:
@@ -272,9 +272,9 @@ class Scheduler:
                 kept_out = queue[0]
         return kept_out
 
-    def _share_rows(self, reading: list[Sequence], rows: int) -> list[tuple[Sequence, int]]:
+    def _share_rows(self, prefilling: list[Sequence], rows: int) -> list[tuple[Sequence, int]]:
         """Known tokens that each of these feeds, at most `rows` together."""
-        due = [(sequence, self._due(sequence)) for sequence in reading]
+        due = [(sequence, self._due(sequence)) for sequence in prefilling]
         if sum(count for _, count in due) <= rows:
             self._rows.rest()
             return [(sequence, count) for sequence, count in due if count]

@@ -43,8 +43,8 @@ class Learning:
 
     def observe_outcomes(self, step: Step, outcomes: SequenceOf[Verified | None]) -> None:
         """Let the row policy learn from a pass whose rows the device chose."""
-        read_alone = step.batch.prefill_rows and step.batch.device_rows is None
-        if self.gathering.policy.on and not read_alone and not step.batch.drafted:
+        prefills_alone = step.batch.prefill_rows and step.batch.device_rows is None
+        if self.gathering.policy.on and not prefills_alone and not step.batch.drafted:
             mode, tables = self.followed_mode(step.mode), self.tables
             # In a table that holds a prediction too, the draft's expected tokens are unknown.
             drafted = [tables is not None and tables.of_draft(one.sequence.sequence_id) for one in step.batch.items]
@@ -56,7 +56,7 @@ class Learning:
         self.gathering.budget.observe_step(stats.decode_rows, seconds)
         self.pass_ends.observe(*step.size, seconds, running=seen_running)
         plain = step.gathered.use is LaunchMode.RUN_AHEAD and not step.gathered.has_trees
-        if plain and not step.behind_tree and step.launched.followable:
+        if plain and not step.behind_tree and step.launched.can_launch_before_results:
             self.gathering.policy.observe_time(
                 stats.sequences, step.batch.device_rows, seconds, self.followed_mode(step.mode)
             )
@@ -64,7 +64,7 @@ class Learning:
     def observe_period(self, step: Step, stats: StepStats, verdicts: SequenceOf[Verdict], period: float) -> None:
         """Learn from the time of a step that only decoded, `period` being from the end of the last one to its own."""
         load, seconds = stats.sequences, period / step.stride
-        if step.ahead or step.gathered.drafted or not step.launched.followable:
+        if step.ahead or step.gathered.drafted or not step.launched.can_launch_before_results:
             self.gathering.observe(load, seconds, step.gathered, behind_tree=step.behind_tree)
         if self.gathering.policy.on and not step.batch.drafted:
             followed = self.gathering.drafting.follows

@@ -183,7 +183,7 @@ class EngineLoop:
         step.clock.verified = time.monotonic_ns()
         verdicts = self._commit(step, outcomes)
         if self._ahead is not None:
-            self._ahead = self._ahead.moved_on(outcomes)
+            self._ahead = self._ahead.shifted_by_accepted(outcomes)
         self._trim(step)
         self.drafting.collect(step.batch.items, step.features, outcomes)
         # The draft works while the events go out.
@@ -193,8 +193,8 @@ class EngineLoop:
         self._learning.observe_outcomes(step, outcomes)
         events = self._finish(verdicts)
         step.clock.committed = time.monotonic_ns()
-        followable = step.launched.followable and not self.settling
-        if self._ahead is None and followable and self.drafting.has_answered():
+        can_launch_before_results = step.launched.can_launch_before_results and not self.settling
+        if self._ahead is None and can_launch_before_results and self.drafting.has_answered():
             # This step's events go out while the device runs the next.
             self._ahead = self._launch()
         self._observe(step, outcomes, verdicts)
@@ -218,7 +218,7 @@ class EngineLoop:
         clock, running = StepClock(), self.scheduler.running
         self._follow_load()
         # Neither host nor client needs a sequence's tokens before they are fed.
-        ahead = step.launched.followable and all(
+        ahead = step.launched.can_launch_before_results and all(
             [not one.request.external and self.live[one.sequence_id].verifier.on_device for one in running]
         )
         use = self.gathering.choose(running, ahead=ahead)
@@ -293,7 +293,7 @@ class EngineLoop:
         latency, so that a draft that has stopped costs one round trip."""
         if behind is None and batch.device_rows is not None and self._mode is LaunchMode.WAIT_FOR_DRAFT:
             # Sequences that read have no rows for a draft.
-            sequences = [item.sequence for item in batch.items[batch.input.reading :]]
+            sequences = [item.sequence for item in batch.items[batch.input.prefilling :]]
             most = _WAIT_IN_ANSWERS * self.drafting.latency.answer_seconds or _FIRST_WAIT_SECONDS
             clock.draft_wait_ns = self.drafting.wait_for(sequences, most)
         if self._steps.tables is not None:
@@ -358,7 +358,7 @@ class EngineLoop:
             outcomes,
             verdicts,
             free_ns=self._free_ns,
-            features=self.features.take_sent(),
+            features=self.features.copy_sent_tables(),
             device_ns=device_ns,
             round_trip_ns=self.drafting.latency.take_round_trip(),
             followed=self.drafting.follows,

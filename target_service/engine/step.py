@@ -95,11 +95,11 @@ class Step:
             sequence = item.sequence
             sequence.pending, sequence.pending_tokens, sequence.pending_drafts = None, 0, 0
 
-    def moved_on(self, before: SequenceOf[Verified | None]) -> Step:
+    def shifted_by_accepted(self, before: SequenceOf[Verified | None]) -> Step:
         """This step, which was launched while another ran, moved by what that one accepted. Its rows are not: the
         executor has moved them."""
         counts = [0 if outcome is None else outcome.accepted for outcome in before]
-        return replace(self, batch=self.batch.items_moved_on(counts)) if any(counts) else self
+        return replace(self, batch=self.batch.items_shifted(counts)) if any(counts) else self
 
     def stats(
         self,

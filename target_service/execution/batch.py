@@ -41,13 +41,13 @@ class DeviceRows:
     # Drafted rows of each sequence at most, by place in the batch. They do not depend on the room of the pass: so many
     # candidates are ranked, and the prospects of the best 1, 3, 7 .. have to hold for passes of other sizes too.
     limits: tuple[int, ...]
-    reading: int = 0  # sequences that read their prompts; they come first, with limits of 0
-    read_rows: int = 0  # rows of all sequences that read
+    prefilling: int = 0  # sequences that read their prompts; they come first, with limits of 0
+    prefill_rows: int = 0  # rows of all sequences that read
 
     @cached_property
     def most(self) -> tuple[int, ...]:
         """Drafted rows that each sequence can get beside the rows of all roots and prompts."""
-        room = self.rows - self.read_rows - (len(self.limits) - self.reading)
+        room = self.rows - self.prefill_rows - (len(self.limits) - self.prefilling)
         return tuple([min(limit, room) for limit in self.limits])
 
 
@@ -69,7 +69,7 @@ class StepBatch:
             rows = item.known + (item.tree.drafted if item.tree is not None else 0)
             yield item, item.start + keys_of(rows, stride, limit if item.tree is not None and item.known == 1 else None)
 
-    def items_moved_on(self, accepted_counts: SequenceOf[int]) -> StepBatch:
+    def items_shifted(self, accepted_counts: SequenceOf[int]) -> StepBatch:
         """The batch, laid out as if the step before had accepted no drafted row, its items moved on by what that one
         accepted, by place in it. Not its rows, which a device that runs it has moved."""
         items = list(self.items)
@@ -129,8 +129,8 @@ def lay_out(
         pages.append(sequence.pages[: cache.pages_for(keys)])
         parents.append(shape)
     attention = AttentionBatch(tuple(starts), tuple(prefixes), tuple(pages), cache.page_size, tuple(parents))
-    room, reading = (device_rows.rows, device_rows.reading) if device_rows is not None else (0, 0)
+    room, prefilling = (device_rows.rows, device_rows.prefilling) if device_rows is not None else (0, 0)
     rows_of_pass = tuple(token_ids), tuple(positions), tuple(slots)
-    forward = ForwardInput(*rows_of_pass, attention, tuple(logit_rows), room, reading)
+    forward = ForwardInput(*rows_of_pass, attention, tuple(logit_rows), room, prefilling)
     decode_rows, prefill_rows = len(logit_rows), len(token_ids) - len(logit_rows)
     return StepBatch(tuple(items), forward, max(decode_rows, room - prefill_rows), prefill_rows, drafted, device_rows)

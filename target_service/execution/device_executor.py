@@ -159,7 +159,7 @@ class DeviceSteps:
         table, tables, pre_pass, span = self._runner.node_table, self.tables, self._pre_pass, None
         assert table and tables and pre_pass, "rows are chosen from tables, which need the tokens kept"
 
-        def begin(step: StepIntegers, keeper: object | None) -> None:
+        def begin(step: StepIntegers, graph_buffers: object | None) -> None:
             nonlocal span
             # What follows is no part of the pass.
             with torch.inference_mode(False):
@@ -167,7 +167,7 @@ class DeviceSteps:
                 # Not sooner, or time in which the device is idle would be measured as busy.
                 span = next(self._spans).begin() if self._spans is not None else None
                 self._seat(batch, table)
-            pre_pass.run(step, keeper, self._moves, batch.input.reading)
+            pre_pass.run(step, graph_buffers, self._moves, batch.input.prefilling)
 
         self._count += 1
         place = self._count % _RESULTS
@@ -175,16 +175,16 @@ class DeviceSteps:
         lossy: list[Tensor | None] = []
         for number in range(1, passes):
             # Growth that was published while the pass ran.
-            table.take(tables.mail)
-            self._conclude(batch, rows, done, TableWork.GO_ON)
+            table.copy_tables(tables.mail)
+            self._conclude(batch, rows, done, TableWork.REPORT_AND_CHOOSE_ROWS)
             lossy.append(self._lossy_of(rows, place, number - 1))
             done = self._runner.run_again(batch.input, done)
         self._conclude(batch, rows, done, TableWork.REPORT)
         lossy.append(self._lossy_of(rows, place, passes - 1))
         self._moves = None
-        reading = [item.tree is not None for item in batch.items[: batch.input.reading]]
+        prefilling = [item.tree is not None for item in batch.items[: batch.input.prefilling]]
         typical = [_is_typical(one) for one in rows]
-        return TableStep(len(rows), passes, table, self._reports[place], span, reading, typical, lossy)
+        return TableStep(len(rows), passes, table, self._reports[place], span, prefilling, typical, lossy)
 
     def _seat(self, batch: StepBatch, table: NodeTable) -> None:
         """Publish the growth received by now, and which table and owner each sequence of the step has."""
@@ -192,12 +192,12 @@ class DeviceSteps:
         self.tables.publish()
         sequences = [item.sequence for item in batch.items]
         ids, tenants = [one.sequence_id for one in sequences], [one.request.tenant for one in sequences]
-        seats = self.tables.seats(ids, tenants)
-        if seats is not None:
+        assignment = self.tables.slot_assignment(ids, tenants)
+        if assignment is not None:
             # PyTorch does not reuse pinned memory that a copy still reads.
-            pinned = torch.empty(seats.shape, dtype=torch.int32, pin_memory=self._pins)
-            pinned.numpy()[:] = seats
-            table.seat(*pinned)
+            pinned = torch.empty(assignment.shape, dtype=torch.int32, pin_memory=self._pins)
+            pinned.numpy()[:] = assignment
+            table.assign_slots(*pinned)
 
     def _conclude(
         self, batch: StepBatch, rows: SequenceOf[RowsToVerify], done: ForwardPass, table: TableWork = TableWork.NONE
@@ -228,7 +228,8 @@ def _is_typical(rows: RowsToVerify) -> bool:
 @dataclass(eq=False)
 class _OnDevice(CopiedLater):
     """A step of `DeviceSteps`. Its result is valid until the next but one is launched, its logits until the next one:
-    where sequences are verified from them later, `followable` is False, so that none is launched before they are."""
+    where sequences are verified from them later, `can_launch_before_results` is False, so that none is launched before
+    they are."""
 
     _cache: KVCache
     _batch_verifier: BatchVerifier
@@ -244,7 +245,7 @@ class _OnDevice(CopiedLater):
         super().__init__(self._logits)
 
     @property
-    def followable(self) -> bool:
+    def can_launch_before_results(self) -> bool:
         """Whether every sequence is verified right behind the pass."""
         return all(verifier.on_device for verifier in self._verifiers)
 

@@ -32,11 +32,11 @@ class TableStep(CopiedLater):
     host: Tensor  # [max_sequences, max_passes, REPORT], receives the table's reports of this step's passes
     span: DeviceSpan | None = None
     # Of the first sequences, which read their prompts: whether they come to its end, which a token follows.
-    reading: SequenceOf[bool] = ()
+    prefilling: SequenceOf[bool] = ()
     typical: SequenceOf[bool] = ()  # whether sequences are verified by typical acceptance
     # If any is, for each pass [max_rows] int32, which receives what `DeviceVerifier.lossy_rows` had.
     lossy: SequenceOf[Tensor | None] = ()
-    followable = True
+    can_launch_before_results = True
 
     def __post_init__(self) -> None:
         self._reports = self.host[: self.sequences]
@@ -46,11 +46,11 @@ class TableStep(CopiedLater):
     def outcomes(self) -> list[Verified | None]:
         """See `Launched.outcomes`."""
         self.wait()
-        reports, reading = self._reports.numpy(), len(self.reading)
+        reports, prefilling = self._reports.numpy(), len(self.prefilling)
         outcomes: list[Verified | None] = []
-        for token, ends in zip(reports[:reading, 0, REPORT_TOKENS].tolist(), self.reading, strict=True):
+        for token, ends in zip(reports[:prefilling, 0, REPORT_TOKENS].tolist(), self.prefilling, strict=True):
             outcomes.append(Verified(Walk((), token), ()) if ends else None)
-        for place, (figures, made, rows) in enumerate(_read(reports[reading:, : self.passes]), start=reading):
+        for place, (figures, made, rows) in enumerate(_read(reports[prefilling:, : self.passes]), start=prefilling):
             passes, tokens = tuple(map(_pass_of, figures, rows)), list[int]()
             for one, of_pass in zip(passes, made, strict=True):
                 tokens += of_pass[: one.accepted + 1]

@@ -35,7 +35,7 @@ class Launched(Protocol):
         """Whether the host is free while it runs."""
 
     @property
-    def followable(self) -> bool:
+    def can_launch_before_results(self) -> bool:
         """Whether a step that reads its tokens may be launched before `outcomes` is called."""
 
     def wait(self) -> None:
@@ -96,12 +96,14 @@ class HostSteps:
 
     tables: NodeTables | None = None
 
-    def __init__(self, runner: ModelRunner, *, followable: bool = False, in_background: bool = False) -> None:
-        """`followable` lets the engine prepare each step before the one under way has ended, and `in_background`
-        declares the host free meanwhile. Neither is faster here: they are for tests of that order."""
+    def __init__(
+        self, runner: ModelRunner, *, can_launch_before_results: bool = False, in_background: bool = False
+    ) -> None:
+        """`can_launch_before_results` lets the engine prepare each step before the one under way has ended, and
+        `in_background` declares the host free meanwhile. Neither is faster here: they are for tests of that order."""
         self._runner = runner
         self.in_background = in_background
-        self._followable = followable
+        self._can_launch_before_results = can_launch_before_results
         self._last: _OnHost | None = None
 
     def launch(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier], stride: int, ready: Ready) -> Launched:
@@ -109,9 +111,9 @@ class HostSteps:
         ready()
         if self._last is not None and min(batch.input.token_ids) < 0:
             counts = self._last.accepted_counts()
-            batch = replace(batch.items_moved_on(counts), input=batch.input.moved_on(counts))
+            batch = replace(batch.items_shifted(counts), input=batch.input.shifted_by_accepted(counts))
         logits = self._runner.forward(replace(batch.input, token_ids=self._fill_pending(batch.input.token_ids)))
-        self._last = _OnHost(self._runner, batch, verifiers, logits, self._followable, stride)
+        self._last = _OnHost(self._runner, batch, verifiers, logits, self._can_launch_before_results, stride)
         return self._last
 
     def _fill_pending(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
@@ -131,7 +133,7 @@ class _OnHost:
     _batch: StepBatch
     _verifiers: SequenceOf[SequenceVerifier]
     _logits: Tensor
-    followable: bool
+    can_launch_before_results: bool
     _stride: int
     _outcomes: list[Verified | None] | None = None
     span: DeviceSpan | None = None
@@ -160,7 +162,7 @@ class _OnHost:
     def _follow(self, outcomes: SequenceOf[Verified | None], passes: int) -> list[Verified | None]:
         """Outcomes with the token of one more pass for each sequence."""
         sampled = [-1 if one is None else _last_token(one) for one in outcomes]
-        logits = self._runner.forward(replace(self._batch.input.later(passes), token_ids=tuple(sampled)))
+        logits = self._runner.forward(replace(self._batch.input.advanced_by(passes), token_ids=tuple(sampled)))
         followed: list[Verified | None] = []
         for item, verifier, outcome in zip(self._batch.items, self._verifiers, outcomes, strict=True):
             assert item.tree is not None and outcome is not None, "every sequence of a stride decodes"

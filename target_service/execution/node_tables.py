@@ -108,7 +108,7 @@ class NodeTables:
         self._free = list(range(slots - 1, -1, -1))
         self._trees: dict[int, _Tree] = {}
         # Of the last step.
-        self._seats: list[list[int]] = []
+        self._slot_assignment: list[list[int]] = []
         # Scores are multiplied by it: how well they predicted acceptance lately.
         self.trust = 1.0
 
@@ -181,16 +181,16 @@ class NodeTables:
         tree.begin(base, token_ids[base - 1])
         return 0
 
-    def seats(self, sequence_ids: SequenceOf[int], tenants: SequenceOf[str]) -> Ints | None:
+    def slot_assignment(self, sequence_ids: SequenceOf[int], tenants: SequenceOf[str]) -> Ints | None:
         """[2, slots] int32, the slot and the owner of each sequence of a step, -1 for none; None where the step before
         had the same."""
-        places = [self._trees[each].slot if each in self._trees else -1 for each in sequence_ids]
-        seats = [places, list(map(owner_of, tenants))]
-        if seats == self._seats:
+        slots = [self._trees[each].slot if each in self._trees else -1 for each in sequence_ids]
+        assignment = [slots, list(map(owner_of, tenants))]
+        if assignment == self._slot_assignment:
             return None
-        self._seats = seats
+        self._slot_assignment = assignment
         found = np.full((2, self._slots), -1, np.int32)
-        found[:, : len(places)] = seats
+        found[:, : len(slots)] = assignment
         return found
 
     def publish(self) -> None:

@@ -13,11 +13,11 @@ Result = TypeVar("Result")
 
 
 class PassGraphs:
-    """Graphs by what keeps the tensors that they read, and by what is launched. All share memory for what lies between
-    their kernels, so they are for one stream."""
+    """Graphs by the owner of the buffers that they read, and by what is launched. All share memory for what lies
+    between their kernels, so they are for one stream."""
 
     def __init__(self, device: torch.device) -> None:
-        # By keeper, for as long as that lives: each graph, and what its launch returned.
+        # By the owner of the buffers, for as long as that lives: each graph, and what its launch returned.
         self._graphs: WeakKeyDictionary[object, dict[Hashable, tuple[torch.cuda.CUDAGraph, object]]] = (
             WeakKeyDictionary()
         )
@@ -26,18 +26,18 @@ class PassGraphs:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._pool: Any = torch.cuda.graph_pool_handle()
 
-    def run(self, keeper: object | None, work: Hashable, launch: Callable[[], Result]) -> Result:
+    def run(self, graph_buffers: object | None, work: Hashable, launch: Callable[[], Result]) -> Result:
         """Replay what `launch` launches, captured now if it was not yet; tensors that it returns are overwritten by
         every replay.
 
         Args:
-            keeper: what keeps the tensors that it reads and writes at their addresses, such as `ForwardPass.keeper`;
-                with None it is launched as it is.
-            work: what is launched, of all that there is for this keeper.
+            graph_buffers: the owner of the tensors that it reads and writes, which keep their addresses, such as
+                `ForwardPass.graph_buffers`; with None it is launched as it is.
+            work: what is launched, of all that there is for these buffers.
         """
-        if keeper is None:
+        if graph_buffers is None:
             return launch()
-        graphs = self._graphs.setdefault(keeper, {})
+        graphs = self._graphs.setdefault(graph_buffers, {})
         if work in graphs:
             graph, result = graphs[work]
             graph.replay()

@@ -31,7 +31,7 @@ class TableWork(Enum):
 
     NONE = auto()
     REPORT = auto()
-    GO_ON = auto()
+    REPORT_AND_CHOOSE_ROWS = auto()
 
 
 class PostPassWork(NamedTuple):
@@ -61,8 +61,8 @@ class PostPass:
     def run(self, work: PostPassWork, done: ForwardPass, distributions: Tensor | None = None) -> None:
         """Run what follows this pass, captured now if it was not yet. Never captured with `distributions`, which are
         those of `DeviceVerifier.sampled`."""
-        keeper = done.keeper if distributions is None else None
-        self._graphs.run(keeper, work, lambda: self._launch(work, done, distributions))
+        graph_buffers = done.graph_buffers if distributions is None else None
+        self._graphs.run(graph_buffers, work, lambda: self._launch(work, done, distributions))
 
     def capture_ahead(self) -> None:
         """Capture what follows captured passes, size by size for as long as there is time, so that no request waits
@@ -93,7 +93,7 @@ class PostPass:
         if work.table is not TableWork.NONE:
             assert table is not None and done.step is not None
             table.recycle(done.step, done.logits, self._runner.vocabulary_size, verdicts)
-            conclude = table.go_on if work.table is TableWork.GO_ON else table.report
+            conclude = table.report_and_choose_rows if work.table is TableWork.REPORT_AND_CHOOSE_ROWS else table.report
             conclude(done.step, verdicts)
 
 
@@ -109,4 +109,4 @@ def _all_work(*, drafts: bool, tables: bool, typical: bool) -> Iterator[PostPass
             yield PostPassWork(True, greedy, filtered, typical=is_typical)
         if drafts and tables:
             yield PostPassWork(True, greedy, filtered, TableWork.REPORT, is_typical)
-            yield PostPassWork(True, greedy, filtered, TableWork.GO_ON, is_typical)
+            yield PostPassWork(True, greedy, filtered, TableWork.REPORT_AND_CHOOSE_ROWS, is_typical)

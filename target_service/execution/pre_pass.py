@@ -20,23 +20,25 @@ class PrePass:
         self._runner, self._table, self._mail = runner, table, mail
         self._graphs = PassGraphs(runner.device)
 
-    def run(self, step: StepIntegers, keeper: object | None, moves: Tensor | None = None, reading: int = 0) -> None:
-        """Take the newest tables, move the step on and choose its rows; see `NodeTable.begin`. `keeper` keeps the
-        step's tensors; None where they are new."""
+    def run(
+        self, step: StepIntegers, graph_buffers: object | None, moves: Tensor | None = None, prefilling: int = 0
+    ) -> None:
+        """Take the newest tables, move the step on and choose its rows; see `NodeTable.choose_rows`. `graph_buffers`
+        owns the step's tensors; None where they are allocated for this step."""
         table, mail = self._table, self._mail
         # Not a part of the graph: it depends on what was sent.
         mail.await_sent()
 
         def launch() -> None:
-            table.take_sent(mail)
-            table.begin(step, self._runner.pending, moves, reading)
+            table.copy_sent_tables(mail)
+            table.choose_rows(step, self._runner.pending, moves, prefilling)
 
         # Behind steps of other kinds, and before prompts, single launches do: they are few.
-        usual = moves is None and not reading
-        self._graphs.run(keeper if usual else None, None, launch)
+        usual = moves is None and not prefilling
+        self._graphs.run(graph_buffers if usual else None, None, launch)
 
     def capture_ahead(self) -> None:
         """Capture what comes before each captured pass. Before the first request."""
         for empty in self._runner.empty_passes():
             if empty.step is not None and len(empty.token_ids) > 1:
-                self.run(empty.step, empty.keeper)
+                self.run(empty.step, empty.graph_buffers)

@@ -26,7 +26,7 @@ class ForwardInput:
     # Rows of the pass with those that the device drafts, and sequences that read their prompts, which come first and
     # get no drafts; 0 where the device drafts none.
     room: int = 0
-    reading: int = 0
+    prefilling: int = 0
 
     @classmethod
     def of_sequence(
@@ -43,7 +43,7 @@ class ForwardInput:
         attention = AttentionBatch((0, rows), (start,), (held,), cache.page_size, (parents,))
         return cls(token_ids, tuple(positions), tuple(cache.slots(pages, start, rows)), attention, tuple(range(rows)))
 
-    def later(self, passes: int) -> ForwardInput:
+    def advanced_by(self, passes: int) -> ForwardInput:
         """The pass `passes` after this one, where every sequence has one row and each pass reads the tokens of the one
         before. The pages must hold the keys of all passes."""
         attention, starts = self.attention, [prefix + passes for prefix in self.attention.prefix_lengths]
@@ -57,9 +57,9 @@ class ForwardInput:
             self.logit_rows,
         )
 
-    def moved_on(self, accepted_counts: Sequence[int]) -> ForwardInput:
+    def shifted_by_accepted(self, accepted_counts: Sequence[int]) -> ForwardInput:
         """The pass, laid out as if the one before had accepted no drafted row, moved on by what that one accepted; see
-        `tree_kernels.node_table.move_on`. The pages must hold the keys."""
+        `tree_kernels.node_table.shift_by_accepted`. The pages must hold the keys."""
         attention, size = self.attention, self.attention.page_size
         positions, slots, prefixes = list(self.positions), list(self.slots), list(attention.prefix_lengths)
         for b, moves in self.moves(accepted_counts):
@@ -87,7 +87,7 @@ class ForwardPass:
     parents: Tensor  # [rows] int32, relative to each sequence's first row
     slots: Tensor  # [rows] int32
     parameters: Tensor  # [any] int32, as the caller gave them
-    keeper: object | None = None  # what owns these tensors, pass after pass; None where they are new each time
+    graph_buffers: object | None = None  # what owns these tensors, pass after pass; None where they are new each time
     step: StepIntegers | None = None  # the step's integers, of a captured pass or one whose rows were drafted there
 
 

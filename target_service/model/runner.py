@@ -107,7 +107,7 @@ class ModelRunner:
         self.pending = torch.zeros(MAX_SEQUENCES, dtype=torch.int32, device=model.device)
         self.dtype = model.dtype
         self.device = model.device
-        # Chooses the rows of passes on the device; see `keep_tokens`.
+        # Chooses the rows of passes on the device; see `enable_device_row_selection`.
         self.node_table: NodeTable | None = None
         # The hidden states that a drafter reads, and the part of its head that runs here.
         self.hooks: LayerHooks | None = None
@@ -146,7 +146,7 @@ class ModelRunner:
         if head is not None and head.projection is not None:
             head.projection.to(device=self.device, dtype=self.dtype)
 
-    def keep_tokens(
+    def enable_device_row_selection(
         self,
         max_sequences: int,
         lookup_tokens: int = LOOKUP,
@@ -189,16 +189,17 @@ class ModelRunner:
         return ForwardPass(logits, token_ids, self._to_device(parents), slots, on_device)
 
     def run_later(self, first: ForwardInput, passes: int, parameters: NDArray[numpy.int32]) -> ForwardPass:
-        """Run `first.later(passes)` right after the pass before that one, which left the pending tokens.
+        """Run `first.advanced_by(passes)` right after the pass before that one, which left the pending tokens.
 
         `parameters` are those of `first`; their positions move on with the passes.
         """
         moved = parameters.copy()
         records_of(moved, first.attention.sequences)["position"] += numpy.uint64(passes)
-        return self.run(first.later(passes), moved)
+        return self.run(first.advanced_by(passes), moved)
 
     def run_after(self, batch: ForwardInput, accepted_counts: Tensor, parameters: NDArray[numpy.int32]) -> ForwardPass:
-        """Run `batch.moved_on(accepted_counts)`, where those are [any] int32 of the step before, on the device.
+        """Run `batch.shifted_by_accepted(accepted_counts)`, where those are [any] int32 of the step before, on the
+        device.
 
         `parameters` are those of `batch`; their positions move on too. An eager runner waits for the counts.
         """
@@ -208,14 +209,14 @@ class ModelRunner:
             # The stream of a rejection's coins counts steps, not tokens.
             if records["mode"][b] in RACED:
                 records["position"][b] += numpy.uint64(moves)
-        return self.run(batch.moved_on(counts), moved)
+        return self.run(batch.shifted_by_accepted(counts), moved)
 
     def run_device_rows(self, batch: ForwardInput, parameters: NDArray[numpy.int32], begin: Begin) -> ForwardPass:
         """Run a step whose drafted rows the device chooses.
 
         `batch` has the rows of sequences that read and then the roots of the others. Once it is laid out, `begin` is
         called with its integers, and with what keeps them at their addresses (None where they are new); it chooses the
-        rows, see `NodeTable.begin`. An eager runner waits for the chosen rows and lays them out again.
+        rows, see `NodeTable.choose_rows`. An eager runner waits for the chosen rows and lays them out again.
         """
         table, attention = self.node_table, batch.attention
         assert table is not None, "tokens are kept by then"
@@ -233,13 +234,14 @@ class ModelRunner:
             self._to_device([page for held in attention.pages for page in held]),
             on_device[RECORD * table.max_sequences :],
             self._to_device([0] * batch.room),
-            self._to_device([int(b < batch.reading) for b in range(attention.sequences)]),
+            self._to_device([int(b < batch.prefilling) for b in range(attention.sequences)]),
         )
         begin(step, None)
         return self._run_from_device(batch, step)
 
     def run_again(self, batch: ForwardInput, done: ForwardPass) -> ForwardPass:
-        """Run the pass after `done`, which began as `batch` and moved on in device memory; see `NodeTable.go_on`."""
+        """Run the pass after `done`, which began as `batch` and moved on in device memory; see
+        `NodeTable.report_and_choose_rows`."""
         assert done.step is not None, "a pass whose rows were drafted on the device"
         return self._run_from_device(batch, done.step)
 

@@ -19,7 +19,7 @@ from outrider.sampling import TokenLogprobs
 from outrider.tree import TokenTree
 from target_service.sampling.adjustments import ADJUSTMENT, adjusted
 from target_service.sampling.distribution import logprobs_of
-from target_service.sampling.verifier import SequenceVerifier, Verified, said
+from target_service.sampling.verifier import SequenceVerifier, Verified, emitted_tokens
 from tree_kernels.verification import DeviceVerifier, Verdicts, Walk
 
 # Integers of 16 bytes.
@@ -127,7 +127,7 @@ class BatchVerifier:
         """Log-probabilities of every walk's tokens, by the raw logits, where they are returned."""
         rows, tokens, tops, counts = (list[int]() for _ in range(4))
         for one, walk in zip(asked, walks, strict=True):
-            own_rows, own_tokens = said(one.tree, walk) if one.verifier.logprobs is not None else ([], [])
+            own_rows, own_tokens = emitted_tokens(one.tree, walk) if one.verifier.logprobs is not None else ([], [])
             rows += [one.first_row + row for row in own_rows]
             tokens += own_tokens
             tops += [one.verifier.logprobs or 0] * len(own_rows)

@@ -109,11 +109,11 @@ class SequenceVerifier:
         walk, lossy = walk_of(asked, tree.parents, tree.token_ids, drafts, logits_of)
         if self.logprobs is None:
             return Verified(walk, (), lossy=lossy)
-        rows, tokens = said(tree, walk)
+        rows, tokens = emitted_tokens(tree, walk)
         found = logprobs_of(logits[rows], torch.tensor(tokens, device=logits.device), [self.logprobs] * len(rows))
         return Verified(walk, tuple(found), lossy=lossy)
 
 
-def said(tree: TokenTree, walk: Walk) -> tuple[list[int], list[int]]:
+def emitted_tokens(tree: TokenTree, walk: Walk) -> tuple[list[int], list[int]]:
     """The rows of a walk, root first, and the token after each."""
     return [0, *walk.accepted_rows], [*(tree.token_ids[row] for row in walk.accepted_rows), walk.next_token]

@@ -64,7 +64,7 @@ class PredictedAnswer:
     _ends_of_pairs: dict[tuple[int, int], list[int]] | None = None
 
     @property
-    def leads(self) -> bool:
+    def holds(self) -> bool:
         """Whether the model follows the prediction well enough not to wait for another draft."""
         return self.has_offer and self._run >= _SURE_RUN and self._failures == 0
 

@@ -75,7 +75,9 @@ def test_outputs_have_the_targets_distribution(
     config = replace(engine_config(max_running=64, disable_above=64), max_waiting=samples)
     # Seeds spread as callers' would: consecutive ones must do as well as random ones.
     wanted = [replace(request(PROMPT, LENGTH, sampling=sampling, mode=mode), seed=seed) for seed in range(samples)]
-    outcomes = run(make_runner(small, kv_tokens=4096), wanted, propose=propose, config=config, followable=ahead)
+    outcomes = run(
+        make_runner(small, kv_tokens=4096), wanted, propose=propose, config=config, can_launch_before_results=ahead
+    )
     assert_follow(outcomes, exact)
     if propose is not None:
         assert sum(outcome.finished.totals.accepted_tokens for outcome in outcomes) > samples / 20

@@ -52,7 +52,7 @@ def run(
 ) -> tuple[list[tuple[int, ...]], list[StepStats], int]:
     """What each said, every step, and how many drafted tokens they accepted."""
     runner, watching = make_runner(model), Watching()
-    runner.keep_tokens(RUNNING, 7)
+    runner.enable_device_row_selection(RUNNING, 7)
     config = engine_config(max_running=RUNNING, prefill_chunk=16)
     steps = DeviceSteps(runner, max_sequences=RUNNING, max_rows=256)
     loop = EngineLoop(runner, config, steps=steps, observer=watching, stride=Stride(passes))

@@ -47,14 +47,14 @@ def requests(sampling: SamplingParams, mode: VerificationMode | None = None) -> 
 
 
 def captured(
-    runner: ModelRunner, *, invariant: bool = False, keep_tokens: bool = False
+    runner: ModelRunner, *, invariant: bool = False, enable_device_row_selection: bool = False
 ) -> tuple[ModelRunner, DeviceSteps]:
     # Only on a machine that runs these tests: Triton may be absent elsewhere.
     from target_service.model.cuda_graphs.runner import CapturedRunner, CaptureOptions
     from target_service.model.fused.preparing import LayerOptions
 
-    if keep_tokens:
-        runner.keep_tokens(SEQUENCES)
+    if enable_device_row_selection:
+        runner.enable_device_row_selection(SEQUENCES)
     options = CaptureOptions(ROWS, SEQUENCES, layers=LayerOptions(compiled=not invariant, invariant=invariant))
     taken = CapturedRunner(runner, options)
     # As at a start whose time was over before the largest sizes were captured.
@@ -135,7 +135,7 @@ def test_several_passes_at_once_say_what_single_ones_say(
 
 @pytest.fixture(scope="module")
 def looking_up() -> tuple[ModelRunner, DeviceSteps]:
-    return captured(make_runner(make_tiny().cuda(), attention="triton"), keep_tokens=True)
+    return captured(make_runner(make_tiny().cuda(), attention="triton"), enable_device_row_selection=True)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
@@ -179,7 +179,9 @@ def test_rejection_on_the_device_decides_as_on_the_host(exact: tuple[ModelRunner
     wanted = requests(SamplingParams(temperature=0.9, seed=3, ignore_eos=True), VerificationMode.REJECTION)
     draft = drafter("knowing", wanted, run(eager, wanted))
     # Steps follow each other in the same order on either.
-    host = run(eager, wanted, propose=draft, launch=HostSteps(eager, followable=True, in_background=True))
+    host = run(
+        eager, wanted, propose=draft, launch=HostSteps(eager, can_launch_before_results=True, in_background=True)
+    )
     device = run(taken, wanted, propose=draft, launch=steps)
     for one, other in zip(host, device, strict=True):
         assert one.token_ids == other.token_ids

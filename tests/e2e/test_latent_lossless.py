@@ -81,7 +81,7 @@ def test_what_the_device_verifies_and_moves(name: str, sampling: SamplingParams)
     said = [plain(model, one) for one in wanted]
     drafts = knowing_tree(knowing(said), VOCABULARY, 24, right=0.8)
     runner = make_runner(model)
-    outcomes = run(runner, wanted, propose=drafts, on_device=True, followable=True, stagger=1)
+    outcomes = run(runner, wanted, propose=drafts, on_device=True, can_launch_before_results=True, stagger=1)
     assert [outcome.token_ids for outcome in outcomes] == said
     assert sum(outcome.finished.totals.accepted_tokens for outcome in outcomes) > 20
 

@@ -53,7 +53,7 @@ def test_what_is_said_is_plain_decodings(
     wanted = requests(sampling)
     said = [plain(tiny_model, one) for one in wanted]
     runner = make_runner(tiny_model)
-    runner.keep_tokens(DEVICE_SEQUENCES, lookup_tokens)
+    runner.enable_device_row_selection(DEVICE_SEQUENCES, lookup_tokens)
     config = engine_config(prefill_chunk=16)
     outcomes = run(runner, wanted, config=config, on_device=True, stagger=stagger, stride=stride)
     assert [one.token_ids for one in outcomes] == said
@@ -86,7 +86,7 @@ def test_rows_that_are_too_few_are_shared_out(
     wanted[1:3] = [replace(wanted[1], speculate=False), replace(wanted[2], max_draft_nodes=2)]
     said = [plain(tiny_model, one) for one in wanted]
     runner = make_runner(tiny_model)
-    runner.keep_tokens(DEVICE_SEQUENCES, recycles=recycles)
+    runner.enable_device_row_selection(DEVICE_SEQUENCES, recycles=recycles)
     config = engine_config(max_step_rows=max_step_rows, prefill_chunk=max_step_rows - 5)
     outcomes = run(runner, wanted, config=config, on_device=True, stride=4)
     assert [one.token_ids for one in outcomes] == said
@@ -103,7 +103,7 @@ def test_pages_of_any_size(tiny_model: PreTrainedModel, page_size: int) -> None:
     wanted = requests(SAMPLINGS["greedy"])
     said = [plain(tiny_model, one) for one in wanted]
     runner = make_runner(tiny_model, page_size=page_size)
-    runner.keep_tokens(DEVICE_SEQUENCES)
+    runner.enable_device_row_selection(DEVICE_SEQUENCES)
     outcomes = run(runner, wanted, on_device=True, stride=4)
     assert [one.token_ids for one in outcomes] == said
 
@@ -112,7 +112,7 @@ def test_sequences_that_lose_their_pages_are_read_again(tiny_model: PreTrainedMo
     wanted = requests(SAMPLINGS["greedy"], 60)
     said = [plain(tiny_model, one) for one in wanted]
     runner = make_runner(tiny_model, page_size=4, kv_tokens=240)
-    runner.keep_tokens(DEVICE_SEQUENCES)
+    runner.enable_device_row_selection(DEVICE_SEQUENCES)
     outcomes = run(runner, wanted, on_device=True, stride=2)
     assert [one.token_ids for one in outcomes] == said
     assert any(one.finished.totals.preemptions for one in outcomes)
@@ -126,7 +126,7 @@ def test_an_end_in_the_middle_of_a_pass_ends_the_sequence(tiny_model: PreTrained
         for one, tokens in zip(requests(SAMPLINGS["greedy"]), said, strict=True)
     ]
     runner = make_runner(tiny_model)
-    runner.keep_tokens(DEVICE_SEQUENCES)
+    runner.enable_device_row_selection(DEVICE_SEQUENCES)
     config = engine_config()
     outcomes = run(runner, wanted, config=config, on_device=True, stride=4)
     assert [one.token_ids for one in outcomes] == said
@@ -147,7 +147,7 @@ def test_beside_a_draft(
     whole = [(*one.token_ids, *output) for one, output in zip(wanted, said, strict=True)]
     propose = knowing_tree(whole, VOCABULARY, 40, right) if right else random_tree(VOCABULARY, 24)
     runner = make_runner(tiny_model)
-    runner.keep_tokens(DEVICE_SEQUENCES)
+    runner.enable_device_row_selection(DEVICE_SEQUENCES)
     outcomes = run(
         runner,
         wanted,
@@ -163,7 +163,7 @@ def test_beside_a_draft(
 
 def test_only_for_those_who_want_drafts_and_whose_distribution_allows_it(tiny_model: PreTrainedModel) -> None:
     runner = make_runner(tiny_model)
-    runner.keep_tokens(DEVICE_SEQUENCES)
+    runner.enable_device_row_selection(DEVICE_SEQUENCES)
     greedy = requests(SAMPLINGS["greedy"])
     rejecting = SamplingParams(temperature=0.9, seed=3, ignore_eos=True)
     for wanted in (

@@ -107,7 +107,7 @@ def test_preparing_the_next_step_early_does_not_matter(
 ) -> None:
     wanted, said = case
     runner = make_runner(tiny_model, page_size, kv_tokens)
-    outcomes = run(runner, wanted, stagger=stagger, followable=True, on_device=on_device, stride=stride)
+    outcomes = run(runner, wanted, stagger=stagger, can_launch_before_results=True, on_device=on_device, stride=stride)
     assert [o.token_ids for o in outcomes] == said
     # Each pass is a step to whoever counts, however many were launched at once.
     assert all(o.finished.totals.steps == len(o.token_ids) for o in outcomes)
@@ -134,7 +134,7 @@ def test_rejection_on_the_device_decides_as_on_the_host(tiny_model: PreTrainedMo
     whole = [(*one.token_ids, *outcome.token_ids) for one, outcome in zip(wanted, said, strict=True)]
     draft = knowing_tree(whole, VOCABULARY, 16, right=0.9)
     # Steps follow each other in the same order on either.
-    how = {"propose": draft, "followable": True}
+    how = {"propose": draft, "can_launch_before_results": True}
     host, device = (run(make_runner(tiny_model), wanted, on_device=where, **how) for where in (False, True))
     for one, other in zip(host, device, strict=True):
         assert one.token_ids == other.token_ids
@@ -149,7 +149,7 @@ def test_rejection_with_several_passes_at_once_draws_the_same(tiny_model: PreTra
     wanted = [request(prompt, 24, sampling=sampling, mode=VerificationMode.REJECTION) for prompt in prompts()]
     said = run(make_runner(tiny_model), wanted)
     for on_device in (False, True):
-        outcomes = run(make_runner(tiny_model), wanted, followable=True, on_device=on_device, stride=4)
+        outcomes = run(make_runner(tiny_model), wanted, can_launch_before_results=True, on_device=on_device, stride=4)
         assert [o.token_ids for o in outcomes] == [o.token_ids for o in said]
         # The first step of a stride says several tokens.
         assert any(len(verdict.token_ids) > 1 for o in outcomes for verdict in o.verdicts)
@@ -164,7 +164,9 @@ def test_steps_ahead_and_drafted_steps_follow_each_other(
     cost = StepCost([(1, 1.0), (64, 1.1)])
     drafts = drafter("knowing", wanted, said)
     runner = make_runner(tiny_model)
-    outcomes = run(runner, wanted, propose=drafts, step_cost=cost, stagger=9, followable=True, stride=stride)
+    outcomes = run(
+        runner, wanted, propose=drafts, step_cost=cost, stagger=9, can_launch_before_results=True, stride=stride
+    )
     assert [o.token_ids for o in outcomes] == said
     assert sum(o.finished.totals.accepted_tokens for o in outcomes) > 0
 
@@ -184,7 +186,7 @@ def test_drafts_that_hardly_anybody_waits_for_do_not_matter(
     """Drafts are waited for for a millisecond; late ones come two steps after what they answer."""
     wanted, said = case
     drafts, runner = drafter("knowing", wanted, said), make_runner(tiny_model, page_size, kv_tokens)
-    how = {"stagger": 2, "late": late, "followable": True, "on_device": on_device}
+    how = {"stagger": 2, "late": late, "can_launch_before_results": True, "on_device": on_device}
     outcomes = run(runner, wanted, propose=drafts, config=engine_config(wait_seconds=0.001), **how)
     assert [o.token_ids for o in outcomes] == said
     if not late and all(one.sampling.repetition_penalty == 1 for one in wanted):
@@ -202,7 +204,7 @@ def test_a_real_drafter_follows_passes_launched_at_once(
     wanted, said = case
     with real_drafter("trie", VOCABULARY) as connect, caplog.at_level(logging.INFO):
         runner, cost = make_runner(tiny_model), StepCost([(1, 1.0), (64, 1.1)])
-        how = {"step_cost": cost, "stagger": 3, "followable": True, "on_device": on_device, "stride": 4}
+        how = {"step_cost": cost, "stagger": 3, "can_launch_before_results": True, "on_device": on_device, "stride": 4}
         outcomes = run(runner, [*wanted, *wanted], connect=connect, **how)
     assert [o.token_ids for o in outcomes] == [*said, *said]
     assert "gave up" not in caplog.text
@@ -279,7 +281,7 @@ def test_preemption_does_not_matter(
     assert sum(o.finished.totals.preemptions for o in outcomes) > 0
 
 
-@pytest.mark.parametrize("how", [{}, {"followable": True}, {"on_device": True, "stride": 2}], ids=str)
+@pytest.mark.parametrize("how", [{}, {"can_launch_before_results": True}, {"on_device": True, "stride": 2}], ids=str)
 def test_taking_turns_with_other_tenants_does_not_matter(
     case: tuple[list[SequenceRequest], list[Sequence[int]]], tiny_model: PreTrainedModel, how: dict[str, Any]
 ) -> None:

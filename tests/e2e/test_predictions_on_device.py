@@ -59,7 +59,7 @@ def answer(
 ) -> list[Outcome]:
     whole = [(*one.token_ids, *plain(model, one)) for one in wanted] if draft == "knowing" else []
     runner = make_runner(model, kv_tokens=4096)
-    runner.keep_tokens(DEVICE_SEQUENCES, lookup)
+    runner.enable_device_row_selection(DEVICE_SEQUENCES, lookup)
     proposals = {"random": random_tree(VOCABULARY, 24), "knowing": knowing_tree(whole, VOCABULARY, 24, right=0.8)}
     return run(runner, wanted, on_device=True, stride=stride, propose=proposals.get(draft), stagger=2)
 

@@ -22,7 +22,11 @@ SAMPLINGS = {
     "penalties": SamplingParams(repetition_penalty=1.3, ignore_eos=True),
 }
 # How steps are launched: each after the one before, prepared while that one runs, and verified by the device.
-LAUNCHES: dict[str, dict[str, Any]] = {"host": {}, "ahead": {"followable": True}, "device": {"on_device": True}}
+LAUNCHES: dict[str, dict[str, Any]] = {
+    "host": {},
+    "ahead": {"can_launch_before_results": True},
+    "device": {"on_device": True},
+}
 
 
 def asked(sampling: SamplingParams, seed: int = 3) -> SequenceRequest:

@@ -133,9 +133,9 @@ class ServiceMachine(RuleBasedStateMachine):
         config = engine_config(prefill_chunk=chunk, max_step_rows=96, max_running=3, disable_above=2)
         # Nothing arrives while the machine's own thread waits, so it does not.
         config = replace(config, draft_wait_ms=0.0, feature_window=kept)
-        steps: Steps = HostSteps(self.runner, followable=device == "host, ahead")
+        steps: Steps = HostSteps(self.runner, can_launch_before_results=device == "host, ahead")
         if device == "itself, looking up":
-            self.runner.keep_tokens(3, 7)
+            self.runner.enable_device_row_selection(3, 7)
         if device.startswith("itself"):
             steps = DeviceSteps(self.runner, max_sequences=3, max_rows=96)
         self.loop = EngineLoop(self.runner, config, steps=steps, stride=Stride(passes))

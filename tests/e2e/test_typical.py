@@ -62,7 +62,7 @@ def test_more_is_kept_than_the_model_would_draw(tiny_model: PreTrainedModel, ver
     wanted, runner = typical(), make_runner(tiny_model)
     on_device, chooses = verified_by != "host", verified_by.startswith("device ") or "passes" in verified_by
     if chooses:
-        runner.keep_tokens(DEVICE_SEQUENCES)
+        runner.enable_device_row_selection(DEVICE_SEQUENCES)
     stride = 3 if "passes" in verified_by else 1
     outcomes = run(runner, wanted, propose=greedy_drafts(tiny_model), on_device=on_device, stride=stride)
     for one, outcome in zip(wanted, outcomes, strict=True):
@@ -99,7 +99,7 @@ def test_neighbours_in_the_batch_stay_lossless(tiny_model: PreTrainedModel, veri
     wanted = list(itertools.chain(*zip(typical(), lossless, strict=True)))
     runner = make_runner(tiny_model)
     if verified_by == "device that chooses rows":
-        runner.keep_tokens(DEVICE_SEQUENCES)
+        runner.enable_device_row_selection(DEVICE_SEQUENCES)
     outcomes = run(runner, wanted, propose=greedy_drafts(tiny_model), on_device=verified_by != "host")
     assert sum(outcome.finished.totals.lossy_tokens for outcome in outcomes[::2]) > 10
     for one, outcome in zip(lossless, outcomes[1::2], strict=True):

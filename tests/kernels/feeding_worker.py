@@ -9,7 +9,7 @@ import torch
 from random_steps import LAST_POSITION, random_step
 
 from tree_kernels.node_table import StepIntegers
-from tree_kernels.node_table.triton_feeding import advance, fill, move_on
+from tree_kernels.node_table.triton_feeding import advance_one_token, fill, shift_by_accepted
 from tree_kernels.verification import RECORD, Mode
 from tree_kernels.verification.records import MODE
 
@@ -27,7 +27,7 @@ def main() -> None:
         token_ids[0] = -1 if rows % 2 else -64
         filled = fill(token_ids.to(DEVICE), pending.to(DEVICE))
         found.append({"token_ids": token_ids.tolist(), "filled": filled.tolist()})
-    said = {"awaited": pending.tolist(), "found": found, "advanced": advanced(), "moved_on": moved_on()}
+    said = {"awaited": pending.tolist(), "found": found, "advanced": advanced(), "moved_on": shifted_by_accepted()}
     json.dump(said, sys.stdout)
 
 
@@ -40,13 +40,13 @@ def advanced() -> list[dict[str, list[list[int]]]]:
         before = [getattr(step, name).tolist() for name in step.__slots__]
         moved = StepIntegers(*(getattr(step, name).to(DEVICE) for name in step.__slots__))
         for _ in range(3):
-            advance(moved, page_size, LAST_POSITION)
+            advance_one_token(moved, page_size, LAST_POSITION)
         found.append({"before": before, "after": [getattr(moved, name).tolist() for name in moved.__slots__]})
         found[-1]["page_size"] = [[page_size]]
     return found
 
 
-def moved_on() -> list[dict[str, list[list[int]]]]:
+def shifted_by_accepted() -> list[dict[str, list[list[int]]]]:
     """Steps before and after they were moved on by what was accepted, each as the tensors of `StepIntegers` in order:
     sequences of one row that await a token or know it, of none, and of several rows."""
     generator = torch.Generator().manual_seed(2)
@@ -58,7 +58,7 @@ def moved_on() -> list[dict[str, list[list[int]]]]:
         step.parameters[MODE] = Mode.COUPLED
         before = [getattr(step, name).tolist() for name in step.__slots__]
         moved = StepIntegers(*(getattr(step, name).to(DEVICE) for name in step.__slots__))
-        move_on(moved, counts.int().to(DEVICE), page_size, LAST_POSITION)
+        shift_by_accepted(moved, counts.int().to(DEVICE), page_size, LAST_POSITION)
         found.append({"before": before, "after": [getattr(moved, name).tolist() for name in moved.__slots__]})
         found[-1] |= {"page_size": [[page_size]], "counts": [counts.tolist()]}
     return found

@@ -10,12 +10,12 @@ import sys
 import random_tables
 import torch
 from compiling import Compiling
-from random_tables import CASES, Case, given_for, random_verdicts, seat, table_for
+from random_tables import CASES, Case, assign_slots, given_for, random_verdicts, table_for
 
 from tree_kernels.node_table import triton_backend as _triton_node_table
 from tree_kernels.node_table import triton_recycling as _triton_recycling
 
-KERNELS = ("_begin_kernel", "_go_on_kernel", "lay_out_kernel", "keep_kernel", "take_kernel")
+KERNELS = ("_choose_rows_kernel", "_report_kernel", "lay_out_kernel", "keep_kernel", "copy_tables_kernel")
 RECYCLING = ("likeliest_kernel", "enter_kernel")
 VOCABULARY = 49152
 MAX_SEQUENCES = 256
@@ -27,13 +27,13 @@ def launch(case: Case, needed: dict[str, int]) -> list[str]:
     table, verdicts = table_for(case, given.tokens, "triton"), random_verdicts(given.step, 3, random.Random(0))
     table.warm_up(given.step)
     warmed = set(needed)
-    seat(table, given.places, given.tables)
-    table.begin(given.step, given.pending, given.moves)
+    assign_slots(table, given.table_slots, given.tables)
+    table.choose_rows(given.step, given.pending, given.moves)
     table.keep_accepted(given.step.token_ids, given.step.slots, given.step.parameters, verdicts)
     table.recycle(
         given.step, torch.zeros(len(given.step.token_ids), VOCABULARY, dtype=torch.bfloat16), VOCABULARY, verdicts
     )
-    table.go_on(given.step, verdicts)
+    table.report_and_choose_rows(given.step, verdicts)
     table.report(given.step, verdicts)
     return sorted(needed.keys() - warmed)
 

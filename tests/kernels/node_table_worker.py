@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import sys
 
-from random_tables import CASES, moved_on
+from random_tables import CASES, shifted_by_accepted
 
 
 def main() -> None:
-    json.dump([moved_on(case, place, "triton") for place, case in enumerate(CASES)], sys.stdout)
+    json.dump([shifted_by_accepted(case, place, "triton") for place, case in enumerate(CASES)], sys.stdout)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pytest
 import torch
 from kernel_worker import INTERPRETED, work
 
-from tree_kernels.node_table import StepIntegers, advance, fill_pending, move_on
+from tree_kernels.node_table import StepIntegers, advance_one_token, fill_pending, shift_by_accepted
 from tree_kernels.verification import RECORD, Mode
 from tree_kernels.verification.records import MODE, POSITION
 
@@ -33,13 +33,13 @@ def check(said: dict[str, Any]) -> None:
     for one in said["advanced"]:
         step = StepIntegers(*(torch.tensor(values, dtype=torch.int32) for values in one["before"]))
         for _ in range(3):
-            advance(step, one["page_size"][0][0], LAST_POSITION)
+            advance_one_token(step, one["page_size"][0][0], LAST_POSITION)
         assert one["after"] == [getattr(step, name).tolist() for name in step.__slots__]
 
     for one in said["moved_on"]:
         step = StepIntegers(*(torch.tensor(values, dtype=torch.int32) for values in one["before"]))
         counts = torch.tensor(one["counts"][0], dtype=torch.int32)
-        move_on(step, counts, one["page_size"][0][0], LAST_POSITION)
+        shift_by_accepted(step, counts, one["page_size"][0][0], LAST_POSITION)
         assert one["after"] == [getattr(step, name).tolist() for name in step.__slots__]
         assert one["after"] != one["before"]
 
@@ -53,7 +53,7 @@ def test_a_step_moves_on_by_what_was_accepted() -> None:
     records = step.parameters.view(-1, RECORD)
     records[:, MODE] = torch.tensor([Mode.COUPLED, Mode.REJECTION, Mode.COUPLED, Mode.COUPLED])
     records[:, POSITION] = -1
-    move_on(step, torch.tensor([1, 3, 2], dtype=torch.int32), page_size=4, last_position=9)
+    shift_by_accepted(step, torch.tensor([1, 3, 2], dtype=torch.int32), page_size=4, last_position=9)
     assert step.token_ids.tolist() == integers[0]
     assert step.prefix_lengths.tolist() == [6, 8, 9, 4]
     assert step.positions.tolist() == [6, 8, 9, 4, 5]
@@ -76,7 +76,7 @@ def test_a_step_becomes_the_one_after_it() -> None:
         *[[]] * 3,
     ]
     step = StepIntegers(*(torch.tensor(values, dtype=torch.int32) for values in integers))
-    advance(step, page_size=4, last_position=8)
+    advance_one_token(step, page_size=4, last_position=8)
     assert step.token_ids.tolist() == [-1, -3, 0]
     assert step.positions.tolist() == [4, 8, 0]
     assert step.prefix_lengths.tolist() == [4, 5, 7]

@@ -18,13 +18,13 @@ from random_tables import (
     MAX_SEQUENCES,
     PASSES,
     Case,
+    assign_slots,
     given_for,
-    moved_on,
     random_tree,
     random_verdicts,
     reports_of,
     run_pass,
-    seat,
+    shifted_by_accepted,
     table_for,
 )
 
@@ -306,43 +306,48 @@ def test_steps_are_laid_out_as_trees(seed: int, case: Case) -> None:
     given = given_for(case, seed)
     step, table = given.step, table_for(case, given.tokens, "torch")
     table.accepted.zero_()
-    seat(table, given.places, given.tables)
-    reading = len(case.reading)
-    before = read_rows(step, case)
-    table.begin(step, given.pending, given.moves, reading)
-    assert read_rows(step, case) == before
+    assign_slots(table, given.table_slots, given.tables)
+    prefilling = len(case.prefilling)
+    before = prefill_rows(step, case)
+    table.choose_rows(step, given.pending, given.moves, prefilling)
+    assert prefill_rows(step, case) == before
     rng = random.Random(seed)
     for turn in range(case.passes):
         check_layout(step, table, case)
-        verdicts = random_verdicts(step, case.vocabulary, rng, reading)
+        verdicts = random_verdicts(step, case.vocabulary, rng, prefilling)
         run_pass(table, step, verdicts)
-        for b in range(reading):
+        for b in range(prefilling):
             assert reports_of(table, b, turn)[0] == 0
             assert reports_of(table, b, turn)[REPORT_TOKENS] == int(verdicts.next_tokens[b])
     check_layout(step, table, case)
-    assert read_rows(step, case) == before
+    assert prefill_rows(step, case) == before
 
 
-def read_rows(step: StepIntegers, case: Case) -> list[object]:
+def prefill_rows(step: StepIntegers, case: Case) -> list[object]:
     """All that a step says of the sequences that read."""
-    rows, reading = sum(case.reading), len(case.reading)
+    rows, prefilling = sum(case.prefilling), len(case.prefilling)
     assert step.parents is not None and step.causal is not None
     each = (step.token_ids, step.positions, step.slots, step.owners, step.parents)
-    records = step.parameters[: RECORD * reading]
-    sequences = (step.prefix_lengths[:reading], step.query_starts[: reading + 1], step.causal[:reading], records)
+    records = step.parameters[: RECORD * prefilling]
+    sequences = (
+        step.prefix_lengths[:prefilling],
+        step.query_starts[: prefilling + 1],
+        step.causal[:prefilling],
+        records,
+    )
     return [[one[:rows].tolist() for one in each], [one.tolist() for one in sequences]]
 
 
 def check_layout(step: StepIntegers, table: NodeTable, case: Case) -> None:
     """Every sequence's rows are a tree, within what it may get, and its keys follow its prefix."""
     assert step.parents is not None and step.causal is not None
-    assert step.causal.tolist() == [int(b < len(case.reading)) for b in range(len(step.causal))]
+    assert step.causal.tolist() == [int(b < len(case.prefilling)) for b in range(len(step.causal))]
     starts = step.query_starts.tolist()
     assert starts[-1] <= case.rows_in_all
     dearest, given_up = [-1], [NO_KEY]
     for b, (first, end) in enumerate(itertools.pairwise(starts)):
-        if b < len(case.reading):
-            assert end - first == case.reading[b]
+        if b < len(case.prefilling):
+            assert end - first == case.prefilling[b]
             continue
         assert (end > first) == (case.rows[b] > 0)
         if end == first:
@@ -397,7 +402,7 @@ def test_a_tree_keeps_what_hangs_below_what_was_said(seed: int) -> None:
     case = Case(4, [64], 64, 20, 4, 0)
     table = table_for(case, text, "torch")
     graft(table, (tokens, parents, costs, 21))
-    table.begin(step, torch.zeros(1).int(), torch.zeros(1).int())
+    table.choose_rows(step, torch.zeros(1).int(), torch.zeros(1).int())
     committed: Path = ()
     for turn in range(PASSES):
         below = {
@@ -450,7 +455,7 @@ def test_mending_by_hand(fed: int, age: int, rows: list[tuple[int, int]]) -> Non
     table = table_for(Case(4, [64], 64, 20, 4, 0), text, "torch")
     tokens, parents = [500, 5, 6, 7, 7, 8, 1], [-1, 0, 0, 0, 2, 2, 1]
     graft(table, (tokens, parents, [0, 300, 200, 400, 300, 350, 900], 20))
-    table.begin(step, torch.zeros(1).int(), torch.zeros(1).int())
+    table.choose_rows(step, torch.zeros(1).int(), torch.zeros(1).int())
     assert step.parents is not None
     end = int(step.query_starts[1])
     found = list(zip(step.parents[1:end].tolist(), step.token_ids[1:end].tolist(), strict=True))
@@ -489,7 +494,7 @@ def test_borrowing_by_hand(base: int, fed: int, age: int, rows: list[tuple[int, 
     #         0    1: leaf 9, 2: 5 > 3: 9 > 4: 7 > 5: 8, 6: 5's 3 > 7: 6
     tokens, parents = [500, 9, 5, 9, 7, 8, 3, 6], [-1, 0, 0, 2, 3, 4, 2, 6]
     graft(table, (tokens, parents, [0, 100, 200, 300, 350, 390, 900, 910], base))
-    table.begin(step, torch.zeros(1).int(), torch.zeros(1).int())
+    table.choose_rows(step, torch.zeros(1).int(), torch.zeros(1).int())
     assert step.parents is not None
     end = int(step.query_starts[1])
     found = list(zip(step.parents[1:end].tolist(), step.token_ids[1:end].tolist(), strict=True))
@@ -499,8 +504,8 @@ def test_borrowing_by_hand(base: int, fed: int, age: int, rows: list[tuple[int, 
 
 def graft(table: NodeTable, *trees: tuple[list[int], list[int], list[int], int]) -> None:
     """Give the step's sequences these tables, in slots of the same order."""
-    places = torch.tensor([b if b < len(trees) else -1 for b in range(MAX_SEQUENCES)]).int()
-    seat(table, places, {b: preorder(*tree).tolist() for b, tree in enumerate(trees)})
+    table_slots = torch.tensor([b if b < len(trees) else -1 for b in range(MAX_SEQUENCES)]).int()
+    assign_slots(table, table_slots, {b: preorder(*tree).tolist() for b, tree in enumerate(trees)})
 
 
 @pytest.mark.parametrize(
@@ -534,7 +539,7 @@ def test_the_likelier_rows_of_all_sequences(
             for chain, edge, base in zip(every, edges, bases, strict=True)
         ),
     )
-    table.begin(step, torch.zeros(1).int(), torch.zeros(1).int())
+    table.choose_rows(step, torch.zeros(1).int(), torch.zeros(1).int())
     assert step.query_starts.tolist() == [0, laid_out[0], sum(laid_out)]
 
 
@@ -545,7 +550,7 @@ def test_limits() -> None:
         step.parameters[ROWS] = rows
         table = table_for(Case(4, [rows], 100, 20, 4), text, "torch")
         graft(table, (list(range(90)), [-1] + [0] * 89, [0] + [500] * 89, 21))
-        table.begin(step, torch.zeros(1).int(), torch.zeros(1).int())
+        table.choose_rows(step, torch.zeros(1).int(), torch.zeros(1).int())
         assert int(table.limits[0]) == rows - 1 and step.query_starts.tolist() == [0, laid_out]
 
 
@@ -555,7 +560,7 @@ def test_deep_rows_are_left_out() -> None:
     table = table_for(Case(4, [100], 100, 20, 4), text, "torch")
     deep = range(60)
     graft(table, ([i % 7 for i in deep], [i - 1 for i in deep], list(deep), 21))
-    table.begin(step, torch.zeros(1).int(), torch.zeros(1).int())
+    table.choose_rows(step, torch.zeros(1).int(), torch.zeros(1).int())
     assert step.query_starts.tolist() == [0, 1 + MAX_PATH]
 
 
@@ -563,16 +568,16 @@ def test_what_is_refused() -> None:
     _, text = one_sequence(8, 20)
     table = table_for(Case(4, [8], 8, 20, 4), text, "torch")
     with pytest.raises(ValueError, match=f"{MAX_SEQUENCES} boxes, got {MAX_SEQUENCES - 1}"):
-        table.take(Mailboxes(MAX_SEQUENCES - 1, torch.device("cpu")))
+        table.copy_tables(Mailboxes(MAX_SEQUENCES - 1, torch.device("cpu")))
 
 
 def test_getting_ready_leaves_what_is_there() -> None:
     step, text = one_sequence(8, 20)
     step.query_starts.zero_()
     table = table_for(Case(4, [8], 8, 20, 4), text, "torch")
-    before = [each.clone() for each in (table.reports, table.tables, table.passes, table.places)]
+    before = [each.clone() for each in (table.reports, table.tables, table.passes, table.table_slots)]
     table.warm_up(step)
-    assert all(map(torch.equal, before, (table.reports, table.tables, table.passes, table.places)))
+    assert all(map(torch.equal, before, (table.reports, table.tables, table.passes, table.table_slots)))
 
 
 def test_random_cases_are_what_they_should_be(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -613,7 +618,7 @@ def test_random_cases_are_what_they_should_be(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(recycling, "recycled_tree", watched_tree)
     for place, case in enumerate(CASES):
-        for passes in moved_on(case, place, "torch")[1 + case.passes + len(case.reading) : -4]:
+        for passes in shifted_by_accepted(case, place, "torch")[1 + case.passes + len(case.prefilling) : -4]:
             assert isinstance(passes, list)
             reports += passes
     assert any(one[6] > 5 for one in reports) and any(one[6] < 0 for one in reports)
@@ -631,7 +636,7 @@ def test_random_cases_are_what_they_should_be(monkeypatch: pytest.MonkeyPatch) -
 
 def check(found: list[object]) -> None:
     for place, (case, one) in enumerate(zip(CASES, found, strict=True)):
-        assert one == moved_on(case, place, "torch")
+        assert one == shifted_by_accepted(case, place, "torch")
 
 
 def test_the_kernels_choose_the_same() -> None:
@@ -661,7 +666,7 @@ def gpu_table() -> tuple[NodeTable, Mailboxes]:
         torch.zeros(64, dtype=torch.int32, device="cuda"), 4, LAST_POSITION, max_sequences=MAX_SEQUENCES, max_passes=1
     )
     mail = Mailboxes(MAX_SEQUENCES, torch.device("cuda"))
-    table.take(mail)
+    table.copy_tables(mail)
     torch.cuda.synchronize()
     return table, mail
 
@@ -673,7 +678,7 @@ def test_what_is_put_after_a_launch_is_taken_when_the_device_comes_to_it() -> No
     torch.cuda._sleep(200_000_000)
     before = torch.cuda.Event()
     before.record()
-    table.take(mail)
+    table.copy_tables(mail)
     mail.next_table(3)[:] = range(TABLE)
     mail.put(3)
     mail.send()
@@ -690,7 +695,7 @@ def test_a_table_is_taken_whole_while_others_are_written() -> None:
     seen: set[int] = set()
     for turn in range(200):
         for _ in range(20):
-            table.take(mail)
+            table.copy_tables(mail)
         for number in range(40):
             mail.next_table(5)[:] = 1 + 40 * turn + number
             mail.put(5)

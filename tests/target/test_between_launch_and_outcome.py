@@ -62,7 +62,7 @@ def test_no_page_is_given_back_that_a_pass_under_way_writes_to(
     texts = [(*one.token_ids, *plain(tiny_model, one)) for one in requests]
     # So few that pages are given back.
     runner = make_runner(tiny_model, page_size=page_size, kv_tokens=576)
-    runner.keep_tokens(16, 0)
+    runner.enable_device_row_selection(16, 0)
     loop = device_loop(runner)
     draft = ScriptedDraft(loop.drafting, knowing_tree(texts, runner.vocabulary_size, 12, right=0.9))
     loop.drafting.attach(draft)

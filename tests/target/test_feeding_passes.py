@@ -64,7 +64,7 @@ def test_what_comes_while_a_pass_runs_is_published_at_once(
     wanted = request([5, 7, 9], 24)
     truth = (*wanted.token_ids, *plain(tiny_model, wanted))
     runner = make_runner(tiny_model)
-    runner.keep_tokens(2, 0)
+    runner.enable_device_row_selection(2, 0)
     steps = DeviceSteps(runner, max_sequences=2, max_rows=64, backend="torch")
     loop = EngineLoop(runner, engine_config(max_running=2), steps=steps)
     loop.drafting.attach(LateDraft(loop.drafting, knowing_tree([truth], runner.vocabulary_size, 3, right=1.0)))

@@ -67,7 +67,7 @@ def test_a_draft_that_is_waited_for_hears_of_every_token_once(
     wanted = request([5, 7, 9], 40)
     truth = (*wanted.token_ids, *plain(tiny_model, wanted))
     runner = make_runner(tiny_model)
-    loop = EngineLoop(runner, engine_config(), steps=HostSteps(runner, followable=True))
+    loop = EngineLoop(runner, engine_config(), steps=HostSteps(runner, can_launch_before_results=True))
     draft = ListeningDraft(loop.drafting, knowing_tree([truth], runner.vocabulary_size, 12, right=1.0))
     begin(loop, draft, wanted)
     said: list[int] = []
@@ -104,7 +104,7 @@ def test_a_step_whose_drafts_are_there_is_launched_before_anything_is_said(
     runner = make_runner(tiny_model)
     for late in (0, 100):
         launched.clear()
-        loop = EngineLoop(runner, engine_config(), steps=HostSteps(runner, followable=True))
+        loop = EngineLoop(runner, engine_config(), steps=HostSteps(runner, can_launch_before_results=True))
         loop.gathering.choose = lambda *_sequences, **_how: LaunchMode.WAIT_FOR_DRAFT  # type: ignore[method-assign]
         draft = ScriptedDraft(loop.drafting, knowing_tree([truth], runner.vocabulary_size, 3, right=1.0), late=late)
         live = begin(loop, draft, wanted)
@@ -162,7 +162,7 @@ def test_a_sequence_that_waited_for_its_turn_is_drafted_for_like_others(
     wanted = [request([5 + place, 7, 9], 24) for place in range(5)]
     whole = [(*one.token_ids, *plain(tiny_model, one)) for one in wanted]
     runner = make_runner(tiny_model)
-    runner.keep_tokens(2, 0)
+    runner.enable_device_row_selection(2, 0)
     steps = DeviceSteps(runner, max_sequences=2, max_rows=256)
     loop = EngineLoop(runner, engine_config(max_running=2), steps=steps)
     loop.drafting.attach(ScriptedDraft(loop.drafting, knowing_tree(whole, runner.vocabulary_size, 12, right=1.0)))
@@ -187,7 +187,7 @@ def test_what_a_draft_says_last_is_in_the_pass_that_waited(
     wanted = request([5, 7, 9], 24)
     truth = (*wanted.token_ids, *plain(tiny_model, wanted))
     runner = make_runner(tiny_model)
-    runner.keep_tokens(2, 0)
+    runner.enable_device_row_selection(2, 0)
     steps = DeviceSteps(runner, max_sequences=2, max_rows=64, backend="torch")
     loop = EngineLoop(runner, engine_config(max_running=2), steps=steps)
     loop.drafting.attach(ScriptedDraft(loop.drafting, knowing_tree([truth], runner.vocabulary_size, 3, right=1.0)))
@@ -247,7 +247,7 @@ def test_a_sequence_whose_draft_is_gone_is_opened_with_another(tiny_model: PreTr
 def test_growth_of_an_earlier_opening_may_cross_a_new_one(tiny_model: PreTrainedModel) -> None:
     """A draft counts ids from 1 in every opening, and does not know yet that it was closed when it sends some."""
     runner = make_runner(tiny_model)
-    runner.keep_tokens(8, 0)
+    runner.enable_device_row_selection(8, 0)
     steps = DeviceSteps(runner, max_sequences=8, max_rows=64, backend="torch")
     loop = EngineLoop(runner, engine_config(disable_above=4), steps=steps)
     drafting = loop.drafting
@@ -274,7 +274,7 @@ def test_growth_of_an_earlier_opening_may_cross_a_new_one(tiny_model: PreTrained
 def test_drafts_that_were_of_no_use_are_tried_again_at_the_same_load(tiny_model: PreTrainedModel) -> None:
     """And those that a load forbade only well below it."""
     runner = make_runner(tiny_model)
-    runner.keep_tokens(8, 0)
+    runner.enable_device_row_selection(8, 0)
     steps = DeviceSteps(runner, max_sequences=8, max_rows=64, backend="torch")
     drafting = EngineLoop(runner, engine_config(disable_above=4), steps=steps).drafting
     drafting.follow_load(4, useful=False)

@@ -115,7 +115,7 @@ def test_the_engine_compares_what_a_draft_brings(
     truth = [(*one.token_ids, *plain(tiny_model, one)) for one in wanted]
     runner = make_runner(tiny_model)
     # Recycled tokens would say more of a small model's loops than lookup does.
-    runner.keep_tokens(1, 15, recycles=False)
+    runner.enable_device_row_selection(1, 15, recycles=False)
     steps = DeviceSteps(runner, max_sequences=1, max_rows=64, backend="torch")
     costs = StepCost([(1, 1e-3), (64, 1.1e-3)])
     stride = Stride(passes)

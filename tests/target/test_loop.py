@@ -93,7 +93,7 @@ def test_lockstep_says_what_the_fast_loop_says(tiny_model: PreTrainedModel, monk
     said: dict[bool, list[list[int]]] = {}
     for lockstep in (False, True):
         runner, before = make_runner(tiny_model), len(made)
-        runner.keep_tokens(engine_config().max_running, 7)
+        runner.enable_device_row_selection(engine_config().max_running, 7)
         loop = EngineLoop(runner, replace(engine_config(), lockstep=lockstep))
         loop.drafting.attach(ScriptedDraft(loop.drafting, random_tree(runner.vocabulary_size, 8)))
         loop.drafting.listen()

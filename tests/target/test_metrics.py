@@ -110,7 +110,7 @@ def test_rows_that_the_device_chose_are_counted(tiny_model: Any, observer: Prome
     wanted = [request([7, 8, 9, 7 + place] * 5, 24) for place in range(2)]
     whole = [(*one.token_ids, *plain(tiny_model, one)) for one in wanted]
     runner = make_runner(tiny_model)
-    runner.keep_tokens(DEVICE_SEQUENCES)
+    runner.enable_device_row_selection(DEVICE_SEQUENCES)
     steps = DeviceSteps(runner, max_sequences=DEVICE_SEQUENCES, max_rows=256)
     loop = EngineLoop(runner, engine_config(), steps=steps, observer=observer)
     loop.drafting.attach(ScriptedDraft(loop.drafting, knowing_tree(whole, runner.vocabulary_size, 12, right=0.8)))

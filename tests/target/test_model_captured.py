@@ -148,7 +148,7 @@ def test_the_buffer_says_the_step_and_nothing_of_the_one_before(rows: tuple[int,
 def test_where_no_sequence_has_a_row_nothing_moves_on() -> None:
     """As when a size is captured, ahead of any step."""
     buffer = buffer_of(Bucket(4, 4), verified=(64, 512))
-    buffer.advance(21)
+    buffer.advance_one_token(21)
     assert not buffer.integers.any()
 
 
@@ -167,8 +167,8 @@ def test_a_step_moves_on_where_it_lies(sequences: int) -> None:
     wanted = [RowsToVerify(place, 1, Mode.COUPLED, 7, 2**32 - 3 + place) for place in range(sequences)]
     buffer.load(first, 21, pack_parameters(wanted, 64, 512, 211))
     for _ in range(passes):
-        buffer.advance(21)
-    later = first.later(passes)
+        buffer.advance_one_token(21)
+    later = first.advanced_by(passes)
     assert read_back(buffer).prefix_lengths == padded(later.attention, bucket).prefix_lengths
     assert buffer.token_ids[:sequences].tolist() == list(later.token_ids)
     assert buffer.slots[:sequences].tolist() == list(later.slots) and buffer.slots[sequences:].eq(-1).all()

@@ -15,7 +15,7 @@ from target_service.model.forward import ForwardInput
 from target_service.model.fused.packed_linears import PackedLinear, can_pack, pack_linears
 from target_service.model.runner import ModelRunner, runner_for
 from tree_kernels.attention import AttentionBatch
-from tree_kernels.node_table import StepIntegers, move_on
+from tree_kernels.node_table import StepIntegers, shift_by_accepted
 from tree_kernels.verification import RECORD
 
 # Keys of 24, values of 12.
@@ -252,13 +252,13 @@ def test_a_pass_moves_on_on_the_host_as_it_does_on_the_device(page_size: int) ->
     ]
     attention = AttentionBatch((0, 1, 2, 5, 6), prefixes, tuple(pages), page_size, (None, None, (0, 0, 1), None))
     laid_out = ForwardInput((-3, 7, 1, 2, 3, -2), (5, 9, 3, 4, 5, 11), tuple(slots), attention, (0,))
-    moved = laid_out.moved_on(counts)
+    moved = laid_out.shifted_by_accepted(counts)
     flat = [page for held in pages for page in held]
     starts = [sum(map(len, pages[:b])) for b in range(len(pages))]
     records = [0] * (4 * RECORD)
     integers = (laid_out.token_ids, laid_out.positions, laid_out.slots, records, attention.query_starts, prefixes)
     step = StepIntegers(*(torch.tensor(values, dtype=torch.int32) for values in (*integers, starts, flat, (), (), ())))
-    move_on(step, torch.tensor(counts, dtype=torch.int32), page_size, last_position=100)
+    shift_by_accepted(step, torch.tensor(counts, dtype=torch.int32), page_size, last_position=100)
     assert moved.positions == tuple(step.positions.tolist()) == (7, 9, 3, 4, 5, 15)
     assert moved.slots == tuple(step.slots.tolist())
     assert moved.attention.prefix_lengths == tuple(step.prefix_lengths.tolist()) == (7, 9, 3, 15)

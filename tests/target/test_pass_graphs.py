@@ -40,25 +40,25 @@ class Recorded(PassGraphs):
 
 
 def test_a_launch_is_captured_once_and_replayed_from_then_on() -> None:
-    graphs, keeper, launched = Recorded(), Keeper(), list[int]()
+    graphs, graph_buffers, launched = Recorded(), Keeper(), list[int]()
 
     def launch() -> int:
         launched.append(len(launched))
         return launched[-1]
 
     # The first is launched as it is, so that everything is compiled, and then captured.
-    assert graphs.run(keeper, "work", launch) == 0 and launched == [0, 1]
+    assert graphs.run(graph_buffers, "work", launch) == 0 and launched == [0, 1]
     # The tensors of the capture are those that replays write.
-    assert [graphs.run(keeper, "work", launch) for _ in range(3)] == [1, 1, 1]
+    assert [graphs.run(graph_buffers, "work", launch) for _ in range(3)] == [1, 1, 1]
     assert launched == [0, 1] and [one.replays for one in graphs.captured] == [3]
 
 
 def test_each_pass_and_each_kind_of_work_has_its_graph() -> None:
     graphs, keepers = Recorded(), [Keeper(), Keeper()]
     for _ in range(2):
-        for number, keeper in enumerate(keepers):
+        for number, graph_buffers in enumerate(keepers):
             for work in ("one", "other"):
-                assert graphs.run(keeper, work, lambda seen=(number, work): seen) == (number, work)  # type: ignore[misc]
+                assert graphs.run(graph_buffers, work, lambda seen=(number, work): seen) == (number, work)  # type: ignore[misc]
     assert [one.replays for one in graphs.captured] == [1] * 4
 
 
@@ -70,10 +70,10 @@ def test_what_nobody_keeps_is_launched_each_time() -> None:
 
 
 def test_graphs_of_a_pass_that_was_dropped_are_dropped_too() -> None:
-    graphs, keeper = Recorded(), Keeper()
-    graphs.run(keeper, "work", lambda: 0)
+    graphs, graph_buffers = Recorded(), Keeper()
+    graphs.run(graph_buffers, "work", lambda: 0)
     assert len(graphs._graphs) == 1
-    del keeper
+    del graph_buffers
     gc.collect()
     assert not len(graphs._graphs)
 
@@ -84,35 +84,35 @@ class Table:
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []
 
-    def take_sent(self, mail: Table) -> None:
+    def copy_sent_tables(self, mail: Table) -> None:
         assert mail is self
-        self.calls.append(("take", None))
+        self.calls.append(("copy", None))
 
-    def begin(self, step: Any, pending: Any, moves: Any, reading: int) -> None:
+    def choose_rows(self, step: Any, pending: Any, moves: Any, prefilling: int) -> None:
         assert pending == "pending"
-        self.calls.append(("begin", (step, moves, reading)))
+        self.calls.append(("choose", (step, moves, prefilling)))
 
     def await_sent(self) -> None:
         self.calls.append(("await", None))
 
 
 @pytest.mark.parametrize(
-    ("moves", "reading", "captured"),
+    ("moves", "prefilling", "captured"),
     [(None, 0, True), ("moves", 0, False), (None, 2, False)],
     ids=["as mostly", "behind a step of another kind", "beside a prompt"],
 )
-def test_rows_are_chosen_by_a_graph_where_nothing_else_changes(moves: Any, reading: int, captured: bool) -> None:
+def test_rows_are_chosen_by_a_graph_where_nothing_else_changes(moves: Any, prefilling: int, captured: bool) -> None:
     """A graph keeps the arguments that it was captured with."""
-    table, keeper = Table(), Keeper()
+    table, graph_buffers = Table(), Keeper()
     runner: Any = type("Runner", (), {"pending": "pending", "device": CPU})
     pre_pass = PrePass(runner, table, table)  # type: ignore[arg-type]
     graphs = pre_pass._graphs = Recorded()
     for step in ("first", "second"):
-        pre_pass.run(step, keeper, moves, reading)  # type: ignore[arg-type]
-    launches = [("take", None), ("begin", ("first", moves, reading))]
+        pre_pass.run(step, graph_buffers, moves, prefilling)  # type: ignore[arg-type]
+    launches = [("copy", None), ("choose", ("first", moves, prefilling))]
     # What was sent is waited for outside, in front of every pass.
     expected = [("await", None), *launches, *(launches if captured else ()), ("await", None)]
     if not captured:
-        expected += [("take", None), ("begin", ("second", moves, reading))]
+        expected += [("copy", None), ("choose", ("second", moves, prefilling))]
     assert table.calls == expected
     assert [one.replays for one in graphs.captured] == ([1] if captured else [])

@@ -543,7 +543,7 @@ def test_rows_beside_prompts_are_worth_their_time(
     mine = worth[chosen.rows if chosen is not None else 0]
     assert best - mine < 0.05 * rate * engine.seconds(held, followed=True)
     if distribution == "good" and read == 100:
-        assert chosen is not None and chosen.read_rows == 100
+        assert chosen is not None and chosen.prefill_rows == 100
 
 
 def test_above_a_load_there_are_none(policies: Policies) -> None:

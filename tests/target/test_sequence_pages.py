@@ -105,7 +105,7 @@ def test_a_newcomer_begins_about_as_soon_as_without_drafted_rows(tiny_model: Pre
     def steps_until_its_first_token(*, drafted: bool) -> int:
         runner = make_runner(tiny_model, page_size=16, kv_tokens=16 * 40)
         if drafted:
-            runner.keep_tokens(16, 0)
+            runner.enable_device_row_selection(16, 0)
         steps = DeviceSteps(runner, max_sequences=16, max_rows=256, backend="torch")
         loop = EngineLoop(runner, engine_config(), steps=steps)
         greedy = SamplingParams(ignore_eos=True)

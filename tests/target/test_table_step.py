@@ -75,7 +75,7 @@ def test_a_sequence_that_reads_says_a_token_at_its_end(table: NodeTable) -> None
     say(table, 1, 0, (0, 8, 9, 0, 31, 0, 0, 0), (-1,), ())
     say(table, 2, 0, (1, 3, 3, 100, 40, 1, 1, 100), (51, 52), (2,))
     host = room()
-    first, second, third = TableStep(3, 1, table, host, reading=(True, False)).outcomes()
+    first, second, third = TableStep(3, 1, table, host, prefilling=(True, False)).outcomes()
     assert first is not None and third is not None and second is None
     # Nothing was drafted for it.
     assert (first.walk.next_token, first.following, first.device_passes, first.passes) == (77, (), (), 1)
@@ -106,4 +106,4 @@ def test_without_a_gpu_it_has_ended_when_it_was_launched(table: NodeTable) -> No
     say(table, 0, 0, (0, 0, 0, 0, 0, 0, 0, 0), (1,), ())
     step = TableStep(1, 1, table, room())
     step.wait()
-    assert step.ended() and step.followable and not step.on_device and step.span is None
+    assert step.ended() and step.can_launch_before_results and not step.on_device and step.span is None

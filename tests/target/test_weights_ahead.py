@@ -29,10 +29,10 @@ PROMPTS = ([5, 6, 7], [9, 8], [30, 31, 30, 31, 30])
 
 def steps_of(kind: str, runner: ModelRunner) -> Steps:
     if kind == "host":
-        return HostSteps(runner, followable=True)
+        return HostSteps(runner, can_launch_before_results=True)
     if kind == "chosen":
         # The device chooses rows from what the text says already.
-        runner.keep_tokens(DEVICE_SEQUENCES, 7)
+        runner.enable_device_row_selection(DEVICE_SEQUENCES, 7)
     return DeviceSteps(runner, max_sequences=DEVICE_SEQUENCES, max_rows=512)
 
 

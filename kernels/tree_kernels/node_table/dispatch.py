@@ -37,12 +37,12 @@ class NodeTable:
         reports: [B, P, REPORT] int32 by sequence and pass: the figures of `Figure`; from `REPORT_TOKENS` on the
             accepted tokens and then the target's own; from `REPORT_ROWS` on the accepted rows, relative to the root.
             What follows either is undefined.
-        passes: [B] int32, passes that were reported since `begin`.
-        accepted: [B] int32, drafted rows that were accepted since `begin`.
-        limits: [B] int32, rows that may be drafted for a sequence, since `begin`.
-        places: [B] int32, the table of the step's b-th sequence; -1 for none.
+        passes: [B] int32, passes that were reported since `choose_rows`.
+        accepted: [B] int32, drafted rows that were accepted since `choose_rows`.
+        limits: [B] int32, rows that may be drafted for a sequence, since `choose_rows`.
+        table_slots: [B] int32, the table of the step's b-th sequence; -1 for none.
         owners: [B] int32, whose the step's b-th sequence is; -1 where nothing is recycled for it.
-        reading: [1] int32, how many of the step's sequences, the first ones, read their prompts.
+        prefilling: [1] int32, how many of the step's sequences, the first ones, read their prompts.
         tables: [B, TABLE] int32 by slot, see `layout`.
         entries: [PLACES, ENTRY] int32, see `recycling`; empty where nothing is recycled.
         taken: [B] int32, the number of the table in each slot; see `Mailboxes`.
@@ -82,10 +82,10 @@ class NodeTable:
         self.recycled = torch.zeros(max_sequences, 2, recycling.NODES, dtype=torch.int32, device=device)
         integers = torch.zeros(9, max_sequences, dtype=torch.int32, device=device)
         # Of the next pass: how many candidates were kept (-1 for absent sequences), the root's token and the age.
-        self.passes, self.accepted, self.limits, self.places, self.owners = integers[:5]
+        self.passes, self.accepted, self.limits, self.table_slots, self.owners = integers[:5]
         self.counts, self.roots, self.ages, self.taken = integers[5:]
-        self.reading = torch.zeros(1, dtype=torch.int32, device=device)
-        for none_yet in (self.places, self.counts, self.owners):
+        self.prefilling = torch.zeros(1, dtype=torch.int32, device=device)
+        for none_yet in (self.table_slots, self.counts, self.owners):
             none_yet.fill_(-1)
         # [B, KEPT + 1] keys of the kept candidates, rising, followed by `NO_KEY`. [B, 3, KEPT + 1] their tokens, links
         # (see `link_of`) and chances.
@@ -103,7 +103,7 @@ class NodeTable:
         # [MOST_COST / COSTS_PER_CHANCE] int32 of `SURE`. Computed on the host, so that all devices add up the same.
         chances = np.floor(layout.SURE * 2.0 ** -(costs / layout.COST_OF_HALVING)).astype(np.int32)
         self.chances = torch.from_numpy(chances).to(device)
-        # `accepted` of the launch before, while `begin` overwrites it.
+        # `accepted` of the launch before, while `choose_rows` overwrites it.
         self._before = torch.zeros_like(self.accepted)
         self.backend: Literal["triton", "torch"] = backend or ("triton" if device.type == "cuda" else "torch")
         # Only here: Triton may be absent.
@@ -122,35 +122,37 @@ class NodeTable:
             recycles=self.recycles,
             backend=self.backend,
         )
-        own.take(Mailboxes(self.max_sequences, self.tokens.device))
+        own.copy_tables(Mailboxes(self.max_sequences, self.tokens.device))
         nothing = torch.zeros(2 * self.max_sequences + 1, dtype=torch.int32, device=self.tokens.device)
-        own.begin(step, nothing)
-        own.go_on(step, Verdicts.over(nothing, self.max_sequences))
+        own.choose_rows(step, nothing)
+        own.report_and_choose_rows(step, Verdicts.over(nothing, self.max_sequences))
         own.report(step, Verdicts.over(nothing, self.max_sequences))
 
-    def seat(self, places: Tensor, owners: Tensor | None = None) -> None:
+    def assign_slots(self, table_slots: Tensor, owners: Tensor | None = None) -> None:
         """Assign tables and owners to the sequences of the next step, in stream order: [B] int32, -1 for none. Without
         `owners` they stay."""
-        self.places.copy_(places, non_blocking=True)
+        self.table_slots.copy_(table_slots, non_blocking=True)
         if owners is not None:
             self.owners.copy_(owners, non_blocking=True)
 
-    def take(self, mail: Mailboxes) -> None:
+    def copy_tables(self, mail: Mailboxes) -> None:
         """Copy the newest table of every box that has a newer one than was taken last.
 
         All that was sent before the call is taken; what is sent until the device runs it may be. A box that is
         overwritten while it is read yields no tree. `ValueError` where there are not as many boxes as slots.
         """
         mail.await_sent()
-        self.take_sent(mail)
+        self.copy_sent_tables(mail)
 
-    def take_sent(self, mail: Mailboxes) -> None:
-        """As `take`, on a stream that waits for what was sent already. It can be captured."""
+    def copy_sent_tables(self, mail: Mailboxes) -> None:
+        """As `copy_tables`, on a stream that waits for what was sent already. It can be captured."""
         if len(mail.newest) != self.max_sequences:
             raise ValueError(f"expected {self.max_sequences} boxes, got {len(mail.newest)}")
-        self._backend.take(self, mail)
+        self._backend.copy_tables(self, mail)
 
-    def begin(self, step: StepIntegers, pending: Tensor, moves: Tensor | None = None, reading: int = 0) -> None:
+    def choose_rows(
+        self, step: StepIntegers, pending: Tensor, moves: Tensor | None = None, prefilling: int = 0
+    ) -> None:
         """Choose the rows of a step that was just laid out, after moving it on. In place.
 
         Args:
@@ -161,24 +163,24 @@ class NodeTable:
             pending: [any] int32.
             moves: [any] int32, what the step before has accepted, by the sequences' places in it; None for `accepted`,
                 which then still is of the launch before.
-            reading: how many sequences, the first ones, read their prompts: any number of rows each, which stay as they
-                are. `go_on` reports for them that nothing was accepted, and their token; such a step must not be run
-                again.
+            prefilling: how many sequences, the first ones, read their prompts: any number of rows each, which stay as
+                they are. `report_and_choose_rows` reports for them that nothing was accepted, and their token; such a
+                step must not be run again.
         """
         if moves is None:
             moves = self._before.copy_(self.accepted)
-        self._backend.begin(self, step, pending, moves, reading)
+        self._backend.choose_rows(self, step, pending, moves, prefilling)
 
-    def go_on(self, step: StepIntegers, verdicts: Verdicts) -> None:
+    def report_and_choose_rows(self, step: StepIntegers, verdicts: Verdicts) -> None:
         """Report what a pass of `step` generated, turn the step into the next pass of its sequences, and choose its
-        rows. In place, after `keep_accepted`, and at most P times after a `begin`, for which `reports` has room. The
-        step is as `begin` or the last call left it, and as it was run."""
-        self._backend.go_on(self, step, verdicts, last=False)
+        rows. In place, after `keep_accepted`, and at most P times after a `choose_rows`, for which `reports` has room.
+        The step is as `choose_rows` or the last call left it, and as it was run."""
+        self._backend.report_and_choose_rows(self, step, verdicts, last=False)
 
     def report(self, step: StepIntegers, verdicts: Verdicts) -> None:
-        """Report what a pass of `step` generated, as `go_on` does, and choose no rows: `begin` comes next. The step is
-        not changed."""
-        self._backend.go_on(self, step, verdicts, last=True)
+        """Report what a pass of `step` generated, as `report_and_choose_rows` does, and choose no rows: `choose_rows`
+        comes next. The step is not changed."""
+        self._backend.report_and_choose_rows(self, step, verdicts, last=True)
 
     def keep_accepted(self, token_ids: Tensor, slots: Tensor, parameters: Tensor, verdicts: Verdicts) -> None:
         """After a pass with trees, whose accepted keys were moved right behind their roots, write their tokens there:
@@ -188,7 +190,7 @@ class NodeTable:
     def recycle(self, step: StepIntegers, logits: Tensor, vocabulary: int, verdicts: Verdicts) -> None:
         """After a pass, keep what the target says behind the tokens that it accepted, and behind each root: of `logits`
         [R, at least `vocabulary`], the last dimension contiguous. Nothing where the table does not recycle, or the step
-        has more rows than `recycling.MOST_ROWS`. Before `go_on` or `report`."""
+        has more rows than `recycling.MOST_ROWS`. Before `report_and_choose_rows` or `report`."""
         if self.recycles_in(step):
             self._backend.recycle(self, step, logits, vocabulary, verdicts)
 

@@ -27,7 +27,7 @@ def fill_pending(
     return filled
 
 
-def advance(step: StepIntegers, page_size: int, last_position: int) -> None:
+def advance_one_token(step: StepIntegers, page_size: int, last_position: int) -> None:
     """Turn a step in which every sequence has one row, or none, into the step after it. In place.
 
     Sequence b then feeds its pending token (-1 - b), one key further on in the pages that it already has.
@@ -35,9 +35,9 @@ def advance(step: StepIntegers, page_size: int, last_position: int) -> None:
     """
     if step.token_ids.is_cuda:
         # Only here: Triton may be absent.
-        from tree_kernels.node_table.triton_feeding import advance as advance_on_gpu
+        from tree_kernels.node_table.triton_feeding import advance_one_token as advance_one_token_on_gpu
 
-        advance_on_gpu(step, page_size, last_position)
+        advance_one_token_on_gpu(step, page_size, last_position)
         return
     fed = torch.nonzero(step.query_starts.diff() == 1).flatten()
     step.token_ids[step.query_starts[fed].long()] = (-1 - fed).int()
@@ -48,7 +48,7 @@ def advance(step: StepIntegers, page_size: int, last_position: int) -> None:
     halves[fed, 1] += (halves[fed, 0] == 0).int()
 
 
-def move_on(step: StepIntegers, accepted_counts: Tensor, page_size: int, last_position: int) -> None:
+def shift_by_accepted(step: StepIntegers, accepted_counts: Tensor, page_size: int, last_position: int) -> None:
     """Move every row that feeds a pending token on by the drafted rows that the step before accepted. In place.
 
     The step is laid out as if nothing had been accepted. A sequence without a pending token, or with more than one row,
@@ -57,9 +57,9 @@ def move_on(step: StepIntegers, accepted_counts: Tensor, page_size: int, last_po
     """
     if step.token_ids.is_cuda:
         # Only here: Triton may be absent.
-        from tree_kernels.node_table.triton_feeding import move_on as move_on_on_gpu
+        from tree_kernels.node_table.triton_feeding import shift_by_accepted as shift_on_gpu
 
-        move_on_on_gpu(step, accepted_counts, page_size, last_position)
+        shift_on_gpu(step, accepted_counts, page_size, last_position)
         return
     alone = torch.nonzero(step.query_starts.diff() == 1).flatten()
     fed = alone[step.token_ids[step.query_starts[alone].long()] < 0]

@@ -70,24 +70,24 @@ class Candidate(NamedTuple):
         return self.cost * layout.KEYS_PER_COST + self.number
 
 
-def take(table: NodeTable, mail: Mailboxes) -> None:
-    """See `NodeTable.take`."""
+def copy_tables(table: NodeTable, mail: Mailboxes) -> None:
+    """See `NodeTable.copy_tables`."""
     for slot, number in enumerate(mail.newest.tolist()):
         if number != int(table.taken[slot]):
             table.tables[slot] = mail.tables[slot, number % TURNS]
             table.taken[slot] = number
 
 
-def begin(table: NodeTable, step: StepIntegers, pending: Tensor, moves: Tensor, reading: int) -> None:
-    """See `NodeTable.begin`."""
+def choose_rows(table: NodeTable, step: StepIntegers, pending: Tensor, moves: Tensor, prefilling: int) -> None:
+    """See `NodeTable.choose_rows`."""
     count = len(step.prefix_lengths)
-    table.reading[0] = reading
+    table.prefilling[0] = prefilling
     table.passes[:count] = 0
     table.accepted[:count] = 0
     table.limits[:count] = 0
     table.counts.fill_(-1)
     for b, row, _ in _trees(step):
-        if b < reading:
+        if b < prefilling:
             continue
         table.limits[b] = step.parameters[b * RECORD + ROWS] - 1
         token, moved = int(step.token_ids[row]), 0
@@ -97,15 +97,15 @@ def begin(table: NodeTable, step: StepIntegers, pending: Tensor, moves: Tensor, 
     _lay_out(table, step)
 
 
-def go_on(table: NodeTable, step: StepIntegers, verdicts: Verdicts, *, last: bool) -> None:
-    """See `NodeTable.go_on`, and `NodeTable.report` for `last`."""
+def report_and_choose_rows(table: NodeTable, step: StepIntegers, verdicts: Verdicts, *, last: bool) -> None:
+    """See `NodeTable.report_and_choose_rows`, and `NodeTable.report` for `last`."""
     if not last:
         table.counts.fill_(-1)
     for b, row, rows in _trees(step):
         count, token = int(verdicts.accepted_counts[b]), int(verdicts.next_tokens[b])
         path = verdicts.accepted_rows[row : row + count].long()
         reports = table.reports[b, int(table.passes[b])]
-        if b < int(table.reading):
+        if b < int(table.prefilling):
             reports[Figure.ACCEPTED], reports[REPORT_TOKENS] = 0, token
             continue
         reports[:REPORT_TOKENS] = 0
@@ -131,7 +131,7 @@ def recycle(table: NodeTable, step: StepIntegers, logits: Tensor, vocabulary: in
     """See `NodeTable.recycle`."""
     for b, row, _ in _trees(step):
         owner, count = int(table.owners[b]), int(verdicts.accepted_counts[b])
-        if owner < 0 or b < int(table.reading):
+        if owner < 0 or b < int(table.prefilling):
             continue
         path = [row, *(row + verdicts.accepted_rows[row : row + count]).tolist()]
         for at in path[: recycling.KEPT_TOKENS]:
@@ -296,7 +296,7 @@ def _find(table: NodeTable, step: StepIntegers, b: int, root: int, moves: int) -
         # 32 bit as int32 holds them.
         record[POSITION] = (low + 2**31) % 2**32 - 2**31
         record[POSITION + 1] += low // 2**32
-    prefix, slot = int(step.prefix_lengths[b]), int(table.places[b])
+    prefix, slot = int(step.prefix_lengths[b]), int(table.table_slots[b])
     keys = torch.arange(max(0, prefix - layout.WINDOW - layout.LONGEST), prefix, device=table.tokens.device)
     text = [*table.tokens[_slots(table, step, b, keys).long()].tolist(), root]
     nodes = nodes_of(table.tables[slot]) if slot >= 0 else _NO_TREE
@@ -321,10 +321,10 @@ def _find(table: NodeTable, step: StepIntegers, b: int, root: int, moves: int) -
 
 def _lay_out(table: NodeTable, step: StepIntegers) -> None:
     """Give every sequence its rows, behind those of sequences that read their prompts."""
-    sequences, rows_in_all, reading = len(step.prefix_lengths), len(step.token_ids), int(table.reading)
+    sequences, rows_in_all, prefilling = len(step.prefix_lengths), len(step.token_ids), int(table.prefilling)
     counts = table.counts[:sequences].tolist()
     keys = [table.keys[b, : max(0, count)].tolist() for b, count in enumerate(counts)]
-    row = int(step.query_starts[reading])
+    row = int(step.query_starts[prefilling])
     room = rows_in_all - row - sum(count >= 0 for count in counts)
     bound = bound_for([key for own in keys for key in own], room)
     step.token_ids[row:] = 0
@@ -332,9 +332,9 @@ def _lay_out(table: NodeTable, step: StepIntegers) -> None:
     step.slots[row:] = -1
     step.owners[row:rows_in_all] = -1
     step.parents[row:] = 0
-    step.causal[reading:sequences] = 0
+    step.causal[prefilling:sequences] = 0
     for b, count in enumerate(counts):
-        if b < reading:
+        if b < prefilling:
             continue
         taken = sum(key < bound for key in keys[b])
         if count >= 0:

@@ -19,9 +19,9 @@ from tree_kernels.node_table.triton_rows import (
     NO_KEY,
     TAKING_WARPS,
     bound_for,
+    copy_tables_kernel,
     keep_kernel,
     lay_out_kernel,
-    take_kernel,
 )
 from tree_kernels.verification.triton_rows import COUPLED, MODE, POSITION, ROWS, TYPICAL, moved_long, record_of
 
@@ -213,15 +213,15 @@ def _keep_best(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rank(  # type: ignore[no-untyped-def]
-    tables, places, owners, entries, shape, recycled, tokens, pages, lookup_costs, chances, counts, ages, keys, ranked,
-    unranked, b, prefix, root, limit, CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr, RECYCLES: tl.constexpr,
+    tables, table_slots, owners, entries, shape, recycled, tokens, pages, lookup_costs, chances, counts, ages, keys,
+    ranked, unranked, b, prefix, root, limit, CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr, RECYCLES: tl.constexpr,
 ):  # fmt: skip
     """Find what may follow the sequence's root, and keep the best by rising keys; see `node_table.torch_backend._find`.
 
     Candidate i is a place of the table below `NODES`, the last of them those of a recycled tree where there is one, and
     a token of the chain from there on. There is a barrier before the first store to what other threads may read.
     """
-    slot = tl.load(places + b)
+    slot = tl.load(table_slots + b)
     table = tables + tl.maximum(slot, 0) * _TABLE
     i = tl.arange(0, _CANDIDATES)
     base = tl.load(table)
@@ -304,20 +304,21 @@ def _move(records, prefix_lengths, roots, b, prefix, root, moves):  # type: igno
     tl.store(roots + b, root)
 
 
-@triton.jit(do_not_specialize=["reading"])
-def _begin_kernel(  # type: ignore[no-untyped-def]
-    token_ids, records, query_starts, prefix_lengths, page_starts, page_table, tokens, tables, places, owners,
+@triton.jit(do_not_specialize=["prefilling"])
+def _choose_rows_kernel(  # type: ignore[no-untyped-def]
+    token_ids, records, query_starts, prefix_lengths, page_starts, page_table, tokens, tables, table_slots, owners,
     entries, shape, recycled, lookup_costs, chances, counts, roots, ages, keys, ranked, unranked, passes, accepted,
-    limits, all_reading, pending, moves, reading, CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr, RECYCLES: tl.constexpr,
+    limits, all_prefilling, pending, moves, prefilling, CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    RECYCLES: tl.constexpr,
 ):  # fmt: skip
-    """One sequence a program; see `NodeTable.begin`."""
+    """One sequence a program; see `NodeTable.choose_rows`."""
     b = tl.program_id(0)
     if b == 0:
-        tl.store(all_reading, reading)
+        tl.store(all_prefilling, prefilling)
     tl.store(passes + b, 0)
     tl.store(accepted + b, 0)
     row = tl.load(query_starts + b)
-    if (b >= reading) & (tl.load(query_starts + b + 1) > row):
+    if (b >= prefilling) & (tl.load(query_starts + b + 1) > row):
         token = tl.load(token_ids + row)
         root = tl.load(pending - 1 - token, mask=token < 0, other=0)
         root = tl.where(token < 0, root, token)
@@ -326,7 +327,7 @@ def _begin_kernel(  # type: ignore[no-untyped-def]
         prefix = tl.load(prefix_lengths + b) + moved
         tl.store(limits + b, limit)
         _rank(
-            tables, places, owners, entries, shape, recycled, tokens, page_table + tl.load(page_starts + b),
+            tables, table_slots, owners, entries, shape, recycled, tokens, page_table + tl.load(page_starts + b),
             lookup_costs, chances, counts, ages, keys, ranked, unranked, b, prefix, root, limit, CHAIN, PAGE_SIZE,
             RECYCLES,
         )  # fmt: skip
@@ -337,23 +338,24 @@ def _begin_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _go_on_kernel(  # type: ignore[no-untyped-def]
-    token_ids, records, query_starts, prefix_lengths, page_starts, page_table, tokens, tables, places, owners,
+def _report_kernel(  # type: ignore[no-untyped-def]
+    token_ids, records, query_starts, prefix_lengths, page_starts, page_table, tokens, tables, table_slots, owners,
     entries, shape, recycled, lookup_costs, chances, counts, roots, ages, keys, ranked, unranked, passes, accepted,
-    limits, reading, accepted_counts, next_tokens, accepted_rows, noted, reports, REPORT_STRIDE: tl.constexpr,
+    limits, prefilling, accepted_counts, next_tokens, accepted_rows, noted, reports, REPORT_STRIDE: tl.constexpr,
     NOTED_STRIDE: tl.constexpr, LAST: tl.constexpr, CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr,
     RECYCLES: tl.constexpr,
 ):  # fmt: skip
-    """One sequence a program; see `NodeTable.go_on`, and `NodeTable.report` for `LAST`. `reports` [B, P, REPORT]."""
+    """One sequence a program; see `NodeTable.report_and_choose_rows`, and `NodeTable.report` for `LAST`.
+    `reports` [B, P, REPORT]."""
     b = tl.program_id(0)
     row = tl.load(query_starts + b)
     rows = tl.load(query_starts + b + 1) - row
-    reads = b < tl.load(reading)
-    if (rows > 0) & reads:
+    prefills = b < tl.load(prefilling)
+    if (rows > 0) & prefills:
         out = reports + b * REPORT_STRIDE + tl.load(passes + b) * _REPORT
         tl.store(out + _ACCEPTED, 0)
         tl.store(out + _REPORT_TOKENS, tl.load(next_tokens + b))
-    if (rows > 0) & (reads == 0):
+    if (rows > 0) & (prefills == 0):
         count, root = tl.load(accepted_counts + b), tl.load(next_tokens + b)
         done, so_far = tl.load(passes + b), tl.load(accepted + b)
         age, limit = tl.load(ages + b), tl.load(limits + b)
@@ -369,7 +371,7 @@ def _go_on_kernel(  # type: ignore[no-untyped-def]
         accepted_from_table = tl.sum(link >> 16, axis=0)
         if not LAST:
             _rank(
-                tables, places, owners, entries, shape, recycled, tokens, page_table + tl.load(page_starts + b),
+                tables, table_slots, owners, entries, shape, recycled, tokens, page_table + tl.load(page_starts + b),
                 lookup_costs, chances, counts, ages, keys, ranked, unranked, b, prefix, root, limit, CHAIN, PAGE_SIZE,
                 RECYCLES,
             )  # fmt: skip
@@ -392,22 +394,24 @@ def _go_on_kernel(  # type: ignore[no-untyped-def]
         tl.store(counts + b, -1)
 
 
-def take(table: NodeTable, mail: Mailboxes) -> None:
-    """See `NodeTable.take`."""
-    take_kernel[(table.max_sequences,)](mail.newest, mail.tables, table.taken, table.tables, num_warps=TAKING_WARPS)
+def copy_tables(table: NodeTable, mail: Mailboxes) -> None:
+    """See `NodeTable.copy_tables`."""
+    copy_tables_kernel[(table.max_sequences,)](
+        mail.newest, mail.tables, table.taken, table.tables, num_warps=TAKING_WARPS
+    )
 
 
-def begin(table: NodeTable, step: StepIntegers, pending: Tensor, moves: Tensor, reading: int) -> None:
-    """See `NodeTable.begin`."""
-    _begin_kernel[(len(step.prefix_lengths),)](
-        *_tensors(table, step), pending, moves, reading, **_constants(table, step)
+def choose_rows(table: NodeTable, step: StepIntegers, pending: Tensor, moves: Tensor, prefilling: int) -> None:
+    """See `NodeTable.choose_rows`."""
+    _choose_rows_kernel[(len(step.prefix_lengths),)](
+        *_tensors(table, step), pending, moves, prefilling, **_constants(table, step)
     )
     _lay_out(table, step)
 
 
-def go_on(table: NodeTable, step: StepIntegers, verdicts: Verdicts, *, last: bool) -> None:
-    """See `NodeTable.go_on`, and `NodeTable.report` for `last`."""
-    _go_on_kernel[(len(step.prefix_lengths),)](
+def report_and_choose_rows(table: NodeTable, step: StepIntegers, verdicts: Verdicts, *, last: bool) -> None:
+    """See `NodeTable.report_and_choose_rows`, and `NodeTable.report` for `last`."""
+    _report_kernel[(len(step.prefix_lengths),)](
         *_tensors(table, step), verdicts.accepted_counts, verdicts.next_tokens, verdicts.accepted_rows, table.noted,
         table.reports, REPORT_STRIDE=table.reports.stride(0), NOTED_STRIDE=table.noted.stride(0), LAST=last,
         **_constants(table, step),
@@ -426,9 +430,9 @@ def keep_accepted(table: NodeTable, token_ids: Tensor, slots: Tensor, parameters
 def _tensors(table: NodeTable, step: StepIntegers) -> tuple[Tensor, ...]:
     return (
         step.token_ids, step.parameters, step.query_starts, step.prefix_lengths, step.page_starts, step.page_table,
-        table.tokens, table.tables, table.places, table.owners, table.entries, table.shape, table.recycled,
+        table.tokens, table.tables, table.table_slots, table.owners, table.entries, table.shape, table.recycled,
         table.lookup_costs, table.chances, table.counts, table.roots, table.ages, table.keys, table.ranked,
-        table.unranked, table.passes, table.accepted, table.limits, table.reading,
+        table.unranked, table.passes, table.accepted, table.limits, table.prefilling,
     )  # fmt: skip
 
 
@@ -449,6 +453,6 @@ def _lay_out(table: NodeTable, step: StepIntegers) -> None:
         step.token_ids, step.positions, step.slots, step.owners, step.parents, step.parameters, step.query_starts,
         step.prefix_lengths, step.page_starts, step.page_table, step.causal, table.counts, table.roots, table.keys,
         table.ranked, table.noted, sequences, len(step.token_ids), table.last_position,
-        table.reading, PAGE_SIZE=table.page_size, NOTED_STRIDE=table.noted.stride(0),
+        table.prefilling, PAGE_SIZE=table.page_size, NOTED_STRIDE=table.noted.stride(0),
         BLOCK_B=triton.next_power_of_2(sequences), BOUNDS=bounds, num_warps=warps,
     )  # fmt: skip

@@ -69,7 +69,7 @@ def _advance_kernel(  # type: ignore[no-untyped-def]
     token_ids, positions, slots, records, query_starts, prefix_lengths, page_starts, page_table, sequences,
     last_position, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One sequence a lane; see `feeding.advance`."""
+    """One sequence a lane; see `feeding.advance_one_token`."""
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = b < sequences
     row = tl.load(query_starts + b, mask=there, other=0)
@@ -79,8 +79,8 @@ def _advance_kernel(  # type: ignore[no-untyped-def]
     _move_position(records, b, 1, fed)
 
 
-def advance(step: StepIntegers, page_size: int, last_position: int) -> None:
-    """See `feeding.advance`."""
+def advance_one_token(step: StepIntegers, page_size: int, last_position: int) -> None:
+    """See `feeding.advance_one_token`."""
     sequences = len(step.prefix_lengths)
     _advance_kernel[(triton.cdiv(sequences, _BLOCK),)](
         step.token_ids, step.positions, step.slots, step.parameters, step.query_starts, step.prefix_lengths,
@@ -89,11 +89,11 @@ def advance(step: StepIntegers, page_size: int, last_position: int) -> None:
 
 
 @triton.jit
-def _move_on_kernel(  # type: ignore[no-untyped-def]
+def _shift_kernel(  # type: ignore[no-untyped-def]
     token_ids, positions, slots, records, query_starts, prefix_lengths, page_starts, page_table, accepted_counts,
     sequences, last_position, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One sequence a lane; see `feeding.move_on`."""
+    """One sequence a lane; see `feeding.shift_by_accepted`."""
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = b < sequences
     row = tl.load(query_starts + b, mask=there, other=0)
@@ -107,10 +107,10 @@ def _move_on_kernel(  # type: ignore[no-untyped-def]
     _move_position(records, b, moves, raced)
 
 
-def move_on(step: StepIntegers, accepted_counts: Tensor, page_size: int, last_position: int) -> None:
-    """See `feeding.move_on`."""
+def shift_by_accepted(step: StepIntegers, accepted_counts: Tensor, page_size: int, last_position: int) -> None:
+    """See `feeding.shift_by_accepted`."""
     sequences = len(step.prefix_lengths)
-    _move_on_kernel[(triton.cdiv(sequences, _BLOCK),)](
+    _shift_kernel[(triton.cdiv(sequences, _BLOCK),)](
         step.token_ids, step.positions, step.slots, step.parameters, step.query_starts, step.prefix_lengths,
         step.page_starts, step.page_table, accepted_counts, sequences, last_position, PAGE_SIZE=page_size, BLOCK=_BLOCK,
     )  # fmt: skip

@@ -43,12 +43,12 @@ def bound_for(keys, room, BOUNDS: tl.constexpr):  # type: ignore[no-untyped-def]
 @triton.jit
 def lay_out_kernel(  # type: ignore[no-untyped-def]
     token_ids, positions, slots, owners, parents, records, query_starts, prefix_lengths, page_starts, page_table,
-    causal, counts, roots, keys, ranked, noted, sequences, rows_in_all, last_position, reading,
+    causal, counts, roots, keys, ranked, noted, sequences, rows_in_all, last_position, prefilling,
     PAGE_SIZE: tl.constexpr, NOTED_STRIDE: tl.constexpr, BLOCK_B: tl.constexpr, BOUNDS: tl.constexpr,
 ):  # fmt: skip
     """One sequence a program, and the first one the free rows; see `node_table.torch_backend._lay_out`.
 
-    Each program repeats the choice among all candidates [B * KEPT_ROWS]. Nothing is stored of the first `reading`
+    Each program repeats the choice among all candidates [B * KEPT_ROWS]. Nothing is stored of the first `prefilling`
     sequences, which own no candidates.
     """
     b = tl.program_id(0)
@@ -71,15 +71,15 @@ def lay_out_kernel(  # type: ignore[no-untyped-def]
     chance = tl.load(own + 2 * KEPT_ROWS, mask=k > 0, other=0)
 
     # After the rows of sequences that read, which no program stores.
-    read = tl.load(reading)
-    first = tl.load(query_starts + read)
+    prefilling_count = tl.load(prefilling)
+    first = tl.load(query_starts + prefilling_count)
     bound = bound_for(all_keys, rows_in_all - first - tl.sum(here.to(tl.int32), axis=0), BOUNDS)
     taken = all_keys < bound
     before = tl.sum((taken & (owner < b)).to(tl.int32), axis=0) + tl.sum((here & (every < b)).to(tl.int32), axis=0)
     row = first + before
     rows = tl.where(count >= 0, 1 + tl.sum((own_key < bound).to(tl.int32), axis=0), 0)
-    tl.store(query_starts + b + 1, row + rows, mask=b >= read)
-    tl.store(causal + b, 0, mask=b >= read)
+    tl.store(query_starts + b + 1, row + rows, mask=b >= prefilling_count)
+    tl.store(causal + b, 0, mask=b >= prefilling_count)
     if rows > 0:
         mine = k < rows
         key = prefix + k
@@ -138,8 +138,8 @@ def _number_of(newest, slot):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def take_kernel(newest, boxes, taken, tables):  # type: ignore[no-untyped-def]
-    """One slot a program; see `NodeTable.take`."""
+def copy_tables_kernel(newest, boxes, taken, tables):  # type: ignore[no-untyped-def]
+    """One slot a program; see `NodeTable.copy_tables`."""
     slot = tl.program_id(0)
     number = _number_of(newest, slot)
     if number != tl.load(taken + slot):

@@ -126,7 +126,7 @@ class CapturedRunner(ModelRunner):
         captured = None if bucket is None else self._captured.get(bucket)
         if captured is None:
             return super().run_later(first, passes, parameters)
-        captured.buffer.advance(self._last_position)
+        captured.buffer.advance_one_token(self._last_position)
         captured.graph.replay()
         return _pass_of(captured)
 
@@ -134,7 +134,7 @@ class CapturedRunner(ModelRunner):
     def run_after(self, batch: ForwardInput, accepted_counts: Tensor, parameters: NDArray[numpy.int32]) -> ForwardPass:
         """See `ModelRunner.run_after`. The step moves on in device memory, and the host does not wait."""
         last = self._last_position
-        captured = self._replay(batch, parameters, lambda step: step.buffer.move_on(accepted_counts, last))
+        captured = self._replay(batch, parameters, lambda step: step.buffer.shift_by_accepted(accepted_counts, last))
         return super().run_after(batch, accepted_counts, parameters) if captured is None else _pass_of(captured)
 
     @torch.inference_mode()
@@ -146,9 +146,9 @@ class CapturedRunner(ModelRunner):
     @torch.inference_mode()
     def run_again(self, batch: ForwardInput, done: ForwardPass) -> ForwardPass:
         """See `ModelRunner.run_again`. The result has the same tensors."""
-        if not isinstance(done.keeper, _Captured):
+        if not isinstance(done.graph_buffers, _Captured):
             return super().run_again(batch, done)
-        done.keeper.graph.replay()
+        done.graph_buffers.graph.replay()
         return done
 
     @torch.inference_mode()
@@ -164,7 +164,7 @@ class CapturedRunner(ModelRunner):
 
     def _keep_tokens_as(self, table: NodeTable) -> None:
         """Have a table of one's own that looks up and recycles as this one does."""
-        self.keep_tokens(self._options.max_sequences, table.lookup_tokens, recycles=table.recycles)
+        self.enable_device_row_selection(self._options.max_sequences, table.lookup_tokens, recycles=table.recycles)
 
     def use_cache(self, cache: KVCache) -> None:
         """Serve from another cache. Graphs hold addresses of the old one, so they are dropped."""
@@ -222,8 +222,8 @@ class CapturedRunner(ModelRunner):
         verified = self._options.max_sequences, self._options.max_rows
         buffer = StepBuffer(bucket, self._triton, self.device, self.cache.page_size, pages_each, verified)
         # Compiled for the alignment of this buffer's parts. No sequence has a row yet, so nothing moves on.
-        buffer.advance(self._last_position)
-        buffer.move_on(self.pending, self._last_position)
+        buffer.advance_one_token(self._last_position)
+        buffer.shift_by_accepted(self.pending, self._last_position)
         if self.node_table is not None:
             self.node_table.warm_up(buffer.step)
         buffer.load(buffer.rehearsal(), self._last_position)

@@ -14,7 +14,7 @@ from target_service.model.forward import ForwardInput
 from tree_kernels.attention import plan_integers
 from tree_kernels.attention.triton_planning import TritonPlan, TritonPlanner
 from tree_kernels.device_event import DeviceEvent
-from tree_kernels.node_table import StepIntegers, advance, move_on
+from tree_kernels.node_table import StepIntegers, advance_one_token, shift_by_accepted
 from tree_kernels.verification import RECORD, parameter_count
 
 # Pinned buffers: one is filled for the next step while the other is copied.
@@ -103,10 +103,11 @@ class StepBuffer:
         """Record that the copy of `load` was launched. Apart from it, so that the pass is launched first."""
         self._hosts[self._turn].copied.record()
 
-    def advance(self, last_position: int) -> None:
-        """Move the loaded step of one row a sequence on to the next; see `tree_kernels.node_table.advance`."""
-        advance(self.step, self._page_size, last_position)
+    def advance_one_token(self, last_position: int) -> None:
+        """Move the loaded step of one row a sequence on to the next; see
+        `tree_kernels.node_table.advance_one_token`."""
+        advance_one_token(self.step, self._page_size, last_position)
 
-    def move_on(self, accepted_counts: Tensor, last_position: int) -> None:
-        """Move the loaded step on by what the one before accepted; see `tree_kernels.node_table.move_on`."""
-        move_on(self.step, accepted_counts, self._page_size, last_position)
+    def shift_by_accepted(self, accepted_counts: Tensor, last_position: int) -> None:
+        """Move the loaded step on by what the one before accepted; see `tree_kernels.node_table.shift_by_accepted`."""
+        shift_by_accepted(self.step, accepted_counts, self._page_size, last_position)

@@ -121,7 +121,7 @@ def _captured(runner: ModelRunner, config: TargetConfig) -> ModelRunner:
 
     if config.speculation:
         # What is looked up is a chain, as batch-invariant drafts have to be; what is recycled is a tree.
-        runner.keep_tokens(config.max_running, config.lookup_rows, recycles=not config.batch_invariant)
+        runner.enable_device_row_selection(config.max_running, config.lookup_rows, recycles=not config.batch_invariant)
     layers = LayerOptions(invariant=config.batch_invariant)
     hooked = runner.draft_head.layers if runner.draft_head else ()
     options = CaptureOptions(config.step_rows, config.max_running, layers, hooked)

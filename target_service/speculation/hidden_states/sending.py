@@ -160,7 +160,7 @@ class Features:
         self._count(along.values())
         return ahead, along
 
-    def take_sent(self) -> tuple[int, int]:
+    def copy_sent_tables(self) -> tuple[int, int]:
         """Vectors and bytes sent since the last call."""
         reported, self._reported = self._reported, (self.sent_vectors, self.sent_bytes)
         return self.sent_vectors - reported[0], self.sent_bytes - reported[1]

@@ -150,7 +150,7 @@ class Gathering:
         if ahead and self._device_chooses(running):
             # Rows come from the device's tables then.
             return LaunchMode.RUN_AHEAD
-        eligible = [one for one in running if self._may_be_drafted(one) and not self._is_led(one)]
+        eligible = [one for one in running if self._may_be_drafted(one) and not self._follows_prediction(one)]
         if not eligible:
             return LaunchMode.RUN_AHEAD
         if self.switch is None:
@@ -188,10 +188,10 @@ class Gathering:
             return self.drafting.is_followed(sequence)
         return self.drafting.is_eligible(sequence)
 
-    def _is_led(self, sequence: Sequence) -> bool:
+    def _follows_prediction(self, sequence: Sequence) -> bool:
         """Whether the sequence follows its prediction well enough not to wait for a draft."""
         prediction = self.live[sequence.sequence_id].prediction
-        return prediction is not None and prediction.leads
+        return prediction is not None and prediction.holds
 
     def _sending(self, load: int) -> float:
         """Time to send the draft the sequences that it does not follow, in plain steps."""

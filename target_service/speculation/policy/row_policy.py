@@ -126,31 +126,31 @@ class RowPolicy:
         is better, or the distribution of some sequence requires one."""
         if not self.on:
             return None
-        live, chunks, reading = self._live, schedule.chunks, schedule.reading
+        live, chunks, prefilling = self._live, schedule.chunks, schedule.prefilling
         lives = [live[chunk.sequence.sequence_id] for chunk in chunks]
         free = [one.verifier.device_rows and not one.sequence.request.external for one in lives]
         if len(lives) > self._disable_above or not all(free):
             return None
-        limits = [self._max_rows(one) for one in lives[reading:]]
+        limits = [self._max_rows(one) for one in lives[prefilling:]]
         if not any(limits):
             return None
-        read_rows = schedule.read_rows
-        best = self._best(limits, read_rows, max_rows, mode, waits)
-        return DeviceRows(best, (*[0] * reading, *limits), reading, read_rows) if best else None
+        prefill_rows = schedule.prefill_rows
+        best = self._best(limits, prefill_rows, max_rows, mode, waits)
+        return DeviceRows(best, (*[0] * prefilling, *limits), prefilling, prefill_rows) if best else None
 
     def _best(
-        self, limits: SequenceOf[int], read_rows: int, max_rows: int, mode: LaunchMode | None, waits: float
+        self, limits: SequenceOf[int], prefill_rows: int, max_rows: int, mode: LaunchMode | None, waits: float
     ) -> int:
-        """Rows of a pass of sequences with these limits, beside `read_rows` of prompts; 0 for a plain one."""
+        """Rows of a pass of sequences with these limits, beside `prefill_rows` of prompts; 0 for a plain one."""
         # Sizes of passes without prompts, which the device could run instead.
         sizes, sequences = _sizes(limits, 0, max_rows), len(limits)
-        beside = _sizes(limits, read_rows, max_rows) if read_rows else sizes
+        beside = _sizes(limits, prefill_rows, max_rows) if prefill_rows else sizes
         if not beside or self._cost is None:
             return beside[-1] if beside else 0
-        if not read_rows:
+        if not prefill_rows:
             return self._tried(sizes, sequences, mode, waits)
         rate = sequences * max(self._rates(sizes, sequences, mode, waits).values())
-        tokens = {rows: sequences * self._tokens(sequences, rows - read_rows, mode) for rows in beside}
+        tokens = {rows: sequences * self._tokens(sequences, rows - prefill_rows, mode) for rows in beside}
         # Rows pay if they bring more than passes without prompts do in the time that they take.
         profit = {rows: tokens[rows] - rate * self._cost(rows) for rows in beside}
         best = max(beside, key=lambda rows: profit[rows])
@@ -258,9 +258,9 @@ class RowPolicy:
         }
 
 
-def _sizes(limits: SequenceOf[int], read_rows: int, max_rows: int) -> list[int]:
+def _sizes(limits: SequenceOf[int], prefill_rows: int, max_rows: int) -> list[int]:
     """Sizes that a pass may have with rows of prompts, one root for each limit, and drafted rows up to the limits."""
-    held = read_rows + len(limits)
+    held = prefill_rows + len(limits)
     sizes = row_sizes(max_rows)
     first = bisect.bisect_right(sizes, held)
     # The smallest size that holds all, and those below.
