@@ -27,11 +27,11 @@ from outrider.wire.frames import (
     TreeLimits,
 )
 from target_service.config import TargetConfig
-from target_service.core.sequence import MAX_STRIDE, SequenceFinished, SequenceRequest, Verdict
+from target_service.core.sequence import MAX_PASSES, SequenceFinished, SequenceRequest, Verdict
 from target_service.engine.loop import EngineLoop
 from target_service.execution.device_executor import DeviceSteps
 from target_service.execution.host_executor import HostSteps, Steps
-from target_service.execution.multi_step import Stride
+from target_service.execution.multi_step import MultiStep
 from target_service.model.runner import ModelRunner, runner_for
 from target_service.sampling.distribution import LogitShaper
 from target_service.speculation.policy.step_cost import StepCost
@@ -169,7 +169,7 @@ def run(
     can_launch_before_results: bool = False,
     on_device: bool = False,
     launch: Steps | None = None,
-    stride: int = 1,
+    passes: int = 1,
 ) -> list[Outcome]:
     """Run all requests together, each joining `stagger` steps after the one before. Checks the KV cache.
 
@@ -180,7 +180,9 @@ def run(
     if launch is None and on_device:
         launch = DeviceSteps(runner, max_sequences=DEVICE_SEQUENCES, max_rows=512)
     launch = launch or HostSteps(runner, can_launch_before_results=can_launch_before_results)
-    loop = EngineLoop(runner, config or engine_config(), steps=launch, step_cost=step_cost, stride=Stride(stride))
+    loop = EngineLoop(
+        runner, config or engine_config(), steps=launch, step_cost=step_cost, multi_step=MultiStep(passes)
+    )
     if propose is not None:
         loop.drafting.attach(ScriptedDraft(loop.drafting, propose, late=late))
     if connect is not None:
@@ -203,7 +205,7 @@ def run(
         runner.cache.check_integrity(live.sequence.pages for live in loop.live.values())
         for live in loop.live.values():
             sequence = live.sequence
-            assert 0 <= sequence.kv_length < len(sequence.token_ids) + MAX_STRIDE
+            assert 0 <= sequence.kv_length < len(sequence.token_ids) + MAX_PASSES
             assert len(sequence.token_ids) == sequence.prompt_length + sequence.totals.completion_tokens
         steps += 1
     assert runner.cache.used_pages == 0

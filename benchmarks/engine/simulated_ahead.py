@@ -115,8 +115,8 @@ class _Pass:
     on_device = True
     span: DeviceSpan | None = None
 
-    def __init__(self, device: SimulatedDevice, batch: StepBatch, verifiers: Sequence[SequenceVerifier], stride: int):
-        self._device, self.batch, self.verifiers, self.stride = device, batch, verifiers, stride
+    def __init__(self, device: SimulatedDevice, batch: StepBatch, verifiers: Sequence[SequenceVerifier], passes: int):
+        self._device, self.batch, self.verifiers, self.passes = device, batch, verifiers, passes
         self.launched: Launched | None = None
         self.ends_at = 0.0
 
@@ -152,10 +152,10 @@ class SimulatedDevice:
         self._queue: deque[_Pass] = deque()
         self._free_at = 0.0
 
-    def launch(self, batch: StepBatch, verifiers: Sequence[SequenceVerifier], stride: int, ready: Ready) -> _Pass:
+    def launch(self, batch: StepBatch, verifiers: Sequence[SequenceVerifier], passes: int, ready: Ready) -> _Pass:
         """See `Steps.launch`."""
         ready()
-        one = _Pass(self, batch, verifiers, stride)
+        one = _Pass(self, batch, verifiers, passes)
         self._queue.append(one)
         if len(self._queue) == 1:
             self._begin()
@@ -177,8 +177,8 @@ class SimulatedDevice:
         needed = one.batch.device_rows.rows if one.batch.device_rows is not None else len(one.batch.input.token_ids)
         # Steps run in the sizes that are captured.
         rows = next(size for size in row_sizes(self._max_rows) if size >= needed)
-        one.ends_at = begin + self._times.of_step(max(rows, len(one.batch.items)), len(one.batch.items), one.stride)
-        one.launched = self._steps.launch(one.batch, one.verifiers, one.stride, lambda: None)
+        one.ends_at = begin + self._times.of_step(max(rows, len(one.batch.items)), len(one.batch.items), one.passes)
+        one.launched = self._steps.launch(one.batch, one.verifiers, one.passes, lambda: None)
 
 
 @dataclass(order=True)

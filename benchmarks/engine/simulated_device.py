@@ -105,17 +105,17 @@ class SimulatedSteps:
         """Set the output of a sequence that will run."""
         self._expected[sequence_id] = list(output)
 
-    def launch(self, batch: StepBatch, verifiers: Sequence[SequenceVerifier], stride: int, ready: Ready) -> _Running:
+    def launch(self, batch: StepBatch, verifiers: Sequence[SequenceVerifier], passes: int, ready: Ready) -> _Running:
         """See `Steps.launch`. Verifies by the expected output, not by `verifiers`."""
         del verifiers
         ready()
         launched_at = time.perf_counter() + self._times.host
         while time.perf_counter() < launched_at:
             pass
-        seconds = self._times.of_step(len(batch.input.token_ids), len(batch.items), stride)
+        seconds = self._times.of_step(len(batch.input.token_ids), len(batch.items), passes)
         self._free_at = max(self._free_at, time.perf_counter()) + seconds
         outcomes = [
-            None if item.tree is None else self._verify(item.sequence.sequence_id, item.tree, stride)
+            None if item.tree is None else self._verify(item.sequence.sequence_id, item.tree, passes)
             for item in batch.items
         ]
         return _Running(outcomes, self._free_at)

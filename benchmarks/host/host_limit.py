@@ -123,7 +123,7 @@ def measure(mode: str, options: argparse.Namespace) -> dict[str, Any]:
             steps += 1
             if loop._ahead is not None:
                 figures["sequences"] += len(loop._ahead.batch.items)
-                figures["passes"] += loop._ahead.stride
+                figures["passes"] += loop._ahead.passes
                 figures["with_drafts"] += loop._ahead.has_drafts
             figures["followed"] += loop.drafting.follows
     found = {name: round(total / steps, 3) for name, total in sorted(figures.items())}

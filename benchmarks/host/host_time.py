@@ -203,13 +203,13 @@ class HostOnly(DeviceSteps):
         self.launched: Callable[[], None] = lambda: None
         self._random = numpy.random.default_rng(1)
 
-    def launch(self, batch: StepBatch, verifiers: Sequence[SequenceVerifier], stride: int, ready: Ready) -> Launched:
+    def launch(self, batch: StepBatch, verifiers: Sequence[SequenceVerifier], passes: int, ready: Ready) -> Launched:
         """See `Steps.launch`."""
         self._begun = time.perf_counter_ns()
-        launched = super().launch(batch, verifiers, stride, ready)
+        launched = super().launch(batch, verifiers, passes, ready)
         self.launched()
         rows = batch.device_rows.rows if batch.device_rows is not None else len(batch.input.token_ids)
-        self._free_at = max(self._free_at, time.perf_counter()) + stride * self._one_pass(rows)
+        self._free_at = max(self._free_at, time.perf_counter()) + passes * self._one_pass(rows)
         return _Running(launched, self._free_at, self._times)
 
     def _launch_device_rows(self, *arguments: Any) -> Launched:

@@ -1,8 +1,8 @@
 """Trees of heads that each predict one depth, independently of the path to it.
 
 A depth's tokens and scores are the same below every node of the depth before, so a node is its parent and a rank. In
-GREEDY mode a score is a probability; in COUPLED mode the chance of winning the target's race, whose noise depends on
-position and token alone.
+GREEDY mode a score is a probability; in COUPLED mode the chance of winning the target's Gumbel-max draw, whose noise
+depends on position and token alone.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def temperature_of(sequence: DraftSequence) -> float:
 
 
 def candidates_wanted(mode: VerificationMode, breadth: int, entrants: int) -> int:
-    """Candidates of a row that a mode needs; `entrants` take part in COUPLED's race."""
+    """Candidates of a row that a mode needs; `entrants` take part in COUPLED's Gumbel-max draw."""
     if mode is VerificationMode.GREEDY:
         return breadth
     return entrants if mode is VerificationMode.COUPLED else MAX_DISTRIBUTION_SUPPORT

@@ -4,8 +4,8 @@ A network reads a whole level in one pass. At each level the `width` best new no
 made of the best nodes of all levels by path probability, the product of scores along a node's path. A child's is never
 higher than its parent's, so the tree contains every ancestor.
 
-In GREEDY mode a node's score is its probability; in COUPLED mode its chance of winning the target's race, as in
-`ngram.growth`. In REJECTION mode children are drawn one after the other without replacement from a distribution of
+In GREEDY mode a node's score is its probability; in COUPLED mode its chance of winning the target's Gumbel-max draw, as
+in `ngram.growth`. In REJECTION mode children are drawn one after the other without replacement from a distribution of
 integer weights, as in `ngram.drawn_growth`. Whether another child of a node is drawn depends on its distribution, on
 the number of earlier draws and on the path above it, never on the token that is drawn. A draw's path probability is
 fixed before the draw, and falls along paths and from draw to draw, so neither which nodes are expanded nor which are
@@ -32,7 +32,7 @@ GREEDY, COUPLED, REJECTION = 0, 1, 2
 # Columns of `Rules.ints` and `Rules.reals`.
 MODE, NODES, DEPTH, TOP_K = range(4)
 TOP_P, MIN_P = range(2)
-# Probabilities below this count as this, since zero cannot take part in a race.
+# Probabilities below this count as this, since zero cannot take part in a draw.
 _LEAST = 1e-30
 
 
@@ -47,7 +47,7 @@ class Rules(NamedTuple):
     width: int  # nodes expanded at a level
     breadth: int  # most children of a node
     floor: float  # least path probability of a node
-    sharpness: float  # how far the race over the draft's distribution is taken for the target's own
+    sharpness: float  # how far the Gumbel-max draw over the draft's distribution is taken for the target's own
 
 
 class Forest(NamedTuple):
@@ -127,7 +127,7 @@ def score_candidates(rules: Rules, b: int, depth: int, tokens: Numbers, probs: R
     """
     kept, rest = _apply_filters(probs, known, rules.ints[b, TOP_K], rules.reals[b, TOP_P], rules.reals[b, MIN_P])
     if rules.ints[b, MODE] == COUPLED:
-        # Chances of winning the shared race, in which other tokens have expected noise.
+        # Chances of winning the shared Gumbel-max draw, in which other tokens have expected noise.
         seed, position, sharpness = rules.seeds[b], rules.positions[b] + np.uint64(depth), rules.sharpness
         total = max(rest, _LEAST) ** sharpness
         for i in range(kept):

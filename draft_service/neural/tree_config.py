@@ -31,8 +31,8 @@ class TreeShape:
     topk: int  # children of a node; 1 drafts a chain
     num_draft_tokens: int  # nodes of the whole tree, without the root
     min_score: float  # least path probability of a node
-    race_entrants: int  # tokens that take part in COUPLED's race at each node
-    race_sharpness: float  # how far the race over the drafter's distribution is taken for the target's
+    race_entrants: int  # tokens that take part in COUPLED's Gumbel-max draw at each node
+    race_sharpness: float  # how far the Gumbel-max draw over the drafter's distribution is taken for the target's
     frontier: int = 0  # nodes that a level expands; 0 is topk
     rows_per_level: int = 0  # most rows of a level over all sequences, see `for_sequences`; 0 is no bound
     early_levels: int = 0  # levels that are sent while the others are grown, for one sequence; 0 sends whole trees only

@@ -28,11 +28,11 @@ ROOM = 64
 # Columns of a trie's row: addresses and lengths of its arrays.
 ROWS, ROWS_LENGTH, SLOTS, SLOTS_LENGTH = range(4)
 # Columns of a sequence's row: first its own trie, as above; that trie's rows used; tokens in its window, and in all;
-# bounds of its tree (0 nodes: none is grown here); whether candidates race, with which seed.
+# bounds of its tree (0 nodes: none is grown here); whether candidates draw, with which seed.
 USED, KNOWN, LENGTH, NODES, DEPTH, COUPLED, SEED = range(4, 11)
 COLUMNS_OF_SEQUENCE = 11
 # Entries of `rules`: least path probability and breadth, depth of the own tries and their half-life, sharpness of
-# races.
+# draws.
 FLOOR, BREADTH, TRIE_DEPTH, HALF_LIFE, SHARPNESS = range(5)
 _FIRST_PLACES = 16
 
@@ -70,7 +70,7 @@ def learn_and_grow(
         fresh: [f] committed tokens, tree by tree.
         table: [places, 11], `USED`, `KNOWN` and `LENGTH` are brought up to date.
         windows: [places, longest + ROOM], the last tokens up to column `longest`, and room for fresh ones.
-        powers: [places], exponents of races.
+        powers: [places], exponents of draws.
         rules: [5] float64.
         trees: [n, 2, 1 + nodes] tokens and parents, filled.
         scores: [n, 1 + nodes], filled likewise.
@@ -123,7 +123,7 @@ class TrieBatch:
     def enter(
         self, own: NgramTrie, token_ids: Sequence[int], limits: TreeLimits, power: float | None, seed: int
     ) -> int:
-        """Add a sequence; returns its place. A `power` of None runs no race; with 0 nodes no trees are grown here."""
+        """Add a sequence; returns its place. A `power` of None draws nothing; with 0 nodes no trees are grown here."""
         if not self._free:
             self._widen()
         place = self._free.pop()

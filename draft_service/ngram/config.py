@@ -100,5 +100,5 @@ SPREAD = 1.25
 # The half-life of tries that do not forget with age, a sequence's own and a shared corpus: counts halve every 2**30
 # tokens. A sequence ends long before, and the clock has 32 bits.
 NEVER_LOG2 = 30
-# How far the race over relative frequencies is trusted to be the target's. Fitted likewise.
+# How far the Gumbel-max draw over relative frequencies is trusted to be the target's. Fitted likewise.
 RACE_SHARPNESS = 0.5

@@ -94,7 +94,7 @@ class NgramDrafter(Drafter):
         limits = tree_limits(self.limits, sequence.limits)
         # A distribution goes with every drawn row, which takes another loop.
         nodes = 0 if sequence.mode is VerificationMode.REJECTION else limits.max_nodes
-        power = _race_power(sequence) if sequence.mode is VerificationMode.COUPLED else None
+        power = _gumbel_max_power(sequence) if sequence.mode is VerificationMode.COUPLED else None
         place = self._batch.enter(own, sequence.token_ids, replace(limits, max_nodes=nodes), power, sequence.seed)
         sequence.state = _OpenSequence(own, place, taught=0 if config.learn_prompts else sequence.prompt_length)
         self._teach(sequence)
@@ -218,7 +218,7 @@ class NgramDrafter(Drafter):
         """A tree whose nodes are drawn, with the fresh tokens inserted already."""
         limits = tree_limits(self.limits, sequence.limits)
         bounds = limits.max_nodes, limits.max_depth, self._config.breadth, self._config.min_score
-        shape = Shape(*bounds, coupled=False, power=_race_power(sequence), sharpness=RACE_SHARPNESS)
+        shape = Shape(*bounds, coupled=False, power=_gumbel_max_power(sequence), sharpness=RACE_SHARPNESS)
         return draw_tree((own.arrays(), tenant.arrays(), shared.arrays()), sequence, self._evidence, shape)
 
     def _rules(self) -> Reals:
@@ -295,8 +295,8 @@ class _Held:
             trie.lock.release()
 
 
-def _race_power(sequence: DraftSequence) -> float:
-    """The exponent on probabilities in the race of a sampled sequence."""
+def _gumbel_max_power(sequence: DraftSequence) -> float:
+    """The exponent on probabilities in the Gumbel-max draw of a sampled sequence."""
     return 1.0 / max(sequence.sampling.temperature or 1.0, _COLDEST)
 
 

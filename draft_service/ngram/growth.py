@@ -1,7 +1,8 @@
 """Deterministic trees for GREEDY and COUPLED verification: the node of the likeliest path first.
 
-In COUPLED mode the candidates of a row run the same race as the target, with the target's noise, over the distribution
-that the tries predict; so a drafted token tends to be the one that the target will sample, not merely a likely one.
+In COUPLED mode the candidates of a row take part in the same Gumbel-max draw as at the target, with the target's noise,
+over the distribution that the tries predict; so a drafted token tends to be the one that the target will sample, not
+merely a likely one.
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ from draft_service.ngram.prediction import (
 )
 from draft_service.noise import exponential
 
-# Open probability below which further windows no longer change the result of a race or a draw.
+# Open probability below which further windows no longer change the result of a Gumbel-max or plain draw.
 OPEN_FLOOR = 0.1
 
 
 class Shape(NamedTuple):
-    """Bounds of the tree, and how its candidates race.
+    """Bounds of the tree, and how its candidates are drawn.
 
-    Nodes, depth and breadth bound it; `floor` is the least path probability of a node; `coupled` turns on the race, in
-    which `power` (1 / temperature) is the exponent on probabilities and `sharpness` how far the race is trusted.
+    Nodes, depth and breadth bound it; `floor` is the least path probability of a node; `coupled` turns on the
+    Gumbel-max draw, in which `power` (1 / temperature) is the exponent on probabilities and `sharpness` how far that
+    draw is trusted.
     """
 
     nodes: int
@@ -45,9 +47,11 @@ class Shape(NamedTuple):
 
 
 @compiled
-def _race(known: int, shape: Shape, seed: np.uint64, position: np.uint64, candidates: Numbers, weights: Reals) -> None:
-    """Turn probabilities into chances of winning the shared race, given its noise. Token x has the weight (p(x)**power
-    / E(x))**sharpness; all other tokens race with their expected noise."""
+def _gumbel_max(
+    known: int, shape: Shape, seed: np.uint64, position: np.uint64, candidates: Numbers, weights: Reals
+) -> None:
+    """Turn probabilities into chances of winning the shared Gumbel-max draw, given its noise. Token x has the weight
+    (p(x)**power / E(x))**sharpness; all other tokens take part with their expected noise."""
     rest = 1.0
     for i in range(known):
         rest -= weights[i, 0]
@@ -142,7 +146,7 @@ def grow(
 
     Args:
         context: the sequence's last tokens, the root last.
-        seed, position: of the request, and of the token after the root, for the race.
+        seed, position: of the request, and of the token after the root, for the draw.
         tree: [2, 1 + nodes], tokens and parents, filled; row 0, the root, is left to the caller.
         scores: [1 + nodes], filled likewise.
     """
@@ -167,7 +171,7 @@ def grow(
             open_floor = OPEN_FLOOR if shape.coupled else max(OPEN_FLOOR, floor / path_prob)
             known = predict(rows, states, row, evidence, open_floor, scratch)
             if shape.coupled:
-                _race(known, shape, seed, position + np.uint64(depths[row]), candidates, weights)
+                _gumbel_max(known, shape, seed, position + np.uint64(depths[row]), candidates, weights)
             made, ranked = _offer(
                 order, items, path_probs, made, ranked, row, path_prob, known, candidates, weights, shape
             )

@@ -76,20 +76,20 @@ def _round_keys(low: _Word, high: _Word) -> list[tuple[_Word, _Word]]:
     return [((low + i * PHILOX_W0) & _LOW, (high + i * PHILOX_W1) & _LOW) for i in range(PHILOX_ROUNDS)]
 
 
-def race_words(seed: int, position: int, vocabulary_size: int, device: torch.device | str = "cpu") -> Tensor:
+def gumbel_words(seed: int, position: int, vocabulary_size: int, device: torch.device | str = "cpu") -> Tensor:
     """[V] int64: the word x of every token at one position. Costs V / 4 Philox blocks."""
     blocks = torch.arange((vocabulary_size + 3) // 4, device=device)
     return philox(blocks, position, _RACE, seed).t().reshape(-1)[:vocabulary_size]
 
 
-def race_words_of(seed: int, position: int, token_ids: Tensor) -> Tensor:
+def gumbel_words_of(seed: int, position: int, token_ids: Tensor) -> Tensor:
     """[n] int64: the word x of the given tokens at one position. token_ids: [n] int64."""
     words = philox(token_ids >> 2, position, _RACE, seed)
     return words.gather(0, (token_ids & 3)[None])[0]
 
 
-def race_words_by_sequence(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-    """[B, n] int64: `race_words_of` for every sequence with its own seed [B] int64 (of the same 64 bits) and position
+def gumbel_words_by_sequence(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
+    """[B, n] int64: `gumbel_words_of` for every sequence with its own seed [B] int64 (of the same 64 bits) and position
     [B] int64, good in a captured graph. token_ids: [B, n] int64."""
     even = torch.stack([token_ids >> 2, (positions >> 32 & _LOW)[:, None].expand_as(token_ids)])
     odd = torch.stack([positions & _LOW, torch.full_like(positions, _RACE)])[..., None]

@@ -1,13 +1,13 @@
 """The shared noise of COUPLED verification: a counter RNG that gives every service the same bits.
 
-Token y at absolute position t of a request with 64-bit seed s wins the exponential race
+Token y at absolute position t of a request with 64-bit seed s wins the exponential race (the Gumbel-max trick)
 
     argmin over y of E(s, t, y) / p(y),   E = -log1p(-u),   u = (x + 0.5) * 2**-32,
 
 where x is word y % 4 of Philox4x32-10 with key (s mod 2**32, s >> 32) and counter
 (y // 4, t mod 2**32, t >> 32, 0). Position t is the index of the token being chosen: the first token after a prompt
 of n tokens has t = n. All siblings of a tree share the noise of their position, so a drafter that ranks candidates by
-the same race over its own distribution tends to draft the token that the target will choose.
+the same draw over its own distribution tends to draft the token that the target will choose.
 
 Sources: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011); Daliri, Musco, Suresh,
 "Coupling without communication and drafter-invariant speculative decoding" (arXiv 2408.07978).

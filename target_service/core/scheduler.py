@@ -192,7 +192,8 @@ class Scheduler:
                 # The step under way samples its last token.
                 return 0
             if known > 1:
-                # The last pending token is fed alone, after the others. Those of a stride before it are not known yet.
+                # The last pending token is fed alone, after the others. Those of the passes before it are not known
+                # yet.
                 known -= sequence.pending_tokens
         return min(known, self._prefill_chunk)
 

@@ -18,7 +18,7 @@ from outrider.wire.frames import DEFAULT_TENANT
 from target_service.core.weights import FIRST_VERSION
 
 # Most passes that are launched at once.
-MAX_STRIDE = 4
+MAX_PASSES = 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from target_service.core.sequence import StepStats, Verdict
 from target_service.engine.step import Step
-from target_service.execution.multi_step import Stride
+from target_service.execution.multi_step import MultiStep
 from target_service.execution.node_tables import NodeTables
 from target_service.execution.pass_ends import PassEnds
 from target_service.sampling.verifier import Verified
@@ -24,7 +24,7 @@ class Learning:
     gathering: Gathering
     # Of the device; None where the host chooses rows.
     tables: NodeTables | None
-    stride: Stride
+    multi_step: MultiStep
     lookup_baseline: LookupBaseline
     modes: LaunchPolicy = field(default_factory=LaunchPolicy)
     pass_ends: PassEnds = field(default_factory=PassEnds)
@@ -52,7 +52,7 @@ class Learning:
 
     def observe_forward(self, step: Step, stats: StepStats, *, seen_running: bool) -> None:
         """Learn from the forward pass of a step that only decoded."""
-        seconds = stats.forward_ns * 1e-9 / step.stride
+        seconds = stats.forward_ns * 1e-9 / step.passes
         self.gathering.budget.observe_step(stats.decode_rows, seconds)
         self.pass_ends.observe(*step.size, seconds, running=seen_running)
         plain = step.gathered.use is LaunchMode.RUN_AHEAD and not step.gathered.has_trees
@@ -63,7 +63,7 @@ class Learning:
 
     def observe_period(self, step: Step, stats: StepStats, verdicts: SequenceOf[Verdict], period: float) -> None:
         """Learn from the time of a step that only decoded, `period` being from the end of the last one to its own."""
-        load, seconds = stats.sequences, period / step.stride
+        load, seconds = stats.sequences, period / step.passes
         if step.ahead or step.gathered.drafted or not step.launched.can_launch_before_results:
             self.gathering.observe(load, seconds, step.gathered, behind_tree=step.behind_tree)
         if self.gathering.policy.on and not step.batch.drafted:
@@ -72,10 +72,10 @@ class Learning:
                 self.gathering.follow.observe(load, seconds, followed=followed)
                 self._compare(step, verdicts, stats.chosen_rows, followed=followed)
             if followed and step.batch.device_rows is not None:
-                tokens = stats.committed_tokens / max(1, load) / step.stride
+                tokens = stats.committed_tokens / max(1, load) / step.passes
                 self.modes.observe(load, step.mode, tokens, seconds)
         if step.ahead and step.gathered.use is LaunchMode.RUN_AHEAD and not step.behind_tree:
-            self.stride.observe(step.stride, period, (step.clock.forwarded - step.clock.waits_since) * 1e-9)
+            self.multi_step.observe(step.passes, period, (step.clock.forwarded - step.clock.waits_since) * 1e-9)
 
     def observe_launch(self, step: Step, stats: StepStats, period: float) -> None:
         """Learn from the time and the tokens of any step, `period` being from the end of the last one to its own."""
@@ -113,5 +113,5 @@ class Learning:
         start = len(live.sequence.token_ids) - len(verdict.token_ids)
         made = min(len(verdict.token_ids), accepted + 1)
         # By lookup alone, a chain has the sequence's share of the rows, or as many as were accepted.
-        rows = max(accepted, -(-drafted // (step.stride * len(verdicts))))
+        rows = max(accepted, -(-drafted // (step.passes * len(verdicts))))
         self.lookup_baseline.start_comparison(len(verdicts), live.sequence, start, made, rows, followed=followed)

@@ -34,7 +34,7 @@ from target_service.execution.batch import DeviceRows, StepBatch, lay_out
 from target_service.execution.device_executor import best_steps
 from target_service.execution.device_time import DeviceSpan
 from target_service.execution.host_executor import HostSteps, Steps
-from target_service.execution.multi_step import Stride
+from target_service.execution.multi_step import MultiStep
 from target_service.model.runner import ModelRunner
 from target_service.sampling.verifier import Verified
 from target_service.speculation.drafts import Drafting
@@ -75,7 +75,7 @@ class EngineLoop:
         steps: Steps | None = None,
         step_cost: StepCost | None = None,
         observer: EngineObserver | None = None,
-        stride: Stride | None = None,
+        multi_step: MultiStep | None = None,
     ) -> None:
         """`steps` of None takes the fastest for the runner, or the plain ones in lockstep. `step_cost` of None verifies
         every drafted row that is allowed, and always waits for drafts."""
@@ -113,7 +113,7 @@ class EngineLoop:
         self._learning = Learning(
             gathering=self.gathering,
             tables=self._steps.tables,
-            stride=stride or Stride(),
+            multi_step=multi_step or MultiStep(),
             lookup_baseline=LookupBaseline(lookup_tokens),
         )
         # How the next pass is launched, and the rows that the device chose for the last one.
@@ -256,7 +256,7 @@ class EngineLoop:
         # Where a pass behind drafts begins, only the device can find out.
         several = behind is not None and (device_rows is not None or not behind.has_drafts)
         several = several and gathered.use is LaunchMode.RUN_AHEAD and not fed
-        return self._learning.stride.choose(
+        return self._learning.multi_step.choose(
             schedule, self.scheduler, self._runner.max_context, device_rows, several=several
         )
 
@@ -275,7 +275,7 @@ class EngineLoop:
         drafting, tables, self._seen_running = self.drafting, self._steps.tables, True
         if self._ahead is None or self._ahead.batch.device_rows is None or tables is None or not drafting.follows:
             return
-        takes = step.stride * self._learning.pass_ends.earliest(*step.size)
+        takes = step.passes * self._learning.pass_ends.earliest(*step.size)
         ends = max(step.clock.launched, self._free_ns) + int(takes * 1e9)
         drafting.listen()
         tables.publish()
@@ -301,12 +301,12 @@ class EngineLoop:
         clock.planned = time.monotonic_ns()
 
     def _begin(self, schedule: Schedule, gathered: Gathered, clock: StepClock, *, behind: Step | None = None) -> Step:
-        stride, device_rows = self._passes(schedule, gathered, behind)
-        batch = lay_out(schedule.chunks, gathered.trees, self._runner.cache, stride, device_rows)
+        passes, device_rows = self._passes(schedule, gathered, behind)
+        batch = lay_out(schedule.chunks, gathered.trees, self._runner.cache, passes, device_rows)
         verifiers = [self.live[item.sequence.sequence_id].verifier for item in batch.items]
         if device_rows is not None and self._steps.tables is not None:
             graft_predictions((item.sequence for item in batch.items), self.live, self._steps.tables)
-        launched = self._steps.launch(batch, verifiers, stride, lambda: self._before_launch(behind, batch, clock))
+        launched = self._steps.launch(batch, verifiers, passes, lambda: self._before_launch(behind, batch, clock))
         self.scheduler.begin(schedule)
         if behind is not None:
             # Without the hold: the host's time alone.
@@ -320,7 +320,7 @@ class EngineLoop:
         self._rows = device_rows.rows if device_rows is not None else 0
         for item in batch.items:
             # For what runs after this step, their keys and values are computed.
-            item.sequence.kv_length += item.known + stride - 1
+            item.sequence.kv_length += item.known + passes - 1
         return Step(
             batch,
             gathered,
@@ -328,7 +328,7 @@ class EngineLoop:
             clock,
             ahead=behind is not None,
             behind_tree=behind is not None and behind.batch.drafted,
-            stride=stride,
+            passes=passes,
             own=schedule.own,
             features=features,
         )

@@ -48,7 +48,7 @@ class Step:
     ahead: bool
     behind_tree: bool
     # Passes launched at once.
-    stride: int
+    passes: int
     # See `Schedule.own`.
     own: bool
     # Hidden states of its rows, where a drafter reads them.
@@ -72,7 +72,7 @@ class Step:
     @property
     def keys(self) -> dict[int, int]:
         """Most keys that each sequence has when its passes have ended, by sequence id."""
-        return {item.sequence.sequence_id: keys for item, keys in self.batch.keys(self.stride) if item.kept}
+        return {item.sequence.sequence_id: keys for item, keys in self.batch.keys(self.passes) if item.kept}
 
     @property
     def work(self) -> tuple[int, int]:
@@ -81,13 +81,13 @@ class Step:
 
     def await_tokens(self) -> None:
         """Lay out its sequences as if it had sampled their tokens and accepted no drafts, until `forget_tokens`."""
-        items, stride = self.batch.items, self.stride
+        items, passes = self.batch.items, self.passes
         chosen = self.batch.device_rows.most if self.batch.device_rows is not None else (0,) * len(items)
         for place, (item, most) in enumerate(zip(items, chosen, strict=True)):
             if item.tree is not None:
                 sequence = item.sequence
-                sequence.pending, sequence.pending_tokens = place, stride
-                sequence.pending_drafts = max(item.tree.depths) + min(most, MAX_PATH) * stride
+                sequence.pending, sequence.pending_tokens = place, passes
+                sequence.pending_drafts = max(item.tree.depths) + min(most, MAX_PATH) * passes
 
     def forget_tokens(self) -> None:
         """Undo `await_tokens`."""
@@ -156,5 +156,5 @@ class Step:
             round_trip_ns=round_trip_ns,
             busy_ns=device_ns[0],
             idle_ns=device_ns[1],
-            passes=self.stride,
+            passes=self.passes,
         )

@@ -62,12 +62,12 @@ class StepBatch:
     drafted: bool  # whether any tree has more rows than its root
     device_rows: DeviceRows | None = None  # bounds of the rows that the device chooses; None where the host chose them
 
-    def keys(self, stride: int) -> Iterator[tuple[StepItem, int]]:
-        """Each item, and the most keys that its sequence has behind `stride` passes of the batch."""
+    def keys(self, passes: int) -> Iterator[tuple[StepItem, int]]:
+        """Each item, and the most keys that its sequence has behind `passes` passes of the batch."""
         limits = self.device_rows.most if self.device_rows is not None else (None,) * len(self.items)
         for item, limit in zip(self.items, limits, strict=True):
             rows = item.known + (item.tree.drafted if item.tree is not None else 0)
-            yield item, item.start + keys_of(rows, stride, limit if item.tree is not None and item.known == 1 else None)
+            yield item, item.start + keys_of(rows, passes, limit if item.tree is not None and item.known == 1 else None)
 
     def items_shifted(self, accepted_counts: SequenceOf[int]) -> StepBatch:
         """The batch, laid out as if the step before had accepted no drafted row, its items moved on by what that one
@@ -80,22 +80,22 @@ class StepBatch:
         return replace(self, items=tuple(items))
 
 
-def keys_of(rows: int, stride: int, limit: int | None = None) -> int:
-    """Keys that `stride` passes of `rows` may write. Where the device drafts up to `limit` rows in each, with those of
+def keys_of(rows: int, passes: int, limit: int | None = None) -> int:
+    """Keys that `passes` passes of `rows` may write. Where the device drafts up to `limit` rows in each, with those of
     one more pass, which is prepared and not run."""
-    return rows + stride - 1 if limit is None else (stride + 1) * (1 + limit)
+    return rows + passes - 1 if limit is None else (passes + 1) * (1 + limit)
 
 
 def lay_out(
     chunks: SequenceOf[Chunk],
     trees: SequenceOf[TokenTree | None],
     cache: KVCache,
-    stride: int = 1,
+    passes: int = 1,
     device_rows: DeviceRows | None = None,
 ) -> StepBatch:
     """Build the step. `trees[i]` belongs to `chunks[i]`; only a chunk of one row may carry drafted rows.
 
-    It is the first of `stride` passes, and the pages hold the keys of all of them. Row r of a sequence has cache slot
+    It is the first of `passes` passes, and the pages hold the keys of all of them. Row r of a sequence has cache slot
     `kv_length + r`; its position is `kv_length` plus its depth. A token pending from the step under way is laid out as
     `Sequence.feed` gives it, and as if that step accepted no drafted row. Where the device chooses rows, every tree is
     its root, sequences that read come first, and the pages hold what all passes may accept.
@@ -123,7 +123,7 @@ def lay_out(
             logit_rows += range(root_row, end)
         rows = end - first_row
         slots += cache.slots(sequence.pages, start, rows)
-        keys = start + keys_of(rows, stride, limit if chunk.takes_tree else None) + sequence.pending_drafts
+        keys = start + keys_of(rows, passes, limit if chunk.takes_tree else None) + sequence.pending_drafts
         prefixes.append(start)
         starts.append(end)
         pages.append(sequence.pages[: cache.pages_for(keys)])

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from target_service.core.kv_cache import KVCache
-from target_service.core.sequence import MAX_STRIDE
+from target_service.core.sequence import MAX_PASSES
 from target_service.execution import node_tables
 from target_service.execution.batch import StepBatch, StepItem
 from target_service.execution.device_rows import TableStep
@@ -74,11 +74,11 @@ class DeviceSteps:
         pinned = torch.zeros(_RESULTS, size, dtype=torch.int32, pin_memory=on_gpu)
         self._results = [Verdicts.over(tensor, max_sequences) for tensor in pinned]
         # [_RESULTS, MAX_STRIDE - 1, max_sequences] int32
-        self._following = torch.zeros(_RESULTS, MAX_STRIDE - 1, max_sequences, dtype=torch.int32, pin_memory=on_gpu)
+        self._following = torch.zeros(_RESULTS, MAX_PASSES - 1, max_sequences, dtype=torch.int32, pin_memory=on_gpu)
         # Of each pass in flight, where any sequence is TYPICAL: see `DeviceVerifier.lossy_rows`.
-        self._lossy = torch.zeros(_RESULTS, MAX_STRIDE, max_rows, dtype=torch.int32, pin_memory=on_gpu)
+        self._lossy = torch.zeros(_RESULTS, MAX_PASSES, max_rows, dtype=torch.int32, pin_memory=on_gpu)
         # Each as `NodeTable.reports`.
-        self._reports = torch.zeros(_RESULTS, max_sequences, MAX_STRIDE, REPORT, dtype=torch.int32, pin_memory=on_gpu)
+        self._reports = torch.zeros(_RESULTS, max_sequences, MAX_PASSES, REPORT, dtype=torch.int32, pin_memory=on_gpu)
         self.tables: NodeTables | None = None
         self._pre_pass: PrePass | None = None
         if table is not None:
@@ -102,7 +102,7 @@ class DeviceSteps:
             self._pre_pass.capture_ahead()
             node_tables.warm_up()
 
-    def launch(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier], stride: int, ready: Ready) -> Launched:
+    def launch(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier], passes: int, ready: Ready) -> Launched:
         """See `Steps.launch`."""
         pairs = zip(batch.items, verifiers, strict=True)
         rows = [_on_device(item, verifier) or RowsToVerify(0, 0) for item, verifier in pairs]
@@ -111,11 +111,11 @@ class DeviceSteps:
         if batch.device_rows is not None:
             # What each sequence may get; the device finds behind every pass how many rows it has.
             records_of(parameters, len(rows))["rows"] += batch.device_rows.limits
-            return self._launch_device_rows(batch, rows, parameters, stride, ready)
+            return self._launch_device_rows(batch, rows, parameters, passes, ready)
         ready()
         span = next(self._spans).begin() if self._spans is not None else None
         if moves is not self._nothing and min(batch.input.token_ids) < 0:
-            assert stride == 1, "only the device has the positions of later passes"
+            assert passes == 1, "only the device has the positions of later passes"
             if moves is None:
                 assert table is not None
                 moves = table.accepted
@@ -130,11 +130,11 @@ class DeviceSteps:
         result = self._results[place]
         result.tensor.copy_(verdicts.tensor, non_blocking=True)
         lossy = self._lossy_of(rows, place, 0)
-        following = self._following[place, : stride - 1, :count]
-        for passes in range(1, stride):
-            done = self._runner.run_later(batch.input, passes, parameters)
+        following = self._following[place, : passes - 1, :count]
+        for later in range(1, passes):
+            done = self._runner.run_later(batch.input, later, parameters)
             self._conclude(batch, rows, done)
-            following[passes - 1].copy_(verdicts.next_tokens[:count], non_blocking=True)
+            following[later - 1].copy_(verdicts.next_tokens[:count], non_blocking=True)
         cache, apart = self._runner.cache, self._batch_verifier
         return _OnDevice(cache, apart, batch, verifiers, done.logits, result, lossy, following, span)
 

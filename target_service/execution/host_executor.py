@@ -77,14 +77,14 @@ class Steps(Protocol):
     def tables(self) -> NodeTables | None:
         """Receive growth for steps with `StepBatch.device_rows`; None where the device chooses no rows."""
 
-    def launch(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier], stride: int, ready: Ready) -> Launched:
+    def launch(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier], passes: int, ready: Ready) -> Launched:
         """Begin a step. Pending tokens are those of the step before; their rows move on by the drafted rows that step
         accepts.
 
         Args:
             batch: the step. Where the device chooses rows, all sequences are GREEDY or COUPLED and verified on it.
             verifiers: those of `batch.items`.
-            stride: passes to run, each of which reads the tokens of the one before. With more than one, every tree is
+            passes: how many to run, each of which reads the tokens of the one before. With more than one, every tree is
                 its root.
             ready: called once, before any of the step runs. Where the device chooses rows it is called after all that
                 the host has to prepare: it may wait for drafts, which are copied to the device when it returns.
@@ -106,14 +106,14 @@ class HostSteps:
         self._can_launch_before_results = can_launch_before_results
         self._last: _OnHost | None = None
 
-    def launch(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier], stride: int, ready: Ready) -> Launched:
+    def launch(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier], passes: int, ready: Ready) -> Launched:
         """See `Steps.launch`."""
         ready()
         if self._last is not None and min(batch.input.token_ids) < 0:
             counts = self._last.accepted_counts()
             batch = replace(batch.items_shifted(counts), input=batch.input.shifted_by_accepted(counts))
         logits = self._runner.forward(replace(batch.input, token_ids=self._fill_pending(batch.input.token_ids)))
-        self._last = _OnHost(self._runner, batch, verifiers, logits, self._can_launch_before_results, stride)
+        self._last = _OnHost(self._runner, batch, verifiers, logits, self._can_launch_before_results, passes)
         return self._last
 
     def _fill_pending(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
@@ -134,7 +134,7 @@ class _OnHost:
     _verifiers: SequenceOf[SequenceVerifier]
     _logits: Tensor
     can_launch_before_results: bool
-    _stride: int
+    _passes_at_once: int
     _outcomes: list[Verified | None] | None = None
     span: DeviceSpan | None = None
     on_device: bool = False
@@ -151,24 +151,24 @@ class _OnHost:
             pairs = zip(self._batch.items, self._verifiers, strict=True)
             self._outcomes = [_verify(item, one, self._logits) for item, one in pairs]
             move_on_host(self._batch.items, self._outcomes, self._runner.cache)
-            for passes in range(1, self._stride):
-                self._outcomes = self._follow(self._outcomes, passes)
+            for number in range(1, self._passes_at_once):
+                self._outcomes = self._run_later_pass(self._outcomes, number)
         return self._outcomes
 
     def accepted_counts(self) -> list[int]:
         """Drafted rows accepted, by place in the batch."""
         return [0 if outcome is None else len(outcome.walk.accepted_rows) for outcome in self.outcomes()]
 
-    def _follow(self, outcomes: SequenceOf[Verified | None], passes: int) -> list[Verified | None]:
+    def _run_later_pass(self, outcomes: SequenceOf[Verified | None], number: int) -> list[Verified | None]:
         """Outcomes with the token of one more pass for each sequence."""
         sampled = [-1 if one is None else _last_token(one) for one in outcomes]
-        logits = self._runner.forward(replace(self._batch.input.advanced_by(passes), token_ids=tuple(sampled)))
+        logits = self._runner.forward(replace(self._batch.input.advanced_by(number), token_ids=tuple(sampled)))
         followed: list[Verified | None] = []
         for item, verifier, outcome in zip(self._batch.items, self._verifiers, outcomes, strict=True):
-            assert item.tree is not None and outcome is not None, "every sequence of a stride decodes"
+            assert item.tree is not None and outcome is not None, "every sequence of several passes decodes"
             output = [*item.sequence.output, outcome.walk.next_token, *outcome.following]
             rows = logits[item.first_logit : item.first_logit + 1]
-            verified = verifier.verify(item.tree, rows, output, item.sequence.step + passes)
+            verified = verifier.verify(item.tree, rows, output, item.sequence.step + number)
             followed.append(outcome._replace(following=(*outcome.following, verified.walk.next_token)))
         return followed
 

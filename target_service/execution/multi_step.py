@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from target_service.core.schedule import Schedule
 from target_service.core.scheduler import Scheduler
-from target_service.core.sequence import MAX_STRIDE, Sequence
+from target_service.core.sequence import MAX_PASSES, Sequence
 from target_service.execution.batch import DeviceRows, keys_of
 
-# A client gets the tokens of a stride together, and a new request waits for its end.
+# A client gets the tokens of a launch together, and a new request waits for its end.
 _LONGEST_SECONDS = 8e-3
-# Strides that are measured between two changes.
-_STRIDES_MEASURED = 8
-# Shares of the time that the host works. Above the first, a stride waits for the host; below the second, it would not
+# Launches that are measured between two changes.
+_LAUNCHES_MEASURED = 8
+# Shares of the time that the host works. Above the first, a launch waits for the host; below the second, it would not
 # with half as many passes either.
 _BUSY, _IDLE = 0.85, 0.35
 
 
-class Stride:
+class MultiStep:
     """Finds the smallest number of passes with which the device does not wait for its host.
 
     With many sequences and a small model a step takes longer on the host than on the device. Most of the host's work is
@@ -54,11 +54,11 @@ class Stride:
         self._seen += 1
         self._seconds += seconds
         self._working += seconds - waited
-        if self._seen < _STRIDES_MEASURED:
+        if self._seen < _LAUNCHES_MEASURED:
             return
         busy, each = self._working / self._seconds, self._seconds / self._seen
         self._seen, self._seconds, self._working = 0, 0.0, 0.0
-        if busy > _BUSY and 2 * passes <= MAX_STRIDE and 2 * each <= _LONGEST_SECONDS:
+        if busy > _BUSY and 2 * passes <= MAX_PASSES and 2 * each <= _LONGEST_SECONDS:
             self.passes *= 2
         elif passes > 1 and (busy < _IDLE or each > _LONGEST_SECONDS):
             self.passes //= 2

@@ -16,7 +16,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from target_service.config import MAX_SEQUENCES
 from target_service.core.kv_cache import KVCache
-from target_service.core.sequence import MAX_STRIDE
+from target_service.core.sequence import MAX_PASSES
 from target_service.model.forward import ForwardInput, ForwardPass
 from target_service.model.head_projection import DraftHead
 from target_service.model.hidden_state_hooks import LayerHooks
@@ -27,7 +27,7 @@ from tree_kernels.latent_attention import LatentAttention, LatentBackend
 from tree_kernels.node_table import NodeTable, StepIntegers, fill_pending
 from tree_kernels.node_table.layout import LOOKUP
 from tree_kernels.paging import write_kv
-from tree_kernels.verification import RACED, RECORD, records_of
+from tree_kernels.verification import DRAWN_BY_POSITION, RECORD, records_of
 
 ATTENTION = "outrider_tree"
 # Attention over keys and values of heads, or over latents that are both.
@@ -162,7 +162,7 @@ class ModelRunner:
             self.cache.page_size,
             self._last_position,
             max_sequences=max_sequences,
-            max_passes=MAX_STRIDE,
+            max_passes=MAX_PASSES,
             lookup_tokens=lookup_tokens,
             recycles=recycles and lookup_tokens > 0,
             backend=backend,
@@ -207,7 +207,7 @@ class ModelRunner:
         records = records_of(moved, batch.attention.sequences)
         for b, moves in batch.moves(counts):
             # The stream of a rejection's coins counts steps, not tokens.
-            if records["mode"][b] in RACED:
+            if records["mode"][b] in DRAWN_BY_POSITION:
                 records["position"][b] += numpy.uint64(moves)
         return self.run(batch.shifted_by_accepted(counts), moved)
 

@@ -21,7 +21,7 @@ from outrider.sampling import SamplingParams, VerificationMode
 from outrider.settings import SettingsError
 from outrider.tree import TokenTree
 from outrider.wire.frames import TreeLimits
-from tree_kernels.philox import race_words_by_sequence, race_words_of
+from tree_kernels.philox import gumbel_words_by_sequence, gumbel_words_of
 
 GREEDY, COUPLED, REJECTION = VerificationMode.GREEDY, VerificationMode.COUPLED, VerificationMode.REJECTION
 TABLE = 4099
@@ -191,9 +191,9 @@ def test_the_noise_is_the_shared_one() -> None:
     seeds, positions = [0, 7, 2**64 - 1], [1, 2**33 + 5, 4]
     tokens = torch.tensor([[0, 1, 2, 3, 4, 151_935]] * 3)
     keys = torch.tensor(np.array(seeds, np.uint64).view(np.int64))
-    found = race_words_by_sequence(keys, torch.tensor(positions), tokens)
+    found = gumbel_words_by_sequence(keys, torch.tensor(positions), tokens)
     for b in range(3):
-        assert torch.equal(found[b], race_words_of(seeds[b], positions[b], tokens[b]))
+        assert torch.equal(found[b], gumbel_words_of(seeds[b], positions[b], tokens[b]))
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 8, 33, 100])

@@ -128,7 +128,7 @@ def test_several_passes_at_once_say_what_single_ones_say(
 ) -> None:
     eager, taken, steps = exact
     wanted = requests(sampling)
-    outcomes = run(taken, wanted, stagger=stagger, launch=steps, stride=4)
+    outcomes = run(taken, wanted, stagger=stagger, launch=steps, passes=4)
     assert [one.token_ids for one in outcomes] == [one.token_ids for one in run(eager, wanted)]
     assert any(len(verdict.token_ids) > 1 for one in outcomes for verdict in one.verdicts)
 
@@ -152,7 +152,7 @@ def test_what_the_device_drafts_changes_no_token(
     wanted = [replace(one, token_ids=3 * one.token_ids, max_tokens=64) for one in requests(sampling)]
     said = run(eager, wanted)
     propose = drafter(draft, wanted, said)
-    outcomes = run(taken, wanted, propose=propose, stagger=stagger, launch=steps, stride=4)
+    outcomes = run(taken, wanted, propose=propose, stagger=stagger, launch=steps, passes=4)
     assert [one.token_ids for one in outcomes] == [one.token_ids for one in said]
     if sampling is SAMPLINGS["greedy"]:
         assert sum(one.finished.totals.accepted_tokens for one in outcomes) > 0

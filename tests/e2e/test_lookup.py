@@ -46,16 +46,16 @@ def accepted(outcomes: list[Outcome]) -> int:
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("lookup_tokens", [1, 7, 15])
 @pytest.mark.parametrize("stagger", [0, 3], ids=["together", "staggered"])
-@pytest.mark.parametrize("stride", [1, 4])
+@pytest.mark.parametrize("passes", [1, 4])
 def test_what_is_said_is_plain_decodings(
-    tiny_model: PreTrainedModel, sampling: SamplingParams, lookup_tokens: int, stagger: int, stride: int
+    tiny_model: PreTrainedModel, sampling: SamplingParams, lookup_tokens: int, stagger: int, passes: int
 ) -> None:
     wanted = requests(sampling)
     said = [plain(tiny_model, one) for one in wanted]
     runner = make_runner(tiny_model)
     runner.enable_device_row_selection(DEVICE_SEQUENCES, lookup_tokens)
     config = engine_config(prefill_chunk=16)
-    outcomes = run(runner, wanted, config=config, on_device=True, stagger=stagger, stride=stride)
+    outcomes = run(runner, wanted, config=config, on_device=True, stagger=stagger, passes=passes)
     assert [one.token_ids for one in outcomes] == said
     if sampling.temperature < 0.5 and sampling is not SAMPLINGS["penalties"]:
         # A small model falls into loops.
@@ -88,7 +88,7 @@ def test_rows_that_are_too_few_are_shared_out(
     runner = make_runner(tiny_model)
     runner.enable_device_row_selection(DEVICE_SEQUENCES, recycles=recycles)
     config = engine_config(max_step_rows=max_step_rows, prefill_chunk=max_step_rows - 5)
-    outcomes = run(runner, wanted, config=config, on_device=True, stride=4)
+    outcomes = run(runner, wanted, config=config, on_device=True, passes=4)
     assert [one.token_ids for one in outcomes] == said
     totals = [one.finished.totals for one in outcomes]
     # A small model falls into loops, unless it draws.
@@ -104,7 +104,7 @@ def test_pages_of_any_size(tiny_model: PreTrainedModel, page_size: int) -> None:
     said = [plain(tiny_model, one) for one in wanted]
     runner = make_runner(tiny_model, page_size=page_size)
     runner.enable_device_row_selection(DEVICE_SEQUENCES)
-    outcomes = run(runner, wanted, on_device=True, stride=4)
+    outcomes = run(runner, wanted, on_device=True, passes=4)
     assert [one.token_ids for one in outcomes] == said
 
 
@@ -113,7 +113,7 @@ def test_sequences_that_lose_their_pages_are_read_again(tiny_model: PreTrainedMo
     said = [plain(tiny_model, one) for one in wanted]
     runner = make_runner(tiny_model, page_size=4, kv_tokens=240)
     runner.enable_device_row_selection(DEVICE_SEQUENCES)
-    outcomes = run(runner, wanted, on_device=True, stride=2)
+    outcomes = run(runner, wanted, on_device=True, passes=2)
     assert [one.token_ids for one in outcomes] == said
     assert any(one.finished.totals.preemptions for one in outcomes)
 
@@ -128,9 +128,9 @@ def test_an_end_in_the_middle_of_a_pass_ends_the_sequence(tiny_model: PreTrained
     runner = make_runner(tiny_model)
     runner.enable_device_row_selection(DEVICE_SEQUENCES)
     config = engine_config()
-    outcomes = run(runner, wanted, config=config, on_device=True, stride=4)
+    outcomes = run(runner, wanted, config=config, on_device=True, passes=4)
     assert [one.token_ids for one in outcomes] == said
-    for outcome, one in zip(run(runner, stopped, config=config, on_device=True, stride=4), stopped, strict=True):
+    for outcome, one in zip(run(runner, stopped, config=config, on_device=True, passes=4), stopped, strict=True):
         assert outcome.token_ids[-1] in one.sampling.stop_token_ids
         assert outcome.token_ids.index(outcome.token_ids[-1]) == len(outcome.token_ids) - 1
 
@@ -156,7 +156,7 @@ def test_beside_a_draft(
         late=late,
         on_device=True,
         stagger=2,
-        stride=2,
+        passes=2,
     )
     assert [one.token_ids for one in outcomes] == said
 
@@ -170,6 +170,6 @@ def test_only_for_those_who_want_drafts_and_whose_distribution_allows_it(tiny_mo
         [replace(one, speculate=False) for one in greedy],
         [replace(one, sampling=rejecting, mode=VerificationMode.REJECTION) for one in greedy],
     ):
-        outcomes = run(runner, wanted, on_device=True, stride=4)
+        outcomes = run(runner, wanted, on_device=True, passes=4)
         assert accepted(outcomes) == 0
         assert all(one.finished.totals.drafted_tokens == 0 for one in outcomes)

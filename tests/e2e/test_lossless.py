@@ -95,7 +95,7 @@ def test_output_is_plain_decoding(
 @pytest.mark.parametrize("stagger", [0, 3], ids=["together", "staggered"])
 @pytest.mark.parametrize("kv_tokens", [2048, 9 * 16], ids=["roomy", "preempting"])
 @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
-@pytest.mark.parametrize("stride", [1, 3])
+@pytest.mark.parametrize("passes", [1, 3])
 def test_preparing_the_next_step_early_does_not_matter(
     case: tuple[list[SequenceRequest], list[Sequence[int]]],
     tiny_model: PreTrainedModel,
@@ -103,11 +103,11 @@ def test_preparing_the_next_step_early_does_not_matter(
     stagger: int,
     kv_tokens: int,
     on_device: bool,
-    stride: int,
+    passes: int,
 ) -> None:
     wanted, said = case
     runner = make_runner(tiny_model, page_size, kv_tokens)
-    outcomes = run(runner, wanted, stagger=stagger, can_launch_before_results=True, on_device=on_device, stride=stride)
+    outcomes = run(runner, wanted, stagger=stagger, can_launch_before_results=True, on_device=on_device, passes=passes)
     assert [o.token_ids for o in outcomes] == said
     # Each pass is a step to whoever counts, however many were launched at once.
     assert all(o.finished.totals.steps == len(o.token_ids) for o in outcomes)
@@ -149,15 +149,15 @@ def test_rejection_with_several_passes_at_once_draws_the_same(tiny_model: PreTra
     wanted = [request(prompt, 24, sampling=sampling, mode=VerificationMode.REJECTION) for prompt in prompts()]
     said = run(make_runner(tiny_model), wanted)
     for on_device in (False, True):
-        outcomes = run(make_runner(tiny_model), wanted, can_launch_before_results=True, on_device=on_device, stride=4)
+        outcomes = run(make_runner(tiny_model), wanted, can_launch_before_results=True, on_device=on_device, passes=4)
         assert [o.token_ids for o in outcomes] == [o.token_ids for o in said]
-        # The first step of a stride says several tokens.
+        # The first launch of several passes commits several tokens.
         assert any(len(verdict.token_ids) > 1 for o in outcomes for verdict in o.verdicts)
 
 
-@pytest.mark.parametrize("stride", [1, 4])
+@pytest.mark.parametrize("passes", [1, 4])
 def test_steps_ahead_and_drafted_steps_follow_each_other(
-    case: tuple[list[SequenceRequest], list[Sequence[int]]], tiny_model: PreTrainedModel, stride: int
+    case: tuple[list[SequenceRequest], list[Sequence[int]]], tiny_model: PreTrainedModel, passes: int
 ) -> None:
     """Prompts that end while others are drafted for, by a switch that goes by what steps take."""
     wanted, said = case
@@ -165,7 +165,7 @@ def test_steps_ahead_and_drafted_steps_follow_each_other(
     drafts = drafter("knowing", wanted, said)
     runner = make_runner(tiny_model)
     outcomes = run(
-        runner, wanted, propose=drafts, step_cost=cost, stagger=9, can_launch_before_results=True, stride=stride
+        runner, wanted, propose=drafts, step_cost=cost, stagger=9, can_launch_before_results=True, passes=passes
     )
     assert [o.token_ids for o in outcomes] == said
     assert sum(o.finished.totals.accepted_tokens for o in outcomes) > 0
@@ -204,7 +204,7 @@ def test_a_real_drafter_follows_passes_launched_at_once(
     wanted, said = case
     with real_drafter("trie", VOCABULARY) as connect, caplog.at_level(logging.INFO):
         runner, cost = make_runner(tiny_model), StepCost([(1, 1.0), (64, 1.1)])
-        how = {"step_cost": cost, "stagger": 3, "can_launch_before_results": True, "on_device": on_device, "stride": 4}
+        how = {"step_cost": cost, "stagger": 3, "can_launch_before_results": True, "on_device": on_device, "passes": 4}
         outcomes = run(runner, [*wanted, *wanted], connect=connect, **how)
     assert [o.token_ids for o in outcomes] == [*said, *said]
     assert "gave up" not in caplog.text
@@ -281,7 +281,7 @@ def test_preemption_does_not_matter(
     assert sum(o.finished.totals.preemptions for o in outcomes) > 0
 
 
-@pytest.mark.parametrize("how", [{}, {"can_launch_before_results": True}, {"on_device": True, "stride": 2}], ids=str)
+@pytest.mark.parametrize("how", [{}, {"can_launch_before_results": True}, {"on_device": True, "passes": 2}], ids=str)
 def test_taking_turns_with_other_tenants_does_not_matter(
     case: tuple[list[SequenceRequest], list[Sequence[int]]], tiny_model: PreTrainedModel, how: dict[str, Any]
 ) -> None:

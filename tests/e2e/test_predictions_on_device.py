@@ -55,25 +55,25 @@ def predictions(said: Sequence[int]) -> dict[str, list[int]]:
 
 
 def answer(
-    model: PreTrainedModel, wanted: Sequence[SequenceRequest], *, lookup: int = 1, stride: int = 1, draft: str = ""
+    model: PreTrainedModel, wanted: Sequence[SequenceRequest], *, lookup: int = 1, passes: int = 1, draft: str = ""
 ) -> list[Outcome]:
     whole = [(*one.token_ids, *plain(model, one)) for one in wanted] if draft == "knowing" else []
     runner = make_runner(model, kv_tokens=4096)
     runner.enable_device_row_selection(DEVICE_SEQUENCES, lookup)
     proposals = {"random": random_tree(VOCABULARY, 24), "knowing": knowing_tree(whole, VOCABULARY, 24, right=0.8)}
-    return run(runner, wanted, on_device=True, stride=stride, propose=proposals.get(draft), stagger=2)
+    return run(runner, wanted, on_device=True, passes=passes, propose=proposals.get(draft), stagger=2)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-@pytest.mark.parametrize("stride", [1, 4])
+@pytest.mark.parametrize("passes", [1, 4])
 @pytest.mark.parametrize("draft", ["", "random", "knowing"])
 def test_what_is_said_is_plain_decodings(
-    tiny_model: PreTrainedModel, sampling: SamplingParams, stride: int, draft: str
+    tiny_model: PreTrainedModel, sampling: SamplingParams, passes: int, draft: str
 ) -> None:
     one = asked(sampling)
     said = plain(tiny_model, one)
     wanted = [replace(one, prediction=tuple(each)) for each in predictions(said).values()]
-    outcomes = answer(tiny_model, wanted, stride=stride, draft=draft)
+    outcomes = answer(tiny_model, wanted, passes=passes, draft=draft)
     assert [outcome.token_ids for outcome in outcomes] == [said] * len(wanted)
     for outcome, each in zip(outcomes, wanted, strict=True):
         totals = outcome.finished.totals

@@ -83,7 +83,7 @@ def test_a_stop_inside_a_path_ends_it(tiny_model: PreTrainedModel) -> None:
 def test_steps_launched_at_once_have_none(tiny_model: PreTrainedModel) -> None:
     """Nobody lays out a tree of a pass whose root only the device knows."""
     wanted = replace(asked(SAMPLINGS["greedy"]), trees=True)
-    outcome = run(make_runner(tiny_model), [wanted], on_device=True, stride=4)[0]
+    outcome = run(make_runner(tiny_model), [wanted], on_device=True, passes=4)[0]
     assert outcome.token_ids == plain(tiny_model, wanted)
     several = [verdict for verdict in outcome.verdicts if verdict.passes > 1]
     assert several and all(verdict.tree is None for verdict in several)

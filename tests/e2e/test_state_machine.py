@@ -37,7 +37,7 @@ from target_service.core.sequence import SequenceFinished, Verdict
 from target_service.engine.loop import EngineLoop
 from target_service.execution.device_executor import DeviceSteps
 from target_service.execution.host_executor import HostSteps, Steps
-from target_service.execution.multi_step import Stride
+from target_service.execution.multi_step import MultiStep
 
 VOCABULARY = 211
 INFO = DraftInfo("fuzzed", 0, "", TreeLimits(), 1 << 20, "0")
@@ -138,7 +138,7 @@ class ServiceMachine(RuleBasedStateMachine):
             self.runner.enable_device_row_selection(3, 7)
         if device.startswith("itself"):
             steps = DeviceSteps(self.runner, max_sequences=3, max_rows=96)
-        self.loop = EngineLoop(self.runner, config, steps=steps, stride=Stride(passes))
+        self.loop = EngineLoop(self.runner, config, steps=steps, multi_step=MultiStep(passes))
         self.wanted: dict[int, int] = {}
         self.draft = FuzzedDraft(self.wanted)
         self.loop.drafting.attach(self.draft)

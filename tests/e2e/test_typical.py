@@ -63,8 +63,8 @@ def test_more_is_kept_than_the_model_would_draw(tiny_model: PreTrainedModel, ver
     on_device, chooses = verified_by != "host", verified_by.startswith("device ") or "passes" in verified_by
     if chooses:
         runner.enable_device_row_selection(DEVICE_SEQUENCES)
-    stride = 3 if "passes" in verified_by else 1
-    outcomes = run(runner, wanted, propose=greedy_drafts(tiny_model), on_device=on_device, stride=stride)
+    passes = 3 if "passes" in verified_by else 1
+    outcomes = run(runner, wanted, propose=greedy_drafts(tiny_model), on_device=on_device, passes=passes)
     for one, outcome in zip(wanted, outcomes, strict=True):
         assert outcome.finished.totals.lossy_tokens == departures(tiny_model, one, outcome)
         # In such passes the rows come from tables, and no verdict has rows of its own.

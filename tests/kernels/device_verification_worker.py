@@ -17,7 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tree_kernels.verification import RACED, DeviceVerifier, Mode, RowsToVerify, Verdicts, coupled_token, move_accepted
+from tree_kernels.verification import (
+    DRAWN_BY_POSITION,
+    DeviceVerifier,
+    Mode,
+    RowsToVerify,
+    Verdicts,
+    coupled_token,
+    move_accepted,
+)
 from tree_kernels.verification.torch_backend import row_distribution
 
 INTERPRETED = not torch.cuda.is_available()
@@ -245,7 +253,7 @@ def steps() -> Iterator[tuple[str, Callable[[], Step], str]]:
                 "sampled",
             )
         trees = [drawn(mode, 4, 5, top_p=0.5), drawn(mode, 3, 6, top_k=4), drawn(mode, 3, 7)]
-        for kind in ("usual", "equal") if mode in RACED else ("ties",):
+        for kind in ("usual", "equal") if mode in DRAWN_BY_POSITION else ("ties",):
             yield f"{mode.name} wide {kind}", lambda a=trees, k=kind: make_step(a, vocabulary=5003, kind=k), "sampled"
     for seed in range(12 if INTERPRETED else 60):
         yield f"mixed {seed}", lambda s=seed: mixed(s), "sampled"

@@ -28,7 +28,7 @@ POINTERS = {
     "logits": "*bf16",
 }  # fmt: skip
 # Where a name means another type than above: what a race is given, and scores before and after they are kept.
-RACE = {"values": "*bf16", "places": "*i64", "scores": "*fp64"}
+GUMBEL_MAX = {"values": "*bf16", "places": "*i64", "scores": "*fp64"}
 
 
 def kernels() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], int]]:
@@ -42,8 +42,8 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], int]]:
         yield f"likeliest, {name}", _triton_children._likeliest_kernel, {"scores": "*fp64"}, likeliest, 4
         # Of a race the width is but how often a loop goes round: the widest has the code of the others of its chunks.
         for entrants, sharp in ((128, True), (2048, False)) if width in (8, 32) else ():
-            race = mapped | {"BLOCK": entrants, "SHARP": sharp}
-            yield f"race of {entrants}, {name}", _triton_children._race_kernel, RACE, race, 4
+            gumbel_max = mapped | {"BLOCK": entrants, "SHARP": sharp}
+            yield f"race of {entrants}, {name}", _triton_children._gumbel_max_kernel, GUMBEL_MAX, gumbel_max, 4
     yield "scan for a race", _triton_children._scan_kernel, {}, {"BEST": 0, "CHUNK": 1024}, 4
     for width, breadth in ((1, 1), (4, 4), (10, 10), (2, 8), (24, 8)):
         for places, deep, last in ((1, False, False), (width, True, False), (width, True, True)):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tree_kernels.growth import Children, Growth, Race
+from tree_kernels.growth import Children, Growth, GumbelMax
 from tree_kernels.growth import dispatch as growth
 from tree_kernels.growth import triton_backend as _triton_growth
 from tree_kernels.growth import triton_children as _triton_children
@@ -86,7 +86,7 @@ def children_of(case: dict[str, Any], logits: Tensor, level: int, device: torch.
     def of(values: list[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values[:sequences], dtype=dtype, device=device)
 
-    race = Race(
+    gumbel_max = GumbelMax(
         coupled=of([1, 1, 0], torch.int32),
         top_k=of([0, 20, 4], torch.int32),
         top_p=of([0.9, 1.0, 0.3], torch.float64),
@@ -94,7 +94,9 @@ def children_of(case: dict[str, Any], logits: Tensor, level: int, device: torch.
         seeds=of([-5, 2**62 + 11, 7], torch.int64),
         positions=of([2**33 - 1, 8, 9], torch.int64),
     )
-    return step.race_winners(logits, temperatures, breadth, said, race, level, case["entrants"], case["sharpness"])
+    return step.gumbel_max_winners(
+        logits, temperatures, breadth, said, gumbel_max, level, case["entrants"], case["sharpness"]
+    )
 
 
 def scores_of(children: Children) -> tuple[list[list[float]], list[list[int]]]:

@@ -12,9 +12,9 @@ from outrider import noise as contract
 from tree_kernels.philox import (
     _philox_on_device,
     exponentials,
+    gumbel_words,
+    gumbel_words_of,
     philox,
-    race_words,
-    race_words_of,
     uniforms,
 )
 
@@ -38,7 +38,7 @@ def test_the_published_vectors_of_philox(philox: Any) -> None:
 def test_race_words_equal_the_contracts(seed: int, position: int) -> None:
     for vocabulary in (1, 3, 4, 211):
         expected = contract.noise_words(seed, position, np.arange(vocabulary))
-        assert np.array_equal(race_words(seed, position, vocabulary).numpy(), expected)
+        assert np.array_equal(gumbel_words(seed, position, vocabulary).numpy(), expected)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -50,13 +50,13 @@ def test_a_device_draws_what_the_host_draws(seed: int, position: int) -> None:
 
 def test_words_of_single_tokens_equal_those_of_the_whole_vocabulary() -> None:
     ids = torch.tensor([0, 5, 6, 7, 100_003, 151_935])
-    every = race_words(77, 12, 151_936)
-    assert torch.equal(race_words_of(77, 12, ids), every[ids])
+    every = gumbel_words(77, 12, 151_936)
+    assert torch.equal(gumbel_words_of(77, 12, ids), every[ids])
 
 
 def test_exponentials_equal_the_contracts_to_rounding() -> None:
     words = contract.noise_words(3, 4, np.arange(50_000))
-    ours = exponentials(race_words(3, 4, 50_000))
+    ours = exponentials(gumbel_words(3, 4, 50_000))
     np.testing.assert_allclose(ours.numpy(), contract.exponentials(words), rtol=1e-14)
     assert ours.dtype == torch.float64
 
@@ -76,7 +76,7 @@ def test_uniforms_are_uniform_and_differ_by_seed_stream_and_from_the_race() -> N
     assert torch.equal(uniforms(1, 2, 5), coins[:5])
     for other in (uniforms(2, 2, 5), uniforms(1, 3, 5), uniforms(1, 2 + 2**32, 5)):
         assert not torch.equal(other, coins[:5])
-    race = (race_words(1, 2, 4).double() * 2.0**-32).tolist()
+    race = (gumbel_words(1, 2, 4).double() * 2.0**-32).tolist()
     assert all(abs(float(coin) - word) > 1e-6 for coin in coins[:4] for word in race)
 
 

@@ -79,7 +79,7 @@ def test_no_page_is_given_back_that_a_pass_under_way_writes_to(
             for item, most in zip(ahead.batch.items, ahead.batch.device_rows.most, strict=True):
                 if item.sequence is sequence:
                     # Each pass writes its root and its drafted rows, and accepts all of them at most.
-                    written = len(sequence.token_ids) - 1 + ahead.stride * (1 + most)
+                    written = len(sequence.token_ids) - 1 + ahead.passes * (1 + most)
                     lost.update(before[len(sequence.pages) : runner.cache.pages_for(written)])
 
     monkeypatch.setattr(SequencePages, "trim", trimmed)

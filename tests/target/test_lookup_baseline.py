@@ -18,7 +18,7 @@ from target_service.core.sequence import Sequence, Verdict
 from target_service.engine.loop import EngineLoop
 from target_service.engine.step import Step
 from target_service.execution.device_executor import DeviceSteps
-from target_service.execution.multi_step import Stride
+from target_service.execution.multi_step import MultiStep
 from target_service.speculation.policy.follow_switch import FollowSwitch
 from target_service.speculation.policy.lookup_baseline import LookupBaseline, followed_chain
 from target_service.speculation.policy.step_cost import StepCost
@@ -33,7 +33,7 @@ def counting(observe: Callable[..., None], launched: Counter[int]) -> Callable[.
     """Counts launches by their passes."""
 
     def outer(step: Step, *arguments: object) -> None:
-        launched[step.stride] += 1
+        launched[step.passes] += 1
         observe(step, *arguments)
 
     return outer
@@ -118,11 +118,11 @@ def test_the_engine_compares_what_a_draft_brings(
     runner.enable_device_row_selection(1, 15, recycles=False)
     steps = DeviceSteps(runner, max_sequences=1, max_rows=64, backend="torch")
     costs = StepCost([(1, 1e-3), (64, 1.1e-3)])
-    stride = Stride(passes)
+    multi_step = MultiStep(passes)
     # As small models have it, whose host would hold their device up.
-    monkeypatch.setattr(stride, "observe", lambda *_: None)
+    monkeypatch.setattr(multi_step, "observe", lambda *_: None)
     launched = Counter[int]()
-    loop = EngineLoop(runner, engine_config(max_running=1), steps=steps, step_cost=costs, stride=stride)
+    loop = EngineLoop(runner, engine_config(max_running=1), steps=steps, step_cost=costs, multi_step=multi_step)
     monkeypatch.setattr(loop, "_observe", counting(loop._observe, launched))
     loop.drafting.attach(ScriptedDraft(loop.drafting, knowing_tree(truth, runner.vocabulary_size, 12, right=1.0)))
     loop.drafting.listen()

@@ -30,10 +30,10 @@ class SmallDevice(HostSteps):
         super().__init__(runner)
         self._rows = rows
 
-    def launch(self, batch: StepBatch, verifiers: Sequence[SequenceVerifier], stride: int, ready: Ready) -> Launched:
+    def launch(self, batch: StepBatch, verifiers: Sequence[SequenceVerifier], passes: int, ready: Ready) -> Launched:
         if len(batch.input.token_ids) > self._rows:
             raise torch.OutOfMemoryError("out of memory")
-        return super().launch(batch, verifiers, stride, ready)
+        return super().launch(batch, verifiers, passes, ready)
 
 
 @pytest.mark.parametrize("rows", [8, 40])
@@ -116,9 +116,9 @@ class NotedSteps(HostSteps):
         self._notes = notes
         self.in_background = in_background
 
-    def launch(self, batch: StepBatch, verifiers: Sequence[SequenceVerifier], stride: int, ready: Ready) -> Launched:
+    def launch(self, batch: StepBatch, verifiers: Sequence[SequenceVerifier], passes: int, ready: Ready) -> Launched:
         self._notes.append("launch")
-        return super().launch(batch, verifiers, stride, ready)
+        return super().launch(batch, verifiers, passes, ready)
 
 
 @pytest.mark.parametrize("in_background", [True, False])

@@ -24,11 +24,11 @@ class DearRows(HostSteps):
 
     slept = 0.0
 
-    def launch(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier], stride: int, ready: Ready) -> Launched:
+    def launch(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier], passes: int, ready: Ready) -> Launched:
         seconds = _STEP + _ROW * len(batch.input.token_ids)
         time.sleep(seconds)
         self.slept += seconds
-        return super().launch(batch, verifiers, stride, ready)
+        return super().launch(batch, verifiers, passes, ready)
 
 
 class Timed:

@@ -20,7 +20,7 @@ from target_service.engine.exchange import WeightExchange
 from target_service.engine.loop import EngineLoop
 from target_service.execution.device_executor import DeviceSteps
 from target_service.execution.host_executor import HostSteps, Steps
-from target_service.execution.multi_step import Stride
+from target_service.execution.multi_step import MultiStep
 from target_service.model.runner import ModelRunner
 
 TOKENS = 40
@@ -37,11 +37,11 @@ def steps_of(kind: str, runner: ModelRunner) -> Steps:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("stride", [1, 4])
+@pytest.mark.parametrize("passes", [1, 4])
 @pytest.mark.parametrize("kind", ["host", "device", "chosen"])
 @pytest.mark.parametrize("after_steps", [2, 3])
 def test_continuing_behind_steps_under_way(
-    kind: str, stride: int, temperature: float, after_steps: int, tmp_path: Path
+    kind: str, passes: int, temperature: float, after_steps: int, tmp_path: Path
 ) -> None:
     old = make_tiny()
     new = other_weights(old)
@@ -49,7 +49,7 @@ def test_continuing_behind_steps_under_way(
     sampling = SamplingParams(ignore_eos=True, temperature=temperature, seed=3)
     wanted = [request(prompt, TOKENS, sampling=sampling) for prompt in PROMPTS]
     runner = make_runner(copy.deepcopy(old))
-    loop = EngineLoop(runner, engine_config(), steps=steps_of(kind, runner), stride=Stride(stride))
+    loop = EngineLoop(runner, engine_config(), steps=steps_of(kind, runner), multi_step=MultiStep(passes))
     exchange = WeightExchange(runner, loop, lambda: None, lambda: None)
     results: list[WeightsUpdated | OutriderError] = []
     verdicts: dict[int, list[Verdict]] = {}

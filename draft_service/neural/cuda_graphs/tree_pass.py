@@ -23,7 +23,7 @@ from draft_service.neural.level_growth import COUPLED, DEPTH, MODE, NODES, TOP_K
 from draft_service.neural.network import RowOutput
 from draft_service.neural.tree_drafting import CacheEntry, TreeDrafting, rules_of
 from tree_kernels.device_event import DeviceEvent
-from tree_kernels.growth import Children, Race, grow, keep, likeliest, make_growth, make_kept, race_winners
+from tree_kernels.growth import Children, GumbelMax, grow, gumbel_max_winners, keep, likeliest, make_growth, make_kept
 
 if TYPE_CHECKING:
     from tree_kernels.attention.triton_backend import TritonAttention
@@ -47,7 +47,7 @@ class TreePass:
     """
 
     def __init__(self, sequences: int, coupled: bool, drafting: TreeDrafting, attention: TritonAttention) -> None:
-        """For `sequences` at most; `coupled` if some may be COUPLED, which need a race over all tokens."""
+        """For `sequences` at most; `coupled` if some may be COUPLED, which need a Gumbel-max draw over all tokens."""
         self.sequences, self.coupled = sequences, coupled
         self._network, self._cache = drafting.network, drafting.cache
         self._shape = shape = drafting.shape.for_sequences(sequences)
@@ -191,8 +191,10 @@ class TreePass:
         common = logits, parts["temperatures"], shape.topk, self._token_ids
         if not self.coupled:
             return likeliest(*common)
-        race = Race(*(parts[name] for name in ("coupled", "top_k", "top_p", "min_p", "seeds", "noise_positions")))
-        return race_winners(*common, race, level, shape.race_entrants, shape.race_sharpness)
+        gumbel_max = GumbelMax(
+            *(parts[name] for name in ("coupled", "top_k", "top_p", "min_p", "seeds", "noise_positions"))
+        )
+        return gumbel_max_winners(*common, gumbel_max, level, shape.race_entrants, shape.race_sharpness)
 
     def _attend(self, level: int) -> StaticAttend:
         """Attention of the rows of one level, [B * W, ..]."""

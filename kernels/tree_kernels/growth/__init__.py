@@ -1,6 +1,16 @@
 """Trees that grow on the device a level at a time."""
 
-from tree_kernels.growth.dispatch import grow, keep, likeliest, make_growth, make_kept, race_winners
-from tree_kernels.growth.types import Children, Growth, Race
+from tree_kernels.growth.dispatch import grow, gumbel_max_winners, keep, likeliest, make_growth, make_kept
+from tree_kernels.growth.types import Children, Growth, GumbelMax
 
-__all__ = ["Children", "Growth", "Race", "grow", "keep", "likeliest", "make_growth", "make_kept", "race_winners"]
+__all__ = [
+    "Children",
+    "Growth",
+    "GumbelMax",
+    "grow",
+    "gumbel_max_winners",
+    "keep",
+    "likeliest",
+    "make_growth",
+    "make_kept",
+]

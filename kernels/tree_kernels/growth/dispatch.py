@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tree_kernels.growth.types import Children, Growth, Race
-from tree_kernels.philox import exponentials, race_words_by_sequence
+from tree_kernels.growth.types import Children, Growth, GumbelMax
+from tree_kernels.philox import exponentials, gumbel_words_by_sequence
 
 # Probability below which a token counts as impossible.
 _LEAST = 1e-30
-# Children of a row, and entrants of a race, that one program of a kernel holds; more are found by PyTorch.
+# Children of a row, and entrants of a Gumbel-max draw, that one program of a kernel holds; more are found by PyTorch.
 MAX_KERNEL_WIDTH = 32
 MAX_KERNEL_ENTRANTS = 2048
 
@@ -55,34 +55,38 @@ def likeliest(logits: Tensor, temperatures: Tensor, breadth: int, token_ids: Ten
     return _first_children(*_most_probable(logits, temperatures, breadth, token_ids), breadth)
 
 
-def race_winners(
+def gumbel_max_winners(
     logits: Tensor,
     temperatures: Tensor,
     breadth: int,
     token_ids: Tensor | None,
-    race: Race,
+    gumbel_max: GumbelMax,
     level: int,
     entrants: int,
     sharpness: float,
 ) -> Children:
-    """The tokens of each row that most likely win the target's race, with their chances.
+    """The tokens of each row that most likely win the target's Gumbel-max draw, with their chances.
 
-    The most probable `entrants` of a row race, after the request's filters; all other tokens race with expected noise.
-    `level` is the depth of the children, from 1, and `sharpness` how far the race over the network's distribution is
-    taken for the target's own. The others are those of `likeliest`.
+    The most probable `entrants` of a row take part in the draw, after the request's filters; all other tokens take part
+    with expected noise. `level` is the depth of the children, from 1, and `sharpness` how far the Gumbel-max draw over
+    the network's distribution is taken for the target's own. The others are those of `likeliest`.
     """
     if logits.is_cuda and min(entrants, logits.shape[1]) <= MAX_KERNEL_ENTRANTS:
         from tree_kernels.growth import triton_children
 
-        return triton_children.race_winners(logits, temperatures, breadth, token_ids, race, level, entrants, sharpness)
+        return triton_children.gumbel_max_winners(
+            logits, temperatures, breadth, token_ids, gumbel_max, level, entrants, sharpness
+        )
     tokens, rows = _most_probable(logits, temperatures, entrants, token_ids)
     sequences, known = len(temperatures), rows.shape[1]
-    probs, rest, kept = _filtered(rows.double().view(sequences, -1, known), race)
-    words = race_words_by_sequence(race.seeds, race.positions + (level - 1), tokens.view(sequences, -1).long())
+    probs, rest, kept = _filtered(rows.double().view(sequences, -1, known), gumbel_max)
+    words = gumbel_words_by_sequence(
+        gumbel_max.seeds, gumbel_max.positions + (level - 1), tokens.view(sequences, -1).long()
+    )
     noise = exponentials(words).view_as(probs)
     weights = torch.where(kept, (probs.clamp(min=_LEAST) / noise) ** sharpness, 0.0)
     chances = weights / (rest.clamp(min=_LEAST) ** sharpness + weights.sum(-1, keepdim=True))
-    scores = torch.where((race.coupled > 0)[:, None, None], chances, rows.double().view_as(chances)).flatten(0, 1)
+    scores = torch.where((gumbel_max.coupled > 0)[:, None, None], chances, rows.double().view_as(chances)).flatten(0, 1)
     ranked, places = scores.sort(dim=-1, descending=True, stable=True)
     return _first_children(tokens.gather(1, places), ranked, breadth)
 
@@ -189,19 +193,19 @@ def _most_probable(logits: Tensor, temperatures: Tensor, count: int, token_ids: 
     return (places.int() if token_ids is None else token_ids[places]), probs
 
 
-def _filtered(probs: Tensor, race: Race) -> tuple[Tensor, Tensor, Tensor]:
+def _filtered(probs: Tensor, gumbel_max: GumbelMax) -> tuple[Tensor, Tensor, Tensor]:
     """Apply filters to falling probabilities [B, F, M], in the target's order: min_p, top_k, top_p. Returns those of
     the tokens that are kept, [B, F, M], what the rest holds, [B, F, 1], and which are kept."""
     known = probs.shape[2]
     place = torch.arange(known, device=probs.device)
     first = probs[..., :1]
-    top_k = torch.where(race.top_k > 0, race.top_k, known)[:, None, None]
+    top_k = torch.where(gumbel_max.top_k > 0, gumbel_max.top_k, known)[:, None, None]
     # The first one always stays; those that would stay come first, since probabilities fall.
-    stays = ((probs >= race.min_p[:, None, None] * first) | (place == 0)) & (place < top_k) & (first > 0.0)
+    stays = ((probs >= gumbel_max.min_p[:, None, None] * first) | (place == 0)) & (place < top_k) & (first > 0.0)
     cut = stays.sum(-1, keepdim=True) < known
     total = torch.where(cut, torch.where(stays, probs, 0.0).sum(-1, keepdim=True), 1.0)
     before = probs.cumsum(-1) - probs
-    top_p = race.top_p[:, None, None]
+    top_p = gumbel_max.top_p[:, None, None]
     stays &= (top_p >= 1.0) | (place == 0) | (before < top_p * total)
     mass = torch.where(stays, probs, 0.0).sum(-1, keepdim=True)
     cut = stays.sum(-1, keepdim=True) < known

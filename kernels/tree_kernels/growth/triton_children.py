@@ -1,4 +1,4 @@
-"""The best children of every row in two launches, or in a race; symbols are those of `growth.types`.
+"""The best children of every row in two launches, or of a Gumbel-max draw; symbols are those of `growth.types`.
 
 A *chunk* is CHUNK logits of a row, one program's share.
 """
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tree_kernels.growth.types import Children, Race
+from tree_kernels.growth.types import Children, GumbelMax
 from tree_kernels.verification.triton_rows import philox_words
 
 _CHUNK = 1024
@@ -103,7 +103,7 @@ def _filter(prob, place, known, top_k, top_p, min_p):  # type: ignore[no-untyped
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
-def _race_kernel(  # type: ignore[no-untyped-def]
+def _gumbel_max_kernel(  # type: ignore[no-untyped-def]
     peaks, sums, values, places, token_ids, temperatures, coupled, top_k, top_p, min_p, seeds, positions, tokens,
     scores, chunks, known, level, rows_each, sharpness, WIDTH: tl.constexpr, SHARP: tl.constexpr, MAPPED: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
@@ -174,23 +174,23 @@ def likeliest(logits: Tensor, temperatures: Tensor, width: int, token_ids: Tenso
     return found
 
 
-def race_winners(
+def gumbel_max_winners(
     logits: Tensor,
     temperatures: Tensor,
     width: int,
     token_ids: Tensor | None,
-    race: Race,
+    gumbel_max: GumbelMax,
     level: int,
     entrants: int,
     sharpness: float,
 ) -> Children:
-    """See `growth.race_winners`."""
+    """See `growth.gumbel_max_winners`."""
     peaks, sums, _, _ = _scan(logits, temperatures, 0)
     # Temperature does not change the order.
     values, places = logits.topk(min(entrants, logits.shape[1]), dim=-1)
     (rows, chunks), found = peaks.shape, _empty(len(logits), width, logits.device)
-    _race_kernel[(rows,)](
-        peaks, sums, values, places, token_ids, temperatures, *race, found.tokens, found.scores, chunks,
+    _gumbel_max_kernel[(rows,)](
+        peaks, sums, values, places, token_ids, temperatures, *gumbel_max, found.tokens, found.scores, chunks,
         values.shape[1], level, rows // len(temperatures), sharpness,
         WIDTH=width, SHARP=sharpness == 1.0, MAPPED=token_ids is not None,
         BLOCK_CHUNKS=triton.next_power_of_2(chunks), BLOCK=triton.next_power_of_2(values.shape[1]), num_warps=4,

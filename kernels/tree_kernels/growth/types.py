@@ -1,4 +1,4 @@
-"""The tensors of trees that grow on the device: children of rows, their race, and the trees.
+"""The tensors of trees that grow on the device: children of rows, their Gumbel-max draws, and the trees.
 
 Symbols: B sequences; L levels; W nodes that a level expands; K children of each; F frontier nodes of a sequence, 1 at
 the first level and W below; V' tokens of the network's vocabulary; T = 1 + (L - 1) * W rows of the cache's tail, the
@@ -21,10 +21,10 @@ class Children(NamedTuple):
     scores: Tensor  # [R, K] float64
 
 
-class Race(NamedTuple):
-    """Each sequence's race: filters as a request gives them, and the key of the shared noise."""
+class GumbelMax(NamedTuple):
+    """Each sequence's Gumbel-max draw: filters as a request gives them, and the key of the shared noise."""
 
-    coupled: Tensor  # [B] int32; a sequence of 0 does not race, and ranks by probability
+    coupled: Tensor  # [B] int32; a sequence of 0 draws nothing, and ranks by probability
     top_k: Tensor  # [B] int32, 0 for none
     top_p: Tensor  # [B] float64, 1 for none
     min_p: Tensor  # [B] float64, 0 for none

@@ -67,8 +67,8 @@ def shift_by_accepted(step: StepIntegers, accepted_counts: Tensor, page_size: in
     _move(step, fed, moves, page_size, last_position)
     records = step.parameters[: RECORD * len(step.prefix_lengths)].view(-1, RECORD)
     # The stream of a rejection's coins counts steps, not tokens.
-    raced = (records[fed, MODE] == Mode.COUPLED) | (records[fed, MODE] == Mode.TYPICAL)
-    low = records[fed, POSITION].long() % 2**32 + torch.where(raced, moves, 0)
+    draws_by_position = (records[fed, MODE] == Mode.COUPLED) | (records[fed, MODE] == Mode.TYPICAL)
+    low = records[fed, POSITION].long() % 2**32 + torch.where(draws_by_position, moves, 0)
     records[fed, POSITION] = (low % 2**32).int()
     records[fed, POSITION + 1] += (low // 2**32).int()
 

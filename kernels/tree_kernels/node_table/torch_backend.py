@@ -14,7 +14,7 @@ from tree_kernels.node_table.layout import NODES, PROSPECTS, REPORT_ROWS, REPORT
 from tree_kernels.node_table.mailboxes import TURNS
 from tree_kernels.node_table.step_integers import StepIntegers
 from tree_kernels.verification.dispatch import Verdicts
-from tree_kernels.verification.records import FIRST_ROW, IS_CHAIN, MODE, POSITION, RACED, RECORD, ROWS
+from tree_kernels.verification.records import DRAWN_BY_POSITION, FIRST_ROW, IS_CHAIN, MODE, POSITION, RECORD, ROWS
 
 if TYPE_CHECKING:
     from tree_kernels.node_table.dispatch import NodeTable
@@ -291,7 +291,7 @@ def _find(table: NodeTable, step: StepIntegers, b: int, root: int, moves: int) -
     """Let a sequence feed `root`, `moves` keys further on, and rank what may follow it."""
     step.prefix_lengths[b] += moves
     record = step.parameters[b * RECORD : (b + 1) * RECORD]
-    if int(record[MODE]) in RACED:
+    if int(record[MODE]) in DRAWN_BY_POSITION:
         low = int(record[POSITION]) % 2**32 + moves
         # 32 bit as int32 holds them.
         record[POSITION] = (low + 2**31) % 2**32 - 2**31

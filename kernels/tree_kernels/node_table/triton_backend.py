@@ -292,15 +292,15 @@ def _move(records, prefix_lengths, roots, b, prefix, root, moves):  # type: igno
     """Let a sequence feed `root` as key `prefix`, which is `moves` keys further on."""
     record = record_of(records, b)
     mode = tl.load(record + MODE)
-    raced = (mode == COUPLED) | (mode == TYPICAL)
+    draws_by_position = (mode == COUPLED) | (mode == TYPICAL)
     low = tl.load(record + POSITION)
     high = tl.load(record + POSITION + 1)
     # One thread stores a scalar, after every warp has read it.
     tl.debug_barrier()
     tl.store(prefix_lengths + b, prefix)
     low, high = moved_long(low, high, moves)
-    tl.store(record + POSITION, low, mask=raced)
-    tl.store(record + POSITION + 1, high, mask=raced)
+    tl.store(record + POSITION, low, mask=draws_by_position)
+    tl.store(record + POSITION + 1, high, mask=draws_by_position)
     tl.store(roots + b, root)
 
 

@@ -103,8 +103,8 @@ def _shift_kernel(  # type: ignore[no-untyped-def]
     moves = tl.load(accepted_counts - 1 - token, mask=fed, other=0)
     _move(positions, slots, prefix_lengths, page_starts, page_table, b, row, fed, moves, last_position, PAGE_SIZE)
     mode = tl.load(record_of(records, b) + MODE, mask=fed, other=0)
-    raced = fed & ((mode == COUPLED) | (mode == TYPICAL))
-    _move_position(records, b, moves, raced)
+    draws_by_position = fed & ((mode == COUPLED) | (mode == TYPICAL))
+    _move_position(records, b, moves, draws_by_position)
 
 
 def shift_by_accepted(step: StepIntegers, accepted_counts: Tensor, page_size: int, last_position: int) -> None:

@@ -2,12 +2,12 @@
 
 from tree_kernels.verification.dispatch import DeviceVerifier, Verdicts
 from tree_kernels.verification.kv_move import move_accepted, move_kv
-from tree_kernels.verification.records import RACED, RECORD, Mode, RowsToVerify, parameter_count, records_of
+from tree_kernels.verification.records import DRAWN_BY_POSITION, RECORD, Mode, RowsToVerify, parameter_count, records_of
 from tree_kernels.verification.typical import typical_walk
 from tree_kernels.verification.walks import Chance, Walk, coupled_token, match_walk, rejection_walk
 
 __all__ = [
-    "RACED",
+    "DRAWN_BY_POSITION",
     "RECORD",
     "Chance",
     "DeviceVerifier",

@@ -49,8 +49,8 @@ class Mode(IntEnum):
     TYPICAL = 3
 
 
-# Modes whose own draw is that of the race, which has its noise by position.
-RACED = (Mode.COUPLED, Mode.TYPICAL)
+# Modes whose own draw is by Gumbel-max, which has its noise by position.
+DRAWN_BY_POSITION = (Mode.COUPLED, Mode.TYPICAL)
 
 
 class StepToVerify(NamedTuple):
@@ -69,7 +69,7 @@ class RowsToVerify(NamedTuple):
     first_row: int  # index of the tree's root among the step's rows
     rows: int  # of the tree, the root included; 0 when there is nothing to verify
     mode: Mode = Mode.GREEDY  # GREEDY uses no attribute below but `is_chain`
-    seed: int = 0  # 64 bit, of the race (COUPLED, TYPICAL), or the secret one of the coins (REJECTION)
+    seed: int = 0  # 64 bit, of the Gumbel-max draw (COUPLED, TYPICAL), or the secret one of the coins (REJECTION)
     position: int = 0  # 64 bit, absolute, of the token after the root, or the coins' stream (REJECTION)
     temperature: float = 1.0  # 0 gives the likeliest token probability 1, which makes every mode GREEDY
     top_k: int = 0  # 0 for no limit

@@ -1,5 +1,5 @@
-"""Triton: the race of COUPLED and TYPICAL rows, which of the latter are typical (see `verification.typical`), and the
-weight of REJECTION rows without the draft's tokens."""
+"""Triton: the Gumbel-max draw of COUPLED and TYPICAL rows, which of the latter are typical (see
+`verification.typical`), and the weight of REJECTION rows without the draft's tokens."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def load_support(distributions, row, rows):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _words(seed, low, position, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """[CHUNK] uint32: the race's word of CHUNK consecutive tokens from `low`."""
+    """[CHUNK] uint32: the draw's word of CHUNK consecutive tokens from `low`."""
     blocks = low // 4 + tl.arange(0, CHUNK // 4)
     a, b, c, d = philox_words(seed, blocks, position, 0)
     return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [CHUNK])
@@ -91,7 +91,7 @@ def _rough_exponential(words):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _race(x, ids, words, peak, temperature, cut, cut_id, vocabulary):  # type: ignore[no-untyped-def]
+def _gumbel_max(x, ids, words, peak, temperature, cut, cut_id, vocabulary):  # type: ignore[no-untyped-def]
     """Lowest score E / weight of a chunk, in fp64, and the lowest token that has it."""
     shifted = tl.where(x == peak, 0.0, (x - peak) / tl.maximum(temperature, 1e-30).to(tl.float32))
     # Where every logit is -inf, so is the peak: those logits, and ids beyond the vocabulary, equal it.
@@ -135,9 +135,10 @@ def score_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """scores [R, chunks] fp64 and winners [R, chunks] int32; of REJECTION rows the scores are weights.
 
-    The lowest score of a row is its choice: of GREEDY the negated logit, else the race's finish. A REJECTION chunk's
-    weight leaves out the row's children and its distribution, which the walk keeps itself: what remains of the
-    distribution after subtraction can be as small as rounding, so it must not be found by subtracting from a sum.
+    The lowest score of a row is its choice: of GREEDY the negated logit, else the time of the exponential race. A
+    REJECTION chunk's weight leaves out the row's children and its distribution, which the walk keeps itself: what
+    remains of the distribution after subtraction can be as small as rounding, so it must not be found by subtracting
+    from a sum.
     """
     row = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -158,7 +159,7 @@ def score_kernel(  # type: ignore[no-untyped-def]
             if (mode == COUPLED) | (mode == TYPICAL):
                 position = load_long(record + POSITION) + tl.load(depths + row)
                 words = _words(load_long(record + SEED), chunk * CHUNK, position, CHUNK)
-                best, winner = _race(x, ids, words, peak, temperature, cut, cut_id, vocabulary)
+                best, winner = _gumbel_max(x, ids, words, peak, temperature, cut, cut_id, vocabulary)
                 tl.store(scores + at, best)
                 tl.store(winners + at, winner)
             else:

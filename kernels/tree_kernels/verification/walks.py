@@ -4,7 +4,8 @@ Words: a row is *accepted* when the target agrees with it and with every row abo
 own, *bonus* if the path ended at a leaf, *recovered* otherwise. The root is committed already and is never listed.
 
 Sources: Leviathan et al. (arXiv 2211.17192) for one draft; Jeon et al., "Recursive speculative decoding" (arXiv
-2402.14160) for siblings drawn without replacement; Daliri, Musco, Suresh (arXiv 2408.07978) for the coupled race.
+2402.14160) for siblings drawn without replacement; Daliri, Musco, Suresh (arXiv 2408.07978) for coupled Gumbel-max
+draws.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tree_kernels.philox import exponentials, race_words, race_words_of
+from tree_kernels.philox import exponentials, gumbel_words, gumbel_words_of
 
 # Below this share of the vocabulary, drawing the noise of single tokens costs less than that of all.
 _SPARSE_SHARE = 8
@@ -53,17 +54,18 @@ def match_walk(parents: Sequence[int], token_ids: Sequence[int], choose: Callabl
 
 
 def coupled_token(probs: Tensor, seed: int, position: int) -> int:
-    """The winner of the exponential race: argmin of E(seed, position, y) / probs[y]. A draw from `probs`.
+    """The winner of the exponential race, which is the Gumbel-max trick: argmin of E(seed, position, y) / probs[y]. A
+    draw from `probs`.
 
     Tokens of probability zero never win; ties go to the lowest id. `probs` [V] are non-negative, at least one positive,
     and need not sum to 1; `seed` is the request's, of 64 bits; `position` is the absolute index of the chosen token.
     """
     if int(probs.count_nonzero()) * _SPARSE_SHARE < len(probs):
         entrants = probs.nonzero()[:, 0]
-        noise = exponentials(race_words_of(seed, position, entrants))
+        noise = exponentials(gumbel_words_of(seed, position, entrants))
         return int(entrants[torch.argmin(noise / probs[entrants].double())])
     # Noise is positive, so a token of probability zero finishes at infinity.
-    noise = exponentials(race_words(seed, position, len(probs), probs.device))
+    noise = exponentials(gumbel_words(seed, position, len(probs), probs.device))
     return int(torch.argmin(noise.div_(probs.double())))
 
 

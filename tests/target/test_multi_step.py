@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from target_service.core.sequence import MAX_STRIDE
-from target_service.execution.multi_step import Stride
+from target_service.core.sequence import MAX_PASSES
+from target_service.execution.multi_step import MultiStep
 
 
-def drive(stride: Stride, device: float, host: float, *, times: int = 100) -> None:
+def drive(multi_step: MultiStep, device: float, host: float, *, times: int = 100) -> None:
     """Strides of passes that take the device `device` seconds, and the host `host` once."""
     for _ in range(times):
-        seconds = max(stride.passes * device, host)
-        stride.observe(stride.passes, seconds, seconds - host)
+        seconds = max(multi_step.passes * device, host)
+        multi_step.observe(multi_step.passes, seconds, seconds - host)
 
 
 @pytest.mark.parametrize(
@@ -21,35 +21,35 @@ def drive(stride: Stride, device: float, host: float, *, times: int = 100) -> No
         pytest.param(1e-3, 0.3e-3, 1, id="device-bound"),
         pytest.param(1e-3, 1.2e-3, 2, id="a-little-late"),
         pytest.param(1e-3, 3e-3, 4, id="host-bound"),
-        pytest.param(1e-4, 3e-3, MAX_STRIDE, id="hopeless"),
+        pytest.param(1e-4, 3e-3, MAX_PASSES, id="hopeless"),
         pytest.param(6e-3, 7e-3, 1, id="too-long-to-hold-back"),
     ],
 )
 def test_the_stride_is_as_long_as_keeps_the_device_busy(device: float, host: float, passes: int) -> None:
-    stride = Stride()
-    drive(stride, device, host)
-    assert stride.passes == passes
+    multi_step = MultiStep()
+    drive(multi_step, device, host)
+    assert multi_step.passes == passes
 
 
 def test_the_stride_shrinks_with_the_load() -> None:
-    stride = Stride()
-    drive(stride, 1e-3, 3e-3)
-    assert stride.passes == 4
-    drive(stride, 1e-3, 0.2e-3)
-    assert stride.passes == 1
+    multi_step = MultiStep()
+    drive(multi_step, 1e-3, 3e-3)
+    assert multi_step.passes == 4
+    drive(multi_step, 1e-3, 0.2e-3)
+    assert multi_step.passes == 1
 
 
 def test_the_stride_stays_where_it_is_good() -> None:
-    stride, seen = Stride(), set()
-    drive(stride, 1e-3, 1.5e-3)
+    multi_step, seen = MultiStep(), set()
+    drive(multi_step, 1e-3, 1.5e-3)
     for _ in range(50):
-        drive(stride, 1e-3, 1.5e-3, times=10)
-        seen.add(stride.passes)
+        drive(multi_step, 1e-3, 1.5e-3, times=10)
+        seen.add(multi_step.passes)
     assert len(seen) == 1
 
 
 def test_what_was_launched_before_a_change_says_nothing() -> None:
-    stride = Stride(2)
+    multi_step = MultiStep(2)
     for _ in range(100):
-        stride.observe(1, 1e-3, 0.0)
-    assert stride.passes == 2
+        multi_step.observe(1, 1e-3, 0.0)
+    assert multi_step.passes == 2
