@@ -18,7 +18,7 @@ from typing import TypeVar
 from draft_service.config import DraftConfig, drafter_config, flags_in_process
 from draft_service.drafters.base import Drafter, create, device_of, fingerprint_of, info_of
 from draft_service.faults import DrafterFailed, FaultLog, text_of
-from draft_service.session import Admission, ProposeSession
+from draft_service.session import ProposeSession, SequenceAdmission
 from outrider.drafting.events import Connected, Disconnected, DraftEvents, Grown, SequenceFailure
 from outrider.errors import DraftUnavailable, WrongVocabulary
 from outrider.settings import SettingsError, settings_file
@@ -68,7 +68,7 @@ class InprocessLink:
         self._drafter = drafter
         self._events = events
         self._faults = FaultLog(drafter.name)
-        admission = Admission(DraftConfig.max_sequences)
+        admission = SequenceAdmission(DraftConfig.max_sequences)
         self._session: ProposeSession | None = ProposeSession(drafter, admission, DEFAULT_TENANT, self._faults)
         self._stopped = False
         events.receive(Connected(info_of(drafter, drafter.vocabulary_size)))

@@ -17,7 +17,7 @@ import numpy as np
 from draft_service.drafters.base import CorpusDrafter, Drafter, device_of
 from draft_service.faults import DrafterFailed, FaultLog
 from draft_service.frame_reader import Inbox, slices
-from draft_service.session import Admission, PackedGrowth, ProposeSession
+from draft_service.session import PackedGrowth, ProposeSession, SequenceAdmission
 from draft_service.telemetry.metrics import DraftMetrics
 from draft_service.telemetry.tracing import StreamTrace
 from outrider.busy_polling import BusyPolling
@@ -64,7 +64,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     def __init__(
         self,
         drafter: Drafter,
-        admission: Admission,
+        admission: SequenceAdmission,
         info: DraftInfo,
         tracing: Tracing | None = None,
         busy_poll_seconds: float = 0.0,

@@ -15,7 +15,7 @@ import grpc
 from draft_service.config import DraftConfig, add_drafter_flags, drafter_config
 from draft_service.drafters.base import Drafter, create, device_of, info_of
 from draft_service.server import SERVICE_NAME, DraftServicer
-from draft_service.session import Admission
+from draft_service.session import SequenceAdmission
 from outrider.busy_polling import allowed_seconds
 from outrider.errors import OutriderError
 from outrider.runtime import configure_logging, in_thread_to_leave, run, settled
@@ -39,7 +39,7 @@ def provide_drafter(
         raise SettingsError(
             f"vocabulary_size is {vocabulary_size}, but the drafter was made for {drafter.vocabulary_size}"
         )
-    admission = Admission(
+    admission = SequenceAdmission(
         config.max_sequences,
         vocabulary_size,
         trusted_tenant=config.trusted_tenant if server.options.authenticator.required else None,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from draft_service.drafters.base import Drafter, DraftSequence, FeatureDrafter, tree_limits
-from draft_service.drafters.grown import ArrayDrafter, Grown, Pending
+from draft_service.drafters.grown import ArrayDrafter, GrownTrees, Pending
 from draft_service.drafters.packing import signed
 from draft_service.faults import DrafterFailed, FaultLog
 from outrider.errors import (
@@ -43,7 +43,7 @@ from outrider.wire.frames import (
 )
 
 
-class Admission:
+class SequenceAdmission:
     """Permissions and limits for opening sequences, over all streams of the service."""
 
     def __init__(self, max_sequences: int, vocabulary_size: int = 0, trusted_tenant: str | None = None) -> None:
@@ -131,7 +131,9 @@ class ProposeSession:
     slowly gets one growth per sequence, for the newest step, and not a queue of stale ones.
     """
 
-    def __init__(self, drafter: Drafter, admission: Admission, caller: str, faults: FaultLog | None = None) -> None:
+    def __init__(
+        self, drafter: Drafter, admission: SequenceAdmission, caller: str, faults: FaultLog | None = None
+    ) -> None:
         """`faults` has the bugs that no caller hears of."""
         self._drafter = drafter
         # Tokens of the longest sequence that may be opened.
@@ -165,7 +167,7 @@ class ProposeSession:
 
     def open(self, sequence: OpenSequence) -> TreeLimits:
         """Start a sequence; returns the limits of its trees. Raises `SequenceExists`, `PositionOutOfRange`,
-        `UnknownCorpus`, and what `Admission.enter` raises."""
+        `UnknownCorpus`, and what `SequenceAdmission.enter` raises."""
         if sequence.sequence_id in self._open:
             raise SequenceExists("the sequence was open; it is closed now")
         self._check_length(len(sequence.token_ids))
@@ -303,7 +305,7 @@ class ProposeSession:
             self.credit += credit
             raise DrafterFailed([draft.sequence_id for draft in drafts], error) from error
 
-    def _packed(self, taken: Sequence[Tracked], grown: Grown) -> PackedGrowth | list[SequenceGrowth]:
+    def _packed(self, taken: Sequence[Tracked], grown: GrownTrees) -> PackedGrowth | list[SequenceGrowth]:
         packed = grown.packed([tracked.head for tracked in taken])
         if packed is None:
             return [tracked.growth(tree) for tracked, tree in zip(taken, grown.as_trees(), strict=True)]

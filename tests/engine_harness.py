@@ -27,7 +27,7 @@ from outrider.wire.frames import (
     TreeLimits,
 )
 from target_service.config import TargetConfig
-from target_service.core.sequence import MAX_PASSES, SequenceFinished, SequenceRequest, Verdict
+from target_service.core.sequence import MAX_PASSES, SequenceFinished, SequenceRequest, StepVerdict
 from target_service.engine.loop import EngineLoop
 from target_service.execution.device_executor import DeviceSteps
 from target_service.execution.host_executor import HostSteps, Steps
@@ -152,7 +152,7 @@ class Outcome:
     """What one sequence said, and its last event."""
 
     token_ids: tuple[int, ...]
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[StepVerdict, ...]
     finished: SequenceFinished
 
 
@@ -189,7 +189,7 @@ def run(
         loop.drafting.attach(connect(loop.drafting))
     loop.drafting.listen()
     waiting = list(enumerate(requests, start=1))
-    verdicts: dict[int, list[Verdict]] = {i: [] for i, _ in waiting}
+    verdicts: dict[int, list[StepVerdict]] = {i: [] for i, _ in waiting}
     finished: dict[int, SequenceFinished] = {}
     steps = 0
     while len(finished) < len(requests):
@@ -197,7 +197,7 @@ def run(
             sequence_id, wanted = waiting.pop(0)
             loop.add(loop.make(sequence_id, wanted))
         for event in loop.step() or ():
-            if isinstance(event, Verdict):
+            if isinstance(event, StepVerdict):
                 verdicts[event.sequence_id].append(event)
             else:
                 assert isinstance(event, SequenceFinished)

@@ -19,7 +19,7 @@ from draft_service.in_process import InprocessLink
 from outrider.drafting.events import DraftEvents
 from outrider.drafting.link import GrpcDraftLink, LinkOptions
 from outrider.wire.frames import DraftLink
-from target_service.core.sequence import SequenceFinished, SequenceRequest, Verdict
+from target_service.core.sequence import SequenceFinished, SequenceRequest, StepVerdict
 from target_service.engine.loop import EngineLoop
 from target_service.model.runner import ModelRunner
 
@@ -130,7 +130,7 @@ class WireRun:
         while self.going and count:
             count -= 1
             for event in self.loop.step() or ():
-                if isinstance(event, Verdict):
+                if isinstance(event, StepVerdict):
                     self.said[event.sequence_id] += event.token_ids
                     self.accepted += event.drafted_tokens
                     self.tokens += len(event.token_ids)

@@ -15,7 +15,7 @@ from waits import HUNG_SECONDS
 
 from outrider.errors import OutriderError
 from outrider.weight_updates import RunningRequests, WeightsUpdated
-from target_service.core.sequence import SequenceEvent, Verdict
+from target_service.core.sequence import SequenceEvent, StepVerdict
 from target_service.core.weights import WeightUpdate
 from target_service.engine.engine import Engine
 
@@ -40,8 +40,8 @@ class Running:
                 self.events.setdefault(event.sequence_id, []).append(event)
             self.changed.notify_all()
 
-    def verdicts(self, sequence_id: int) -> list[Verdict]:
-        return [event for event in self.events.get(sequence_id, []) if isinstance(event, Verdict)]
+    def verdicts(self, sequence_id: int) -> list[StepVerdict]:
+        return [event for event in self.events.get(sequence_id, []) if isinstance(event, StepVerdict)]
 
     def said(self, sequence_id: int) -> list[int]:
         return [token for verdict in self.verdicts(sequence_id) for token in verdict.token_ids]
@@ -53,7 +53,7 @@ class Running:
     def wait_last(self, sequence_id: int) -> SequenceEvent:
         def ended() -> bool:
             events = self.events.get(sequence_id)
-            return bool(events) and not isinstance(events[-1], Verdict)
+            return bool(events) and not isinstance(events[-1], StepVerdict)
 
         with self.changed:
             assert self.changed.wait_for(ended, HUNG_SECONDS)

@@ -31,7 +31,7 @@ from target_service.core.sequence import (
     SequenceFinished,
     SequenceRequest,
     SequenceTotals,
-    Verdict,
+    StepVerdict,
 )
 from target_service.core.weights import FIRST_VERSION, UpdateDone, WeightUpdate
 
@@ -210,7 +210,7 @@ class ScriptedEngine:
         top = tuple((token, -1.0 - token) for token in range(asked or 0))
         logprobs = tuple(TokenLogprobs(-0.5, top) for _ in tokens) if asked is not None else ()
         rows = tuple(accepted[: len(tokens)])
-        verdict = Verdict(
+        verdict = StepVerdict(
             sequence_id, live.step, rows, tuple(tokens), len(rows), logprobs, finish, queue_ns=5, compute_ns=7
         )
         live.step += 1

@@ -27,7 +27,7 @@ from benchmarks.drafters.acceptance_drafters import EAGLE, MEDUSA, NAMES, TREE_N
 from benchmarks.drafters.acceptance_run import Distribution, Talk
 from benchmarks.shared.machine import describe
 from benchmarks.shared.report import comma_separated, markdown_table, parser_of, settings_of, show, write_json
-from benchmarks.shared.workload import Conversation, first_of_each_task, folder_of, read_conversations
+from benchmarks.shared.workload import PromptTurns, first_of_each_task, folder_of, read_conversations
 from outrider.sampling import VerificationMode
 from target_service.assembly import load_model
 from target_service.config import TargetConfig
@@ -76,7 +76,7 @@ def by_task(talk: Talk) -> dict[str, dict[str, Any]]:
     return {task: tally.figures() for task, tally in (*talk.tallies.items(), (_ALL, talk.total))}
 
 
-def measure(options: argparse.Namespace, conversations: Sequence[Conversation]) -> list[dict[str, Any]]:
+def measure(options: argparse.Namespace, conversations: Sequence[PromptTurns]) -> list[dict[str, Any]]:
     """A result for every distribution and drafter; the model is loaded once."""
     config = target_config(options)
     runner = load_model(config)

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.shared.engine_events import EngineEvents
-from benchmarks.shared.workload import LONGEST_PROMPT, Conversation, Prompt, chat_tokens
+from benchmarks.shared.workload import LONGEST_PROMPT, Prompt, PromptTurns, chat_tokens
 from draft_service.drafters.base import Drafter
 from draft_service.in_process import InprocessLink
 from outrider.sampling import SamplingParams, TypicalAcceptance, VerificationMode
 from target_service.config import TargetConfig
-from target_service.core.sequence import SequenceRequest, SequenceTotals, Verdict
+from target_service.core.sequence import SequenceRequest, SequenceTotals, StepVerdict
 from target_service.engine.engine import Engine
 from target_service.model.runner import ModelRunner
 
@@ -97,7 +97,7 @@ class Talk:
     """One drafter's run over all conversations, in one distribution."""
 
     def __init__(
-        self, runner: ModelRunner, config: TargetConfig, drafter: Drafter, conversations: Sequence[Conversation]
+        self, runner: ModelRunner, config: TargetConfig, drafter: Drafter, conversations: Sequence[PromptTurns]
     ) -> None:
         self._tokenizer: Any = runner.tokenizer
         self._conversations = conversations
@@ -142,7 +142,7 @@ class Talk:
             self._engine.stop()
             self._link.stop()
 
-    def _collect(self, verdict: Verdict) -> None:
+    def _collect(self, verdict: StepVerdict) -> None:
         self._outputs[verdict.sequence_id].extend(verdict.token_ids)
 
     def _submit(self, turn: _Turn, distribution: Distribution, max_tokens: int) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.drafters.link_events import VOCABULARY_SIZE
 from draft_service.drafters.base import Drafter, DraftSequence
-from draft_service.drafters.grown import Grown, Pending
+from draft_service.drafters.grown import GrownTrees, Pending
 from draft_service.drafters.hidden_states import FeatureWindow
 from outrider.settings import Settings, setting
 from outrider.tree import TokenTree
@@ -82,13 +82,13 @@ class Stamping(Drafter):
     def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
         return self.begin(sequences).fetch().as_trees()
 
-    def _drawn(self, roots: Sequence[int], begun: int, early: bool) -> Grown:
+    def _drawn(self, roots: Sequence[int], begun: int, early: bool) -> GrownTrees:
         """A tree for each root; its first tokens are the times at which the commit arrived and the tree was drawn."""
         after_ms, nodes = (self.settings.early_ms, NODES // 2) if early else (self.settings.whole_ms, NODES)
         # As a thread waits for a GPU: without the interpreter, and checking all the time.
         while (left := after_ms * 1e6 - (time.monotonic_ns() - begun)) > 0.0:
             time.sleep(min(left, 1e4) / 1e9)
-        grown = Grown.roots(roots, nodes + 1)
+        grown = GrownTrees.roots(roots, nodes + 1)
         grown.sizes[:] = nodes + 1
         grown.trees[:, 0, 1:] = np.arange(1, nodes + 1) * 61 % VOCABULARY_SIZE
         # A path below each child of the root, in turn: parents come first.

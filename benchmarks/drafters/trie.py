@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.shared.report import parser_of, show, write_json
 from draft_service.ngram.config import TrieConfig
-from draft_service.ngram.growth import Shape, grow
+from draft_service.ngram.growth import TreeBounds, grow
 from draft_service.ngram.prediction import UNIT
 from draft_service.ngram.trie import NgramTrie
 from outrider.machine import describe_commit
@@ -63,7 +63,7 @@ def time_drafts(
     """Microseconds of each draft, and the mean number of nodes."""
     rng = np.random.default_rng(0)
     evidence, nothing = config.evidence(), NgramTrie(2, 4).arrays()
-    shape = Shape(16, 16, config.breadth, config.min_score, False, 1.0, 1.0)
+    shape = TreeBounds(16, 16, config.breadth, config.min_score, False, 1.0, 1.0)
     tree, scores = np.empty((2, 17), np.int32), np.empty(17, np.float64)
     tries, zero = (nothing, trie.arrays(), nothing), np.uint64(0)
     places = np.concatenate(

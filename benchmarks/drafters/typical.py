@@ -33,7 +33,7 @@ from benchmarks.drafters.acceptance_run import Distribution, Talk
 from benchmarks.shared.machine import describe
 from benchmarks.shared.report import comma_separated, parser_of, settings_of, show, write_json
 from benchmarks.shared.workload import (
-    Conversation,
+    PromptTurns,
     first_of_each_task,
     first_turn_tokens,
     folder_of,
@@ -77,7 +77,7 @@ def differences(found: Outputs, own: Outputs) -> dict[str, float]:
 class Judge:
     """The model in float32, for the probability of a text."""
 
-    def __init__(self, folder: str, tokenizer: Any, conversations: Sequence[Conversation]) -> None:
+    def __init__(self, folder: str, tokenizer: Any, conversations: Sequence[PromptTurns]) -> None:
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self._prompts = [first_turn_tokens(tokenizer, one) for one in conversations]
 
@@ -108,7 +108,7 @@ def result_of(name: str, distribution: Distribution, talk: Talk) -> dict[str, An
     }
 
 
-def measure(options: argparse.Namespace, conversations: Sequence[Conversation]) -> list[dict[str, Any]]:
+def measure(options: argparse.Namespace, conversations: Sequence[PromptTurns]) -> list[dict[str, Any]]:
     """A result for each mode at each temperature, and for plain decoding; the model is loaded once.
 
     The file is written after each temperature.
@@ -164,7 +164,7 @@ def main() -> None:
     options = parse()
     kept = [one for one in read_conversations() if not options.tasks or one.task in options.tasks]
     chosen = first_of_each_task(kept, options.limit)
-    measure(options, [Conversation(one.task, one.turns[:1]) for one in chosen])
+    measure(options, [PromptTurns(one.task, one.turns[:1]) for one in chosen])
 
 
 if __name__ == "__main__":

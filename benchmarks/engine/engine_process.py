@@ -41,7 +41,7 @@ from target_service.api.admission import ServedModel  # noqa: E402
 from target_service.assembly import Assembled  # noqa: E402
 from target_service.config import TargetConfig  # noqa: E402
 from target_service.core.events import EngineSnapshot, Sequences  # noqa: E402
-from target_service.core.sequence import SequenceEvent, SequenceRequest, Verdict  # noqa: E402
+from target_service.core.sequence import SequenceEvent, SequenceRequest, StepVerdict  # noqa: E402
 from target_service.engine_process.client import EngineLink  # noqa: E402
 from target_service.engine_process.messages import Report, pack, unpack  # noqa: E402
 from target_service.engine_process.server import Reporter, serve_engine  # noqa: E402
@@ -179,7 +179,9 @@ def alone(step_ms: float) -> float:
 
 def report_us() -> dict[str, float]:
     """Microseconds to encode and to decode the report of a step of 64 sequences."""
-    verdicts: list[SequenceEvent] = [Verdict(1000 + i, 57, (), (31000 + i,), 0, (), None, 0, 10**6) for i in range(64)]
+    verdicts: list[SequenceEvent] = [
+        StepVerdict(1000 + i, 57, (), (31000 + i,), 0, (), None, 0, 10**6) for i in range(64)
+    ]
     report = Report(verdicts, [STATS], [], [], EngineSnapshot(64, 0, 64, 9, 99, False, False), time.monotonic_ns())
     body = pack(report)[LENGTH_BYTES:]
 

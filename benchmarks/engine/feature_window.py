@@ -25,7 +25,7 @@ from outrider.wire.drafts import advance_to_pb
 from outrider.wire.frames import OpenSequence, SequenceAdvance, SequenceFeatures
 from outrider.wire.hidden_states import features_to_pb
 from target_service.config import TargetConfig
-from target_service.core.sequence import SequenceRequest, Verdict
+from target_service.core.sequence import SequenceRequest, StepVerdict
 from target_service.engine.loop import EngineLoop
 from target_service.execution.host_executor import HostSteps
 from target_service.model.loading.loader import load_runner
@@ -104,7 +104,7 @@ def run(
     steps = tokens = count = 0
     while loop.live:
         for event in loop.step() or ():
-            if isinstance(event, Verdict):
+            if isinstance(event, StepVerdict):
                 steps, tokens = steps + 1, tokens + len(event.token_ids)
         count += 1
         if every and count % every == 0:

@@ -48,7 +48,7 @@ from target_service.core.sequence import Sequence, SequenceRequest, SequenceTota
 from target_service.execution.batch import StepItem
 from target_service.model.runner import ModelRunner
 from target_service.sampling.verifier import Verified
-from target_service.speculation.drafts import Drafting
+from target_service.speculation.drafts import DraftTrees
 from target_service.speculation.hidden_states.encoding import AHEAD_ROWS, StepFeatures
 from target_service.speculation.hidden_states.sending import Features
 from tree_kernels.verification import Walk
@@ -95,7 +95,7 @@ class Done:
         """Return at once."""
 
 
-class Runner:
+class RunnerWithoutModel:
     """What hidden states need of a model's runner."""
 
     hidden_size = WIDTH
@@ -114,10 +114,10 @@ class Receiver(LinkEvents):
         raise AssertionError(f"the reader only reads, and {len(growths)} growths came")
 
 
-class Engine:
+class EngineWithoutModel:
     """What an engine's loop has of sequences, drafts and hidden states, without a model."""
 
-    def __init__(self, link: LinkProcess, drafting: Drafting) -> None:
+    def __init__(self, link: LinkProcess, drafting: DraftTrees) -> None:
         """Connect `link` to `drafting`."""
         self._drafting, self._last_id, self._turn = drafting, 0, 0
         self._hosts = [torch.zeros(AHEAD_ROWS, ROW_BYTES, dtype=torch.uint8) for _ in range(BUFFERS)]
@@ -171,7 +171,7 @@ def figure(step: str, rows: int, times: list[tuple[float, float]]) -> Figure:
     return Figure(step, rows, len(times) - WARM_UP, *parts)
 
 
-def prompts(engine: Engine, tokens: int, count: int, pause: float) -> Figure:
+def prompts(engine: EngineWithoutModel, tokens: int, count: int, pause: float) -> Figure:
     """Steps that read one prompt each, of which the link's process has read everything before the next."""
     times: list[tuple[float, float]] = []
     going: deque[Sequence] = deque()
@@ -187,7 +187,7 @@ def prompts(engine: Engine, tokens: int, count: int, pause: float) -> Figure:
     return figure("prompt", tokens, times)
 
 
-def steps(engine: Engine, sequences: int, count: int, pause: float) -> Figure:
+def steps(engine: EngineWithoutModel, sequences: int, count: int, pause: float) -> Figure:
     """Steps of so many sequences, each of which commits two tokens."""
     going = [engine.add(TEXT) for _ in range(sequences)]
     for sequence in going:
@@ -223,17 +223,17 @@ def drain(descriptor: int) -> None:
 
 def measure(options: argparse.Namespace) -> list[Figure]:
     """All figures, over one link."""
-    features = Features(cast(ModelRunner, Runner()), KEEP)
+    features = Features(cast(ModelRunner, RunnerWithoutModel()), KEEP)
     config = TargetConfig(
         draft="the link", speculative_disable_queue_size=10**6, draft_wait_ms=0.0, draft_failures_to_open=1
     )
-    drafting = Drafting(config, VOCABULARY_SIZE, features)
+    drafting = DraftTrees(config, VOCABULARY_SIZE, features)
     receiver = Receiver()
     command = (sys.executable, "-m", "benchmarks.engine.hidden_states", "--drain")
     link = LinkProcess("", receiver, VOCABULARY_SIZE, "", command=command)
     try:
         receiver.wait_for_draft()
-        engine = Engine(link, drafting)
+        engine = EngineWithoutModel(link, drafting)
         figures = [prompts(engine, options.prompt, options.prompts, options.prompt_pause_ms / 1e3)]
         figures += [steps(engine, each, options.steps, options.pause_ms / 1e3) for each in options.sequences]
     finally:

@@ -27,7 +27,7 @@ from outrider.drafting.link import connect_draft
 from outrider.sampling import SamplingParams, TokenLogprobs, VerificationMode
 from target_service.assembly import load_model
 from target_service.config import TargetConfig
-from target_service.core.sequence import SequenceRequest, Verdict
+from target_service.core.sequence import SequenceRequest, StepVerdict
 from target_service.engine.engine import Engine
 from target_service.speculation.policy.step_cost import measure_step_cost
 
@@ -47,7 +47,7 @@ class Answers:
         self.events = EngineEvents(self._collect)
         self._finished: set[int] = set()
 
-    def _collect(self, verdict: Verdict) -> None:
+    def _collect(self, verdict: StepVerdict) -> None:
         self.tokens.setdefault(verdict.sequence_id, []).extend(verdict.token_ids)
         self.logprobs.setdefault(verdict.sequence_id, []).extend(verdict.logprobs)
 

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.engine.simulated_device import PAGE_SIZE, DeviceTimes, empty_runner
-from benchmarks.running_ahead.drafts import HEAD, Drafts, TreeShape, read_trees
+from benchmarks.running_ahead.drafts import HEAD, Drafts, HeadTreeShape, read_trees
 from benchmarks.running_ahead.recording import Recording, read_recordings
 from benchmarks.running_ahead.walk import Table
 from benchmarks.shared.machine import describe
@@ -39,7 +39,7 @@ from outrider.drafting.events import Connected, DraftEvents, Grown
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.wire.frames import DraftInfo, OpenSequence, SequenceAdvance, SequenceFeatures, SequenceGrowth, TreeLimits
 from target_service.config import TargetConfig
-from target_service.core.sequence import SequenceFinished, SequenceRequest, StepStats, Verdict
+from target_service.core.sequence import SequenceFinished, SequenceRequest, StepStats, StepVerdict
 from target_service.engine.loop import EngineLoop
 from target_service.execution.batch import StepBatch
 from target_service.execution.device_executor import DeviceSteps
@@ -58,10 +58,10 @@ _LONGEST_TEXT = 1 << 12
 _END, _OTHER = 999, 998
 _FIRST_TOKEN = 1000
 # The trees of a drafter with captured graphs, and their first levels.
-_WHOLE, _EARLY = TreeShape(8, 16, 8, 239), TreeShape(4, 16, 8, 239)
+_WHOLE, _EARLY = HeadTreeShape(8, 16, 8, 239), HeadTreeShape(4, 16, 8, 239)
 
 
-class Texts:
+class RecordedTexts:
     """Recorded texts in a small vocabulary. The first token of each is its place among them, which no other has."""
 
     def __init__(self, recordings: Sequence[Recording]) -> None:
@@ -86,7 +86,7 @@ class Texts:
 class TextRunner(ModelRunner):
     """Logits whose likeliest token is the text's after rows that agree with it, and another after all others."""
 
-    texts: Texts
+    texts: RecordedTexts
 
     def _logits(self, batch: ForwardInput, token_ids: Tensor, _rows: Tensor | int) -> Tensor:
         attention, tokens = batch.attention, token_ids.tolist()
@@ -109,7 +109,7 @@ class TextRunner(ModelRunner):
         return logits
 
 
-class _Pass:
+class _SimulatedStep:
     """A step, which begins when those before it have ended; see `Launched`."""
 
     on_device = True
@@ -149,19 +149,21 @@ class SimulatedDevice:
         self._steps = DeviceSteps(runner, max_sequences=most, max_rows=max_rows, backend="torch")
         self.tables = self._steps.tables
         self._times, self._max_rows = times, max_rows
-        self._queue: deque[_Pass] = deque()
+        self._queue: deque[_SimulatedStep] = deque()
         self._free_at = 0.0
 
-    def launch(self, batch: StepBatch, verifiers: Sequence[SequenceVerifier], passes: int, ready: Ready) -> _Pass:
+    def launch(
+        self, batch: StepBatch, verifiers: Sequence[SequenceVerifier], passes: int, ready: Ready
+    ) -> _SimulatedStep:
         """See `Steps.launch`."""
         ready()
-        one = _Pass(self, batch, verifiers, passes)
+        one = _SimulatedStep(self, batch, verifiers, passes)
         self._queue.append(one)
         if len(self._queue) == 1:
             self._begin()
         return one
 
-    def finish(self, one: _Pass) -> None:
+    def finish(self, one: _SimulatedStep) -> None:
         """Wait for the end of a pass, and begin the next."""
         while self._queue and one in self._queue:
             under_way = self._queue[0]
@@ -195,7 +197,7 @@ class RecordedDraft:
     """A `DraftLink` with recorded trees, which arrive as late as those of a service."""
 
     def __init__(
-        self, events: DraftEvents, tables: Sequence[Mapping[str, Mapping[int, Table]]], texts: Texts,
+        self, events: DraftEvents, tables: Sequence[Mapping[str, Mapping[int, Table]]], texts: RecordedTexts,
         one_pass: float, early: float, whole: float, opening: int,
     ) -> None:  # fmt: skip
         """`tables[place]` has the early and the whole trees of a text by root; `early` and `whole` are in passes."""
@@ -297,7 +299,7 @@ class DecodeSteps:
         """Not counted."""
 
 
-def _loop_for(mode: str, texts: Texts, times: DeviceTimes, most: int, steps: DecodeSteps) -> EngineLoop:
+def _loop_for(mode: str, texts: RecordedTexts, times: DeviceTimes, most: int, steps: DecodeSteps) -> EngineLoop:
     """The engine's loop for up to `most` sequences, on a simulated device with these texts."""
     settings: dict[str, Any] = {"draft": "inprocess:none"} if mode in _DRAFTED else {"speculation": False}
     config = TargetConfig(model="none", max_running=most, speculative_disable_queue_size=most, **settings)
@@ -310,7 +312,7 @@ def _loop_for(mode: str, texts: Texts, times: DeviceTimes, most: int, steps: Dec
 
 
 def run_mode(
-    mode: str, texts: Texts, tables: Sequence[Mapping[str, Mapping[int, Table]]], options: argparse.Namespace
+    mode: str, texts: RecordedTexts, tables: Sequence[Mapping[str, Mapping[int, Table]]], options: argparse.Namespace
 ) -> dict[str, Any]:
     """Decode all texts with one engine, `concurrency` at a time."""
     most = options.concurrency
@@ -338,7 +340,7 @@ def run_mode(
             loop.add(loop.make(number, replace(request, speculate=mode != "plain")))
             answers[number] = list(texts.prompts[place])
         for event in loop.step() or ():
-            if isinstance(event, Verdict):
+            if isinstance(event, StepVerdict):
                 tokens += len(event.token_ids)
                 answers[event.sequence_id] += event.token_ids
             elif not isinstance(event, SequenceFinished):
@@ -374,7 +376,7 @@ def main() -> None:
     torch.set_num_threads(1)
     everything = enumerate(read_recordings(options.folder / "recordings.safetensors"))
     recordings = {place: one for place, one in everything if one.states is not None}
-    texts, tables = Texts(list(recordings.values())), []
+    texts, tables = RecordedTexts(list(recordings.values())), []
     for place, one in recordings.items():
         drafts = Drafts(one, read_trees(options.folder / f"head_{place}.safetensors"), {}, {})
         tables.append({"early": drafts.tables(HEAD, _EARLY), "whole": drafts.tables(HEAD, _WHOLE)})

@@ -35,7 +35,7 @@ from outrider.drafting.link import connect_draft  # noqa: E402
 from outrider.sampling import SamplingParams, VerificationMode  # noqa: E402
 from outrider.tree import TokenTree  # noqa: E402
 from target_service.config import TargetConfig  # noqa: E402
-from target_service.core.sequence import SequenceRequest, Verdict  # noqa: E402
+from target_service.core.sequence import SequenceRequest, StepVerdict  # noqa: E402
 from target_service.engine.loop import EngineLoop  # noqa: E402
 from target_service.execution.batch import StepBatch  # noqa: E402
 from target_service.execution.device_time import DeviceSpan  # noqa: E402
@@ -180,7 +180,7 @@ class Bench:
         while left:
             events = self._loop.step() or ()
             launches += 1
-            left -= sum(not isinstance(event, Verdict) for event in events)
+            left -= sum(not isinstance(event, StepVerdict) for event in events)
         return time.perf_counter() - begin, launches
 
 

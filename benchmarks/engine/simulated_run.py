@@ -13,7 +13,7 @@ from outrider.drafting.events import DraftEvents
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.wire.frames import StoppableLink
 from target_service.config import TargetConfig
-from target_service.core.sequence import SequenceRequest, SequenceTotals, Verdict
+from target_service.core.sequence import SequenceRequest, SequenceTotals, StepVerdict
 from target_service.engine.engine import Engine
 from target_service.model.runner import ModelRunner
 from target_service.speculation.policy.step_cost import measure_step_cost
@@ -97,7 +97,7 @@ class SimulatedRun:
         totals = [self._events.wait().totals for _ in prompts]
         return {prompt: tuple(self._outputs[number]) for number, prompt in begun.items()}, totals
 
-    def _collect(self, verdict: Verdict) -> None:
+    def _collect(self, verdict: StepVerdict) -> None:
         self._outputs[verdict.sequence_id].extend(verdict.token_ids)
 
     def _wait_for_draft(self) -> None:

@@ -11,7 +11,7 @@ from outrider.tree import TokenTree
 from outrider.wire.frames import DraftInfo
 from target_service.api.admission import ServedModel
 from target_service.core.events import EngineSnapshot
-from target_service.core.sequence import SequenceEvent, SequenceRequest, SequenceTotals, StepStats, Verdict
+from target_service.core.sequence import SequenceEvent, SequenceRequest, SequenceTotals, StepStats, StepVerdict
 from target_service.core.weights import UpdateDone, WeightUpdate
 from target_service.engine_process.server import Reporter
 
@@ -103,5 +103,5 @@ class SteppingEngine:
         events: list[SequenceEvent] = []
         for sequence_id, step in self._running.items():
             self._running[sequence_id] = step + 1
-            events.append(Verdict(sequence_id, step, (), (100 + step % 20,), 0, compute_ns=10**6))
+            events.append(StepVerdict(sequence_id, step, (), (100 + step % 20,), 0, compute_ns=10**6))
         return events

@@ -25,7 +25,7 @@ from outrider.sampling import FinishReason, SamplingParams, VerificationMode
 from outrider.telemetry.registry import Counter, Histogram, VllmNames
 from outrider.telemetry.table import FINE_SECONDS
 from outrider.telemetry.tracing import Tracing
-from target_service.core.sequence import Finish, SequenceRequest, SequenceTotals, StepStats, Verdict
+from target_service.core.sequence import Finish, SequenceRequest, SequenceTotals, StepStats, StepVerdict
 from target_service.telemetry.metrics import PrometheusObserver
 from target_service.telemetry.tracing import RequestTrace
 
@@ -57,7 +57,7 @@ STEP = StepStats(
     busy_ns=3_000_000,
     idle_ns=20_000,
 )
-VERDICT = Verdict(1, 3, (1, 2, 3), (5, 6, 7, 8), drafted_tokens=3, compute_ns=3_000_000)
+VERDICT = StepVerdict(1, 3, (1, 2, 3), (5, 6, 7, 8), drafted_tokens=3, compute_ns=3_000_000)
 # Number of values that `PrometheusObserver.on_step` writes.
 VALUES_PER_STEP = 29
 

@@ -27,7 +27,7 @@ from benchmarks.shared.report import comma_separated, parser_of, provenance, rec
 from outrider.runtime import settled
 from outrider.sampling import SamplingParams, VerificationMode
 from target_service.config import TargetConfig
-from target_service.core.sequence import SequenceFinished, SequenceRequest, Verdict
+from target_service.core.sequence import SequenceFinished, SequenceRequest, StepVerdict
 from target_service.engine.loop import EngineLoop
 from target_service.speculation.policy.step_cost import StepCost
 from target_service.telemetry.metrics import PrometheusObserver
@@ -56,7 +56,7 @@ class Load:
                 self._running -= 1
                 if not self._ends:
                     self._add(_ANSWER)
-            elif isinstance(event, Verdict):
+            elif isinstance(event, StepVerdict):
                 self.tokens += len(event.token_ids)
 
     def end(self) -> None:

@@ -58,7 +58,7 @@ from target_service.telemetry.metrics import PrometheusObserver
 from tree_kernels.attention.triton_backend import TritonAttention
 from tree_kernels.attention.triton_planning import TritonSettings
 from tree_kernels.node_table import StepIntegers
-from tree_kernels.node_table.layout import EXPECTED_UNIT, PROSPECTS, REPORT_ROWS, REPORT_TOKENS, Figure
+from tree_kernels.node_table.layout import EXPECTED_UNIT, PROSPECTS, REPORT_ROWS, REPORT_TOKENS, ReportField
 
 VOCABULARY = 1000
 # Tokens of every prompt, and places of every sequence in the cache.
@@ -232,11 +232,11 @@ class HostOnly(DeviceSteps):
         accepted[: batch.device_rows.prefilling] = 0
         for passes in range(reports.shape[1]):
             report = reports[:, passes]
-            report[:, Figure.ACCEPTED], report[:, Figure.DRAFTED] = accepted, each
-            report[:, Figure.DRAFTED_FROM_TABLE], report[:, Figure.ACCEPTED_FROM_TABLE] = each, accepted
-            report[:, Figure.EXPECTED] = report[:, Figure.EXPECTED_FROM_TABLE] = EXPECTED_UNIT
-            report[:, Figure.FIRST_ROW], report[:, Figure.AGE] = numpy.arange(count) * (1 + each), 1
-            first = Figure.FIRST_PROSPECT
+            report[:, ReportField.ACCEPTED], report[:, ReportField.DRAFTED] = accepted, each
+            report[:, ReportField.DRAFTED_FROM_TABLE], report[:, ReportField.ACCEPTED_FROM_TABLE] = each, accepted
+            report[:, ReportField.EXPECTED] = report[:, ReportField.EXPECTED_FROM_TABLE] = EXPECTED_UNIT
+            report[:, ReportField.FIRST_ROW], report[:, ReportField.AGE] = numpy.arange(count) * (1 + each), 1
+            first = ReportField.FIRST_PROSPECT
             report[:, first : first + len(PROSPECTS)] = numpy.array(_PROSPECTS) * EXPECTED_UNIT
             report[:, REPORT_TOKENS:REPORT_ROWS] = tokens
             report[:, REPORT_ROWS:] = numpy.arange(1, 1 + report.shape[1] - REPORT_ROWS)

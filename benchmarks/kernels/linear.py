@@ -45,7 +45,7 @@ DEVICE = torch.device("cuda")
 
 
 @dataclass(frozen=True)
-class Layer:
+class LinearLayer:
     """One linear layer of a shape: its weight is [outputs, inner]."""
 
     name: str
@@ -59,28 +59,28 @@ class Layer:
 
 
 LAYERS = (
-    Layer("8b qkv", "rotary", 6144, 4096),
-    Layer("8b o", "add", 4096, 4096),
-    Layer("8b gate_up", "gated", 28672, 4096),
-    Layer("8b down", "add", 4096, 14336),
-    Layer("8b lm_head", "plain", 128256, 4096),
-    Layer("qwen3 8b qkv", "rotary", 6144, 4096, normed=True),
-    Layer("qwen3 8b gate_up", "gated", 24576, 4096),
-    Layer("qwen3 8b down", "add", 4096, 12288),
-    Layer("qwen3 30b-a3b qkv", "rotary", 5120, 2048, kv_heads=4, normed=True),
-    Layer("qwen3 30b-a3b o", "add", 2048, 4096),
+    LinearLayer("8b qkv", "rotary", 6144, 4096),
+    LinearLayer("8b o", "add", 4096, 4096),
+    LinearLayer("8b gate_up", "gated", 28672, 4096),
+    LinearLayer("8b down", "add", 4096, 14336),
+    LinearLayer("8b lm_head", "plain", 128256, 4096),
+    LinearLayer("qwen3 8b qkv", "rotary", 6144, 4096, normed=True),
+    LinearLayer("qwen3 8b gate_up", "gated", 24576, 4096),
+    LinearLayer("qwen3 8b down", "add", 4096, 12288),
+    LinearLayer("qwen3 30b-a3b qkv", "rotary", 5120, 2048, kv_heads=4, normed=True),
+    LinearLayer("qwen3 30b-a3b o", "add", 2048, 4096),
     # Of an EAGLE-3 head for an 8B model; its other layers have the shapes above.
-    Layer("head qkv", "rotary", 6144, 8192),
-    Layer("head lm_head", "plain", 32000, 4096),
-    Layer("smollm2 qkv", "rotary", 960, 576, 64, 3),
-    Layer("smollm2 o", "add", 576, 576),
-    Layer("smollm2 gate_up", "gated", 3072, 576),
-    Layer("smollm2 down", "add", 576, 1536),
-    Layer("smollm2 lm_head", "plain", 49152, 576),
+    LinearLayer("head qkv", "rotary", 6144, 8192),
+    LinearLayer("head lm_head", "plain", 32000, 4096),
+    LinearLayer("smollm2 qkv", "rotary", 960, 576, 64, 3),
+    LinearLayer("smollm2 o", "add", 576, 576),
+    LinearLayer("smollm2 gate_up", "gated", 3072, 576),
+    LinearLayer("smollm2 down", "add", 576, 1536),
+    LinearLayer("smollm2 lm_head", "plain", 49152, 576),
 )
 
 
-def tilings(layer: Layer, rows: int, weight_bytes: int = 2) -> Iterator[LinearTiling]:
+def tilings(layer: LinearLayer, rows: int, weight_bytes: int = 2) -> Iterator[LinearTiling]:
     """Tilings for `--sweep`."""
     block_rows = choose_linear_tiling(rows, layer.outputs, layer.inner).block_rows
     outputs: tuple[int, ...] = (32, 64, 128, 256)
@@ -110,7 +110,7 @@ def staged_bytes(tiling: LinearTiling, weight_bytes: int) -> int:
     return (tiling.block_rows * 2 + tiling.block_outputs * weight_bytes) * tiling.block_inner * tiling.stages
 
 
-def fits(tiling: LinearTiling, layer: Layer, weight_bytes: int) -> bool:
+def fits(tiling: LinearTiling, layer: LinearLayer, weight_bytes: int) -> bool:
     """Whether shared memory holds a program's stages, splits have whole blocks, and a tile is in one head."""
     splits = tiling.splits
     whole = layer.inner % (splits * (tiling.block_inner if splits > 1 else 1)) == 0
@@ -120,7 +120,7 @@ def fits(tiling: LinearTiling, layer: Layer, weight_bytes: int) -> bool:
     return staged_bytes(tiling, weight_bytes) <= SHARED_BYTES and whole and in_one_head
 
 
-def worth_trying(tiling: LinearTiling, layer: Layer, weight_bytes: int) -> bool:
+def worth_trying(tiling: LinearTiling, layer: LinearLayer, weight_bytes: int) -> bool:
     """Whether a tiling may be among the fastest."""
     outputs, splits = tiling.block_outputs, tiling.splits
     programs = -(-layer.outputs // outputs) * splits
@@ -139,7 +139,7 @@ def worth_trying(tiling: LinearTiling, layer: Layer, weight_bytes: int) -> bool:
 class Chain:
     """Launches of one layer, one after the other, over different weights."""
 
-    def __init__(self, layer: Layer, rows: int, int8: bool, most: int = 200) -> None:
+    def __init__(self, layer: LinearLayer, rows: int, int8: bool, most: int = 200) -> None:
         torch.manual_seed(0)
         self.layer, self.rows = layer, rows
         weight_bytes = 1 if int8 else 2
@@ -186,9 +186,9 @@ class Chain:
         return {"us": median, "spread": spread}
 
 
-def compile_some(work: list[tuple[Layer, int, LinearTiling]], int8: bool) -> None:
+def compile_some(work: list[tuple[LinearLayer, int, LinearTiling]], int8: bool) -> None:
     """Compile tilings into Triton's cache on disk."""
-    chains: dict[tuple[Layer, int], Chain] = {}
+    chains: dict[tuple[LinearLayer, int], Chain] = {}
     for layer, rows, tiling in work:
         chain = chains.get((layer, rows))
         if chain is None:
@@ -197,13 +197,15 @@ def compile_some(work: list[tuple[Layer, int, LinearTiling]], int8: bool) -> Non
             chain.launch(chain.weights[0], TritonLinears(DEVICE, tiling=tiling))
 
 
-def compile_all(work: list[tuple[Layer, int, LinearTiling]], int8: bool) -> None:
+def compile_all(work: list[tuple[LinearLayer, int, LinearTiling]], int8: bool) -> None:
     processes = max(1, (os.cpu_count() or 4) - 2)
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         pool.map(partial(compile_some, int8=int8), [work[index::processes] for index in range(processes)])
 
 
-def measure(layer: Layer, rows: int, tried: list[LinearTiling], int8: bool, bytes_per_us: float) -> dict[str, Any]:
+def measure(
+    layer: LinearLayer, rows: int, tried: list[LinearTiling], int8: bool, bytes_per_us: float
+) -> dict[str, Any]:
     chain = Chain(layer, rows, int8)
     floor = ((1 if int8 else 2) * layer.outputs * layer.inner) / bytes_per_us
     result: dict[str, Any] = {"layer": layer.name, "rows": rows, "floor_us": floor, "tilings": []}

@@ -46,7 +46,7 @@ CASES = tuple(
 )
 
 
-class Step:
+class RootStep:
     """A step of roots at fixed addresses, its text, and the tables of its sequences."""
 
     def __init__(self, case: Case, device: torch.device, backend: Literal["triton", "torch"]) -> None:
@@ -108,7 +108,7 @@ def _draw(rng: random.Random, root: int, case: Case, table: Any) -> None:
 def run_case(case: Case) -> dict[str, Any]:
     """Check and time a case."""
     chosen = []
-    for made in (Step(case, torch.device("cpu"), "torch"), Step(case, torch.device("cuda"), "triton")):
+    for made in (RootStep(case, torch.device("cpu"), "torch"), RootStep(case, torch.device("cuda"), "triton")):
         made.begin()
         chosen.append([getattr(made.step, name).tolist() for name in ("token_ids", "parents", "query_starts", "slots")])
     us, spread = captured_us([made.begin] * _CALLS)

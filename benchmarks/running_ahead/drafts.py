@@ -30,7 +30,7 @@ _TRIE_FLOOR = 0.001
 
 
 @dataclass(frozen=True, slots=True)
-class TreeShape:
+class HeadTreeShape:
     """A head's levels, nodes expanded at each, children of a node, nodes kept, and the least probability of a node's
     path; the number of nodes is for tries too."""
 
@@ -52,9 +52,9 @@ class Drafts:
     chains: dict[int, Chain]
     missing: int = 0
     expanded: int = 0
-    _tables: dict[tuple[str, TreeShape], dict[int, Table]] = field(default_factory=dict)
+    _tables: dict[tuple[str, HeadTreeShape], dict[int, Table]] = field(default_factory=dict)
 
-    def tables(self, source: str, shape: TreeShape) -> dict[int, Table]:
+    def tables(self, source: str, shape: HeadTreeShape) -> dict[int, Table]:
         """The trees of one source and shape, which are kept."""
         key = source, shape
         if key not in self._tables:
@@ -65,7 +65,7 @@ class Drafts:
         """Drop the kept tables, which are large."""
         self._tables.clear()
 
-    def _make(self, source: str, shape: TreeShape) -> dict[int, Table]:
+    def _make(self, source: str, shape: HeadTreeShape) -> dict[int, Table]:
         if source == LOOKUP:
             return {root: Table() for root in self.recording.roots}
         if source == HEAD:
@@ -75,7 +75,7 @@ class Drafts:
         head, trie = self.tables(HEAD, shape), self.tables(_TRIE_OF[source], shape)
         return {root: merged([head[root], trie[root]], shape.nodes) for root in head}
 
-    def _head_table(self, drawn: Drawn, shape: TreeShape) -> Table:
+    def _head_table(self, drawn: Drawn, shape: HeadTreeShape) -> Table:
         items, missing = pruned(drawn, shape.levels, shape.width, shape.breadth, shape.nodes)
         self.missing += missing
         self.expanded += 1 + (shape.levels - 1) * shape.width

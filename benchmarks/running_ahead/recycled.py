@@ -34,7 +34,7 @@ from target_service.execution.node_tables import build_table
 from tree_kernels.node_table import recycling
 from tree_kernels.node_table.layout import KEPT, LOOKUP, TABLE
 from tree_kernels.node_table.torch_backend import (
-    Candidate,
+    NodeCandidate,
     Nodes,
     best,
     bound_for,
@@ -110,7 +110,7 @@ class _Running:
     done: int = 1
     nodes: Nodes = _NO_TREE
 
-    def candidates(self, entries: Tensor | None, most: int) -> list[Candidate]:
+    def candidates(self, entries: Tensor | None, most: int) -> list[NodeCandidate]:
         """The best rows of the next pass."""
         text = [*self.answer.prompt, *self.answer.tokens[: self.done]]
         place, before, borrowed, is_end = stand(self.nodes, text, len(text) - 1)
@@ -119,7 +119,7 @@ class _Running:
         self.nodes = self.trees[self.done - 1] if self.trees else _NO_TREE
         return best(every, most)
 
-    def verify(self, rows: Iterable[Candidate], entries: Tensor | None) -> int:
+    def verify(self, rows: Iterable[NodeCandidate], entries: Tensor | None) -> int:
         """The tokens that a pass with these rows makes, which `entries` learn."""
         tokens, at, accepted = self.answer.tokens[self.done :], -1, 0
         below = {(one.parent, one.token): one.number for one in reversed(list(rows))}

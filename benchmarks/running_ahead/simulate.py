@@ -36,7 +36,7 @@ from benchmarks.running_ahead.drafts import (
     TRIE_WARM,
     WIDTH,
     Drafts,
-    TreeShape,
+    HeadTreeShape,
     draw_all,
 )
 from benchmarks.running_ahead.head import HeadTrees
@@ -51,7 +51,7 @@ from draft_service.eagle.checkpoint import EagleCheckpoint
 from draft_service.eagle.head import EagleHead
 from outrider.heads import head_source
 
-USUAL, SHALLOW = TreeShape(12, 16, 8, 239), TreeShape(3, 16, 8, 63)
+USUAL, SHALLOW = HeadTreeShape(12, 16, 8, 239), HeadTreeShape(3, 16, 8, 63)
 ROWS = (8, 12, 16, 24, 32, 48, 63)
 FEW_ROWS = (12, 24, 48)
 # Milliseconds of the shortest wait that might be reached, with levels. Assumed.
@@ -76,7 +76,7 @@ class Study:
         """Share of nodes that the shapes so far expand, but whose children are missing."""
         return sum(one.missing for one in self.drafts) / max(1, sum(one.expanded for one in self.drafts))
 
-    def walks(self, source: str, shape: TreeShape, way: Way, near: TreeShape | None = None) -> list[Tally]:
+    def walks(self, source: str, shape: HeadTreeShape, way: Way, near: HeadTreeShape | None = None) -> list[Tally]:
         """The walk over each recording, in their order."""
         found = []
         for one in self.drafts:
@@ -84,7 +84,9 @@ class Study:
             found.append(walk(one.recording.token_ids, one.recording.roots, trees, one.chains, way, short))
         return found
 
-    def figure(self, mode: str, source: str, shape: TreeShape, way: Way, near: TreeShape | None = None) -> Figure:
+    def figure(
+        self, mode: str, source: str, shape: HeadTreeShape, way: Way, near: HeadTreeShape | None = None
+    ) -> Figure:
         """The figures of one way to draft."""
         walks = self.walks(source, shape, way, near)
         whole, tasks = Tally(), dict[str, Tally]()
@@ -123,7 +125,7 @@ def figures(tally: Tally, way: Way, wait: float) -> Figure:
     }
 
 
-def modes(rows: int, source: str) -> list[tuple[str, Way, TreeShape, TreeShape | None]]:
+def modes(rows: int, source: str) -> list[tuple[str, Way, HeadTreeShape, HeadTreeShape | None]]:
     """The modes of each drafter: name, way, shape of trees, and shape of the trees that held passes wait for."""
     if source == LOOKUP:
         return [("blind", Way(rows, 1), USUAL, None)]
@@ -140,7 +142,7 @@ def modes(rows: int, source: str) -> list[tuple[str, Way, TreeShape, TreeShape |
         ("held on nothing, 3 levels, mended", Way(rows, 1, "promise", 1.1, mend=True), USUAL, SHALLOW),
     ]
     if source not in (TRIE_NEW, TRIE_WARM):
-        found.append(("lockstep, 4 levels", Way(rows, 0), TreeShape(4, 16, 8, 63), None))
+        found.append(("lockstep, 4 levels", Way(rows, 0), HeadTreeShape(4, 16, 8, 63), None))
     return found
 
 
@@ -152,13 +154,13 @@ def main_table(study: Study) -> Iterable[Figure]:
     study.clear()
 
 
-def shapes() -> list[tuple[str, TreeShape]]:
+def shapes() -> list[tuple[str, HeadTreeShape]]:
     """Drafters and shapes that are compared in blind passes."""
-    found = [(HEAD, TreeShape(levels, width, 8, 239)) for levels in (6, 8, 10, 12, 16) for width in (4, 8, 16, 32)]
-    found += [(HEAD, TreeShape(levels, width, 4, 239)) for levels in (8, 12) for width in (4, 8, 16, 32)]
-    found += [(HEAD, TreeShape(*shape)) for shape in _OTHER_NODES]
-    found += [(MERGED_NEW, TreeShape(levels, width, 8, 239)) for levels in (6, 8, 12) for width in (8, 16, 32)]
-    return found + [(MERGED_NEW, TreeShape(*shape)) for shape in _OTHER_NODES]
+    found = [(HEAD, HeadTreeShape(levels, width, 8, 239)) for levels in (6, 8, 10, 12, 16) for width in (4, 8, 16, 32)]
+    found += [(HEAD, HeadTreeShape(levels, width, 4, 239)) for levels in (8, 12) for width in (4, 8, 16, 32)]
+    found += [(HEAD, HeadTreeShape(*shape)) for shape in _OTHER_NODES]
+    found += [(MERGED_NEW, HeadTreeShape(levels, width, 8, 239)) for levels in (6, 8, 12) for width in (8, 16, 32)]
+    return found + [(MERGED_NEW, HeadTreeShape(*shape)) for shape in _OTHER_NODES]
 
 
 _OTHER_NODES = ((3, 16, 8, 239), (4, 16, 8, 239), (8, 16, 8, 63), (8, 16, 8, 127), (8, 32, 8, 511), (12, 32, 8, 2000))
@@ -176,7 +178,7 @@ def hold_table(study: Study) -> Iterable[Figure]:
     for source in (HEAD, MERGED_NEW):
         for rows in FEW_ROWS:
             for levels in (2, 3, 4, 6, 12):
-                near = TreeShape(levels, 16, 8, 63)
+                near = HeadTreeShape(levels, 16, 8, 63)
                 for mend in (False, True):
                     yield study.figure("held", source, USUAL, Way(rows, 1, "miss", mend=mend), near)
                     for least in (1.1, 1.25, 1.5, 2.0, 2.5):
@@ -245,7 +247,7 @@ def _with_corrections(
     ]
 
 
-def why_missed(study: Study, shape: TreeShape, rows: int) -> dict[str, float]:
+def why_missed(study: Study, shape: HeadTreeShape, rows: int) -> dict[str, float]:
     """Shares of blind passes that hit the head's tree, and of the places where tokens left it."""
     kinds: Counter[str] = Counter()
     for one in study.drafts:
@@ -324,7 +326,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "ranks": lambda: ranked(trees, recordings),
         "misses": lambda: {
             f"{shape.levels} x {shape.width}, {shape.nodes} nodes, {rows} rows": why_missed(study, shape, rows)
-            for shape in (USUAL, TreeShape(16, 32, 8, 4000))
+            for shape in (USUAL, HeadTreeShape(16, 32, 8, 4000))
             for rows in (12, 24)
         },
         "shapes": lambda: list(shape_table(study)),

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.running_ahead.drafts import HEAD, TRIE_NEW, TreeShape, trie_trees
+from benchmarks.running_ahead.drafts import HEAD, TRIE_NEW, HeadTreeShape, trie_trees
 from benchmarks.running_ahead.recording import Recording
 from benchmarks.running_ahead.simulate import Study, parse, study_of
 from benchmarks.running_ahead.walk import Tally, Way, walk
@@ -24,7 +24,7 @@ from benchmarks.shared.machine import describe
 from benchmarks.shared.report import settings_of, show, write_json
 
 ROWS = (3, 7, 15, 23, 31)
-# Of one sequence, of eight and of 32, as `TreeShape.for_sequences` makes them.
+# Of one sequence, of eight and of 32, as `HeadTreeShape.for_sequences` makes them.
 _LEVELS = ((8, 32, (239, 479, 1007)), (5, 8, (59, 125)), (5, 4, (30, 60)))
 _FLOORS = (0.001, 0.0003, 0.0001, 0.00003)
 _TRIES = ((32, 0.01), (32, 0.001), (63, 0.001), (239, 0.0001))
@@ -35,7 +35,7 @@ def head_sizes(study: Study) -> Iterator[dict[str, Any]]:
     for levels, width, counts in _LEVELS:
         for nodes in counts:
             for floor in _FLOORS:
-                shape = TreeShape(levels, width, 8, nodes, floor)
+                shape = HeadTreeShape(levels, width, 8, nodes, floor)
                 tokens = [study.figure("", HEAD, shape, Way(rows, 1, mend=True))["tokens"] for rows in ROWS]
                 sizes = sorted(
                     len(tree.children) - 1 for one in study.drafts for tree in one.tables(HEAD, shape).values()
@@ -55,7 +55,7 @@ def trie_sizes(study: Study, recordings: Sequence[Recording]) -> Iterator[dict[s
             whole = Tally()
             for one, place in zip(study.drafts, places, strict=True):
                 one.tries = {TRIE_NEW: trees[place]}
-                tables = one.tables(TRIE_NEW, TreeShape(0, 0, 0, nodes))
+                tables = one.tables(TRIE_NEW, HeadTreeShape(0, 0, 0, nodes))
                 text = one.recording
                 whole.add(walk(text.token_ids, text.roots, tables, one.chains, Way(rows, 1, mend=True)))
             tokens.append(round(whole.tokens / whole.passes, 3))

@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from draft_service.drafters.grown import Grown
+from draft_service.drafters.grown import GrownTrees
 from draft_service.drafters.merging import merge_grown
 from outrider.tree import TokenTree
 from tree_kernels.node_table import longest_run
@@ -128,7 +128,7 @@ def tree_of(table: Table, root: int) -> TokenTree:
 
 def merged(tables: Sequence[Table], nodes: int) -> Table:
     """Merge trees as the merged drafter does: the higher score of equal nodes, and the best nodes."""
-    (tree,) = merge_grown([Grown.of([tree_of(table, 0)]) for table in tables], [nodes]).as_trees()
+    (tree,) = merge_grown([GrownTrees.of([tree_of(table, 0)]) for table in tables], [nodes]).as_trees()
     return table_of(tree, nodes)
 
 

@@ -21,7 +21,7 @@ class ServiceLost(RuntimeError):
     """A request failed; the message has its status."""
 
 
-class Request(NamedTuple):
+class ServingRequest(NamedTuple):
     """One request. `speculate` is None, or overrides the target's choice to use drafts; `verification` is empty, or the
     value of a `VerificationMode`."""
 
@@ -47,7 +47,7 @@ class Reply(NamedTuple):
 class _Queue(NamedTuple):
     """Requests in order, and the slots that take them, each with one in flight."""
 
-    requests: list[Request]
+    requests: list[ServingRequest]
     slots: range
 
 
@@ -105,7 +105,7 @@ class Clients:
 
         Raises `ServiceLost` when one fails.
         """
-        sent = [Request(prompt, tokens, tenant, speculate=speculate) for prompt, tokens in requests]
+        sent = [ServingRequest(prompt, tokens, tenant, speculate=speculate) for prompt, tokens in requests]
         used = min(len(self._workers), concurrency)
         queues = [_Queue(sent[number::used], range(number, concurrency, used)) for number in range(used)]
         replies = self._exchange([[queue] for queue in queues])
@@ -113,7 +113,9 @@ class Clients:
             Share(len(queue.slots), [reply.answer for reply in own]) for queue, own in zip(queues, replies, strict=True)
         ]
 
-    def streams(self, requests: Sequence[Request], concurrency: int, seconds: float | None = None) -> list[Reply]:
+    def streams(
+        self, requests: Sequence[ServingRequest], concurrency: int, seconds: float | None = None
+    ) -> list[Reply]:
         """Keep `concurrency` requests in flight: slot i % concurrency sends request i after its previous ones.
 
         No request begins after `seconds`, if given. Raises `ServiceLost` when one fails.
@@ -172,20 +174,22 @@ async def _run_orders(address: str, pipe: Connection) -> None:
             pipe.send(replies)
 
 
-def _before(requests: Sequence[Request], until: float) -> Iterator[Request]:
+def _before(requests: Sequence[ServingRequest], until: float) -> Iterator[ServingRequest]:
     for request in requests:
         if time.monotonic() >= until:
             return
         yield request
 
 
-async def _run_slot(stub: Any, slot: int, requests: Iterator[Request], order: _Order, replies: list[Reply]) -> None:
+async def _run_slot(
+    stub: Any, slot: int, requests: Iterator[ServingRequest], order: _Order, replies: list[Reply]
+) -> None:
     """Send the queue's next request whenever the one before has ended. Slots share the iterator."""
     for request in requests:
         replies.append(await _reply(stub, slot, request, order.request_seconds))
 
 
-async def _reply(stub: Any, slot: int, request: Request, seconds: float | None) -> Reply:
+async def _reply(stub: Any, slot: int, request: ServingRequest, seconds: float | None) -> Reply:
     from outrider.v1 import target_pb2, tree_pb2
 
     sampling = tree_pb2.SamplingParameters(max_tokens=request.tokens, ignore_eos=True)

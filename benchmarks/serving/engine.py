@@ -13,7 +13,7 @@ from benchmarks.shared.workload import Prompt
 from outrider.sampling import SamplingParams, VerificationMode
 from target_service.assembly import load_model
 from target_service.config import TargetConfig
-from target_service.core.sequence import SequenceRequest, Verdict
+from target_service.core.sequence import SequenceRequest, StepVerdict
 from target_service.engine.engine import Engine
 
 
@@ -28,7 +28,7 @@ class EngineAlone:
         self._engine = Engine(load_model(config), config, observer=self.steps)
         self._engine.start(self._events.deliver)
 
-    def _record(self, verdict: Verdict) -> None:
+    def _record(self, verdict: StepVerdict) -> None:
         answer = self._answers[verdict.sequence_id]
         answer.times.append(time.monotonic())
         answer.counts.append(len(verdict.token_ids))

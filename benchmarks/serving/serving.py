@@ -42,7 +42,7 @@ _SHARED_MEMORY = 0.8
 
 
 @dataclass
-class Session:
+class ServingRun:
     """The options and prompts of a run, and its figures so far."""
 
     options: argparse.Namespace
@@ -131,7 +131,7 @@ def served(options: argparse.Namespace, modes: Sequence[str], arrangement: str) 
         yield {mode: stack.enter_context(Clients(address, options.clients)) for mode, address in addresses.items()}
 
 
-def run(session: Session) -> None:
+def run(session: ServingRun) -> None:
     """Measure every arrangement."""
     options = session.options
     if options.address:
@@ -194,7 +194,7 @@ def prompts_of(options: argparse.Namespace) -> list[Prompt]:
 
 def main() -> None:
     options = parse()
-    session = Session(options, prompts_of(options))
+    session = ServingRun(options, prompts_of(options))
     try:
         run(session)
     finally:

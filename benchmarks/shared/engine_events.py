@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable
 
-from target_service.core.sequence import SequenceEvent, SequenceFinished, Verdict
+from target_service.core.sequence import SequenceEvent, SequenceFinished, StepVerdict
 
 _TIMEOUT_SECONDS = 600.0
 
@@ -13,7 +13,7 @@ _TIMEOUT_SECONDS = 600.0
 class EngineEvents:
     """Passes verdicts on at once, and queues finished sequences. `deliver` is what an engine is started with."""
 
-    def __init__(self, on_verdict: Callable[[Verdict], None]) -> None:
+    def __init__(self, on_verdict: Callable[[StepVerdict], None]) -> None:
         """`on_verdict` is called in the engine's thread."""
         self._on_verdict = on_verdict
         self._finished: queue.Queue[SequenceFinished | Exception] = queue.Queue()
@@ -21,7 +21,7 @@ class EngineEvents:
     def deliver(self, events: list[SequenceEvent]) -> None:
         """Called by the engine's thread, between its steps."""
         for event in events:
-            if isinstance(event, Verdict):
+            if isinstance(event, StepVerdict):
                 self._on_verdict(event)
             elif isinstance(event, SequenceFinished):
                 self._finished.put(event)

@@ -19,19 +19,19 @@ Prompt = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class PromptTurns:
     """The turns of a user, and the kind of task that they are."""
 
     task: str
     turns: tuple[str, ...]
 
 
-def read_conversations() -> list[Conversation]:
+def read_conversations() -> list[PromptTurns]:
     """Every row of the shared file, task by task in the file's order."""
-    by_task: dict[str, list[Conversation]] = {}
+    by_task: dict[str, list[PromptTurns]] = {}
     for line in TASK_FILE.read_text().splitlines():
         row = json.loads(line)
-        by_task.setdefault(row["task"], []).append(Conversation(row["task"], tuple(row["turns"])))
+        by_task.setdefault(row["task"], []).append(PromptTurns(row["task"], tuple(row["turns"])))
     return [one for of_task in by_task.values() for one in of_task]
 
 
@@ -41,12 +41,12 @@ def chat_tokens(tokenizer: Any, messages: Sequence[dict[str, str]]) -> Prompt:
     return tuple(ids)
 
 
-def first_turn_tokens(tokenizer: Any, conversation: Conversation) -> Prompt:
+def first_turn_tokens(tokenizer: Any, conversation: PromptTurns) -> Prompt:
     """Token ids of a conversation's first turn, up to where the model's answer begins."""
     return chat_tokens(tokenizer, [{"role": "user", "content": conversation.turns[0]}])
 
 
-def first_of_each_task(conversations: Iterable[Conversation], count: int) -> list[Conversation]:
+def first_of_each_task(conversations: Iterable[PromptTurns], count: int) -> list[PromptTurns]:
     """The first `count` of each task; all for 0."""
     taken = Counter[str]()
     chosen = []

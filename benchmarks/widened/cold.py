@@ -21,7 +21,7 @@ from benchmarks.serving.figures import Answer
 from benchmarks.shared.report import show
 from benchmarks.widened.run import REQUEST_SECONDS, Record, Tasks, named, parse, plan_of
 from benchmarks.widened.runs import Measuring, PromptCursor, decoding_rate, read_tasks
-from benchmarks.widened.services import Plan, Subject, started, subjects_of
+from benchmarks.widened.services import Subject, SweepPlan, started, subjects_of
 
 # The bar of the design: within 5 % of the settled speed after so long.
 COLD_SECONDS = 2.0
@@ -42,7 +42,7 @@ def _compared(cold: Sequence[Answer], settled: Sequence[Answer]) -> dict[str, An
     return {"answers": len(cold), "cold_per_second": rates[0], "settled_per_second": rates[1], "ratio": ratio}
 
 
-def measure(options: argparse.Namespace, plan: Plan, subject: Subject, tasks: Tasks) -> dict[str, Any]:
+def measure(options: argparse.Namespace, plan: SweepPlan, subject: Subject, tasks: Tasks) -> dict[str, Any]:
     """The row of one mode in one placement."""
 
     def run(tenant: str) -> list[Reply]:

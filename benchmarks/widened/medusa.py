@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.widened.model import CannotWiden, Shape, Widening
+from benchmarks.widened.model import CannotWiden, DecoderShape, Widening
 from draft_service.medusa.checkpoint import MedusaCheckpoint, save_heads
 from draft_service.medusa.head import MedusaHead
 from outrider.heads import head_source
@@ -29,7 +29,7 @@ def widen_medusa(source: str, wide_model: Path, folder: Path, device: str, dtype
         CannotWiden: the large model is narrower than the heads.
     """
     small = MedusaCheckpoint(source).load()
-    shape = Shape.of_model(json.loads((wide_model / "config.json").read_text()))
+    shape = DecoderShape.of_model(json.loads((wide_model / "config.json").read_text()))
     target = str(wide_model.resolve())
     config = replace(small.config, target_hidden_size=shape.hidden, target=target, target_layers=shape.layers)
     wide = MedusaHead(config, small.token_ids).to(dtype).requires_grad_(False)
@@ -38,7 +38,7 @@ def widen_medusa(source: str, wide_model: Path, folder: Path, device: str, dtype
     return wide.eval()
 
 
-def wide_heads(small: MedusaHead, shape: Shape, device: str, dtype: torch.dtype) -> dict[str, Tensor]:
+def wide_heads(small: MedusaHead, shape: DecoderShape, device: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """The state of the large heads, on the CPU. Raises `CannotWiden`."""
     width = small.config.target_hidden_size
     if width > shape.hidden:

@@ -53,7 +53,7 @@ Get = Callable[[str], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class DecoderShape:
     """Sizes of a decoder, or of the layer of a head."""
 
     hidden: int
@@ -69,7 +69,7 @@ class Shape:
         return self.heads // self.kv_heads
 
     @classmethod
-    def of_model(cls, config: Mapping[str, Any]) -> Shape:
+    def of_model(cls, config: Mapping[str, Any]) -> DecoderShape:
         """From the entries of a config.json."""
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
         return cls(
@@ -82,14 +82,14 @@ class Shape:
         )
 
     @classmethod
-    def of_head(cls, config: HeadConfig) -> Shape:
+    def of_head(cls, config: HeadConfig) -> DecoderShape:
         return cls(config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.intermediate_size)
 
 
 SHAPES = {
-    "8b": Shape(hidden=4096, heads=32, kv_heads=8, head_dim=128, inner=14336, layers=32),
+    "8b": DecoderShape(hidden=4096, heads=32, kv_heads=8, head_dim=128, inner=14336, layers=32),
     # For rehearsals on a CPU: little more than SmolLM2-135M has.
-    "test": Shape(hidden=1024, heads=16, kv_heads=4, head_dim=128, inner=2048, layers=31),
+    "test": DecoderShape(hidden=1024, heads=16, kv_heads=4, head_dim=128, inner=2048, layers=31),
 }
 
 
@@ -104,7 +104,7 @@ class Widening:
     of query and key heads, k the small number of key heads.
     """
 
-    def __init__(self, small: Shape, wide: Shape, device: str, dtype: torch.dtype) -> None:
+    def __init__(self, small: DecoderShape, wide: DecoderShape, device: str, dtype: torch.dtype) -> None:
         """Raises `CannotWiden`."""
         for name, value in asdict(small).items():
             if value > getattr(wide, name):
@@ -212,10 +212,10 @@ class Widening:
 
 
 def wide_tensors(
-    config: Mapping[str, Any], source: Mapping[str, Tensor], shape: Shape, device: str, dtype: torch.dtype
+    config: Mapping[str, Any], source: Mapping[str, Tensor], shape: DecoderShape, device: str, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, weight) of every weight of the large model."""
-    small = Shape.of_model(config)
+    small = DecoderShape.of_model(config)
     widening = Widening(small, shape, device, dtype)
     yield "model.embed_tokens.weight", widening.embedding(source["model.embed_tokens.weight"])
     for layer in range(shape.layers):
@@ -243,7 +243,7 @@ def _module(name: str) -> str:
     return f"mlp.{name}" if name in _MLP else name
 
 
-def wide_config(config: Mapping[str, Any], shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
+def wide_config(config: Mapping[str, Any], shape: DecoderShape, dtype: torch.dtype) -> dict[str, Any]:
     """config.json of the large model."""
     narrower = config["hidden_size"] / shape.hidden
     return {
@@ -268,7 +268,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-def widen_model(source: Path, folder: Path, shape: Shape, device: str, dtype: torch.dtype) -> int:
+def widen_model(source: Path, folder: Path, shape: DecoderShape, device: str, dtype: torch.dtype) -> int:
     """Write the large model with the small one's tokenizer. Returns bytes of weights. Raises `CannotWiden`."""
     config = json.loads((source / "config.json").read_text())
     if config["model_type"] != "llama" or config.get("attention_bias") or config.get("mlp_bias"):
@@ -280,12 +280,14 @@ def widen_model(source: Path, folder: Path, shape: Shape, device: str, dtype: to
 
 
 def widen_head(
-    source: str, model: Path, folder: Path, wide_model: Path, shape: Shape, device: str, dtype: torch.dtype
+    source: str, model: Path, folder: Path, wide_model: Path, shape: DecoderShape, device: str, dtype: torch.dtype
 ) -> EagleHead:
     """Write the head of the small `model` for the large one, and return it. Raises `CannotWiden`."""
     small = EagleCheckpoint(source).load(target=TargetCheckpoint(model))
     _check_head(small.config)
-    config = wide_head_config(small.config, shape, Shape.of_model(json.loads((model / "config.json").read_text())))
+    config = wide_head_config(
+        small.config, shape, DecoderShape.of_model(json.loads((model / "config.json").read_text()))
+    )
     config = replace(config, target=str(wide_model.resolve()))
     with torch.device("meta"):
         wide = EagleHead(config, None if small.token_ids is None else small.token_ids.to("cpu"))
@@ -307,7 +309,7 @@ def _check_head(config: HeadConfig) -> None:
         raise CannotWiden("the head is not as wide as its target")
 
 
-def wide_head_config(config: HeadConfig, shape: Shape, small_model: Shape) -> HeadConfig:
+def wide_head_config(config: HeadConfig, shape: DecoderShape, small_model: DecoderShape) -> HeadConfig:
     """The head's configuration in the large shape. If it reads the state after the last norm, it still does."""
     layers = config.layers_of(small_model.layers)
     return replace(
@@ -323,11 +325,11 @@ def wide_head_config(config: HeadConfig, shape: Shape, small_model: Shape) -> He
     )
 
 
-def wide_head_tensors(small: EagleHead, shape: Shape, device: str, dtype: torch.dtype) -> dict[str, Tensor]:
+def wide_head_tensors(small: EagleHead, shape: DecoderShape, device: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """The state of the large head on the CPU, its embedding included."""
     state: dict[str, Tensor] = dict(small.state_dict())
     features = small.config.num_features
-    widening = Widening(Shape.of_head(small.config), replace(shape, layers=1), device, dtype)
+    widening = Widening(DecoderShape.of_head(small.config), replace(shape, layers=1), device, dtype)
     layer = "layers.0."
 
     def get(name: str) -> Tensor:

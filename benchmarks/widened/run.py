@@ -53,8 +53,8 @@ from benchmarks.widened.services import (
     PLACEMENTS,
     PLAIN,
     REMEMBER,
-    Plan,
     Subject,
+    SweepPlan,
     started,
     subjects_of,
     tails,
@@ -104,7 +104,7 @@ def _gpus() -> list[str]:
     return subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip().splitlines()
 
 
-def sweep(options: argparse.Namespace, plan: Plan, tasks: Tasks, record: Record) -> None:
+def sweep(options: argparse.Namespace, plan: SweepPlan, tasks: Tasks, record: Record) -> None:
     """Measure every mode in every placement. One that fails has a row with its error."""
     groups = [[one] for one in options.temperature] if options.apart else [options.temperature]
     for temperatures in groups:
@@ -245,9 +245,9 @@ def parse(arguments: Sequence[str] | None = None, about: str | None = __doc__) -
     return options
 
 
-def plan_of(options: argparse.Namespace) -> Plan:
+def plan_of(options: argparse.Namespace) -> SweepPlan:
     """The plan of the services with these options."""
-    return Plan(
+    return SweepPlan(
         model=str(folder_of(options.model)),
         head=str(head_source(options.head)) if options.head else "",
         medusa=options.medusa,

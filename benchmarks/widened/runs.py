@@ -13,7 +13,7 @@ from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.serving.clients import Clients, Reply, Request
+from benchmarks.serving.clients import Clients, Reply, ServingRequest
 from benchmarks.serving.figures import Answer, Window
 from benchmarks.shared.report import percentile
 from benchmarks.shared.workload import Prompt, chat_tokens
@@ -50,7 +50,7 @@ class PromptCursor:
     """
 
     def __init__(self, tasks: Mapping[str, Sequence[Prompt]], verification: str = "") -> None:
-        """`verification` is that of every request; see `Request`."""
+        """`verification` is that of every request; see `ServingRequest`."""
         self._verification = verification
         rng = random.Random(_SHUFFLE_SEED)
         shuffled = [rng.sample(list(prompts), len(prompts)) for _, prompts in sorted(tasks.items())]
@@ -66,7 +66,7 @@ class PromptCursor:
         """How often every prompt has been taken."""
         return self._taken // len(self._measured)
 
-    def take(self, count: int, tokens: int, temperature: float) -> list[Request]:
+    def take(self, count: int, tokens: int, temperature: float) -> list[ServingRequest]:
         """The next `count` requests. Each has its own seed, the same for every service."""
         left = -self._taken % len(self._measured)
         if left < count <= len(self._measured):
@@ -74,7 +74,7 @@ class PromptCursor:
         self._taken += count
         return self._requests(self._measured, "measured", range(self._taken - count, self._taken), tokens, temperature)
 
-    def settling(self, count: int, tokens: int, temperature: float, at_once: int = 1) -> list[Request]:
+    def settling(self, count: int, tokens: int, temperature: float, at_once: int = 1) -> list[ServingRequest]:
         """Requests that are not measured; no tenant gets a prompt twice. Where more run `at_once` than there are
         prompts to warm up with, they have all prompts, but are other tenants than those that are measured."""
         prompts, kind = (self.warm, "settling") if at_once <= len(self.warm) else (self._all, "crowd")
@@ -83,13 +83,13 @@ class PromptCursor:
 
     def _requests(
         self, prompts: Sequence[Prompt], kind: str, numbers: range, tokens: int, temperature: float
-    ) -> list[Request]:
+    ) -> list[ServingRequest]:
         requests = []
         for number in numbers:
             lap, place = divmod(number, len(prompts))
             tenant = "-".join(filter(None, (self._verification, kind, str(lap))))
             requests.append(
-                Request(prompts[place], tokens, tenant, temperature, number, verification=self._verification)
+                ServingRequest(prompts[place], tokens, tenant, temperature, number, verification=self._verification)
             )
         return requests
 
@@ -237,7 +237,8 @@ class Measuring:
         tokens: int,
         verification: str = "",
     ) -> None:
-        """`page` is the URL of the target's metrics, `tokens` the length of answers, `verification` as in `Request`."""
+        """`page` is the URL of the target's metrics, `tokens` the length of answers, `verification` as in
+        `ServingRequest`."""
         self._clients = clients
         self._page = page
         self._tokens = tokens
@@ -257,12 +258,12 @@ class Measuring:
             requests = self._cursor.settling(each * concurrency, self._tokens, temperature, concurrency)
             self._clients.streams(requests, concurrency, seconds)
 
-    def repeat(self, concurrency: int, temperature: float, count: int, waves: bool) -> tuple[Run, list[Request]]:
+    def repeat(self, concurrency: int, temperature: float, count: int, waves: bool) -> tuple[Run, list[ServingRequest]]:
         """`count` new prompts; see `run`."""
         requests = self._cursor.take(count, self._tokens, temperature)
         return self.run(requests, concurrency, waves), requests
 
-    def run(self, requests: Sequence[Request], concurrency: int, waves: bool) -> Run:
+    def run(self, requests: Sequence[ServingRequest], concurrency: int, waves: bool) -> Run:
         """Send the requests, in waves that wait for their last answer, or each slot's one after the other."""
         size = concurrency if waves else len(requests)
         before, begin = fetch(self._page), time.monotonic()

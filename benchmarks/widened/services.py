@@ -51,7 +51,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
-class Plan:
+class SweepPlan:
     """Settings of all services of a sweep.
 
     Attributes:
@@ -91,7 +91,7 @@ class Subject(NamedTuple):
         return "-".join(filter(None, (self.mode, self.placement.replace(" ", "-").lower())))
 
 
-class Service(NamedTuple):
+class RunningTarget(NamedTuple):
     """A target that takes calls: its address, and the URL of its metrics."""
 
     address: str
@@ -111,7 +111,7 @@ def subjects_of(modes: list[str], placements: list[str]) -> list[Subject]:
     return list(dict.fromkeys(found))
 
 
-def draft_settings(plan: Plan, subject: Subject) -> DraftSettings:
+def draft_settings(plan: SweepPlan, subject: Subject) -> DraftSettings:
     """The draft service of a mode. Raises `KeyError` for a mode without a draft."""
     drafter = DRAFTERS[subject.mode]
     device = "cpu"
@@ -127,7 +127,7 @@ def draft_settings(plan: Plan, subject: Subject) -> DraftSettings:
     return DraftSettings(drafter, head, plan.model, device, flags)
 
 
-def target_settings(plan: Plan, subject: Subject) -> dict[str, Any]:
+def target_settings(plan: SweepPlan, subject: Subject) -> dict[str, Any]:
     """The target's settings by name, without addresses. The mode's own override those of the plan."""
     settings: dict[str, Any] = {
         "model": plan.model,
@@ -149,7 +149,7 @@ def target_settings(plan: Plan, subject: Subject) -> dict[str, Any]:
 
 
 @contextmanager
-def started(plan: Plan, subject: Subject) -> Iterator[Service]:
+def started(plan: SweepPlan, subject: Subject) -> Iterator[RunningTarget]:
     """The services of a subject, once the target is connected to its draft. Both are loaded at the same time.
 
     Raises `RuntimeError` if one does not start.
@@ -174,7 +174,7 @@ def started(plan: Plan, subject: Subject) -> Iterator[Service]:
         begin = time.monotonic()
         for name, one in running.items():
             wait_for(f"unix:{folder}/{name}", one)
-        service = Service(addresses["listen"], f"http://{addresses['metrics_listen']}/metrics")
+        service = RunningTarget(addresses["listen"], f"http://{addresses['metrics_listen']}/metrics")
         if draft is not None:
             _wait_for_draft(service.page)
         show(f"{subject.name}: up after {time.monotonic() - begin:.1f} s")
@@ -184,7 +184,7 @@ def started(plan: Plan, subject: Subject) -> Iterator[Service]:
         yield service
 
 
-def _draft_address(plan: Plan, folder: Path, stack: ExitStack) -> str:
+def _draft_address(plan: SweepPlan, folder: Path, stack: ExitStack) -> str:
     """The address that the target connects to: the draft's or the delaying proxy's."""
     if not plan.delay_ms:
         return f"unix:{folder}/draft"
@@ -241,7 +241,7 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def tails(plan: Plan, subject: Subject) -> str:
+def tails(plan: SweepPlan, subject: Subject) -> str:
     """The last lines of a subject's logs."""
     found = []
     for log in sorted(plan.logs.glob(f"{subject.name}.*.log")):

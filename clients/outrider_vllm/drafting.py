@@ -16,7 +16,7 @@ from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import MAX_ROWS
 from outrider.wire.frames import DraftInfo, OpenSequence, SequenceAdvance, SequenceGrowth, TreeLimits
 from outrider_vllm.config import ProposerConfig
-from outrider_vllm.tracking import Request, Seen, Tokens
+from outrider_vllm.tracking import Seen, Tokens, TrackedRequest
 
 # vLLM shows and formats what is below its own name, and nothing else.
 log = logging.getLogger("vllm.outrider")
@@ -29,7 +29,7 @@ class _OpenRequest(NamedTuple):
     tree: GrowingTree
 
 
-class Drafting(DraftInbox):
+class RequestDrafts(DraftInbox):
     """The draft's tree of each request. A late, dead or lying draft costs speed and nothing else. All but the inbox
     belongs to the thread that proposes."""
 
@@ -101,7 +101,7 @@ class Drafting(DraftInbox):
         self._refuse(number)
         return False
 
-    def wait_for(self, requests: Sequence[Request], deadline: float) -> None:
+    def wait_for(self, requests: Sequence[TrackedRequest], deadline: float) -> None:
         """Wait until the draft has answered for each request, to a time of the monotonic clock at most; not at all for
         a draft that was late lately."""
         self.listen()
@@ -117,12 +117,12 @@ class Drafting(DraftInbox):
                 return
             self.listen()
 
-    def _owed(self, requests: Sequence[Request]) -> list[GrowingTree]:
+    def _owed(self, requests: Sequence[TrackedRequest]) -> list[GrowingTree]:
         """The trees of requests that the draft has not answered yet."""
         followed = (self._open_requests.get(request.number) for request in requests)
         return [one.tree for one in followed if one is not None and not one.tree.answered]
 
-    def chain(self, request: Request, max_tokens: int) -> list[int]:
+    def chain(self, request: TrackedRequest, max_tokens: int) -> list[int]:
         """The best chain that is known below the request's last token, of at most `max_tokens`; empty for none."""
         followed = self._open_requests.get(request.number)
         if followed is None or max_tokens < 1:
@@ -135,7 +135,7 @@ class Drafting(DraftInbox):
             return []
         return best_chain(tree.token_ids, tree.parents, tree.scores, max_tokens)
 
-    def close(self, requests: Iterable[Request]) -> None:
+    def close(self, requests: Iterable[TrackedRequest]) -> None:
         """Forget requests, here and at the draft."""
         numbers = [request.number for request in requests]
         self._refused.difference_update(numbers)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from outrider.drafting.link import connect_draft
 from outrider_vllm.config import ProposerConfig
-from outrider_vllm.drafting import Drafting, log
+from outrider_vllm.drafting import RequestDrafts, log
 from outrider_vllm.tracking import RequestTracker, Seen, Tokens
 
 # Between two log lines about errors of ours, of which every step may have one.
@@ -36,7 +36,7 @@ class Proposer:
         self._max_length: int = vllm_config.model_config.max_model_len
         vocabulary_size: int = vllm_config.model_config.get_vocab_size()
         self._tracker = RequestTracker(vllm_config.scheduler_config.max_num_seqs)
-        self._drafting = Drafting(self._config, vocabulary_size)
+        self._drafting = RequestDrafts(self._config, vocabulary_size)
         # Of all steps so far: those with requests, tokens proposed, and those of them that vLLM kept.
         self._steps = self._tokens_proposed = self._tokens_accepted = 0
         # Tokens proposed for each request in the step before, by the request's number.

@@ -26,7 +26,7 @@ ABSENT_SECONDS = 1.0
 
 
 @dataclass(eq=False)
-class Request:
+class TrackedRequest:
     """A request that was seen: the place, length, end and digest of its text. Its `number` is never used twice."""
 
     number: int
@@ -58,7 +58,7 @@ class Request:
 class Seen:
     """A request in a row of this step, and the tokens that its text has grown by; all of them for a new request."""
 
-    request: Request
+    request: TrackedRequest
     fresh: Tokens
 
 
@@ -68,7 +68,7 @@ class RequestTracker:
     def __init__(self, max_requests: int) -> None:
         """Of requests that are in no row, as many are remembered as rows there may be: `max_requests`."""
         self._max_absent = max_requests
-        self._requests: set[Request] = set()
+        self._requests: set[TrackedRequest] = set()
         self._last_number = 0
         self._step = 0
 
@@ -82,7 +82,7 @@ class RequestTracker:
         by_age = sorted(self._requests, key=lambda request: request.seen_step)
         unclaimed = {request.row: request for request in by_age}
         absent = [request for request in by_age if unclaimed[request.row] is not request]
-        found: list[Request | None] = []
+        found: list[TrackedRequest | None] = []
         for row, text in enumerate(texts):
             request = unclaimed.get(row)
             found.append(unclaimed.pop(row) if request is not None and request.may_begin(text) else None)
@@ -92,17 +92,17 @@ class RequestTracker:
             for row, (text, request) in enumerate(zip(texts, found, strict=True))
         ]
 
-    def _seen(self, row: int, text: Tokens, request: Request | None) -> Seen:
+    def _seen(self, row: int, text: Tokens, request: TrackedRequest | None) -> Seen:
         if request is None:
             self._last_number += 1
-            request = Request(self._last_number, row)
+            request = TrackedRequest(self._last_number, row)
             self._requests.add(request)
         fresh = text[request.length :]
         request.extend(text)
         request.row, request.seen_step, request.seen_at = row, self._step, time.monotonic()
         return Seen(request, fresh)
 
-    def evict_absent(self) -> list[Request]:
+    def evict_absent(self) -> list[TrackedRequest]:
         """Forget the requests that have been in no row for long, or that are too many. Returns them."""
         absent = [request for request in self._requests if request.seen_step < self._step]
         absent.sort(key=lambda request: request.seen_step)
@@ -111,16 +111,16 @@ class RequestTracker:
         self._requests.difference_update(evicted)
         return evicted
 
-    def _is_long_absent(self, request: Request) -> bool:
+    def _is_long_absent(self, request: TrackedRequest) -> bool:
         return self._step - request.seen_step > ABSENT_STEPS or time.monotonic() - request.seen_at > ABSENT_SECONDS
 
-    def clear(self) -> Iterator[Request]:
+    def clear(self) -> Iterator[TrackedRequest]:
         """Forget every request; each is handed back once."""
         while self._requests:
             yield self._requests.pop()
 
 
-def _found(text: Tokens, absent: list[Request]) -> Request | None:
+def _found(text: Tokens, absent: list[TrackedRequest]) -> TrackedRequest | None:
     """The longest request that `text` begins with, taken out of `absent`."""
     likely = sorted((one for one in absent if one.may_begin(text)), key=lambda one: one.length, reverse=True)
     for request in likely:

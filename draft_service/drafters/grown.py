@@ -19,7 +19,7 @@ from outrider.sampling import VerificationMode
 from outrider.tree import TokenTree
 
 
-class Grown(NamedTuple):
+class GrownTrees(NamedTuple):
     """Trees of n sequences, in the order of `TokenTree`: row 0 is the root, path probability falls, parents come first.
     Entries after a tree's last row are undefined. All arrays are contiguous."""
 
@@ -28,7 +28,7 @@ class Grown(NamedTuple):
     sizes: RowHeads  # [n, ..] rows of each tree, in column 0
 
     @classmethod
-    def of(cls, trees: Sequence[TokenTree]) -> Grown:
+    def of(cls, trees: Sequence[TokenTree]) -> GrownTrees:
         """Trees as arrays; distributions are left out."""
         grown = cls.roots([tree.token_ids[0] for tree in trees], max(map(len, trees), default=1))
         for i, tree in enumerate(trees):
@@ -38,7 +38,7 @@ class Grown(NamedTuple):
         return grown
 
     @classmethod
-    def roots(cls, roots: Sequence[int], rows: int) -> Grown:
+    def roots(cls, roots: Sequence[int], rows: int) -> GrownTrees:
         """Trees of a root alone, with room for `rows` rows."""
         count = len(roots)
         trees, scores = np.zeros((count, 2, rows), np.int32), np.ones((count, rows))
@@ -71,13 +71,13 @@ class Pending:
     """Trees that are being made."""
 
     # Waits for them, or computes them: the smaller trees if told so and there are any, and else the whole ones.
-    wait: Callable[[bool], Grown]
+    wait: Callable[[bool], GrownTrees]
     elsewhere: bool = False  # another device computes them
     early: bool = False  # smaller trees are ready sooner; the whole trees contain them
     # Whether they may still be fetched: not once the drafter has begun others in their place.
     fresh: Callable[[], bool] = lambda: True
 
-    def fetch(self) -> Grown:
+    def fetch(self) -> GrownTrees:
         """The whole trees, while they are `fresh`."""
         return self.wait(False)
 
@@ -92,7 +92,7 @@ class ArrayDrafter(Protocol):
         `Pending.fresh`."""
 
 
-def computed(grown: Grown) -> Pending:
+def computed(grown: GrownTrees) -> Pending:
     """Trees that are computed already."""
     return Pending(lambda _early: grown)
 
@@ -102,13 +102,13 @@ def among(sequences: Sequence[DraftSequence], places: list[int], pending: Pendin
     roots."""
     roots = [sequence.root for sequence in sequences]
     if pending is None:
-        return computed(Grown.roots(roots, 1))
+        return computed(GrownTrees.roots(roots, 1))
     if len(places) == len(sequences):
         return pending
 
-    def wait(early: bool) -> Grown:
+    def wait(early: bool) -> GrownTrees:
         found = pending.wait(early)
-        whole = Grown.roots(roots, found.trees.shape[2])
+        whole = GrownTrees.roots(roots, found.trees.shape[2])
         whole.trees[places], whole.scores[places] = found.trees, found.scores
         whole.sizes[places, 0] = found.sizes[:, 0]
         return whole
@@ -118,7 +118,7 @@ def among(sequences: Sequence[DraftSequence], places: list[int], pending: Pendin
 
 def in_order(
     sequences: Sequence[DraftSequence],
-    grow: Callable[[list[DraftSequence]], Grown],
+    grow: Callable[[list[DraftSequence]], GrownTrees],
     draw: Callable[[list[DraftSequence]], Sequence[TokenTree]],
 ) -> list[TokenTree]:
     """A tree for each, in order. Those of REJECTION requests are drawn, since they carry distributions; all others are

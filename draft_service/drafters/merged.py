@@ -27,7 +27,7 @@ from draft_service.drafters.base import (
     fingerprint_of,
     tree_limits,
 )
-from draft_service.drafters.grown import ArrayDrafter, Grown, Pending, computed, in_order
+from draft_service.drafters.grown import ArrayDrafter, GrownTrees, Pending, computed, in_order
 from draft_service.drafters.merging import merge_grown
 from outrider.errors import NotSupported
 from outrider.settings import Settings, SettingsError, setting
@@ -92,7 +92,7 @@ class MergedDrafter(Drafter):
         """Start every drafter, and compile what merges and packs their trees."""
         for part in self._parts:
             part.start()
-        alone = Grown.roots([0], 1)
+        alone = GrownTrees.roots([0], 1)
         merge_grown([alone] * len(self._parts), [1]).packed([(0, 0, 1, 1)])
 
     def stop(self) -> None:
@@ -136,7 +136,7 @@ class MergedDrafter(Drafter):
         begun = [_begin(part, own) for part, own in zip(self._parts, views, strict=True)]
         nodes = [tree_limits(self.limits, sequence.limits).max_nodes for sequence in sequences]
 
-        def wait(early: bool) -> Grown:
+        def wait(early: bool) -> GrownTrees:
             # First those computed here, while the other devices compute.
             found = {number: part.fetch() for number, part in enumerate(begun) if not part.elsewhere}
             found |= {number: part.wait(early and part.early) for number, part in enumerate(begun) if part.elsewhere}
@@ -167,7 +167,7 @@ class MergedDrafter(Drafter):
 def _begin(part: Drafter, sequences: Sequence[DraftSequence]) -> Pending:
     if isinstance(part, ArrayDrafter):
         return part.begin(sequences)
-    return computed(Grown.of(part.propose(sequences)))
+    return computed(GrownTrees.of(part.propose(sequences)))
 
 
 SPEC = DrafterSpec("merged", MergedConfig, MergedDrafter, parts=lambda config: config.names)

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import numpy as np
 
 from draft_service.compiling import Numbers, Reals, compiled, inlined
-from draft_service.drafters.grown import Grown
+from draft_service.drafters.grown import GrownTrees
 from draft_service.drafters.packing import RowHeads
 
 
-def merge_grown(parts: Sequence[Grown], nodes: Sequence[int]) -> Grown:
+def merge_grown(parts: Sequence[GrownTrees], nodes: Sequence[int]) -> GrownTrees:
     """The best nodes of trees with one and the same root, likeliest first, parents first; for many sequences: `parts`
     are the trees of all sequences by each drafter, and `nodes` has one bound per sequence.
 
@@ -25,7 +25,7 @@ def merge_grown(parts: Sequence[Grown], nodes: Sequence[int]) -> Grown:
     for number, part in enumerate(parts):
         rows = part.trees.shape[2]
         trees[number, :, :, :rows], scores[number, :, :rows], sizes[number] = part.trees, part.scores, part.sizes[:, 0]
-    merged = Grown.roots([0] * count, 1 + max(nodes, default=0))
+    merged = GrownTrees.roots([0] * count, 1 + max(nodes, default=0))
     _merge(trees, scores, sizes, np.array(nodes, np.int64), merged.trees, merged.scores, merged.sizes)
     return merged
 

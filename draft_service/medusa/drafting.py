@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from draft_service.drafters.base import DraftSequence
-from draft_service.drafters.grown import Grown, Pending, computed, in_order
+from draft_service.drafters.grown import GrownTrees, Pending, computed, in_order
 from draft_service.medusa.fixed_trees import FixedTree
 from draft_service.medusa.growth import grown
 from draft_service.medusa.head import MedusaHead
@@ -54,7 +54,7 @@ class MedusaDrafting:
         tokens, probs = (part.reshape(len(sequences), shape.num_steps, -1) for part in candidates)
         return tokens, probs
 
-    def _grown(self, sequences: Sequence[DraftSequence]) -> Grown:
+    def _grown(self, sequences: Sequence[DraftSequence]) -> GrownTrees:
         tokens, probs = self._candidates(sequences)
         roots = [one.root for one in sequences]
         return grown(rules_of(sequences, self._shape), tokens, probs, roots, self._tree)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from draft_service.compiling import Numbers, Reals, compiled, inlined, largest
-from draft_service.drafters.grown import Grown
+from draft_service.drafters.grown import GrownTrees
 from draft_service.drafters.packing import RowHeads
 from draft_service.medusa.fixed_trees import FixedTree
 from draft_service.neural.level_growth import DEPTH, NODES, Probs, Rules, score_candidates
@@ -112,7 +112,7 @@ def grow_fixed(rules: Rules, ranked: Ranked, tree: FixedTree, trees: Numbers, sc
         sizes[b, 0] = rows
 
 
-def grown(rules: Rules, tokens: Numbers, probs: Probs, roots: list[int], tree: FixedTree | None = None) -> Grown:
+def grown(rules: Rules, tokens: Numbers, probs: Probs, roots: list[int], tree: FixedTree | None = None) -> GrownTrees:
     """The trees of B sequences in GREEDY or COUPLED mode.
 
     Args:
@@ -123,7 +123,7 @@ def grown(rules: Rules, tokens: Numbers, probs: Probs, roots: list[int], tree: F
     shape = (count, depths, rules.breadth)
     ranked = Ranked(np.zeros(shape, np.int32), np.zeros(shape), np.zeros((count, depths), np.int32))
     rank(rules, tokens, probs, ranked)
-    trees = Grown.roots(roots, 1 + int(rules.ints[:, NODES].max(initial=0)))
+    trees = GrownTrees.roots(roots, 1 + int(rules.ints[:, NODES].max(initial=0)))
     if tree is None:
         grow_best_first(rules, ranked, *trees)
     else:

@@ -72,7 +72,7 @@ class ModuleEntry(CacheEntry):
     reaching: int = 0  # number of modules, from the first on, whose last row is of the last token
 
 
-class _Run(NamedTuple):
+class _UnreadRows(NamedTuple):
     """Committed rows that a module is about to read: tokens, and the position of the first."""
 
     entry: ModuleEntry
@@ -124,12 +124,12 @@ class ModuleDrafting(TreeDrafting):
     def _extend(self, pieces: Sequence[Extension], carried: Tensor | None) -> None:
         """One pass of every module over committed rows."""
         assert carried is not None, "modules read states"
-        runs: list[_Run] = []
+        runs: list[_UnreadRows] = []
         for cached, token_ids, position in pieces:
             entry = _own(cached)
             # The next row's position is that of the root's children, if no token is skipped.
             reaching = entry.reaching if position == entry.position else 0
-            runs.append(_Run(entry, token_ids, position, reaching))
+            runs.append(_UnreadRows(entry, token_ids, position, reaching))
             entry.position, entry.reaching = position + len(token_ids), 0
         for number, states in enumerate(self._states):
             continued = [run.entry.pages for run in runs if run.reaching > number]
@@ -139,7 +139,7 @@ class ModuleDrafting(TreeDrafting):
             if not runs:
                 return
 
-    def _read_runs(self, number: int, runs: Sequence[_Run], carried: Tensor) -> Tensor:
+    def _read_runs(self, number: int, runs: Sequence[_UnreadRows], carried: Tensor) -> Tensor:
         """A module's pass over committed rows, given their states [rows, C]. Returns the next states, [rows, C]."""
         rows = PassRows()
         for entry, token_ids, position, _ in runs:
@@ -198,10 +198,12 @@ class ModuleDrafting(TreeDrafting):
         return tails, sources, newest
 
 
-def _next_runs(number: int, runs: Sequence[_Run], output: Tensor, last: Tensor | None) -> tuple[list[_Run], Tensor]:
+def _next_runs(
+    number: int, runs: Sequence[_UnreadRows], output: Tensor, last: Tensor | None
+) -> tuple[list[_UnreadRows], Tensor]:
     """The tokens that the next module reads, and this module's states at the token before each, given its `output`
     [rows, C] for the runs, and its `last` states [n, C] before each of the n runs that it continues."""
-    onward, sources, end, before = list[_Run](), list[int](), 0, len(output)
+    onward, sources, end, before = list[_UnreadRows](), list[int](), 0, len(output)
     for run in runs:
         begin, end = end, end + len(run.token_ids)
         if run.reaching > number:

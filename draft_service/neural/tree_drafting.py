@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draft_service.compiling import Numbers
 from draft_service.drafters.base import DraftSequence, tree_limits
-from draft_service.drafters.grown import Grown, Pending, computed
+from draft_service.drafters.grown import GrownTrees, Pending, computed
 from draft_service.neural.candidates import candidates_wanted, most_probable, temperature_of
 from draft_service.neural.config import NeuralConfig
 from draft_service.neural.level_growth import (
@@ -216,9 +216,9 @@ def rules_of(sequences: Sequence[DraftSequence], shape: TreeShape) -> Rules:
     )
 
 
-def best_items(forest: Forest, rules: Rules, sequences: Sequence[DraftSequence]) -> Grown:
+def best_items(forest: Forest, rules: Rules, sequences: Sequence[DraftSequence]) -> GrownTrees:
     """The best nodes of every tree, as many as its request allows."""
-    grown = Grown.roots([one.root for one in sequences], 1 + int(rules.ints[:, NODES].max()))
+    grown = GrownTrees.roots([one.root for one in sequences], 1 + int(rules.ints[:, NODES].max()))
     for b in range(len(sequences)):
         items = kept_items(forest, b, int(rules.ints[b, NODES]))
         rows = len(items)

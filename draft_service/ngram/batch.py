@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from draft_service.compiling import Numbers, Reals, compiled, inlined, pointer
-from draft_service.drafters.grown import Grown
+from draft_service.drafters.grown import GrownTrees
 from draft_service.drafters.packing import signed
 from draft_service.ngram.arrays import COLUMNS, Tokens, insert
-from draft_service.ngram.growth import Shape, grow
+from draft_service.ngram.growth import TreeBounds, grow
 from draft_service.ngram.prediction import UNIT, Evidence, Trie
 from draft_service.ngram.trie import NgramTrie
 from outrider.wire.frames import TreeLimits
@@ -95,7 +95,7 @@ def learn_and_grow(
         trees[i, 0, 0], trees[i, 1, 0], scores[i, 0] = window[longest - 1], 0, 1.0
         if row[NODES] > 0:
             breadth, coupled = int(rules[BREADTH]), row[COUPLED] != 0
-            shape = Shape(row[NODES], row[DEPTH], breadth, rules[FLOOR], coupled, powers[place], rules[SHARPNESS])
+            shape = TreeBounds(row[NODES], row[DEPTH], breadth, rules[FLOOR], coupled, powers[place], rules[SHARPNESS])
             three = own, _trie_at(tries, asked[i, 1]), _trie_at(tries, asked[i, 2])
             context = window[longest - row[KNOWN] : longest]
             seed, position = np.uint64(row[SEED]), np.uint64(row[LENGTH])
@@ -147,7 +147,7 @@ class TrieBatch:
         self._table[place, KNOWN : LENGTH + 1] = len(recent), len(token_ids)
         self.moved(place, own)
 
-    def grow(self, tries: Sequence[NgramTrie], asked: Sequence[Asked], fresh: Sequence[int]) -> Grown:
+    def grow(self, tries: Sequence[NgramTrie], asked: Sequence[Asked], fresh: Sequence[int]) -> GrownTrees:
         """Insert the fresh tokens of these sequences, and grow their trees, which the next call overwrites. Column 1 of
         their `sizes` has the rows that the own trie now uses. For the arguments see `learn_and_grow`; a tree has at
         most `ROOM` of the fresh tokens.
@@ -175,7 +175,7 @@ class TrieBatch:
             self._scores,
             rows,
         )
-        return Grown(self._trees[:count], self._scores[:count], rows)
+        return GrownTrees(self._trees[:count], self._scores[:count], rows)
 
     def _widen(self) -> None:
         before = len(self._table)

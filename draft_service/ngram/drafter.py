@@ -12,14 +12,14 @@ import numpy as np
 
 from draft_service.compiling import Reals
 from draft_service.drafters.base import CorpusGrowth, Drafter, DrafterSpec, DraftSequence, tree_limits
-from draft_service.drafters.grown import Grown, Pending, in_order
+from draft_service.drafters.grown import GrownTrees, Pending, in_order
 from draft_service.ngram import snapshot
 from draft_service.ngram.arrays import Tokens
 from draft_service.ngram.batch import BREADTH, FLOOR, HALF_LIFE, ROOM, SHARPNESS, TRIE_DEPTH, Asked, TrieBatch
 from draft_service.ngram.config import NEVER_LOG2, RACE_SHARPNESS, TrieConfig
 from draft_service.ngram.corpora import Corpora
 from draft_service.ngram.drawn_growth import draw_tree
-from draft_service.ngram.growth import Shape
+from draft_service.ngram.growth import TreeBounds
 from draft_service.ngram.learning import Learner
 from draft_service.ngram.own_tries import OwnRows
 from draft_service.ngram.prediction import UNIT
@@ -39,7 +39,7 @@ _COLDEST = 0.1
 
 
 @dataclass(slots=True)
-class _OpenSequence:
+class _NgramSequence:
     """State of one sequence: its own trie, its row in the batch's tables, how many of its tokens the tenant's trie has
     learnt, and the tokens that are inserted with the next tree."""
 
@@ -96,11 +96,11 @@ class NgramDrafter(Drafter):
         nodes = 0 if sequence.mode is VerificationMode.REJECTION else limits.max_nodes
         power = _gumbel_max_power(sequence) if sequence.mode is VerificationMode.COUPLED else None
         place = self._batch.enter(own, sequence.token_ids, replace(limits, max_nodes=nodes), power, sequence.seed)
-        sequence.state = _OpenSequence(own, place, taught=0 if config.learn_prompts else sequence.prompt_length)
+        sequence.state = _NgramSequence(own, place, taught=0 if config.learn_prompts else sequence.prompt_length)
         self._teach(sequence)
 
     def advance(self, sequence: DraftSequence, committed: Sequence[int]) -> None:
-        followed: _OpenSequence = sequence.state
+        followed: _NgramSequence = sequence.state
         own, fresh, depth = followed.own, followed.fresh, self._config.depth
         fresh.extend(committed)
         before = len(own.rows)
@@ -133,18 +133,18 @@ class NgramDrafter(Drafter):
         """See `ArrayDrafter.begin`; everything is computed when the trees are fetched."""
         return Pending(lambda _early: self.grow(sequences))
 
-    def grow(self, sequences: Sequence[DraftSequence]) -> Grown:
+    def grow(self, sequences: Sequence[DraftSequence]) -> GrownTrees:
         """The trees of sequences without a REJECTION request. The next call overwrites them."""
         grown = self._grow(sequences)
         self._teach_due(sequences)
         return grown
 
-    def _grow(self, sequences: Sequence[DraftSequence]) -> Grown:
+    def _grow(self, sequences: Sequence[DraftSequence]) -> GrownTrees:
         tries, asked, fresh = self._asked(sequences)
         with _Held(tries):
             grown = self._batch.grow(tries, asked, fresh)
         for sequence, (_, used) in zip(sequences, grown.sizes.tolist(), strict=True):
-            followed: _OpenSequence = sequence.state
+            followed: _NgramSequence = sequence.state
             followed.own.used = used
             followed.fresh.clear()
         return grown
@@ -209,7 +209,7 @@ class NgramDrafter(Drafter):
                     if places.setdefault(id(trie), len(tries)) == len(tries):
                         tries.append(trie)
                 pair = numbers[names] = places[id(tenant)], places[id(shared)]
-            followed: _OpenSequence = sequence.state
+            followed: _NgramSequence = sequence.state
             asked.append((followed.place, *pair, len(followed.fresh)))
             fresh += followed.fresh
         return tries, asked, fresh
@@ -218,7 +218,7 @@ class NgramDrafter(Drafter):
         """A tree whose nodes are drawn, with the fresh tokens inserted already."""
         limits = tree_limits(self.limits, sequence.limits)
         bounds = limits.max_nodes, limits.max_depth, self._config.breadth, self._config.min_score
-        shape = Shape(*bounds, coupled=False, power=_gumbel_max_power(sequence), sharpness=RACE_SHARPNESS)
+        shape = TreeBounds(*bounds, coupled=False, power=_gumbel_max_power(sequence), sharpness=RACE_SHARPNESS)
         return draw_tree((own.arrays(), tenant.arrays(), shared.arrays()), sequence, self._evidence, shape)
 
     def _rules(self) -> Reals:

@@ -14,7 +14,7 @@ import numpy as np
 from draft_service.compiling import Numbers, Reals, compiled, inlined, largest
 from draft_service.drafters.base import MOST_CONFIDENT, DraftSequence
 from draft_service.ngram.arrays import Tokens
-from draft_service.ngram.growth import OPEN_FLOOR, Shape
+from draft_service.ngram.growth import OPEN_FLOOR, TreeBounds
 from draft_service.ngram.prediction import (
     MAX_CANDIDATES,
     MAX_MATCH,
@@ -72,7 +72,7 @@ class _Rows(NamedTuple):
 def _open_row(
     tries: Tries,
     evidence: Evidence,
-    shape: Shape,
+    shape: TreeBounds,
     row: int,
     tree: Numbers,
     distributions: Distributions,
@@ -101,7 +101,7 @@ def grow_drawn(
     tries: Tries,
     context: Tokens,
     evidence: Evidence,
-    shape: Shape,
+    shape: TreeBounds,
     coins: np.uint64,
     tree: Numbers,
     scores: Reals,
@@ -147,7 +147,7 @@ def grow_drawn(
     return limit
 
 
-def draw_tree(tries: Tries, sequence: DraftSequence, evidence: Evidence, shape: Shape) -> TokenTree:
+def draw_tree(tries: Tries, sequence: DraftSequence, evidence: Evidence, shape: TreeBounds) -> TokenTree:
     """Draw the tree of one sequence from its tries (own, tenant's, shared)."""
     context = np.array(sequence.token_ids[-int(evidence.rules[MAX_MATCH]) :], dtype=np.int32)
     room = shape.nodes + 1

@@ -29,7 +29,7 @@ from draft_service.noise import exponential
 OPEN_FLOOR = 0.1
 
 
-class Shape(NamedTuple):
+class TreeBounds(NamedTuple):
     """Bounds of the tree, and how its candidates are drawn.
 
     Nodes, depth and breadth bound it; `floor` is the least path probability of a node; `coupled` turns on the
@@ -48,7 +48,7 @@ class Shape(NamedTuple):
 
 @compiled
 def _gumbel_max(
-    known: int, shape: Shape, seed: np.uint64, position: np.uint64, candidates: Numbers, weights: Reals
+    known: int, shape: TreeBounds, seed: np.uint64, position: np.uint64, candidates: Numbers, weights: Reals
 ) -> None:
     """Turn probabilities into chances of winning the shared Gumbel-max draw, given its noise. Token x has the weight
     (p(x)**power / E(x))**sharpness; all other tokens take part with their expected noise."""
@@ -87,7 +87,7 @@ def _offer(
     known: int,
     candidates: Numbers,
     weights: Reals,
-    shape: Shape,
+    shape: TreeBounds,
 ) -> tuple[int, int]:
     """Rank the best candidates of `row`, up to the breadth. Returns items made and ranked then."""
     for _ in range(shape.breadth):
@@ -134,7 +134,7 @@ def grow(
     tries: Tries,
     context: Tokens,
     evidence: Evidence,
-    shape: Shape,
+    shape: TreeBounds,
     seed: np.uint64,
     position: np.uint64,
     tree: Numbers,

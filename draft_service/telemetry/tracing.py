@@ -17,7 +17,7 @@ from outrider.wire.frames import OpenSequence
 
 
 @dataclass(slots=True)
-class _OpenSequence:
+class _TracedSequence:
     """A traced sequence and its totals."""
 
     span: Span
@@ -36,7 +36,7 @@ class StreamTrace:
         self._span = begin_rpc(tracing, telemetry.PROPOSE, metadata)
         stream = self._span.get_span_context()
         self._links = [Link(stream)] if stream.is_valid else []
-        self._followed: dict[int, _OpenSequence] = {}
+        self._followed: dict[int, _TracedSequence] = {}
 
     def opened(self, sequence: OpenSequence) -> None:
         """A sequence was opened: begin its span, if its request is traced."""
@@ -56,7 +56,7 @@ class StreamTrace:
             links=self._links,
         )
         if span.is_recording():
-            self._followed[sequence.sequence_id] = _OpenSequence(span)
+            self._followed[sequence.sequence_id] = _TracedSequence(span)
 
     @property
     def follows(self) -> bool:

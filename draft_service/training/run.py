@@ -78,7 +78,7 @@ def train_head(config: TrainingConfig, command: Sequence[str]) -> Path:
         "%d texts of %d tokens in %.0f s; the head's tokens cover %.2f %% of the answers",
         *(len(texts), len(texts.token_ids), budget.elapsed, 100 * coverage(counts, folder.tokens())),
     )
-    run = _Run(config, command, budget, folder, texts, counts, {"writing": budget.elapsed})
+    run = _TrainingRun(config, command, budget, folder, texts, counts, {"writing": budget.elapsed})
     run.train(teacher, first)
     return config.out_folder
 
@@ -125,7 +125,7 @@ def _trainer(
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _TrainingRun:
     """Training, and what its record needs. `seconds` is the time that each part took so far."""
 
     config: TrainingConfig

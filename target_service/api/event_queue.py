@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 import msgspec
 
 from outrider.errors import QuotaExceeded
-from target_service.core.sequence import SequenceEvent, Verdict
+from target_service.core.sequence import SequenceEvent, StepVerdict
 
 
 class EventQueue:
@@ -24,7 +24,7 @@ class EventQueue:
 
     def put(self, event: SequenceEvent) -> None:
         """Add an event. At the limit, drop the queued events and cancel the sequence, to free its memory at once."""
-        if isinstance(event, Verdict) and len(self._events) >= self._limit:
+        if isinstance(event, StepVerdict) and len(self._events) >= self._limit:
             self._overflowed = True
             self._events.clear()
             self._cancel(event.sequence_id)
@@ -46,12 +46,12 @@ class EventQueue:
 def joined(events: Iterable[SequenceEvent]) -> Iterator[SequenceEvent]:
     """The events of one sequence, with consecutive verdicts joined where one chunk can hold them. A chunk's drafted
     tokens are its first, so a verdict with some begins a chunk. So does one of other weights."""
-    run: list[Verdict] = []
+    run: list[StepVerdict] = []
     for event in events:
-        if run and not (isinstance(event, Verdict) and _follows(event, run[0])):
+        if run and not (isinstance(event, StepVerdict) and _follows(event, run[0])):
             yield _join(run)
             run = []
-        if isinstance(event, Verdict):
+        if isinstance(event, StepVerdict):
             run.append(event)
         else:
             yield event
@@ -59,11 +59,11 @@ def joined(events: Iterable[SequenceEvent]) -> Iterator[SequenceEvent]:
         yield _join(run)
 
 
-def _follows(verdict: Verdict, first: Verdict) -> bool:
+def _follows(verdict: StepVerdict, first: StepVerdict) -> bool:
     return not verdict.drafted_tokens and verdict.model_version == first.model_version
 
 
-def _join(run: list[Verdict]) -> Verdict:
+def _join(run: list[StepVerdict]) -> StepVerdict:
     """One verdict with the tokens of several, and the last one's step."""
     if len(run) == 1:
         return run[0]

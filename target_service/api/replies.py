@@ -12,7 +12,7 @@ from outrider.v1 import tree_pb2
 from outrider.weight_updates import WeightsUpdated
 from outrider.wire.same_names import shared_fields
 from outrider.wire.trees import DRAFT_REFUSED_KEY, mode_to_pb, status_of
-from target_service.core.sequence import SequenceFinished, SequenceRequest, Verdict
+from target_service.core.sequence import SequenceFinished, SequenceRequest, StepVerdict
 
 _REASONS = {reason: pb.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason}
 
@@ -31,7 +31,7 @@ def started(sequence_id: int, request: SequenceRequest, model: str) -> pb.Genera
     )
 
 
-def chunk(verdict: Verdict, text: str) -> pb.GenerateResponse:
+def chunk(verdict: StepVerdict, text: str) -> pb.GenerateResponse:
     """One step's tokens, with the text that is complete with them."""
     return pb.GenerateResponse(
         chunk=pb.GenerateChunk(
@@ -94,7 +94,7 @@ def opened(client_tag: int, sequence_id: int, request: SequenceRequest, max_rows
     )
 
 
-def verdict(event: Verdict) -> pb.VerifyResponse:
+def verdict(event: StepVerdict) -> pb.VerifyResponse:
     """The answer to a tree."""
     return pb.VerifyResponse(
         verdict=pb.Verdict(
@@ -145,5 +145,5 @@ def _logprobs(logprobs: Sequence[TokenLogprobs]) -> list[pb.TokenLogprobs]:
     ]
 
 
-def _timings(event: Verdict) -> tree_pb2.Timings:
+def _timings(event: StepVerdict) -> tree_pb2.Timings:
     return tree_pb2.Timings(queue_nanoseconds=event.queue_ns, compute_nanoseconds=event.compute_ns)

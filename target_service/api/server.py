@@ -23,11 +23,11 @@ from target_service.api import replies
 from target_service.api.admission import Admission, ServedModel
 from target_service.api.byte_text import ByteText, Detokenizers
 from target_service.api.event_queue import EventQueue, joined
-from target_service.api.verify_session import VerifySession
+from target_service.api.verify_session import VerifyStream
 from target_service.api.weights import WeightUpdates
 from target_service.config import TargetConfig
 from target_service.core.events import Sequences
-from target_service.core.sequence import SequenceFinished, SequenceRequest, Verdict
+from target_service.core.sequence import SequenceFinished, SequenceRequest, StepVerdict
 from target_service.core.stopping import Detokenizer
 from target_service.speculation_state import SpeculationState, speculation_state
 from target_service.telemetry.tracing import RequestTrace
@@ -97,10 +97,10 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             events = await queue.take()
             if trace.recording:
                 for event in events:
-                    if isinstance(event, Verdict):
+                    if isinstance(event, StepVerdict):
                         trace.step(event)
             for event in joined(events):
-                if isinstance(event, Verdict):
+                if isinstance(event, StepVerdict):
                     await context.write(replies.chunk(event, "" if text is None else _text_of(event, text)))
                 elif isinstance(event, SequenceFinished):
                     trace.finished(event.finish, event.totals)
@@ -116,7 +116,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     ) -> None:
         tenant = current_tenant()
         with self.sequences.quotas.counted(tenant, "streams"):
-            session = VerifySession(
+            session = VerifyStream(
                 self.config,
                 self.sequences,
                 self._admission,
@@ -154,7 +154,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         return replies.updated(await self._weights.run(current_caller.get(), request_iterator))
 
 
-def _text_of(verdict: Verdict, text: Detokenizer | ByteText) -> str:
+def _text_of(verdict: StepVerdict, text: Detokenizer | ByteText) -> str:
     """Text that is certain with this verdict; all of it with the last one. A stop or end token has no text."""
     finish, token_ids = verdict.finish, verdict.token_ids
     if finish is None:

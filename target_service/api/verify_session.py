@@ -16,7 +16,7 @@ from target_service.api import replies
 from target_service.api.admission import Admission
 from target_service.config import TargetConfig
 from target_service.core.events import Sequences
-from target_service.core.sequence import SequenceEvent, SequenceFinished, Verdict
+from target_service.core.sequence import SequenceEvent, SequenceFinished, StepVerdict
 from target_service.telemetry.tracing import RequestTrace
 
 
@@ -36,7 +36,7 @@ class _Verification:
 
 
 @dataclass(eq=False)
-class VerifySession:
+class VerifyStream:
     """Translates the frames of one stream. Belongs to the event loop; `next` ends when `read` has."""
 
     config: TargetConfig
@@ -168,7 +168,7 @@ class VerifySession:
         if verification is None:
             return
         self._told.set()
-        if isinstance(event, Verdict):
+        if isinstance(event, StepVerdict):
             verification.length += len(event.token_ids)
             verification.step = event.step + 1
             verification.answered, verification.pending = verification.pending, None

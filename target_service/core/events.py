@@ -11,7 +11,7 @@ from typing import Protocol
 from outrider.tree import TokenTree
 from outrider.wire.frames import DraftInfo
 from target_service.core.quotas import TenantQuotas
-from target_service.core.sequence import SequenceEvent, SequenceRequest, SequenceTotals, StepStats, Verdict
+from target_service.core.sequence import SequenceEvent, SequenceRequest, SequenceTotals, StepStats, StepVerdict
 from target_service.core.weights import FIRST_VERSION, UpdateDone, WeightUpdate
 
 logger = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ class Sequences:
             if event.sequence_id not in self._open:
                 continue
             sink, tenant = self._open[event.sequence_id]
-            if not isinstance(event, Verdict):
+            if not isinstance(event, StepVerdict):
                 self._forget(event.sequence_id)
             elif event.sequence_id in self._waiting:
                 self._waiting.discard(event.sequence_id)

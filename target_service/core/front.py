@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from outrider import errors
 from outrider.errors import OutriderError
 from outrider.tree import TokenTree
-from target_service.core.sequence import SequenceEvent, SequenceFailed, SequenceRequest, Verdict
+from target_service.core.sequence import SequenceEvent, SequenceFailed, SequenceRequest, StepVerdict
 
 
 class EngineFront:
@@ -84,7 +84,7 @@ class EngineFront:
     def _observe(self, events: Iterable[SequenceEvent]) -> None:
         """Update roots and remove ended sequences, before the events are delivered."""
         for event in events:
-            if not isinstance(event, Verdict):
+            if not isinstance(event, StepVerdict):
                 self._forget(event.sequence_id)
             elif event.sequence_id in self._roots:
                 self._roots[event.sequence_id] = event.token_ids[-1]

@@ -9,7 +9,7 @@ from target_service.core.sequence import Sequence
 
 
 @dataclass(slots=True)
-class Chunk:
+class SequenceChunk:
     """Known tokens that one sequence feeds in one step: `token_ids[kv_length : kv_length + count]`.
 
     Attributes:
@@ -33,7 +33,7 @@ class Schedule:
     """One step: sequences that read come first, then those that feed their root alone and may have drafted rows. Pages
     for every known token are reserved."""
 
-    chunks: tuple[Chunk, ...] = ()
+    chunks: tuple[SequenceChunk, ...] = ()
     # Only one tenant has had sequences in recent steps, or has this step alone so that its time can be measured.
     own: bool = True
 

@@ -16,7 +16,7 @@ from target_service.config import TargetConfig
 from target_service.core.fairness import FairShare, TimeShares
 from target_service.core.kv_cache import KVCache
 from target_service.core.preemption import order_of_preemption
-from target_service.core.schedule import Chunk, Schedule
+from target_service.core.schedule import Schedule, SequenceChunk
 from target_service.core.sequence import Sequence, SequenceState
 from target_service.core.sequence_pages import SequencePages
 from target_service.core.step_times import StepTimes
@@ -148,13 +148,13 @@ class Scheduler:
     def schedule(self) -> Schedule:
         """The next step, for `begin` once it is launched. Empty when nothing can run."""
         rows = self.max_step_rows
-        chunks: list[Chunk] = []
+        chunks: list[SequenceChunk] = []
         decoding, prefilling, free_places, seconds = self._share_places()
         own = seconds == math.inf
         # Decoding first, so that long prompts cannot starve it.
         for sequence in decoding:
             if rows and self._holds_chunk(sequence, 1):
-                chunks.append(Chunk(sequence, 1))
+                chunks.append(SequenceChunk(sequence, 1))
                 rows -= 1
         if rows and self._waiting:
             prefilling += self._admit(free_places)
@@ -163,7 +163,7 @@ class Scheduler:
             rows = self._shortened(sum(map(self._due, prefilling)), rows, _LEAST_READ, within)
         for sequence, count in self._share_rows(prefilling, rows):
             if self._holds_chunk(sequence, count):
-                chunks.append(Chunk(sequence, count))
+                chunks.append(SequenceChunk(sequence, count))
         # A sequence scheduled early may have been preempted for a later one.
         run = [chunk for chunk in chunks if chunk.sequence.state in _RUNS]
         return Schedule(tuple(sorted(run, key=attrgetter("takes_tree"))), own)

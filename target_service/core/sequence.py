@@ -87,14 +87,14 @@ class DevicePass(NamedTuple):
     path: tuple[int, ...]
 
 
-class _Event(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+class _SequenceEventBase(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
     """An event of a sequence. A struct, because up to 64 are made in every step and sent to another process: creating a
     frozen dataclass takes ten times as long."""
 
     sequence_id: int
 
 
-class Verdict(_Event, frozen=True):
+class StepVerdict(_SequenceEventBase, frozen=True):
     """The immutable result of one step of one sequence.
 
     `token_ids` are the accepted rows' tokens, then the target's own next token (*bonus* when the path ended at a
@@ -152,21 +152,21 @@ class SequenceTotals:
     draft_refused: str = ""
 
 
-class SequenceFinished(_Event, frozen=True):
-    """The last event of a sequence that ended by itself. Its last `Verdict` came just before."""
+class SequenceFinished(_SequenceEventBase, frozen=True):
+    """The last event of a sequence that ended by itself. Its last `StepVerdict` came just before."""
 
     finish: Finish
     totals: SequenceTotals
 
 
-class SequenceFailed(_Event, frozen=True):
+class SequenceFailed(_SequenceEventBase, frozen=True):
     """The last event of a sequence that failed. `draft_refused` is that of its totals."""
 
     error: OutriderError
     draft_refused: str = ""
 
 
-SequenceEvent = Verdict | SequenceFinished | SequenceFailed
+SequenceEvent = StepVerdict | SequenceFinished | SequenceFailed
 
 
 @dataclass(frozen=True, slots=True)

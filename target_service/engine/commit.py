@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from outrider.tree import TokenTree, VerifiedTree
-from target_service.core.sequence import SequenceState, SequenceTotals, Verdict
+from target_service.core.sequence import SequenceState, SequenceTotals, StepVerdict
 from target_service.sampling.verifier import Verified
 from target_service.speculation.merged_tree import PredictedTree
 from target_service.speculation.policy.live_sequence import LiveSequence
@@ -13,7 +13,7 @@ from target_service.speculation.policy.live_sequence import LiveSequence
 
 def commit(
     live: LiveSequence, tree: TokenTree, outcome: Verified, compute_ns: int, *, model_version: int, kept: bool = True
-) -> Verdict:
+) -> StepVerdict:
     """Append the tokens of a step, and return its verdict. `model_version` is that of the weights that it ran with.
 
     The KV of its known tokens was counted at its launch; that of accepted ones counts if the sequence has `kept` its
@@ -36,7 +36,7 @@ def commit(
     if finish is not None:
         by_step = _kept_drafts(by_step, kept_tokens)
     sequence.step += passes
-    verdict = Verdict(
+    verdict = StepVerdict(
         sequence_id=sequence.sequence_id,
         step=sequence.step - 1,
         accepted_rows=accepted,

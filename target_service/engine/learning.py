@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
-from target_service.core.sequence import StepStats, Verdict
+from target_service.core.sequence import StepStats, StepVerdict
 from target_service.engine.step import Step
 from target_service.execution.multi_step import MultiStep
 from target_service.execution.node_tables import NodeTables
@@ -61,7 +61,7 @@ class Learning:
                 stats.sequences, step.batch.device_rows, seconds, self.followed_mode(step.mode)
             )
 
-    def observe_period(self, step: Step, stats: StepStats, verdicts: SequenceOf[Verdict], period: float) -> None:
+    def observe_period(self, step: Step, stats: StepStats, verdicts: SequenceOf[StepVerdict], period: float) -> None:
         """Learn from the time of a step that only decoded, `period` being from the end of the last one to its own."""
         load, seconds = stats.sequences, period / step.passes
         if step.ahead or step.gathered.drafted or not step.launched.can_launch_before_results:
@@ -91,7 +91,7 @@ class Learning:
             drafted=step.batch.device_rows is not None,
         )
 
-    def _compare(self, step: Step, verdicts: SequenceOf[Verdict], drafted: int, *, followed: bool) -> None:
+    def _compare(self, step: Step, verdicts: SequenceOf[StepVerdict], drafted: int, *, followed: bool) -> None:
         """Compare one sequence of a step, which had `drafted` rows, with what it would have made by lookup."""
         found = self.lookup_baseline.finished_comparison()
         if found is not None:

@@ -24,7 +24,7 @@ from target_service.core.sequence import (
     SequenceFailed,
     SequenceFinished,
     SequenceRequest,
-    Verdict,
+    StepVerdict,
 )
 from target_service.core.weights import FIRST_VERSION
 from target_service.engine.commit import commit
@@ -37,7 +37,7 @@ from target_service.execution.host_executor import HostSteps, Steps
 from target_service.execution.multi_step import MultiStep
 from target_service.model.runner import ModelRunner
 from target_service.sampling.verifier import Verified
-from target_service.speculation.drafts import Drafting
+from target_service.speculation.drafts import DraftTrees
 from target_service.speculation.hidden_states.encoding import AHEAD_ROWS
 from target_service.speculation.hidden_states.sending import Features
 from target_service.speculation.policy.draft_switch import DraftSwitch
@@ -49,7 +49,7 @@ from target_service.speculation.policy.predicted_nodes import graft_predictions,
 from target_service.speculation.policy.row_budget import RowBudget
 from target_service.speculation.policy.row_policy import RowPolicy
 from target_service.speculation.policy.step_cost import StepCost
-from target_service.speculation.policy.throughput_trial import Speculation
+from target_service.speculation.policy.throughput_trial import SpeculationLevel
 
 log = logging.getLogger(__name__)
 # Longest time that a pass is held for its draft: in times of an answer, and in seconds before the first answer.
@@ -87,7 +87,7 @@ class EngineLoop:
         self._steps = steps or HostSteps(runner)
         self._observer = observer
         self.features = Features(runner, config.feature_window if config.speculates else 0)
-        self.drafting = Drafting(config, runner.vocabulary_size, self.features, self._steps.tables)
+        self.drafting = DraftTrees(config, runner.vocabulary_size, self.features, self._steps.tables)
         self.scheduler = Scheduler(config, runner.cache)
         self.live: dict[int, LiveSequence] = {}
         # Batch-invariant drafts are chains, which the host cuts.
@@ -251,7 +251,7 @@ class EngineLoop:
         most = min(self.scheduler.max_step_rows, AHEAD_ROWS) if fed else self.scheduler.max_step_rows
         waits = self.drafting.latency.answer_seconds if self._mode is LaunchMode.WAIT_FOR_DRAFT else 0.0
         device_rows = None
-        if self.gathering.throughput_trial.allowed(len(schedule.chunks)) is not Speculation.NONE:
+        if self.gathering.throughput_trial.allowed(len(schedule.chunks)) is not SpeculationLevel.NONE:
             device_rows = self._policy.choose(schedule, most, self._learning.followed_mode(self._mode), waits)
         # Where a pass behind drafts begins, only the device can find out.
         several = behind is not None and (device_rows is not None or not behind.has_drafts)
@@ -348,7 +348,7 @@ class EngineLoop:
         failed, self._failed = self._failed, []
         return failed
 
-    def _observe(self, step: Step, outcomes: SequenceOf[Verified | None], verdicts: SequenceOf[Verdict]) -> None:
+    def _observe(self, step: Step, outcomes: SequenceOf[Verified | None], verdicts: SequenceOf[StepVerdict]) -> None:
         last, self._last_span = self._last_span, step.launched.span
         device_ns = 0, 0
         # Behind a pause they are of no use.
@@ -392,11 +392,11 @@ class EngineLoop:
             # Otherwise this happens while a step runs, so that a draft in this process does not delay the device.
             self.drafting.open_newcomers()
 
-    def _commit(self, step: Step, outcomes: SequenceOf[Verified | None]) -> list[Verdict]:
+    def _commit(self, step: Step, outcomes: SequenceOf[Verified | None]) -> list[StepVerdict]:
         """Commit the outcomes. Sequences that ended since the launch are skipped."""
         compute_ns, answered = step.clock.verified - step.clock.begun, step.gathered.answered
         version, tables, learns = self.model_version, self._steps.tables, answered or step.batch.drafted
-        verdicts: list[Verdict] = []
+        verdicts: list[StepVerdict] = []
         for item, outcome in zip(step.batch.items, outcomes, strict=True):
             live, tree = self.live.get(item.sequence.sequence_id), item.tree
             if live is None or tree is None or outcome is None:
@@ -418,7 +418,7 @@ class EngineLoop:
             if item.kept:
                 self.scheduler.pages.trim(item.sequence, needed.get(item.sequence.sequence_id, 0))
 
-    def _finish(self, verdicts: SequenceOf[Verdict]) -> list[SequenceEvent]:
+    def _finish(self, verdicts: SequenceOf[StepVerdict]) -> list[SequenceEvent]:
         """The events of the step. Frees the sequences that ended."""
         events: list[SequenceEvent] = list(verdicts)
         for verdict in verdicts:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 
-from target_service.core.sequence import StepStats, Verdict
+from target_service.core.sequence import StepStats, StepVerdict
 from target_service.execution.batch import StepBatch
 from target_service.execution.host_executor import Launched
 from target_service.sampling.verifier import Verified
@@ -104,7 +104,7 @@ class Step:
     def stats(
         self,
         outcomes: SequenceOf[Verified | None],
-        verdicts: SequenceOf[Verdict],
+        verdicts: SequenceOf[StepVerdict],
         *,
         free_ns: int,
         features: tuple[int, int],

@@ -164,14 +164,14 @@ class EngineLink(EngineFront, asyncio.Protocol):
                 done, result = self._updates.pop(message.update_id, None), message.updated or message.refused
                 if done is not None and result is not None:
                     done(result)
-            elif isinstance(message, messages.Drafter):
+            elif isinstance(message, messages.DrafterChanged):
                 self.draft_info = message.info
             elif isinstance(message, messages.Dead):
                 self._fail(message.reason)
             elif isinstance(message, messages.Ready):
                 self._served, self._capacity = message.served, message.served.max_context
                 self._loaded.set()
-            elif isinstance(message, messages.Refused):
+            elif isinstance(message, messages.StartRefused):
                 self._refused = EngineRefused(message.status, message.reason)
                 self._loaded.set()
 

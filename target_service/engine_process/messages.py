@@ -25,73 +25,73 @@ from target_service.core.sequence import SequenceEvent, SequenceRequest, Sequenc
 from target_service.core.weights import WeightUpdate
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class _EngineMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """One of the messages below."""
 
 
 # To the engine.
 
 
-class Configure(_Message, frozen=True):
+class Configure(_EngineMessage, frozen=True):
     """The first message: the settings to load a model with."""
 
     config: TargetConfig
 
 
-class Submit(_Message, frozen=True):
+class Submit(_EngineMessage, frozen=True):
     """Run a request under an id that was never used before."""
 
     sequence_id: int
     request: SequenceRequest
 
 
-class Verify(_Message, frozen=True):
+class Verify(_EngineMessage, frozen=True):
     """Verify a client's tree in the next step."""
 
     sequence_id: int
     tree: TokenTree
 
 
-class Cancel(_Message, frozen=True):
+class Cancel(_EngineMessage, frozen=True):
     """End a sequence."""
 
     sequence_id: int
 
 
-class UpdateWeights(_Message, frozen=True):
+class UpdateWeights(_EngineMessage, frozen=True):
     """Exchange the model's weights, under an id that was never used before. Answered by `WeightsDone`."""
 
     update_id: int
     update: WeightUpdate
 
 
-class CancelUpdate(_Message, frozen=True):
+class CancelUpdate(_EngineMessage, frozen=True):
     """Keep the old weights, unless they were exchanged already."""
 
     update_id: int
 
 
-class Stop(_Message, frozen=True):
+class Stop(_EngineMessage, frozen=True):
     """Fail the remaining sequences, and end."""
 
 
 # From the engine.
 
 
-class Ready(_Message, frozen=True):
-    """The model is loaded. The first message, unless it is `Refused`. Each process loads its own tokenizer."""
+class Ready(_EngineMessage, frozen=True):
+    """The model is loaded. The first message, unless it is `StartRefused`. Each process loads its own tokenizer."""
 
     served: ServedModel
 
 
-class Refused(_Message, frozen=True):
+class StartRefused(_EngineMessage, frozen=True):
     """The engine cannot run: why, and the status to exit with."""
 
     status: int
     reason: str
 
 
-class Report(_Message, frozen=True):
+class Report(_EngineMessage, frozen=True):
     """What happened since the last report: at most one step's events. Also sent as a heartbeat."""
 
     events: list[SequenceEvent]
@@ -104,7 +104,7 @@ class Report(_Message, frozen=True):
     beat_ns: int
 
 
-class WeightsDone(_Message, frozen=True):
+class WeightsDone(_EngineMessage, frozen=True):
     """The result of an update of the weights: `updated`, or else why it was refused."""
 
     update_id: int
@@ -112,20 +112,20 @@ class WeightsDone(_Message, frozen=True):
     refused: OutriderError | None
 
 
-class Drafter(_Message, frozen=True):
+class DrafterChanged(_EngineMessage, frozen=True):
     """The draft service came, went or changed."""
 
     info: DraftInfo | None
 
 
-class Dead(_Message, frozen=True):
+class Dead(_EngineMessage, frozen=True):
     """A step failed. The engine's process logs the reason, and ends."""
 
     reason: str
 
 
 ToEngine = Configure | Submit | Verify | Cancel | UpdateWeights | CancelUpdate | Stop
-FromEngine = Ready | Refused | Report | WeightsDone | Drafter | Dead
+FromEngine = Ready | StartRefused | Report | WeightsDone | DrafterChanged | Dead
 Message = ToEngine | FromEngine
 
 

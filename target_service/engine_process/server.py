@@ -97,7 +97,7 @@ class EngineServer:
         try:
             hosted = build(config, self._reporter)
         except EngineRefused as refusal:
-            self._outbox.send(messages.pack(messages.Refused(refusal.status, refusal.reason)))
+            self._outbox.send(messages.pack(messages.StartRefused(refusal.status, refusal.reason)))
             self._outbox.flush(_FLUSH_SECONDS)
             return refusal.status
         self._engine = hosted.engine
@@ -116,7 +116,7 @@ class EngineServer:
             self._reporter.report(engine, [])
             if engine.draft_info != drafter:
                 drafter = engine.draft_info
-                self._outbox.send(messages.pack(messages.Drafter(drafter)))
+                self._outbox.send(messages.pack(messages.DrafterChanged(drafter)))
         if engine.failure is not None:
             self._outbox.send(messages.pack(messages.Dead("the engine has failed")))
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from outrider.tree import TokenTree
 from target_service.core.kv_cache import KVCache
-from target_service.core.schedule import Chunk
+from target_service.core.schedule import SequenceChunk
 from target_service.core.sequence import Sequence
 from target_service.model.forward import ForwardInput
 from tree_kernels.attention import AttentionBatch
@@ -87,7 +87,7 @@ def keys_of(rows: int, passes: int, limit: int | None = None) -> int:
 
 
 def lay_out(
-    chunks: SequenceOf[Chunk],
+    chunks: SequenceOf[SequenceChunk],
     trees: SequenceOf[TokenTree | None],
     cache: KVCache,
     passes: int = 1,

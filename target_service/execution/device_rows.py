@@ -15,7 +15,7 @@ from target_service.execution.device_time import DeviceSpan
 from target_service.execution.host_executor import CopiedLater
 from target_service.sampling.verifier import Verified
 from tree_kernels.node_table import NodeTable
-from tree_kernels.node_table.layout import EXPECTED_UNIT, PROSPECTS, REPORT_ROWS, REPORT_TOKENS, Figure
+from tree_kernels.node_table.layout import EXPECTED_UNIT, PROSPECTS, REPORT_ROWS, REPORT_TOKENS, ReportField
 from tree_kernels.verification import Walk
 
 Ints = npt.NDArray[np.int32]
@@ -72,13 +72,13 @@ def _read(reports: Ints) -> Iterator[tuple[list[list[int]], list[list[int]], lis
     pass's tokens and rows there may be others. All are read at once: to read one integer from an array takes longer
     than what is done with it."""
     figures = reports[:, :, :REPORT_TOKENS].tolist()
-    most = max([one[Figure.ACCEPTED] for passes in figures for one in passes], default=0)
+    most = max([one[ReportField.ACCEPTED] for passes in figures for one in passes], default=0)
     tokens = reports[:, :, REPORT_TOKENS : REPORT_TOKENS + most + 1].tolist()
     return zip(figures, tokens, reports[:, :, REPORT_ROWS : REPORT_ROWS + most].tolist(), strict=True)
 
 
 def _pass_of(figures: list[int], rows: list[int]) -> DevicePass:
-    # In the order of `Figure`.
+    # In the order of `ReportField`.
     accepted, drafted, from_table, expected, root_row, accepted_from_table, age, expected_from_table, *others = figures
     return DevicePass(
         drafted, from_table, accepted, accepted_from_table, expected / EXPECTED_UNIT,

@@ -32,7 +32,7 @@ FOLLOWED_ANYWAY = 1
 _REASON = re.compile(r"[A-Z][A-Z0-9_]{0,62}")
 
 
-class Drafting(DraftInbox):
+class DraftTrees(DraftInbox):
     """Holds the growing tree of every drafted sequence. A late, dead or wrong draft costs speed and nothing else.
     Everything but the inbox belongs to the engine's thread."""
 

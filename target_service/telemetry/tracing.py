@@ -26,7 +26,7 @@ from outrider.telemetry.tracing import (
     epoch_offset,
     traceparent_of,
 )
-from target_service.core.sequence import Finish, SequenceRequest, SequenceTotals, Verdict
+from target_service.core.sequence import Finish, SequenceRequest, SequenceTotals, StepVerdict
 
 # Most step spans of a request: thousands would make a trace unreadable, and fill the exporter's queue.
 MAX_STEP_SPANS = 512
@@ -87,7 +87,7 @@ class RequestTrace:
             attributes["gen_ai.request.top_p"] = sampling.top_p
         self._span.set_attributes(attributes)
 
-    def step(self, verdict: Verdict) -> None:
+    def step(self, verdict: StepVerdict) -> None:
         """Record one step, with a child span if steps are traced."""
         if not self.recording:
             return

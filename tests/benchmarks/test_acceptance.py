@@ -13,7 +13,7 @@ from benchmarks.drafters.acceptance import agreement, by_task, parse, tables, ta
 from benchmarks.drafters.acceptance_drafters import NAMES, DrafterSet
 from benchmarks.drafters.acceptance_run import Distribution, Talk
 from benchmarks.shared.random_model import read_shape, write_head, write_model
-from benchmarks.shared.workload import Conversation
+from benchmarks.shared.workload import PromptTurns
 from draft_service.medusa.checkpoint import save_heads
 from outrider.sampling import VerificationMode
 from target_service.model.loading.loader import load_runner
@@ -21,7 +21,7 @@ from target_service.model.runner import ModelRunner
 
 GREEDY = Distribution(0.0, VerificationMode.GREEDY)
 COUPLED = Distribution(1.0, VerificationMode.COUPLED)
-CONVERSATIONS = [Conversation("chat", ("ab", "cd")), Conversation("code", ("ab",)), Conversation("code", ("xyz",))]
+CONVERSATIONS = [PromptTurns("chat", ("ab", "cd")), PromptTurns("code", ("ab",)), PromptTurns("code", ("xyz",))]
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_a_trie_learns_from_prompt_to_prompt(runner: ModelRunner, options) -> No
         runner,
         target_config(options),
         DrafterSet("", options.model, "cpu", "float32").make("trie"),
-        [Conversation("a", ("ab",)), Conversation("b", ("ab",))],
+        [PromptTurns("a", ("ab",)), PromptTurns("b", ("ab",))],
     )
     talk.run(GREEDY, 40, 1)
     assert talk.tallies["a"].figures()["tokens_per_step"] == 1.0

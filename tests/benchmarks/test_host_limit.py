@@ -9,7 +9,7 @@ import time
 import pytest
 
 from benchmarks.host.host_limit import DRAFT, LOOKUP, PLAIN, Load, engine, measure
-from target_service.speculation.policy.throughput_trial import Speculation
+from target_service.speculation.policy.throughput_trial import SpeculationLevel
 
 
 def options(**changes: object) -> argparse.Namespace:
@@ -61,4 +61,4 @@ def test_nothing_is_raced_where_every_drafted_row_is_verified() -> None:
     load = Load(loop, 8, tenants=False)
     for _ in range(300):
         load.step()
-        assert loop.gathering.throughput_trial.allowed(8) is Speculation.DRAFT
+        assert loop.gathering.throughput_trial.allowed(8) is SpeculationLevel.DRAFT

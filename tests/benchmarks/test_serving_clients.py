@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
-from benchmarks.serving.clients import Clients, Request, ServiceLost
+from benchmarks.serving.clients import Clients, ServiceLost, ServingRequest
 from outrider.v1 import target_pb2, target_pb2_grpc, tree_pb2
 
 SECONDS = 0.05
@@ -74,14 +74,14 @@ def target(served: tuple[ScriptedTarget, str]) -> ScriptedTarget:
 
 
 def test_a_mode_of_verification_is_asked_for_by_name(target: ScriptedTarget, clients: Clients) -> None:
-    requests = [Request((1, 2), 2, "one"), Request((1, 2), 2, "one", verification="typical")]
+    requests = [ServingRequest((1, 2), 2, "one"), ServingRequest((1, 2), 2, "one", verification="typical")]
     assert sorted(reply.lossy_tokens for reply in clients.streams(requests, 1)) == [0, 1]
     modes = [request.speculation.mode for request, _ in target.requests]
     assert modes == [tree_pb2.VERIFICATION_MODE_UNSPECIFIED, tree_pb2.VERIFICATION_MODE_TYPICAL]
 
 
 def test_slots_ask_one_request_after_the_other(target: ScriptedTarget, clients: Clients) -> None:
-    requests = [Request((number, 9), 4, f"tenant-{number % 2}", 0.5, 70 + number) for number in range(1, 8)]
+    requests = [ServingRequest((number, 9), 4, f"tenant-{number % 2}", 0.5, 70 + number) for number in range(1, 8)]
     replies = clients.streams(requests, 3)
     assert sorted(reply.slot for reply in replies) == [0, 0, 0, 1, 1, 2, 2]
     assert all(reply.steps == 2 and reply.answer.counts == [1, 1] for reply in replies)
@@ -96,7 +96,7 @@ def test_slots_ask_one_request_after_the_other(target: ScriptedTarget, clients: 
 
 
 def test_no_request_begins_after_the_time_is_up(target: ScriptedTarget, clients: Clients) -> None:
-    replies = clients.streams([Request((1,), 1, "one")] * 200, 2, seconds=3 * SECONDS)
+    replies = clients.streams([ServingRequest((1,), 1, "one")] * 200, 2, seconds=3 * SECONDS)
     assert 2 <= len(replies) == len(target.requests) <= 8
 
 
@@ -121,4 +121,4 @@ def test_a_failed_request_ends_the_run(
     served: tuple[ScriptedTarget, str], prompt: tuple[int, ...], limit: float | None, message: str
 ) -> None:
     with Clients(served[1], 1, limit) as clients, pytest.raises(ServiceLost, match=message):
-        clients.streams([Request(prompt, 1, "one")], 1)
+        clients.streams([ServingRequest(prompt, 1, "one")], 1)

@@ -8,7 +8,7 @@ import pytest
 from teaching_model import save_teaching_model
 
 from benchmarks.serving.engine import EngineAlone
-from benchmarks.serving.serving import Session, parse
+from benchmarks.serving.serving import ServingRun, parse
 from benchmarks.shared.workload import random_prompts
 from target_service.config import TargetConfig
 
@@ -18,7 +18,7 @@ def test_both_loops(tmp_path: Path, concurrency: int, capsys: pytest.CaptureFixt
     model = str(save_teaching_model(tmp_path / "model", layers=2))
     words = ["--model", model, "--concurrency", str(concurrency), "--loops", "waves,closed"]
     options = parse([*words, "--waves", "2", "--max-tokens", "6"])
-    session = Session(options, random_prompts(7, 20, 259))
+    session = ServingRun(options, random_prompts(7, 20, 259))
     alone = EngineAlone(TargetConfig(model=model, dtype="float32", kv_tokens=2048))
     try:
         session.measure({"plain": alone}, "engine")

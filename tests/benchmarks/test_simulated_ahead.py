@@ -8,7 +8,7 @@ import random
 import pytest
 from scripted_drafter import Listener, opening, step
 
-from benchmarks.engine.simulated_ahead import RecordedDraft, Texts, run_mode
+from benchmarks.engine.simulated_ahead import RecordedDraft, RecordedTexts, run_mode
 from benchmarks.running_ahead.recording import Recording
 from benchmarks.running_ahead.walk import Table
 
@@ -36,7 +36,7 @@ def knowing(recording: Recording, depth: int) -> dict[int, Table]:
 @pytest.mark.parametrize("concurrency", [1, 2])
 def test_drafts_make_more_of_a_pass(concurrency: int) -> None:
     own = recordings()
-    texts = Texts(own)
+    texts = RecordedTexts(own)
     tables = [{"early": knowing(one, 3), "whole": knowing(one, 8)} for one in own]
     for token in range(91):
         texts.id_of(token)
@@ -51,7 +51,7 @@ def test_drafts_make_more_of_a_pass(concurrency: int) -> None:
 
 def test_a_recorded_tree_comes_in_two_parts_and_late() -> None:
     own = recordings(1)
-    texts, heard = Texts(own), Listener()
+    texts, heard = RecordedTexts(own), Listener()
     tables = [{"early": knowing(own[0], 2), "whole": knowing(own[0], 5)}]
     draft = RecordedDraft(heard, tables, texts, one_pass=0.05, early=0.2, whole=0.6, opening=0)
     prompt = texts.prompts[0]

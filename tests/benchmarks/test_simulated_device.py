@@ -10,7 +10,7 @@ from engine_harness import ScriptedDraft, engine_config, knowing_tree, request
 
 from benchmarks.engine.simulated_device import DeviceTimes, SimulatedSteps, accepted_rows, empty_runner
 from outrider.tree import TokenTree
-from target_service.core.sequence import Verdict
+from target_service.core.sequence import StepVerdict
 from target_service.engine.loop import EngineLoop
 
 VOCABULARY = 97
@@ -56,7 +56,7 @@ def test_sequences_say_their_texts_in_the_devices_time(drafted: bool) -> None:
     while loop.live:
         launched += 1
         for event in loop.step() or ():
-            if isinstance(event, Verdict):
+            if isinstance(event, StepVerdict):
                 said[event.sequence_id] += event.token_ids
     took = time.perf_counter() - begin
     assert [said[1], said[2]] == [output[:40] for output in outputs]

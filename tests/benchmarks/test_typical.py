@@ -9,7 +9,7 @@ from teaching_model import save_teaching_model
 
 from benchmarks.drafters.typical import differences, distributions, measure, parse
 from benchmarks.shared.random_model import read_shape, write_head, write_model
-from benchmarks.shared.workload import Conversation
+from benchmarks.shared.workload import PromptTurns
 from outrider.sampling import TypicalAcceptance, VerificationMode
 
 
@@ -39,7 +39,7 @@ def test_every_mode_answers_the_same_prompts(tmp_path: Path) -> None:
     write_head(tmp_path / "head", config, "cpu")
     words = ["--model", str(tmp_path / "model"), "--head", str(tmp_path / "head"), "--dtype", "float32"]
     options = parse([*words, "--temperatures", "0,3", "--max-tokens", "12", "--target", '{"kv_tokens": 2048}'])
-    results = measure(options, [Conversation("a", ("ab",)), Conversation("b", ("xyz",))])
+    results = measure(options, [PromptTurns("a", ("ab",)), PromptTurns("b", ("xyz",))])
     assert [one["mode"] for one in results] == ["plain", "greedy", "plain", "coupled", "typical"]
     for one in results:
         assert (one["answers"], one["tokens"]) == (2, 2 * 11)

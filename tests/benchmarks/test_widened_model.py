@@ -16,15 +16,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.widened.medusa import widen_medusa
-from benchmarks.widened.model import SHAPES, CannotWiden, Shape, Widening, wide_config, widen_head, widen_model
+from benchmarks.widened.model import SHAPES, CannotWiden, DecoderShape, Widening, wide_config, widen_head, widen_model
 from draft_service.checkpoints.target import TargetCheckpoint
 from draft_service.eagle.checkpoint import EagleCheckpoint, save_head
 from draft_service.eagle.head import EagleHead
 from draft_service.medusa.checkpoint import MedusaCheckpoint, save_heads
 
 VOCABULARY, LAYERS = 60, 6
-SMALL = Shape(hidden=48, heads=6, kv_heads=2, head_dim=8, inner=40, layers=LAYERS)
-WIDE = Shape(hidden=96, heads=16, kv_heads=4, head_dim=32, inner=72, layers=LAYERS + 2)
+SMALL = DecoderShape(hidden=48, heads=6, kv_heads=2, head_dim=8, inner=40, layers=LAYERS)
+WIDE = DecoderShape(hidden=96, heads=16, kv_heads=4, head_dim=32, inner=72, layers=LAYERS + 2)
 MODEL = {"vocab_size": VOCABULARY, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
 MODEL |= {"head_dim": 8, "intermediate_size": 40, "num_hidden_layers": LAYERS}
 # The head's layer has heads of its own, and reads the state after the last norm too.
@@ -131,9 +131,9 @@ def test_nothing_is_left_empty(pair: Pair) -> None:
 
 def test_a_model_must_fit(pair: Pair, tmp_path: Path) -> None:
     with pytest.raises(CannotWiden, match="hidden: 48 does not fit into 40"):
-        widen_model(pair.small, tmp_path, Shape(40, 16, 4, 32, 72, 8), "cpu", torch.float32)
+        widen_model(pair.small, tmp_path, DecoderShape(40, 16, 4, 32, 72, 8), "cpu", torch.float32)
     with pytest.raises(CannotWiden, match="more queries"):
-        Widening(SMALL, Shape(96, 8, 4, 32, 72, 8), "cpu", torch.float32)
+        Widening(SMALL, DecoderShape(96, 8, 4, 32, 72, 8), "cpu", torch.float32)
     config = json.loads((pair.small / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "qwen3"}))
     with pytest.raises(CannotWiden, match="only Llama"):
@@ -142,7 +142,7 @@ def test_a_model_must_fit(pair: Pair, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes_are_models_that_transformers_takes(name: str) -> None:
-    shape, smol = SHAPES[name], Shape(576, 9, 3, 64, 1536, 30)
+    shape, smol = SHAPES[name], DecoderShape(576, 9, 3, 64, 1536, 30)
     LlamaConfig(**wide_config({"hidden_size": 576, "rms_norm_eps": 1e-5}, shape, torch.bfloat16))
     for of_layer in (smol, replace(smol, layers=1)):
         Widening(of_layer, shape, "cpu", torch.float32)

@@ -23,7 +23,7 @@ from draft_service.drafters.base import info_of
 from draft_service.ngram.config import TrieConfig
 from draft_service.ngram.drafter import NgramDrafter
 from draft_service.server import DraftServicer
-from draft_service.session import Admission as DraftAdmission
+from draft_service.session import SequenceAdmission as DraftAdmission
 from outrider.limits import TenantLimits, TenantTable
 from outrider.serving.calls import CallLimits, Calls
 from outrider.serving.health import HealthServicer

@@ -26,7 +26,7 @@ from kernel_worker import INTERPRETED, work
 from static_drafting import StaticDrafting, static_kv  # noqa: F401
 
 from draft_service import neural_drafter
-from draft_service.drafters.grown import ArrayDrafter, Grown
+from draft_service.drafters.grown import ArrayDrafter, GrownTrees
 from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.drafter import EagleDrafter
 from draft_service.eagle.head import EagleHead
@@ -228,7 +228,7 @@ def test_trees_come_as_bytes(settings: dict[str, Any], static: bool) -> None:
         expected = drafter.propose(asked)
         packed = drafter.begin(asked).fetch().packed(own)
         assert packed is not None
-        assert packed == Grown.of(expected).packed(own)
+        assert packed == GrownTrees.of(expected).packed(own)
         assert packed[0] == [tree.drafted for tree in expected]
         assert [count > 0 for count in packed[0]] == [i != 1 for i in chosen]
         # A token that the target does not know.

@@ -13,7 +13,7 @@ from draft_service.drafters.base import DraftSequence
 from draft_service.drafters.packing import pack, room_for, signed
 from draft_service.ngram.config import TrieConfig
 from draft_service.ngram.drafter import NgramDrafter
-from draft_service.session import Admission, PackedGrowth, ProposeSession, Tracked
+from draft_service.session import PackedGrowth, ProposeSession, SequenceAdmission, Tracked
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import TokenTree
 from outrider.v1 import draft_pb2
@@ -105,7 +105,7 @@ def test_a_session_takes_the_same_growth_either_way(
     drafter = NgramDrafter(TrieConfig(learn_prompts=False, learn_outputs=False))
     frames = []
     for taking in (ProposeSession.take_growth, ProposeSession.take_packed):
-        session = ProposeSession(drafter, Admission(10), "default")
+        session = ProposeSession(drafter, SequenceAdmission(10), "default")
         session.grant(2)
         for number, mode in enumerate(modes, 1):
             session.open(opened(2**64 - number, mode, vocabulary_size))

@@ -15,7 +15,7 @@ from waits import HUNG_SECONDS
 from draft_service.drafters.base import DraftSequence
 from draft_service.ngram.config import TrieConfig
 from draft_service.ngram.drafter import NgramDrafter
-from draft_service.session import Admission, ProposeSession
+from draft_service.session import ProposeSession, SequenceAdmission
 from outrider.errors import InvalidField, UnknownSequence
 from outrider.v1 import draft_pb2
 from outrider.wire.drafts import open_to_pb
@@ -131,7 +131,7 @@ async def test_a_bug_at_one_end_does_not_end_the_stream(caplog: pytest.LogCaptur
 
 
 def test_a_bug_at_one_end_leaves_no_sequence_open() -> None:
-    drafter, admission = FailingDrafter("close"), Admission(10)
+    drafter, admission = FailingDrafter("close"), SequenceAdmission(10)
     session = ProposeSession(drafter, admission, "default")
     for sequence_id, seed in ((1, 1), (2, 13), (3, 1)):
         session.open(opening(sequence_id, seed=seed))

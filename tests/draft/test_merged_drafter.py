@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from draft_service.config import drafter_config
 from draft_service.drafters.base import CorpusDrafter, Drafter, DraftSequence, create, features_of, info_of
-from draft_service.drafters.grown import ArrayDrafter, Grown, Pending
+from draft_service.drafters.grown import ArrayDrafter, GrownTrees, Pending
 from draft_service.drafters.merged import MergedConfig, MergedDrafter
 from draft_service.drafters.merging import merge_grown
 from draft_service.drafters.prompt_lookup import PromptLookupConfig, PromptLookupDrafter
@@ -39,7 +39,7 @@ def tree(*nodes: tuple[int, int, float]) -> TokenTree:
 
 
 def merge(proposed: Sequence[TokenTree], nodes: int) -> TokenTree:
-    (merged,) = merge_grown([Grown.of([one]) for one in proposed], [nodes]).as_trees()
+    (merged,) = merge_grown([GrownTrees.of([one]) for one in proposed], [nodes]).as_trees()
     return merged
 
 
@@ -116,7 +116,7 @@ def test_every_merged_tree_is_well_formed(proposed: list[TokenTree], nodes: int)
 @given(st.lists(st.tuples(trees(), trees(), trees()), min_size=1, max_size=4), st.integers(2, 3), st.integers(1, 20))
 def test_compiled_loops_merge_the_same(proposed: list[tuple[TokenTree, ...]], parts: int, nodes: int) -> None:
     limits = [max(1, nodes - i) for i in range(len(proposed))]
-    merged = merge_grown([Grown.of([own[part] for own in proposed]) for part in range(parts)], limits)
+    merged = merge_grown([GrownTrees.of([own[part] for own in proposed]) for part in range(parts)], limits)
     assert merged.as_trees() == [by_paths(own[:parts], most) for own, most in zip(proposed, limits, strict=True)]
 
 
@@ -240,7 +240,7 @@ def test_bytes_say_what_trees_say(mode: VerificationMode) -> None:
     expected, heads = merged.propose(sequences), [(1, 4, 7, VOCABULARY), (2, 5, 1, VOCABULARY)]
     packed = merged.begin(sequences).fetch().packed(heads)
     assert packed is not None and packed[0] == [one.drafted for one in expected]
-    assert packed == Grown.of(expected).packed(heads)
+    assert packed == GrownTrees.of(expected).packed(heads)
     # A token that the target does not know.
     assert merged.begin(sequences).fetch().packed([(*head[:3], 1) for head in heads]) is None
     merged.stop()
@@ -263,15 +263,15 @@ def test_others_work_while_another_device_does(monkeypatch: pytest.MonkeyPatch) 
 
     def begin(sequences: Sequence[DraftSequence]) -> Pending:
         events.append("head begun")
-        grown = Grown.of(head.propose(sequences))
+        grown = GrownTrees.of(head.propose(sequences))
 
-        def wait(_early: bool) -> Grown:
+        def wait(_early: bool) -> GrownTrees:
             events.append("head fetched")
             return grown
 
         return Pending(wait, elsewhere=True)
 
-    def grow(sequences: Sequence[DraftSequence]) -> Grown:
+    def grow(sequences: Sequence[DraftSequence]) -> GrownTrees:
         events.append("trie grown")
         return type(trie).grow(trie, sequences)
 

@@ -21,7 +21,7 @@ from draft_service.drafters.base import DraftSequence, info_of
 from draft_service.ngram.config import TrieConfig
 from draft_service.ngram.drafter import NgramDrafter
 from draft_service.server import SERVICE_NAME, DraftServicer
-from draft_service.session import Admission
+from draft_service.session import SequenceAdmission
 from outrider import __version__, busy_polling
 from outrider.busy_polling import BusyPolling
 from outrider.errors import (
@@ -94,7 +94,7 @@ def frames_of(steps: int) -> Iterator[draft_pb2.ProposeRequest]:
 
 async def served(drafter: ScriptedDrafter, call: Talkative) -> None:
     """Serve a call until it has said all."""
-    servicer = DraftServicer(drafter, Admission(10, VOCABULARY), info_of(drafter, VOCABULARY, ""))
+    servicer = DraftServicer(drafter, SequenceAdmission(10, VOCABULARY), info_of(drafter, VOCABULARY, ""))
     try:
         await servicer.Propose(call, call)  # type: ignore[arg-type]
     finally:
@@ -186,7 +186,7 @@ async def test_nothing_is_drafted_on_the_loop_while_the_thread_is_at_work() -> N
     """One call at a time, also where the one before was given up on."""
     drafter, working, go_on, done = ScriptedDrafter(), threading.Event(), threading.Event(), []
     noting_threads(drafter)
-    servicer = DraftServicer(drafter, Admission(10, VOCABULARY), info_of(drafter, VOCABULARY, ""))
+    servicer = DraftServicer(drafter, SequenceAdmission(10, VOCABULARY), info_of(drafter, VOCABULARY, ""))
 
     def slow() -> None:
         working.set()

@@ -9,7 +9,7 @@ from scripted_drafter import VOCABULARY, ScriptedDrafter, opening, step
 
 from draft_service.drafters.base import DraftSequence, create
 from draft_service.faults import DrafterFailed
-from draft_service.session import Admission, ProposeSession
+from draft_service.session import ProposeSession, SequenceAdmission
 from outrider.errors import (
     InvalidField,
     OutriderError,
@@ -27,9 +27,9 @@ from outrider.wire.frames import MAX_OUTSTANDING_CREDIT, MAX_SEQUENCES_PER_FRAME
 
 
 def make(
-    drafter: ScriptedDrafter | None = None, admission: Admission | None = None, credit: int = 100
+    drafter: ScriptedDrafter | None = None, admission: SequenceAdmission | None = None, credit: int = 100
 ) -> ProposeSession:
-    session = ProposeSession(drafter or ScriptedDrafter(), admission or Admission(10_000), "default")
+    session = ProposeSession(drafter or ScriptedDrafter(), admission or SequenceAdmission(10_000), "default")
     session.grant(credit)
     return session
 
@@ -159,7 +159,7 @@ def test_the_longest_context_is_kept() -> None:
 
 
 def test_what_the_drafter_refuses_is_not_counted_in() -> None:
-    drafter, admission = ScriptedDrafter(), Admission(1)
+    drafter, admission = ScriptedDrafter(), SequenceAdmission(1)
     session = make(drafter, admission)
     drafter.refuses = UnknownCorpus("no such corpus")
     with pytest.raises(UnknownCorpus):
@@ -208,7 +208,7 @@ class TestCredit:
 
 
 def test_the_end_of_a_stream_frees_everything() -> None:
-    drafter, admission = ScriptedDrafter(), Admission(99)
+    drafter, admission = ScriptedDrafter(), SequenceAdmission(99)
     session = make(drafter, admission)
     for sequence_id in range(20):
         session.open(opening(sequence_id))
@@ -233,7 +233,7 @@ frames = st.lists(
 @given(frames)
 def test_whatever_comes_in_whatever_order_the_books_balance(events: list[tuple[str, int, int]]) -> None:
     """Random frames against the random drafter: ids never repeat, growth is sound, counts agree."""
-    drafter, admission = create("random"), Admission(3)
+    drafter, admission = create("random"), SequenceAdmission(3)
     session = ProposeSession(drafter, admission, "default")
     last_id: dict[int, int] = {}
     steps: dict[int, int] = {}

@@ -16,7 +16,7 @@ from torch import Tensor
 from draft_service.drafters.base import features_of
 from draft_service.drafters.hidden_states import read_vectors
 from draft_service.in_process import InprocessLink
-from draft_service.session import Admission, ProposeSession
+from draft_service.session import ProposeSession, SequenceAdmission
 from outrider.errors import InvalidField, OutriderError, UnknownSequence
 from outrider.tree import TokenTree
 from outrider.v1 import draft_pb2
@@ -34,7 +34,7 @@ def travelling(states: Tensor) -> Vectors:
 
 
 def session_of(length: int = LENGTH) -> ProposeSession:
-    session = ProposeSession(make_drafter(), Admission(10), "default")
+    session = ProposeSession(make_drafter(), SequenceAdmission(10), "default")
     session.grant(100)
     session.open(opening(1, text(length), vocabulary_size=VOCABULARY))
     session.take_growth()
@@ -103,7 +103,7 @@ def test_an_advance_brings_no_more_than_there_are_tokens() -> None:
 
 
 def test_features_that_nobody_wants_are_refused() -> None:
-    session = ProposeSession(ScriptedDrafter(), Admission(10), "default")
+    session = ProposeSession(ScriptedDrafter(), SequenceAdmission(10), "default")
     session.open(opening())
     with pytest.raises(InvalidField, match="not asked for"):
         session.take_features(SequenceFeatures(1, 0, travelling(torch.zeros(1, WIDTH))))

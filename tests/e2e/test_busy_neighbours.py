@@ -7,7 +7,7 @@ from dataclasses import replace
 from engine_harness import engine_config, make_runner, plain, request
 from transformers import PreTrainedModel
 
-from target_service.core.sequence import SequenceFinished, Verdict
+from target_service.core.sequence import SequenceFinished, StepVerdict
 from target_service.engine.loop import EngineLoop
 from target_service.execution.host_executor import HostSteps
 
@@ -20,7 +20,7 @@ def steps_until_finished(loop: EngineLoop, sequence_id: int, most: int) -> tuple
     for step in range(1, most + 1):
         for event in loop.step() or ():
             if event.sequence_id == sequence_id:
-                if isinstance(event, Verdict):
+                if isinstance(event, StepVerdict):
                     said += event.token_ids
                 elif isinstance(event, SequenceFinished):
                     return step, tuple(said)

@@ -10,7 +10,7 @@ from engine_harness import ScriptedDraft, engine_config, knowing_tree, make_runn
 from transformers import PreTrainedModel
 
 from outrider.sampling import SamplingParams
-from target_service.core.sequence import SequenceFinished, SequenceRequest, StepStats, Verdict
+from target_service.core.sequence import SequenceFinished, SequenceRequest, StepStats, StepVerdict
 from target_service.engine.loop import EngineLoop
 from target_service.execution.device_executor import DeviceSteps
 from target_service.execution.multi_step import MultiStep
@@ -65,7 +65,7 @@ def run(
     accepted = 0
     while loop.live:
         for event in loop.step() or ():
-            if isinstance(event, Verdict):
+            if isinstance(event, StepVerdict):
                 said[event.sequence_id] += event.token_ids
             elif isinstance(event, SequenceFinished):
                 accepted += event.totals.accepted_tokens

@@ -13,7 +13,7 @@ from draft_service.faults import FaultLog
 from draft_service.ngram.config import TrieConfig
 from draft_service.ngram.drafter import NgramDrafter
 from draft_service.server import _ProposeStream
-from draft_service.session import Admission, ProposeSession
+from draft_service.session import ProposeSession, SequenceAdmission
 from draft_service.telemetry.metrics import DraftMetrics
 from draft_service.telemetry.tracing import StreamTrace
 from outrider.drafting.draft_tree import GrowingTree
@@ -115,7 +115,7 @@ def trie() -> NgramDrafter:
 @settings(max_examples=300)
 @given(frames=st.lists(requests, max_size=8))
 def test_a_draft_bears_any_frame(trie: NgramDrafter, frames: list[draft_pb2.ProposeRequest]) -> None:
-    admission = Admission(4)
+    admission = SequenceAdmission(4)
     stream = _ProposeStream(
         ProposeSession(trie, admission, "default"),
         DraftMetrics("trie", "0", dict),

@@ -33,7 +33,7 @@ from outrider.wire.frames import (
     TreeLimits,
     Vectors,
 )
-from target_service.core.sequence import SequenceFinished, Verdict
+from target_service.core.sequence import SequenceFinished, StepVerdict
 from target_service.engine.loop import EngineLoop
 from target_service.execution.device_executor import DeviceSteps
 from target_service.execution.host_executor import HostSteps, Steps
@@ -163,7 +163,7 @@ class ServiceMachine(RuleBasedStateMachine):
     def step(self, count: int) -> None:
         for _ in range(count):
             for event in self.loop.step() or ():
-                if isinstance(event, Verdict):
+                if isinstance(event, StepVerdict):
                     self.said[event.sequence_id].extend(event.token_ids)
                 else:
                     assert isinstance(event, SequenceFinished)

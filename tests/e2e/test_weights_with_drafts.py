@@ -20,7 +20,7 @@ from draft_service.eagle.drafter import EagleDrafter
 from draft_service.ngram.config import TrieConfig
 from draft_service.ngram.drafter import NgramDrafter
 from outrider.weight_updates import RunningRequests
-from target_service.core.sequence import Verdict
+from target_service.core.sequence import StepVerdict
 
 TOKENS = 200
 
@@ -59,7 +59,7 @@ def running(
         drafter.stop()
 
 
-def of_version(verdicts: list[Verdict], version: int) -> tuple[list[int], int]:
+def of_version(verdicts: list[StepVerdict], version: int) -> tuple[list[int], int]:
     """What was said under it, and how many of these tokens had been drafted."""
     own = [verdict for verdict in verdicts if verdict.model_version == version]
     return [token for verdict in own for token in verdict.token_ids], sum(verdict.drafted_tokens for verdict in own)

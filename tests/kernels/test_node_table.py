@@ -49,8 +49,8 @@ from tree_kernels.node_table.layout import (
     TABLE,
 )
 from tree_kernels.node_table.torch_backend import (
-    Candidate,
-    Chain,
+    LookupChain,
+    NodeCandidate,
     Nodes,
     best,
     bound_for,
@@ -101,8 +101,8 @@ def test_it_is_a_longest_run(text: list[int]) -> None:
 
 def test_a_chain_goes_on_with_itself_and_costs_by_its_run() -> None:
     chain = look_up([5, 1, 2, 1, 2], 5)
-    assert chain == Chain([1, 2, 1, 2, 1], layout.FIRST_COST[2], layout.NEXT_COST[2])
-    assert look_up([1, 2, 3], 5) == look_up([1, 1], 0) == Chain([], 0, 0)
+    assert chain == LookupChain([1, 2, 1, 2, 1], layout.FIRST_COST[2], layout.NEXT_COST[2])
+    assert look_up([1, 2, 3], 5) == look_up([1, 1], 0) == LookupChain([], 0, 0)
     # A cost is of the chance that it is right.
     assert layout.FIRST_COST[2] == round(-COST_OF_HALVING * torch.tensor(layout.RIGHT[2][0]).log2().item())
 
@@ -153,7 +153,7 @@ def test_a_walk_ends_where_the_text_does(seed: int, text: list[int], base: int) 
     assert walk(nodes, [0] * 400, base - 1 + NODES) == -1
 
 
-def wanted_below(seed: int, walked: int, chain: Chain) -> tuple[dict[Path, int], list[Candidate], list[Path]]:
+def wanted_below(seed: int, walked: int, chain: LookupChain) -> tuple[dict[Path, int], list[NodeCandidate], list[Path]]:
     """What may follow a node of a random tree, as costs by paths, and what the reference says, with its paths."""
     tokens, parents, costs = tree_of(seed)
     nodes = nodes_of(torch.from_numpy(preorder(tokens, parents, costs, 1)))
@@ -176,24 +176,27 @@ def wanted_below(seed: int, walked: int, chain: Chain) -> tuple[dict[Path, int],
     return wanted, found, paths_down(found)
 
 
-def paths_down(found: list[Candidate]) -> list[Path]:
+def paths_down(found: list[NodeCandidate]) -> list[Path]:
     """Of every candidate the tokens on its way down from the present root."""
     by_number = {one.number: one for one in found}
     assert len(by_number) == len(found)
 
-    def path_of(one: Candidate) -> Path:
+    def path_of(one: NodeCandidate) -> Path:
         return (*(path_of(by_number[one.parent]) if one.parent >= 0 else ()), one.token)
 
     return [path_of(one) for one in found]
 
 
 CHAINS = st.builds(
-    Chain, st.lists(st.integers(0, 2), max_size=LOOKUP), st.sampled_from([40, 2000, 9000]), st.sampled_from([7, 3000])
+    LookupChain,
+    st.lists(st.integers(0, 2), max_size=LOOKUP),
+    st.sampled_from([40, 2000, 9000]),
+    st.sampled_from([7, 3000]),
 )
 
 
 @given(SEEDS, st.integers(-1, 240), CHAINS)
-def test_candidates_are_what_hangs_below_and_the_chain(seed: int, walked: int, chain: Chain) -> None:
+def test_candidates_are_what_hangs_below_and_the_chain(seed: int, walked: int, chain: LookupChain) -> None:
     wanted, found, paths = wanted_below(seed, walked, chain)
     assert {path: one.cost for path, one in zip(paths, found, strict=True)} == wanted
     # Paths are told apart, so that siblings' tokens are.
@@ -201,12 +204,14 @@ def test_candidates_are_what_hangs_below_and_the_chain(seed: int, walked: int, c
 
 
 @given(SEEDS, st.integers(-1, 240), CHAINS, st.integers(0, 80))
-def test_the_best_are_the_cheapest_and_have_their_parents(seed: int, walked: int, chain: Chain, limit: int) -> None:
+def test_the_best_are_the_cheapest_and_have_their_parents(
+    seed: int, walked: int, chain: LookupChain, limit: int
+) -> None:
     _, found, _ = wanted_below(seed, walked, chain)
     check_best(found, limit)
 
 
-def check_best(found: list[Candidate], limit: int) -> None:
+def check_best(found: list[NodeCandidate], limit: int) -> None:
     kept = best(found, limit)
     affordable = [one for one in found if one.cost < MOST_COST]
     assert len(kept) == min(limit, KEPT, len(affordable))
@@ -216,7 +221,7 @@ def check_best(found: list[Candidate], limit: int) -> None:
 
 
 @given(SEEDS, st.integers(0, 240), CHAINS, st.integers(0, 80))
-def test_a_tree_is_mended(seed: int, walked: int, chain: Chain, limit: int) -> None:
+def test_a_tree_is_mended(seed: int, walked: int, chain: LookupChain, limit: int) -> None:
     """Behind a token that is no child of a node: what its likeliest child has below it, its children, and the chain."""
     nodes = nodes_of(torch.from_numpy(preorder(*tree_of(seed), 1)))
     every = paths_of(nodes.tokens, nodes.parents)
@@ -246,7 +251,7 @@ def test_a_tree_is_mended(seed: int, walked: int, chain: Chain, limit: int) -> N
 
 
 @given(SEEDS, st.integers(-1, 240), st.integers(0, 9), CHAINS, st.integers(0, 80))
-def test_a_tree_lends(seed: int, walked: int, token: int, chain: Chain, limit: int) -> None:
+def test_a_tree_lends(seed: int, walked: int, token: int, chain: LookupChain, limit: int) -> None:
     """What is below the likeliest node of a token hangs below the root, and in no other way; the rest is as it was."""
     nodes = nodes_of(torch.from_numpy(preorder(*tree_of(seed), 1)))
     before = walked % len(nodes.tokens) if walked >= 0 else -1
@@ -274,7 +279,7 @@ def test_what_mending_costs() -> None:
 
 
 @given(SEEDS, st.integers(0, 240), CHAINS)
-def test_a_walk_tolerates_siblings_that_say_the_same(seed: int, walked: int, chain: Chain) -> None:
+def test_a_walk_tolerates_siblings_that_say_the_same(seed: int, walked: int, chain: LookupChain) -> None:
     nodes = nodes_of(torch.from_numpy(preorder(*tree_of(seed), 1)))
     kept = best(candidates(nodes, -1, chain, walked % len(nodes.tokens)), KEPT)
     rows = {-1: 0} | {one.number: 1 + rank for rank, one in enumerate(kept)}
@@ -591,8 +596,8 @@ def test_random_cases_are_what_they_should_be(monkeypatch: pytest.MonkeyPatch) -
     too_large = 0
 
     def watched(
-        nodes: Nodes, root: int, chain: Chain, before: int, borrowed: int, recycled: Nodes | None
-    ) -> list[Candidate]:
+        nodes: Nodes, root: int, chain: LookupChain, before: int, borrowed: int, recycled: Nodes | None
+    ) -> list[NodeCandidate]:
         nonlocal too_large
         found = candidates(nodes, root, chain, before)
         lent.add((root >= 0, before >= 0, borrowed >= 0))

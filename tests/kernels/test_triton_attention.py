@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from tree_kernels.attention import AttentionBatch, triton_planning
 from tree_kernels.attention.triton_backend import INVARIANT, TritonAttention, TritonSettings
-from tree_kernels.attention.triton_planning import HeadLayout, Schedule
+from tree_kernels.attention.triton_planning import HeadLayout, PlanWorkspace
 from tree_kernels.attention.triton_tiling import Tiling
 
 WORKER = "triton_worker.py"
@@ -124,7 +124,7 @@ def test_fixed_splits_are_merged_alike_in_every_batch(monkeypatch: pytest.Monkey
     nothing = torch.empty(0)
     for groups, chunks in ((1, 132), (8, 132), (64, 132), (8, 4096), (4096, 65536)):
         integers = torch.empty(groups, 8)
-        backend.merge(nothing, Schedule(integers, nothing, nothing, nothing, nothing, nothing, chunks), layout)
+        backend.merge(nothing, PlanWorkspace(integers, nothing, nothing, nothing, nothing, nothing, chunks), layout)
     assert (len(set(merges.sizes)) == 1) == fixed
 
 

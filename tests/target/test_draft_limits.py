@@ -14,7 +14,7 @@ from outrider.wire.frames import DraftInfo, OpenSequence, TreeLimits
 from target_service.config import TargetConfig
 from target_service.core.sequence import Sequence, SequenceTotals
 from target_service.execution.node_tables import NodeTables
-from target_service.speculation.drafts import Drafting
+from target_service.speculation.drafts import DraftTrees
 from tree_kernels.node_table import Mailboxes
 
 
@@ -32,7 +32,7 @@ def limits_asked(mode: VerificationMode, tables: NodeTables | None) -> TreeLimit
     """Of a request that wants 5 drafted rows at most."""
     features = SimpleNamespace(connect=lambda _: None, opened=lambda _: [], taken=False)
     config = TargetConfig(draft="any", draft_wait_ms=100.0)
-    drafting, link = Drafting(config, 100, features, tables), OpeningLink()  # type: ignore[arg-type]
+    drafting, link = DraftTrees(config, 100, features, tables), OpeningLink()  # type: ignore[arg-type]
     drafting.attach(link)  # type: ignore[arg-type]
     drafting.receive(Connected(DraftInfo("any", 0, "", TreeLimits(63, 8), 4096, "0")))
     drafting.listen()

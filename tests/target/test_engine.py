@@ -16,7 +16,7 @@ from waits import HUNG_SECONDS
 
 from outrider.errors import Draining, EngineDead, PositionOutOfRange, QuotaExceeded, UnknownSequence, WrongRoot
 from outrider.tree import TokenTree
-from target_service.core.sequence import SequenceEvent, SequenceFailed, SequenceFinished, Verdict
+from target_service.core.sequence import SequenceEvent, SequenceFailed, SequenceFinished, StepVerdict
 from target_service.engine.engine import Engine
 
 Started = Callable[..., tuple[Engine, "queue.Queue[SequenceEvent]"]]
@@ -47,7 +47,7 @@ def until_last(events: queue.Queue[SequenceEvent], sequence_id: int) -> list[Seq
         event = events.get(timeout=HUNG_SECONDS)
         if event.sequence_id == sequence_id:
             seen.append(event)
-            if not isinstance(event, Verdict):
+            if not isinstance(event, StepVerdict):
                 return seen
 
 
@@ -62,7 +62,7 @@ def test_a_request_runs_to_its_end(start: Started) -> None:
     sequence_id = engine.submit(request([5, 6, 7], 10))
     *verdicts, last = until_last(events, sequence_id)
     assert isinstance(last, SequenceFinished)
-    assert sum(len(v.token_ids) for v in verdicts if isinstance(v, Verdict)) == 10
+    assert sum(len(v.token_ids) for v in verdicts if isinstance(v, StepVerdict)) == 10
     assert engine.snapshot().pages_used == 0
 
 
@@ -159,7 +159,7 @@ def test_an_idle_engine_beats(start: Started) -> None:
 def test_a_client_that_drafts_gets_what_generate_says(start: Started) -> None:
     engine, events = start()
     plain = until_last(events, engine.submit(request([5, 6, 7], 12)))
-    said = [token for event in plain if isinstance(event, Verdict) for token in event.token_ids]
+    said = [token for event in plain if isinstance(event, StepVerdict) for token in event.token_ids]
     sequence_id = engine.submit(request([5, 6, 7], 12, external=True))
     root, heard, accepted = 7, [], 0
     while len(heard) < 12:
@@ -167,7 +167,7 @@ def test_a_client_that_drafts_gets_what_generate_says(start: Started) -> None:
         tokens = (root, *ahead[:2], (ahead[-1] + 1) % 211)
         engine.verify(sequence_id, TokenTree(tokens, tuple(max(0, i - 1) for i in range(len(tokens))), (1.0,) * 4))
         verdict = events.get(timeout=HUNG_SECONDS)
-        assert isinstance(verdict, Verdict)
+        assert isinstance(verdict, StepVerdict)
         accepted += len(verdict.accepted_rows)
         heard += verdict.token_ids
         root = heard[-1]

@@ -27,7 +27,7 @@ from target_service.core.sequence import (
     SequenceRequest,
     SequenceTotals,
     StepStats,
-    Verdict,
+    StepVerdict,
 )
 from target_service.core.weights import WeightUpdate
 from target_service.engine_process.messages import (
@@ -35,11 +35,11 @@ from target_service.engine_process.messages import (
     CancelUpdate,
     Configure,
     Dead,
-    Drafter,
+    DrafterChanged,
     Message,
     Ready,
-    Refused,
     Report,
+    StartRefused,
     Stop,
     Submit,
     UpdateWeights,
@@ -111,36 +111,38 @@ MESSAGES: dict[str, Message] = {
     "cancel": Cancel(2**53 + 1),
     "stop": Stop(),
     "ready": Ready(SERVED),
-    "refused": Refused(2, "error: --draft: \u201cno\u201d"),
-    "drafter": Drafter(DraftInfo("trie", 0, "f", TreeLimits(63, 8), 4096, "0.1")),
-    "feature_drafter": Drafter(
+    "refused": StartRefused(2, "error: --draft: \u201cno\u201d"),
+    "drafter": DrafterChanged(DraftInfo("trie", 0, "f", TreeLimits(63, 8), 4096, "0.1")),
+    "feature_drafter": DrafterChanged(
         DraftInfo(
             "eagle", 300, "", TreeLimits(63, 8), 4096, "0.1", FeatureRequest((1, 5), 64, "float32", True, False, 9)
         )
     ),
-    "no_drafter": Drafter(None),
+    "no_drafter": DrafterChanged(None),
     "update": UpdateWeights(3, WeightUpdate("/weights/step-1", RunningRequests.CONTINUE)),
     "cancel_update": CancelUpdate(3),
     "updated": WeightsDone(3, WeightsUpdated(2, 290, 2**34, 5e-9, 6e-9, aborted=7, continued=8), None),
     "dead": Dead("the engine has failed"),
     "idle": report(),
-    "plain": report(*(Verdict(i, i + 1, (), (i + 7,), 0, compute_ns=10**6) for i in range(64))),
-    "several steps": report(Verdict(1, 2, (), (11, 12, 13, 14), 2, drafts_by_step=(0, 2)), Verdict(2, 2, (), (5,), 0)),
-    "accepted": report(Verdict(1, 0, (1, 4, 5), (11, 12, 13, 14), 3, queue_ns=5, compute_ns=6)),
-    "tree": report(Verdict(1, 0, (1,), (11, 12), 1, tree=VerifiedTree((10, 11, 13), (0, 0, 0), (1,)))),
+    "plain": report(*(StepVerdict(i, i + 1, (), (i + 7,), 0, compute_ns=10**6) for i in range(64))),
+    "several steps": report(
+        StepVerdict(1, 2, (), (11, 12, 13, 14), 2, drafts_by_step=(0, 2)), StepVerdict(2, 2, (), (5,), 0)
+    ),
+    "accepted": report(StepVerdict(1, 0, (1, 4, 5), (11, 12, 13, 14), 3, queue_ns=5, compute_ns=6)),
+    "tree": report(StepVerdict(1, 0, (1,), (11, 12), 1, tree=VerifiedTree((10, 11, 13), (0, 0, 0), (1,)))),
     "logprobs": report(
-        Verdict(
+        StepVerdict(
             *(1, 0, (), (11, 12), 0),
             logprobs=(TokenLogprobs(-0.1, ((11, -0.1), (3, -1e-30))), TokenLogprobs(-math.inf)),
             compute_ns=6,
         )
     ),
     "finished": report(
-        Verdict(1, 0, (), (2,), 0, finish=Finish(FinishReason.END_OF_SEQUENCE, stop_token_id=2)),
+        StepVerdict(1, 0, (), (2,), 0, finish=Finish(FinishReason.END_OF_SEQUENCE, stop_token_id=2)),
         SequenceFinished(1, Finish(FinishReason.END_OF_SEQUENCE, stop_token_id=2), TOTALS),
     ),
     "stopped": report(
-        Verdict(1, 0, (), (2,), 0, (TokenLogprobs(-0.5),), Finish(FinishReason.STOP, stop_string="\u2028")),
+        StepVerdict(1, 0, (), (2,), 0, (TokenLogprobs(-0.5),), Finish(FinishReason.STOP, stop_string="\u2028")),
         SequenceFinished(1, Finish(FinishReason.STOP, stop_string="\u2028"), TOTALS),
     ),
     "figures": Report([], [STATS, STATS], [(4, TOTALS, "cancelled")], [True, False], SNAPSHOT, 2**62),
@@ -205,7 +207,7 @@ def test_frames_are_found_however_bytes_arrive(size: int) -> None:
         msgspec.msgpack.encode(["Nothing", 1]),
         msgspec.msgpack.encode(["Cancel"]),
         msgspec.msgpack.encode(["Cancel", "1"]),
-        msgspec.msgpack.encode(["Report", [["Verdict", 1]], [], [], [], {}, 0]),
+        msgspec.msgpack.encode(["Report", [["StepVerdict", 1]], [], [], [], {}, 0]),
         msgspec.msgpack.encode(["Report", [["SequenceFailed", 1, ["DRAINING"]]], [], [], [], {}, 0]),
         pack(MESSAGES["plain"])[LENGTH_BYTES:-1],
     ],

@@ -27,7 +27,7 @@ from outrider.sampling import SamplingParams
 from outrider.tree import TokenTree
 from outrider.wire.frames import DraftLink, FeatureRequest
 from target_service.config import TargetConfig
-from target_service.core.sequence import SequenceFinished, SequenceRequest, Verdict
+from target_service.core.sequence import SequenceFinished, SequenceRequest, StepVerdict
 from target_service.engine.loop import EngineLoop
 from target_service.engine.step import Step
 from target_service.execution.host_executor import HostSteps
@@ -175,7 +175,7 @@ class Drive:
         while self.going and count:
             count -= 1
             for event in self.loop.step() or ():
-                if isinstance(event, Verdict):
+                if isinstance(event, StepVerdict):
                     self.said[event.sequence_id] += event.token_ids
                 else:
                     assert isinstance(event, SequenceFinished)

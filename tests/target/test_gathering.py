@@ -12,13 +12,13 @@ from transformers import PreTrainedModel
 from outrider.drafting.events import Lost
 from outrider.tree import TokenTree
 from outrider.wire.frames import OpenSequence, SequenceAdvance, SequenceGrowth
-from target_service.core.sequence import SequenceFinished, SequenceRequest, Verdict
+from target_service.core.sequence import SequenceFinished, SequenceRequest, StepVerdict
 from target_service.engine.loop import EngineLoop
 from target_service.engine.step import Step
 from target_service.execution.device_executor import DeviceSteps
 from target_service.execution.host_executor import HostSteps
 from target_service.sampling.verifier import Verified
-from target_service.speculation.drafts import Drafting
+from target_service.speculation.drafts import DraftTrees
 from target_service.speculation.policy.draft_switch import DraftSwitch
 from target_service.speculation.policy.draft_times import ENOUGH
 from target_service.speculation.policy.launch_mode import LaunchMode
@@ -72,7 +72,7 @@ def test_a_draft_that_is_waited_for_hears_of_every_token_once(
     begin(loop, draft, wanted)
     said: list[int] = []
     while loop.live:
-        said += [token for event in loop.step() or () if isinstance(event, Verdict) for token in event.token_ids]
+        said += [token for event in loop.step() or () if isinstance(event, StepVerdict) for token in event.token_ids]
     assert tuple(said) == truth[len(wanted.token_ids) :]
     drafted = [step for step in launched if step.batch.drafted]
     assert len(drafted) > 3 and all(
@@ -290,7 +290,7 @@ def test_drafts_that_were_of_no_use_are_tried_again_at_the_same_load(tiny_model:
 
 def head_loop(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> tuple[EngineLoop, DraftSwitch]:
     """A loop whose draft reads hidden states, as far as following it goes, and is known to pay."""
-    monkeypatch.setattr(Drafting, "reads_features", property(lambda _: True))
+    monkeypatch.setattr(DraftTrees, "reads_features", property(lambda _: True))
     cost = StepCost([(1, 1.0), (64, 1.1)])
     loop = EngineLoop(runner := make_runner(model), engine_config(), steps=HostSteps(runner), step_cost=cost)
     switch = loop.gathering.switch

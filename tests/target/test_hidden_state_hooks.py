@@ -20,7 +20,7 @@ from draft_service.eagle.checkpoint import save_head
 from outrider.errors import NotSupported
 from target_service.assembly import assemble, load_model
 from target_service.config import TargetConfig
-from target_service.core.sequence import SequenceEvent, Verdict
+from target_service.core.sequence import SequenceEvent, StepVerdict
 from target_service.model.forward import ForwardInput
 from target_service.model.fused.preparing import MAX_ROWS, LayerOptions, prepare_layers
 from target_service.model.hidden_state_hooks import LayerHooks
@@ -164,7 +164,7 @@ class TestHeadSetting:
 
         def deliver(events: list[SequenceEvent]) -> None:
             for event in events:
-                if isinstance(event, Verdict):
+                if isinstance(event, StepVerdict):
                     said.extend(event.token_ids)
                 else:
                     ended.set()

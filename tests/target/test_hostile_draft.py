@@ -25,7 +25,7 @@ from outrider.v1 import draft_pb2
 from outrider.wire.frames import MAX_NODES as NODES
 from outrider.wire.frames import MAX_SEQUENCES_PER_FRAME, DraftInfo, SequenceGrowth, TreeLimits
 from target_service.config import TargetConfig
-from target_service.speculation.drafts import Drafting
+from target_service.speculation.drafts import DraftTrees
 
 
 class Noting(DraftInbox):
@@ -135,7 +135,7 @@ class CutLink:
     def close(self, _sequence_ids: list[int]) -> None: ...
 
 
-class SlowDrafting(Drafting):
+class SlowDrafting(DraftTrees):
     """Takes its time over every growth, as it does over large ones on a slow machine."""
 
     seconds = 0.002
@@ -144,7 +144,7 @@ class SlowDrafting(Drafting):
         time.sleep(self.seconds)
 
 
-def drafting_of(kind: type[Drafting], wait_seconds: float = 0.1) -> tuple[Drafting, CutLink]:
+def drafting_of(kind: type[DraftTrees], wait_seconds: float = 0.1) -> tuple[DraftTrees, CutLink]:
     config = TargetConfig(draft="hostile", draft_wait_ms=wait_seconds * 1e3)
     drafting, link = kind(config, VOCABULARY, QuietFeatures()), CutLink()  # type: ignore[arg-type]
     drafting.attach(link)  # type: ignore[arg-type]
@@ -191,7 +191,7 @@ def test_one_long_step_is_not_held_against_the_draft() -> None:
     assert link.reasons == []
 
 
-class EndlessDrafting(Drafting):
+class EndlessDrafting(DraftTrees):
     """Hears something new whenever it has heard something."""
 
     def _graft(self, growth: SequenceGrowth) -> None:
@@ -209,7 +209,7 @@ def test_waiting_ends_though_the_draft_goes_on_about_something_else() -> None:
 
 
 def test_the_log_gets_one_line_about_many_malformed_growths(caplog: pytest.LogCaptureFixture) -> None:
-    drafting, _ = drafting_of(Drafting)
+    drafting, _ = drafting_of(DraftTrees)
     with caplog.at_level(logging.WARNING):
         for number in range(1, 6):
             drafting._trees[number] = GrowingTree([9], 0)

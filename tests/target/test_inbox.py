@@ -13,13 +13,13 @@ from outrider.sampling import FinishReason
 from outrider.sampling import TokenLogprobs as Logprobs
 from outrider.tree import VerifiedTree
 from target_service.api.event_queue import joined
-from target_service.core.sequence import Finish, SequenceFailed, SequenceFinished, SequenceTotals, Verdict
+from target_service.core.sequence import Finish, SequenceFailed, SequenceFinished, SequenceTotals, StepVerdict
 
 LENGTH = Finish(FinishReason.LENGTH)
 
 
-def verdict(step: int, *tokens: int, drafted: int = 0, **fields: Any) -> Verdict:
-    return Verdict(7, step, tuple(range(1, drafted + 1)), tokens, drafted, **fields)
+def verdict(step: int, *tokens: int, drafted: int = 0, **fields: Any) -> StepVerdict:
+    return StepVerdict(7, step, tuple(range(1, drafted + 1)), tokens, drafted, **fields)
 
 
 def test_plain_steps_become_one_chunk() -> None:
@@ -41,13 +41,13 @@ def test_plain_steps_become_one_chunk() -> None:
 )
 def test_drafted_tokens_stay_first(drafted: list[int], tokens: list[tuple[int, int]]) -> None:
     said = [event for event in joined([verdict(i, i, drafted=count) for i, count in enumerate(drafted)])]
-    assert [(len(event.token_ids), event.drafted_tokens) for event in said if isinstance(event, Verdict)] == tokens
+    assert [(len(event.token_ids), event.drafted_tokens) for event in said if isinstance(event, StepVerdict)] == tokens
 
 
 def test_steps_keep_their_drafts() -> None:
     several = verdict(2, 1, 2, 3, 4, drafted=2, drafts_by_step=(0, 2))
     (said,) = joined([several, verdict(4, 5, 6), verdict(5, 7)])
-    assert isinstance(said, Verdict)
+    assert isinstance(said, StepVerdict)
     assert (said.token_ids, said.drafted_tokens) == ((1, 2, 3, 4, 5, 6, 7), 2)
     assert said.drafts_by_step == (0, 2, 0, 0, 0) and said.step == 5
     assert [one.drafts_by_step for one in joined([verdict(0, 1), several])] == [(), (0, 2)]  # type: ignore[union-attr]
@@ -56,7 +56,7 @@ def test_steps_keep_their_drafts() -> None:
 def test_the_last_tree_is_kept() -> None:
     first, second = VerifiedTree((1, 2), (0, 0), (1,)), VerifiedTree((3, 4), (0, 0), ())
     (said,) = joined([verdict(0, 2, 3, drafted=1, tree=first), verdict(1, 9, tree=second), verdict(2, 8)])
-    assert isinstance(said, Verdict) and said.tree == second
+    assert isinstance(said, StepVerdict) and said.tree == second
 
 
 def test_what_came_before_a_failure_is_said() -> None:
@@ -78,6 +78,6 @@ def test_nothing_is_lost_or_reordered(batches: list[list[int]]) -> None:
             expected += [(token, place < drafted) for place, token in enumerate(tokens)]
             step += 1
         for event in joined(events):
-            assert isinstance(event, Verdict)
+            assert isinstance(event, StepVerdict)
             said += [(token, place < event.drafted_tokens) for place, token in enumerate(event.token_ids)]
     assert said == expected

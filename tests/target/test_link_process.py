@@ -25,7 +25,7 @@ from outrider.drafting.link_messages import (
     Close,
     CutOff,
     FromLink,
-    Grown,
+    GrownArrays,
     GrowthArrays,
     Open,
     SendFeatures,
@@ -218,8 +218,8 @@ def body_of(message: ToLink | FromLink) -> bytes:
 def test_messages_come_as_they_were() -> None:
     distributions = {9: DraftDistribution((1, 2), (3, 4))}
     growth = SequenceGrowth(7, 3, 9, (0, 9), (5, 2**31 - 1), (0.25, 0.1), distributions, True, self_contained=True)
-    came = unpack_from_link(body_of(Grown([GrowthArrays.of(growth)])))
-    assert isinstance(came, Grown)
+    came = unpack_from_link(body_of(GrownArrays([GrowthArrays.of(growth)])))
+    assert isinstance(came, GrownArrays)
     (other,) = (packed.growth() for packed in came.growths)
     numbers = {name: tuple(getattr(other, name)) for name in ("parent_ids", "token_ids", "scores")}
     assert replace(other, **numbers) == growth and other.self_contained

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from target_service.core.sequence import Sequence, Verdict
+from target_service.core.sequence import Sequence, StepVerdict
 from target_service.engine.loop import EngineLoop
 from target_service.engine.step import Step
 from target_service.execution.device_executor import DeviceSteps
@@ -135,7 +135,7 @@ def test_the_engine_compares_what_a_draft_brings(
         loop.add(loop.make(number, one))
     while loop.live:
         for event in loop.step() or ():
-            if isinstance(event, Verdict):
+            if isinstance(event, StepVerdict):
                 said.setdefault(event.sequence_id, []).extend(event.token_ids)
     assert [tuple(said[number]) for number in range(3)] == [text[3:] for text in truth]
     assert launched[passes] > 10

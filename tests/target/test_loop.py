@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from outrider.errors import QuotaExceeded
 from outrider.sampling import SamplingParams
 from outrider.wire.frames import OpenSequence
-from target_service.core.sequence import SequenceFailed, SequenceFinished, Verdict
+from target_service.core.sequence import SequenceFailed, SequenceFinished, StepVerdict
 from target_service.engine import loop as loop_module
 from target_service.engine.loop import EngineLoop
 from target_service.execution.batch import StepBatch
@@ -46,7 +46,7 @@ def test_steps_shrink_until_they_fit(tiny_model: PreTrainedModel, rows: int) -> 
     said: dict[int, list[int]] = {1: [], 2: []}
     while loop.live:
         for event in loop.step() or ():
-            if isinstance(event, Verdict):
+            if isinstance(event, StepVerdict):
                 said[event.sequence_id] += event.token_ids
     assert [tuple(said[1]), tuple(said[2])] == [plain(tiny_model, one) for one in wanted]
 
@@ -74,7 +74,7 @@ def test_kernels_are_warmed_up_without_a_trace(tiny_model: PreTrainedModel) -> N
     loop.add(loop.make(1, wanted))
     said: list[int] = []
     while loop.live:
-        said += [token for event in loop.step() or () if isinstance(event, Verdict) for token in event.token_ids]
+        said += [token for event in loop.step() or () if isinstance(event, StepVerdict) for token in event.token_ids]
     assert tuple(said) == plain(tiny_model, wanted)
 
 
@@ -102,7 +102,7 @@ def test_lockstep_says_what_the_fast_loop_says(tiny_model: PreTrainedModel, monk
         said[lockstep] = [[] for _ in wanted]
         while loop.live:
             for event in loop.step() or ():
-                if isinstance(event, Verdict):
+                if isinstance(event, StepVerdict):
                     said[lockstep][event.sequence_id] += event.token_ids
         assert len(made) - before == (not lockstep)
     assert said[True] == said[False] == [list(plain(tiny_model, one)) for one in wanted]

@@ -18,7 +18,7 @@ from outrider.sampling import SamplingParams, VerificationMode
 from outrider.telemetry.table import MAX_DEPTH
 from outrider.tree import TokenTree
 from outrider.wire.frames import FeatureRequest
-from target_service.core.sequence import SequenceFinished, SequenceTotals, StepStats, Verdict
+from target_service.core.sequence import SequenceFinished, SequenceTotals, StepStats, StepVerdict
 from target_service.engine.engine import EngineSnapshot
 from target_service.engine.loop import EngineLoop
 from target_service.execution.device_executor import DeviceSteps
@@ -62,7 +62,7 @@ def test_a_run_is_counted_as_it_was(tiny_model: Any, observer: PrometheusObserve
     verdicts = steps = 0
     while len(totals) < 3:
         for event in loop.step() or ():
-            verdicts += isinstance(event, Verdict)
+            verdicts += isinstance(event, StepVerdict)
             if isinstance(event, SequenceFinished):
                 totals.append(event.totals)
         steps += 1

@@ -15,7 +15,7 @@ from engine_harness import make_runner, request
 from transformers import PreTrainedModel
 
 from outrider.sampling import SamplingParams, VerificationMode
-from target_service.core.schedule import Chunk, Schedule
+from target_service.core.schedule import Schedule, SequenceChunk
 from target_service.core.sequence import DevicePass, SequenceRequest
 from target_service.execution.batch import DeviceRows
 from target_service.model.cuda_graphs.sizes import row_sizes
@@ -301,7 +301,7 @@ def schedule(runner: ModelRunner, live: dict[int, LiveSequence], *requests: Sequ
     for number, one in enumerate(requests):
         live[number] = LiveSequence.of(number, one, runner)
         live[number].sequence.kv_length = len(one.token_ids) - 1
-    return Schedule(tuple(Chunk(one.sequence, 1) for one in live.values()))
+    return Schedule(tuple(SequenceChunk(one.sequence, 1) for one in live.values()))
 
 
 @pytest.fixture
@@ -492,7 +492,7 @@ def beside_a_prompt(engine: Engine, rows: int, runner: ModelRunner, **changes: o
     prompt = replace(request([1] * (rows + 9), 9), **changes)  # type: ignore[arg-type]
     reader = LiveSequence.of(999, prompt, runner)
     engine.live[999] = reader
-    return Schedule((Chunk(reader.sequence, rows), *engine._schedule.chunks))
+    return Schedule((SequenceChunk(reader.sequence, rows), *engine._schedule.chunks))
 
 
 @pytest.mark.parametrize(("read", "rows"), [(5, 64), (27, 64), (33, 128), (100, 192), (240, 256)])

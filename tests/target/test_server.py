@@ -18,7 +18,7 @@ from outrider.v1 import tree_pb2
 from outrider.wire.trees import DRAFT_REFUSED_KEY, error_of_rpc
 from target_service.api import server as server_module
 from target_service.api.event_queue import EventQueue
-from target_service.core.sequence import Verdict
+from target_service.core.sequence import StepVerdict
 
 
 class TestGenerate:
@@ -208,7 +208,7 @@ class TestEnds:
     async def test_inbox_drops_what_nobody_reads(self) -> None:
         cancelled: list[int] = []
         queue = EventQueue(2, cancelled.append)
-        verdicts = [Verdict(7, step, (), (step,), 0) for step in range(4)]
+        verdicts = [StepVerdict(7, step, (), (step,), 0) for step in range(4)]
         for verdict in verdicts[:2]:
             queue.put(verdict)
         assert await queue.take() == verdicts[:2]

@@ -9,7 +9,7 @@ from dataclasses import replace
 from conftest import make_tiny
 from engine_harness import engine_config, make_runner, plain, request
 
-from target_service.core.sequence import SequenceFinished, SequenceRequest, Verdict
+from target_service.core.sequence import SequenceFinished, SequenceRequest, StepVerdict
 from target_service.engine.loop import EngineLoop
 from target_service.execution.batch import StepBatch
 from target_service.execution.host_executor import HostSteps, Launched, Ready
@@ -53,8 +53,8 @@ class Timed:
         while True:
             for event in self.loop.step() or ():
                 if event.sequence_id != mine:
-                    self.others += isinstance(event, Verdict)
-                elif isinstance(event, Verdict):
+                    self.others += isinstance(event, StepVerdict)
+                elif isinstance(event, StepVerdict):
                     said += event.token_ids
                 else:
                     assert isinstance(event, SequenceFinished)

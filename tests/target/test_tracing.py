@@ -13,7 +13,7 @@ from spans import PARENT, UNSAMPLED, Recorder, check
 from outrider.errors import EngineDead, OutriderError, QuotaExceeded
 from outrider.sampling import FinishReason, SamplingParams, VerificationMode
 from outrider.telemetry.names import DECODE, GENERATE, PREFILL, QUEUE, STEP, VERIFY_SEQUENCE
-from target_service.core.sequence import Finish, SequenceRequest, SequenceTotals, Verdict
+from target_service.core.sequence import Finish, SequenceRequest, SequenceTotals, StepVerdict
 from target_service.telemetry.tracing import MAX_STEP_SPANS, RequestTrace
 
 METADATA = (("traceparent", PARENT), ("authorization", "Bearer a-secret-of-sixteen"))
@@ -46,8 +46,10 @@ def totals() -> SequenceTotals:
     )
 
 
-def verdict(step: int, **fields: Any) -> Verdict:
-    return Verdict(1, step, (1, 2), (701, 702, 703), drafted_tokens=2, queue_ns=1000, compute_ns=2_000_000, **fields)
+def verdict(step: int, **fields: Any) -> StepVerdict:
+    return StepVerdict(
+        1, step, (1, 2), (701, 702, 703), drafted_tokens=2, queue_ns=1000, compute_ns=2_000_000, **fields
+    )
 
 
 def traced(recorder: Recorder, name: str = GENERATE) -> RequestTrace:
@@ -131,7 +133,7 @@ def test_steps_that_were_launched_at_once_count_each() -> None:
     recorder = Recorder()
     trace = traced(recorder)
     for step in (4, 8):
-        trace.step(Verdict(1, step, (), (701, 702, 703, 704), drafted_tokens=0))
+        trace.step(StepVerdict(1, step, (), (701, 702, 703, 704), drafted_tokens=0))
     trace.abandoned(None)
     (request,) = recorder.named(GENERATE)
     attributes = dict(request.attributes or {})

@@ -19,7 +19,7 @@ from outrider.v1 import target_pb2 as pb
 from outrider.v1 import tree_pb2
 from outrider.wire.trees import error_of
 from target_service.api.admission import Admission
-from target_service.api.verify_session import VerifySession
+from target_service.api.verify_session import VerifyStream
 from target_service.config import TargetConfig
 from target_service.core.events import Sequences
 from target_service.core.quotas import TenantQuotas
@@ -74,7 +74,7 @@ async def replay(script: list[pb.VerifyRequest]) -> list[pb.VerifyResponse]:
             # One more turn of the loop, in which the verdict is dispatched.
             await asyncio.sleep(0)
 
-    session = VerifySession(
+    session = VerifyStream(
         TargetConfig(max_sequences_per_stream=4, verify_idle_seconds=10),
         sequences,
         Admission(SERVED, TenantQuotas()),

@@ -23,7 +23,7 @@ from outrider.v1 import target_pb2 as pb
 from outrider.v1 import tree_pb2
 from outrider.wire.trees import error_of
 from target_service.api.admission import Admission
-from target_service.api.verify_session import VerifySession
+from target_service.api.verify_session import VerifyStream
 from target_service.config import TargetConfig
 from target_service.core.events import Sequences
 from target_service.core.quotas import TenantQuotas
@@ -213,7 +213,7 @@ class TestEnds:
                 taken += 1
                 yield tree(1, 0, 10)
 
-        session = VerifySession(
+        session = VerifyStream(
             TargetConfig(max_sequences_per_stream=4, verify_idle_seconds=10),
             Sequences(engine),
             Admission(SERVED, TenantQuotas()),

@@ -14,7 +14,7 @@ from other_weights import other_weights
 from outrider.errors import OutriderError
 from outrider.sampling import SamplingParams
 from outrider.weight_updates import RunningRequests, WeightsUpdated
-from target_service.core.sequence import SequenceFinished, Verdict
+from target_service.core.sequence import SequenceFinished, StepVerdict
 from target_service.core.weights import WeightUpdate
 from target_service.engine.exchange import WeightExchange
 from target_service.engine.loop import EngineLoop
@@ -52,7 +52,7 @@ def test_continuing_behind_steps_under_way(
     loop = EngineLoop(runner, engine_config(), steps=steps_of(kind, runner), multi_step=MultiStep(passes))
     exchange = WeightExchange(runner, loop, lambda: None, lambda: None)
     results: list[WeightsUpdated | OutriderError] = []
-    verdicts: dict[int, list[Verdict]] = {}
+    verdicts: dict[int, list[StepVerdict]] = {}
     for sequence_id, one in enumerate(wanted, start=1):
         loop.add(loop.make(sequence_id, one))
     ended = steps = 0
@@ -63,7 +63,7 @@ def test_continuing_behind_steps_under_way(
                 time.sleep(0.001)
         assert exchange.turn() == []
         for event in loop.step() or ():
-            if isinstance(event, Verdict):
+            if isinstance(event, StepVerdict):
                 verdicts.setdefault(event.sequence_id, []).append(event)
             ended += isinstance(event, SequenceFinished)
         runner.cache.check_integrity(live.sequence.pages for live in loop.live.values())

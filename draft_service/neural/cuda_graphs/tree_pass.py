@@ -16,7 +16,7 @@ from torch import Tensor
 
 from draft_service.compiling import Numbers, compiled
 from draft_service.drafters.base import DraftSequence
-from draft_service.drafters.grown import Grown
+from draft_service.drafters.grown import GrownTrees
 from draft_service.neural.candidates import temperature_of
 from draft_service.neural.cuda_graphs.attention import StaticAttend, StaticIntegers, capacity
 from draft_service.neural.level_growth import COUPLED, DEPTH, MODE, NODES, TOP_K
@@ -174,7 +174,7 @@ class TreePass:
         trees.host.copy_(trees.device, non_blocking=True)
         trees.copied.record()
 
-    def fetch(self, part: int) -> Grown:
+    def fetch(self, part: int) -> GrownTrees:
         """Wait for the trees of a part, in the order of the requests."""
         part_trees = self._trees[part]
         part_trees.copied.wait()
@@ -184,7 +184,7 @@ class TreePass:
         scores = found[:, 1 + 2 * room :].view(np.float32).astype(np.float64)
         sizes = np.minimum(found[:, :1], 1 + self._integers.host["limits"][:count, None]).astype(np.int64)
         trees[:, 0, 0] = self._roots
-        return Grown(trees, scores, sizes)
+        return GrownTrees(trees, scores, sizes)
 
     def _children(self, logits: Tensor, level: int) -> Children:
         parts, shape = self._integers.device, self._shape

@@ -21,7 +21,7 @@ class Planner(Protocol):
     def plan(self, batch: AttentionBatch) -> AttentionPlan: ...
 
 
-class _Implementation(Planner, Protocol):
+class _AttentionBackend(Planner, Protocol):
     def run(
         self, plan: AttentionPlan, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float
     ) -> Tensor: ...
@@ -52,7 +52,7 @@ class PlannedAttention(Generic[_Backend]):
         return self._implementation.plan(batch)
 
 
-class TreeAttention(PlannedAttention[_Implementation]):
+class TreeAttention(PlannedAttention[_AttentionBackend]):
     """Attention of ragged tree rows over a paged cache.
 
     Symbols: R rows of all sequences, Hq query heads, Hkv key heads (Hq a multiple of Hkv), D key width, Dv value width.
@@ -95,7 +95,7 @@ class TreeAttention(PlannedAttention[_Implementation]):
         return self._implementation.run(plan, query, key_cache, value_cache, scale)
 
 
-def _create(backend: Backend, device: torch.device, invariant: bool) -> _Implementation:
+def _create(backend: Backend, device: torch.device, invariant: bool) -> _AttentionBackend:
     """Imports a backend only when it is chosen: triton and flashinfer may be absent."""
     if backend == "reference":
         from tree_kernels.attention.reference import ReferenceAttention

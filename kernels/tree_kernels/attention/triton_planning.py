@@ -51,7 +51,7 @@ class HeadLayout:
 
 
 @dataclass
-class Schedule:
+class PlanWorkspace:
     """Work space of one layout; see `attention.triton_schedule` for the integers."""
 
     groups: Tensor  # [groups, 8] int32
@@ -79,7 +79,7 @@ class TritonPlan(AttentionPlan):
     # First and end of the rows of every tail that `run` computes; its output for the others is undefined. None is all.
     # A schedule is made for them: clear `schedules` after a change.
     output_rows: tuple[int, int] | None = None
-    schedules: dict[HeadLayout, Schedule] = field(default_factory=dict)  # made by the first layer of a layout
+    schedules: dict[HeadLayout, PlanWorkspace] = field(default_factory=dict)  # made by the first layer of a layout
 
     @property
     def max_output_rows(self) -> int:
@@ -160,7 +160,7 @@ class TritonPlanner:
             for prefix, rows in lengths
         )
 
-    def schedule_of(self, plan: TritonPlan, layout: HeadLayout) -> Schedule:
+    def schedule_of(self, plan: TritonPlan, layout: HeadLayout) -> PlanWorkspace:
         """How the step's work is divided for one layout of heads.
 
         The first call of a step launches the kernel that divides it; a captured graph replays that launch.
@@ -178,7 +178,7 @@ class TritonPlanner:
         rows = batch.rows if plan.output_rows is None else plan.max_output_rows * batch.sequences
         max_blocks = rows * layout.group // tiling.block_rows + (1 if plan.output_rows is None else 2) * batch.sequences
         max_groups = max_blocks * layout.kv_heads
-        schedule = Schedule(
+        schedule = PlanWorkspace(
             groups=self._integers(max_groups, 8),
             chunk_table=self._integers(max_chunks, 16),
             arrivals=self._integers(max_groups),
@@ -200,7 +200,7 @@ class TritonPlanner:
         plan.schedules[layout] = schedule
         return schedule
 
-    def merge(self, output: Tensor, schedule: Schedule, layout: HeadLayout) -> None:
+    def merge(self, output: Tensor, schedule: PlanWorkspace, layout: HeadLayout) -> None:
         """Merge the partials of groups that were cut into `output` [R, Hq, Dv]."""
         groups, block_rows, width = len(schedule.groups), layout.tiling.block_rows, layout.value_width
         fixed, chunks = bool(self._settings.split_keys), schedule.max_chunks

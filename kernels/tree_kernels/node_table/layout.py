@@ -81,7 +81,7 @@ COSTS_PER_CHANCE = 64
 EXPECTED_UNIT = 1024
 
 
-class Figure(IntEnum):
+class ReportField(IntEnum):
     """Where in the report of a pass its figures stand; see `NodeTable.reports`. Zeros follow the `PROSPECTS`.
 
     Expected tokens are chances of paths, in 1/`EXPECTED_UNIT`, added up and rounded down as a whole.
@@ -101,7 +101,7 @@ class Figure(IntEnum):
     FIRST_PROSPECT = 8
 
 
-class Run(NamedTuple):
+class SuffixMatch(NamedTuple):
     """Tokens that end a text and occur in it before: how many, and the place after that occurrence. 0 and the last
     place where there are none."""
 
@@ -109,18 +109,18 @@ class Run(NamedTuple):
     end: int
 
 
-def longest_run(text: Sequence[int]) -> Run:
+def longest_run(text: Sequence[int]) -> SuffixMatch:
     """The longest run, up to `LONGEST`, that ends the text and occurs in its last `WINDOW` tokens before; of equally
     long ones the last. What followed it is drafted, and repeated from there on at the end of the text, so that a loop
     stays a loop."""
     end = len(text) - 1
-    best = Run(0, end)
+    best = SuffixMatch(0, end)
     for j in range(max(0, end - WINDOW), end):
         run = 0
         while run < LONGEST and run <= j and text[j - run] == text[end - run]:
             run += 1
         if run and run >= best.length:
-            best = Run(run, j + 1)
+            best = SuffixMatch(run, j + 1)
     return best
 
 

@@ -46,7 +46,7 @@ _FACTORS = (0x9E3779B1, 0x85EBCA6B)
 _WORD = 0xFFFFFFFF
 
 
-class Shape(NamedTuple):
+class RecycledShape(NamedTuple):
     """Of a tree whose nodes are in depth-first order: of each its parent's place, its rank among the entry's tokens,
     the place behind all that is below it, its depth, and what its edge costs beyond the entry's cost."""
 
@@ -57,7 +57,7 @@ class Shape(NamedTuple):
     extra: list[int]
 
 
-def shape() -> Shape:
+def shape() -> RecycledShape:
     """The likeliest `NODES` nodes by the chances of their ranks."""
     likeliest: list[tuple[int, ...]] = []
     ahead: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())]
@@ -71,7 +71,7 @@ def shape() -> Shape:
     places = {path: place for place, path in enumerate(paths)}
     ends = [place + sum(one[: len(path)] == path for one in paths) for place, path in enumerate(paths)]
     extra = [round(-math.log2(_HOLDS * _HOLDS_DEEPER**level) * COST_OF_HALVING) for level in range(LEVELS)]
-    return Shape(
+    return RecycledShape(
         [places[path[:-1]] for path in paths],
         [path[-1] if path else 0 for path in paths],
         ends,

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from tree_kernels.node_table import layout, recycling
-from tree_kernels.node_table.layout import NODES, PROSPECTS, REPORT_ROWS, REPORT_TOKENS, Figure, link_of, longest_run
+from tree_kernels.node_table.layout import (
+    NODES,
+    PROSPECTS,
+    REPORT_ROWS,
+    REPORT_TOKENS,
+    ReportField,
+    link_of,
+    longest_run,
+)
 from tree_kernels.node_table.mailboxes import TURNS
 from tree_kernels.node_table.step_integers import StepIntegers
 from tree_kernels.verification.dispatch import Verdicts
@@ -35,7 +43,7 @@ class Nodes(NamedTuple):
 _NO_TREE = Nodes(1, [], [], [], [], [])
 
 
-class Chain(NamedTuple):
+class LookupChain(NamedTuple):
     """Tokens that were looked up; the first costs `first`, each after it `following`."""
 
     tokens: list[int]
@@ -54,7 +62,7 @@ class Standing(NamedTuple):
     is_end: bool
 
 
-class Candidate(NamedTuple):
+class NodeCandidate(NamedTuple):
     """A node below the present root. `number` is its place in the table, `FIRST` + its place in a recycled tree, or
     `NODES` + its place in the chain, and `parent` another's; -1 for the root."""
 
@@ -106,16 +114,20 @@ def report_and_choose_rows(table: NodeTable, step: StepIntegers, verdicts: Verdi
         path = verdicts.accepted_rows[row : row + count].long()
         reports = table.reports[b, int(table.passes[b])]
         if b < int(table.prefilling):
-            reports[Figure.ACCEPTED], reports[REPORT_TOKENS] = 0, token
+            reports[ReportField.ACCEPTED], reports[REPORT_TOKENS] = 0, token
             continue
         reports[:REPORT_TOKENS] = 0
-        reports[Figure.ACCEPTED], reports[Figure.DRAFTED], reports[Figure.FIRST_ROW] = count, rows - 1, row
-        reports[Figure.ACCEPTED_FROM_TABLE] = (table.ranked[b, 1, path - 1] >> 16).sum()
-        reports[Figure.AGE] = table.ages[b]
+        reports[ReportField.ACCEPTED], reports[ReportField.DRAFTED], reports[ReportField.FIRST_ROW] = (
+            count,
+            rows - 1,
+            row,
+        )
+        reports[ReportField.ACCEPTED_FROM_TABLE] = (table.ranked[b, 1, path - 1] >> 16).sum()
+        reports[ReportField.AGE] = table.ages[b]
         from_table, expected, expected_from_table = table.noted[:3, b]
-        reports[Figure.DRAFTED_FROM_TABLE], reports[Figure.EXPECTED] = from_table, expected
-        reports[Figure.EXPECTED_FROM_TABLE] = expected_from_table
-        reports[Figure.FIRST_PROSPECT : Figure.FIRST_PROSPECT + len(PROSPECTS)] = table.noted[3:, b]
+        reports[ReportField.DRAFTED_FROM_TABLE], reports[ReportField.EXPECTED] = from_table, expected
+        reports[ReportField.EXPECTED_FROM_TABLE] = expected_from_table
+        reports[ReportField.FIRST_PROSPECT : ReportField.FIRST_PROSPECT + len(PROSPECTS)] = table.noted[3:, b]
         reports[REPORT_TOKENS : REPORT_TOKENS + count] = step.token_ids[row + path]
         reports[REPORT_TOKENS + count] = token
         reports[REPORT_ROWS : REPORT_ROWS + count] = path.int()
@@ -187,14 +199,14 @@ def stand(nodes: Nodes, text: Sequence[int], last: int) -> Standing:
     return Standing(root, before, lender(nodes, text[-1]) if borrows else -1, is_end)
 
 
-def look_up(text: Sequence[int], limit: int) -> Chain:
+def look_up(text: Sequence[int], limit: int) -> LookupChain:
     """Up to `limit` tokens that followed an earlier occurrence of the text's end; none without one."""
     run = longest_run(text) if limit else None
     if run is None or not run.length:
-        return Chain([], 0, 0)
+        return LookupChain([], 0, 0)
     behind = text[run.end :]
     tokens = [behind[k % len(behind)] for k in range(limit)]
-    return Chain(tokens, layout.FIRST_COST[run.length], layout.NEXT_COST[run.length])
+    return LookupChain(tokens, layout.FIRST_COST[run.length], layout.NEXT_COST[run.length])
 
 
 def lender(nodes: Nodes, token: int) -> int:
@@ -205,8 +217,8 @@ def lender(nodes: Nodes, token: int) -> int:
 
 
 def candidates(
-    nodes: Nodes, root: int, chain: Chain, before: int = -1, borrowed: int = -1, recycled: Nodes | None = None
-) -> list[Candidate]:
+    nodes: Nodes, root: int, chain: LookupChain, before: int = -1, borrowed: int = -1, recycled: Nodes | None = None
+) -> list[NodeCandidate]:
     """What may follow the node at place `root` of the table: the nodes below it, and the chain. Without one, the mended
     nodes behind the node at place `before`. What is below the node at place `borrowed` is borrowed. `recycled` nodes,
     where there are none below `root`, hang beside all. Places are those of `Standing`.
@@ -214,7 +226,7 @@ def candidates(
     A node below `root`, or a recycled one, that is also in the chain has the smaller cost of both; the rest of the
     chain hangs below the last such node, or below the root.
     """
-    hung: list[Candidate] = []
+    hung: list[NodeCandidate] = []
     if root >= 0:
         hung = _hung(nodes, root, 0)
     elif before >= 0:
@@ -241,12 +253,12 @@ def candidates(
             found[above] = found[above]._replace(cost=cost)
         else:
             cost += edge
-            found[NODES + k] = Candidate(NODES + k, token, above, k + 1, cost)
+            found[NODES + k] = NodeCandidate(NODES + k, token, above, k + 1, cost)
             above = NODES + k
     return list(found.values())
 
 
-def best(every: Sequence[Candidate], limit: int) -> list[Candidate]:
+def best(every: Sequence[NodeCandidate], limit: int) -> list[NodeCandidate]:
     """The cheapest candidates, up to `limit` and `KEPT`, all below `MOST_COST`, by rising keys."""
     ranked = sorted((one for one in every if one.cost < layout.MOST_COST), key=lambda one: one.key)
     return ranked[: max(0, min(limit, layout.KEPT))]
@@ -263,25 +275,27 @@ def _child(nodes: Nodes, place: int, token: int) -> int:
     return next((i for i in below if nodes.parents[i] == place and nodes.tokens[i] == token), -1)
 
 
-def _hung(nodes: Nodes, root: int, added: int) -> list[Candidate]:
+def _hung(nodes: Nodes, root: int, added: int) -> list[NodeCandidate]:
     """The nodes below the one at place `root`, as if it were the root, for `added` more than they cost."""
     found = []
     for place in range(root + 1, nodes.ends[root]):
         parent = -1 if nodes.parents[place] == root else nodes.parents[place]
         depth, cost = nodes.depths[place] - nodes.depths[root], nodes.costs[place] - nodes.costs[root] + added
         if depth <= layout.MAX_PATH:
-            found.append(Candidate(place, nodes.tokens[place], parent, depth, cost))
+            found.append(NodeCandidate(place, nodes.tokens[place], parent, depth, cost))
     return found
 
 
-def _mended(nodes: Nodes, before: int) -> list[Candidate]:
+def _mended(nodes: Nodes, before: int) -> list[NodeCandidate]:
     """What may follow a token that is no child of the node at place `before`: see `tree_kernels.node_table.layout`."""
     children = [place for place in range(before + 1, nodes.ends[before]) if nodes.parents[place] == before]
     if not children:
         return []
     likeliest = min(children, key=lambda place: (nodes.costs[place], place))
     inserted = [
-        Candidate(place, nodes.tokens[place], -1, 1, nodes.costs[place] - nodes.costs[before] + layout.MEND_INSERTED)
+        NodeCandidate(
+            place, nodes.tokens[place], -1, 1, nodes.costs[place] - nodes.costs[before] + layout.MEND_INSERTED
+        )
         for place in children
     ]
     return inserted + _hung(nodes, likeliest, layout.MEND_EXCHANGED)

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tree_kernels.node_table import layout, recycling
-from tree_kernels.node_table.layout import Figure
+from tree_kernels.node_table.layout import ReportField
 from tree_kernels.node_table.step_integers import StepIntegers
 from tree_kernels.node_table.triton_lookup import last_longest_run, text_at
 from tree_kernels.node_table.triton_recycling import recycle as recycle
@@ -55,11 +55,20 @@ _PROSPECTS_BLOCK = tl.constexpr(triton.next_power_of_2(len(layout.PROSPECTS)))
 _MOST_COST, _KEYS_PER_COST = tl.constexpr(layout.MOST_COST), tl.constexpr(layout.KEYS_PER_COST)
 _COSTS_PER_CHANCE = tl.constexpr(layout.COSTS_PER_CHANCE)
 _LOOKUP_COSTS = tl.constexpr(layout.LONGEST + 1)
-_ACCEPTED, _ACCEPTED_FROM_TABLE = tl.constexpr(int(Figure.ACCEPTED)), tl.constexpr(int(Figure.ACCEPTED_FROM_TABLE))
-_DRAFTED, _DRAFTED_FROM_TABLE = tl.constexpr(int(Figure.DRAFTED)), tl.constexpr(int(Figure.DRAFTED_FROM_TABLE))
-_EXPECTED, _EXPECTED_FROM_TABLE = tl.constexpr(int(Figure.EXPECTED)), tl.constexpr(int(Figure.EXPECTED_FROM_TABLE))
-_FIRST_ROW, _AGE = tl.constexpr(int(Figure.FIRST_ROW)), tl.constexpr(int(Figure.AGE))
-_FIRST_PROSPECT = tl.constexpr(int(Figure.FIRST_PROSPECT))
+_ACCEPTED, _ACCEPTED_FROM_TABLE = (
+    tl.constexpr(int(ReportField.ACCEPTED)),
+    tl.constexpr(int(ReportField.ACCEPTED_FROM_TABLE)),
+)
+_DRAFTED, _DRAFTED_FROM_TABLE = (
+    tl.constexpr(int(ReportField.DRAFTED)),
+    tl.constexpr(int(ReportField.DRAFTED_FROM_TABLE)),
+)
+_EXPECTED, _EXPECTED_FROM_TABLE = (
+    tl.constexpr(int(ReportField.EXPECTED)),
+    tl.constexpr(int(ReportField.EXPECTED_FROM_TABLE)),
+)
+_FIRST_ROW, _AGE = tl.constexpr(int(ReportField.FIRST_ROW)), tl.constexpr(int(ReportField.AGE))
+_FIRST_PROSPECT = tl.constexpr(int(ReportField.FIRST_PROSPECT))
 _REPORT, _REPORT_TOKENS = tl.constexpr(layout.REPORT), tl.constexpr(layout.REPORT_TOKENS)
 _REPORT_ROWS = tl.constexpr(layout.REPORT_ROWS)
 

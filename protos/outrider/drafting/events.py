@@ -10,7 +10,7 @@ import msgspec
 from outrider.wire.frames import DraftInfo, SequenceGrowth
 
 
-class _Event(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class _DraftEventBase(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """An event of a draft. A struct, which says on its way between processes what kind it is."""
 
 
@@ -20,7 +20,7 @@ class Grown(msgspec.Struct, frozen=True):
     growths: Sequence[SequenceGrowth]
 
 
-class SequenceFailure(_Event, frozen=True):
+class SequenceFailure(_DraftEventBase, frozen=True):
     """The draft closed one sequence; the target continues it without drafts."""
 
     sequence_id: int
@@ -28,19 +28,19 @@ class SequenceFailure(_Event, frozen=True):
     message: str
 
 
-class Connected(_Event, frozen=True):
+class Connected(_DraftEventBase, frozen=True):
     """A draft with the target's vocabulary is connected. The receiver opens its live sequences (again)."""
 
     info: DraftInfo
 
 
-class Disconnected(_Event, frozen=True):
+class Disconnected(_DraftEventBase, frozen=True):
     """The draft is disconnected, or could not be reached. It has lost its state of every sequence."""
 
     reason: str
 
 
-class Lost(_Event, frozen=True):
+class Lost(_DraftEventBase, frozen=True):
     """The one of several drafts that followed these sequences is disconnected. The receiver opens them again, at the
     others."""
 

@@ -20,11 +20,11 @@ from outrider.tree import DraftDistribution
 from outrider.wire.frames import OpenSequence, SequenceAdvance, SequenceFeatures, SequenceGrowth, Vectors
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class _LinkMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """One of the messages below."""
 
 
-class Connect(_Message, frozen=True):
+class Connect(_LinkMessage, frozen=True):
     """The first message: the arguments of `outrider.drafting.link.connect_draft`."""
 
     address: str
@@ -33,23 +33,23 @@ class Connect(_Message, frozen=True):
     options: LinkOptions
 
 
-class Open(_Message, frozen=True):
+class Open(_LinkMessage, frozen=True):
     sequence: OpenSequence
 
 
-class Advance(_Message, frozen=True):
+class Advance(_LinkMessage, frozen=True):
     advances: list[SequenceAdvance]
 
 
-class SendFeatures(_Message, frozen=True):
+class SendFeatures(_LinkMessage, frozen=True):
     features: list[SequenceFeatures]
 
 
-class Close(_Message, frozen=True):
+class Close(_LinkMessage, frozen=True):
     sequence_ids: list[int]
 
 
-class CutOff(_Message, frozen=True):
+class CutOff(_LinkMessage, frozen=True):
     reason: str
 
 
@@ -79,18 +79,18 @@ class GrowthArrays(msgspec.Struct, frozen=True, array_like=True):
         return SequenceGrowth(*place, *arrays, self.distributions, self.replaces, self.self_contained)
 
 
-class Grown(_Message, frozen=True):
+class GrownArrays(_LinkMessage, frozen=True):
     """`outrider.drafting.events.Grown` with arrays."""
 
     growths: list[GrowthArrays]
 
 
-class Alive(_Message, frozen=True):
+class Alive(_LinkMessage, frozen=True):
     """A heartbeat. A process that sends nothing at all is stuck."""
 
 
 ToLink = Connect | Open | Advance | SendFeatures | Close | CutOff
-FromLink = Grown | SequenceFailure | Connected | Disconnected | Lost | Alive
+FromLink = GrownArrays | SequenceFailure | Connected | Disconnected | Lost | Alive
 
 
 def pack(message: ToLink | FromLink) -> list[bytes]:

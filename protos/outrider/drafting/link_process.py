@@ -180,7 +180,7 @@ class LinkProcess:
         match message:
             case messages.Alive():
                 return
-            case messages.Grown():
+            case messages.GrownArrays():
                 event: DraftEvent = Grown([packed.growth() for packed in message.growths])
             case _:
                 event = message

@@ -40,7 +40,7 @@ class _Events:
 
     def receive(self, event: DraftEvent) -> None:
         if isinstance(event, Grown):
-            self.send(messages.Grown([messages.GrowthArrays.of(growth) for growth in event.growths]))
+            self.send(messages.GrownArrays([messages.GrowthArrays.of(growth) for growth in event.growths]))
         else:
             self.send(event)
 

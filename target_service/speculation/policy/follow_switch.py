@@ -77,7 +77,7 @@ class _Followed:
 
 
 @dataclass(slots=True)
-class _Load:
+class _FollowedLoad:
     alone: RunningTime = field(default_factory=_times)
     # Tokens of passes without a draft, and what lookup alone would have made of them.
     alone_made: RunningMean = field(default_factory=_tokens)
@@ -114,7 +114,7 @@ class FollowSwitch:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` in seconds."""
         self._clock = clock
-        self._loads: defaultdict[int, _Load] = defaultdict(_Load)
+        self._loads: defaultdict[int, _FollowedLoad] = defaultdict(_FollowedLoad)
 
     def follows(self, load: int) -> bool:
         """Whether a draft is to be followed at this load."""

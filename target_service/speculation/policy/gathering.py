@@ -11,11 +11,11 @@ from functools import cached_property
 from outrider.drafting.draft_tree import GrowingTree
 from outrider.sampling import VerificationMode
 from outrider.tree import TokenTree
-from target_service.core.schedule import Chunk, Schedule
+from target_service.core.schedule import Schedule, SequenceChunk
 from target_service.core.scheduler import Scheduler
 from target_service.core.sequence import Sequence
 from target_service.sampling.verifier import Verified
-from target_service.speculation.drafts import FOLLOWED_ANYWAY, Drafting
+from target_service.speculation.drafts import FOLLOWED_ANYWAY, DraftTrees
 from target_service.speculation.merged_tree import MergedTree, PredictedTree
 from target_service.speculation.policy.draft_switch import DraftSwitch
 from target_service.speculation.policy.follow_switch import FollowSwitch
@@ -23,7 +23,7 @@ from target_service.speculation.policy.launch_mode import LaunchMode
 from target_service.speculation.policy.live_sequence import LiveSequence
 from target_service.speculation.policy.row_budget import IN_ORDER_NODES, Offer, RowBudget
 from target_service.speculation.policy.row_policy import RowPolicy
-from target_service.speculation.policy.throughput_trial import Speculation, ThroughputTrial
+from target_service.speculation.policy.throughput_trial import SpeculationLevel, ThroughputTrial
 from tree_kernels.pages import OutOfPages
 
 # Time to send a sequence to a draft, and the features that a head needs by then, in plain steps.
@@ -64,7 +64,7 @@ class Gathered:
 class Gathering:
     """Cuts every sequence's growing tree to what pays."""
 
-    drafting: Drafting
+    drafting: DraftTrees
     scheduler: Scheduler
     budget: RowBudget
     # The engine's own table.
@@ -87,7 +87,7 @@ class Gathering:
             return True
         if self.policy.on:
             load = max(1, len(self.scheduler.running))
-            return self.throughput_trial.allowed(load) is Speculation.DRAFT and self.follow.follows(load)
+            return self.throughput_trial.allowed(load) is SpeculationLevel.DRAFT and self.follow.follows(load)
         load, heads = self.scheduler.load, self.drafting.reads_features
         if load and heads and self.switch.needs_unfed(load, ahead=self._ahead):
             return False
@@ -96,11 +96,11 @@ class Gathering:
         return self.switch.drafts_within(_FOLLOWED_BY_HEADS if heads else _FOLLOWED)
 
     @property
-    def most(self) -> Speculation:
+    def most(self) -> SpeculationLevel:
         """The most that launches may use, where nothing speaks against it."""
         if self.drafting.connected:
-            return Speculation.DRAFT
-        return Speculation.LOOKUP_ONLY if self.looks_up else Speculation.NONE
+            return SpeculationLevel.DRAFT
+        return SpeculationLevel.LOOKUP_ONLY if self.looks_up else SpeculationLevel.NONE
 
     def _pays_for_newcomers(self, switch: DraftSwitch) -> bool:
         """Whether a head's drafts are expected to pay now that sequences begin. It has to follow them from their
@@ -293,7 +293,7 @@ class Gathering:
         limit = min(sequence.request.max_draft_nodes, self.drafting.config.max_draft_nodes)
         return max(0, min(limit, self.scheduler.pages.spare_rows(sequence)))
 
-    def _tree(self, chunk: Chunk, trees: Mapping[int, TokenTree]) -> TokenTree | None:
+    def _tree(self, chunk: SequenceChunk, trees: Mapping[int, TokenTree]) -> TokenTree | None:
         """The tree to verify behind a chunk, with pages held for it. None while the root is not reached."""
         sequence = chunk.sequence
         if not sequence.totals.started_ns:

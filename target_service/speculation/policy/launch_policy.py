@@ -36,7 +36,7 @@ _MARGINS = {LaunchMode.RUN_AHEAD: 1.0, LaunchMode.WAIT_FOR_DRAFT: 1.1}
 
 
 @dataclass(slots=True)
-class _Load:
+class _LaunchRates:
     rates: dict[LaunchMode, PassRate] = field(default_factory=lambda: {mode: PassRate(_SHARE) for mode in LaunchMode})
     best: LaunchMode = LaunchMode.RUN_AHEAD
     since: int = 0
@@ -55,7 +55,7 @@ class LaunchPolicy:
     """Chooses pass by pass, by load in powers of two."""
 
     def __init__(self) -> None:
-        self._loads: defaultdict[int, _Load] = defaultdict(_Load)
+        self._loads: defaultdict[int, _LaunchRates] = defaultdict(_LaunchRates)
 
     def choose(self, load: int, answer_seconds: float, launch_seconds: float, pass_seconds: float) -> LaunchMode:
         """How the next pass of `load` sequences is launched, all of whose rows the device may choose.

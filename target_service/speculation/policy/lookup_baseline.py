@@ -20,7 +20,7 @@ Ints = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
-class _Pass:
+class _ComparedPass:
     load: int
     sequence: Sequence
     # The sequence's length before it.
@@ -36,7 +36,7 @@ class LookupBaseline:
 
     # Tokens that the device looks up at most; 0 for none.
     lookup_tokens: int
-    _pending: _Pass | None = None
+    _pending: _ComparedPass | None = None
 
     def __post_init__(self) -> None:
         if self.lookup_tokens:
@@ -49,7 +49,7 @@ class LookupBaseline:
         """Start to compare a pass that `followed` a draft or did not, and made `made` tokens after the first `start` of
         a sequence; by lookup it would have had `rows` rows of a chain. Ignored while another pass is compared."""
         if self._pending is None:
-            self._pending = _Pass(load, sequence, start, made, min(rows, self.lookup_tokens), followed)
+            self._pending = _ComparedPass(load, sequence, start, made, min(rows, self.lookup_tokens), followed)
 
     def finished_comparison(self) -> tuple[int, int, int, bool] | None:
         """(load, tokens that the pass made, tokens that it would have made by lookup, whether it followed a draft) of

@@ -16,7 +16,7 @@ from enum import IntEnum
 from target_service.core.running_means import RunningMean
 
 
-class Speculation(IntEnum):
+class SpeculationLevel(IntEnum):
     """Where the drafted rows of a launch may come from."""
 
     NONE = 0
@@ -51,16 +51,16 @@ class _LoadTrial:
     # The host's share of the time.
     busy: RunningMean = field(default_factory=lambda: RunningMean(_SHARE))
     # The fastest level so far; None where the host is not the limit.
-    best: Speculation | None = None
+    best: SpeculationLevel | None = None
     # Levels that still have a window in this trial, the running one first. Empty between two trials.
-    due: list[Speculation] = field(default_factory=list)
+    due: list[SpeculationLevel] = field(default_factory=list)
     pause: int = _FIRST_PAUSE
     # Of the window, or of the pause.
     launches: int = 0
     tokens: int = 0
     seconds: float = 0.0
     # Tokens a second.
-    rates: defaultdict[Speculation, RunningMean] = field(
+    rates: defaultdict[SpeculationLevel, RunningMean] = field(
         default_factory=lambda: defaultdict(lambda: RunningMean(_RATE_SHARE))
     )
 
@@ -83,15 +83,15 @@ class ThroughputTrial:
     def __init__(self) -> None:
         self._loads: defaultdict[int, _LoadTrial] = defaultdict(_LoadTrial)
 
-    def allowed(self, load: int) -> Speculation:
+    def allowed(self, load: int) -> SpeculationLevel:
         """The most that the next launch of `load` sequences may use."""
         here = self._loads.get(_size(load))
         if here is None or here.best is None:
-            return Speculation.DRAFT
+            return SpeculationLevel.DRAFT
         return here.due[0] if here.due else here.best
 
     def observe(
-        self, load: int, most: Speculation, tokens: int, seconds: float, waited: float, *, drafted: bool
+        self, load: int, most: SpeculationLevel, tokens: int, seconds: float, waited: float, *, drafted: bool
     ) -> None:
         """Observe a launch: its tokens of all sequences, the seconds since the end of the one before, and those of them
         that the host waited. `most` is what launches could use, `drafted` whether this one had drafted rows."""
@@ -99,7 +99,7 @@ class ThroughputTrial:
         if drafted and seconds > 0:
             here.busy.observe(1 - waited / seconds)
         if here.best is None:
-            if here.busy.count >= _SEEN and here.busy.value > _LIMIT and most is not Speculation.NONE:
+            if here.busy.count >= _SEEN and here.busy.value > _LIMIT and most is not SpeculationLevel.NONE:
                 here.best = most
                 self._start(here, most)
         elif here.busy.value < _NO_LIMIT:
@@ -111,7 +111,7 @@ class ThroughputTrial:
         """Another draft has connected: drop what was observed of the last one."""
         self._loads.clear()
 
-    def _count(self, here: _LoadTrial, most: Speculation, tokens: int, seconds: float) -> None:
+    def _count(self, here: _LoadTrial, most: SpeculationLevel, tokens: int, seconds: float) -> None:
         """Count a launch, and start the next window, or the next trial."""
         here.launches += 1
         if not here.due:
@@ -129,16 +129,18 @@ class ThroughputTrial:
             self._decide(here)
 
     @staticmethod
-    def _start(here: _LoadTrial, most: Speculation) -> None:
+    def _start(here: _LoadTrial, most: SpeculationLevel) -> None:
         """Start a trial of every level up to `most`, the fastest so far first."""
         here.launches = 0
-        here.due = sorted((level for level in Speculation if level <= most), key=lambda level: level is not here.best)
+        here.due = sorted(
+            (level for level in SpeculationLevel if level <= most), key=lambda level: level is not here.best
+        )
 
     @staticmethod
     def _decide(here: _LoadTrial) -> None:
         assert here.best is not None
         worth = {
-            level: rate.value / (1 if level is Speculation.NONE else _DRAFTED_MARGIN)
+            level: rate.value / (1 if level is SpeculationLevel.NONE else _DRAFTED_MARGIN)
             for level, rate in here.rates.items()
         }
         fastest = max(worth, key=worth.__getitem__)
