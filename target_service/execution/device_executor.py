@@ -73,7 +73,7 @@ class DeviceSteps:
         size = 2 * max_sequences + max_rows
         pinned = torch.zeros(_RESULTS, size, dtype=torch.int32, pin_memory=on_gpu)
         self._results = [Verdicts.over(tensor, max_sequences) for tensor in pinned]
-        # [_RESULTS, MAX_STRIDE - 1, max_sequences] int32
+        # [_RESULTS, MAX_PASSES - 1, max_sequences] int32
         self._following = torch.zeros(_RESULTS, MAX_PASSES - 1, max_sequences, dtype=torch.int32, pin_memory=on_gpu)
         # Of each pass in flight, where any sequence is TYPICAL: see `DeviceVerifier.lossy_rows`.
         self._lossy = torch.zeros(_RESULTS, MAX_PASSES, max_rows, dtype=torch.int32, pin_memory=on_gpu)
