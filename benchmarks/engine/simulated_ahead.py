@@ -210,7 +210,7 @@ class RecordedDraft:
         self._due: list[_Due] = []
         self._count = itertools.count()
         self._wake = threading.Condition()
-        threading.Thread(target=self._deliver, daemon=True).start()
+        self._start()
         events.receive(Connected(DraftInfo("recorded", 0, "", TreeLimits(), 1 << 20, "0")))
 
     def open(self, sequence: OpenSequence) -> None:
@@ -247,11 +247,22 @@ class RecordedDraft:
                 heapq.heappush(self._due, _Due(due, next(self._count), sequence_id, step, nodes))
                 self._wake.notify()
 
+    def _start(self) -> None:
+        threading.Thread(target=self._deliver, daemon=True).start()
+
     def _deliver(self) -> None:
         while True:
             with self._wake:
                 while not self._due or self._due[0].at > time.perf_counter():
                     self._wake.wait(max(0.0, self._due[0].at - time.perf_counter()) if self._due else None)
+            self.deliver_due()
+
+    def deliver_due(self) -> None:
+        """Send all trees whose time has come."""
+        while True:
+            with self._wake:
+                if not self._due or self._due[0].at > time.perf_counter():
+                    return
                 due = heapq.heappop(self._due)
             if due.sequence_id in self._tokens:
                 self._events.receive(Grown([self._growth(due)]))
