@@ -42,12 +42,12 @@ test test-full: export OMP_NUM_THREADS := 1
 # make test          everything that a CPU can prove
 .PHONY: test
 test: install
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 20 -m "not full and not gpu and not compose and not sdk and not install and not chaos"
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --rerun-failed-alone --durations 20 -m "not full and not gpu and not compose and not sdk and not install and not chaos"
 
 # make test-full     the same and the long matrix: 42 real prompts, every drafter
 .PHONY: test-full
 test-full: install
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 20 -m "not gpu and not compose and not sdk and not install and not chaos"
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --rerun-failed-alone --durations 20 -m "not gpu and not compose and not sdk and not install and not chaos"
 
 # make test-chaos    a thousand fault runs, a million frames, a soak, attacks; an hour on two cores, figures in build/chaos
 .PHONY: test-chaos
@@ -59,13 +59,13 @@ test-chaos: install
 # make test-install  a wheel and a source distribution, installed in a clean environment, each role run
 .PHONY: test-install
 test-install: install
-	$(BIN)/python -m pytest -m install tests/install
+	$(BIN)/python -m pytest --rerun-failed-alone -m install tests/install
 
 # make test-sdk      the TypeScript and Go clients against the real services
 .PHONY: test-sdk
 test-sdk: install
 	tests/sdk/install_toolchains.sh
-	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m pytest -m sdk tests/sdk
+	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m pytest --rerun-failed-alone -m sdk tests/sdk
 
 # make go-module     gives the Go client the path that it is published under: GO_MODULE=github.com/you/outrider/clients/go
 GO_MODULE ?=

@@ -19,7 +19,18 @@ from outrider.wire.frames import DraftInfo, TreeLimits
 
 SERVICE_NAME = "outrider.v1.DraftService"
 INFO = DraftInfo("fake", VOCABULARY, "ab" * 32, TreeLimits(63, 8), 1024, "9")
-FAST = LinkOptions(min_backoff=0.01, max_backoff=0.05, connect_timeout=0.5, fault_backoff=0.02, max_fault_backoff=0.05)
+# Fast to try again, and never tired of waiting: a draft is lost when a test says so.
+FAST = LinkOptions(
+    min_backoff=0.01,
+    max_backoff=0.05,
+    fault_backoff=0.02,
+    max_fault_backoff=0.05,
+    connect_timeout=HUNG_SECONDS,
+    answer_timeout=HUNG_SECONDS,
+    ping_timeout=HUNG_SECONDS,
+)
+# Between two tries, for a link that is to be stopped there.
+NEVER_AGAIN = LinkOptions(min_backoff=10 * HUNG_SECONDS, max_backoff=10 * HUNG_SECONDS)
 
 
 class FakeDraft(draft_pb2_grpc.DraftServiceServicer):

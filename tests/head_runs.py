@@ -23,7 +23,7 @@ from target_service.core.sequence import SequenceFinished, SequenceRequest, Step
 from target_service.engine.loop import EngineLoop
 from target_service.model.runner import ModelRunner
 
-OPTIONS = LinkOptions(min_backoff=0.01, max_backoff=0.1, connect_timeout=0.5)
+OPTIONS = LinkOptions(min_backoff=0.01, max_backoff=0.1, connect_timeout=HUNG_SECONDS, answer_timeout=HUNG_SECONDS)
 Made = TypeVar("Made", bound=Drafter)
 
 

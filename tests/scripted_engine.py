@@ -72,12 +72,14 @@ class _Live:
 
 
 class ScriptedEngine:
-    """Steps all sequences every `tick` seconds in its own thread. `paused` holds it between steps."""
+    """Steps all sequences every `tick` seconds in its own thread. `paused` holds it between steps, also in the middle
+    of answers (`pause_after`)."""
 
     def __init__(self, tick: float = 0.001, max_sequences: int = 64) -> None:
         self.tick = tick
         self.max_sequences = max_sequences
         self.paused = threading.Event()
+        self._steps_to_pause = 0
         self.requests: list[SequenceRequest] = []
         self.cancelled: list[int] = []
         self.updates: list[WeightUpdate] = []
@@ -158,6 +160,10 @@ class ScriptedEngine:
         if self._thread.is_alive():
             self._thread.join()
 
+    def pause_after(self, steps: int) -> None:
+        """Pause once so many further steps have delivered something."""
+        self._steps_to_pause = steps
+
     def die(self, error: BaseException) -> None:
         """Fail as the engine does when a step raises."""
         self.failure = error
@@ -180,6 +186,9 @@ class ScriptedEngine:
                     events = [event for sequence_id in list(self._live) for event in self._step(sequence_id)]
                     if events:
                         self._deliver(events)
+                        self._steps_to_pause -= 1
+                        if not self._steps_to_pause:
+                            self.paused.set()
             time.sleep(self.tick)
         error: OutriderError = EngineDead("the engine has failed") if self.failure else Draining("stopped")
         with self._lock:

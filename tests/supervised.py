@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waits import HUNG_SECONDS
 
 from outrider_client.local import supervisor
 from outrider_client.local.supervisor import ServiceCommand
@@ -30,8 +31,8 @@ async def serve():
 
 asyncio.run(serve())
 """
-QUICK = {"START_SECONDS": 60.0, "STOP_SECONDS": 10.0, "FIRST_BACKOFF": 0.05, "LONGEST_BACKOFF": 0.2}
-SECONDS = 60.0
+QUICK = {"START_SECONDS": HUNG_SECONDS, "STOP_SECONDS": HUNG_SECONDS, "FIRST_BACKOFF": 0.05, "LONGEST_BACKOFF": 0.2}
+SECONDS = HUNG_SECONDS
 
 
 def restart_soon(monkeypatch: pytest.MonkeyPatch) -> None:

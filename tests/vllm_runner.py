@@ -85,8 +85,6 @@ class Runner:
         self.waiting: list[Asked] = []
         self._token_ids = np.zeros((self._max_rows, self._max_length), np.int32)
         self._lengths = np.zeros(self._max_rows, np.int32)
-        # Seconds that the longest call took.
-        self.slowest = 0.0
 
     def ask(self, prompt: Sequence[int], max_tokens: int) -> Asked:
         request = Asked(list(prompt), max_tokens)
@@ -164,9 +162,7 @@ class Runner:
     def _propose(self, sampled: list[list[int]]) -> None:
         answers = []
         for proposer in self._proposers:
-            begin = time.monotonic()
             answers.append(proposer.propose([*map(list, sampled)], self._lengths, self._token_ids, slot_mappings=None))
-            self.slowest = max(self.slowest, time.monotonic() - begin)
         for answer in answers:
             assert isinstance(answer, list) and len(answer) == len(sampled)
             for row, chain in enumerate(answer):

@@ -13,7 +13,6 @@ from benchmarks.engine import simulated_ahead
 from benchmarks.engine.simulated_ahead import RecordedDraft, RecordedTexts, run_mode
 from benchmarks.running_ahead.recording import Recording
 from benchmarks.running_ahead.walk import Table
-from outrider.drafting.inbox import DraftInbox
 
 OPTIONS = argparse.Namespace(
     concurrency=1, laps=2, pass_ms=12.0, row_ms=0.02, early=0.2, whole=0.4, opening=1,
@@ -45,13 +44,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
         def _start(self) -> None:
             clock.watchers.append(self.deliver_due)
 
-    def wait_until(inbox: DraftInbox, deadline: float) -> bool:
-        while not inbox._events and clock.now < deadline:
-            clock.pass_by(1e-4)
-        return bool(inbox._events)
-
     monkeypatch.setattr(simulated_ahead, "RecordedDraft", TimedDraft)
-    monkeypatch.setattr(DraftInbox, "wait_until", wait_until)
+    clock.deliver_while_waiting(monkeypatch)
     return clock
 
 
@@ -66,7 +60,6 @@ def test_drafts_make_more_of_a_pass(concurrency: int) -> None:
     OPTIONS.concurrency = concurrency
     # What is said is held to the texts there.
     plain, drafted = (run_mode(mode, texts, tables, OPTIONS) for mode in ("plain", "drafted"))
-    print(plain, drafted)
     assert 0.9 < plain["tokens_per_pass"] < 1.1 and plain["followed_share"] == 0.0
     # Half of the passes are those that go without a draft at first.
     assert drafted["tokens"] == plain["tokens"] and drafted["followed_share"] > 0.3

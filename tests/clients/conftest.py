@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from google.rpc import status_pb2
+from waits import HUNG_SECONDS
 from warm_python import warm_python
 
 from outrider import errors
@@ -26,7 +27,6 @@ TARGET = "outrider.v1.TargetService"
 DRAFT = "outrider.v1.DraftService"
 WORDS = ("one", " two", " three", " four", " five", " six", " seven", " eight")
 DRAFTED_PER_STEP = 2
-_COMMAND_SECONDS = 120.0
 _IMPORTED = ("outrider_client.cli.commands", "outrider_client.client", "grpc.aio", "rich.console", "rich.live")
 
 
@@ -352,7 +352,7 @@ async def _outrider(
     python: str = sys.executable,
     stdin: str = "",
     environment: dict[str, str] | None = None,
-    seconds: float = _COMMAND_SECONDS,
+    seconds: float = HUNG_SECONDS,
 ) -> tuple[int, str, str]:
     """Run the command as a user does. Returns exit status, standard output and standard error."""
     process = await asyncio.create_subprocess_exec(

@@ -14,7 +14,7 @@ import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from waits import HUNG_SECONDS
+from waits import HUNG_SECONDS, until
 
 import outrider_client
 from outrider import errors
@@ -201,10 +201,7 @@ async def test_leaving_the_block_cancels(running: Any) -> None:
         async with client.generate(text="x", sampling=SamplingParams(max_tokens=1000)) as generation:
             async for _ in generation:
                 break
-        for _ in range(100):
-            if running.target.cancelled:
-                break
-            await asyncio.sleep(0.02)
+        await until(lambda: running.target.cancelled)
     assert running.target.cancelled == 1
 
 

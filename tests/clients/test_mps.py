@@ -14,6 +14,7 @@ import pytest
 from child_processes import living_children
 from fake_mps import FAILS, LEAVES, SILENT, STUBBORN, FakeMps, only_on_path
 from supervised import SECONDS, Lines, failing, restart_soon, service
+from waits import HUNG_SECONDS
 
 from outrider.runtime import run
 from outrider_client.local import mps
@@ -24,7 +25,7 @@ PLACED = "the draft shares the GPU"
 CUDA = mps.PROBE
 FINE, FAULTY = "", "raise SystemExit('CUDA error 805')"
 # A daemon that is asked to end and does not takes four of the last.
-TIMES = {"START_SECONDS": 30.0, "PROBE_SECONDS": 30.0, "QUIT_SECONDS": 2.0, "STOP_SECONDS": 0.5}
+TIMES = {"START_SECONDS": HUNG_SECONDS, "PROBE_SECONDS": HUNG_SECONDS, "QUIT_SECONDS": 2.0, "STOP_SECONDS": 0.5}
 
 
 class Whole:
@@ -154,12 +155,17 @@ async def test_a_daemon_that_dies_is_told_of(tmp_path: Path, programs: Path) -> 
 @pytest.mark.parametrize(
     ("how", "probe", "start", "words"),
     [
-        (None, FINE, 30.0, "is not on PATH. So the two take turns on the GPU, and drafts come late: install it"),
-        (FAILS, FINE, 30.0, "ended with status 1: no GPU for me. So the two take turns"),
+        (
+            None,
+            FINE,
+            HUNG_SECONDS,
+            "is not on PATH. So the two take turns on the GPU, and drafts come late: install it",
+        ),
+        (FAILS, FINE, HUNG_SECONDS, "ended with status 1: no GPU for me. So the two take turns"),
         (SILENT, FINE, 0.3, "did not listen within 0.3 s. So the two"),
-        ("well", FAULTY, 30.0, "a CUDA program cannot run under it (CUDA error 805). So the two"),
-        ("well", "import time; time.sleep(99)", 30.0, "under it (it did not end). So the two"),
-        ("no program", FINE, 30.0, "cannot be started: Exec format error. So the two"),
+        ("well", FAULTY, HUNG_SECONDS, "a CUDA program cannot run under it (CUDA error 805). So the two"),
+        ("well", "import time; time.sleep(99)", HUNG_SECONDS, "under it (it did not end). So the two"),
+        ("no program", FINE, HUNG_SECONDS, "cannot be started: Exec format error. So the two"),
     ],
     ids=["absent", "fails", "silent", "faulty", "hanging", "damaged"],
 )
@@ -177,7 +183,7 @@ async def test_what_cannot_be_had_is_one_line(
         (programs / CONTROL).unlink()
     if how == "no program":
         (programs / CONTROL).write_text("\0")
-    seconds = 1.0 if "sleep" in probe else 30.0
+    seconds = 1.0 if "sleep" in probe else HUNG_SECONDS
     for name, value in {"PROBE": probe, "START_SECONDS": start, "PROBE_SECONDS": seconds}.items():
         monkeypatch.setattr(mps, name, value)
     whole = Whole(tmp_path)

@@ -36,8 +36,6 @@ from outrider.errors import OutriderError
 from outrider.ports import free_port
 from outrider_client import ServiceUnreachable, SyncClient
 
-START_SECONDS, STOP_SECONDS, COMMAND_SECONDS = 60.0, 20.0, 120.0
-
 # What is not run here, by how it begins, and why. A command that is neither here nor run fails.
 NOT_RUN = {
     r"(OUTRIDER_\S+ |COMPOSE_\S+ )*docker ": "needs a Docker engine; tests/stack/test_compose.py runs the stack",
@@ -225,7 +223,7 @@ class Place:
             input=given,
             capture_output=True,
             text=True,
-            timeout=COMMAND_SECONDS,
+            timeout=HUNG_SECONDS,
         )
         assert done.returncode == 0, (self.adapted(command), done.stdout, done.stderr, *self.logs())
         assert "Traceback" not in done.stderr
@@ -242,7 +240,7 @@ class Place:
                 ["bash", "-c", words], cwd=self.folder, env=self._environment, stdout=file, stderr=file
             )
         self._services.append((SERVICES[kind], started, log))
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + HUNG_SECONDS
         while not self._ready(kind, command):
             assert started.poll() is None and time.monotonic() < deadline, (self.adapted(command), log.read_text())
             time.sleep(0.05)
@@ -281,7 +279,7 @@ class Place:
             self._services.remove(each)
             process.send_signal(signal.SIGTERM)
             try:
-                status = process.wait(STOP_SECONDS)
+                status = process.wait(HUNG_SECONDS)
             finally:
                 process.kill()
             assert status == 0 and "Traceback" not in log.read_text(), (status, log.read_text())

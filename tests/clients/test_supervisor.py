@@ -16,6 +16,7 @@ import psutil
 import pytest
 from child_processes import living_children
 from supervised import SECONDS, Lines, failing, restart_soon, service
+from waits import until
 
 from outrider_client.connection import Tls
 from outrider_client.local.process import Child, ServiceDied, ServiceSlow, wait_serving
@@ -66,7 +67,7 @@ async def test_hangup_reloads_tokens_or_is_a_terminals_end(
             await lines.wait(name, "hello")
         os.kill(os.getpid(), signal.SIGHUP)
         if not at_terminal:
-            await asyncio.sleep(0.1)
+            await until(lambda: len(reloaded) == 2)
             assert sorted(reloaded) == ["draft", "target"] and not running.done()
             os.kill(os.getpid(), signal.SIGTERM)
         assert await asyncio.wait_for(running, SECONDS) == 0

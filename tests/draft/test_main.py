@@ -6,8 +6,6 @@ import gc
 import os
 import subprocess
 import sys
-import threading
-import time
 import weakref
 from collections.abc import Iterator
 
@@ -15,7 +13,7 @@ import pytest
 from waits import HUNG_SECONDS
 
 from draft_service.__main__ import main
-from outrider.runtime import SWITCH_SECONDS, collect_seldom, settled, switch_threads_often
+from outrider.runtime import SWITCH_SECONDS, collect_seldom, settled
 
 
 @pytest.fixture(autouse=True)
@@ -45,31 +43,6 @@ def test_its_threads_take_short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("draft_service.service.run_service", lambda _: 0)
     assert main() == 0
     assert sys.getswitchinterval() == pytest.approx(SWITCH_SECONDS)
-
-
-def test_a_woken_thread_goes_on_while_another_computes() -> None:
-    woken: list[float] = []
-    bell = threading.Event()
-
-    def wait() -> None:
-        bell.wait()
-        woken.append(time.perf_counter())
-
-    def ring() -> float:
-        bell.clear()
-        thread = threading.Thread(target=wait)
-        thread.start()
-        time.sleep(0.01)
-        bell.set()
-        begin = time.perf_counter()
-        while time.perf_counter() - begin < 0.02:
-            pass
-        thread.join()
-        return woken.pop() - begin
-
-    switch_threads_often()
-    # A busy machine may take its time once or twice.
-    assert min(ring() for _ in range(10)) < 0.004
 
 
 def test_the_collector_looks_only_at_what_came_since() -> None:

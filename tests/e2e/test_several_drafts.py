@@ -1,11 +1,10 @@
-"""Two real drafts for an engine, killed in turn: the other takes over within a second, and no output changes."""
+"""Two real drafts for an engine, killed in turn: the other takes over, and no output changes."""
 
 from __future__ import annotations
 
 import random
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,14 +14,14 @@ from draft_process import Service
 from engine_harness import make_runner, plain, request, run
 from scripted_drafter import Listener, opening
 from transformers import PreTrainedModel
+from waits import HUNG_SECONDS, wait_until
 
 from outrider.drafting.events import DraftEvents
 from outrider.drafting.link import LinkOptions, connect_draft
 from outrider.wire.frames import DraftLink, StoppableLink
 
 VOCABULARY = 211
-OPTIONS = LinkOptions(min_backoff=0.01, max_backoff=0.1, connect_timeout=0.5, answer_timeout=0.5)
-TAKEN_OVER_SECONDS = 1.0
+OPTIONS = LinkOptions(min_backoff=0.01, max_backoff=0.1, connect_timeout=HUNG_SECONDS, answer_timeout=HUNG_SECONDS)
 
 
 @pytest.fixture
@@ -34,39 +33,42 @@ def services(tmp_path: Path) -> Iterator[list[Service]]:
     for service in found:
         service.start()
     for service in found:
-        heard = Listener()
-        link = connect_draft(service.address, heard, VOCABULARY, "")
-        heard.until(lambda it: it.infos)
-        link.stop()
+        connected_once(service)
     yield found
     for service in found:
         service.end()
+
+
+def connected_once(service: Service) -> None:
+    """Wait until it answers."""
+    heard = Listener()
+    link = connect_draft(service.address, heard, VOCABULARY, "")
+    heard.until(lambda it: it.infos)
+    link.stop()
 
 
 def both(services: list[Service]) -> str:
     return ",".join(service.address for service in services)
 
 
-def test_the_other_takes_over_within_a_second(services: list[Service]) -> None:
+def test_the_other_takes_over(services: list[Service]) -> None:
     heard = Listener()
     link = connect_draft(both(services), heard, VOCABULARY, "", OPTIONS)
     try:
         heard.until(lambda it: it.infos)
         # Until both are there, all go to the first.
-        time.sleep(0.3)
+        wait_until(lambda: all(member.offered for member in link._members))
         for number in range(12):
             link.open(opening(number, vocabulary_size=VOCABULARY))
         heard.until(lambda it: all(it.answered(number, 0) for number in range(12)))
-        begun = time.monotonic()
         services[0].end(signal.SIGKILL)
-        heard.until(lambda it: it.lost, seconds=TAKEN_OVER_SECONDS)
+        heard.until(lambda it: it.lost)
         lost = list(heard.lost)
         assert 0 < len(lost) < 12 and not heard.losses
         heard.growths.clear()
         for number in lost:
             link.open(opening(number, vocabulary_size=VOCABULARY))
-        heard.until(lambda it: all(it.answered(number, 0) for number in lost), seconds=TAKEN_OVER_SECONDS)
-        assert time.monotonic() - begun < TAKEN_OVER_SECONDS
+        heard.until(lambda it: all(it.answered(number, 0) for number in lost))
     finally:
         link.stop()
 
@@ -83,8 +85,7 @@ def killed_in_turn(services: list[Service]) -> Iterator[list[int]]:
             service.end(signal.SIGKILL)
             kills[0] += 1
             service.start()
-            # It takes a second or two to be there again.
-            over.wait(2.5)
+            connected_once(service)
             turn += 1
 
     thread = threading.Thread(target=kill)
@@ -103,11 +104,17 @@ def test_output_is_plain_decoding_while_they_are_killed(tiny_model: PreTrainedMo
     links: list[StoppableLink] = []
 
     def connect(events: DraftEvents) -> DraftLink:
-        links.append(connect_draft(both(services), events, VOCABULARY, "", OPTIONS))
-        return links[-1]
+        link = connect_draft(both(services), events, VOCABULARY, "", OPTIONS)
+        links.append(link)
+        # Before the first is killed, or all might be over when they are met.
+        wait_until(lambda: any(member.offered for member in link._members))
+        return link
 
+    drafted = 0
     with killed_in_turn(services) as kills:
-        outcomes = run(make_runner(tiny_model), wanted, connect=connect, stagger=20)
-    links[0].stop()
-    assert [outcome.token_ids for outcome in outcomes] == expected
-    assert kills[0] > 0 and sum(outcome.finished.totals.drafted_tokens for outcome in outcomes) > 0
+        # Until both have happened, however slow either is.
+        while not (drafted and kills[0]):
+            outcomes = run(make_runner(tiny_model), wanted, connect=connect, stagger=20)
+            links.pop().stop()
+            assert [outcome.token_ids for outcome in outcomes] == expected
+            drafted += sum(outcome.finished.totals.drafted_tokens for outcome in outcomes)

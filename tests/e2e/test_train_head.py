@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file
 from teaching_model import VOCABULARY, save_teaching_model
 from torch import Tensor
-from waits import HUNG_SECONDS
 from warm_python import warm_executable
 
 from draft_service.drafters.base import DraftSequence
@@ -83,7 +82,7 @@ def trained(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"--model={model}",
         f"--out={out / 'head'}",
     ]
-    done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=HUNG_SECONDS)
+    done = subprocess.run([*command, *flags], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(out / "head")
     return out / "head"
@@ -278,7 +277,7 @@ def test_prompts_from_a_file_are_answered_by_several_writers(tmp_path: Path, mod
 
 def test_a_wrong_setting_ends_the_command_with_status_two(tmp_path: Path) -> None:
     command = [PYTHON, "-m", "draft_service.training", "--out", str(tmp_path / "head"), "--model", "no/such"]
-    done = subprocess.run([*command, "--steps", "0"], capture_output=True, text=True, timeout=HUNG_SECONDS)
+    done = subprocess.run([*command, "--steps", "0"], capture_output=True, text=True)
     assert done.returncode == 2
     assert "--steps: must be at least 1" in done.stderr
 

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from scripted_engine import ScriptedEngine
 from scripted_service import byte_tokenizer
-from waits import HUNG_SECONDS
+from waits import HUNG_SECONDS, until
 
 from outrider.serving import Authenticator, Caller
 from outrider_client.client import Client
@@ -310,15 +310,17 @@ async def test_slow_bodies_time_out(gateways: Any) -> None:
 
 
 async def test_client_that_leaves_ends_its_request(gateways: Any) -> None:
-    engine = ScriptedEngine(tick=0.01)
+    engine = ScriptedEngine()
     async with gateways(engine) as gateway:
         for asked in ({**TEXT, "max_tokens": 250, "stream": True}, {**TEXT, "max_tokens": 250, "n": 2}):
-            before = len(engine.cancelled)
-            async with httpx.AsyncClient(base_url=gateway.url) as leaving:
-                with pytest.raises((asyncio.CancelledError, TimeoutError)):
-                    async with asyncio.timeout(0.2), leaving.stream("POST", "/v1/completions", json=asked) as answer:
-                        async for _ in answer.aiter_lines():
-                            pass
+            before, sequences = len(engine.cancelled), len(engine.requests) + asked.get("n", 1)
+            engine.paused.clear()
+            engine.pause_after(10)
+            async with httpx.AsyncClient(base_url=gateway.url, timeout=HUNG_SECONDS) as leaving:
+                asking = asyncio.create_task(leaving.post("/v1/completions", json=asked))
+                await until(lambda expected=sequences: len(engine.requests) == expected and engine.paused.is_set())
+                asking.cancel()
+                await asyncio.gather(asking, return_exceptions=True)
             await gateway.idle()
             assert len(engine.cancelled) == before + asked.get("n", 1)
         page = (await gateway.http.get("/metrics")).text
@@ -339,24 +341,30 @@ async def test_slow_reader_is_waited_for(gateways: Any) -> None:
 
 
 async def test_no_more_answers_than_the_limit(gateways: Any) -> None:
-    async with gateways(ScriptedEngine(tick=0.01), max_running=2) as gateway:
+    engine = ScriptedEngine()
+    engine.paused.set()
+    async with gateways(engine, max_running=2) as gateway:
         running = asyncio.create_task(gateway.http.post("/v1/completions", json={**TEXT, "max_tokens": 100, "n": 2}))
         while sum(target.running for target in gateway.server.application.targets.all) < 2:
             await asyncio.sleep(0.005)
         refused = await gateway.http.post("/v1/completions", json=TEXT)
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         assert refused.json()["error"]["type"] == "rate_limit_error"
+        engine.paused.clear()
         assert (await running).status_code == 200
 
 
 async def test_requests_that_come_at_once_keep_the_limit(gateways: Any) -> None:
     """None of them has an answer that a target writes when the next is let in."""
-    engine = ScriptedEngine(tick=0.01)
+    engine = ScriptedEngine()
+    engine.paused.set()
     async with gateways(engine, max_running=4) as gateway:
         asked = {**TEXT, "max_tokens": 50, "n": 4}
-        answers = await asyncio.gather(*(gateway.http.post("/v1/completions", json=asked) for _ in range(8)))
-        statuses = sorted(answer.status_code for answer in answers)
-        assert statuses.count(200) == len(engine.requests) / 4 and set(statuses) == {200, 429}
+        answers = [asyncio.create_task(gateway.http.post("/v1/completions", json=asked)) for _ in range(8)]
+        await until(lambda: sum(answer.done() for answer in answers) == 7)
+        engine.paused.clear()
+        assert sorted([(await answer).status_code for answer in answers]) == [200, *[429] * 7]
+        assert len(engine.requests) == 4
         # Every place is free again.
         assert (await gateway.http.post("/v1/completions", json={**TEXT, "n": 4})).status_code == 200
 
@@ -456,24 +464,29 @@ async def test_serving_that_fails_is_not_an_orderly_end(monkeypatch: pytest.Monk
 
 
 async def test_full_target_is_429(gateways: Any) -> None:
-    engine = ScriptedEngine(tick=0.01, max_sequences=1)
+    engine = ScriptedEngine(max_sequences=1)
+    engine.paused.set()
     async with gateways(engine) as gateway:
         running = asyncio.create_task(gateway.http.post("/v1/completions", json={**TEXT, "max_tokens": 100}))
         while not engine.open_sequences:
             await asyncio.sleep(0.005)
         refused = await gateway.http.post("/v1/completions", json=TEXT)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "quota_exceeded")
+        engine.paused.clear()
         assert (await running).status_code == 200
 
 
 async def test_deadline_is_504(gateways: Any) -> None:
-    async with gateways(ScriptedEngine(tick=0.05), request_seconds=0.2) as gateway:
+    engine = ScriptedEngine()
+    engine.pause_after(3)
+    async with gateways(engine, request_seconds=0.2) as gateway:
         answer = await gateway.http.post("/v1/completions", json={**TEXT, "max_tokens": 100})
         assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
 
 
 async def test_error_after_the_first_token_is_the_last_event(gateways: Any) -> None:
-    engine = ScriptedEngine(tick=0.01)
+    engine = ScriptedEngine()
+    engine.pause_after(10)
     async with gateways(engine) as gateway:
         asked = {**TEXT, "max_tokens": 250, "stream": True}
         async with gateway.http.stream("POST", "/v1/completions", json=asked) as answer:
@@ -541,17 +554,20 @@ async def test_a_target_that_was_never_there_is_logged_once(
 
 
 async def test_drain_lets_running_answers_finish(gateways: Any) -> None:
-    engine = ScriptedEngine(tick=0.01)
-    async with gateways(engine) as gateway:
+    engine = ScriptedEngine()
+    engine.pause_after(10)
+    async with gateways(engine, drain_seconds=HUNG_SECONDS) as gateway:
         asked = {**TEXT, "max_tokens": 100, "stream": True}
         async with gateway.http.stream("POST", "/v1/completions", json=asked) as answer:
             lines = answer.aiter_lines()
             await anext(lines)
             gateway.server.drain()
-            await asyncio.sleep(0.3)
             with pytest.raises(httpx.TransportError):
-                async with httpx.AsyncClient() as late:
-                    await late.get(f"{gateway.url}/health")
+                async with asyncio.timeout(HUNG_SECONDS):
+                    while True:
+                        async with httpx.AsyncClient() as late:
+                            await late.get(f"{gateway.url}/health")
+            engine.paused.clear()
             rest = [line async for line in lines if line]
         assert rest[-1] == "data: [DONE]"
         await asyncio.wait_for(gateway.server.ended(), HUNG_SECONDS)

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 from scripted_engine import ScriptedEngine
-from waits import HUNG_SECONDS
+from waits import HUNG_SECONDS, until
 
 from outrider_gateway.caller import caller_from
 from outrider_gateway.heads import HEAD_BYTES
@@ -79,7 +79,9 @@ async def test_readers_that_stop_do_not_grow_memory(gateways: Any) -> None:
 
 
 async def test_more_connections_than_allowed_are_refused(gateways: Any) -> None:
-    async with gateways(ScriptedEngine(tick=0.01), max_connections=2) as gateway:
+    engine = ScriptedEngine()
+    engine.pause_after(10)
+    async with gateways(engine, max_connections=2) as gateway:
         running = [await begin(gateway.server.address, {**TEXT, "max_tokens": 200, "stream": True}) for _ in range(2)]
         for reader, _ in running:
             assert b" 200 " in await reader.readline()
@@ -94,7 +96,8 @@ async def test_more_connections_than_allowed_are_refused(gateways: Any) -> None:
 
 async def test_a_drain_ends_in_time(gateways: Any) -> None:
     """Answers that would go on for longer are cut off, and free what they held."""
-    engine = ScriptedEngine(tick=0.02)
+    engine = ScriptedEngine()
+    engine.pause_after(10)
     async with gateways(engine, drain_seconds=1.0) as gateway:
         reader, writer = await begin(gateway.server.address, {**TEXT, "max_tokens": 250, "stream": True})
         await reader.readline()
@@ -129,8 +132,10 @@ async def test_a_head_without_end_is_refused(gateways: Any) -> None:
 async def test_connections_that_say_nothing_give_their_places_back(
     gateways: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outrider_gateway.heads.HEAD_SECONDS", 0.3)
-    async with gateways(ScriptedEngine(tick=0.01), max_connections=3) as gateway:
+    monkeypatch.setattr("outrider_gateway.heads.HEAD_SECONDS", 1.0)
+    engine = ScriptedEngine()
+    engine.pause_after(10)
+    async with gateways(engine, max_connections=3) as gateway:
         address = gateway.server.address.split(":")
         silent = [await asyncio.open_connection(*address) for _ in range(2)]
         for _, writer in silent[1:]:
@@ -140,8 +145,11 @@ async def test_connections_that_say_nothing_give_their_places_back(
             assert await asyncio.wait_for(reader.read(), HUNG_SECONDS) == b""
             writer.close()
         # Answers may take longer than heads.
-        answer = await gateway.http.post("/v1/completions", json={**TEXT, "max_tokens": 60})
-        assert answer.status_code == 200
+        asking = asyncio.create_task(gateway.http.post("/v1/completions", json={**TEXT, "max_tokens": 60}))
+        await until(engine.paused.is_set)
+        await asyncio.sleep(1.5)
+        engine.paused.clear()
+        assert (await asking).status_code == 200
 
 
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"

@@ -13,7 +13,8 @@ import pytest
 from fake_draft import FAST, INFO, SERVICE_NAME, FakeDraft, eventually, growth, linked, serving, until
 from scripted_drafter import VOCABULARY, Listener, opening, step
 
-from outrider.drafting.stream import CREDIT_WINDOW
+from outrider.drafting.link import GrpcDraftLink
+from outrider.drafting.stream import CREDIT_WINDOW, DraftConversation
 from outrider.errors import Draining, Unauthenticated
 from outrider.serving import GrpcServer, Service, ServingOptions
 from outrider.v1 import draft_pb2
@@ -106,7 +107,7 @@ async def stay_silent(_frame: draft_pb2.ProposeRequest, _context: Any) -> None:
 )
 async def test_a_draft_that_misbehaves_is_cut_off_and_tried_again(fake: FakeDraft, behave: Any, reason: str) -> None:
     fake.behave = behave
-    options = replace(FAST, answer_timeout=0.2)
+    options = replace(FAST, answer_timeout=0.2) if behave is stay_silent else FAST
     async with serving(fake) as server, linked(server.address, options) as (link, heard):
         await until(heard, lambda it: it.infos)
         link.open(opening(1))
@@ -118,9 +119,14 @@ async def test_a_draft_that_misbehaves_is_cut_off_and_tried_again(fake: FakeDraf
 
         await until(heard, told)
         fake.behave = fake.answer
-        await until(heard, lambda it: it.connected)
-        link.open(opening(1, step=5))
-        await until(heard, lambda it: it.answered(1, 5))
+        link._options = FAST
+
+        def answered(it: Listener) -> bool:
+            # One that was connected before may still be cut off.
+            link.open(opening(1, step=5))
+            return it.answered(1, 5)
+
+        await until(heard, answered)
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN])
@@ -133,7 +139,7 @@ async def test_a_draft_with_a_bug_is_tried_again_ever_more_slowly(fake: FakeDraf
             await context.abort(code, "internal error")
 
     fake.behave = fail
-    options = replace(FAST, fault_backoff=0.4, max_fault_backoff=60.0)
+    options = replace(FAST, fault_backoff=0.1, max_fault_backoff=60.0)
     async with serving(fake) as server, linked(server.address, options) as (link, heard):
         lost = 0.0
         for count in (1, 2, 3):
@@ -142,35 +148,40 @@ async def test_a_draft_with_a_bug_is_tried_again_ever_more_slowly(fake: FakeDraf
             link.open(opening(1))
             await until(heard, lambda it, count=count: len(it.losses) == count)  # type: ignore[misc]
             assert code.name in heard.losses[-1]
-            # Half of the pause at the least, which is spread.
-            assert begun - lost > 0.2 * (count - 1)
+            # Half of the pause at the least, which is spread: it may be longer on a busy machine, and never shorter.
+            assert begun - lost > 0.05 * (count - 1)
             lost = time.monotonic()
 
 
 async def test_a_slow_draft_is_late_and_not_lost(fake: FakeDraft) -> None:
+    may_answer = asyncio.Event()
+
     async def slowly(frame: draft_pb2.ProposeRequest, context: Any) -> object:
-        await asyncio.sleep(0.1)
+        await may_answer.wait()
         return await fake.answer(frame, context)
 
     fake.behave = slowly
     async with serving(fake) as server, linked(server.address) as (link, heard):
         await until(heard, lambda it: it.infos)
-        begin = time.monotonic()
+        # These return although nothing is answered yet.
         link.open(opening(1))
         for number in (1, 2, 3):
             link.advance([step(number, 20)])
-        assert time.monotonic() - begin < 0.05
+        may_answer.set()
         await until(heard, lambda it: it.answered(1, 3))
         assert [growth.base_step for growth in heard.growths] == [0, 1, 2, 3] and heard.losses == []
 
 
-async def test_a_silent_draft_that_owes_nothing_is_left_alone(fake: FakeDraft) -> None:
-    options = replace(FAST, answer_timeout=0.1)
-    async with serving(fake) as server, linked(server.address, options) as (link, heard):
+async def test_a_silent_draft_that_owes_nothing_is_left_alone(fake: FakeDraft, monkeypatch: pytest.MonkeyPatch) -> None:
+    conversations: list[DraftConversation] = []
+    monkeypatch.setattr(GrpcDraftLink, "_watch", lambda link, one: conversations.append(one) or link._until_cut_off())
+    async with serving(fake) as server, linked(server.address) as (link, heard):
         await until(heard, lambda it: it.infos)
+        await eventually(lambda: conversations)
         link.open(opening(1))
         await until(heard, lambda it: it.answered(1, 0))
-        await asyncio.sleep(0.4)
+        # The acknowledgement and the tree may come apart.
+        await eventually(lambda: conversations[0].silence == 0.0)
         assert heard.losses == []
 
 
@@ -239,10 +250,8 @@ async def test_features_are_dropped_when_the_draft_reads_slowly(fake: FakeDraft)
     fake.behave = wait
     size, limit = 1 << 18, 1 << 20
     piece = Vectors("bfloat16", 128, bytes(size))
-    async with (
-        serving(fake) as server,
-        linked(server.address, replace(FAST, max_waiting_feature_bytes=limit, answer_timeout=30.0)) as (link, heard),
-    ):
+    options = replace(FAST, max_waiting_feature_bytes=limit)
+    async with serving(fake) as server, linked(server.address, options) as (link, heard):
         await until(heard, lambda it: it.infos)
         link.open(opening())
         for number in range(200):

@@ -20,7 +20,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from readiness import ready
 from scripted_engine_process import FATAL, GARBLED, HANGS
-from waits import HUNG_SECONDS
+from waits import HUNG_SECONDS, until
 
 from outrider.errors import InvalidField
 from outrider.v1 import target_pb2 as pb
@@ -227,7 +227,7 @@ class TestEnds:
         assert len(await service.tokens(5, **LONG)) == 200
 
     async def test_stopped_engine_is_not_serving(self, tmp_path: Path) -> None:
-        async with served_apart(tmp_path, heartbeat_seconds=0.5) as service:
+        async with served_apart(tmp_path, heartbeat_seconds=2.0) as service:
             watch = await service.watch()
             os.kill(service.link.pid, signal.SIGSTOP)
             assert (await watch.read()).status == NOT_SERVING
@@ -242,7 +242,7 @@ class TestEnds:
         monkeypatch.setattr(engine_link, "STOP_SECONDS", 0.5)
         async with served_apart(tmp_path, drain_seconds=0.1) as service:
             request = asyncio.create_task(service.tokens(HANGS, max_tokens=2))
-            await asyncio.sleep(0.2)
+            await until(lambda: service.link.snapshot().sequences)
             service.stopping.set()
             assert await asyncio.wait_for(service.task, HUNG_SECONDS) == 0
             with pytest.raises(grpc.aio.AioRpcError):
@@ -285,7 +285,7 @@ class TestStart:
             "async def main():\n"
             "    await link.load()\n"
             "    sys.stdout.write(f'{link.pid}\\n'), sys.stdout.flush()\n"
-            "    await asyncio.sleep(60)\n"
+            "    await asyncio.sleep(3600)\n"
             "asyncio.run(main())\n"
         )
         with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:

@@ -200,12 +200,10 @@ class TestMetricsPort:
         try:
             for half in halves:
                 half.sendall(b"GET /metr")
-            begun = time.monotonic()
             for half in halves:
                 # The other end hangs up; whether orderly does not matter.
                 with contextlib.suppress(ConnectionResetError):
                     assert half.recv(1) == b""
-            assert time.monotonic() - begun < 15
             with socket.create_connection((host, int(port)), timeout=HUNG_SECONDS) as whole:
                 whole.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
                 assert whole.recv(15).startswith(b"HTTP/1.")
@@ -219,9 +217,9 @@ class TestMetricsPort:
         server = MetricsServer("127.0.0.1:0")
         host, _, port = server.address.rpartition(":")
         with socket.create_connection((host, int(port)), timeout=HUNG_SECONDS) as slow:
-            begun = time.monotonic()
+            hung = time.monotonic() + HUNG_SECONDS
             with pytest.raises(OSError):
-                while time.monotonic() - begun < 15:
+                while time.monotonic() < hung:
                     slow.sendall(b"G")
                     time.sleep(0.05)
         server.close()

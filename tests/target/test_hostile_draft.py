@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from fake_clock import FakeClock
 from fake_draft import FAST, FakeDraft, linked, serving, until
 from scripted_drafter import VOCABULARY, Listener, opening, step
+from waits import HUNG_SECONDS
 
 from outrider.drafting import inbox as inbox_module
 from outrider.drafting.draft_tree import MEMORY_IDS, GrowingTree
@@ -156,24 +158,32 @@ def drafting_of(kind: type[DraftTrees], wait_seconds: float = 0.1) -> tuple[Draf
 SENT = SequenceGrowth(1, 0, 1, (0,), (7,), (0.5,))
 
 
-def test_the_engine_listens_for_a_share_of_a_step() -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    clock = FakeClock().install(monkeypatch)
+    clock.deliver_while_waiting(monkeypatch)
+    return clock
+
+
+def test_the_engine_listens_for_a_share_of_a_step(clock: FakeClock) -> None:
     drafting, link = drafting_of(SlowDrafting)
     drafting.receive(Grown([SENT] * 10_000))
-    begun = time.monotonic()
+    begun = clock.now
     drafting.listen()
-    # 10,000 take 20 s. A busy machine may let the engine sleep for long in between.
-    assert LISTEN_SECONDS < time.monotonic() - begun < 5.0
+    # 10,000 take 20 s.
+    assert LISTEN_SECONDS < clock.now - begun <= LISTEN_SECONDS + 2 * SlowDrafting.seconds
     assert link.reasons == [] and drafting.connected
 
 
-def test_a_draft_that_says_more_than_can_be_taken_in_is_cut_off(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_draft_that_says_more_than_can_be_taken_in_is_cut_off(
+    caplog: pytest.LogCaptureFixture, clock: FakeClock
+) -> None:
     drafting, link = drafting_of(SlowDrafting)
     drafting.receive(Grown([SENT] * 100_000))
-    begun = time.monotonic()
+    begun = clock.now
     while not link.reasons:
         drafting.listen()
-        assert time.monotonic() - begun < 30.0
-    assert time.monotonic() - begun >= 1.0
+    assert 1.0 <= clock.now - begun < 2.0
     assert "more than there is time to read" in link.reasons[0] and "cut off" in caplog.text
     # What it had said is forgotten; that it is gone is still heard of.
     drafting.receive(Disconnected("cut off"))
@@ -181,6 +191,7 @@ def test_a_draft_that_says_more_than_can_be_taken_in_is_cut_off(caplog: pytest.L
     assert not drafting.connected and drafting.lost == "cut off" and len(link.reasons) == 1
 
 
+@pytest.mark.usefixtures("clock")
 def test_one_long_step_is_not_held_against_the_draft() -> None:
     drafting, link = drafting_of(SlowDrafting)
     drafting.receive(Grown([SENT] * 50))
@@ -199,13 +210,15 @@ class EndlessDrafting(DraftTrees):
         self.receive(Grown([growth]))
 
 
-def test_waiting_ends_though_the_draft_goes_on_about_something_else() -> None:
+def test_waiting_ends_though_the_draft_goes_on_about_something_else(clock: FakeClock) -> None:
     drafting, _ = drafting_of(EndlessDrafting)
     drafting._trees[7] = GrowingTree([9], 0)
     drafting.receive(Grown([SENT]))
-    begun = time.monotonic()
+    begun = clock.now
     waited = drafting.wait_for([SimpleNamespace(sequence_id=7)])  # type: ignore[list-item]
-    assert waited > 0.05e9 and time.monotonic() - begun < 5.0
+    # A tenth of a second, and the look that was under way.
+    assert waited * 1e-9 == pytest.approx(clock.now - begun, abs=1e-6)
+    assert 0.1 <= clock.now - begun < 0.1 + 2 * LISTEN_SECONDS
 
 
 def test_the_log_gets_one_line_about_many_malformed_growths(caplog: pytest.LogCaptureFixture) -> None:
@@ -228,17 +241,24 @@ async def flood(frame: draft_pb2.ProposeRequest, context: Any) -> None:
 
 
 async def test_a_hostile_draft_is_cut_off_and_met_less_and_less_often() -> None:
-    fake = FakeDraft()
-    fake.behave = flood
+    fake, met_at = FakeDraft(), list[float]()
+
+    async def noted(frame: draft_pb2.ProposeRequest, context: Any) -> None:
+        if frame.HasField("open") and len(met_at) < len(fake.streams):
+            met_at.append(time.monotonic())
+        await flood(frame, context)
+
+    fake.behave = noted
     options = replace(FAST, fault_backoff=0.2, max_fault_backoff=60.0)
     async with serving(fake) as server, linked(server.address, options) as (link, heard):
-        ending = time.monotonic() + 1.5
-        while time.monotonic() < ending:
-            link.open(opening(1))
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(HUNG_SECONDS):
+            while len(met_at) < 4:
+                link.open(opening(1))
+                await asyncio.sleep(0.01)
         assert any("more nodes than was requested" in loss for loss in heard.losses)
-        # At least 0.1, 0.2 and 0.4 s apart, where it used to be met again within 10 ms.
-        assert len(fake.streams) <= 5
+        # Half of 0.2, 0.4 and 0.8 s apart at the least, where it used to be met again within 10 ms.
+        for pause, (before, after) in zip((0.1, 0.2, 0.4), itertools.pairwise(met_at), strict=True):
+            assert after - before > pause
 
 
 async def test_a_link_that_is_cut_off_says_so_and_meets_the_draft_again() -> None:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import shutil
 import socket
-import time
+import threading
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -85,18 +85,16 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 
 
 def test_a_hub_that_does_not_answer(no_hub: str) -> None:
-    begun = time.monotonic()
     with pytest.raises(HubUnreachable, match="does not answer") as refused:
         load_runner(TargetConfig(model="nobody/nothing"))
-    assert time.monotonic() - begun < 5 and no_hub in str(refused.value)
+    assert no_hub in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
 def test_a_teacher_of_a_hub_that_does_not_answer(no_hub: str) -> None:
-    begun = time.monotonic()
     with pytest.raises(SettingsError, match="does not answer") as refused:
         load_teacher("local", TeacherSettings("nobody/nothing", "cpu", "float32"))
-    assert time.monotonic() - begun < 5 and no_hub in str(refused.value)
+    assert no_hub in str(refused.value)
 
 
 def test_a_hub_that_answers_never(no_hub: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,33 +102,29 @@ def test_a_hub_that_answers_never(no_hub: str, monkeypatch: pytest.MonkeyPatch) 
 
     class Hanging:
         def head(self, *_: object, **__: object) -> None:
-            time.sleep(60)
+            threading.Event().wait()
 
     # As a name does that nobody resolves, or a host with many addresses.
     monkeypatch.setattr("huggingface_hub.get_session", Hanging)
     monkeypatch.setattr(hub_module, "_HUB_SECONDS", 0.1)
-    begun = time.monotonic()
     with pytest.raises(HubUnreachable, match="does not answer"):
         store.pull(NAME)
-    assert time.monotonic() - begun < 5
 
 
 @pytest.mark.parametrize("read", [Weights, lambda source: read_draft_head(source, 30, 576)], ids=["draft", "target"])
 def test_a_head_of_a_hub_that_does_not_answer(no_hub: str, read: Callable[[str], object]) -> None:
-    begun = time.monotonic()
     with pytest.raises((NotSupported, OSError), match="does not answer") as refused:
         read("nobody/no-head")
-    assert time.monotonic() - begun < 5 and no_hub in str(refused.value)
+    assert no_hub in str(refused.value)
 
 
 def test_a_draft_model_of_a_hub_that_takes_the_call_and_answers_never(
     silent_hub: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub_module, "_HUB_SECONDS", 0.5)
-    begun = time.monotonic()
     with pytest.raises(NotSupported, match="does not answer") as refused:
         ModelDrafter(ModelConfig(draft_model="nobody/nothing"))
-    assert time.monotonic() - begun < 5 and silent_hub in str(refused.value)
+    assert silent_hub in str(refused.value)
     assert "\n" not in str(refused.value) and "nobody/nothing" in str(refused.value)
 
 

@@ -19,7 +19,7 @@ from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from readiness import ready
-from waits import HUNG_SECONDS
+from waits import HUNG_SECONDS, until
 
 from outrider.settings import SettingsError
 from outrider.v1 import target_pb2 as pb
@@ -43,6 +43,7 @@ class FaultyRunner:
         self.failure: Exception | None = None
         self.may_go_on = threading.Event()
         self.may_go_on.set()
+        self.in_pass = threading.Event()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
@@ -50,6 +51,7 @@ class FaultyRunner:
     def forward(self, batch: ForwardInput) -> Any:
         if self.failure is not None:
             raise self.failure
+        self.in_pass.set()
         assert self.may_go_on.wait(HUNG_SECONDS)
         return self._runner.forward(batch)
 
@@ -232,7 +234,7 @@ class TestEnds:
             assert await asyncio.wait_for(service.task, HUNG_SECONDS) == 1
 
     async def test_hung_step_is_not_serving(self, running: Any) -> None:
-        async with running(heartbeat_seconds=0.5) as service:
+        async with running(heartbeat_seconds=2.0) as service:
             watch = health_pb2_grpc.HealthStub(service.channel).Watch(health_pb2.HealthCheckRequest())
             while (await watch.read()).status != SERVING:
                 pass
@@ -250,8 +252,9 @@ class TestEnds:
         monkeypatch.setattr(shared_engine, "STOP_SECONDS", 0.5)
         async with running(drain_seconds=0.1) as service:
             service.runner.may_go_on.clear()
+            service.runner.in_pass.clear()
             request = asyncio.create_task(service.tokens(tokens=PROMPT, sampling=FIFTY))
-            await asyncio.sleep(0.2)
+            await until(service.runner.in_pass.is_set)
             service.stopping.set()
             assert await asyncio.wait_for(service.task, HUNG_SECONDS) == 0
             with pytest.raises(grpc.aio.AioRpcError):

@@ -127,7 +127,7 @@ def test_a_pull_waits_for_another_process_and_outlives_its_death(tiny: KnownMode
     folder.parent.mkdir(parents=True)
     holding = (
         "import sys, time; from pathlib import Path; from target_service.model.loading.store import _locked\n"
-        "with _locked(Path(sys.argv[1])):\n    sys.stdout.write('held\\n'); sys.stdout.flush(); time.sleep(60)"
+        "with _locked(Path(sys.argv[1])):\n    sys.stdout.write('held\\n'); sys.stdout.flush(); time.sleep(3600)"
     )
     command = [sys.executable, "-c", holding, str(folder.with_name(folder.name + ".lock"))]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as other:

@@ -273,7 +273,7 @@ class TestServer:
             watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
             await watch.read()
             reading = asyncio.ensure_future(watch.read())
-            done, _ = await asyncio.wait([reading], timeout=4.0)
+            done, _ = await asyncio.wait([reading], timeout=HUNG_SECONDS if strikes else 4.0)
             if strikes:
                 assert done and await watch.code() is grpc.StatusCode.UNAVAILABLE
             else:

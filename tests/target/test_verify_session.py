@@ -170,7 +170,8 @@ class TestEnds:
         target = replace(target, channel=channel)
         talk = Conversation(target)
         if how == "deadline":
-            talk.call = target.stub.Verify(timeout=0.2)
+            # Long enough for three to be opened.
+            talk.call = target.stub.Verify(timeout=3.0)
         for _ in range(3):
             await talk.open()
         if how == "cancel":
@@ -186,7 +187,7 @@ class TestEnds:
         await channel.close()
 
     async def test_idle_sequence_is_ended(self, targets: Any) -> None:
-        async with targets(config=TargetConfig(verify_idle_seconds=0.2)) as target:
+        async with targets(config=TargetConfig(verify_idle_seconds=3.0)) as target:
             talk = Conversation(target)
             idle, busy = await talk.open(10), await talk.open(10)
             step, failed = 0, None
@@ -214,7 +215,7 @@ class TestEnds:
                 yield tree(1, 0, 10)
 
         session = VerifyStream(
-            TargetConfig(max_sequences_per_stream=4, verify_idle_seconds=10),
+            TargetConfig(max_sequences_per_stream=4, verify_idle_seconds=HUNG_SECONDS),
             Sequences(engine),
             Admission(SERVED, TenantQuotas()),
             tenant="default",
