@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
-from safetensors import SafetensorError
 
+from outrider.checkpoints.refusal import first_line
 from outrider.devices import check_device
 from outrider.drafting.link import Connect
 from outrider.errors import NotSupported
@@ -40,11 +40,9 @@ def load_model(config: TargetConfig) -> ModelRunner:
         return in_passing_thread(lambda: load_runner(config))
     except torch.OutOfMemoryError as error:
         raise EngineRefused(1, f"cannot serve {config.model}: {error} ({_LESS_MEMORY})") from None
-    except SafetensorError as error:
-        raise EngineRefused(1, f"cannot serve {config.model}: its weights cannot be read: {error}") from None
-    except (OSError, ValueError, NotSupported) as error:
+    except (OSError, ValueError, NotSupported, MemoryError) as error:
         hint = f" ({_LESS_MEMORY})" if isinstance(error, OSError) and error.errno == errno.ENOMEM else ""
-        raise EngineRefused(1, f"cannot serve {config.model}: {error}{hint}") from None
+        raise EngineRefused(1, f"cannot serve {config.model}: {first_line(error)}{hint}") from None
 
 
 def served_model(config: TargetConfig, runner: ModelRunner) -> ServedModel:

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from outrider.addresses import address_problem
+from outrider.checkpoints.folder import Checkpoint
 from outrider.devices import check_device_name
 from outrider.drafting.link import INPROCESS_SCHEME, ChannelTls, Connect, LinkOptions, bearer_metadata, prepare_draft
 from outrider.errors import OutriderError
@@ -16,7 +17,7 @@ from outrider.model_store import model_source
 from outrider.serving import Authenticator, TlsFiles, check_free
 from outrider.settings import SettingsError, comma_words
 from target_service.config import TargetConfig
-from target_service.model.loading.hub import PullFailed, check_hub, fetch_head
+from target_service.model.loading.hub import PullFailed, fetch_head
 from target_service.model.loading.store import resolve
 
 # In tokens; no model has a longer context, and tables by position are allocated for all of it.
@@ -90,10 +91,11 @@ def prepared_draft(config: TargetConfig) -> Connect | None:
 
 
 def check_sources(config: TargetConfig) -> None:
-    """Fetch the draft's head and the model if they are on a hub. Raises `EngineRefused` if either is not available."""
+    """Fetch the draft's head and the model if they are on a hub. Raises `EngineRefused` if either is not available, or
+    the model's folder is not whole."""
     check_head(config.draft_head, config.model)
     try:
-        check_hub(str(resolve(config.model)))
+        Checkpoint.of_folder(resolve(config.model))
     except (OSError, ValueError) as error:
         raise EngineRefused(1, f"cannot serve {config.model}: {error}") from None
 

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from draft_service.checkpoints.facts import HeadShape
+from outrider.checkpoints.headers import read_header
+from outrider.checkpoints.tensors import read_tensor
 from outrider.heads import HeadRefused
 
 Shape = TypeVar("Shape", bound=HeadShape)
@@ -24,8 +26,6 @@ Shape = TypeVar("Shape", bound=HeadShape)
 def read_token_map(name: str | Path) -> tuple[int, ...] | None:
     """Read target token ids from a JSON list, or from a safetensors file with one tensor of integers; None without a
     name. Raises `HeadRefused` if the file cannot be read, or is of another kind."""
-    from safetensors.torch import load_file
-
     if not name:
         return None
     path = Path(name)
@@ -34,8 +34,9 @@ def read_token_map(name: str | Path) -> tuple[int, ...] | None:
     try:
         if path.suffix == ".json":
             return tuple(int(token) for token in json.loads(path.read_text()))
-        (ids,) = load_file(path).values()
-        return tuple(ids.flatten().tolist())
+        (ids,) = read_header(path).values()
+        return tuple(read_tensor(ids).flatten().tolist())
+    # Among them `CheckpointRefused`.
     except (OSError, ValueError, TypeError) as error:
         raise HeadRefused(f"{path.name} is no token map: {error}") from None
 

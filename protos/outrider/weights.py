@@ -5,13 +5,15 @@ Both services read heads by this, each what it needs of the same files.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outrider.checkpoints.headers import TensorEntry, read_header
+from outrider.checkpoints.refusal import CheckpointRefused
+from outrider.checkpoints.regular_files import read_json_object
 from outrider.heads import HeadRefused
 from outrider.hub import HubUnreachable, check_fetchable
 
@@ -34,6 +36,8 @@ class Weights:
         self._files = tuple(files)
         # By name; kept, since the hub's library asks the hub again for every one.
         self._file = cache(self._search)
+        # Headers, which are small: the tensors of a file are asked for one by one.
+        self._header = cache(self._read_header)
         self._folder = Path(source) if Path(source).is_dir() else None
         if self._folder is None and "/" in self._source:
             _check_fetchable(self._source)
@@ -51,18 +55,15 @@ class Weights:
     def check_files(self) -> None:
         """Raise `HeadRefused` unless every file of the weights can be read."""
         for file in sorted(set(self._file_of.values())):
-            with self._read(self._needed(file)):
-                pass
+            self._header(self._needed(file))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of one weight, from the file's header."""
-        with self._open(name) as file:
-            return tuple(file.get_slice(name).get_shape())
+        return self._entry(name).shape
 
     def kind(self, name: str) -> str:
         """The type of one weight as safetensors names it, such as "BF16", from the file's header."""
-        with self._open(name) as file:
-            return str(file.get_slice(name).get_dtype())
+        return self._entry(name).dtype
 
     def shapes(self, names: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
         """Shapes of some weights by other names; `names` maps these to the published ones."""
@@ -74,32 +75,35 @@ class Weights:
 
     def tensor(self, name: str) -> Tensor:
         """One weight, on the CPU, in its stored type."""
-        with self._open(name) as file:
-            tensor: Tensor = file.get_tensor(name)
-        return tensor
+        # Imported here: PyTorch takes a second, and names and shapes do without.
+        from outrider.checkpoints.tensors import read_tensor
 
-    def _open(self, name: str) -> AbstractContextManager[Any]:
-        return self._read(self._needed(self._file_of[name]))
+        entry = self._entry(name)
+        with self._refusing():
+            return read_tensor(entry)
 
-    @contextmanager
-    def _read(self, path: Path) -> Iterator[Any]:
-        """A file of weights. Raises `HeadRefused` if it, or what is read of it, cannot be read."""
-        from safetensors import SafetensorError, safe_open
+    def _entry(self, name: str) -> TensorEntry:
+        file = self._needed(self._file_of[name])
+        entry = self._header(file).get(name)
+        if entry is None:
+            raise HeadRefused(f"{self._source}/{file.name}: it has no {name}, which the index names")
+        return entry
 
-        try:
-            with safe_open(path, framework="pt") as file:
-                yield file
-        except (SafetensorError, OSError) as error:
-            raise HeadRefused(f"{self._source}/{path.name}: {error}") from None
+    def _read_header(self, path: Path) -> dict[str, TensorEntry]:
+        with self._refusing():
+            return read_header(path)
 
     def _json(self, path: Path) -> dict[str, Any]:
+        with self._refusing():
+            return read_json_object(path)
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """What a file cannot be read for becomes a `HeadRefused`."""
         try:
-            entries = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise HeadRefused(f"{self._source}/{path.name}: {error}") from None
-        if not isinstance(entries, dict):
-            raise HeadRefused(f"{self._source}/{path.name}: no JSON object")
-        return entries
+            yield
+        except (CheckpointRefused, OSError) as error:
+            raise HeadRefused(f"{self._source}/{error}") from None
 
     @cached_property
     def _file_of(self) -> dict[str, str]:
@@ -110,8 +114,7 @@ class Weights:
                 break
         else:
             file = self._only_safetensors()
-        with self._read(file) as weights:
-            return dict.fromkeys(weights.keys(), file.name)
+        return dict.fromkeys(self._header(file), file.name)
 
     def _indexed(self, index: Path) -> dict[str, str]:
         files = self._json(index).get("weight_map")
@@ -138,7 +141,7 @@ class Weights:
     def _search(self, name: str) -> Path | None:
         if self._folder is not None:
             path = self._folder / name
-            return path if path.is_file() else None
+            return path if path.exists() else None
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

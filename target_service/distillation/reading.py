@@ -7,12 +7,15 @@ attends to, so no mask is needed and the fastest kernel runs.
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
+from outrider.checkpoints.causal_lm import load_causal_lm, read_configuration
+from outrider.checkpoints.folder import Checkpoint
 from outrider.distillation import Lesson, TeacherWeights
 from target_service.model.support import ModelRefused, check_supported
 
@@ -26,10 +29,11 @@ _TOLERANCE = 0.02
 class TextReader:
     """See `outrider.distillation.Reader`."""
 
-    def __init__(self, source: str, layers: tuple[int, ...], *, device: str, dtype: str) -> None:
-        """Load the model from a folder or hub id. `layers` as in `Teacher.reader`. Raises `ModelRefused` for a model
-        that is not built as this reader expects."""
-        loaded = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+    def __init__(self, folder: Path, layers: tuple[int, ...], *, device: str, dtype: str) -> None:
+        """Load the model. `layers` as in `Teacher.reader`. Raises `CheckpointRefused` for one that is not whole, and
+        `ModelRefused` for one that is not built as this reader expects."""
+        loaded = load_causal_lm(Checkpoint.of_folder(folder), read_configuration(folder), getattr(torch, dtype))
+        loaded.set_attn_implementation("sdpa")
         self._model = cast(PreTrainedModel, loaded.to(device)).eval().requires_grad_(False)
         check_supported(self._model.config, self._model)
         parts: Any = self._model

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
+from outrider.checkpoints.causal_lm import read_configuration
+from outrider.checkpoints.refusal import CheckpointRefused
 from outrider.distillation import Reader, TeacherFacts, TeacherSettings, WritingOrder, WrittenText
 from outrider.heads import tokenizer_fingerprint
 from outrider.settings import SettingsError
 from target_service.distillation.reading import TextReader
 from target_service.distillation.writing import ChatTexts, TextWriter, writing_runner
-from target_service.model.loading.hub import check_hub
 from target_service.model.loading.store import resolve
 from target_service.model.support import ModelRefused, check_supported, longest_context
 
@@ -21,7 +22,7 @@ def load(settings: TeacherSettings) -> LocalTeacher:
     `SettingsError` when there is no such model, or it cannot be served."""
     try:
         return LocalTeacher(settings)
-    except (OSError, ModelRefused) as error:
+    except (OSError, CheckpointRefused, ModelRefused) as error:
         raise SettingsError(f"cannot learn from {settings.model}: {error}") from None
 
 
@@ -30,11 +31,10 @@ class LocalTeacher:
 
     def __init__(self, settings: TeacherSettings) -> None:
         self._settings = settings
-        self._source = str(resolve(settings.model))
-        check_hub(self._source)
-        config = AutoConfig.from_pretrained(self._source)
+        self._folder = resolve(settings.model)
+        config = read_configuration(self._folder)
         check_supported(config)
-        self._tokenizer = AutoTokenizer.from_pretrained(self._source)
+        self._tokenizer = AutoTokenizer.from_pretrained(self._folder)
         heads = int(config.num_attention_heads)
         self.facts = TeacherFacts(
             model=settings.model,
@@ -57,4 +57,4 @@ class LocalTeacher:
         return TextWriter(runner, order, chat).texts()
 
     def reader(self, layers: tuple[int, ...]) -> Reader:
-        return TextReader(self._source, layers, device=self._settings.device, dtype=self._settings.dtype)
+        return TextReader(self._folder, layers, device=self._settings.device, dtype=self._settings.dtype)

@@ -358,7 +358,7 @@ def test_pickled_weights_are_refused(tmp_path: Path) -> None:
 def test_a_broken_file_is_refused(tmp_path: Path) -> None:
     folder = write(tmp_path / "head", SAFEAI, eagle3_tensors())
     (folder / "model.safetensors").write_bytes(b"not safetensors at all")
-    with pytest.raises(HeadRefused, match="safetensors: "):
+    with pytest.raises(HeadRefused, match="no safetensors file"):
         EagleCheckpoint(folder).load()
 
 
@@ -387,15 +387,18 @@ def _truncated(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "named"),
     [
-        (lambda folder: (folder / "config.json").write_text("{"), "config.json: "),
-        (lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe"), "config.json: "),
-        (lambda folder: (folder / "config.json").write_text("[]"), "config.json: no JSON object"),
-        (lambda folder: (folder / "model.safetensors.index.json").write_text("{"), "model.safetensors.index.json: "),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json is no JSON"),
+        (lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe"), "config.json is no JSON"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "config.json is no JSON object"),
+        (
+            lambda folder: (folder / "model.safetensors.index.json").write_text("{"),
+            "model.safetensors.index.json is no JSON",
+        ),
         (
             lambda folder: (folder / "model.safetensors.index.json").write_text("{}"),
             "model.safetensors.index.json: no weight_map",
         ),
-        (_truncated, "model-00001-of-00001.safetensors: "),
+        (_truncated, "model-00001-of-00001.safetensors has "),
     ],
 )
 def test_a_broken_file_of_any_kind_is_refused_by_its_name(

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import make_tiny
 from fake_hub import COMMIT, FakeHub, fake_hub
 from huggingface_hub import constants
+from safetensors.torch import save
 
 from draft_service.causal_lm.drafter import ModelConfig, ModelDrafter
 from outrider import hub as hub_module
@@ -26,7 +28,7 @@ from outrider.weights import Weights
 from target_service.config import TargetConfig
 from target_service.model.head_projection import read_draft_head
 from target_service.model.loading import store
-from target_service.model.loading.hub import HubId, HubUnreachable, PullFailed, check_hub
+from target_service.model.loading.hub import HubId, HubUnreachable, PullFailed
 from target_service.model.loading.loader import load_runner
 from target_service.preflight import EngineRefused, check_head
 from target_service.shared_engine import SharedEngine
@@ -34,7 +36,7 @@ from target_service.shared_engine import SharedEngine
 NAME = "organisation/tiny"
 CONFIG = make_tiny().config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
 WEIGHTS = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
-INDEX = json.dumps({"weight_map": {"a": WEIGHTS[0], "b": WEIGHTS[1]}}).encode()
+INDEX = json.dumps({"weight_map": {"a.weight": WEIGHTS[0], "b.weight": WEIGHTS[1]}}).encode()
 
 
 def config(**settings: Any) -> bytes:
@@ -46,8 +48,8 @@ FILES = {
     "tokenizer.json": b"{}",
     "tokenizer.model": b"pieces",
     "model.safetensors.index.json": INDEX,
-    WEIGHTS[0]: b"a" * 1000,
-    WEIGHTS[1]: b"b" * 500,
+    WEIGHTS[0]: save({"a.weight": torch.zeros(250)}),
+    WEIGHTS[1]: save({"b.weight": torch.zeros(125)}),
 }
 # What nobody reads here.
 OTHERS = {
@@ -177,14 +179,15 @@ def test_a_pull_from_a_hub_that_does_not_answer_is_one_line(no_hub: str, capfd: 
 def test_a_folder_that_is_not_there(no_hub: str, folder: str) -> None:
     assert no_hub
     with pytest.raises(FileNotFoundError, match="no such folder"):
-        check_hub(folder)
+        store.resolve(folder)
 
 
 def test_what_is_here_needs_no_hub(no_hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert no_hub
-    check_hub(str(tmp_path))
+    assert store.resolve(str(tmp_path)) == tmp_path
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    check_hub("nobody/nothing")
+    with pytest.raises(HubUnreachable, match="HF_HUB_OFFLINE is set"):
+        store.resolve("nobody/nothing")
 
 
 def test_only_what_loading_reads_is_fetched_and_once(hub: FakeHub, capfd: pytest.CaptureFixture[str]) -> None:

@@ -17,10 +17,12 @@ from typing import Any
 
 import grpc
 import pytest
+import torch
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 from readiness import ready
+from safetensors.torch import save_file
 from waits import HUNG_SECONDS
 
 from outrider.v1 import target_pb2 as pb
@@ -209,6 +211,8 @@ sys.meta_path.insert(0, Stuck())
 async def stuck(folder: Path, arrangement: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
     """A process that loads its model for ever, and its address."""
     (folder / "sitecustomize.py").write_text(NEVER_LOADED)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    save_file({"a": torch.ones(1)}, folder / "model.safetensors")
     command = [sys.executable, "-m", "target_service", "--model", str(folder), "--engine-process", arrangement]
     command += ["--listen", "127.0.0.1:0", "--threads", "1"]
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])

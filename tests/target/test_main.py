@@ -114,7 +114,7 @@ class TestSettings:
         folder = shutil.copytree(model_folder, tmp_path / "cut")
         weights = folder / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:2000])
-        assert "its weights cannot be read" in self.refusal(folder, capsys)
+        assert "model.safetensors is no safetensors file, or not a whole one" in self.refusal(folder, capsys)
 
     def test_a_folder_without_a_tokenizer(
         self, model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -71,9 +71,33 @@ def test_the_cache_can_be_put_elsewhere(cache: Path, monkeypatch: pytest.MonkeyP
     assert store.cache_folder() == Path("/somewhere/outrider")
 
 
-def test_other_names_are_left_to_transformers(tmp_path: Path) -> None:
-    assert store.resolve("owner/name") == "owner/name"
-    assert store.resolve(str(tmp_path)) == str(tmp_path)
+def test_a_folder_is_its_own(tmp_path: Path) -> None:
+    assert store.resolve(str(tmp_path)) == store.pull(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("llama3.2:1b", "only names of Ollama have a colon"),
+        ("hf.co/org/name:Q4_K_M", "only names of Ollama have a colon"),
+        ("https://huggingface.co/org/name", "it is an address"),
+        ("absent.gguf", "no such file; GGUF files are not read"),
+        ("org/name/file.gguf", "GGUF files are not read"),
+        ("llama", "no hub id"),
+    ],
+)
+def test_what_is_no_model_is_said_with_what_to_name(name: str, said: str) -> None:
+    for find in (store.resolve, store.located, store.pull):
+        with pytest.raises(ValueError, match=said) as refused:
+            find(name)
+        assert "\n" not in str(refused.value)
+
+
+def test_a_file_is_no_model(tmp_path: Path) -> None:
+    for name, said in (("a.gguf", "GGUF files are not read"), ("model.safetensors", "name the folder")):
+        (tmp_path / name).touch()
+        with pytest.raises(ValueError, match=said):
+            store.resolve(str(tmp_path / name))
 
 
 @pytest.mark.usefixtures("cache")

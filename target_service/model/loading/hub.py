@@ -11,8 +11,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from outrider.checkpoints.folder import missing_weights
 from outrider.hub import HubUnreachable, check_fetchable, reach_hub
-from target_service.model.loading.inspection import Inspected, in_words, inspect, missing_weights, refusal_of
+from target_service.model.loading.inspection import Inspected, in_words, inspect, refusal_of
 
 if TYPE_CHECKING:
     from huggingface_hub import CachedRepoInfo
@@ -53,18 +54,6 @@ class HubId:
         return f"{self.name}@{self.revision}" if self.revision else self.name
 
 
-def check_hub(model: str) -> None:
-    """Raise `OSError` soon for a hub id that was never fetched, if the hub does not answer: transformers would try for
-    half a minute. Also raised for a folder that does not exist."""
-    if Path(model).is_dir():
-        return
-    parsed = HubId.parse(model)
-    try:
-        check_fetchable(parsed.name, parsed.revision)
-    except HubUnreachable as error:
-        raise HubUnreachable(f"{error}; name a folder, or one of `outrider model list`") from None
-
-
 def whole_snapshot(model: HubId) -> Path | None:
     """The folder of a model in the cache with all of its weights; None if any are missing."""
     from huggingface_hub import try_to_load_from_cache
@@ -85,12 +74,14 @@ def fetch(model: HubId) -> Path:
         return cached
     try:
         if constants.HF_HUB_OFFLINE:
-            raise HubUnreachable("HF_HUB_OFFLINE is set, and it was not fetched before")
+            raise HubUnreachable("HF_HUB_OFFLINE is set")
         reach_hub()
-    except HubUnreachable:
+    except HubUnreachable as error:
         if cached is not None:
             return cached
-        raise
+        raise HubUnreachable(
+            f"it is no folder, it was not fetched before, and {error}; name a folder, or one of `outrider model list`"
+        ) from None
     name, revision = model.name, model.revision
     with _asking_for(model):
         listed = HfApi().model_info(name, revision=revision, files_metadata=True, timeout=_LIST_SECONDS)

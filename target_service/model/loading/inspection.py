@@ -1,4 +1,4 @@
-"""What a model's folder holds and whether it can be served, by its file names and config.json alone."""
+"""What a model's folder holds and whether it can be served, by config.json and the headers of its weights."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from outrider.checkpoints.folder import Checkpoint, read_config
+from outrider.checkpoints.refusal import CheckpointRefused
+
 # Bytes of an element in the dtype in which models are served by default.
 _HALF = 2
-_INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +19,7 @@ class Inspected:
 
     architecture: str  # the class that config.json names
     size: int  # bytes of all files
-    refusal: str  # why it cannot be served; empty when it can by its configuration. Loading checks the weights too
+    refusal: str  # why it cannot be served; empty when it can by its configuration and headers. Loading checks more
     form: str = ""  # what is cached of a model with latents; else empty
 
     @property
@@ -32,8 +34,8 @@ class Inspected:
 
 
 def inspect(folder: Path) -> Inspected:
-    """Inspect a folder. Loads only its configuration."""
-    refusal = refusal_of(folder) or missing_weights(folder)
+    """Inspect a folder. No tensor is read."""
+    refusal = refusal_of(folder) or _refusal_of_weights(folder)
     # Links are followed.
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     return Inspected(_architecture(folder), size, refusal, "" if refusal else _form(folder))
@@ -42,52 +44,40 @@ def inspect(folder: Path) -> Inspected:
 def refusal_of(folder: Path) -> str:
     """Why the model that config.json describes cannot be served, in one line; empty when it can."""
     # Here, since the import takes seconds and most commands of the store do without.
-    from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    from target_service.model.support import ModelRefused, check_supported
+    from outrider.checkpoints.causal_lm import read_configuration
+    from target_service.model.support import check_supported
 
-    if not (folder / "config.json").is_file():
-        return "it has no config.json"
     try:
-        # The model's own code is not run, and transformers does not prompt for it.
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        check_supported(config)
-    except ModelRefused as refused:
+        read_config(folder)
+        check_supported(read_configuration(folder))
+    # Of both kinds: not whole, or not served.
+    except ValueError as refused:
         return str(refused)
-    # A foreign configuration may make it raise anything, which is the reason.
-    except Exception as error:
-        first = next(iter(str(error).strip().splitlines()), "").partition(". ")[0]
-        return first or type(error).__name__
     architecture = _architecture(folder)
     if architecture and architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         return f"{architecture} is no causal language model of transformers"
     return ""
 
 
+def _refusal_of_weights(folder: Path) -> str:
+    try:
+        Checkpoint.of_folder(folder)
+    except CheckpointRefused as refused:
+        return str(refused)
+    return ""
+
+
 def _form(folder: Path) -> str:
     """What the KV cache keeps of a model whose attention is over latents; empty for others."""
-    from transformers import AutoConfig
-
+    from outrider.checkpoints.causal_lm import read_configuration
     from target_service.model.support import has_latents, kv_bytes
 
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    config = read_configuration(folder)
     if not has_latents(config):
         return ""
     return f"latents in the cache, {kv_bytes(config, _HALF, latent=True):,} bytes a token in 16 bits"
-
-
-def missing_weights(folder: Path) -> str:
-    """Which weights are missing in `folder`, in one line; empty when none are."""
-    index = folder / _INDEX
-    if not index.is_file():
-        return "" if any(folder.glob("*.safetensors")) else "it has no weights as safetensors"
-    try:
-        indexed = set(json.loads(index.read_text())["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return f"{_INDEX} cannot be read"
-    missing = sum(not (folder / name).is_file() for name in indexed)
-    return f"{missing} of {len(indexed)} files of weights are missing" if missing else ""
 
 
 def in_words(size: int) -> str:

@@ -7,15 +7,16 @@ from typing import Any, cast
 
 import psutil
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
 
+from outrider.checkpoints.causal_lm import load_causal_lm, read_configuration
+from outrider.checkpoints.folder import Checkpoint
 from outrider.devices import choose_device
 from outrider.heads import tokenizer_fingerprint
 from target_service.config import TargetConfig
 from target_service.model.fused.packed_linears import can_pack, pack_linears
 from target_service.model.head_projection import read_draft_head
 from target_service.model.latent_attention import EXPANDING, keeps_latents
-from target_service.model.loading.hub import check_hub
 from target_service.model.loading.self_check import check_runner, own_logits
 from target_service.model.loading.store import resolve
 from target_service.model.runner import ModelRunner, runner_for, takes_latents
@@ -40,27 +41,27 @@ _BESIDE_GPU = 1
 
 def load_runner(config: TargetConfig) -> ModelRunner:
     """Load the model that `config` names, with a KV cache sized for this machine. Raises `ModelRefused` with the reason
-    where it cannot be served, `NotSupported` where the draft's head does not fit it, and `OSError` where there is no
-    such model, or no such head."""
+    where it cannot be served, `CheckpointRefused` where it is not read whole, `NotSupported` where the draft's head
+    does not fit it, and `OSError` where there is no such model, or no such head."""
     if 0 < config.kv_tokens < _LEAST_KV_TOKENS:
         raise ModelRefused(f"--kv-tokens must be at least {_LEAST_KV_TOKENS}, or 0")
     choose_device(config.device)
     if config.threads:
         torch.set_num_threads(config.threads)
-    source = str(resolve(config.model))
-    check_hub(source)
-    settings = AutoConfig.from_pretrained(source)
+    folder = resolve(config.model)
+    checkpoint = Checkpoint.of_folder(folder)
+    settings = read_configuration(folder)
     check_supported(settings)
     if config.batch_invariant and has_latents(settings):
         raise ModelRefused(f"--batch-invariant: the layers of {settings.model_type} depend on the rest of the batch")
     backend = _backend(config, torch.device(config.device))
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, config.dtype)).to(config.device)
+    model = load_causal_lm(checkpoint, settings, getattr(torch, config.dtype)).to(config.device)
     check_supported(settings, model)
     latent = _settle_form(model, config, backend)
     if not config.threads and model.device.type == "cuda":
         torch.set_num_threads(_BESIDE_GPU)
     own = own_logits(model)
-    tokenizer = _tokenizer(source)
+    tokenizer = _tokenizer(str(folder))
     longest = longest_context(settings)
     max_context = min(config.max_context or min(longest, _CONTEXT_LIMIT), longest)
     kv_tokens = config.kv_tokens or _tokens_that_fit(settings, model.dtype, model.device, latent=latent)

@@ -23,6 +23,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from outrider.checkpoints.names import check_model_name
 from outrider.processes.python import module_command
 from outrider.settings import CommandParser
 from target_service.model.loading.hub import HubId, PullFailed, cached_models, check_space, fetch, whole_snapshot
@@ -76,19 +77,6 @@ def local_folder(name: str) -> Path:
     return cache_folder() / "models" / f"{name}-{_LAYOUT}"
 
 
-def resolve(model: str) -> Path | str:
-    """What transformers can load: the folder of a known name or of a hub id's revision, pulled now if it is not there;
-    other hub ids and folders unchanged."""
-    if Path(model).is_dir():
-        return model
-    if model in KNOWN_MODELS:
-        return pull(model)
-    if "@" in model:
-        # transformers takes revisions apart from names.
-        return whole_snapshot(HubId.parse(model)) or pull(model)
-    return model
-
-
 def pull(model: str) -> Path:
     """The folder of a known name, a hub id or a folder, fetched now unless it is there. Raises `OSError` where it could
     not be fetched, or has another checksum (mostly `PullFailed` and `HubUnreachable`), and `ValueError` where it is
@@ -98,6 +86,11 @@ def pull(model: str) -> Path:
     if model in KNOWN_MODELS:
         return _pull_known(model)
     return fetch(_hub_id(model))
+
+
+def resolve(model: str) -> Path:
+    """The folder of a model: that on this machine, or else pulled now. Raises as `pull` does."""
+    return located(model) or pull(model)
 
 
 def located(model: str) -> Path | None:
@@ -112,6 +105,7 @@ def located(model: str) -> Path | None:
 
 
 def _hub_id(text: str) -> HubId:
+    check_model_name(text)
     hub_id = HubId.parse(text)
     if "/" not in hub_id.name:
         raise ValueError(f"it is not a known model (known are {', '.join(KNOWN_MODELS)}), no folder, and no hub id")
