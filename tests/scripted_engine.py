@@ -162,7 +162,15 @@ class ScriptedEngine:
 
     def pause_after(self, steps: int) -> None:
         """Pause once so many further steps have delivered something."""
-        self._steps_to_pause = steps
+        with self._lock:
+            self.paused.clear()
+            self._steps_to_pause = steps
+
+    def go_on(self) -> None:
+        """End the pause, also one that is still to come."""
+        with self._lock:
+            self._steps_to_pause = 0
+            self.paused.clear()
 
     def die(self, error: BaseException) -> None:
         """Fail as the engine does when a step raises."""

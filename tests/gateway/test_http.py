@@ -314,7 +314,6 @@ async def test_client_that_leaves_ends_its_request(gateways: Any) -> None:
     async with gateways(engine) as gateway:
         for asked in ({**TEXT, "max_tokens": 250, "stream": True}, {**TEXT, "max_tokens": 250, "n": 2}):
             before, sequences = len(engine.cancelled), len(engine.requests) + asked.get("n", 1)
-            engine.paused.clear()
             engine.pause_after(10)
             async with httpx.AsyncClient(base_url=gateway.url, timeout=HUNG_SECONDS) as leaving:
                 asking = asyncio.create_task(leaving.post("/v1/completions", json=asked))
@@ -350,7 +349,7 @@ async def test_no_more_answers_than_the_limit(gateways: Any) -> None:
         refused = await gateway.http.post("/v1/completions", json=TEXT)
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         assert refused.json()["error"]["type"] == "rate_limit_error"
-        engine.paused.clear()
+        engine.go_on()
         assert (await running).status_code == 200
 
 
@@ -362,7 +361,7 @@ async def test_requests_that_come_at_once_keep_the_limit(gateways: Any) -> None:
         asked = {**TEXT, "max_tokens": 50, "n": 4}
         answers = [asyncio.create_task(gateway.http.post("/v1/completions", json=asked)) for _ in range(8)]
         await until(lambda: sum(answer.done() for answer in answers) == 7)
-        engine.paused.clear()
+        engine.go_on()
         assert sorted([(await answer).status_code for answer in answers]) == [200, *[429] * 7]
         assert len(engine.requests) == 4
         # Every place is free again.
@@ -472,7 +471,7 @@ async def test_full_target_is_429(gateways: Any) -> None:
             await asyncio.sleep(0.005)
         refused = await gateway.http.post("/v1/completions", json=TEXT)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "quota_exceeded")
-        engine.paused.clear()
+        engine.go_on()
         assert (await running).status_code == 200
 
 
@@ -567,7 +566,7 @@ async def test_drain_lets_running_answers_finish(gateways: Any) -> None:
                     while True:
                         async with httpx.AsyncClient() as late:
                             await late.get(f"{gateway.url}/health")
-            engine.paused.clear()
+            engine.go_on()
             rest = [line async for line in lines if line]
         assert rest[-1] == "data: [DONE]"
         await asyncio.wait_for(gateway.server.ended(), HUNG_SECONDS)

@@ -34,7 +34,7 @@ async def test_a_tenant_stays_and_load_is_bounded(gateways: Any) -> None:
         answers = asyncio.gather(*posts)
         await until(lambda: sum(len(engine.requests) for engine in engines) == 18)
         for engine in engines:
-            engine.paused.clear()
+            engine.go_on()
         await answers
         counts = sorted(len(engine.requests) for engine in engines)
         assert sum(counts) == 18
@@ -97,7 +97,7 @@ async def test_a_second_target_has_the_time_that_the_first_left(gateways: Any, m
         first = next(i for i, engine in enumerate(engines) if engine.requests)
         engines[first].die(RuntimeError("broken"))
         await until(lambda: engines[1 - first].requests)
-        engines[1 - first].paused.clear()
+        engines[1 - first].go_on()
         assert (await asking).status_code == 200
         assert left == [HUNG_SECONDS, HUNG_SECONDS - 20.0]
 
@@ -157,7 +157,7 @@ async def test_target_that_dies_in_mid_stream_ends_its_own_answers_only(gateways
             engines[0].die(RuntimeError("broken"))
         else:
             await gateway.targets[0].server.stop(0)
-        engines[1].paused.clear()
+        engines[1].go_on()
         broken, whole = await asyncio.wait_for(asyncio.gather(*readers), HUNG_SECONDS)
         assert "error" in json.loads(broken[-1]) and "[DONE]" not in broken
         assert json.loads(broken[0])["choices"][0]["text"].startswith("b")
