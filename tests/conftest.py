@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from pairs import leave_to_full
 
 from outrider.runtime import collect_seldom
 
@@ -100,7 +101,10 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Before those that are not asked for are left out.
+    leave_to_full(items)
     first = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: first.get(item.path, len(first)))
 

@@ -87,7 +87,7 @@ def sequence_of(number: int, mode: VerificationMode, limits: TreeLimits, **sampl
     )
 
 
-pytestmark = pytest.mark.usefixtures("static_kv")
+pytestmark = [pytest.mark.pairs, pytest.mark.usefixtures("static_kv")]
 
 
 @pytest.mark.parametrize("mode", [GREEDY, COUPLED], ids=lambda mode: mode.value)

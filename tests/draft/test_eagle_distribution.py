@@ -22,6 +22,8 @@ from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import TokenTree
 from tree_kernels.verification import Chance, rejection_walk
 
+pytestmark = pytest.mark.pairs
+
 VOCABULARY = 4
 BATCH = 500
 # One in a million is no accident.

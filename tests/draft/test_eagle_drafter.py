@@ -33,6 +33,8 @@ from outrider.settings import SettingsError
 from outrider.tree import TokenTree
 from outrider.wire.frames import TreeLimits
 
+pytestmark = pytest.mark.pairs
+
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("topk", [1, 3], ids=["chain", "tree"])

@@ -27,6 +27,8 @@ from outrider.settings import SettingsError
 from outrider.tree import TokenTree
 from outrider.wire.frames import FeatureRequest, TreeLimits
 
+pytestmark = pytest.mark.pairs
+
 SETTINGS: dict[str, Any] = {
     "topk": 3,
     "num_draft_tokens": 14,

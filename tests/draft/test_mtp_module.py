@@ -47,6 +47,8 @@ from outrider.settings import SettingsError
 from outrider.tree import TokenTree
 from outrider.weights import Weights
 
+pytestmark = pytest.mark.pairs
+
 
 def softmax_of(after: Callable[[tuple[int, ...]], Tensor]) -> Callable[[tuple[int, ...]], Tensor]:
     return lambda path: after(path).softmax(dim=0)

@@ -17,6 +17,8 @@ from transformers import PreTrainedModel
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import DraftDistribution, TokenTree
 
+pytestmark = pytest.mark.pairs
+
 
 @pytest.fixture(scope="module")
 def small() -> PreTrainedModel:

@@ -15,6 +15,8 @@ from target_service.engine.loop import EngineLoop
 from target_service.execution.device_executor import DeviceSteps
 from target_service.execution.multi_step import MultiStep
 
+pytestmark = pytest.mark.pairs
+
 RUNNING = 4
 
 

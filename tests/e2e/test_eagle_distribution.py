@@ -21,6 +21,8 @@ from outrider.drafting.events import DraftEvents
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.wire.frames import DraftLink
 
+pytestmark = pytest.mark.pairs
+
 SAMPLING = SamplingParams(temperature=1.5, top_k=5, top_p=0.95, ignore_eos=True)
 
 

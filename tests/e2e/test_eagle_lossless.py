@@ -27,6 +27,8 @@ from draft_service.eagle.head import EagleHead
 from outrider.sampling import SamplingParams
 from target_service.model.head_projection import read_draft_head
 
+pytestmark = pytest.mark.pairs
+
 
 @pytest.fixture(scope="module", params=KINDS)
 def head(request: pytest.FixtureRequest, teacher: PreTrainedModel) -> EagleHead:

@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 from outrider.sampling import SamplingParams
 from target_service.core.sequence import SequenceRequest
 
+pytestmark = pytest.mark.pairs
+
 VOCABULARY = 211
 GREEDY = SamplingParams(ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.8, top_p=0.9, seed=99, ignore_eos=True)

@@ -23,6 +23,8 @@ from outrider.sampling import SamplingParams, VerificationMode
 from target_service.core.sequence import SequenceRequest
 from target_service.speculation.policy.step_cost import StepCost
 
+pytestmark = pytest.mark.pairs
+
 VOCABULARY = 211
 SAMPLINGS = {
     "greedy": SamplingParams(ignore_eos=True),

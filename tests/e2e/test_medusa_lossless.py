@@ -30,6 +30,8 @@ from draft_service.medusa.drafter import MedusaDrafter
 from draft_service.medusa.head import MedusaHead
 from outrider.sampling import SamplingParams
 
+pytestmark = pytest.mark.pairs
+
 TOKENS = 24
 
 

@@ -29,6 +29,8 @@ from draft_service.mtp.drafter import MtpConfig, MtpDrafter
 from outrider.sampling import SamplingParams
 from target_service.model.head_projection import read_draft_head
 
+pytestmark = pytest.mark.pairs
+
 # Targets with experts, as have their modules: one with latent attention, one with positions over half of a head.
 EXPERTS: dict[str, Any] = {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,

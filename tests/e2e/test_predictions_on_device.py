@@ -22,6 +22,8 @@ from transformers import PreTrainedModel
 from outrider.sampling import SamplingParams, VerificationMode
 from target_service.core.sequence import SequenceRequest
 
+pytestmark = pytest.mark.pairs
+
 VOCABULARY = 211
 TOKENS = 64
 SAMPLINGS = {

@@ -22,6 +22,8 @@ from draft_service.ngram.drafter import NgramDrafter
 from outrider.weight_updates import RunningRequests
 from target_service.core.sequence import StepVerdict
 
+pytestmark = pytest.mark.pairs
+
 TOKENS = 200
 
 

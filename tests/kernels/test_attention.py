@@ -11,6 +11,8 @@ import torch
 
 from tree_kernels.attention import AttentionBatch, TreeAttention, ancestor_mask
 
+pytestmark = pytest.mark.pairs
+
 # Prefix, rows, kind of each sequence.
 BATCHES: dict[str, list[tuple[int, int, str]]] = {
     "decode": [(37, 1, "tree")],

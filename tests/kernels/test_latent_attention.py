@@ -19,6 +19,8 @@ from tree_kernels.latent_attention import (
     write_latents,
 )
 
+pytestmark = pytest.mark.pairs
+
 BATCHES: dict[str, list[tuple[int, int, str]]] = {
     "decode": [(37, 1, "tree")],
     "first token": [(0, 1, "causal")],

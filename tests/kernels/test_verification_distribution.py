@@ -14,6 +14,8 @@ from torch import Tensor
 
 from tree_kernels.verification import Walk, match_walk, rejection_walk
 
+pytestmark = pytest.mark.pairs
+
 Path = tuple[int, ...]
 Distribution = tuple[tuple[int, ...], tuple[int, ...]]
 TOLERANCE = 1e-12

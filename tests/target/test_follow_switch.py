@@ -9,6 +9,8 @@ import pytest
 
 from target_service.speculation.policy.follow_switch import FollowSwitch
 
+pytestmark = pytest.mark.pairs
+
 ONE_PASS = 6e-3
 # Passes of a kind of text, and of each comparison.
 TEXT, COMPARED = 40, 6

@@ -43,6 +43,8 @@ from tree_kernels.latent_attention import LatentAttention
 from tree_kernels.verification import move_kv
 from tree_models.slots import specs_of
 
+pytestmark = pytest.mark.pairs
+
 LITE: dict[str, Any] = {
     "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16, "kv_lora_rank": 512,
     "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "q_lora_rank": None,

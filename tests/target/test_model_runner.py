@@ -18,6 +18,8 @@ from tree_kernels.attention import AttentionBatch
 from tree_kernels.node_table import StepIntegers, shift_by_accepted
 from tree_kernels.verification import RECORD
 
+pytestmark = pytest.mark.pairs
+
 # Keys of 24, values of 12.
 LATENT: dict[str, Any] = {
     "kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,

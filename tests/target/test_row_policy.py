@@ -28,6 +28,8 @@ from target_service.speculation.policy.step_cost import StepCost
 from tree_kernels.node_table.layout import KEPT, PROSPECTS
 from tree_kernels.verification import Walk
 
+pytestmark = pytest.mark.pairs
+
 MAX_ROWS = 256
 # No node is surer on the device.
 SUREST = 0.98

@@ -25,6 +25,8 @@ from target_service.model.weights.slots import weight_slots, write_weights
 from tree_kernels.attention import AttentionBatch
 from tree_models.slots import TensorSpec, specs_of
 
+pytestmark = pytest.mark.pairs
+
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma", "phi3", "mixtral"]
 packs = pytest.mark.skipif(
     not can_pack(torch.bfloat16, torch.device("cpu")), reason="PyTorch without oneDNN's bf16 products"

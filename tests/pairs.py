@@ -1,0 +1,44 @@
+"""`@pytest.mark.pairs`: of a test with many parameters, every pair of values in `make test`, and every combination
+in `make test-full`.
+
+Faults that need three values at once are rare, and the whole matrix takes many times as long.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+
+import pytest
+
+_Pair = tuple[tuple[str, int], tuple[str, int]]
+
+
+def leave_to_full(items: list[pytest.Item]) -> None:
+    """Mark as `full` the combinations that have no pair of their own. The same ones wherever all are collected."""
+    by_test = defaultdict[str, list[pytest.Function]](list)
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("pairs") and hasattr(item, "callspec"):
+            by_test[item.nodeid.partition("[")[0]].append(item)
+    for combinations in by_test.values():
+        kept = covering([_pairs_of(item) for item in combinations])
+        for place, item in enumerate(combinations):
+            if place not in kept:
+                item.add_marker(pytest.mark.full)
+
+
+def covering(combinations: list[set[_Pair]]) -> set[int]:
+    """Places of combinations that together have every pair: each is one that has the most of those still missing."""
+    missing, kept = set[_Pair]().union(*combinations), set[int]()
+    while missing:
+        best = max(range(len(combinations)), key=lambda place: len(combinations[place] & missing))
+        kept.add(best)
+        missing -= combinations[best]
+    return kept
+
+
+def _pairs_of(item: pytest.Function) -> set[_Pair]:
+    # Combinations share the very values of a list, which need not be comparable.
+    values = sorted((name, id(value)) for name, value in item.callspec.params.items())
+    # A single parameter is paired with itself: all of its values stay.
+    return set(itertools.combinations_with_replacement(values, 2))
