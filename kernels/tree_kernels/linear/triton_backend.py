@@ -153,7 +153,7 @@ class TritonLinears(RowLinears):
             cosines=heads.cosines, sines=heads.sines, slots=heads.slots, query=query, key_cache=heads.key_cache,
             value_cache=heads.value_cache, count=count, epsilon=rows.epsilon, HAS_BIAS=bias is not None,
             NORMS=norms == "heads", HEADS=query_heads, KV_HEADS=kv_heads, WIDTH=width,
-            **_head_options(form, heads, query), **_parts(rows), **options,
+            **_head_options(form, heads, query), **parts_of_rows(rows), **options,
         )  # fmt: skip
         return query
 
@@ -206,7 +206,7 @@ class TritonLinears(RowLinears):
             rows.rows, or_other(rows.squares, output), or_other(bias, output),
             or_other(activation.parameters, output), output, count=count, epsilon=rows.epsilon,
             HAS_BIAS=bias is not None, ACTIVATION=str(activation.kind), OUTPUTS=outputs,
-            **_parts(rows), **options, **_maps(tiling, rows.rows, weight, block_outputs),
+            **parts_of_rows(rows), **options, **_maps(tiling, rows.rows, weight, block_outputs),
         )  # fmt: skip
         return output
 
@@ -258,7 +258,7 @@ class TritonLinears(RowLinears):
             value_cache=heads.value_cache, epsilon=rows.epsilon, INNER=rows.rows.shape[1], HAS_BIAS=bias is not None,
             NORMS=norms_of(form, width), HEADS=total - 2 * kv_heads, KV_HEADS=kv_heads, WIDTH=width,
             BLOCK_HEADS=block_heads, BLOCK_HALF=block_half, num_warps=4,
-            **_head_options(form, heads, query), **_parts(rows), **self._order(),
+            **_head_options(form, heads, query), **parts_of_rows(rows), **self._order(),
         )  # fmt: skip
         return query
 
@@ -410,7 +410,7 @@ def or_other(tensor: Tensor | None, other: Tensor) -> Tensor:
     return other if tensor is None else tensor
 
 
-def _parts(rows: ScaledRows) -> dict[str, int]:
+def parts_of_rows(rows: ScaledRows) -> dict[str, int]:
     """How many sums of squares a row has; none where it is normed whole."""
     parts = 0 if rows.squares is None else rows.squares.shape[1]
     return {"PARTS": parts, "BLOCK_PARTS": triton.next_power_of_2(max(1, parts))}

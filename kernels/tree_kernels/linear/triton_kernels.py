@@ -14,7 +14,7 @@ _PREFETCH_BYTES = tl.constexpr(256)
 
 
 @triton.jit
-def _await_inputs(  # type: ignore[no-untyped-def]
+def await_inputs(  # type: ignore[no-untyped-def]
     weight, column, WIDTH: tl.constexpr, SPLITS: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr
 ):
     """Let the next launch begin, bring the first weights into the L2 cache, and wait for the launch before."""
@@ -169,7 +169,7 @@ def add_kernel(  # type: ignore[no-untyped-def]
     inside = column < OUTPUTS
     if OUTPUTS % BLOCK_N != 0:
         column = tl.minimum(column, OUTPUTS - 1)
-    _await_inputs(weight, column, INNER // 2 if INT8 else INNER, SPLITS, AHEAD, DEPENDENT)
+    await_inputs(weight, column, INNER // 2 if INT8 else INNER, SPLITS, AHEAD, DEPENDENT)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     there = row < count
     if MAPPED:
@@ -214,7 +214,7 @@ def gated_kernel(  # type: ignore[no-untyped-def]
     lane = tl.arange(0, BLOCK_N)
     first = tl.program_id(1) * HALF_N
     column = tl.minimum(first + lane % HALF_N, OUTPUTS - 1) + lane // HALF_N * OUTPUTS
-    _await_inputs(weight, column, INNER // 2 if INT8 else INNER, SPLITS, AHEAD, DEPENDENT)
+    await_inputs(weight, column, INNER // 2 if INT8 else INNER, SPLITS, AHEAD, DEPENDENT)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     there = row < count
     # Loaded before the product and used after it.
@@ -257,7 +257,7 @@ def activated_kernel(  # type: ignore[no-untyped-def]
     inside = column < OUTPUTS
     if OUTPUTS % BLOCK_N != 0:
         column = tl.minimum(column, OUTPUTS - 1)
-    _await_inputs(weight, column, INNER // 2 if INT8 else INNER, SPLITS, AHEAD, DEPENDENT)
+    await_inputs(weight, column, INNER // 2 if INT8 else INNER, SPLITS, AHEAD, DEPENDENT)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     there = row < count
     found = load_squares(squares, row, there, PARTS, BLOCK_PARTS)
@@ -302,7 +302,7 @@ def rotary_kernel(  # type: ignore[no-untyped-def]
     pair = first + lane % HALF_N
     distance = pair_distance(pair, WIDTH, ROTARY, INTERLEAVED)
     column = head * WIDTH + pair_column(pair, WIDTH, ROTARY, INTERLEAVED) + lane // HALF_N * distance
-    _await_inputs(weight, column, INNER // 2 if INT8 else INNER, SPLITS, AHEAD, DEPENDENT)
+    await_inputs(weight, column, INNER // 2 if INT8 else INNER, SPLITS, AHEAD, DEPENDENT)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     there = row < count
     found = load_squares(squares, row, there, PARTS, BLOCK_PARTS)

@@ -1,0 +1,180 @@
+"""Launches of the experts' kernels. Meaning, shapes and errors are those of `tree_kernels.experts.RowExperts`.
+
+Nothing waits for the host, and shapes of launches follow from the number of rows alone. Sums are in a fixed order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from tree_kernels.experts.layers import RowExperts, check_mix, check_router, choose
+from tree_kernels.experts.triton_kernels import combine_kernel, expert_down_kernel, expert_gated_kernel
+from tree_kernels.experts.triton_routing import order_kernel, route_kernel
+from tree_kernels.experts.triton_tiling import MAX_PAIRS, ExpertTiling, choose_expert_tiling
+from tree_kernels.experts.types import Chosen, ExpertWeights, Routing
+from tree_kernels.linear import Norm, ScaledRows
+from tree_kernels.linear.triton_backend import check_contiguous, or_other, parts_of_rows
+
+# Of the router's product: experts of a tile, numbers multiplied at a time, and most programs that share a tile.
+_ROUTER_OUTPUTS, _ROUTER_INNER, _ROUTER_SPLITS = 16, 128, 8
+# Blocks of rows that one launch may choose for, a counter each.
+_MAX_BLOCKS = 4096
+# Pairs that an expert's program looks through at a time.
+_ORDER_BLOCK = 1024
+# Threads of a prefetch, and the bytes of it that an L2 cache of 50 MB keeps until they are read; of Hopper.
+_PREFETCH_THREADS, _PREFETCH_LIMIT = 128, 32 << 20
+_FOUR_WARPS = 2048
+
+
+class TritonExperts(RowExperts):
+    """See `tree_kernels.experts.RowExperts`. Launches of one object must not run concurrently."""
+
+    def __init__(self, device: torch.device, *, invariant: bool = False, tiling: ExpertTiling | None = None) -> None:
+        """`tiling` is for all products; None chooses one by their sizes."""
+        self._invariant, self._tiling = invariant, tiling
+        # Every launch leaves them at zero.
+        self._counters = torch.zeros(_MAX_BLOCKS, dtype=torch.int32, device=device)
+        # Programmatic dependent launch, which came with Hopper.
+        self._dependent = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+    def route(self, rows: ScaledRows, weight: Tensor, correction: Tensor | None, routing: Routing) -> Chosen:
+        check_router(rows, weight, correction, routing)
+        check_contiguous(weight=weight, squares=rows.squares, correction=correction)
+        count, inner = rows.rows.shape
+        experts = len(weight)
+        block_rows = 16 if self._invariant or count > 8 else 8
+        blocks = triton.cdiv(count, block_rows)
+        if blocks > _MAX_BLOCKS or not _has_even_groups(experts, routing):
+            logits = torch.nn.functional.linear(rows.rows.float(), weight.float()) * rows.scale
+            return choose(logits, correction, routing, rows.rows.dtype)
+        found = Chosen(
+            torch.empty(count, routing.top_k, dtype=torch.int32, device=weight.device),
+            torch.empty(count, routing.top_k, dtype=torch.float32, device=weight.device),
+        )
+        splits, tiles = 1, triton.cdiv(experts, _ROUTER_OUTPUTS)
+        while splits < _ROUTER_SPLITS and inner % (2 * splits * _ROUTER_INNER) == 0:
+            splits *= 2
+        block_experts = max(_ROUTER_OUTPUTS, triton.next_power_of_2(experts))
+        numbers = blocks * splits * block_experts * block_rows
+        route_kernel[(blocks, tiles, splits)](
+            rows.rows, or_other(rows.squares, found.weights), weight, or_other(correction, weight),
+            torch.empty(numbers, dtype=torch.float32, device=weight.device), self._counters, found.experts,
+            found.weights, count, rows.rows.stride(0), rows.epsilon, routing.least_sum, routing.clamped_sum,
+            routing.scaling, INNER=inner, EXPERTS=experts, BLOCK_E=block_experts, TOP_K=routing.top_k,
+            BLOCK_TOP_K=triton.next_power_of_2(routing.top_k), SIGMOID=routing.scores == "sigmoid",
+            CORRECTS=correction is not None, GROUPS=routing.groups, TOP_GROUPS=routing.top_groups,
+            TOP2=routing.group_score == "top2", RENORMALISES=routing.renormalised, ROUNDS=routing.rounded, TILES=tiles,
+            SPLITS=splits, BLOCK_M=block_rows, BLOCK_N=_ROUTER_OUTPUTS, BLOCK_K=_ROUTER_INNER,
+            AHEAD=4 if inner % 512 == 0 else 0, num_warps=4, num_stages=4, **parts_of_rows(rows), **self._order(),
+        )  # fmt: skip
+        return found
+
+    def mix(
+        self,
+        rows: ScaledRows,
+        chosen: Chosen,
+        weights: ExpertWeights,
+        residual: Tensor | None = None,
+        norm: Norm | None = None,
+        multiplier: float = 1.0,
+    ) -> tuple[Tensor, ScaledRows | None]:
+        check_mix(rows, chosen, weights)
+        check_contiguous(
+            squares=rows.squares, experts=chosen.experts, weights=chosen.weights, residual=residual,
+            norm=None if norm is None else norm.weight, norm_bias=None if norm is None else norm.bias,
+        )  # fmt: skip
+        if rows.rows.stride(1) != 1:
+            raise ValueError("expected rows whose last dimension is contiguous")
+        parts = self._outputs_of_pairs(rows, chosen, weights)
+        return self._combine(parts, chosen, rows.rows.dtype, residual, norm, multiplier)
+
+    def _outputs_of_pairs(self, rows: ScaledRows, chosen: Chosen, weights: ExpertWeights) -> Tensor:
+        """[R * k, H] fp32: what each expert of each row makes of it."""
+        count, top_k = chosen.experts.shape
+        experts, hidden, inner = weights.down.shape
+        pairs, device = count * top_k, weights.down.device
+        tiling = self._tiling or choose_expert_tiling(count, top_k, experts, invariant=self._invariant)
+        few = pairs <= MAX_PAIRS
+        order, sizes = chosen.experts, chosen.experts
+        if not few:
+            order = torch.empty(experts, count, dtype=torch.int32, device=device)
+            sizes = torch.empty(experts, dtype=torch.int32, device=device)
+            order_kernel[(experts,)](
+                chosen.experts, order, sizes, pairs, count, BLOCK=_ORDER_BLOCK, num_warps=4, **self._order()
+            )
+        options: dict[str, Any] = {
+            "PAIRS": triton.next_power_of_2(pairs) if few else 0,
+            "BLOCK_M": tiling.block_rows,
+            "BLOCK_N": tiling.block_outputs,
+            "BLOCK_K": tiling.block_inner,
+            "num_warps": tiling.warps,
+            "num_stages": tiling.stages,
+            **self._order(),
+        }
+        programs = pairs if few else experts
+        tiles = triton.cdiv(inner, tiling.block_outputs // 2)
+        gated = rows.rows.new_empty(pairs, inner)
+        expert_gated_kernel[(tiles, programs)](
+            rows.rows, or_other(rows.squares, gated), chosen.experts, order, sizes, weights.gate_up, weights.down,
+            or_other(weights.activation.parameters, gated), gated, pairs, count, rows.rows.stride(0), rows.epsilon,
+            ACTIVATION=str(weights.activation.kind), TOP_K=top_k, OUTPUTS=inner, INNER=hidden,
+            PIECE=self._piece(weights.down, pairs, tiles), **parts_of_rows(rows), **options,
+        )  # fmt: skip
+        parts = torch.empty(pairs, hidden, dtype=torch.float32, device=device)
+        expert_down_kernel[(triton.cdiv(hidden, tiling.block_outputs), programs)](
+            gated, chosen.experts, order, sizes, weights.down, parts, pairs, count,
+            OUTPUTS=hidden, INNER=inner, **options,
+        )  # fmt: skip
+        return parts
+
+    def _combine(
+        self,
+        parts: Tensor,
+        chosen: Chosen,
+        dtype: torch.dtype,
+        residual: Tensor | None,
+        norm: Norm | None,
+        multiplier: float,
+    ) -> tuple[Tensor, ScaledRows | None]:
+        (count, top_k), width = chosen.experts.shape, parts.shape[1]
+        output = parts.new_empty(count, width, dtype=dtype)
+        scaled, kind = None, "none"
+        if norm is not None:
+            kind = "half" if norm.halves else "whole"
+            squares = parts.new_empty(count, 1) if norm.halves else None
+            scaled = ScaledRows(torch.empty_like(output), squares, norm.epsilon)
+        weight, shift = (output, output) if norm is None else (norm.weight, or_other(norm.bias, output))
+        combine_kernel[(count,)](
+            parts, chosen.weights, or_other(residual, output), weight, shift, output,
+            output if scaled is None else scaled.rows,
+            parts if scaled is None or scaled.squares is None else scaled.squares,
+            0.0 if norm is None else norm.epsilon, TOP_K=top_k, MULTIPLIER=multiplier, ADDS=residual is not None,
+            NORM=kind, CENTERED=norm is not None and norm.centered,
+            HAS_NORM_BIAS=norm is not None and norm.bias is not None,
+            WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=4 if width <= _FOUR_WARPS else 8,
+            **self._order(),
+        )  # fmt: skip
+        return output, scaled
+
+    def _piece(self, weight: Tensor, pairs: int, tiles: int) -> int:
+        """Bytes of an expert's next weight that a thread prefetches while the memory would idle; 0 for none."""
+        own = weight[0].nbytes
+        if not self._dependent or pairs * own > _PREFETCH_LIMIT:
+            return 0
+        # Whole cache lines. What is left at the end is not prefetched.
+        return own // (tiles * _PREFETCH_THREADS) // 128 * 128
+
+    def _order(self) -> dict[str, bool]:
+        return {"DEPENDENT": True, "launch_pdl": True} if self._dependent else {"DEPENDENT": False}
+
+
+def _has_even_groups(experts: int, routing: Routing) -> bool:
+    """Whether the kernel can choose among groups: their number and size are powers of two."""
+    sizes = routing.groups, experts // routing.groups
+    if routing.groups == 1:
+        return True
+    return experts >= _ROUTER_OUTPUTS and all(size == triton.next_power_of_2(size) for size in sizes)

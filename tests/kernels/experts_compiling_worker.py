@@ -1,0 +1,87 @@
+"""Compiles the experts' kernels for an H100 or H200, which takes no GPU, in the shape of Qwen3-30B-A3B, and writes
+what shared memory each needs as JSON to standard output."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from tree_kernels.experts import triton_kernels, triton_routing
+from tree_kernels.experts.triton_tiling import MAX_PAIRS, choose_expert_tiling
+
+HALF = ("rows", "weight", "following", "output", "residual", "norm_weight", "norm_bias", "scaled", "right")
+OTHERS = {
+    "squares": "*fp32", "correction": "*fp32", "partials": "*fp32", "counters": "*i32", "experts": "*i32",
+    "weights": "*fp32", "order": "*i32", "sizes": "*i32", "parameters": "*fp32", "parts": "*fp32", "epsilon": "fp32",
+    "least_sum": "fp32", "clamped_sum": "fp32", "scaling": "fp32", "count": "i32", "pairs": "i32", "capacity": "i32",
+    "row_stride": "i32",
+}  # fmt: skip
+# Hidden size, width of an expert, experts, experts of a row.
+SHAPES = {"qwen3": (2048, 768, 128, 8)}
+
+
+def kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
+    """Name, kernel, constants and options."""
+    parts = {"PARTS": 64, "BLOCK_PARTS": 64}
+    for name, (hidden, inner, experts, top_k) in SHAPES.items():
+        for rows in (1, 64, 256):
+            tiling = choose_expert_tiling(rows, top_k, experts)
+            pairs = rows * top_k
+            sizes = {"PAIRS": triton.next_power_of_2(pairs) if pairs <= MAX_PAIRS else 0}
+            sizes |= {"BLOCK_M": tiling.block_rows, "BLOCK_N": tiling.block_outputs, "BLOCK_K": tiling.block_inner}
+            options = {"num_warps": tiling.warps, "num_stages": tiling.stages}
+            gated = {"OUTPUTS": inner, "INNER": hidden, "TOP_K": top_k, "ACTIVATION": "silu", "PIECE": 1024}
+            yield f"gated {name} {rows}", triton_kernels.expert_gated_kernel, sizes | parts | gated, options
+            down = {"OUTPUTS": hidden, "INNER": inner}
+            yield f"down {name} {rows}", triton_kernels.expert_down_kernel, sizes | down, options
+    common = {"INNER": 2048, "TOP_K": 8, "BLOCK_TOP_K": 8, "RENORMALISES": True, "ROUNDS": True, "SPLITS": 8}
+    common |= parts | {"BLOCK_N": 16, "BLOCK_K": 128, "AHEAD": 4}
+    for rows in (8, 16):
+        own = {"EXPERTS": 128, "BLOCK_E": 128, "TILES": 8, "BLOCK_M": rows, "SIGMOID": False, "CORRECTS": False}
+        own |= {"GROUPS": 1, "TOP_GROUPS": 1, "TOP2": False}
+        yield f"route {rows}", triton_routing.route_kernel, common | own, {"num_warps": 4, "num_stages": 4}
+    own |= {"EXPERTS": 256, "BLOCK_E": 256, "TILES": 16, "SIGMOID": True, "CORRECTS": True, "GROUPS": 8}
+    own |= {"TOP_GROUPS": 4, "TOP2": True}
+    yield "route groups in fp32", triton_routing.route_kernel, common | own, {"num_warps": 4, "num_stages": 4}
+    yield "order", triton_routing.order_kernel, {"BLOCK": 1024}, {"num_warps": 4}
+    sizes = {"TOP_K": 8, "MULTIPLIER": 1.0, "ADDS": True, "WIDTH": 2048, "BLOCK": 2048, "HAS_NORM_BIAS": False}
+    for kind in ("none", "half", "whole"):
+        own = {"NORM": kind, "CENTERED": kind == "whole"}
+        yield f"combine {kind}", triton_kernels.combine_kernel, sizes | own, {"num_warps": 4}
+
+
+def compiled(name: str, kernel: Any, constants: dict[str, Any], options: dict[str, int]) -> int:
+    """Bytes of shared memory of one program."""
+    names, constants = kernel.arg_names, constants | {"DEPENDENT": True}
+    types = dict.fromkeys(HALF, "*bf16") | OTHERS
+    if name.startswith("down"):
+        types["output"] = "*fp32"
+    if name.endswith("fp32"):
+        types["weight"] = "*fp32"
+    signature = {each: "constexpr" if each in constants else types[each] for each in names}
+    aligned = {
+        (place,): [["tt.divisibility", 16]]
+        for place, each in enumerate(names)
+        if signature[each].startswith("*") or each == "row_stride"
+    }
+    source = ASTSource(kernel, signature, {(names.index(each),): value for each, value in constants.items()}, aligned)
+    found = compile(source, target=GPUTarget("cuda", 90, 32), options=options | {"launch_pdl": True})
+    ptx = found.asm["ptx"]
+    assert "griddepcontrol.wait" in ptx
+    # Blocks of weights are in flight while others are multiplied.
+    assert ("cp.async.cg" in ptx) == name.startswith(("gated", "down", "route"))
+    return int(found.metadata.shared)
+
+
+def main() -> None:
+    json.dump({one[0]: compiled(*one) for one in kernels()}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

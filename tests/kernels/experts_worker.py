@@ -1,0 +1,205 @@
+"""Runs the experts' kernels over every case and writes what it found as JSON to standard output.
+
+A process of its own, because Triton's interpreter must be chosen before Triton is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from linear_worker import summed_in_order
+from torch import Tensor
+
+from tree_kernels import linear
+from tree_kernels.experts import Chosen, ExpertWeights, Routing, RowExperts
+from tree_kernels.experts.triton_backend import TritonExperts
+from tree_kernels.experts.triton_tiling import ExpertTiling
+
+INTERPRETED = not torch.cuda.is_available()
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+SMALL = ExpertTiling(block_rows=8, block_outputs=32, block_inner=32, warps=4, stages=2)
+TORCH = RowExperts()
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Rows, hidden size, width of an expert, number of experts."""
+
+    rows: int
+    hidden: int
+    inner: int
+    experts: int
+    routing: Routing
+    dtype: torch.dtype = torch.float32
+    tiling: ExpertTiling | None = SMALL
+    corrects: bool = False
+    # The router multiplies in fp32.
+    wide: bool = False
+    # Norms before are done by half, and so is the one behind; or both are LayerNorms.
+    layer_norm: bool = False
+    residual: bool = True
+    multiplier: float = 1.0
+    activation: linear.ActivationKind = linear.ActivationKind.SILU
+    # All rows want the same experts, so that one expert has more than a tile.
+    crowded: bool = False
+    invariant: bool = False
+
+    def kernels(self) -> TritonExperts:
+        return TritonExperts(DEVICE, tiling=self.tiling, invariant=self.invariant)
+
+
+def cases() -> dict[str, Sizes]:
+    qwen = Sizes(1, 64, 48, 16, Routing(4))
+    # From 33 rows on, more pairs than a program looks through.
+    found = {f"{rows} rows": replace(qwen, rows=rows) for rows in (1, 2, 7, 32, 33, 70)}
+    found["all rows want the same"] = replace(qwen, rows=20, crowded=True)
+    found["all of many rows want the same"] = replace(qwen, rows=40, crowded=True)
+    found["odd sizes"] = replace(qwen, rows=5, hidden=40, inner=24, experts=11, routing=Routing(3))
+    found["odd sizes, many rows"] = replace(found["odd sizes"], rows=50)
+    found["mixtral"] = replace(qwen, rows=6, experts=8, routing=Routing(2), tiling=None)
+    found["not renormalised, rounded"] = replace(
+        qwen, rows=6, routing=Routing(4, renormalised=False, rounded=True, scaling=2.5)
+    )
+    groups = Routing(4, "sigmoid", least_sum=1e-20, groups=4, top_groups=2, group_score="top2", scaling=2.5)
+    found["deepseek v3"] = replace(qwen, rows=9, experts=32, routing=groups, corrects=True, wide=True)
+    found["groups by their best"] = replace(
+        qwen, rows=9, experts=32, routing=Routing(3, groups=8, top_groups=3, renormalised=False)
+    )
+    found["groups of an odd size"] = replace(qwen, rows=9, experts=24, routing=Routing(3, groups=4, top_groups=2))
+    found["glm 4.5"] = replace(qwen, rows=4, routing=Routing(4, "sigmoid"), corrects=True, layer_norm=True)
+    found["ernie"] = replace(qwen, rows=4, routing=Routing(4, clamped_sum=0.9), corrects=True, residual=False)
+    found["granite"] = replace(qwen, rows=4, multiplier=0.22, activation=linear.ActivationKind.GELU_TANH)
+    found["own tiling"] = replace(qwen, rows=40, hidden=128, tiling=None)
+    found["half precision"] = replace(qwen, rows=5, dtype=torch.float16)
+    if not INTERPRETED:
+        real = Sizes(1, 2048, 768, 128, Routing(8), torch.bfloat16, None)
+        for rows in (1, 4, 16, 17, 64, 256, 700):
+            found[f"bf16 qwen3 {rows}"] = replace(real, rows=rows)
+            found[f"bf16 qwen3 {rows}, invariant"] = replace(real, rows=rows, invariant=True)
+        glm = Routing(8, "sigmoid", scaling=1.0)
+        for rows in (1, 64):
+            found[f"bf16 mixtral {rows}"] = Sizes(rows, 4096, 14336, 8, Routing(2), torch.bfloat16, None)
+            found[f"bf16 glm {rows}"] = Sizes(
+                rows, 4096, 1408, 128, glm, torch.bfloat16, None, corrects=True, wide=True
+            )
+    return found
+
+
+class Inputs:
+    """Random weights and rows of a layer."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self._generator = torch.Generator().manual_seed(sizes.rows)
+        self.sizes, dtype = sizes, sizes.dtype
+        hidden, inner, experts = sizes.hidden, sizes.inner, sizes.experts
+        self.hidden = self.make(sizes.rows, hidden)
+        if sizes.crowded:
+            self.hidden = self.hidden[:1] + 0.01 * self.hidden
+        self.residual = self.make(sizes.rows, hidden) if sizes.residual else None
+        bias = self.make(hidden) if sizes.layer_norm else None
+        self.norm = linear.Norm(self.make(hidden) + 1, 1e-5, bias, centered=sizes.layer_norm)
+        self.router = self.make(experts, hidden, scale=2 * hidden**-0.5)
+        self.router = self.router.float() if sizes.wide else self.router
+        self.correction = self.make(experts, scale=0.3).float() if sizes.corrects else None
+        self.gate_up = self.make(experts, 2 * inner, hidden, scale=hidden**-0.5)
+        self.down = self.make(experts, hidden, inner, scale=inner**-0.5)
+        assert self.down.dtype == dtype
+
+    def make(self, *shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=self._generator) * scale).to(DEVICE, self.sizes.dtype)
+
+    @property
+    def weights(self) -> ExpertWeights:
+        return ExpertWeights(self.gate_up, self.down, linear.Activation(self.sizes.activation))
+
+
+def kernels(inputs: Inputs, rows: slice = slice(None)) -> dict[str, Tensor]:
+    """What the kernels make of a slice of the rows."""
+    sizes, experts = inputs.sizes, inputs.sizes.kernels()
+    start = linear.RowLinears().scale_rows(inputs.hidden[rows], inputs.norm)
+    chosen = experts.route(start, inputs.router, inputs.correction, sizes.routing)
+    residual = None if inputs.residual is None else inputs.residual[rows]
+    mixed, scaled = experts.mix(start, chosen, inputs.weights, residual, inputs.norm, sizes.multiplier)
+    plain, none = experts.mix(start, chosen, inputs.weights)
+    assert scaled is not None and none is None
+    normed = scaled.rows.float() * scaled.scale
+    return {"experts": chosen.experts, "weights": chosen.weights, "mixed": mixed, "normed": normed, "plain": plain}
+
+
+def wide(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.cpu().float()
+
+
+def references(inputs: Inputs, chosen: Tensor) -> dict[str, Tensor]:
+    """The same on a CPU in fp32, where experts are those that the kernels chose; and what it would have chosen."""
+    sizes = inputs.sizes
+    norm = inputs.norm
+    # As the kernels read them: rounded.
+    start = linear.RowLinears().scale_rows(inputs.hidden.cpu(), replace(norm, weight=norm.weight.cpu(), bias=cpu(norm)))
+    start = replace(start, rows=start.rows.float())
+    router = inputs.router.cpu().float()
+    routing = replace(sizes.routing, rounded=False)
+    own = TORCH.route(start, router, wide(inputs.correction), routing)
+    scores = torch.nn.functional.linear(start.rows, router) * start.scale
+    scores = scores.sigmoid() if routing.scores == "sigmoid" else scores.softmax(-1)
+    weights = scores.gather(-1, chosen.long())
+    if routing.renormalised:
+        total = weights.sum(-1, keepdim=True) + routing.least_sum
+        weights = weights / total.clamp(min=routing.clamped_sum)
+    weights = weights * routing.scaling
+    taken = Chosen(chosen, weights)
+    of = ExpertWeights(inputs.gate_up.cpu().float(), inputs.down.cpu().float(), inputs.weights.activation)
+    wide_norm = replace(norm, weight=norm.weight.cpu().float(), bias=wide(norm.bias))
+    mixed, scaled = TORCH.mix(start, taken, of, wide(inputs.residual), wide_norm, sizes.multiplier)
+    assert scaled is not None
+    normed = scaled.rows * scaled.scale
+    plain = TORCH.mix(start, taken, of)[0]
+    return {"experts": own.experts, "weights": weights, "mixed": mixed, "normed": normed, "plain": plain}
+
+
+def cpu(norm: linear.Norm) -> Tensor | None:
+    return None if norm.bias is None else norm.bias.cpu()
+
+
+def errors_of(sizes: Sizes) -> dict[str, float]:
+    """Relative errors; of experts the share that differs, which near ties may."""
+    inputs = Inputs(sizes)
+    actual = kernels(inputs)
+    expected = references(inputs, actual["experts"].cpu())
+    errors = {"experts": float((actual["experts"].cpu() != expected["experts"]).float().mean())}
+    for name in ("weights", "mixed", "normed", "plain"):
+        errors[name] = float((actual[name].cpu().float() - expected[name]).norm() / expected[name].norm())
+    return errors
+
+
+def rows_that_others_change(sizes: Sizes) -> list[str]:
+    """Outputs of single rows and of parts that differ from those among all rows."""
+    inputs = Inputs(sizes)
+    together, changed = kernels(inputs), set()
+    for first, last in ((0, 1), (sizes.rows - 1, sizes.rows), (3, 8), (0, sizes.rows // 2 + 1)):
+        for name, alone in kernels(inputs, slice(first, last)).items():
+            if not torch.equal(alone, together[name][first:last]):
+                changed.add(name)
+    return sorted(changed)
+
+
+def main() -> None:
+    chosen = cases()
+    invariant = {"own tiling": replace(chosen["own tiling"], invariant=True)}
+    invariant |= {name: sizes for name, sizes in chosen.items() if sizes.invariant and sizes.rows > 16}
+    with summed_in_order() if INTERPRETED else nullcontext():
+        changed = {name: rows_that_others_change(sizes) for name, sizes in invariant.items()}
+    found = {
+        "errors": {name: errors_of(sizes) for name, sizes in chosen.items()},
+        "changed": changed,
+        "empty": {name: list(tensor.shape) for name, tensor in kernels(Inputs(chosen["7 rows"]), slice(0, 0)).items()},
+    }
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
