@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 import sys
 
+from outrider.roles import missing_for
 from outrider.runtime import leave, prepare_service
+from outrider.standard_streams import exit_status, prepare_standard_streams
 
 
 def main() -> int:
     """Serve; returns the process's exit status."""
+    if missing := missing_for("draft"):
+        sys.stderr.write(f"outrider draft: error: {missing}\n")
+        return 1
     prepare_service()
     # Beside a target on the same cores, threads that wait for each other make a pass many times slower, and alone a
     # second one hardly helps a head. `--threads` asks for more. OpenMP reads this as torch is imported.
@@ -21,4 +26,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    leave(main())
+    prepare_standard_streams()
+    leave(exit_status(main))

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outrider.roles import missing_for
 from outrider.runtime import configure_logging, leave, prepare_service, run
 from outrider.settings import CONFIG_VARIABLE, CommandParser, SettingsError, add_flags, load, settings_file
+from outrider.standard_streams import exit_status, prepare_standard_streams
 from target_service.config import TargetConfig
 
 if TYPE_CHECKING:
@@ -38,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_flags(parser, TargetConfig)
     flags = parser.parse_args(arguments)
     named = settings_file(flags)
+    if missing := missing_for("target"):
+        parser.exit(1, f"{parser.prog}: error: {missing}\n")
     prepare_service()
     # Imported late: gRPC reads its environment on import, and a typing error should not wait for torch.
     from outrider.errors import OutriderError
@@ -82,4 +86,5 @@ def _tokenizer(model: str) -> Any:
 
 
 if __name__ == "__main__":
-    leave(main())
+    prepare_standard_streams()
+    leave(exit_status(main))

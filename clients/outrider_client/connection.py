@@ -73,8 +73,8 @@ class Connection(AsyncClosing):
 
     def __init__(self, address: str, *, tls: Tls | None = None, token: str = "", tenant: str = "") -> None:
         """`address` is HOST:PORT or unix:PATH. Must be called from a running event loop. Raises `ValueError` for an
-        invalid address and for files of `tls` with other content; `OSError` for those that cannot be read; `TypeError`
-        for an address that is no string."""
+        invalid address, for a token or tenant that is not printable ASCII, and for files of `tls` with other content;
+        `OSError` for those that cannot be read; `TypeError` for an address that is no string."""
         if not isinstance(address, str):
             raise TypeError(f"address: expected a string, got {type(address).__name__}")
         if problem := address_problem(address):
@@ -136,5 +136,9 @@ class Connection(AsyncClosing):
 
 
 def _metadata(token: str, tenant: str) -> tuple[tuple[str, str], ...]:
+    for name, value in (("token", token), ("tenant", tenant)):
+        # gRPC would refuse the call, and quote the token.
+        if not value.isascii() or not value.isprintable():
+            raise ValueError(f"{name}: must be printable ASCII")
     pairs = ((TOKEN_KEY, f"Bearer {token}" if token else ""), (TENANT_KEY, tenant))
     return tuple((key, value) for key, value in pairs if value)

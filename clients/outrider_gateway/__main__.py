@@ -6,9 +6,10 @@ import os
 import sys
 from collections.abc import Sequence
 
+from outrider.roles import missing_for
 from outrider.runtime import configure_logging, prepare_grpc, run
 from outrider.settings import CommandParser, SettingsError, add_flags, load, settings_file
-from outrider_client.local.roles import missing_for
+from outrider.standard_streams import exit_status, prepare_standard_streams
 from outrider_gateway.config import GatewayConfig
 
 
@@ -42,4 +43,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    prepare_standard_streams()
+    sys.exit(exit_status(main))

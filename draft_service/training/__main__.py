@@ -9,11 +9,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
+from rich.markup import escape
 
 from draft_service.training.config import TrainingConfig
+from outrider.consoles import error_console, output_console
 from outrider.runtime import collect_seldom, configure_logging, leave, prepare_grpc
 from outrider.settings import CommandParser, SettingsError, add_flags, load, settings_file
+from outrider.standard_streams import exit_status, prepare_standard_streams
 
 _PROG = "outrider train-head"
 _DESCRIPTION = """Train an EAGLE-3 head, or Medusa heads, for a model that Outrider serves, without any data set.
@@ -59,20 +61,21 @@ def _train(config: TrainingConfig, command: Sequence[str]) -> int:
     from draft_service.training.writing import WriterFailed
     from outrider.heads import HeadRefused
 
-    errors = Console(stderr=True, highlight=False)
+    errors = error_console()
     try:
         folder = train_head(config, command)
     except (TrainingDiverged, WriterFailed, HeadRefused, FollowerFailed) as error:
-        errors.print(f"[bold red]error:[/] {error}", soft_wrap=True)
+        errors.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
         if isinstance(error, FollowerFailed) and config.device.startswith("cuda"):
             # A device that waits for the lost one's gradients would block the interpreter's exit.
             os._exit(1)
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
-    Console(highlight=False).print(str(folder), markup=False, soft_wrap=True)
+    output_console().print(str(folder), markup=False, soft_wrap=True)
     return 0
 
 
 if __name__ == "__main__":
-    leave(main())
+    prepare_standard_streams()
+    leave(exit_status(main))

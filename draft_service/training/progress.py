@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from outrider.consoles import error_console
 
 log = logging.getLogger(__name__)
 # Between log lines. Chosen, not measured: a run of minutes should not seem to hang, nor one of hours flood its log.
@@ -60,7 +61,7 @@ def phase(name: str) -> Iterator[Phase]:
         TimeElapsedColumn(),
         TextColumn("{task.fields[left]}  {task.fields[figures]}"),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bars:
+    with Progress(*columns, console=error_console()) as bars:
         yield Phase(name, bars)
 
 

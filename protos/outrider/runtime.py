@@ -15,6 +15,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NoReturn, TypeVar
 
+from outrider.visible import one_line
+
 Result = TypeVar("Result")
 # grpcio 1.80 and later poll through EventEngine, which costs some 90 us per round trip. Only both switch it off.
 GRPC_EXPERIMENTS = "-event_engine_client,-event_engine_listener"
@@ -25,9 +27,6 @@ SWITCH_SECONDS = 0.0002
 # while the one that they wait for has no core. Alone, a step takes as long as before
 # (`benchmarks/results/2026-11-25-cpu-openmp-spinning.md`).
 GOMP_SPINCOUNT = "10000"
-# Control characters and what some readers take for line breaks, with their escapes in Python.
-_CONTROLS = (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029)
-_VISIBLE = {number: repr(chr(number))[1:-1] for number in _CONTROLS if number != ord("\t")}
 # Thresholds of the garbage collector: usual, and while a process starts, for some ten collections, not hundreds.
 _USUAL_THRESHOLDS = gc.get_threshold()
 _START_THRESHOLDS = (100_000, 50, 1000)
@@ -66,7 +65,7 @@ class OneLineFormatter(logging.Formatter):
     """Writes each message on one line: text from a peer cannot start a new line or move a terminal's cursor."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        return super().formatMessage(record).translate(_VISIBLE)
+        return one_line(super().formatMessage(record))
 
 
 def collect_seldom() -> None:

@@ -22,6 +22,7 @@ import logging
 import math
 import operator
 import os
+import sys
 import tomllib
 import types
 import typing
@@ -171,6 +172,10 @@ def _convert(kind: type[Any], value: object) -> Any:
 class CommandParser(argparse.ArgumentParser):
     """Reports an error in one line, with a pointer to the help. The full usage would fill the screen and hide the
     reason below it. The exit status is 2."""
+
+    def print_help(self, file: Any = None) -> None:
+        """Print the help, or raise what writing it does: argparse would hide it."""
+        (sys.stdout if file is None else file).write(self.format_help())
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n`{self.prog} --help` explains the arguments.\n")

@@ -32,10 +32,12 @@ _IMPORTED = ("outrider_client.cli.commands", "outrider_client.client", "grpc.aio
 
 @dataclass
 class ScriptedTarget(target_pb2_grpc.TargetServiceServicer):
-    """Says `WORDS` in turn, token i being word i; with speculation, three tokens a step of which two were drafted."""
+    """Says its words in turn, token i being word i; with speculation, three tokens a step of which two were drafted."""
 
     dtype: str = "float32"
     drafter: str = "trie"
+    model: str = "scripted"
+    words: tuple[str, ...] = WORDS
     # What a target says beyond the first version of the contract.
     more_info: dict[str, Any] = field(default_factory=dict)
     # Replaces the tokens that speculative answers hold, for a target that is not lossless.
@@ -48,6 +50,7 @@ class ScriptedTarget(target_pb2_grpc.TargetServiceServicer):
     draft_refused: str = ""
     # Last messages of conversations that are refused.
     refuses: set[str] = field(default_factory=set)
+    refusal: str = "the queue is full"
     # How many of the first calls are refused, when each call came, and how long it would wait.
     refusals: int = 0
     # How many questions for what it serves come while it loads.
@@ -75,7 +78,7 @@ class ScriptedTarget(target_pb2_grpc.TargetServiceServicer):
         metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
         self.requests.append((request, current_tenant(), metadata))
         if request.chat.messages and request.chat.messages[-1].content in self.refuses:
-            raise errors.QuotaExceeded("the queue is full", waiting=9, limit=8)
+            raise errors.QuotaExceeded(self.refusal, waiting=9, limit=8)
         if request.model not in ("", "scripted"):
             raise errors.UnknownModel(f"{request.model} is not served", model=request.model)
         speculating = not request.speculation.HasField("enabled") or request.speculation.enabled
@@ -106,7 +109,7 @@ class ScriptedTarget(target_pb2_grpc.TargetServiceServicer):
         steps = range(0, len(tokens), width)
         for number, start in enumerate(steps):
             await asyncio.sleep(self.step_seconds)
-            await context.write(_chunk(tokens[start : start + width], number, width - 1))
+            await context.write(_chunk(self.words, tokens[start : start + width], number, width - 1))
         finished = _finished(len(tokens), len(steps), width - 1)
         if request.speculation.mode == tree_pb2.VERIFICATION_MODE_TYPICAL:
             finished.finished.usage.lossy, finished.finished.usage.lossy_tokens = True, 2
@@ -180,7 +183,7 @@ class ScriptedTarget(target_pb2_grpc.TargetServiceServicer):
             self.loads -= 1
             raise errors.Loading("the model is being loaded")
         return target_pb2.GetTargetInfoResponse(
-            model="scripted",
+            model=self.model,
             vocabulary_size=len(WORDS),
             max_context=512,
             max_rows=64,
@@ -195,11 +198,11 @@ class ScriptedTarget(target_pb2_grpc.TargetServiceServicer):
         )
 
 
-def _chunk(tokens: Sequence[int], step: int, drafted: int) -> target_pb2.GenerateResponse:
+def _chunk(words: Sequence[str], tokens: Sequence[int], step: int, drafted: int) -> target_pb2.GenerateResponse:
     return target_pb2.GenerateResponse(
         chunk=target_pb2.GenerateChunk(
             token_ids=tokens,
-            text="".join(WORDS[token] for token in tokens),
+            text="".join(words[token] for token in tokens),
             drafted_tokens=min(drafted, len(tokens)),
             step=step,
         ),

@@ -73,7 +73,9 @@ def test_a_client_runs(client: Path) -> None:
     assert "UNREACHABLE" in unreachable.stdout + unreachable.stderr
 
 
-@pytest.mark.parametrize(("command", "extra"), [("target", "target"), ("up", "target"), ("demo", "all")])
+@pytest.mark.parametrize(
+    ("command", "extra"), [("target", "target"), ("up", "target"), ("bench", "target"), ("demo", "all")]
+)
 def test_a_missing_role_is_named_with_what_brings_it(client: Path, command: str, extra: str) -> None:
     found = _try(client / "outrider", command)
     assert found.returncode == 1

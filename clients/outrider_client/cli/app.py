@@ -10,9 +10,10 @@ from typing import Any
 
 from outrider import __version__
 from outrider.processes.python import module_command
+from outrider.roles import missing_for
 from outrider.runtime import prepare_grpc
 from outrider.settings import CommandParser
-from outrider_client.local.roles import missing_for
+from outrider.standard_streams import exit_status, prepare_standard_streams
 
 _DESCRIPTION = """\
 Lossless speculative decoding over gRPC: a draft service guesses ahead, a target service checks whole trees of
@@ -31,8 +32,21 @@ Every flag can also be set as OUTRIDER_<SECTION>_<FLAG> in the environment, or i
 The flag wins over the environment, and the environment over the file."""
 
 
+class _PrintVersion(argparse.Action):
+    """As argparse's own, which hides that the output cannot be written."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        sys.stdout.write(f"outrider {__version__}\n")
+        parser.exit()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Returns its exit status: 2 for wrong usage, 130 after Ctrl-C."""
+    prepare_standard_streams()
+    return exit_status(lambda: _run(list(sys.argv[1:] if argv is None else argv)))
+
+
+def _run(words: list[str]) -> int:
     # Before the commands import gRPC, which reads its settings then.
     prepare_grpc()
     # gRPC's log lines would break progress bars and answers; failures are raised as exceptions anyway.
@@ -46,10 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write("error: rich is not installed, which the command line needs: pip install rich\n")
         return 1
 
-    words = list(sys.argv[1:] if argv is None else argv)
     shape: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
     parser = CommandParser(prog="outrider", description=_DESCRIPTION, epilog=_EPILOG, **shape)
-    parser.add_argument("--version", action="version", version=f"outrider {__version__}")
+    parser.add_argument("--version", action=_PrintVersion, nargs=0, help="print the version, and leave")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     named = {command.name: command for command in COMMANDS}
     parsers = {}

@@ -13,12 +13,14 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.markup import escape
 
+from outrider.consoles import error_console, output_console
 from outrider.errors import OutriderError
+from outrider.roles import missing_for, missing_module
 from outrider.runtime import run
-from outrider.settings import SettingsError, add_flags, load, settings_file
+from outrider.settings import SettingsError, add_flags, load, settings_file, unreadable
 from outrider.unreachable import SPEAKS_HTTP, TlsProblem
+from outrider.visible import one_line
 from outrider_client.failures import ServiceUnreachable
-from outrider_client.local.roles import missing_for
 from outrider_client.local.stack import ServiceFailed
 
 Options = TypeVar("Options")
@@ -27,6 +29,8 @@ INTERRUPTED = 130
 _NO_METHOD = "UNIMPLEMENTED"
 _PORTS = {"target": 50051, "draft": 50052}
 _PIPE_COLUMNS = 140
+# Of a text that is wrong.
+_SHOWN_CHARACTERS = 80
 _TLS_ADVICE = {
     TlsProblem.EXPECTED: "If it speaks TLS, give --tls, or --tls-ca FILE where its certificate has an authority of its "
     "own; if it asks for a client's certificate, --tls-certificate and --tls-key.",
@@ -88,12 +92,7 @@ def make_folders_of(*paths: str) -> None:
 
 def table_console() -> Console:
     """The console for tables; a file or a pipe counts as wide."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
-
-
-def error_console() -> Console:
-    """The console for messages; results go to the standard output."""
-    return Console(stderr=True, highlight=False)
+    return output_console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
 
 
 def advice(error: ServiceUnreachable) -> str:
@@ -111,7 +110,8 @@ def failure_line(error: OutriderError, service: str = "target") -> str:
         return wrong_service(service, f"it does not have this call ({_NO_METHOD})")
     # The message begins with the field's name already.
     facts = ", ".join(f"{name} {value}" for name, value in sorted(error.metadata.items()) if name != "field")
-    return f"{error.message} ({error.reason}{f': {facts}' if facts else ''})"
+    # A service of another make may write anything.
+    return one_line(f"{error.message} ({error.reason}{f': {facts}' if facts else ''})")
 
 
 def wrong_service(service: str, why: str) -> str:
@@ -139,12 +139,20 @@ def run_command(command: Command, parser: argparse.ArgumentParser, arguments: ar
         return _fail("\n".join([str(error), *error.tail]))
     except CommandFailed as error:
         return _fail(str(error))
+    except ModuleNotFoundError as error:
+        if (missing := missing_module(error)) is None:
+            raise
+        return _fail(missing)
+    except UnicodeEncodeError as error:
+        # Arguments that were no UTF-8 have what stands for their bytes; a path may, but nothing that is sent.
+        return _fail(f"this text is no UTF-8: {one_line(error.object[:_SHOWN_CHARACTERS])}")
+    except OSError as error:
+        if error.filename is None:
+            # Most likely of the standard output, which `exit_status` reports.
+            raise
+        return _fail(unreadable(error.filename, error))
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader of the output, such as `head`, has ended; Python would fail again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 def _fail(message: str) -> int:

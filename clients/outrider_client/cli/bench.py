@@ -10,13 +10,16 @@ from typing import Any
 
 from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 
+from outrider.consoles import error_console
+from outrider.roles import missing_for
 from outrider.runtime import run
 from outrider_client.bench.plot import require_matplotlib, save_plot
 from outrider_client.bench.profile import profile_table
 from outrider_client.bench.report import differing, undrafted
+from outrider_client.bench.samples import TRANSFORMERS
 from outrider_client.bench.session import make_plan, measure
 from outrider_client.bench.table import figures_table
-from outrider_client.cli.base import Command, error_console, make_folders_of, options, table_console
+from outrider_client.cli.base import Command, CommandFailed, make_folders_of, options, table_console
 from outrider_client.terminal.options import AccessOptions, BenchOptions, ClientOptions, flag_words
 from outrider_client.terminal.waiting import ProgressBar
 
@@ -37,6 +40,9 @@ examples:
 
 def _run(arguments: argparse.Namespace) -> int:
     bench = options(BenchOptions, "bench", arguments)
+    # Against a running target a client is enough.
+    if (not bench.target or TRANSFORMERS in bench.modes) and (missing := missing_for("target")):
+        raise CommandFailed(missing)
     reach = options(ClientOptions, "client", arguments)
     for flags in (bench.target_flags, bench.draft_flags):
         flag_words(flags)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.markup import escape
 
+from outrider.consoles import output_console
 from outrider.errors import DeadlineExceeded, OutriderError
 from outrider.runtime import signal_handlers
 from outrider_client.cli.base import Command, failure_line, options
@@ -49,7 +50,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 async def _run(arguments: argparse.Namespace) -> int:
     reach = options(ClientOptions, "client", arguments)
     wanted = options(GenerateOptions, "generate", arguments)
-    console = Console(highlight=False)
+    console = output_console()
     async with Client(reach.connection(reach.target)) as client:
         info = await until_loaded(client, console, reach.deadline)
         drafter = info.drafter or "none"

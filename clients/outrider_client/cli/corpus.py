@@ -6,13 +6,13 @@ import argparse
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import track
 
+from outrider.consoles import error_console, output_console
 from outrider.runtime import run
 from outrider.settings import SettingsError, add_flags, json_lines
 from outrider.wire.frames import CorpusInfo
-from outrider_client.cli.base import Command, CommandFailed, add_config_flag, error_console, options
+from outrider_client.cli.base import Command, CommandFailed, add_config_flag, options
 from outrider_client.cli.generate import text_of
 from outrider_client.draft import DraftClient
 from outrider_client.failures import ServiceUnreachable
@@ -97,7 +97,7 @@ async def _run_list(_: argparse.Namespace, reach: ClientOptions, draft: DraftCli
         return
     rows = [_COLUMNS, *map(_row, corpora)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    out = Console(highlight=False, soft_wrap=True)
+    out = output_console(soft_wrap=True)
     for row in rows:
         padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         out.print("  ".join(padded).rstrip(), markup=False)
@@ -111,7 +111,7 @@ def _row(corpus: CorpusInfo) -> Sequence[str]:
 
 async def _run_delete(arguments: argparse.Namespace, reach: ClientOptions, draft: DraftClient) -> None:
     deleted = await draft.delete_corpus(arguments.name, tenant=reach.tenant, timeout=reach.deadline)
-    Console(highlight=False).print(f"deleted {deleted.name}: {deleted.tokens} tokens, {deleted.nodes} nodes")
+    output_console().print(f"deleted {deleted.name}: {deleted.tokens} tokens, {deleted.nodes} nodes")
 
 
 async def _run_add(arguments: argparse.Namespace, reach: ClientOptions, draft: DraftClient) -> None:
@@ -119,7 +119,7 @@ async def _run_add(arguments: argparse.Namespace, reach: ClientOptions, draft: D
     console = error_console()
     shown = track(documents, "sending", console=console, disable=not console.is_terminal)
     added = await draft.add_corpus(shown, tenant=reach.tenant, corpus=arguments.corpus, timeout=reach.deadline)
-    Console(highlight=False).print(f"added {added.tokens} tokens; the trie has {added.nodes} nodes")
+    output_console().print(f"added {added.tokens} tokens; the trie has {added.nodes} nodes")
 
 
 def _documents(files: Sequence[Path], model: str) -> Iterator[Sequence[int]]:

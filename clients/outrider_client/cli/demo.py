@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from rich.console import Console
-
-from outrider_client.cli.base import Command, CommandFailed, error_console, options
+from outrider.consoles import error_console, output_console
+from outrider_client.cli.base import Command, CommandFailed, options
 from outrider_client.terminal.options import DemoOptions
 
 EXIT_DIFFERENT = 3
@@ -19,7 +18,7 @@ async def _run(arguments: argparse.Namespace) -> int:
     demo = options(DemoOptions, "demo", arguments)
     if await pull_model(demo.model) != 0:
         raise CommandFailed(f"cannot get the model {demo.model}")
-    if not await run_demo(demo, Console(highlight=False)):
+    if not await run_demo(demo, output_console()):
         error_console().print("[bold red]the outputs differ, in fp32, where they must not[/]")
         return EXIT_DIFFERENT
     return 0

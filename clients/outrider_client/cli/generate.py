@@ -8,13 +8,14 @@ import json
 import sys
 from pathlib import Path
 
-from rich.console import Console
 from rich.markup import escape
 
+from outrider.consoles import error_console, output_console
 from outrider.errors import UnknownCorpus
 from outrider.runtime import run
 from outrider.settings import SettingsError, unreadable
-from outrider_client.cli.base import Command, CommandFailed, error_console, options
+from outrider.visible import visible
+from outrider_client.cli.base import Command, CommandFailed, options
 from outrider_client.client import Client, Message
 from outrider_client.generation import Generation
 from outrider_client.local.models import find_tokenizer
@@ -87,10 +88,10 @@ async def _generate(arguments: argparse.Namespace, reach: ClientOptions, wanted:
 
 
 async def _stream(generation: Generation, painter: Painter | None) -> None:
-    console = Console(highlight=False)
+    console = output_console()
     async for chunk in generation:
         if painter is None:
-            sys.stdout.write(chunk.text)
+            sys.stdout.write(visible(chunk.text) if console.is_terminal else chunk.text)
             sys.stdout.flush()
         else:
             console.print(painter.paint(chunk), end="", soft_wrap=True)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from rich.console import Console
-
+from outrider.consoles import output_console
 from outrider.heads import shipped_heads
 from outrider_client.cli.base import Command, CommandFailed
 
@@ -17,7 +16,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    out = Console(highlight=False, soft_wrap=True)
+    out = output_console(soft_wrap=True)
     heads = shipped_heads()
     if arguments.action == "path":
         folder = next((head.folder for head in heads if head.name == arguments.name), None)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from rich.console import Console
-
+from outrider.consoles import output_console
 from outrider.errors import OutriderError
 from outrider.healthcheck import LIVENESS
 from outrider_client.cli.base import Command, options, wrong_service
@@ -31,7 +30,7 @@ async def _run(arguments: argparse.Namespace) -> int:
     kind = "draft" if arguments.draft else "target"
     address = arguments.draft or client.target
     service, describe = (LIVENESS, _describe_process) if arguments.live else _SERVICES[kind]
-    console = Console(highlight=False)
+    console = output_console()
     try:
         async with client.connection(address) as connection:
             healthy = await connection.serving(service, client.deadline or _SECONDS)

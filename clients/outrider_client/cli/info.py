@@ -6,10 +6,10 @@ import argparse
 import sys
 from collections.abc import Iterator
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from outrider.consoles import output_console
 from outrider_client.cli.base import Command, options
 from outrider_client.client import Client
 from outrider_client.results import TargetInfo
@@ -28,7 +28,7 @@ async def _run(arguments: argparse.Namespace) -> int:
     table.add_column(overflow="fold")
     for name, value in _lines(client.target, info):
         table.add_row(name, Text(value))
-    Console(highlight=False, width=None if sys.stdout.isatty() else _PIPED_COLUMNS).print(table)
+    output_console(width=None if sys.stdout.isatty() else _PIPED_COLUMNS).print(table)
     return 0
 
 

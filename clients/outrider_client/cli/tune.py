@@ -11,10 +11,11 @@ from pathlib import Path
 
 from rich.progress import TimeElapsedColumn
 
+from outrider.consoles import error_console
 from outrider.runtime import run
 from outrider.settings import SettingsError, settings_file
 from outrider_client.bench.plot import require_matplotlib
-from outrider_client.cli.base import Command, error_console, make_folders_of, options, table_console
+from outrider_client.cli.base import Command, make_folders_of, options, table_console
 from outrider_client.local.settings_file import to_toml, with_settings
 from outrider_client.terminal.options import TuneOptions, request_counts
 from outrider_client.terminal.waiting import ProgressBar

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rich.console import Console
-
+from outrider.consoles import output_console
 from outrider.settings import SettingsError, add_flags, unreadable
 from outrider.weight_updates import RunningRequests
 from outrider_client.cli.base import Command, CommandFailed, add_config_flag, options
@@ -51,7 +50,7 @@ async def _run(arguments: argparse.Namespace) -> int:
         raise
     except OSError as error:
         raise CommandFailed(unreadable(error.filename, error) if error.filename else str(error)) from None
-    Console(highlight=False).print(
+    output_console().print(
         f"model version {done.model_version}: {done.tensors} tensors, {done.bytes / 1e6:.1f} MB; read in "
         f"{done.prepare:.3f} s, paused for {done.pause:.3f} s; {done.aborted} requests "
         f"ended, {done.continued} read again",

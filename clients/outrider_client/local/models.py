@@ -63,5 +63,6 @@ def find_tokenizer(model: str) -> Tokenizer | None:
     """The tokenizer of a model or model folder; None where it cannot be loaded."""
     try:
         return load_tokenizer(model)
-    except (ModelMissing, OSError, subprocess.SubprocessError):
+    except (ModelMissing, OSError, subprocess.SubprocessError, ModuleNotFoundError):
+        # The last is what a client's installation alone lacks.
         return None

@@ -6,9 +6,9 @@ import logging
 import sys
 
 import torch
-from rich.console import Console
 from rich.progress import Progress
 
+from outrider.consoles import error_console
 from target_service.core.kv_cache import KVCache
 from target_service.model.cuda_graphs.runner import CapturedRunner, CaptureOptions
 from target_service.model.cuda_graphs.sizes import Bucket
@@ -78,7 +78,7 @@ def _capture_all(captured: CapturedRunner, seconds: float) -> None:
     largest, *others = reversed(captured.buckets)
     # The largest first, which every step fits.
     ordered = [largest, *sorted(others, key=_importance)]
-    with Progress(transient=True, disable=not sys.stderr.isatty(), console=Console(stderr=True)) as bars:
+    with Progress(transient=True, disable=not sys.stderr.isatty(), console=error_console()) as bars:
         bar = bars.add_task("capturing steps", total=len(ordered))
         done = captured.capture(ordered, seconds=seconds, progress=lambda: bars.advance(bar))
     captured.keep_to_captured()

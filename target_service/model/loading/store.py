@@ -24,8 +24,10 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.checkpoints.names import check_model_name
+from outrider.consoles import error_console, output_console
 from outrider.processes.python import module_command
 from outrider.settings import CommandParser
+from outrider.standard_streams import exit_status, prepare_standard_streams
 from target_service.model.loading.hub import HubId, PullFailed, cached_models, check_space, fetch, whole_snapshot
 from target_service.model.loading.inspection import Inspected, in_words, inspect
 
@@ -209,7 +211,7 @@ def _locked(path: Path) -> Iterator[None]:
 @contextmanager
 def _progress(what: str) -> Iterator[None]:
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with Progress(*columns, console=error_console()) as progress:
         progress.add_task(what, total=None)
         yield
 
@@ -242,7 +244,7 @@ def _pull(model: str) -> Path:
 
 
 def _errors() -> Console:
-    return Console(stderr=True, soft_wrap=True, highlight=False)
+    return error_console(soft_wrap=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -257,7 +259,7 @@ def main(arguments: list[str] | None = None) -> int:
     verbs.add_parser("list", help="known models, and models that are here: size, architecture, whether each is served")
     options = parser.parse_args(arguments)
     # Readers of a pipe need whole lines.
-    out = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPED_COLUMNS)
+    out = output_console(width=None if sys.stdout.isatty() else _PIPED_COLUMNS)
     if options.verb == "list":
         out.print(_listing())
         return 0
@@ -276,4 +278,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    prepare_standard_streams()
+    sys.exit(exit_status(main))
