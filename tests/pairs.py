@@ -18,7 +18,8 @@ def leave_to_full(items: list[pytest.Item]) -> None:
     """Mark as `full` the combinations that have no pair of their own. The same ones wherever all are collected."""
     by_test = defaultdict[str, list[pytest.Function]](list)
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("pairs") and hasattr(item, "callspec"):
+        thinned = item.get_closest_marker("pairs") and not item.get_closest_marker("full")
+        if thinned and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             by_test[item.nodeid.partition("[")[0]].append(item)
     for combinations in by_test.values():
         kept = covering([_pairs_of(item) for item in combinations])

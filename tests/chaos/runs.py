@@ -35,7 +35,7 @@ _OWN_IN = 6
 # Of one attempt, and of a request with all of its attempts; of coming back. Chosen: longer than a half-open connection
 # stays unnoticed, than a draft at fault is left alone after a second fault (4 s), and than an engine of its own needs
 # to start on a machine that is busy with twenty others.
-_ATTEMPT_SECONDS, _REQUEST_SECONDS, RECOVERY_SECONDS = 12.0, 150.0, 150.0
+_ATTEMPT_SECONDS, _REQUEST_SECONDS, RECOVERY_SECONDS = 20.0, 600.0, 600.0
 # What a caller may be told while services come and go, after which it asks again.
 _PASSING = (ServiceUnreachable, Draining, EngineDead, Loading, DeadlineExceeded, QuotaExceeded)
 

@@ -48,9 +48,12 @@ def test_a_service_that_ends_by_itself_is_a_problem() -> None:
     assert unexplained_ends(both, (1, 1), {"draft killed"}) == []
 
 
-def test_answers_under_a_few_faults_are_plain_decoding(taught_model: Taught, tmp_path: Path) -> None:
-    """Nine runs, of each drafter and each way of choosing tokens; `make test-chaos` has the thousand."""
-    check(asyncio.run(run_seeds(range(9), taught_model, tmp_path)))
+@pytest.mark.parametrize("seeds", [(0, 4, 8), pytest.param(range(9), marks=pytest.mark.full)], ids=["three", "nine"])
+def test_answers_under_a_few_faults_are_plain_decoding(
+    taught_model: Taught, tmp_path: Path, seeds: Sequence[int]
+) -> None:
+    """Of each drafter and each way of choosing tokens; `make test-chaos` has a thousand runs."""
+    check(asyncio.run(run_seeds(seeds, taught_model, tmp_path)))
 
 
 @pytest.mark.chaos

@@ -33,7 +33,7 @@ _TRIE = ("--num-draft-tokens", "8", "--breadth", "2", "--snapshot-seconds", "1",
 _HEAD = ("--dtype", "float32", "--num-steps", "4", "--topk", "2", "--race-sharpness", "2.0")
 _POLL_SECONDS = 0.02
 # Of the first start, which may compile. Chosen.
-_START_SECONDS = 180.0
+_START_SECONDS = 600.0
 
 
 def draft_arguments(drafter: str, taught: Taught, folder: Path) -> list[str]:

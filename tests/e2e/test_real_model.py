@@ -64,8 +64,13 @@ def check(
             assert drafted > 0 or step_cost is not None, name
 
 
+def test_a_handful_of_prompts(runner: ModelRunner) -> None:
+    check(runner, wanted(runner, 1, 10, GREEDY), ("trie", "random"))
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-def test_a_handful_of_prompts(runner: ModelRunner, sampling: SamplingParams) -> None:
+def test_a_handful_of_prompts_where_rows_cost(runner: ModelRunner, sampling: SamplingParams) -> None:
     check(runner, wanted(runner, 1, 16, sampling), ("trie", "random"), priced=("trie",))
 
 

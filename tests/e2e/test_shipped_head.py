@@ -25,7 +25,7 @@ MODEL = "smollm2-135m-instruct"
 # Tokens a step over `QUESTIONS`, greedy, the target's own token included.
 LEAST_ACCEPTED_LENGTH = 2.0
 # Tokens of each answer that are compared, and of those whose steps are counted, which are compared too.
-TOKENS, COUNTED = 14, 48
+TOKENS, COUNTED = 8, 32
 MOST_MEGABYTES = 32.0
 
 FOUND = head_made_for(MODEL)
@@ -104,7 +104,14 @@ def test_its_record_is_of_these_files(head: ShippedHead, runner: ModelRunner) ->
     assert record["acceptance"]["mean_length"] == head.accepted_length
 
 
-@pytest.mark.parametrize(("sampling", "drafter"), [("coupled", "eagle"), ("coupled", "merged"), ("greedy", "merged")])
+@pytest.mark.parametrize(
+    ("sampling", "drafter"),
+    [
+        ("coupled", "merged"),
+        pytest.param("coupled", "eagle", marks=pytest.mark.full),
+        pytest.param("greedy", "merged", marks=pytest.mark.full),
+    ],
+)
 def test_output_is_plain_decoding(
     runner: ModelRunner, said_plainly: dict[str, list[tuple[int, ...]]], sampling: str, drafter: str
 ) -> None:
@@ -123,6 +130,8 @@ def test_drafts_are_accepted_and_output_is_plain_decoding(
     assert tokens / steps >= LEAST_ACCEPTED_LENGTH
 
 
+# Small models' rejection is in every run: test_eagle_distribution.py.
+@pytest.mark.full
 def test_rejection_keeps_the_targets_distribution(runner: ModelRunner) -> None:
     samples, length = 128, 4
     sampling = SamplingParams(temperature=1.5, top_k=3, ignore_eos=True)
