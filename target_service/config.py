@@ -83,6 +83,11 @@ class TargetConfig(ServiceSettings):
         "tokens the KV cache holds; 0 takes memory-share of a GPU, elsewhere 30 % of free memory, at most 65536",
         ge=0,
     )
+    prefix_cache: bool = setting(
+        True,
+        "share pages between sequences of a tenant that begin with the same text, and keep them when those end until "
+        "their memory is needed",
+    )
     memory_share: float = setting(
         0.85, "share of the GPU memory free after capturing steps that the KV cache takes", gt=0, le=1
     )

@@ -202,7 +202,7 @@ def run(
             else:
                 assert isinstance(event, SequenceFinished)
                 finished[event.sequence_id] = event
-        runner.cache.check_integrity(live.sequence.pages for live in loop.live.values())
+        loop.scheduler.pages.check_integrity(live.sequence for live in loop.live.values())
         for live in loop.live.values():
             sequence = live.sequence
             assert 0 <= sequence.kv_length < len(sequence.token_ids) + MAX_PASSES

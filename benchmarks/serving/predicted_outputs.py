@@ -129,7 +129,7 @@ async def target_with(drafter: str, settings: Mapping[str, Any]) -> AsyncIterato
     """A client of a target with these settings and a drafter (or `NO_DRAFTER`), and the target's process id."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         address, drafting = f"unix:{folder}/target", f"unix:{folder}/draft"
-        flags = flags_of({"listen": address, **settings})
+        flags = flags_of({"listen": address, "prefix_cache": False, **settings})
         if drafter != NO_DRAFTER:
             draft = stack.enter_context(process("-m", "draft_service", "--listen", drafting, "--drafter", drafter))
             await asyncio.to_thread(wait_for, drafting, draft)

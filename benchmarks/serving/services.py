@@ -100,6 +100,8 @@ def service(settings: TargetSettings, arrangement: str, draft: DraftSettings | N
             "dtype": settings.dtype,
             "listen": address,
             "engine_process": arrangement,
+            # Prompts come again with every setting.
+            "prefix_cache": False,
         }
         started = {}
         if draft is not None:

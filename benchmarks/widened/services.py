@@ -134,6 +134,8 @@ def target_settings(plan: SweepPlan, subject: Subject) -> dict[str, Any]:
         "dtype": plan.dtype,
         "device": plan.device.partition(":")[0],
         "max_running": max(plan.most, 1),
+        # Prompts come again at every load.
+        "prefix_cache": False,
     }
     if plan.on_gpu:
         settings["capture_seconds"] = _CAPTURE_SECONDS

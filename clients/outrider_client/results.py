@@ -140,6 +140,8 @@ class Result:
     # Tokens of the request's prediction that were verified and accepted, and verified and rejected.
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
+    # Of the prompt's tokens, those that earlier requests had left in the target's cache.
+    cached_tokens: int = 0
     # Whether the output may differ from the model's own, and accepted drafts that the model would not have sampled.
     lossy: bool = False
     lossy_tokens: int = 0

@@ -171,6 +171,8 @@ class ResponseBuilder:
         completion = sum(result.completion_tokens for result in results)
         usage: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": completion}
         usage["total_tokens"] = prompt + completion
+        cached = sum(result.cached_tokens for result in results[:: self._request.choices])
+        usage["prompt_tokens_details"] = {"cached_tokens": cached}
         if self._request.prediction is not None:
             usage["completion_tokens_details"] = {
                 "accepted_prediction_tokens": sum(result.accepted_prediction_tokens for result in results),

@@ -6,7 +6,9 @@ pages are allocated in runs that can grow.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from array import array
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 
 class OutOfPages(Exception):
@@ -14,7 +16,11 @@ class OutOfPages(Exception):
 
 
 class Pages:
-    """Pages of `page_size` tokens, free or allocated. A slot is `page * page_size + offset`."""
+    """Pages of `page_size` tokens, each with a count of its owners. A slot is `page * page_size + offset`.
+
+    A page without owners is free. One that only a cache of prefixes owns is *spare*: it counts as free, and is taken
+    back from the cache once nothing else is left.
+    """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         if num_pages < 1 or page_size < 1:
@@ -24,11 +30,28 @@ class Pages:
         # Free pages as maximal runs start .. end, indexed by either bound.
         self._end_of = {0: num_pages}
         self._start_of = {num_pages: 0}
-        self.free_pages = num_pages
+        self._unowned = num_pages
+        self._owners = array("I", bytes(4 * num_pages))
+        # By page, whether a cache of prefixes is one of its owners.
+        self._cached = bytearray(num_pages)
+        self.spare_pages = 0
+        self._take_back: Callable[[int], None] | None = None
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that `allocate` can take, spare ones included."""
+        return self._unowned + self.spare_pages
 
     @property
     def used_pages(self) -> int:
         return self.num_pages - self.free_pages
+
+    def cached_by(self, take_back: Callable[[int], None]) -> None:
+        """Let a cache own pages, in place of an earlier one. `take_back(count)` uncaches at least `count` spare pages,
+        or all."""
+        for page in [page for page, cached in enumerate(self._cached) if cached]:
+            self.uncache(page)
+        self._take_back = take_back
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold this many tokens."""
@@ -39,6 +62,8 @@ class Pages:
         that grows, as far as those are free. The others are consecutive if any free run has room for them."""
         if count > self.free_pages:
             raise OutOfPages(f"expected {count} free pages, have {self.free_pages}")
+        if count > self._unowned and self._take_back is not None:
+            self._take_back(count - self._unowned)
         taken: list[int] = []
         if after is not None and after + 1 in self._end_of:
             taken = self._take(after + 1, count, at=after + 1)
@@ -48,12 +73,43 @@ class Pages:
             # In the middle of the longest run, so that both the neighbour below and this sequence can grow.
             slack = max(0, self._length(start) - missing) if start > 0 else 0
             taken += self._take(start, missing, at=start + slack // 2)
+        for page in taken:
+            self._owners[page] = 1
         return taken
 
-    def release(self, pages: Sequence[int]) -> None:
-        """Free pages. Each must have been allocated and not yet released."""
-        start = end = pages[0] if pages else 0
+    def share(self, pages: Iterable[int]) -> None:
+        """Make the caller an owner of pages that have others."""
         for page in pages:
+            assert self._owners[page], f"page {page} has no owner"
+            self.spare_pages -= self._cached[page] and self._owners[page] == 1
+            self._owners[page] += 1
+
+    def cache(self, page: int) -> None:
+        """Make the cache an owner of a page that has another, and is not cached."""
+        assert self._owners[page] and not self._cached[page], f"page {page} has no owner, or is cached"
+        self._owners[page] += 1
+        self._cached[page] = 1
+
+    def uncache(self, page: int) -> None:
+        """Take a cached page from the cache. It is free now if nobody else owns it."""
+        assert self._cached[page], f"page {page} is not cached"
+        self.spare_pages -= self._owners[page] == 1
+        self._cached[page] = 0
+        self.release([page])
+
+    def is_spare(self, page: int) -> bool:
+        """Whether only the cache owns the page."""
+        return bool(self._cached[page]) and self._owners[page] == 1
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Give up pages that the caller owns. Those without another owner are free."""
+        start = end = 0
+        for page in pages:
+            assert self._owners[page], f"page {page} has no owner"
+            self._owners[page] -= 1
+            if self._owners[page]:
+                self.spare_pages += self._cached[page] and self._owners[page] == 1
+                continue
             if page != end:
                 self._give(start, end)
                 start = page
@@ -71,14 +127,14 @@ class Pages:
         for low, high in ((start, at), (stop, end)):
             if low < high:
                 self._end_of[low], self._start_of[high] = high, low
-        self.free_pages -= stop - at
+        self._unowned -= stop - at
         return list(range(at, stop))
 
     def _give(self, start: int, end: int) -> None:
         """Free the pages start .. end, and join them with the free runs they touch."""
         if start == end:
             return
-        self.free_pages += end - start
+        self._unowned += end - start
         start, end = self._start_of.pop(start, start), self._end_of.pop(end, end)
         self._end_of[start], self._start_of[end] = end, start
 
@@ -87,12 +143,19 @@ class Pages:
         size = self.page_size
         return [pages[t // size] * size + t % size for t in range(start, start + count)]
 
-    def check_integrity(self, owned: Iterable[Sequence[int]]) -> None:
-        """Raise AssertionError unless every page is free or owned, and exactly once."""
+    def check_integrity(self, owned: Collection[Sequence[int]], cached: Iterable[int] = ()) -> None:
+        """Raise AssertionError unless every page is free, or owned as often as it is counted: once by each of `owned`
+        that has it, and by the cache if it is in `cached`."""
         assert self._start_of == {end: start for start, end in self._end_of.items()}, "a free run has two bounds"
-        free = [page for start, end in self._end_of.items() for page in range(start, end)]
-        assert len(free) == self.free_pages, f"{len(free)} pages are free, {self.free_pages} were counted"
-        pages = [*free, *(page for sequence in owned for page in sequence)]
-        assert len(pages) == self.num_pages, f"{len(pages)} pages accounted for, of {self.num_pages}"
-        assert sorted(pages) == list(range(self.num_pages)), "a page is accounted for twice"
         assert not self._end_of.keys() & self._start_of.keys(), "two free runs touch"
+        free = [page for start, end in self._end_of.items() for page in range(start, end)]
+        assert len(free) == self._unowned, f"{len(free)} pages are free, {self._unowned} were counted"
+        cached = list(cached)
+        owners = Counter(page for pages in (*owned, cached) for page in pages)
+        assert all(len(set(pages)) == len(pages) for pages in owned), "a sequence has a page twice"
+        counted = {page: count for page, count in enumerate(self._owners) if count}
+        wrong = {page for page in owners.keys() | counted.keys() if owners[page] != counted.get(page, 0)}
+        assert not wrong, f"pages {sorted(wrong)} have other owners than were counted"
+        assert sorted([*free, *owners]) == list(range(self.num_pages)), "a page is neither free nor owned"
+        assert {page for page, flag in enumerate(self._cached) if flag} == set(cached), "other pages are cached"
+        assert sum(owners[page] == 1 for page in cached) == self.spare_pages, "spare pages were miscounted"

@@ -30,6 +30,8 @@ class EngineSnapshot:
     pages_total: int
     speculating: bool
     draft_connected: bool
+    # Of the pages that are not used, those that hold prefixes.
+    pages_cached: int = 0
     # Bytes of hidden states kept for a draft that connects late.
     kept_feature_bytes: int = 0
     # Version of the weights, and time of their last exchange; 0 before the first.

@@ -55,7 +55,7 @@ class Scheduler:
     def __init__(self, config: TargetConfig, cache: KVCache) -> None:
         self._max_running, self._prefill_chunk = config.max_running, config.chunk_rows
         self._cache = cache
-        self.pages = SequencePages(cache)
+        self.pages = SequencePages(cache, shares=config.prefix_cache)
         # Times of steps, observed by the engine. Without any, time is not shared.
         self.times = StepTimes()
         self._waiting: dict[str, deque[Sequence]] = {}
@@ -324,9 +324,10 @@ class Scheduler:
                 if places[tenant]:
                     turns.append(tenant)
             sequence.state = SequenceState.PREFILL
+            self.pages.resume(sequence)
             self.running.append(sequence)
             admitted.append(sequence)
-            reserved += self._pages_wanted(sequence)
+            reserved += self._pages_wanted(sequence) - len(sequence.pages)
         return [sequence for sequence in admitted if sequence.state is SequenceState.PREFILL]
 
     def _pages_wanted(self, sequence: Sequence) -> int:

@@ -16,6 +16,7 @@ from outrider.sampling import FinishReason, SamplingParams, TokenLogprobs, Typic
 from outrider.tree import TokenTree, VerifiedTree
 from outrider.wire.frames import DEFAULT_TENANT
 from target_service.core.weights import FIRST_VERSION
+from tree_kernels.prefix_tree import PrefixNode
 
 # Most passes that are launched at once.
 MAX_PASSES = 4
@@ -132,6 +133,9 @@ class SequenceTotals:
     first_token_ns: int = 0
     finished_ns: int = 0
     prompt_tokens: int = 0
+    # Of the prompt, those that were looked for in the tree of prefixes, and those whose keys were there.
+    queried_tokens: int = 0
+    cached_tokens: int = 0
     completion_tokens: int = 0
     steps: int = 0
     drafted_steps: int = 0
@@ -241,6 +245,9 @@ class Sequence:
     kv_length: int = 0
     # Of type "i", to copy it into a step's integers at once.
     pages: array[int] = field(default_factory=lambda: array("i"))
+    # How many of the first pages are in the tree of prefixes, and the node of the last of them.
+    prefix_pages: int = 0
+    prefix: PrefixNode | None = None
     # The tree to verify next, when the client drafts.
     external_tree: TokenTree | None = None
     # While a step is prepared before the one under way has ended: this sequence's place in that one, which samples the

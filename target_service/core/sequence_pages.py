@@ -1,24 +1,50 @@
-"""Pages that sequences hold, and how many of the free ones drafted rows may take."""
+"""Pages that sequences hold, those that they share, and how many of the free ones drafted rows may take."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from typing import Protocol
 
 from target_service.core.kv_cache import KVCache
 from target_service.core.schedule import Schedule
 from target_service.core.sequence import Sequence, SequenceState
 from tree_kernels.pages import OutOfPages
+from tree_kernels.prefix_tree import PageStates, PrefixNode, PrefixTree
+
+
+class PrefixStates(Protocol):
+    """The hidden states that a drafter reads, kept beside the pages of their tokens: a sequence that resumes behind a
+    shared prefix computes none of it."""
+
+    def most_without(self, sequence: Sequence) -> int:
+        """Tokens that the sequence may skip without their states."""
+        ...
+
+    def of_page(self, sequence: Sequence, start: int, stop: int) -> PageStates | None:
+        """The states of tokens `start` .. `stop`, to be kept; None where they are not known."""
+        ...
+
+    def resume(self, sequence: Sequence, pages: SequenceOf[PageStates]) -> bool:
+        """Give the sequence the states of its first pages; False where they are of another form than is sent now."""
+        ...
 
 
 class SequencePages:
     """Gives sequences pages of the KV cache and takes them back.
 
+    Pages whose text is known are shared: a sequence begins behind the pages that hold its first tokens already, and its
+    own become available to others as they are filled.
+
     Known tokens come before drafted rows: pages that running sequences need to read what is known are kept free for
     them, and so are those of a newcomer that drafted rows alone keep out.
     """
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: KVCache, *, shares: bool = False, states: PrefixStates | None = None) -> None:
+        """`shares` keeps a tree of prefixes. `states` may be set later, while no sequence holds pages."""
         self._cache = cache
+        self.prefixes = PrefixTree(cache) if shares else None
+        self.states = states
         # Pages that the next in line needs; 0 if it would not fit without drafted rows either.
         self._kept_out = 0
 
@@ -27,6 +53,11 @@ class SequencePages:
         """Whether pages that drafted rows did not need are worth giving back: a newcomer waits for them, or fewer are
         free than are in use. Else the next pass is spared taking them again."""
         return bool(self._kept_out) or self._cache.free_pages < self._cache.used_pages
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of hidden states beside shared pages."""
+        return self.prefixes.state_bytes if self.prefixes is not None else 0
 
     def held(self, sequence: Sequence, tokens: int) -> bool:
         """Whether the sequence has pages for `tokens`, as nearly all have in nearly every step."""
@@ -91,10 +122,79 @@ class SequencePages:
             self._cache.release(sequence.pages[keep:])
             del sequence.pages[keep:]
 
+    def resume(self, sequence: Sequence) -> None:
+        """Share the pages that hold the sequence's first tokens. Its last token is always read: a pass makes the next
+        one of it. Only for a sequence that holds no pages."""
+        if self.prefixes is None:
+            return
+        tokens, tenant = sequence.token_ids, sequence.request.tenant
+        nodes = list(self.prefixes.match(tenant, tokens, len(tokens) - 1))
+        nodes = self._with_states(sequence, nodes)
+        if not sequence.totals.preemptions:
+            # Later it finds pages of its own.
+            sequence.totals.queried_tokens = len(tokens)
+            sequence.totals.cached_tokens = len(nodes) * self._cache.page_size
+        if nodes:
+            pages = [node.page for node in nodes]
+            self._cache.share(pages)
+            self.prefixes.use(nodes[-1])
+            sequence.pages.extend(pages)
+            sequence.prefix, sequence.prefix_pages = nodes[-1], len(pages)
+            sequence.kv_length = len(pages) * self._cache.page_size
+
+    def _with_states(self, sequence: Sequence, nodes: list[PrefixNode]) -> list[PrefixNode]:
+        """As many of the first nodes as the sequence may skip, its drafter's states included."""
+        if self.states is None or not nodes:
+            return nodes
+        without = self.states.most_without(sequence) // self._cache.page_size
+        found: list[PageStates] = []
+        for node in nodes:
+            if node.states is None:
+                break
+            found.append(node.states)
+        if len(found) > without and self.states.resume(sequence, found):
+            return nodes[: len(found)]
+        return nodes[: max(0, without)]
+
+    def publish(self, sequence: Sequence, computed: int) -> None:
+        """Let others share the pages whose `computed` keys are final, where the token behind a page is known."""
+        if self.prefixes is None:
+            return
+        size, tokens = self._cache.page_size, sequence.token_ids
+        filled = min(computed, len(tokens) - 1) // size
+        while sequence.prefix_pages < filled:
+            place = sequence.prefix_pages
+            start, own = place * size, sequence.pages[place]
+            node = self.prefixes.insert(sequence.request.tenant, sequence.prefix, tokens[start : start + size], own)
+            if node.page != own:
+                # Another sequence read the same text at the same time. One page stays, so that whoever holds a node
+                # holds all above it.
+                self._cache.share([node.page])
+                self._cache.release([own])
+                sequence.pages[place] = node.page
+            if self.states is not None and node.states is None:
+                states = self.states.of_page(sequence, start, start + size)
+                if states is not None:
+                    self.prefixes.keep_states(node, states)
+            sequence.prefix, sequence.prefix_pages = node, place + 1
+
     def release(self, sequence: Sequence) -> None:
+        if self.prefixes is not None and sequence.prefix is not None:
+            self.prefixes.use(sequence.prefix)
         self._cache.release(sequence.pages)
         del sequence.pages[:]
-        sequence.kv_length = 0
+        sequence.kv_length, sequence.prefix, sequence.prefix_pages = 0, None, 0
+
+    def forget_prefixes(self) -> None:
+        """Share no page that was filled until now. Only while no sequence holds pages."""
+        if self.prefixes is not None:
+            self.prefixes.clear()
+
+    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+        """Raise AssertionError unless every page is free or owned by these sequences and the tree, as often as it is
+        counted."""
+        cached = self.prefixes.pages() if self.prefixes is not None else ()
+        self._cache.check_integrity([sequence.pages for sequence in sequences], cached)
 
     def _missing(self, sequence: Sequence, tokens: int) -> int:
         return self._cache.pages_for(tokens) - len(sequence.pages)

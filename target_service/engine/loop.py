@@ -39,6 +39,7 @@ from target_service.model.runner import ModelRunner
 from target_service.sampling.verifier import Verified
 from target_service.speculation.drafts import DraftTrees
 from target_service.speculation.hidden_states.encoding import AHEAD_ROWS
+from target_service.speculation.hidden_states.prefixes import SharedPrefixStates
 from target_service.speculation.hidden_states.sending import Features
 from target_service.speculation.policy.draft_switch import DraftSwitch
 from target_service.speculation.policy.gathering import Gathered, Gathering
@@ -89,6 +90,7 @@ class EngineLoop:
         self.features = Features(runner, config.feature_window if config.speculates else 0)
         self.drafting = DraftTrees(config, runner.vocabulary_size, self.features, self._steps.tables)
         self.scheduler = Scheduler(config, runner.cache)
+        self.scheduler.pages.states = SharedPrefixStates(self.features, self._is_drafted) if config.speculates else None
         self.live: dict[int, LiveSequence] = {}
         # Batch-invariant drafts are chains, which the host cuts.
         device_chooses = self._steps.tables is not None and not (config.batch_invariant and config.speculates)
@@ -125,6 +127,9 @@ class EngineLoop:
         self.model_version, self.settling = FIRST_VERSION, False
         # When the device had ended the last step, and when its results were committed; 0 after a pause.
         self._free_ns = self._ended_ns = 0
+
+    def _is_drafted(self, sequence: Sequence) -> bool:
+        return self.drafting.active and self.drafting.is_eligible(sequence)
 
     def make(self, sequence_id: int, request: SequenceRequest) -> LiveSequence:
         """A new sequence, not added yet. Any thread."""
@@ -164,6 +169,7 @@ class EngineLoop:
         was learnt of their drafts, and opens every sequence at the draft again."""
         self.model_version = version
         self.scheduler.preempt_all()
+        self.scheduler.pages.forget_prefixes()
         self.drafting.reopen_all(version)
         self._learning.forget_draft()
 
@@ -186,6 +192,7 @@ class EngineLoop:
             self._ahead = self._ahead.shifted_by_accepted(outcomes)
         self._trim(step)
         self.drafting.collect(step.batch.items, step.features, outcomes)
+        self._publish(step, outcomes)
         # The draft works while the events go out.
         self.drafting.advance(
             [(self.live[one.sequence_id].sequence, len(one.token_ids)) for one in verdicts if one.finish is None]
@@ -408,6 +415,15 @@ class EngineLoop:
             if live.prediction is not None and tables is not None:
                 note_passes(live, outcome.device_passes, len(verdict.token_ids), tables)
         return verdicts
+
+    def _publish(self, step: Step, outcomes: SequenceOf[Verified | None]) -> None:
+        """Let other sequences share the pages that `step` filled."""
+        for item, outcome in zip(step.batch.items, outcomes, strict=True):
+            sequence = item.sequence
+            if item.kept and sequence.sequence_id in self.live:
+                # A chunk that did not reach the root has no outcome; behind a commit all keys but the root's are final.
+                computed = item.start + item.known if outcome is None else len(sequence.token_ids) - 1
+                self.scheduler.pages.publish(sequence, computed)
 
     def _trim(self, step: Step) -> None:
         """Give back the pages of rows that `step` did not accept, but for those of the step under way."""

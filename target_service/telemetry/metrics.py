@@ -73,7 +73,8 @@ class PrometheusObserver:
             yield "outrider_requests_running", (), now.running
             yield "outrider_requests_waiting", (), now.waiting
             yield "outrider_kv_pages", ("used",), now.pages_used
-            yield "outrider_kv_pages", ("free",), now.pages_total - now.pages_used
+            yield "outrider_kv_pages", ("cached",), now.pages_cached
+            yield "outrider_kv_pages", ("free",), now.pages_total - now.pages_used - now.pages_cached
             yield "outrider_kv_usage_ratio", (), now.pages_used / max(1, now.pages_total)
             yield "outrider_speculation_active", (), float(now.speculating)
             if drafted:
@@ -125,6 +126,8 @@ class PrometheusObserver:
         metrics, trace_id = self.metrics, sampled_trace_id(request.traceparent)
         metrics.counter("outrider_requests", outcome).add()
         metrics.counter("outrider_prompt_tokens").add(totals.prompt_tokens)
+        metrics.counter("outrider_prefix_cache_queries").add(totals.queried_tokens)
+        metrics.counter("outrider_prefix_cache_hits").add(totals.cached_tokens)
         metrics.counter("outrider_preemptions").add(totals.preemptions)
         self._predicted["accepted"].add(totals.accepted_predicted_tokens)
         self._predicted["rejected"].add(totals.predicted_tokens - totals.accepted_predicted_tokens)

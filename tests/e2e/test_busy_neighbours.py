@@ -57,4 +57,4 @@ def test_idle_verify_sequences_that_hold_every_page_do_not_delay_a_request(tiny_
     steps, said = steps_until_finished(loop, 99, 100)
     assert steps <= TOKENS + 3
     assert said == plain(tiny_model, wanted)
-    runner.cache.check_integrity(live.sequence.pages for live in loop.live.values())
+    loop.scheduler.pages.check_integrity(live.sequence for live in loop.live.values())

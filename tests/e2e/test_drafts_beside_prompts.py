@@ -71,7 +71,7 @@ def run(
                 said[event.sequence_id] += event.token_ids
             elif isinstance(event, SequenceFinished):
                 accepted += event.totals.accepted_tokens
-        runner.cache.check_integrity(live.sequence.pages for live in loop.live.values())
+        loop.scheduler.pages.check_integrity(live.sequence for live in loop.live.values())
     return [tuple(one) for one in said], watching.steps, accepted
 
 

@@ -239,7 +239,7 @@ class ServiceMachine(RuleBasedStateMachine):
     @invariant()
     def pages_add_up(self) -> None:
         if hasattr(self, "loop"):
-            self.runner.cache.check_integrity(live.sequence.pages for live in self.loop.live.values())
+            self.loop.scheduler.pages.check_integrity(live.sequence for live in self.loop.live.values())
 
     def teardown(self) -> None:
         for _ in range(400):

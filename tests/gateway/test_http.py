@@ -47,7 +47,12 @@ async def test_completion(gateway: Any) -> None:
     assert body["object"] == "text_completion"
     assert body["model"] == "counter"
     assert body["choices"] == [{"index": 0, "text": "bcd", "logprobs": None, "finish_reason": "length"}]
-    assert body["usage"] == {"prompt_tokens": 1, "completion_tokens": 3, "total_tokens": 4}
+    assert body["usage"] == {
+        "prompt_tokens": 1,
+        "completion_tokens": 3,
+        "total_tokens": 4,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
     assert answer.headers["x-request-id"]
 
 
@@ -179,7 +184,12 @@ async def test_several_prompts_and_choices(gateway: Any) -> None:
     body = (await gateway.http.post("/v1/completions", json=asked)).json()
     assert [choice["text"] for choice in body["choices"]] == ["bcd", "bcd", "lmn", "lmn"]
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
-    assert body["usage"] == {"prompt_tokens": 2, "completion_tokens": 12, "total_tokens": 14}
+    assert body["usage"] == {
+        "prompt_tokens": 2,
+        "completion_tokens": 12,
+        "total_tokens": 14,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
     assert sorted(request.seed for request in gateway.targets[0].engine.requests) == [7, 7, 8, 8]
     parts = events((await gateway.http.post("/v1/completions", json={**asked, "stream": True})).text)[:-1]
     said = ["", "", "", ""]
@@ -644,3 +654,14 @@ async def test_only_posts_take_the_short_way(gateway: Any) -> None:
         answer = await gateway.http.post(path, json=TEXT)
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_url")
     assert gateway.targets[0].engine.requests == []
+
+
+async def test_usage_counts_prompt_tokens_that_were_cached(real: Any) -> None:
+    body = {"model": (await real.http.get("/v1/models")).json()["data"][0]["id"], "max_tokens": 2}
+    cached = []
+    for tail in ("one", "one", "two"):
+        answer = await real.http.post(
+            "/v1/completions", json=body | {"prompt": "a prompt of 32 tokens, and then " + tail}
+        )
+        cached.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert cached == [0, 32, 32]

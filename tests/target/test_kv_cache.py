@@ -137,10 +137,12 @@ def test_any_order_of_taking_and_giving_back_keeps_the_books() -> None:
 def test_a_lost_page_and_a_page_held_twice_are_noticed() -> None:
     cache = cache_of()
     pages = cache.allocate(3)
-    with pytest.raises(AssertionError, match="accounted for, of 8"):
+    with pytest.raises(AssertionError, match="other owners"):
         cache.check_integrity([pages[:2]])
+    with pytest.raises(AssertionError, match="other owners"):
+        cache.check_integrity([pages, pages[:1]])
     with pytest.raises(AssertionError, match="twice"):
-        cache.check_integrity([pages[:2], pages[:1]])
+        cache.check_integrity([[*pages, pages[0]]])
 
 
 @pytest.mark.parametrize("page", [2, 3, 7], ids=["a run's first", "a run's middle", "a run's last"])
@@ -148,6 +150,5 @@ def test_a_page_given_back_twice_is_noticed(page: int) -> None:
     cache = cache_of()
     pages = cache.allocate(3)
     cache.release(pages[2:])
-    cache.release([page])
-    with pytest.raises(AssertionError):
-        cache.check_integrity([pages[:2]])
+    with pytest.raises(AssertionError, match="no owner"):
+        cache.release([page])

@@ -124,7 +124,7 @@ def test_the_youngest_gives_way_and_keeps_its_tokens() -> None:
     scheduled.add(young)
     for _ in range(40):
         play(scheduled.schedule(), scheduled)
-        pages.check_integrity([old.pages, young.pages])
+        scheduled.pages.check_integrity([old, young])
         if young.totals.preemptions:
             break
     assert young.totals.preemptions == 1
@@ -176,7 +176,7 @@ def test_idle_clients_give_way_first() -> None:
     scheduled.add(idle)
     for _ in range(36):
         play(scheduled.schedule(), scheduled)
-        pages.check_integrity([busy.pages, idle.pages])
+        scheduled.pages.check_integrity([busy, idle])
     assert idle.totals.preemptions > 0
     assert busy.totals.preemptions == 0
     assert busy.totals.completion_tokens > 30
@@ -321,7 +321,7 @@ class TestTenants:
             scheduled.add(one)
         for _ in range(4000):
             play(scheduled.schedule(), scheduled)
-            pages.check_integrity([one.pages for one in scheduled.sequences()])
+            scheduled.pages.check_integrity(scheduled.sequences())
             for number, one in list(left.items()):
                 if one.totals.completion_tokens >= 8:
                     scheduled.remove(left.pop(number))
@@ -349,7 +349,7 @@ class TestIdle:
         assert pages.free_pages <= 1
         scheduled.add(sequence(9, prompt=40))
         assert play(scheduled.schedule(), scheduled) == [(9, 32)]
-        pages.check_integrity([one.pages for one in scheduled.sequences()])
+        scheduled.pages.check_integrity(scheduled.sequences())
         assert scheduled.evicted >= 2 and not scheduled.waiting
         assert all(one.kv_length == 0 for one in idle if one.state is SequenceState.EVICTED)
 

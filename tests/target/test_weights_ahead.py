@@ -68,7 +68,7 @@ def test_continuing_behind_steps_under_way(
             if isinstance(event, StepVerdict):
                 verdicts.setdefault(event.sequence_id, []).append(event)
             ended += isinstance(event, SequenceFinished)
-        runner.cache.check_integrity(live.sequence.pages for live in loop.live.values())
+        loop.scheduler.pages.check_integrity(live.sequence for live in loop.live.values())
         steps += 1
     (done,) = results
     assert isinstance(done, WeightsUpdated), done

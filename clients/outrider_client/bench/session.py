@@ -124,7 +124,8 @@ class Session:
         if self._stack is None:
             self._stack = await self._leave.enter_async_context(private_stack())
         stack, options = self._stack, self._options
-        flags = ["--model", options.model, "--dtype", options.dtype, "--device", options.device]
+        # The modes answer the same prompts: whoever comes later would find them read.
+        flags = ["--model", options.model, "--dtype", options.dtype, "--device", options.device, "--no-prefix-cache"]
         if mode.placement == "inprocess":
             flags += ["--draft", f"inprocess:{mode.name}"]
         elif mode.drafts:

@@ -123,7 +123,8 @@ async def _services(options: DemoOptions, console: Console) -> AsyncIterator[tup
         # One after the other: the target times its own steps, which a compiling draft would disturb.
         with waiting(console, "starting the draft service"):
             draft = await stack.start("draft", "draft_service", "--drafter", "trie", *traced)
-        flags = ("--model", options.model, "--dtype", "float32", "--draft", draft, *traced)
+        # Every run answers the same prompt, which none may find read.
+        flags = ("--model", options.model, "--dtype", "float32", "--no-prefix-cache", "--draft", draft, *traced)
         with waiting(console, f"starting the target service: loading {options.model} and timing its steps"):
             target = await stack.start("target", "target_service", *flags)
         console.print(f"draft service  [dim]{draft}[/]\ntarget service [dim]{target}[/]", soft_wrap=True)

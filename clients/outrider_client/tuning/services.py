@@ -106,7 +106,8 @@ class Side:
         setup, draft = self._setup, self._stack.address(f"draft-{self._name}")
         own = given(model=setup.options.model, dtype=setup.options.dtype, config=str(setup.path or ""))
         private = _emptied(*_PRIVATE, *_PRIVATE_TARGET)
-        words = [*own, *setup.placed.target, *setup.target_words, *private, "--draft", draft]
+        # Candidates answer the same prompts, which none may find read.
+        words = [*own, *setup.placed.target, *setup.target_words, *private, "--no-prefix-cache", "--draft", draft]
         if setup.placed.shared:
             # One after the other: the target takes a share of the memory that the draft leaves free.
             await self._start_draft(Candidate())

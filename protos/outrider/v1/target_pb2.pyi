@@ -587,6 +587,7 @@ class Usage(google.protobuf.message.Message):
     REJECTED_PREDICTION_TOKENS_FIELD_NUMBER: builtins.int
     LOSSY_FIELD_NUMBER: builtins.int
     LOSSY_TOKENS_FIELD_NUMBER: builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: builtins.int
     prompt_tokens: builtins.int
     """prompt_tokens read."""
     completion_tokens: builtins.int
@@ -607,6 +608,10 @@ class Usage(google.protobuf.message.Message):
     """lossy_tokens of the completion are accepted drafts that the model would not have drawn at their place, by the
     request's own seed. 0 in every other mode.
     """
+    cached_tokens: builtins.int
+    """cached_tokens of the prompt were not computed for this request: pages of earlier requests of the same tenant held
+    them. At most prompt_tokens - 1; 0 where the target keeps no prefixes.
+    """
     def __init__(
         self,
         *,
@@ -616,8 +621,9 @@ class Usage(google.protobuf.message.Message):
         rejected_prediction_tokens: builtins.int = ...,
         lossy: builtins.bool = ...,
         lossy_tokens: builtins.int = ...,
+        cached_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accepted_prediction_tokens", b"accepted_prediction_tokens", "completion_tokens", b"completion_tokens", "lossy", b"lossy", "lossy_tokens", b"lossy_tokens", "prompt_tokens", b"prompt_tokens", "rejected_prediction_tokens", b"rejected_prediction_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted_prediction_tokens", b"accepted_prediction_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "lossy", b"lossy", "lossy_tokens", b"lossy_tokens", "prompt_tokens", b"prompt_tokens", "rejected_prediction_tokens", b"rejected_prediction_tokens"]) -> None: ...
 
 global___Usage = Usage
 

@@ -46,6 +46,12 @@ class KeptVectors:
             self._pieces.extend([_copied(vectors, row_bytes, piece) for piece in pieces])
         self.end += count
 
+    def copied(self, start: int, stop: int) -> bytes | None:
+        """The bytes of the vectors of tokens `start` .. `stop`, `row_bytes` each; None where not all are kept."""
+        if start < self.begin or stop > self.end:
+            return None
+        return bytes(self._bytes_of(start, stop))
+
     def trim(self, keep: int) -> None:
         begin = self.end - keep
         if begin <= self.begin:

@@ -7,7 +7,7 @@ here for a draft that connects late.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterable
+from collections.abc import Container, Hashable, Iterable
 from collections.abc import Sequence as SequenceOf
 
 from outrider.errors import NotSupported
@@ -51,6 +51,25 @@ class Features:
     @property
     def kept_bytes(self) -> int:
         return sum(kept.nbytes for kept in list(self._kept.values()))
+
+    @property
+    def window(self) -> int | None:
+        """Of a sequence's last tokens, how many vectors the connected drafter reads; 0 for all, None if it reads none,
+        or there is none."""
+        return self._request.window if self._request is not None and self._connected else None
+
+    @property
+    def form(self) -> Hashable:
+        """What vectors that were kept earlier must have in common with those of now."""
+        return _form(self._request)
+
+    def kept_of(self, sequence_id: int) -> KeptVectors | None:
+        """The vectors of a sequence that are kept; None without any."""
+        return self._kept.get(sequence_id)
+
+    def restore(self, sequence_id: int, kept: KeptVectors) -> None:
+        """Begin a sequence with the vectors of its first tokens, which no pass of it computes."""
+        self._kept[sequence_id] = kept
 
     def connect(self, request: FeatureRequest | None) -> None:
         """A draft has connected that reads these features; None if it reads none. Raises `NotSupported` if this target

@@ -1,0 +1,148 @@
+"""Which pages hold the keys of which text: a radix tree over whole pages, with a root for each tenant."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
+from typing import Protocol
+
+from tree_kernels.pages import Pages
+
+# Pages that are taken back at once, at least: each search passes over the pages in use. Chosen.
+_BATCH = 32
+# Bytes of hidden states beside all pages, in the host's memory. Chosen: 260,000 tokens of a head that reads 4,096
+# numbers of each in bf16.
+_MOST_STATES = 2 << 30
+
+
+class PageStates(Protocol):
+    """Hidden states of a page's tokens, in the form in which they are sent."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+class PrefixNode:
+    """One page in the tree: the keys of `page_size` tokens behind those of all nodes above it."""
+
+    __slots__ = ("children", "key", "page", "parent", "states", "tenant")
+
+    def __init__(self, parent: PrefixNode | None, key: bytes, page: int, tenant: str) -> None:
+        self.parent = parent
+        self.key = key  # the page's tokens, int32
+        self.page = page
+        self.tenant = tenant
+        self.children: dict[bytes, PrefixNode] = {}
+        self.states: PageStates | None = None
+
+    def path(self) -> list[PrefixNode]:
+        """The nodes from the root's child down to this one."""
+        nodes: list[PrefixNode] = []
+        node: PrefixNode = self
+        while node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        nodes.reverse()
+        return nodes
+
+
+class PrefixTree:
+    """Pages of text that was read once, for other sequences of the same tenant that begin with it.
+
+    A page is inserted once its last key is computed and the token behind it is known. It stays when its sequences end,
+    until its memory is needed: the least recently used page without others behind it goes first, and never one that a
+    sequence holds.
+    """
+
+    def __init__(self, pages: Pages) -> None:
+        self._pages = pages
+        self._roots: dict[str, PrefixNode] = {}
+        # All nodes, the least recently used first. A node is always used after those behind it.
+        self._by_use: OrderedDict[PrefixNode, None] = OrderedDict()
+        # Bytes of the hidden states of all nodes.
+        self.state_bytes = 0
+        pages.cached_by(self._take_back)
+
+    def __len__(self) -> int:
+        """Pages in the tree."""
+        return len(self._by_use)
+
+    def pages(self) -> list[int]:
+        return [node.page for node in self._by_use]
+
+    def match(self, tenant: str, token_ids: SequenceOf[int], most: int) -> Iterator[PrefixNode]:
+        """The nodes that hold the text's beginning, first page first: whole pages of at most `most` tokens."""
+        node = self._roots.get(tenant)
+        if node is None:
+            return
+        size = self._pages.page_size
+        for start in range(0, most - size + 1, size):
+            node = node.children.get(_key(token_ids[start : start + size]))
+            if node is None:
+                return
+            yield node
+
+    def insert(self, tenant: str, parent: PrefixNode | None, token_ids: SequenceOf[int], page: int) -> PrefixNode:
+        """The node of these tokens, a page of them, behind `parent`, or of the tenant's root. A new one caches `page`;
+        an old one has a page of its own."""
+        above = parent or self._roots.get(tenant)
+        if above is None:
+            above = self._roots[tenant] = PrefixNode(None, b"", -1, tenant)
+        key = _key(token_ids)
+        node = above.children.get(key)
+        if node is None:
+            self._pages.cache(page)
+            node = above.children[key] = PrefixNode(above, key, page, tenant)
+            self._by_use[node] = None
+            self.use(node)
+        return node
+
+    def keep_states(self, node: PrefixNode, states: PageStates) -> None:
+        """Keep hidden states beside the node's page. If there are too many, pages that nobody uses go with theirs."""
+        node.states = states
+        self.state_bytes += states.nbytes
+        if self.state_bytes > _MOST_STATES:
+            self._take_back(1)
+
+    def use(self, node: PrefixNode) -> None:
+        """Count the node, and all above it, as used now."""
+        while node.parent is not None:
+            self._by_use.move_to_end(node)
+            node = node.parent
+
+    def clear(self) -> None:
+        """Forget every page: their keys are of other weights."""
+        for node in self._by_use:
+            self._pages.uncache(node.page)
+        self._by_use.clear()
+        self._roots.clear()
+        self.state_bytes = 0
+
+    def _take_back(self, count: int) -> None:
+        wanted = max(count, _BATCH)
+        # In this order a node comes behind its children: its last child has left it by then.
+        spare = (node for node in self._by_use if self._pages.is_spare(node.page))
+        taken: list[PrefixNode] = []
+        for node in spare:
+            if not node.children:
+                self._detach(node)
+                taken.append(node)
+                if len(taken) == wanted:
+                    break
+        for node in taken:
+            del self._by_use[node]
+            self._pages.uncache(node.page)
+
+    def _detach(self, node: PrefixNode) -> None:
+        assert node.parent is not None
+        self.state_bytes -= node.states.nbytes if node.states is not None else 0
+        del node.parent.children[node.key]
+        root = self._roots[node.tenant]
+        if not root.children:
+            del self._roots[node.tenant]
+
+
+def _key(token_ids: SequenceOf[int]) -> bytes:
+    return array("i", token_ids).tobytes()

@@ -1,0 +1,215 @@
+"""Pages that several sequences share: answers do not depend on them, and what they spare is counted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import make_tiny
+from engine_harness import engine_config, make_runner, plain, random_tree, request, run
+from hidden_states import states_of
+
+from draft_service.drafters.hidden_states import read_vectors
+from outrider.drafting.events import Connected, DraftEvents
+from outrider.sampling import SamplingParams
+from outrider.wire.frames import (
+    DraftInfo,
+    DraftLink,
+    FeatureRequest,
+    OpenSequence,
+    SequenceAdvance,
+    SequenceFeatures,
+    TreeLimits,
+)
+from target_service.config import TargetConfig
+from target_service.core.sequence import SequenceFinished, SequenceRequest, StepVerdict
+from target_service.engine.loop import EngineLoop
+from target_service.execution.host_executor import HostSteps
+from target_service.model.runner import ModelRunner
+
+SHARED = [(7 * i) % 200 + 3 for i in range(40)]
+FEATURES = FeatureRequest((0, 2), 96, "float32")
+
+
+class Engine:
+    """A loop that outlives its requests, as a service's does."""
+
+    def __init__(self, runner: ModelRunner, config: TargetConfig | None = None) -> None:
+        self.runner = runner
+        self.loop = EngineLoop(runner, config or engine_config(), steps=HostSteps(runner))
+        self._ids = iter(range(1, 100))
+
+    def answer(self, *requests: SequenceRequest) -> tuple[list[tuple[int, ...]], list[int]]:
+        """The output of each request, all run together, and how many tokens of each prompt were cached."""
+        ids = [next(self._ids) for _ in requests]
+        for sequence_id, wanted in zip(ids, requests, strict=True):
+            self.loop.add(self.loop.make(sequence_id, wanted))
+        said: dict[int, list[int]] = {sequence_id: [] for sequence_id in ids}
+        cached: dict[int, int] = {}
+        while len(cached) < len(ids):
+            for event in self.loop.step() or ():
+                if isinstance(event, StepVerdict):
+                    said[event.sequence_id] += event.token_ids
+                elif isinstance(event, SequenceFinished):
+                    cached[event.sequence_id] = event.totals.cached_tokens
+            self.check()
+        return [tuple(said[one]) for one in ids], [cached[one] for one in ids]
+
+    def check(self) -> None:
+        self.loop.scheduler.pages.check_integrity(live.sequence for live in self.loop.live.values())
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_answers_do_not_depend_on_hits(page_size: int, temperature: float) -> None:
+    model = make_tiny()
+    sampling = SamplingParams(temperature=temperature, seed=5, ignore_eos=True)
+    requests = [request([*SHARED, *tail], 20, sampling=sampling) for tail in ([1], [1], [9, 8], [])]
+    engine = Engine(make_runner(make_tiny(), page_size))
+    for place, wanted in enumerate(requests):
+        (said,), (cached,) = engine.answer(wanted)
+        assert said == plain(model, wanted)
+        most = len(SHARED) if place != 3 else len(SHARED) - 1
+        assert cached == (most // page_size * page_size if place else 0)
+
+
+def test_without_the_cache_nothing_is_shared() -> None:
+    engine = Engine(make_runner(make_tiny()), replace(engine_config(), prefix_cache=False))
+    assert [engine.answer(request(SHARED, 5))[1] for _ in range(2)] == [[0], [0]]
+    assert engine.runner.cache.spare_pages == 0
+
+
+def test_a_conversation_finds_its_own_answers() -> None:
+    model = make_tiny()
+    engine = Engine(make_runner(make_tiny()))
+    first = request(SHARED, 30)
+    (said,), _ = engine.answer(first)
+    following = request([*SHARED, *said, 4, 5], 10)
+    (answer,), (cached,) = engine.answer(following)
+    assert answer == plain(model, following)
+    # All but the answer's last token was computed, and whole pages of that are kept.
+    assert cached == (len(SHARED) + 29) // 16 * 16
+
+
+def test_those_that_begin_together_share_what_both_read() -> None:
+    model = make_tiny()
+    engine = Engine(make_runner(make_tiny()))
+    requests = [request([*SHARED, place], 40) for place in range(3)]
+    said, cached = engine.answer(*requests)
+    assert said == [plain(model, wanted) for wanted in requests] and cached == [0, 0, 0]
+    # Two pages of the shared prompt, and whole ones behind it of each: 40 + 1 + 40 - 1 tokens in five pages.
+    assert engine.runner.cache.spare_pages == 2 + 3 * 3
+    for wanted, before in zip(requests, said, strict=True):
+        following = request([*wanted.token_ids, *before], 3)
+        assert engine.answer(following) == ([plain(model, following)], [80])
+
+
+def test_tenants_share_nothing() -> None:
+    engine = Engine(make_runner(make_tiny()))
+    cached = [engine.answer(request(SHARED, 3, tenant=tenant))[1][0] for tenant in ("one", "two", "one", "two")]
+    assert cached == [0, 0, 32, 32]
+
+
+def test_kept_pages_give_way_to_whoever_runs() -> None:
+    """The least recently used text goes first, and nobody is preempted for pages that are only kept."""
+    engine = Engine(make_runner(make_tiny(), kv_tokens=192))
+    texts = [[(place + 11 * i) % 200 + 3 for i in range(40)] for place in range(6)]
+    for text in texts:
+        engine.answer(request(text, 3))
+    assert engine.runner.cache.free_pages == 12
+    (_,), (cached,) = engine.answer(request(texts[-1], 3))
+    assert cached == 32
+    # More than is unowned: two sequences of 80 tokens.
+    engine.answer(*(request([9 + place] * 60, 20) for place in range(2)))
+    assert [live.sequence.totals.preemptions for live in engine.loop.live.values()] == []
+    assert engine.answer(request(texts[0], 3))[1] == [0]
+
+
+def test_a_preempted_sequence_finds_its_pages() -> None:
+    requests = [request([5 + place] * 20, 40) for place in range(2)]
+    outcomes = run(make_runner(make_tiny(), kv_tokens=96), requests, config=engine_config(max_running=2))
+    assert [one.token_ids for one in outcomes] == [plain(make_tiny(), wanted) for wanted in requests]
+    totals = [one.finished.totals for one in outcomes]
+    assert any(one.preemptions for one in totals)
+    # What it found of its own is no hit of its prompt.
+    assert [one.cached_tokens for one in totals] == [0, 0]
+
+
+def test_what_a_cancelled_request_had_computed_stays() -> None:
+    engine = Engine(make_runner(make_tiny()))
+    loop = engine.loop
+    loop.add(loop.make(99, request(SHARED, 50)))
+    for _ in range(20):
+        loop.step()
+    loop.end(99, "cancelled")
+    engine.check()
+    assert engine.answer(request([*SHARED, 1], 3))[1] == [32]
+
+
+def test_other_weights_find_nothing() -> None:
+    engine = Engine(make_runner(make_tiny()))
+    engine.answer(request(SHARED, 3))
+    engine.loop.exchanged(version=2)
+    assert engine.runner.cache.spare_pages == 0
+    assert engine.answer(request(SHARED, 3))[1] == [0]
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_drafts_behind_a_hit_are_verified_as_ever(on_device: bool) -> None:
+    model = make_tiny()
+    requests = [request([*SHARED, *tail], 25) for tail in ([1], [2], [1, 3])]
+    outcomes = run(make_runner(make_tiny()), requests, propose=random_tree(211, 12), stagger=6, on_device=on_device)
+    assert [one.token_ids for one in outcomes] == [plain(model, wanted) for wanted in requests]
+    assert [one.finished.totals.cached_tokens for one in outcomes] == [0, 32, 32]
+
+
+class ReadingDraft:
+    """A link that checks every hidden state it gets against transformers' own, and drafts nothing."""
+
+    def __init__(self, events: DraftEvents) -> None:
+        self.tokens: dict[int, list[int]] = {}
+        self.known: dict[int, int] = {}
+        self._model = make_tiny()
+        events.receive(Connected(DraftInfo("reads", 0, "", TreeLimits(), 1 << 20, "0", features=FEATURES)))
+
+    def open(self, sequence: OpenSequence) -> None:
+        self.tokens[sequence.sequence_id] = list(sequence.token_ids)
+        self.known[sequence.sequence_id] = 0
+
+    def advance(self, advances: list[SequenceAdvance]) -> None:
+        for advance in advances:
+            tokens = self.tokens[advance.sequence_id]
+            tokens += advance.token_ids
+            assert advance.features is not None
+            self._take(advance.sequence_id, len(tokens) - 1 - advance.features.rows, advance.features)
+
+    def send_features(self, features: list[SequenceFeatures]) -> None:
+        for one in features:
+            self._take(one.sequence_id, one.position, one.vectors)
+
+    def close(self, sequence_ids: list[int]) -> None:
+        pass
+
+    def _take(self, sequence_id: int, position: int, vectors) -> None:  # type: ignore[no-untyped-def]
+        assert position == self.known[sequence_id], "without a gap"
+        end = self.known[sequence_id] = position + vectors.rows
+        expected = states_of(self._model, self.tokens[sequence_id], FEATURES.layers)[position:end]
+        torch.testing.assert_close(read_vectors(vectors), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_head_gets_the_states_of_a_shared_prefix(page_size: int) -> None:
+    links: list[ReadingDraft] = []
+
+    def connect(events: DraftEvents) -> DraftLink:
+        links.append(ReadingDraft(events))
+        return links[0]  # type: ignore[return-value]
+
+    requests = [request([*SHARED, *tail], 6) for tail in ([1], [2], [1, 3])]
+    config = replace(engine_config(), feature_window=64)
+    outcomes = run(make_runner(make_tiny(), page_size), requests, connect=connect, config=config, stagger=8)
+    cached = [one.finished.totals.cached_tokens for one in outcomes]
+    assert cached == ([0, 40, 41] if page_size == 1 else [0, 32, 32])
+    # Of every token but the last two: the answer ended with the step that read the last but one.
+    assert [links[0].known[place] for place in (1, 2, 3)] == [len(one.token_ids) + 4 for one in requests]
