@@ -18,7 +18,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from benchmarks.shared.machine import describe
 from benchmarks.shared.report import markdown_table, parser_of, settings_of, show, write_json
 from tree_kernels.experts import Chosen, ExpertWeights, Routing, RowExperts
 from tree_kernels.experts.triton_backend import TritonExperts
-from tree_kernels.experts.triton_tiling import ExpertTiling
+from tree_kernels.experts.triton_tiling import ExpertTiling, choose_expert_tilings
 from tree_kernels.linear import Norm, RowLinears, ScaledRows
 
 
@@ -196,20 +196,26 @@ def measure(layers: Layers, rows: int, bytes_per_us: float, sweep: bool) -> dict
 
 
 def swept(layers: Layers, chosen: list[Chosen]) -> Iterator[dict[str, Any]]:
-    """Times of `mix` by tiling."""
-    blocks = ((64, 6), (128, 3), (128, 4), (128, 5), (256, 3))
-    for rows, outputs, (inner, stages), warps in itertools.product((8, 16, 32, 64), (32, 64, 128), blocks, (4, 8)):
-        staged = (rows + outputs) * inner * 2 * stages
-        if staged > 220_000 or (warps == 8 and outputs < 128) or rows > 4 * max(8, len(chosen[0].experts)):
+    """Times of `mix` by the tiling of one product, the other's as it is chosen."""
+    rows, top_k = chosen[0].experts.shape
+    usual = choose_expert_tilings(rows, top_k, layers.shape.experts)
+    blocks = ((64, 4), (64, 6), (64, 8), (128, 3), (128, 4), (128, 5), (256, 2), (256, 3))
+    sizes = itertools.product(
+        {8, 16, usual.gated.block_rows, 2 * usual.gated.block_rows}, (32, 64, 128), blocks, (4, 8)
+    )
+    for block_rows, outputs, (inner, stages), warps in sizes:
+        staged = (block_rows + outputs) * inner * 2 * stages
+        if staged > 220_000 or (warps == 8 and outputs < 128):
             continue
-        tiling = ExpertTiling(rows, outputs, inner, warps, stages)
-        experts = TritonExperts(layers.device, tiling=tiling)
-        launches: list[Callable[[], object]] = [
-            lambda layer=layer, experts=experts: layers.mix(experts, layer, chosen[layer])  # type: ignore[misc]
-            for layer in range(len(chosen))
-        ]
-        with contextlib.suppress(OutOfResources, PTXASError):
-            yield asdict(tiling) | timed(launches, layers.device)
+        tiling = ExpertTiling(block_rows, outputs, inner, warps, stages)
+        for product in ("gated", "down"):
+            experts = TritonExperts(layers.device, tilings=replace(usual, **{product: tiling}))
+            launches: list[Callable[[], object]] = [
+                lambda layer=layer, experts=experts: layers.mix(experts, layer, chosen[layer])  # type: ignore[misc]
+                for layer in range(len(chosen))
+            ]
+            with contextlib.suppress(OutOfResources, PTXASError):
+                yield {"product": product} | asdict(tiling) | timed(launches, layers.device)
 
 
 def line(result: dict[str, Any]) -> list[str]:
@@ -240,8 +246,10 @@ def main() -> None:
             found[name].append(measure(layers, rows, bytes_per_us, options.sweep))
             document = {"machine": describe(), "settings": settings_of(options), "bytes_per_us": bytes_per_us}
             write_json(options.json, document | {"results": found})
-            for tiling in found[name][-1]["tilings"][:5]:
-                show(f"    {rows} rows: {tiling}")
+            for product in ("gated", "down"):
+                best = [one for one in found[name][-1]["tilings"] if one["product"] == product]
+                for tiling in best[:4]:
+                    show(f"    {rows} rows: {tiling}")
         head = ["rows", "floor", "layer", "route", "mix", "layer / floor", "torch._grouped_mm", "error"]
         show(f"{name}\n" + markdown_table(head, map(line, found[name])))
         del layers

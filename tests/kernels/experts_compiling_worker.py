@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 from tree_kernels.experts import triton_kernels, triton_routing
-from tree_kernels.experts.triton_tiling import MAX_PAIRS, choose_expert_tiling
+from tree_kernels.experts.triton_tiling import MAX_PAIRS, choose_expert_tilings
 
 HALF = ("rows", "weight", "following", "output", "residual", "norm_weight", "norm_bias", "scaled", "right")
 OTHERS = {
@@ -30,16 +30,20 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
     """Name, kernel, constants and options."""
     parts = {"PARTS": 64, "BLOCK_PARTS": 64}
     for name, (hidden, inner, experts, top_k) in SHAPES.items():
-        for rows in (1, 64, 256):
-            tiling = choose_expert_tiling(rows, top_k, experts)
+        for rows in (1, 8, 64, 256):
+            tilings = choose_expert_tilings(rows, top_k, experts)
             pairs = rows * top_k
-            sizes = {"PAIRS": triton.next_power_of_2(pairs) if pairs <= MAX_PAIRS else 0}
-            sizes |= {"BLOCK_M": tiling.block_rows, "BLOCK_N": tiling.block_outputs, "BLOCK_K": tiling.block_inner}
-            options = {"num_warps": tiling.warps, "num_stages": tiling.stages}
-            gated = {"OUTPUTS": inner, "INNER": hidden, "TOP_K": top_k, "ACTIVATION": "silu", "PIECE": 1024}
-            yield f"gated {name} {rows}", triton_kernels.expert_gated_kernel, sizes | parts | gated, options
+            listed = 1 if rows == 1 else triton.next_power_of_2(pairs) if pairs <= MAX_PAIRS else 0
+            gated = {"OUTPUTS": inner, "INNER": hidden, "TOP_K": top_k, "ACTIVATION": "silu", "PIECE": 1024} | parts
             down = {"OUTPUTS": hidden, "INNER": inner}
-            yield f"down {name} {rows}", triton_kernels.expert_down_kernel, sizes | down, options
+            for kind, kernel, own, tiling in (
+                ("gated", triton_kernels.expert_gated_kernel, gated, tilings.gated),
+                ("down", triton_kernels.expert_down_kernel, down, tilings.down),
+            ):
+                sizes = {"PAIRS": listed, "BLOCK_M": tiling.block_rows, "BLOCK_N": tiling.block_outputs}
+                sizes |= {"BLOCK_K": tiling.block_inner}
+                options = {"num_warps": tiling.warps, "num_stages": tiling.stages}
+                yield f"{kind} {name} {rows}", kernel, sizes | own, options
     common = {"INNER": 2048, "TOP_K": 8, "BLOCK_TOP_K": 8, "RENORMALISES": True, "ROUNDS": True, "SPLITS": 8}
     common |= parts | {"BLOCK_N": 16, "BLOCK_K": 128, "AHEAD": 4}
     for rows in (8, 16):

@@ -17,11 +17,14 @@ from torch import Tensor
 from tree_kernels import linear
 from tree_kernels.experts import Chosen, ExpertWeights, Routing, RowExperts
 from tree_kernels.experts.triton_backend import TritonExperts
-from tree_kernels.experts.triton_tiling import ExpertTiling
+from tree_kernels.experts.triton_tiling import ExpertTiling, ExpertTilings
 
 INTERPRETED = not torch.cuda.is_available()
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-SMALL = ExpertTiling(block_rows=8, block_outputs=32, block_inner=32, warps=4, stages=2)
+SMALL = ExpertTilings(
+    ExpertTiling(block_rows=8, block_outputs=32, block_inner=32, warps=4, stages=2),
+    ExpertTiling(block_rows=16, block_outputs=16, block_inner=16, warps=4, stages=2),
+)
 TORCH = RowExperts()
 
 
@@ -35,7 +38,7 @@ class Sizes:
     experts: int
     routing: Routing
     dtype: torch.dtype = torch.float32
-    tiling: ExpertTiling | None = SMALL
+    tilings: ExpertTilings | None = SMALL
     corrects: bool = False
     # The router multiplies in fp32.
     wide: bool = False
@@ -49,7 +52,7 @@ class Sizes:
     invariant: bool = False
 
     def kernels(self) -> TritonExperts:
-        return TritonExperts(DEVICE, tiling=self.tiling, invariant=self.invariant)
+        return TritonExperts(DEVICE, tilings=self.tilings, invariant=self.invariant)
 
 
 def cases() -> dict[str, Sizes]:
@@ -60,7 +63,7 @@ def cases() -> dict[str, Sizes]:
     found["all of many rows want the same"] = replace(qwen, rows=40, crowded=True)
     found["odd sizes"] = replace(qwen, rows=5, hidden=40, inner=24, experts=11, routing=Routing(3))
     found["odd sizes, many rows"] = replace(found["odd sizes"], rows=50)
-    found["mixtral"] = replace(qwen, rows=6, experts=8, routing=Routing(2), tiling=None)
+    found["mixtral"] = replace(qwen, rows=6, experts=8, routing=Routing(2), tilings=None)
     found["not renormalised, rounded"] = replace(
         qwen, rows=6, routing=Routing(4, renormalised=False, rounded=True, scaling=2.5)
     )
@@ -73,7 +76,7 @@ def cases() -> dict[str, Sizes]:
     found["glm 4.5"] = replace(qwen, rows=4, routing=Routing(4, "sigmoid"), corrects=True, layer_norm=True)
     found["ernie"] = replace(qwen, rows=4, routing=Routing(4, clamped_sum=0.9), corrects=True, residual=False)
     found["granite"] = replace(qwen, rows=4, multiplier=0.22, activation=linear.ActivationKind.GELU_TANH)
-    found["own tiling"] = replace(qwen, rows=40, hidden=128, tiling=None)
+    found["own tiling"] = replace(qwen, rows=40, hidden=128, tilings=None)
     found["half precision"] = replace(qwen, rows=5, dtype=torch.float16)
     if not INTERPRETED:
         real = Sizes(1, 2048, 768, 128, Routing(8), torch.bfloat16, None)

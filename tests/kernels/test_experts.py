@@ -19,7 +19,7 @@ from tree_kernels.linear import Activation, ActivationKind, Norm, RowLinears, Sc
 
 pytest.importorskip("triton")
 from tree_kernels.experts.triton_backend import TritonExperts
-from tree_kernels.experts.triton_tiling import MAX_PAIRS, choose_expert_tiling, rows_of_a_block
+from tree_kernels.experts.triton_tiling import MAX_PAIRS, choose_expert_tilings, rows_of_a_block
 
 WORKER = "experts_worker.py"
 CPU = torch.device("cpu")
@@ -176,10 +176,11 @@ def test_of_equal_scores_the_lowest_expert_is_chosen() -> None:
 @pytest.mark.parametrize("rows", [1, 4, 16, 64, 256, 1000])
 @pytest.mark.parametrize("shape", [(8, 128), (2, 8), (8, 64)], ids=str)
 def test_blocks_hold_the_rows_of_an_expert(rows: int, shape: tuple[int, int]) -> None:
-    tiling = choose_expert_tiling(rows, *shape)
-    assert tiling.block_rows == rows_of_a_block(rows, *shape)
-    assert min(rows * shape[0] / shape[1], rows, 64) <= tiling.block_rows <= 64
-    assert (tiling.block_rows + tiling.block_outputs) * tiling.block_inner * 2 * tiling.stages <= 227_000
-    assert choose_expert_tiling(rows, *shape, invariant=True) == choose_expert_tiling(1, 1, 1, invariant=True)
-    # A program of few pairs has as many threads.
-    assert 32 * tiling.warps >= MAX_PAIRS
+    tilings = choose_expert_tilings(rows, *shape)
+    for tiling in (tilings.gated, tilings.down):
+        assert tiling.block_rows == rows_of_a_block(rows, *shape)
+        assert min(rows * shape[0] / shape[1], rows, 64) <= tiling.block_rows <= 64
+        assert (tiling.block_rows + tiling.block_outputs) * tiling.block_inner * 2 * tiling.stages <= 227_000
+        # A program of few pairs has as many threads.
+        assert 32 * tiling.warps >= MAX_PAIRS
+    assert choose_expert_tilings(rows, *shape, invariant=True) == choose_expert_tilings(1, 1, 1, invariant=True)

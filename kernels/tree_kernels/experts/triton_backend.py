@@ -5,8 +5,6 @@ Nothing waits for the host, and shapes of launches follow from the number of row
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 from torch import Tensor
@@ -14,7 +12,7 @@ from torch import Tensor
 from tree_kernels.experts.layers import RowExperts, check_mix, check_router, choose
 from tree_kernels.experts.triton_kernels import combine_kernel, expert_down_kernel, expert_gated_kernel
 from tree_kernels.experts.triton_routing import order_kernel, route_kernel
-from tree_kernels.experts.triton_tiling import MAX_PAIRS, ExpertTiling, choose_expert_tiling
+from tree_kernels.experts.triton_tiling import MAX_PAIRS, ExpertTiling, ExpertTilings, choose_expert_tilings
 from tree_kernels.experts.types import Chosen, ExpertWeights, Routing
 from tree_kernels.linear import Norm, ScaledRows
 from tree_kernels.linear.triton_backend import check_contiguous, or_other, parts_of_rows
@@ -33,9 +31,9 @@ _FOUR_WARPS = 2048
 class TritonExperts(RowExperts):
     """See `tree_kernels.experts.RowExperts`. Launches of one object must not run concurrently."""
 
-    def __init__(self, device: torch.device, *, invariant: bool = False, tiling: ExpertTiling | None = None) -> None:
-        """`tiling` is for all products; None chooses one by their sizes."""
-        self._invariant, self._tiling = invariant, tiling
+    def __init__(self, device: torch.device, *, invariant: bool = False, tilings: ExpertTilings | None = None) -> None:
+        """Without `tilings` they are chosen by the number of rows."""
+        self._invariant, self._tilings = invariant, tilings
         # Every launch leaves them at zero.
         self._counters = torch.zeros(_MAX_BLOCKS, dtype=torch.int32, device=device)
         # Programmatic dependent launch, which came with Hopper.
@@ -97,7 +95,7 @@ class TritonExperts(RowExperts):
         count, top_k = chosen.experts.shape
         experts, hidden, inner = weights.down.shape
         pairs, device = count * top_k, weights.down.device
-        tiling = self._tiling or choose_expert_tiling(count, top_k, experts, invariant=self._invariant)
+        tilings = self._tilings or choose_expert_tilings(count, top_k, experts, invariant=self._invariant)
         few = pairs <= MAX_PAIRS
         order, sizes = chosen.experts, chosen.experts
         if not few:
@@ -106,28 +104,22 @@ class TritonExperts(RowExperts):
             order_kernel[(experts,)](
                 chosen.experts, order, sizes, pairs, count, BLOCK=_ORDER_BLOCK, num_warps=4, **self._order()
             )
-        options: dict[str, Any] = {
-            "PAIRS": triton.next_power_of_2(pairs) if few else 0,
-            "BLOCK_M": tiling.block_rows,
-            "BLOCK_N": tiling.block_outputs,
-            "BLOCK_K": tiling.block_inner,
-            "num_warps": tiling.warps,
-            "num_stages": tiling.stages,
-            **self._order(),
-        }
+        # One row has no expert twice.
+        listed = 0 if not few else 1 if count == 1 and not self._invariant else triton.next_power_of_2(pairs)
+        options = {"PAIRS": listed, **self._order()}
         programs = pairs if few else experts
-        tiles = triton.cdiv(inner, tiling.block_outputs // 2)
+        tiles = triton.cdiv(inner, tilings.gated.block_outputs // 2)
         gated = rows.rows.new_empty(pairs, inner)
         expert_gated_kernel[(tiles, programs)](
             rows.rows, or_other(rows.squares, gated), chosen.experts, order, sizes, weights.gate_up, weights.down,
             or_other(weights.activation.parameters, gated), gated, pairs, count, rows.rows.stride(0), rows.epsilon,
             ACTIVATION=str(weights.activation.kind), TOP_K=top_k, OUTPUTS=inner, INNER=hidden,
-            PIECE=self._piece(weights.down, pairs, tiles), **parts_of_rows(rows), **options,
+            PIECE=self._piece(weights.down, pairs, tiles), **parts_of_rows(rows), **options, **_sizes(tilings.gated),
         )  # fmt: skip
         parts = torch.empty(pairs, hidden, dtype=torch.float32, device=device)
-        expert_down_kernel[(triton.cdiv(hidden, tiling.block_outputs), programs)](
+        expert_down_kernel[(triton.cdiv(hidden, tilings.down.block_outputs), programs)](
             gated, chosen.experts, order, sizes, weights.down, parts, pairs, count,
-            OUTPUTS=hidden, INNER=inner, **options,
+            OUTPUTS=hidden, INNER=inner, **options, **_sizes(tilings.down),
         )  # fmt: skip
         return parts
 
@@ -170,6 +162,16 @@ class TritonExperts(RowExperts):
 
     def _order(self) -> dict[str, bool]:
         return {"DEPENDENT": True, "launch_pdl": True} if self._dependent else {"DEPENDENT": False}
+
+
+def _sizes(tiling: ExpertTiling) -> dict[str, int]:
+    return {
+        "BLOCK_M": tiling.block_rows,
+        "BLOCK_N": tiling.block_outputs,
+        "BLOCK_K": tiling.block_inner,
+        "num_warps": tiling.warps,
+        "num_stages": tiling.stages,
+    }
 
 
 def _has_even_groups(experts: int, routing: Routing) -> bool:

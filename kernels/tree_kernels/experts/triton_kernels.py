@@ -1,7 +1,8 @@
 """Kernels of experts: gate and up, down, and the weighed sum. A program reads its share of one expert once.
 
-A pair is a row and one of its experts: pair p is of row p // k. With few pairs, a program stands for a pair and goes on
-if no earlier pair has its expert; with more, for an expert, whose pairs `order_kernel` has listed.
+A pair is a row and one of its experts: pair p is of row p // k. With few pairs, up to PAIRS, a program stands for a
+pair and goes on if no earlier pair has its expert; with PAIRS of 1 all are of one row, and so of different experts.
+With more, PAIRS is 0 and a program stands for an expert, whose pairs `order_kernel` has listed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from tree_kernels.linear.triton_parts import activated, load_wide, whole_norm
 def _work(experts, sizes, pairs, PAIRS: tl.constexpr):  # type: ignore[no-untyped-def]
     """The expert of this program and how many pairs it has for it."""
     own = tl.program_id(1)
-    if PAIRS > 0:
+    if PAIRS == 1:
+        return tl.load(experts + own), 1
+    elif PAIRS > 1:
         pair = tl.arange(0, PAIRS)
         expert = tl.load(experts + own)
         match = (tl.load(experts + pair, mask=pair < pairs, other=-1) == expert).to(tl.int32)
@@ -33,7 +36,9 @@ def _places(  # type: ignore[no-untyped-def]
     experts, order, expert, pairs, capacity, slot, there, PAIRS: tl.constexpr
 ):
     """[BLOCK_M] the pairs of an expert in these places of its list."""
-    if PAIRS > 0:
+    if PAIRS == 1:
+        return slot * 0 + tl.program_id(1)
+    elif PAIRS > 1:
         pair = tl.arange(0, PAIRS)
         match = (tl.load(experts + pair, mask=pair < pairs, other=-1) == expert).to(tl.int32)
         rank = tl.cumsum(match, 0) - 1

@@ -64,12 +64,19 @@ def _choose(  # type: ignore[no-untyped-def]
     chosen = tl.zeros([BLOCK_M, BLOCK_TOP_K], tl.int32)
     found = tl.zeros([BLOCK_M, BLOCK_TOP_K], tl.float32)
     for index in tl.static_range(TOP_K):
-        best = (BLOCK_E - 1 - (tl.max(key, 1) & 0xFFFFFFFF)).to(tl.int32)
+        highest = tl.max(key, 1)
+        best = (BLOCK_E - 1 - (highest & 0xFFFFFFFF)).to(tl.int32)
         own = expert == best[:, None]
         key = tl.where(own, _NO_KEY, key)
         # Where scores are not numbers, an expert that is there.
         chosen = tl.where(rank == index, tl.minimum(best, EXPERTS - 1)[:, None], chosen)
-        found = tl.where(rank == index, tl.sum(tl.where(own, scores, 0.0), 1)[:, None], found)
+        if CORRECTS:
+            weight = tl.sum(tl.where(own, scores, 0.0), 1)
+        else:
+            # The key has the score itself.
+            ordered = (highest >> 32).to(tl.int32)
+            weight = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        found = tl.where(rank == index, weight[:, None], found)
     if RENORMALISES:
         total = tl.sum(found, 1) + least_sum
         found /= tl.maximum(total, clamped_sum)[:, None]
@@ -115,14 +122,16 @@ def route_kernel(  # type: ignore[no-untyped-def]
             other=0.0,
         )
         total = tl.dot(left, right.to(left.dtype), total, input_precision="ieee")
-    at = partials + block.to(tl.int64) * SPLITS * BLOCK_E * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-    tl.store(at + (tl.program_id(2) * BLOCK_E + column[:, None]) * BLOCK_M, total)
+    # Rows of experts, which one warp then compares with each other.
+    line = tl.arange(0, BLOCK_M)
+    at = partials + block.to(tl.int64) * SPLITS * BLOCK_E * BLOCK_M
+    tl.store(at + (tl.program_id(2) * BLOCK_M + line[None, :]) * BLOCK_E + column[:, None], total)
     tl.debug_barrier()
     arrived = tl.atomic_add(counters + block, 1, sem="acq_rel")
     if arrived == TILES * SPLITS - 1:
         tl.store(counters + block, 0)
         expert = tl.arange(0, BLOCK_E)[None, :]
-        parts = partials + (block.to(tl.int64) * SPLITS * BLOCK_E + expert) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+        parts = at + line[:, None] * BLOCK_E + expert
         written = expert < TILES * BLOCK_N
         logits = tl.load(parts, mask=written, other=0.0, cache_modifier=".cg")
         for split in tl.static_range(1, SPLITS):

@@ -23,6 +23,14 @@ class ExpertTiling:
     stages: int  # blocks in flight
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertTilings:
+    """Of both products."""
+
+    gated: ExpertTiling
+    down: ExpertTiling
+
+
 # By rows of a block. Chosen so that two programs fit a processor of Hopper with about 100 KB in flight each, as the
 # linear layers' tilings do; not yet measured.
 _TILINGS = {
@@ -42,6 +50,7 @@ def rows_of_a_block(rows: int, top_k: int, experts: int) -> int:
     return block
 
 
-def choose_expert_tiling(rows: int, top_k: int, experts: int, *, invariant: bool = False) -> ExpertTiling:
-    """The tiling of `rows` that choose `top_k` of so many experts. `invariant` makes it the same for any number."""
-    return _TILINGS[16 if invariant else rows_of_a_block(rows, top_k, experts)]
+def choose_expert_tilings(rows: int, top_k: int, experts: int, *, invariant: bool = False) -> ExpertTilings:
+    """The tilings of `rows` that choose `top_k` of so many experts. `invariant` makes them the same for any number."""
+    tiling = _TILINGS[16 if invariant else rows_of_a_block(rows, top_k, experts)]
+    return ExpertTilings(tiling, tiling)
