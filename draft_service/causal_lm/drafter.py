@@ -14,18 +14,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AttentionInterface, PretrainedConfig
 
+from draft_service.checkpoints.target import folder_fingerprint
 from draft_service.drafters.base import DrafterSpec, DraftSequence
 from draft_service.neural.config import NeuralConfig
 from draft_service.neural.network import Network, RowOutput
 from draft_service.neural.tail_attention import Attend
 from draft_service.neural.tree_drafting import CacheEntry, Extension
 from draft_service.neural_drafter import CachingDrafter
+from outrider.checkpoints.causal_lm import load_causal_lm, read_configuration
+from outrider.checkpoints.folder import Checkpoint, read_config
+from outrider.checkpoints.names import check_model_name
+from outrider.checkpoints.plain_attention import attention_refusal
+from outrider.checkpoints.refusal import CheckpointRefused, first_line
 from outrider.errors import NotSupported
-from outrider.hub import check_fetchable
+from outrider.hub import model_folder
 from outrider.model_store import model_source
 from outrider.settings import SettingsError, setting
 
@@ -109,8 +114,11 @@ class ModelDrafter(CachingDrafter):
             raise SettingsError(
                 "the model drafter needs a draft_model: a name from `outrider model list`, a folder or a hub id"
             )
+        check_name(config.draft_model)
         self._source = model_source(config.draft_model)
-        settings = _settings_of(self._source)
+        self._folder, settings = _settings_of(self._source)
+        # The target refuses a draft that was made for another tokenizer; a vocabulary's size tells little.
+        self.tokenizer_fingerprint = folder_fingerprint(self._folder)
         # Trees must not reach past the end of position tables.
         tree = config.tree
         longest = int(getattr(settings, "max_position_embeddings", config.max_context + tree.num_steps))
@@ -142,12 +150,13 @@ class ModelDrafter(CachingDrafter):
     def _load_network(self) -> Network:
         config = self._config
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                self._source, dtype=getattr(torch, config.dtype), use_safetensors=True
-            )
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
-            raise NotSupported(f"{self._source} cannot be loaded: {str(error).splitlines()[0]}") from None
+            settings = read_configuration(self._folder)
+            model: Any = load_causal_lm(Checkpoint.of_folder(self._folder), settings, getattr(torch, config.dtype))
+        except (OSError, CheckpointRefused) as error:
+            raise NotSupported(f"{self._source} cannot be loaded: {first_line(error)}") from None
         model = model.to(config.device).eval().requires_grad_(False)
+        if not getattr(model, "_supports_attention_backend", False):
+            raise NotSupported(f"{settings.model_type} cannot draft: its attention cannot be replaced")
         self._own_hidden = _own_hidden(model)
         return ModelNetwork(model)
 
@@ -156,11 +165,18 @@ class ModelDrafter(CachingDrafter):
         entry = CacheEntry()
         tokens = _probe(self.vocabulary_size)
         self.drafting.reserve(entry, len(tokens))
-        self.drafting.extend([Extension(entry, tokens[:5], 0)])
-        self.drafting.extend([Extension(entry, tokens[5:], 5)])
+        try:
+            self.drafting.extend([Extension(entry, tokens[:5], 0)])
+            self.drafting.extend([Extension(entry, tokens[5:], 5)])
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, IndexError, AttributeError, TypeError, ValueError) as error:
+            # Such as keys of another shape than in the configuration.
+            raise NotSupported(f"{self._source} cannot draft over our cache: {first_line(error)}") from error
         found = self.drafting.states.read_of([entry.pages]).lm_input[0].float()
         self.drafting.forget(entry)
-        if (found - self._own_hidden).norm() > _TOLERANCE * self._own_hidden.norm():
+        # Negated, so that NaN is refused too.
+        if not (found - self._own_hidden).norm() <= _TOLERANCE * self._own_hidden.norm():
             raise NotSupported("this model's attention is not plain causal attention; it cannot draft")
         super()._warm_up()
 
@@ -171,18 +187,30 @@ def _unread(sequence: DraftSequence) -> int:
     return len(sequence.token_ids) - entries
 
 
-def _settings_of(source: str) -> PretrainedConfig:
+def check_name(model: str) -> None:
+    """Raise `NotSupported` for what names no model, with what to name instead."""
     try:
-        if not Path(source).is_dir():
-            # transformers would retry an unreachable hub for half a minute, and one that does not answer for longer.
-            check_fetchable(source)
-        settings: Any = AutoConfig.from_pretrained(source)
+        check_model_name(model)
+    except CheckpointRefused as refused:
+        raise NotSupported(f"{model} cannot draft: {refused}") from None
+
+
+def _settings_of(source: str) -> tuple[Path, PretrainedConfig]:
+    """A model's folder, fetched if it is on a hub, and its configuration. Raises `NotSupported` for one that cannot
+    draft."""
+    try:
+        folder = model_folder(source)
+        read_config(folder)
+        settings = read_configuration(folder)
     except (OSError, ValueError) as error:
-        raise NotSupported(f"{source} cannot be loaded: {str(error).splitlines()[0]}") from None
+        raise NotSupported(f"{source} cannot be loaded: {first_line(error)}") from None
     shaped = [name for name in _SHAPED_LOGITS if getattr(settings, name, None) not in (None, 1, 1.0)]
-    if shaped or settings.get_text_config() is not settings:
-        raise NotSupported(f"{settings.model_type} cannot draft: {', '.join(shaped) or 'it takes more than text'}")
-    return settings
+    reason = ", ".join(shaped) or attention_refusal(settings)
+    if settings.get_text_config() is not settings:
+        reason = "it takes more than text"
+    if reason or not hasattr(settings, "num_attention_heads"):
+        raise NotSupported(f"{settings.model_type} cannot draft: {reason or 'it has no attention'}")
+    return folder, settings
 
 
 def _probe(vocabulary_size: int) -> list[int]:

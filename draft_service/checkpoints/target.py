@@ -7,6 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from draft_service.checkpoints.facts import HeadShape, same_tokenizer
+from outrider.checkpoints.refusal import first_line
 from outrider.heads import HeadRefused, tokenizer_fingerprint
 from outrider.weights import Weights
 
@@ -68,14 +69,20 @@ class TargetCheckpoint:
 
     def fingerprint(self) -> str:
         """The fingerprint of the tokenizer; empty without one."""
-        folder = self._weights.folder
-        if not (folder / "tokenizer.json").is_file():
-            return ""
-        from transformers import AutoTokenizer
+        return folder_fingerprint(self._weights.folder)
 
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(str(folder))
-        # A broken file makes transformers raise anything.
-        except Exception as error:
-            raise HeadRefused(f"{self._source}: tokenizer.json: {error}") from None
-        return tokenizer_fingerprint(tokenizer)
+
+def folder_fingerprint(folder: Path) -> str:
+    """The fingerprint of a folder's tokenizer; empty without one. Raises `HeadRefused` where it cannot be read."""
+    files = ("tokenizer.json", "tokenizer.model", "vocab.json")
+    file = next((name for name in files if (folder / name).is_file()), None)
+    if file is None:
+        return ""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    # A broken file makes transformers raise anything.
+    except Exception as error:
+        raise HeadRefused(f"{folder}: {file}: {first_line(error)}") from None
+    return tokenizer_fingerprint(tokenizer)

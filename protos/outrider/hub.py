@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from outrider.runtime import in_daemon_thread
 
 # For the hub's first response. Chosen, not measured: many round trips around the world.
 _HUB_SECONDS = 5.0
+
+
+# What loading reads of a model. Pickled weights and code are not fetched.
+MODEL_PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+# Second copies of the weights: other formats in folders, and Mistral's own format.
+IGNORED_PATTERNS = ("*/*", "consolidated*")
 
 
 class HubUnreachable(OSError):
@@ -23,6 +31,24 @@ def check_fetchable(name: str, revision: str | None = None) -> None:
         reach_hub()
     except HubUnreachable as error:
         raise HubUnreachable(f"it is no folder, it was not fetched before, and {error}") from None
+
+
+def model_folder(source: str) -> Path:
+    """A folder, or the folder of the cache for a hub id, ORG/NAME, whose files are fetched unless they are there.
+    Raises `OSError` where the hub does not have it or does not answer, and `ValueError` for no name of a hub."""
+    if Path(source).is_dir():
+        return Path(source)
+    check_fetchable(source)
+    from huggingface_hub import constants, snapshot_download
+
+    return Path(
+        snapshot_download(
+            source,
+            endpoint=constants.ENDPOINT,
+            allow_patterns=list(MODEL_PATTERNS),
+            ignore_patterns=list(IGNORED_PATTERNS),
+        )
+    )
 
 
 def reach_hub() -> None:

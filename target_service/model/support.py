@@ -6,24 +6,11 @@ from typing import NamedTuple
 
 from transformers import PretrainedConfig, PreTrainedModel
 
+from outrider.checkpoints.plain_attention import attention_refusal
+
 
 class ModelRefused(ValueError):
     """The model cannot be served losslessly; the message says why."""
-
-
-# Attributes of configurations whose attention is not plain causal attention over all earlier tokens.
-_FOREIGN = {
-    "index_topk": "attention to a choice of tokens",
-    "attn_logit_softcapping": "capped attention scores",
-    "attention_chunk_size": "chunked attention",
-    "layers_block_type": "layers that are not attention",
-    "conv_L_cache": "convolution layers",
-    "attn_layer_indices": "layers that are not attention",
-    "linear_num_value_heads": "linear attention",
-    "ssm_state_size": "state-space layers",
-    "mamba_d_state": "state-space layers",
-    "H_cycles": "layers that run more than once",
-}
 
 
 def check_supported(config: PretrainedConfig, model: PreTrainedModel | None = None) -> None:
@@ -35,30 +22,25 @@ def check_supported(config: PretrainedConfig, model: PreTrainedModel | None = No
         raise ModelRefused(f"{kind}: it attends to another input")
     if config.get_text_config() is not config:
         raise ModelRefused(f"{kind}: it takes more than text")
-    for name, what in _FOREIGN.items():
-        if getattr(config, name, None):
-            raise ModelRefused(f"{kind}: {what} ({name}) is not served")
+    if reason := attention_refusal(config):
+        raise ModelRefused(f"{kind}: {reason}")
     if quantised := getattr(config, "quantization_config", None):
         method = quantised.get("quant_method") if isinstance(quantised, dict) else None
         # Passes multiply plain matrices; no test holds the layers of a quantisation method to the model's.
         raise ModelRefused(f"{kind}: quantised weights ({method or 'of some kind'}) are not served")
-    layer_types = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    if layer_types:
-        raise ModelRefused(f"{kind}: layers of type {', '.join(sorted(layer_types))} are not served")
     if any("dynamic" in rope for rope in _rope_types(config)):
         # Keys in the cache would depend on the longest position of the step that wrote them.
         raise ModelRefused(f"{kind}: rotary frequencies that change with the length (dynamic) are not served")
-    window = getattr(config, "sliding_window", None)
-    if window and getattr(config, "use_sliding_window", True):
-        longest = getattr(config, "max_position_embeddings", 0)
-        if window < longest:
-            raise ModelRefused(f"{kind}: a sliding window of {window} tokens is not served")
     if model is None:
         return
     if not getattr(model, "_supports_attention_backend", False):
         raise ModelRefused(f"{kind}: its attention cannot be replaced in this version of transformers")
     if any(getattr(module, "is_causal", True) is False for module in model.modules()):
         raise ModelRefused(f"{kind}: its tokens see later ones")
+    layers = [module for module in model.modules() if hasattr(module, "layer_idx")]
+    windows = [one for one in (getattr(layer, "sliding_window", None) for layer in layers) if isinstance(one, int)]
+    if windows and min(windows) < longest_context(config):
+        raise ModelRefused(f"{kind}: a sliding window of {min(windows)} tokens is not served")
     if any("sinks" in name for name, _ in model.named_parameters()):
         raise ModelRefused(f"{kind}: attention sinks are not served")
 

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from conftest import TINY, make_tiny
 from eagle_drafting import COUPLED, GREEDY, plain_growth, same_tree
 from engine_harness import make_runner, plain, request, run
+from safetensors.torch import load_file, save_file
+from scripted_service import byte_tokenizer
 from static_drafting import StaticDrafting, settings_of, static_kv  # noqa: F401
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from draft_service.causal_lm.drafter import ModelConfig, ModelDrafter
-from draft_service.drafters.base import DraftSequence, FeatureDrafter
-from draft_service.in_process import InprocessLink
+from draft_service.drafters.base import DraftSequence, FeatureDrafter, info_of
+from draft_service.in_process import InprocessLink, connect
 from outrider.drafting.events import DraftEvents
-from outrider.errors import NotSupported
+from outrider.errors import NotSupported, WrongVocabulary
+from outrider.heads import tokenizer_fingerprint
 from outrider.sampling import LOSSLESS_MODES, SamplingParams, VerificationMode
 from outrider.settings import SettingsError
 from outrider.wire.frames import DraftLink
@@ -202,13 +207,53 @@ def test_what_cannot_draft_is_refused(tmp_path: Path) -> None:
     make_tiny("granite", logits_scaling=3.0).save_pretrained(tmp_path / "scaled")
     with pytest.raises(NotSupported, match="logits_scaling"):
         ModelDrafter(ModelConfig(draft_model=str(tmp_path / "scaled")))
-    make_tiny("mistral", sliding_window=4).save_pretrained(tmp_path / "sliding")
-    with pytest.raises(NotSupported, match="not plain causal"):
-        make_drafter(tmp_path / "sliding")
-    weights = tmp_path / "sliding" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-8])
-    with pytest.raises(NotSupported, match="sliding cannot be loaded"):
-        make_drafter(tmp_path / "sliding")
+    # Wider than any probe.
+    make_tiny("mistral", sliding_window=400).save_pretrained(tmp_path / "sliding")
+    with pytest.raises(NotSupported, match="mistral cannot draft: a sliding window of 400 tokens"):
+        ModelDrafter(ModelConfig(draft_model=str(tmp_path / "sliding")))
+    for family in ("mamba", "mamba2", "recurrent_gemma", "rwkv"):
+        AutoConfig.for_model(family).save_pretrained(tmp_path / family)
+        with pytest.raises(NotSupported, match=r"cannot draft|cannot be loaded") as refused:
+            ModelDrafter(ModelConfig(draft_model=str(tmp_path / family)))
+        assert "\n" not in refused.value.message
+    for name in ("llama3.2:1b", "/absent/model.gguf"):
+        with pytest.raises(NotSupported, match="cannot draft"):
+            ModelDrafter(ModelConfig(draft_model=name))
+
+
+@pytest.mark.parametrize("spoil", ["cut", "missing", "quantised", "pickled", "fifo"])
+def test_a_model_that_is_not_whole_does_not_draft(spoil: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(folders["llama"], tmp_path / "draft")
+    weights = folder / "model.safetensors"
+    if spoil == "cut":
+        weights.write_bytes(weights.read_bytes()[:-8])
+    elif spoil == "missing":
+        tensors = load_file(weights)
+        del tensors["model.norm.weight"]
+        save_file(tensors, weights, {"format": "pt"})
+    elif spoil == "quantised":
+        (folder / "quantize_config.json").write_text('{"bits": 4}')
+    elif spoil == "pickled":
+        weights.rename(folder / "pytorch_model.bin")
+    else:
+        weights.unlink()
+        os.mkfifo(weights)
+    with pytest.raises(NotSupported, match="cannot be loaded: ") as refused:
+        make_drafter(folder)
+    assert "\n" not in refused.value.message
+
+
+def test_a_draft_with_another_tokenizer_of_the_same_size_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    tokenizer: Any = byte_tokenizer()
+    folder = shutil.copytree(folders["llama"], tmp_path / "draft")
+    assert make_drafter(folder).tokenizer_fingerprint == ""
+    tokenizer.save_pretrained(folder)
+    drafter = make_drafter(folder)
+    assert drafter.tokenizer_fingerprint == tokenizer_fingerprint(tokenizer)
+    assert info_of(drafter, VOCABULARY).tokenizer_fingerprint == drafter.tokenizer_fingerprint
+    link = connect(f"model --draft-model {folder} --dtype float32 --kv-tokens 1024")
+    with pytest.raises(WrongVocabulary, match="another tokenizer"):
+        link(cast(Any, None), VOCABULARY, "that of another tokenizer")
 
 
 def test_it_wants_no_features(folders: dict[str, Path]) -> None:

@@ -12,17 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outrider.checkpoints.folder import missing_weights
-from outrider.hub import HubUnreachable, check_fetchable, reach_hub
+from outrider.hub import IGNORED_PATTERNS, MODEL_PATTERNS, HubUnreachable, check_fetchable, reach_hub
 from target_service.model.loading.inspection import Inspected, in_words, inspect, refusal_of
 
 if TYPE_CHECKING:
     from huggingface_hub import CachedRepoInfo
     from huggingface_hub.hf_api import ModelInfo
 
-# What the loader reads. Pickled weights and code are not fetched.
-_PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
-# Second copies of the weights: other formats in folders, and Mistral's own format.
-_IGNORED = ("*/*", "consolidated*")
 # What the target reads of a draft's head.
 _HEAD_PATTERNS = ("*.json", "*.safetensors")
 # For a list of files, from a hub that has just answered. Chosen, not measured.
@@ -91,7 +87,7 @@ def fetch(model: HubId) -> Path:
         config = hf_hub_download(name, "config.json", revision=revision, endpoint=constants.ENDPOINT)
     if refusal := refusal_of(Path(config).parent):
         raise PullFailed(f"{model} is not fetched, for it cannot be served: {refusal}")
-    return _download(model, _PATTERNS, _IGNORED)
+    return _download(model, MODEL_PATTERNS, IGNORED_PATTERNS)
 
 
 def fetch_head(name: str) -> None:
@@ -162,7 +158,7 @@ def _check_files(model: HubId, listed: ModelInfo) -> None:
 
 def _is_read(name: str) -> bool:
     """Whether loading reads a file of this name; `snapshot_download` matches patterns in the same way."""
-    return any(fnmatch(name, one) for one in _PATTERNS) and not any(fnmatch(name, one) for one in _IGNORED)
+    return any(fnmatch(name, one) for one in MODEL_PATTERNS) and not any(fnmatch(name, one) for one in IGNORED_PATTERNS)
 
 
 def _cached_repos() -> list[CachedRepoInfo]:

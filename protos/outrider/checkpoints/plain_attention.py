@@ -1,0 +1,49 @@
+"""Which configurations are decoders in which each token attends to all tokens before it, and to no other."""
+
+from __future__ import annotations
+
+from transformers import PretrainedConfig
+
+# Attributes of configurations whose attention is not plain causal attention over all earlier tokens.
+_FOREIGN = {
+    "index_topk": "attention to a choice of tokens",
+    "attn_logit_softcapping": "capped attention scores",
+    "attention_chunk_size": "chunked attention",
+    "conv_L_cache": "convolution layers",
+    "linear_num_value_heads": "linear attention",
+    "ssm_state_size": "state-space layers",
+    "state_size": "state-space layers",
+    "mamba_d_state": "state-space layers",
+    "H_cycles": "layers that run more than once",
+}
+# Kinds of layers, as configurations list them, that are plain attention.
+_PLAIN = {"full_attention", "attention"}
+
+
+def attention_refusal(config: PretrainedConfig) -> str:
+    """Why a configuration's attention is no plain causal one, in a few words; empty where it is."""
+    kinds = _kinds_of_layers(config)
+    by_blocks = getattr(config, "layers_block_type", None) or getattr(config, "attn_layer_indices", None)
+    if by_blocks and not (kinds and kinds <= _PLAIN):
+        return "layers that are not attention are not served"
+    for name, what in _FOREIGN.items():
+        # Settings of kinds of layers of which there are none mean nothing.
+        if getattr(config, name, None) and not (kinds and kinds <= _PLAIN and name.startswith("mamba")):
+            return f"{what} ({name}) is not served"
+    if foreign := kinds - _PLAIN:
+        return f"layers of type {', '.join(sorted(foreign))} are not served"
+    window = getattr(config, "sliding_window", None)
+    # Where layers are listed by kind, the list tells which have the window.
+    windowed = getattr(config, "use_sliding_window", True) and not getattr(config, "layer_types", None)
+    if window and windowed and window < int(getattr(config, "max_position_embeddings", 0)):
+        return f"a sliding window of {window} tokens is not served"
+    return ""
+
+
+def _kinds_of_layers(config: PretrainedConfig) -> set[str]:
+    """The kinds that a configuration lists for its layers; empty where it lists none."""
+    for name in ("layer_types", "layers_block_type"):
+        listed = getattr(config, name, None)
+        if isinstance(listed, list | tuple) and listed:
+            return {str(one) for one in listed}
+    return set()
