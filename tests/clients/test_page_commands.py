@@ -62,7 +62,7 @@ NOT_RUN = {
 # What stands in blocks like those of commands, and is none: the page, and its first line.
 NO_COMMANDS = {
     ("docs/architecture.md", "host    schedule  wait for drafts"): "a drawing",
-    ("docs/architecture.md", "ahead   device   |---- pass k"): "a drawing",
+    ("docs/architecture.md", "RUN_AHEAD"): "a drawing",
     ("docs/observability.md", "outrider.v1.TargetService/Generate"): "spans of a trace",
     ("docs/protocol.md", "p > min(epsilon, delta * exp(-H))"): "a formula",
     ("docs/tenants.md", "0c6e4a6b1f3d45a08a4f acme"): "a file of tokens and limits",
