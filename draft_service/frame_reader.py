@@ -43,13 +43,13 @@ class Inbox:
         return not self._queue.empty()
 
     def end(self, error: Exception) -> None:
-        """Read no more: waiting frames are dropped, and the next `take` raises `error`."""
+        """Read no more: waiting frames are dropped, and the next `next_frames` raises `error`."""
         self._reading.cancel()
         while not self._queue.empty():
             self._queue.get_nowait()
         self._queue.put_nowait(error)
 
-    async def take(self) -> list[Any]:
+    async def next_frames(self) -> list[Any]:
         """Every frame that has arrived, at least one; none once the stream has ended. Raises what reading raised;
         earlier frames are then dropped, since their stream is over."""
         frames = [await self._queue.get()]
@@ -75,7 +75,7 @@ class Inbox:
                     self._taken.clear()
                     await self._taken.wait()
             last: Any = grpc.aio.EOF
-        # Raised by `take`: in this task it would be lost, and `take` would wait for ever.
+        # Raised by `next_frames`: in this task it would be lost, and `next_frames` would wait for ever.
         except Exception as error:
             last = error
         await self._queue.put(last)

@@ -32,7 +32,7 @@ class Drafting(Protocol):
     def trees(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
         """The best trees, in any mode."""
 
-    def begin(self, sequences: Sequence[DraftSequence]) -> Pending:
+    def start_trees(self, sequences: Sequence[DraftSequence]) -> Pending:
         """As `trees`, without REJECTION requests."""
 
 
@@ -41,7 +41,7 @@ Module = TypeVar("Module", bound=torch.nn.Module)
 
 
 class NeuralDrafter(Drafter, ABC, Generic[Grows]):
-    """Makes trees one by one (`propose`) or as arrays (`begin`)."""
+    """Makes trees one by one (`propose`) or as arrays (`start_trees`)."""
 
     def __init__(self, config: NetworkConfig, tree: TreeShape, vocabulary_size: int, max_context: int) -> None:
         """Raises `SettingsError` for a device that is not there."""
@@ -82,12 +82,12 @@ class NeuralDrafter(Drafter, ABC, Generic[Grows]):
                 trees[place] = tree
         return trees
 
-    def begin(self, sequences: Sequence[DraftSequence]) -> Pending:
-        """See `ArrayDrafter.begin`."""
+    def start_trees(self, sequences: Sequence[DraftSequence]) -> Pending:
+        """See `ArrayDrafter.start_trees`."""
         with launching_on(self.device):
             places = self._prepare(sequences)
             ready = [sequences[place] for place in places]
-            return among(sequences, places, self.drafting.begin(ready) if ready else None)
+            return among(sequences, places, self.drafting.start_trees(ready) if ready else None)
 
     def _start(self) -> None:
         with launching_on(self.device):
@@ -113,7 +113,7 @@ class NeuralDrafter(Drafter, ABC, Generic[Grows]):
             if mode is VerificationMode.REJECTION:
                 self.propose(sequences)
             else:
-                self.begin(sequences).fetch().packed([(0, 0, 1, self.vocabulary_size)] * count)
+                self.start_trees(sequences).fetch().packed([(0, 0, 1, self.vocabulary_size)] * count)
             for sequence in sequences:
                 self.close(sequence)
 
@@ -140,7 +140,7 @@ class CachingDrafter(NeuralDrafter[TreeDrafting]):
         """Extend the cache by the new tokens of sequences that it has room for."""
 
     def open(self, sequence: DraftSequence) -> None:
-        sequence.state = self.drafting.follow()
+        sequence.state = self.drafting.empty_entry()
 
     def close(self, sequence: DraftSequence) -> None:
         if sequence.state is not None:

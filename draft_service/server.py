@@ -120,7 +120,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 # Frames that waited mean that the target is ahead: then more are read while these are handled.
                 while True:
                     behind = inbox.waiting
-                    frames = await inbox.take()
+                    frames = await inbox.next_frames()
                     if not frames:
                         break
                     *firsts, last = slices(frames)
@@ -256,7 +256,7 @@ class _ProposeStream:
         self._records: list[Callable[[], None]] = []
 
     def take_all(self, frames: Iterable[draft_pb2.ProposeRequest]) -> list[draft_pb2.ProposeResponse]:
-        return [response for frame in frames for response in self.take(frame)]
+        return [response for frame in frames for response in self.handle_frame(frame)]
 
     def take_and_grow(self, frames: Iterable[draft_pb2.ProposeRequest]) -> list[draft_pb2.ProposeResponse]:
         """Handle frames in order; returns their immediate responses, or else a frame of growth, if any is owed.
@@ -266,7 +266,7 @@ class _ProposeStream:
         """
         return self.take_all(frames) or self.grow()
 
-    def take(self, frame: draft_pb2.ProposeRequest) -> list[draft_pb2.ProposeResponse]:
+    def handle_frame(self, frame: draft_pb2.ProposeRequest) -> list[draft_pb2.ProposeResponse]:
         """Handle one frame; returns its immediate responses. Raises `InvalidField` for an unknown kind of frame."""
         kind = frame.WhichOneof("frame")
         if kind == "advance":

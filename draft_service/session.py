@@ -271,7 +271,7 @@ class ProposeSession:
         if self._arrays is None or any(draft.mode is VerificationMode.REJECTION for draft in drafts):
             return self._proposed(taken)
         with self._failing(drafts, credit=1):
-            pending = self._arrays.begin(drafts)
+            pending = self._arrays.start_trees(drafts)
             growth = self._packed(taken, pending.wait(pending.early))
         if pending.early:
             self._rest = taken, pending

@@ -260,7 +260,7 @@ def reports_of(table: NodeTable, b: int, turn: int) -> list[int]:
 
 
 def shifted_by_accepted(case: Case, seed: int, backend: Literal["triton", "torch"]) -> list[object]:
-    """The step after `begin`, and after each of `PASSES` passes, with what was said by then and the text."""
+    """The step after `choose_rows`, and after each of `PASSES` passes, with what was said by then and the text."""
     given, device = given_for(case, seed), DEVICE if backend == "triton" else torch.device("cpu")
     step = StepIntegers(*(getattr(given.step, name).to(device) for name in given.step.__slots__))
     table = table_for(case, given.tokens.to(device), backend)

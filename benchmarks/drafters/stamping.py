@@ -72,15 +72,15 @@ class Stamping(Drafter):
     def absorb(self, sequences: Sequence[DraftSequence]) -> None:
         for sequence in sequences:
             if sequence.features is not None:
-                sequence.features.take()
+                sequence.features.pop_vectors()
 
-    def begin(self, sequences: Sequence[DraftSequence]) -> Pending:
+    def start_trees(self, sequences: Sequence[DraftSequence]) -> Pending:
         self.absorb(sequences)
         wait = partial(self._drawn, [sequence.root for sequence in sequences], time.monotonic_ns())
         return Pending(wait, elsewhere=True, early=self.settings.early_ms > 0.0)
 
     def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
-        return self.begin(sequences).fetch().as_trees()
+        return self.start_trees(sequences).fetch().as_trees()
 
     def _drawn(self, roots: Sequence[int], begun: int, early: bool) -> GrownTrees:
         """A tree for each root; its first tokens are the times at which the commit arrived and the tree was drawn."""

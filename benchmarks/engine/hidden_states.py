@@ -4,7 +4,7 @@
 
 States are 4,096 numbers wide in bfloat16, 8 KB each, as at 8B size, in the buffers used in turn that a GPU would write.
 Two parts are timed, as the engine's loop calls them behind every pass: `collect` copies the states of committed rows,
-`advance` sends them with the commits. Once the pass reads a prompt, else each sequence commits two tokens. The other
+`send_commits` sends them with the commits. Once the pass reads a prompt, else each sequence commits two tokens. The other
 end is a process that reads and drops, as fast as it can. Takes half a minute.
 """
 
@@ -72,7 +72,7 @@ INFO = DraftInfo("eagle", VOCABULARY_SIZE, "", TreeLimits(), 1 << 20, "0", REQUE
 @dataclass(frozen=True)
 class Figure:
     """Microseconds of the engine's thread for one kind of step, over `n` of them: medians, distances between quartiles,
-    and the longest. `advance` includes no wait for the reader."""
+    and the longest. `send_commits` includes no wait for the reader."""
 
     step: str
     rows: int
@@ -141,7 +141,7 @@ class EngineWithoutModel:
 
     def step(self, sequences: Iterable[Sequence], known: int, accepted: int) -> tuple[float, float]:
         """Read `known` tokens of each sequence and accept so many drafted rows. Returns the microseconds of `collect`
-        and `advance`."""
+        and `send_commits`."""
         items, outcomes, commits, row = [], [], [], 0
         tree = TokenTree((0, *range(accepted)), (0, *range(accepted)), (1.0,) * (accepted + 1), {})
         for sequence in sequences:
@@ -159,7 +159,7 @@ class EngineWithoutModel:
         begin = time.perf_counter_ns()
         self._drafting.collect(items, states, outcomes)
         between = time.perf_counter_ns()
-        self._drafting.advance(commits)
+        self._drafting.send_commits(commits)
         return (between - begin) / 1e3, (time.perf_counter_ns() - between) / 1e3
 
 

@@ -61,11 +61,11 @@ class SimulatedRun:
                 break
         while time.monotonic() < until:
             self._answer(prompts, max_tokens)
-        self._recorder.take()
+        self._recorder.pop_steps()
         begin = time.perf_counter()
         outputs, totals = self._answer(prompts, max_tokens)
         seconds = time.perf_counter() - begin
-        steps = summarise(self._recorder.take())
+        steps = summarise(self._recorder.pop_steps())
         # The step that ends a prompt verifies nothing.
         verified = sum(one.steps - 1 for one in totals)
         after = sum(one.completion_tokens - 1 for one in totals)

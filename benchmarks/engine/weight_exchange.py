@@ -34,7 +34,7 @@ _PROMPT_TOKENS = 64
 
 
 class Gaps:
-    """Keeps `sequences` running, and the longest time between two deliveries since the last `take`."""
+    """Keeps `sequences` running, and the longest time between two deliveries since the last `longest_since`."""
 
     def __init__(self, engine: Engine, sequences: int, max_tokens: int) -> None:
         self._engine = engine
@@ -47,7 +47,7 @@ class Gaps:
             self._submit()
         threading.Thread(target=self._keep_running, daemon=True).start()
 
-    def take(self) -> float:
+    def longest_since(self) -> float:
         """Seconds of the longest gap since the last call."""
         longest, self._longest = self._longest, 0.0
         return longest
@@ -113,11 +113,11 @@ def main() -> None:
     rows = []
     for _ in range(options.updates):
         time.sleep(_BETWEEN_SECONDS)
-        gaps.take()
+        gaps.longest_since()
         done = _updated(engine, options.weights, RunningRequests(options.running))
         # Continued requests are read again after it.
         time.sleep(_BETWEEN_SECONDS)
-        rows.append(_figures(done) | {"longest_gap_s": gaps.take()})
+        rows.append(_figures(done) | {"longest_gap_s": gaps.longest_since()})
         show("  ".join(f"{name} {value:.3f}" for name, value in rows[-1].items()))
     engine.stop()
     median = statistics.median(row["pause_s"] for row in rows)

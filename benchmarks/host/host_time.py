@@ -135,8 +135,8 @@ class HostRunner(ModelRunner):
         step = StepIntegers(*[nothing] * 11)
         self._done = ForwardPass(torch.zeros(1, 1), nothing, nothing, nothing, nothing, step=step)
 
-    def run(self, batch: ForwardInput, parameters: NDArray[numpy.int32]) -> ForwardPass:
-        """See `ModelRunner.run`."""
+    def run_pass(self, batch: ForwardInput, parameters: NDArray[numpy.int32]) -> ForwardPass:
+        """See `ModelRunner.run_pass`."""
         bucket = choose_bucket(self._sizes, batch.attention, batch.room)
         assert bucket is not None, "one is as large as any step"
         if bucket not in self._buffers:
@@ -152,7 +152,7 @@ class HostRunner(ModelRunner):
 
     def run_after(self, batch: ForwardInput, _accepted: Tensor, parameters: NDArray[numpy.int32]) -> ForwardPass:
         """See `ModelRunner.run_after`."""
-        return self.run(batch, parameters)
+        return self.run_pass(batch, parameters)
 
     def run_device_rows(
         self,
@@ -161,7 +161,7 @@ class HostRunner(ModelRunner):
         begin: Callable[[StepIntegers, object | None], None],
     ) -> ForwardPass:
         """See `ModelRunner.run_device_rows`."""
-        done = self.run(batch, parameters)
+        done = self.run_pass(batch, parameters)
         assert done.step is not None
         begin(done.step, None)
         return done
@@ -175,8 +175,8 @@ class HostRunner(ModelRunner):
 class _NoRows(PrePass):
     """Chooses no rows: a device does that."""
 
-    def run(self, *_: object) -> None:
-        """See `PrePass.run`."""
+    def launch(self, *_: object) -> None:
+        """See `PrePass.launch`."""
 
 
 class HostOnly(DeviceSteps):

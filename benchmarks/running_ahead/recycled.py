@@ -179,7 +179,7 @@ def main() -> None:
     folder = folder_of(options.model)
     tasks = read_tasks(AutoTokenizer.from_pretrained(folder), TASK_FILE, 1500)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    asked = PromptCursor(tasks).take(options.prompts, options.tokens, 0.0)
+    asked = PromptCursor(tasks).next_prompts(options.prompts, options.tokens, 0.0)
     answers = [recorded(model, one.prompt, options.tokens) for one in asked]
     trees = drafted(answers)
     results = [measure(answers, trees, *map(int, one.split("x"))) for one in options.rows]

@@ -74,7 +74,7 @@ class ServingRun:
                 if number >= 0:
                     measured[mode].append(done)
                 elif hasattr(subjects[mode], "steps"):
-                    subjects[mode].steps.take()
+                    subjects[mode].steps.pop_steps()
         return {mode: wave_figures(waves) for mode, waves in measured.items()}
 
     def _step_times(self, subjects: dict[str, Any], concurrency: int) -> dict[str, dict[str, Any]]:
@@ -87,7 +87,7 @@ class ServingRun:
                 if number >= 0:
                     seconds[mode].append((shorter, longer))
                 elif hasattr(subject, "steps"):
-                    subject.steps.take()
+                    subject.steps.pop_steps()
         return {mode: step_figures(concurrency, pairs) for mode, pairs in seconds.items()}
 
     def _closed(self, subjects: dict[str, Any], concurrency: int) -> dict[str, dict[str, Any]]:
@@ -102,7 +102,7 @@ class ServingRun:
         # Imports torch, which only an engine in this process needs.
         from benchmarks.shared import step_recorder
 
-        summary = step_recorder.summarise(recorder.take())
+        summary = step_recorder.summarise(recorder.pop_steps())
         self.rows[-1]["steps"] = summary
         show("         " + step_recorder.line(summary))
 

@@ -28,7 +28,7 @@ class StepRecorder:
     def on_speculation(self, active: bool) -> None:
         """Nothing to keep."""
 
-    def take(self) -> list[tuple[int, StepStats]]:
+    def pop_steps(self) -> list[tuple[int, StepStats]]:
         """Return and drop the recorded steps."""
         taken, self._steps = self._steps, []
         return taken

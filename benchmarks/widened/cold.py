@@ -47,7 +47,7 @@ def measure(options: argparse.Namespace, plan: SweepPlan, subject: Subject, task
 
     def run(tenant: str) -> list[Reply]:
         # A cursor of its own has the same prompts in the same order, for its own tenants.
-        requests = PromptCursor(tasks).take(options.least_answers, options.tokens, 0.0)
+        requests = PromptCursor(tasks).next_prompts(options.least_answers, options.tokens, 0.0)
         return clients.streams([one._replace(tenant=tenant) for one in requests], 1)
 
     with started(plan, subject) as service, Clients(service.address, 1, REQUEST_SECONDS) as clients:

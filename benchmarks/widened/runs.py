@@ -66,7 +66,7 @@ class PromptCursor:
         """How often every prompt has been taken."""
         return self._taken // len(self._measured)
 
-    def take(self, count: int, tokens: int, temperature: float) -> list[ServingRequest]:
+    def next_prompts(self, count: int, tokens: int, temperature: float) -> list[ServingRequest]:
         """The next `count` requests. Each has its own seed, the same for every service."""
         left = -self._taken % len(self._measured)
         if left < count <= len(self._measured):
@@ -260,7 +260,7 @@ class Measuring:
 
     def repeat(self, concurrency: int, temperature: float, count: int, waves: bool) -> tuple[Run, list[ServingRequest]]:
         """`count` new prompts; see `run`."""
-        requests = self._cursor.take(count, self._tokens, temperature)
+        requests = self._cursor.next_prompts(count, self._tokens, temperature)
         return self.run(requests, concurrency, waves), requests
 
     def run(self, requests: Sequence[ServingRequest], concurrency: int, waves: bool) -> Run:

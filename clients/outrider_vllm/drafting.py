@@ -63,7 +63,7 @@ class RequestDrafts(DraftInbox):
             elif len(one.fresh) and self._are_tokens(number, one.fresh):
                 tokens = one.fresh.tolist()
                 followed.token_ids.extend(tokens)
-                followed.tree.advance(len(tokens))
+                followed.tree.move_root(len(tokens))
                 advances.append(SequenceAdvance(number, followed.tree.step, tuple(tokens)))
         self._sent_at = time.monotonic()
         if advances:
@@ -172,7 +172,7 @@ class RequestDrafts(DraftInbox):
                 self._open_requests.clear()
                 self._refused.clear()
                 self.connected = _can_draft(event.info)
-                self._latency.begin()
+                self._latency.expect_first_answer()
             case Lost():
                 for number in event.sequence_ids:
                     self._open_requests.pop(number, None)

@@ -86,7 +86,7 @@ class Pending:
 class ArrayDrafter(Protocol):
     """A drafter whose trees come as arrays."""
 
-    def begin(self, sequences: Sequence[DraftSequence]) -> Pending:
+    def start_trees(self, sequences: Sequence[DraftSequence]) -> Pending:
         """As `Drafter.propose`, for sequences without REJECTION requests. Another device may compute until the trees
         are fetched. They must be fetched before the next call, but for whole trees whose early ones were fetched: see
         `Pending.fresh`."""

@@ -87,7 +87,7 @@ class FeatureWindow:
             if dropped < rows:
                 self._pieces.insert(0, (rows - dropped, piece[dropped:]))
 
-    def take(self) -> tuple[int, list[Tensor]]:
+    def pop_vectors(self) -> tuple[int, list[Tensor]]:
         """Take all waiting vectors: the position of the first, and pieces of [n, width], oldest first, each in the type
         it came in. A prompt's are some megabytes, so they are not joined here."""
         begin, taken = self.begin, [piece for _, piece in self._pieces]

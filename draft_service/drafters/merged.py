@@ -128,10 +128,10 @@ class MergedDrafter(Drafter):
                 part.absorb([sequence.state[number] for sequence in sequences])
 
     def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
-        return in_order(sequences, lambda own: self.begin(own).fetch(), self._drawn)
+        return in_order(sequences, lambda own: self.start_trees(own).fetch(), self._drawn)
 
-    def begin(self, sequences: Sequence[DraftSequence]) -> Pending:
-        """See `ArrayDrafter.begin`."""
+    def start_trees(self, sequences: Sequence[DraftSequence]) -> Pending:
+        """See `ArrayDrafter.start_trees`."""
         views = [[sequence.state[number] for sequence in sequences] for number in range(len(self._parts))]
         begun = [_begin(part, own) for part, own in zip(self._parts, views, strict=True)]
         nodes = [tree_limits(self.limits, sequence.limits).max_nodes for sequence in sequences]
@@ -166,7 +166,7 @@ class MergedDrafter(Drafter):
 
 def _begin(part: Drafter, sequences: Sequence[DraftSequence]) -> Pending:
     if isinstance(part, ArrayDrafter):
-        return part.begin(sequences)
+        return part.start_trees(sequences)
     return computed(GrownTrees.of(part.propose(sequences)))
 
 

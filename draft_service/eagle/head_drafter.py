@@ -133,7 +133,7 @@ class HeadDrafter(CachingDrafter):
         for sequence, window in waiting:
             # The entry after a vector's token is that of the next one.
             tokens = sequence.token_ids[window.begin + 1 : window.end + 1]
-            begin, taken = window.take()
+            begin, taken = window.pop_vectors()
             pieces += taken
             extensions.append(Extension(sequence.state, tokens, begin))
         # For one copy to the device, and one pass of the projection.

@@ -72,7 +72,7 @@ class MedusaDrafter(NeuralDrafter[MedusaDrafting]):
             window = window_of(sequence)
             if len(window):
                 # One vector, the newest.
-                (sequence.state,) = window.take()[1]
+                (sequence.state,) = window.pop_vectors()[1]
                 self._rows += 1
             if window.end == len(sequence.token_ids) - 1 and sequence.state is not None:
                 places.append(place)

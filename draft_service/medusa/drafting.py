@@ -37,7 +37,7 @@ class MedusaDrafting:
         """The best trees of sequences that have a vector, in any mode."""
         return in_order(sequences, self._grown, self._drawn)
 
-    def begin(self, sequences: Sequence[DraftSequence]) -> Pending:
+    def start_trees(self, sequences: Sequence[DraftSequence]) -> Pending:
         """As `trees`, without REJECTION requests."""
         return computed(self._grown(sequences))
 

@@ -94,7 +94,7 @@ class ModuleDrafting(TreeDrafting):
         others = [RootStates(self.states.unused, self.network.device) for _ in modules[1:]]
         self._states = [self.states, *others]
 
-    def follow(self) -> CacheEntry:
+    def empty_entry(self) -> CacheEntry:
         return ModuleEntry(rows=[0] * len(self._networks))
 
     def forget(self, entry: CacheEntry) -> None:

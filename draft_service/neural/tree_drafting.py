@@ -78,7 +78,7 @@ class TreeDrafting:
         on_cpu = network.device.type == "cpu"
         self._attention = TreeAttention("torch" if on_cpu else "triton", network.device)
 
-    def follow(self) -> CacheEntry:
+    def empty_entry(self) -> CacheEntry:
         """The empty cache entry of a new sequence."""
         return CacheEntry()
 
@@ -118,7 +118,7 @@ class TreeDrafting:
         return grown_trees(*self._grow(sequences), sequences)
 
     @torch.inference_mode()
-    def begin(self, sequences: Sequence[DraftSequence]) -> Pending:
+    def start_trees(self, sequences: Sequence[DraftSequence]) -> Pending:
         """Start drafting trees, none of them for a REJECTION request. A GPU's are fetched before the next call."""
         return computed(best_items(*self._grow(sequences), sequences))
 

@@ -87,7 +87,7 @@ class Corpora:
             corpus = self._shared.get(name)
         return None if corpus is None else corpus.trie
 
-    def learn(self, tenant: str, context: Tokens, token_ids: Tokens, weight: int) -> None:
+    def insert(self, tenant: str, context: Tokens, token_ids: Tokens, weight: int) -> None:
         """Learn tokens of a tenant's sequence, and drop idle tenants if that takes too much room."""
         trie = self._of_tenant(tenant).trie
         rows_before = len(trie.rows)

@@ -129,8 +129,8 @@ class NgramDrafter(Drafter):
         self._teach_due(sequences)
         return trees
 
-    def begin(self, sequences: Sequence[DraftSequence]) -> Pending:
-        """See `ArrayDrafter.begin`; everything is computed when the trees are fetched."""
+    def start_trees(self, sequences: Sequence[DraftSequence]) -> Pending:
+        """See `ArrayDrafter.start_trees`; everything is computed when the trees are fetched."""
         return Pending(lambda _early: self.grow(sequences))
 
     def grow(self, sequences: Sequence[DraftSequence]) -> GrownTrees:
@@ -169,7 +169,7 @@ class NgramDrafter(Drafter):
 
     def add_corpus(self, tenant: str, corpus: str, token_ids: Sequence[int]) -> CorpusGrowth:
         """See `CorpusDrafter.add_corpus`."""
-        return self._learner.run(partial(self._corpora.add, tenant, corpus, _as_tokens(token_ids)))
+        return self._learner.call_on_thread(partial(self._corpora.add, tenant, corpus, _as_tokens(token_ids)))
 
     def corpora(self, tenant: str) -> list[CorpusInfo]:
         """See `CorpusDrafter.corpora`."""
@@ -177,7 +177,7 @@ class NgramDrafter(Drafter):
 
     def delete_corpus(self, tenant: str | None, corpus: str) -> CorpusInfo:
         """See `CorpusDrafter.delete_corpus`. A snapshot without it follows soon."""
-        deleted = self._learner.run(partial(self._corpora.delete, tenant, corpus))
+        deleted = self._learner.call_on_thread(partial(self._corpora.delete, tenant, corpus))
         self._learner.ask_for_chore(_FORGET_SECONDS)
         return deleted
 
@@ -235,7 +235,9 @@ class NgramDrafter(Drafter):
             begin = followed.taught
             if begin < end:
                 context, tokens = _as_tokens(known[max(0, begin - config.depth) : begin]), _as_tokens(known[begin:end])
-                self._learner.teach(len(tokens), partial(self._corpora.learn, sequence.tenant, context, tokens, weight))
+                self._learner.teach(
+                    len(tokens), partial(self._corpora.insert, sequence.tenant, context, tokens, weight)
+                )
                 followed.taught = end
 
     def _save(self) -> None:

@@ -36,7 +36,7 @@ class Learner:
         """Finish all queued lessons, run the chore, and end the thread."""
         with self._count:
             self._stopped = True
-        self.run(self._do_chore)
+        self.call_on_thread(self._do_chore)
         self._thread.shutdown()
 
     def teach(self, tokens: int, lesson: Callable[[], None]) -> None:
@@ -48,7 +48,7 @@ class Learner:
             self.backlog += tokens
         self._thread.submit(self._learn, tokens, lesson).add_done_callback(_report)
 
-    def run(self, work: Callable[[], Result]) -> Result:
+    def call_on_thread(self, work: Callable[[], Result]) -> Result:
         """Run `work` on the thread, after everything queued before; returns its result or raises its error."""
         return self._thread.submit(work).result()
 
@@ -62,7 +62,7 @@ class Learner:
             self._asked.start()
 
     def flush(self) -> None:
-        self.run(lambda: None)
+        self.call_on_thread(lambda: None)
 
     def _learn(self, tokens: int, lesson: Callable[[], None]) -> None:
         try:

@@ -60,7 +60,7 @@ def train_head(config: TrainingConfig, command: Sequence[str]) -> Path:
     if config.max_length > teacher.facts.max_context:
         raise SettingsError(f"--max-length is more than the model's context of {teacher.facts.max_context}")
     first = initial_head(config, teacher.facts)
-    corpus = folder.begin()
+    corpus = folder.create()
     if not folder.written and not config.text:
         with phase("writing") as shown:
             write_texts(teacher, config, corpus, budget, shown)
@@ -93,7 +93,7 @@ def follow(config: TrainingConfig, group: Group) -> None:
     first = initial_head(config, teacher.facts)
     trainer = _trainer(config, folder, folder.corpus().load(), teacher, first, group)
     trainer.synchronise()
-    trainer.follow()
+    trainer.train_as_member()
 
 
 def _trainer(
@@ -151,7 +151,9 @@ class _TrainingRun:
             if beside is not None:
                 trainer.synchronise(beside.check)
             with phase("training") as shown:
-                trainer.run(self.budget.part(1.0) - reserve, shown, lambda acceptance: self._save(trainer, acceptance))
+                trainer.train(
+                    self.budget.part(1.0) - reserve, shown, lambda acceptance: self._save(trainer, acceptance)
+                )
         self.seconds["training"] = trainer.progress.seconds
         self._save(trainer, trainer.validate())
 

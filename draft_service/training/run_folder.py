@@ -30,7 +30,7 @@ class RunFolder:
     """What a run needs to be resumed. Every file is written beside its place and then moved there."""
 
     def __init__(self, config: TrainingConfig) -> None:
-        """Check that the run can be started or resumed; call `begin` next. Raises `SettingsError` for a folder with a
+        """Check that the run can be started or resumed; call `create` next. Raises `SettingsError` for a folder with a
         run that is not to be resumed or has other settings, without one to resume, or that cannot be written."""
         self._config = config
         self._folder = config.run_folder
@@ -55,7 +55,7 @@ class RunFolder:
         if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
             raise SettingsError(f"--out {config.out}: {above} is no folder that may be written")
 
-    def begin(self) -> Corpus:
+    def create(self) -> Corpus:
         """Create the folder with the settings, and return its text. A run that is refused before writes nothing."""
         config = self._config
         try:

@@ -65,7 +65,7 @@ class Trainer:
         group: Group | None = None,
     ) -> None:
         """`head` has the initial weights, in fp32. With a `group`, a step takes a batch on each of its devices, and
-        `synchronise` comes before `run` or `follow`."""
+        `synchronise` comes before `train` or `train_as_member`."""
         self._config = config
         self._device = reader.weights().lm_head.device
         self.head = copy.deepcopy(head).to(device=self._device, dtype=getattr(torch, config.dtype))
@@ -104,8 +104,8 @@ class Trainer:
             raise DevicesDisagree("the text or the checkpoint changed while the devices read it")
         self._optimiser.share(group.share)
 
-    def follow(self) -> None:
-        """Take part in every step of the leader's `run` until it ends. Raises `GroupLost`."""
+    def train_as_member(self) -> None:
+        """Take part in every step of the leader's `train` until it ends. Raises `GroupLost`."""
         assert self._group is not None, "a follower needs a group"
         for rate in self._group.rates():
             self._step(rate)
@@ -118,7 +118,7 @@ class Trainer:
         progress.validations.append(where | asdict(found))
         return found
 
-    def run(
+    def train(
         self, seconds: float, shown: Phase, on_validated: Callable[[Acceptance], None], until: int | None = None
     ) -> None:
         """Train to the end of the schedule, or up to step `until`. The schedule ends after `seconds`, or with the last
@@ -131,7 +131,7 @@ class Trainer:
         while progress.fraction < 1 and progress.step != until:
             rate = rate_at(progress.fraction, self._config.learning_rate, self._config.warmup)
             if self._group is not None:
-                self._group.lead(rate)
+                self._group.start_step(rate)
             sums += self._step(rate)
             elapsed = time.monotonic() - began
             # Without time left this step is the last; with infinite time this term stays at `first`.

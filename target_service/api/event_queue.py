@@ -32,7 +32,7 @@ class EventQueue:
             self._events.append(event)
         self._arrived.set()
 
-    async def take(self) -> list[SequenceEvent]:
+    async def next_events(self) -> list[SequenceEvent]:
         """All queued events, at least one. Raises `QuotaExceeded` when the reader was too slow. For one reader."""
         while not self._events:
             if self._overflowed:

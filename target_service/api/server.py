@@ -94,7 +94,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     ) -> None:
         """Write the events of one sequence, to its end. Those that wait for a slow reader go in one chunk."""
         while True:
-            events = await queue.take()
+            events = await queue.next_events()
             if trace.recording:
                 for event in events:
                     if isinstance(event, StepVerdict):
@@ -151,7 +151,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     async def UpdateWeights(
         self, request_iterator: AsyncIterator[target_pb2.UpdateWeightsRequest], _context: Any
     ) -> target_pb2.UpdateWeightsResponse:
-        return replies.updated(await self._weights.run(current_caller.get(), request_iterator))
+        return replies.updated(await self._weights.update(current_caller.get(), request_iterator))
 
 
 def _text_of(verdict: StepVerdict, text: Detokenizer | ByteText) -> str:

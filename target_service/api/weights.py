@@ -39,7 +39,7 @@ class WeightUpdates:
         self._config = config
         self._lock = asyncio.Lock()
 
-    async def run(self, caller: Caller, requests: AsyncIterator[pb.UpdateWeightsRequest]) -> WeightsUpdated:
+    async def update(self, caller: Caller, requests: AsyncIterator[pb.UpdateWeightsRequest]) -> WeightsUpdated:
         """Take one update to its end. Cancelled before the exchange, it changes nothing.
 
         Raises `InvalidField`, `PermissionDenied` for callers and folders that are not allowed, `QuotaExceeded`,

@@ -149,7 +149,7 @@ class TimeShares:
             owed += self._last_step
         return _Present(seconds, weight, _KEPT_STEPS, owed)
 
-    def begin(self, tenants: Container[str], seconds: float) -> None:
+    def count_step(self, tenants: Container[str], seconds: float) -> None:
         """The next step begins, with sequences of these tenants; `seconds` is its expected time."""
         for tenant, present in self._next.items():
             if tenant in tenants:

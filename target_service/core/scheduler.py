@@ -146,7 +146,7 @@ class Scheduler:
         self.pages.release(sequence)
 
     def schedule(self) -> Schedule:
-        """The next step, for `begin` once it is launched. Empty when nothing can run."""
+        """The next step, for `count_launched` once it is launched. Empty when nothing can run."""
         rows = self.max_step_rows
         chunks: list[SequenceChunk] = []
         decoding, prefilling, free_places, seconds = self._share_places()
@@ -168,10 +168,10 @@ class Scheduler:
         run = [chunk for chunk in chunks if chunk.sequence.state in _RUNS]
         return Schedule(tuple(sorted(run, key=attrgetter("takes_tree"))), own)
 
-    def begin(self, schedule: Schedule) -> None:
+    def count_launched(self, schedule: Schedule) -> None:
         """Count a scheduled step as its tenants' share: it is launched."""
         seconds = self.times.seconds(len(schedule.chunks) - schedule.prefilling, schedule.prefill_rows)
-        self._time.begin({chunk.sequence.request.tenant for chunk in schedule.chunks}, seconds)
+        self._time.count_step({chunk.sequence.request.tenant for chunk in schedule.chunks}, seconds)
 
     def _shortened(self, wanted: int, most: int, least: int, within: int) -> int:
         """How many places or rows a step gets, of at most `most`: those `within` its time, and at least `least`."""

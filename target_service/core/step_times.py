@@ -50,7 +50,7 @@ class StepTimes:
         # By size as in `_Curve`: steps with prompts since one without.
         self._stale: dict[int, int] = {}
 
-    def observe(self, decoding: int, reading_rows: int, seconds: float, *, own: bool = True) -> None:
+    def observe_step(self, decoding: int, reading_rows: int, seconds: float, *, own: bool = True) -> None:
         """Observe a step of `decoding` sequences and `reading_rows` rows of prompts, with all that follows it. It was
         one tenant's `own`, on processors that others may use, or not."""
         size = decoding.bit_length()

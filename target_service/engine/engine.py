@@ -104,7 +104,7 @@ class Engine(EngineFront):
         Raises `Draining`, `EngineDead`, and `QuotaExceeded` while another update is under way.
         """
         update_id = self.check_update(update_id)
-        self._exchange.begin(update_id, update, done)
+        self._exchange.start_reading(update_id, update, done)
         return update_id
 
     def cancel_update(self, update_id: int) -> None:

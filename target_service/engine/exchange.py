@@ -41,7 +41,7 @@ class _Pending:
 
 @dataclass(eq=False)
 class WeightExchange:
-    """One exchange at a time. `begin` and `cancel` may be called from any thread, the rest from the engine's."""
+    """One exchange at a time. `start_reading` and `cancel` may be called from any thread, the rest from the engine's."""
 
     runner: ModelRunner
     loop: EngineLoop
@@ -53,7 +53,7 @@ class WeightExchange:
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     _pending: _Pending | None = field(default=None, init=False)
 
-    def begin(self, update_id: int, update: WeightUpdate, done: UpdateDone) -> None:
+    def start_reading(self, update_id: int, update: WeightUpdate, done: UpdateDone) -> None:
         """Begin to read weights; `done` receives the result, once. Raises `QuotaExceeded` while another update is under
         way."""
         pending = _Pending(update_id, update, done, HostRoom(self.runner.device))

@@ -48,13 +48,13 @@ class Learning:
             mode, tables = self.followed_mode(step.mode), self.tables
             # In a table that holds a prediction too, the draft's expected tokens are unknown.
             drafted = [tables is not None and tables.of_draft(one.sequence.sequence_id) for one in step.batch.items]
-            self.gathering.policy.observe(outcomes, mode, drafted)
+            self.gathering.policy.observe_passes(outcomes, mode, drafted)
 
     def observe_forward(self, step: Step, stats: StepStats, *, seen_running: bool) -> None:
         """Learn from the forward pass of a step that only decoded."""
         seconds = stats.forward_ns * 1e-9 / step.passes
         self.gathering.budget.observe_step(stats.decode_rows, seconds)
-        self.pass_ends.observe(*step.size, seconds, running=seen_running)
+        self.pass_ends.observe_end(*step.size, seconds, running=seen_running)
         plain = step.gathered.use is LaunchMode.RUN_AHEAD and not step.gathered.has_trees
         if plain and not step.behind_tree and step.launched.can_launch_before_results:
             self.gathering.policy.observe_time(
@@ -65,24 +65,24 @@ class Learning:
         """Learn from the time of a step that only decoded, `period` being from the end of the last one to its own."""
         load, seconds = stats.sequences, period / step.passes
         if step.ahead or step.gathered.drafted or not step.launched.can_launch_before_results:
-            self.gathering.observe(load, seconds, step.gathered, behind_tree=step.behind_tree)
+            self.gathering.observe_step_time(load, seconds, step.gathered, behind_tree=step.behind_tree)
         if self.gathering.policy.on and not step.batch.drafted:
             followed = self.gathering.drafting.follows
             if not followed or step.mode is self.modes.preferred(load):
-                self.gathering.follow.observe(load, seconds, followed=followed)
+                self.gathering.follow.observe_pass(load, seconds, followed=followed)
                 self._compare(step, verdicts, stats.chosen_rows, followed=followed)
             if followed and step.batch.device_rows is not None:
                 tokens = stats.committed_tokens / max(1, load) / step.passes
-                self.modes.observe(load, step.mode, tokens, seconds)
+                self.modes.observe_pass(load, step.mode, tokens, seconds)
         if step.ahead and step.gathered.use is LaunchMode.RUN_AHEAD and not step.behind_tree:
-            self.multi_step.observe(step.passes, period, (step.clock.forwarded - step.clock.waits_since) * 1e-9)
+            self.multi_step.observe_launch(step.passes, period, (step.clock.forwarded - step.clock.waits_since) * 1e-9)
 
     def observe_launch(self, step: Step, stats: StepStats, period: float) -> None:
         """Learn from the time and the tokens of any step, `period` being from the end of the last one to its own."""
         if not self.gathering.policy.on or self.gathering.switch is None:
             return
         waited = step.clock.forwarded - step.clock.waits_since + stats.draft_wait_ns
-        self.gathering.throughput_trial.observe(
+        self.gathering.throughput_trial.observe_launch(
             stats.sequences,
             self.gathering.most,
             stats.committed_tokens,

@@ -194,7 +194,7 @@ class EngineLoop:
         self.drafting.collect(step.batch.items, step.features, outcomes)
         self._publish(step, outcomes)
         # The draft works while the events go out.
-        self.drafting.advance(
+        self.drafting.send_commits(
             [(self.live[one.sequence_id].sequence, len(one.token_ids)) for one in verdicts if one.finish is None]
         )
         self._learning.observe_outcomes(step, outcomes)
@@ -314,7 +314,7 @@ class EngineLoop:
         if device_rows is not None and self._steps.tables is not None:
             graft_predictions((item.sequence for item in batch.items), self.live, self._steps.tables)
         launched = self._steps.launch(batch, verifiers, passes, lambda: self._before_launch(behind, batch, clock))
-        self.scheduler.begin(schedule)
+        self.scheduler.count_launched(schedule)
         if behind is not None:
             # Without the hold: the host's time alone.
             self._launching.observe((time.monotonic_ns() - clock.planned) * 1e-9)
@@ -322,7 +322,7 @@ class EngineLoop:
         rows = len(batch.input.token_ids) if device_rows is None else device_rows.rows
         features = self.features.after_launch(rows) if self.drafting.active else None
         if launched.span is not None:
-            launched.span.close()
+            launched.span.record_end()
         clock.launched = clock.forwarded = time.monotonic_ns()
         self._rows = device_rows.rows if device_rows is not None else 0
         for item in batch.items:
@@ -376,7 +376,7 @@ class EngineLoop:
         seconds = (step.clock.committed - (ended_ns or step.clock.begun)) * 1e-9
         # A device's steps do not share their processors with other tenants' calls.
         own = step.own and not self._steps.in_background
-        self.scheduler.times.observe(*step.work, seconds, own=own)
+        self.scheduler.times.observe_step(*step.work, seconds, own=own)
         period = (self._ended_ns - ended_ns) * 1e-9 if ended_ns else 0.0
         if not stats.prefill_rows:
             self._learning.observe_forward(step, stats, seen_running=self._seen_running)
@@ -409,7 +409,7 @@ class EngineLoop:
             if live is None or tree is None or outcome is None:
                 continue
             if learns and (answered or tree.drafted):
-                self.gathering.learn(live, tree, outcome, step.gathered.row_cost)
+                self.gathering.observe_tree(live, tree, outcome, step.gathered.row_cost)
             verdict = commit(live, tree, outcome, compute_ns, model_version=version, kept=item.kept)
             verdicts.append(verdict)
             if live.prediction is not None and tables is not None:

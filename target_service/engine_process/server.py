@@ -91,7 +91,7 @@ class EngineServer:
         self._stopping = threading.Event()
         self._engine: Engine | None = None
 
-    def run(self, config: TargetConfig, frames: FrameCutter, build: Build) -> int:
+    def serve(self, config: TargetConfig, frames: FrameCutter, build: Build) -> int:
         """Build an engine and run it to its end. Returns the exit status."""
         threading.Thread(target=self._run_commands, args=(frames,), name="commands", daemon=True).start()
         try:
@@ -192,5 +192,5 @@ def serve_engine(descriptor: int, build: Build) -> int:
             for message in map(messages.unpack, frames.feed(data)):
                 if isinstance(message, messages.Configure):
                     configure_logging(message.config.log_level)
-                    return EngineServer(connection).run(message.config, frames, build)
+                    return EngineServer(connection).serve(message.config, frames, build)
     return 1

@@ -113,7 +113,7 @@ class DeviceSteps:
             records_of(parameters, len(rows))["rows"] += batch.device_rows.limits
             return self._launch_device_rows(batch, rows, parameters, passes, ready)
         ready()
-        span = next(self._spans).begin() if self._spans is not None else None
+        span = next(self._spans).record_start() if self._spans is not None else None
         if moves is not self._nothing and min(batch.input.token_ids) < 0:
             assert passes == 1, "only the device has the positions of later passes"
             if moves is None:
@@ -121,7 +121,7 @@ class DeviceSteps:
                 moves = table.accepted
             done = self._runner.run_after(batch.input, moves, parameters)
         else:
-            done = self._runner.run(batch.input, parameters)
+            done = self._runner.run_pass(batch.input, parameters)
         self._moves = self._verdicts.accepted_counts if batch.drafted else self._nothing
         self._conclude(batch, rows, done)
         verdicts, count = self._verdicts, len(rows)
@@ -165,9 +165,9 @@ class DeviceSteps:
             with torch.inference_mode(False):
                 ready()
                 # Not sooner, or time in which the device is idle would be measured as busy.
-                span = next(self._spans).begin() if self._spans is not None else None
+                span = next(self._spans).record_start() if self._spans is not None else None
                 self._seat(batch, table)
-            pre_pass.run(step, graph_buffers, self._moves, batch.input.prefilling)
+            pre_pass.launch(step, graph_buffers, self._moves, batch.input.prefilling)
 
         self._count += 1
         place = self._count % _RESULTS
@@ -212,12 +212,12 @@ class DeviceSteps:
         }
         if distributions:
             packed = torch.from_numpy(self._verifier.pack_distributions(distributions))
-            self._post_pass.run(PostPassWork(batch.drafted, typical=typical), done, packed.to(done.logits.device))
+            self._post_pass.launch(PostPassWork(batch.drafted, typical=typical), done, packed.to(done.logits.device))
             return
         greedy = all(one.mode is Mode.GREEDY for one in rows)
         filtered = not greedy and any(one.filtered for one in rows)
         drafted = batch.drafted or table is not TableWork.NONE
-        self._post_pass.run(PostPassWork(drafted, greedy, filtered, table, typical), done)
+        self._post_pass.launch(PostPassWork(drafted, greedy, filtered, table, typical), done)
 
 
 def _is_typical(rows: RowsToVerify) -> bool:

@@ -20,12 +20,12 @@ class DeviceSpan:
         self._begun: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self._ended: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
-    def begin(self) -> DeviceSpan:
+    def record_start(self) -> DeviceSpan:
         """Begin with what is launched next. Returns this span."""
         self._begun.record()
         return self
 
-    def close(self) -> None:
+    def record_end(self) -> None:
         """End with what was launched last."""
         self._ended.record()
 

@@ -45,7 +45,7 @@ class MultiStep:
                 return passes, device_rows
         return 1, None
 
-    def observe(self, passes: int, seconds: float, waited: float) -> None:
+    def observe_launch(self, passes: int, seconds: float, waited: float) -> None:
         """`passes` that were launched while others ran took `seconds` from the end of those; the host `waited` for
         some of these seconds."""
         if passes != self.passes:

@@ -61,7 +61,7 @@ class _Tree:
     growths: list[tuple[int, Ids]] = field(default_factory=list)
     predicted: PredictedNodes | None = None  # nodes that the request predicts, merged when the tree is published
 
-    def begin(self, base: int, root: int) -> None:
+    def reset(self, base: int, root: int) -> None:
         """Start over with token `root` alone."""
         self.base, self.count = base, 1
         self.nodes[:, 0] = root, 0, 0, 0
@@ -178,7 +178,7 @@ class NodeTables:
                     break
             else:
                 return place
-        tree.begin(base, token_ids[base - 1])
+        tree.reset(base, token_ids[base - 1])
         return 0
 
     def slot_assignment(self, sequence_ids: SequenceOf[int], tenants: SequenceOf[str]) -> Ints | None:
@@ -226,7 +226,7 @@ def with_predicted(tree: _Tree, predicted: PredictedNodes, trust: float) -> _Tre
     merged = _Tree(tree.slot, tree.base, tree.count)
     merged.nodes[:], merged.scores[:] = tree.nodes, tree.scores * trust
     if not merged.count:
-        merged.begin(predicted.base, predicted.token_ids[predicted.base - 1])
+        merged.reset(predicted.base, predicted.token_ids[predicted.base - 1])
     for token_ids, scores in predicted.from_base(merged.base):
         before, count = merged.scores.copy(), merged.count
         # The parent of each is the one before it, that of the first the root.
@@ -334,7 +334,7 @@ def build_table(nodes: Ints, scores: Reals, count: int, trust: float, base: int,
 def warm_up() -> None:
     """Compile what the first growth would wait for."""
     tree = _Tree(0)
-    tree.begin(1, 0)
+    tree.reset(1, 0)
     places = np.zeros(1, np.int64)
     find_parents(places, 1, 0, places.copy())
     count = insert(tree.nodes, tree.scores, 1, np.ones(1, np.int32), np.ones(1), places)

@@ -21,7 +21,7 @@ class PassEnds:
         """Seconds that a pass takes at least; 0 where none was observed yet."""
         return self._earliest.get((sequences, rows), 0.0)
 
-    def observe(self, sequences: int, rows: int, seconds: float, *, running: bool) -> None:
+    def observe_end(self, sequences: int, rows: int, seconds: float, *, running: bool) -> None:
         """A pass that only decoded was observed to end after `seconds`; if `running`, it was observed until then, and
         still ran at its earliest end."""
         earliest = self._earliest.get((sequences, rows))

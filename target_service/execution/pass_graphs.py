@@ -26,7 +26,7 @@ class PassGraphs:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._pool: Any = torch.cuda.graph_pool_handle()
 
-    def run(self, graph_buffers: object | None, work: Hashable, launch: Callable[[], Result]) -> Result:
+    def replay_or_capture(self, graph_buffers: object | None, work: Hashable, launch: Callable[[], Result]) -> Result:
         """Replay what `launch` launches, captured now if it was not yet; tensors that it returns are overwritten by
         every replay.
 

@@ -58,11 +58,11 @@ class PostPass:
     def __post_init__(self) -> None:
         self._graphs = PassGraphs(self._runner.device)
 
-    def run(self, work: PostPassWork, done: ForwardPass, distributions: Tensor | None = None) -> None:
+    def launch(self, work: PostPassWork, done: ForwardPass, distributions: Tensor | None = None) -> None:
         """Run what follows this pass, captured now if it was not yet. Never captured with `distributions`, which are
         those of `DeviceVerifier.sampled`."""
         graph_buffers = done.graph_buffers if distributions is None else None
-        self._graphs.run(graph_buffers, work, lambda: self._launch(work, done, distributions))
+        self._graphs.replay_or_capture(graph_buffers, work, lambda: self._launch(work, done, distributions))
 
     def capture_ahead(self) -> None:
         """Capture what follows captured passes, size by size for as long as there is time, so that no request waits
@@ -73,7 +73,7 @@ class PostPass:
                 break
             tables = self._runner.node_table is not None
             for work in _all_work(drafts=len(done.token_ids) > 1, tables=tables, typical=self._typical):
-                self.run(work, done)
+                self.launch(work, done)
             sizes += 1
         if sizes:
             log.info("captured what follows steps of %d sizes in %.1f s", sizes, time.monotonic() - start)

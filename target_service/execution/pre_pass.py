@@ -20,7 +20,7 @@ class PrePass:
         self._runner, self._table, self._mail = runner, table, mail
         self._graphs = PassGraphs(runner.device)
 
-    def run(
+    def launch(
         self, step: StepIntegers, graph_buffers: object | None, moves: Tensor | None = None, prefilling: int = 0
     ) -> None:
         """Take the newest tables, move the step on and choose its rows; see `NodeTable.choose_rows`. `graph_buffers`
@@ -35,10 +35,10 @@ class PrePass:
 
         # Behind steps of other kinds, and before prompts, single launches do: they are few.
         usual = moves is None and not prefilling
-        self._graphs.run(graph_buffers if usual else None, None, launch)
+        self._graphs.replay_or_capture(graph_buffers if usual else None, None, launch)
 
     def capture_ahead(self) -> None:
         """Capture what comes before each captured pass. Before the first request."""
         for empty in self._runner.empty_passes():
             if empty.step is not None and len(empty.token_ids) > 1:
-                self.run(empty.step, empty.graph_buffers)
+                self.launch(empty.step, empty.graph_buffers)

@@ -46,7 +46,7 @@ class LayerHooks:
         rows that the pass did not have are of earlier ones."""
         return self._states[:rows]
 
-    def take(self, rows: int) -> Tensor | None:
+    def copy_states(self, rows: int) -> Tensor | None:
         """[rows, width]: a copy of the states of the pass just launched; None where it has more rows than there is room
         for. Does not wait for the device."""
         if rows > len(self._states):

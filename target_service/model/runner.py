@@ -175,7 +175,7 @@ class ModelRunner:
         return self._logits(batch, torch.tensor(batch.token_ids, device=self.device), rows)
 
     @torch.inference_mode()
-    def run(self, batch: ForwardInput, parameters: NDArray[numpy.int32]) -> ForwardPass:
+    def run_pass(self, batch: ForwardInput, parameters: NDArray[numpy.int32]) -> ForwardPass:
         """Run the pass with logits of all its rows instead of `logit_rows`, and copy `parameters` to the device.
 
         Does not wait for the device. The result may be overwritten by the next pass.
@@ -195,7 +195,7 @@ class ModelRunner:
         """
         moved = parameters.copy()
         records_of(moved, first.attention.sequences)["position"] += numpy.uint64(passes)
-        return self.run(first.advanced_by(passes), moved)
+        return self.run_pass(first.advanced_by(passes), moved)
 
     def run_after(self, batch: ForwardInput, accepted_counts: Tensor, parameters: NDArray[numpy.int32]) -> ForwardPass:
         """Run `batch.shifted_by_accepted(accepted_counts)`, where those are [any] int32 of the step before, on the
@@ -209,7 +209,7 @@ class ModelRunner:
             # The stream of a rejection's coins counts steps, not tokens.
             if records["mode"][b] in DRAWN_BY_POSITION:
                 records["position"][b] += numpy.uint64(moves)
-        return self.run(batch.shifted_by_accepted(counts), moved)
+        return self.run_pass(batch.shifted_by_accepted(counts), moved)
 
     def run_device_rows(self, batch: ForwardInput, parameters: NDArray[numpy.int32], begin: Begin) -> ForwardPass:
         """Run a step whose drafted rows the device chooses.
@@ -259,7 +259,7 @@ class ModelRunner:
         trees = tuple(None if chain else tuple(parents[first:end]) for chain, (first, end) in spans)
         attention = replace(batch.attention, query_starts=starts, prefix_lengths=prefixes, parents=trees)
         laid_out = replace(batch, token_ids=token_ids, positions=positions, slots=slots, attention=attention)
-        return replace(self.run(laid_out, step.parameters.cpu().numpy()), step=step)
+        return replace(self.run_pass(laid_out, step.parameters.cpu().numpy()), step=step)
 
     def _to_device(self, integers: Sequence[int]) -> Tensor:
         return torch.tensor(integers, dtype=torch.int32).to(self.device)

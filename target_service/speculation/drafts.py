@@ -169,10 +169,10 @@ class DraftTrees(DraftInbox):
     def collect(
         self, items: SequenceOf[StepItem], states: StepFeatures | None, outcomes: SequenceOf[Verified | None]
     ) -> None:
-        """Take in the hidden states of a step that was committed, before `advance` sends it."""
+        """Take in the hidden states of a step that was committed, before `send_commits` sends it."""
         self._features.collect(items, states, outcomes, self._eligible)
 
-    def advance(self, commits: SequenceOf[tuple[Sequence, int]]) -> None:
+    def send_commits(self, commits: SequenceOf[tuple[Sequence, int]]) -> None:
         """Re-root a step's trees, given (sequence, tokens committed), and send the commits in one frame."""
         if not self._trees and not self.reads_features:
             return
@@ -189,10 +189,10 @@ class DraftTrees(DraftInbox):
             tokens, features = tuple(sequence.token_ids[-committed:]), along.get(sequence_id)
             # Passes that were launched at once are one step each, with at least one token.
             while sequence.step > tree.step + 1:
-                tree.advance(1)
+                tree.move_root(1)
                 advances.append(SequenceAdvance(sequence_id, tree.step, tokens[:1], features))
                 tokens = tokens[1:]
-            tree.advance(len(tokens))
+            tree.move_root(len(tokens))
             advances.append(SequenceAdvance(sequence_id, tree.step, tokens, features))
         if advances and self._link is not None and self.connected:
             self.latency.sent()
@@ -218,7 +218,7 @@ class DraftTrees(DraftInbox):
         # What the device chooses from may be larger than what a pass verifies: as large as the draft itself allows.
         device_chooses = self._tables is not None and mode is not VerificationMode.REJECTION
         if not self._trees:
-            self.latency.begin()
+            self.latency.expect_first_answer()
         self.latency.sent()
         reopened = sequence.sequence_id in self._opened
         self._opened.add(sequence.sequence_id)

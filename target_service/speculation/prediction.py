@@ -90,7 +90,7 @@ class PredictedAnswer:
         self._catch_up()
         return [self._chain(place, first, run, most) for place, first, run in self._places()] if most else []
 
-    def observe(self, accepted: int) -> None:
+    def observe_offer(self, accepted: int) -> None:
         """An offer was verified, of which `accepted` tokens were. Without any, the next one needs a longer run."""
         self._accepted += accepted
         if accepted >= _RIGHT_AGAIN:

@@ -46,14 +46,14 @@ def test_tenants_are_held_to_whole_steps() -> None:
     learnt: list[float] = []
     owned: list[bool] = []
     passes: list[int] = []
-    observe = loop.scheduler.times.observe
+    observe = loop.scheduler.times.observe_step
 
     def noted(decoding: int, reading_rows: int, seconds: float, *, own: bool = True) -> None:
         learnt.append(seconds)
         owned.append(own)
         observe(decoding, reading_rows, seconds, own=own)
 
-    loop.scheduler.times.observe = noted  # type: ignore[method-assign]
+    loop.scheduler.times.observe_step = noted  # type: ignore[method-assign]
     begin = time.monotonic()
     for _ in range(200):
         load.step()

@@ -122,13 +122,13 @@ def test_prompts_are_handed_out_once_task_by_task() -> None:
     cursor, other = PromptCursor(tasks), PromptCursor(tasks)
     warm = {one.prompt for one in cursor.settling(6, 8, 0.0)}
     # Two of five warm up, so that three are measured.
-    requests = cursor.take(9, 8, 0.8)
+    requests = cursor.next_prompts(9, 8, 0.8)
     assert [one.prompt[0] for one in requests] == [0, 1, 2] * 3
     assert len({one.prompt for one in requests}) == 9 and not warm & {one.prompt for one in requests}
     assert {one.tenant for one in requests} == {"measured-0"} and cursor.laps == 1
-    assert requests == other.take(9, 8, 0.8)
+    assert requests == other.next_prompts(9, 8, 0.8)
     # Then they are new to another tenant, and drawn with other seeds.
-    again = cursor.take(2, 8, 0.8)
+    again = cursor.next_prompts(2, 8, 0.8)
     assert [one.prompt for one in again] == [one.prompt for one in requests[:2]]
     assert again[0].tenant == "measured-1" and again[0].seed == 9
     lap = [(one.prompt, one.tenant) for one in cursor.settling(12, 8, 0.0)]

@@ -64,7 +64,7 @@ def test_the_first_levels_come_before_the_others(early: int) -> None:
     known = states_of(head, 40, 3)
     one = opened(drafter, sequence_of(text(7, 3)), known)
     for step in range(3):
-        pending = drafter.begin([one])
+        pending = drafter.start_trees([one])
         assert pending.early and pending.fresh()
         (first,), (whole,) = pending.wait(True).as_trees(), pending.fetch().as_trees()
         alone = static_drafter(head, **{**shape, "early_levels": 0})
@@ -74,7 +74,7 @@ def test_the_first_levels_come_before_the_others(early: int) -> None:
         length = len(one.token_ids)
         one.token_ids.extend(text(1 + step, step))
         feed(one, known[length - 1 : length + step], length - 1)
-        drafter.begin([one])
+        drafter.start_trees([one])
         assert not pending.fresh()
 
 
@@ -226,16 +226,16 @@ def test_trees_come_as_bytes(settings: dict[str, Any], static: bool) -> None:
     for chosen in ([0, 1, 2], [1], [0], [2, 0]):
         asked, own = [sequences[i] for i in chosen], [heads[i] for i in chosen]
         expected = drafter.propose(asked)
-        packed = drafter.begin(asked).fetch().packed(own)
+        packed = drafter.start_trees(asked).fetch().packed(own)
         assert packed is not None
         assert packed == GrownTrees.of(expected).packed(own)
         assert packed[0] == [tree.drafted for tree in expected]
         assert [count > 0 for count in packed[0]] == [i != 1 for i in chosen]
         # A token that the target does not know.
-        few = drafter.begin(asked).fetch().packed([(*one[:3], 1) for one in own])
+        few = drafter.start_trees(asked).fetch().packed([(*one[:3], 1) for one in own])
         assert few == (packed if chosen == [1] else None)
     assert drafter.propose(sequences)[3].distributions
-    assert drafter.begin([]).fetch().packed([]) == ([], b"")
+    assert drafter.start_trees([]).fetch().packed([]) == ([], b"")
 
 
 def test_free_rows_and_sequences_that_are_not_there_change_nothing() -> None:

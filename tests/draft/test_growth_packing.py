@@ -132,7 +132,7 @@ def test_a_drafter_packs_what_it_grew() -> None:
     drafter = NgramDrafter(TrieConfig(learn_prompts=False, learn_outputs=False))
     sequence = DraftSequence(1, [1, 2, 3, 1, 2], 5, 10)
     drafter.open(sequence)
-    grown = drafter.begin([sequence]).fetch().packed([(1, 0, 1, 10)])
+    grown = drafter.start_trees([sequence]).fetch().packed([(1, 0, 1, 10)])
     assert grown is not None
     nodes, message = grown
     growth = draft_pb2.GrowSequences.FromString(message).sequences[0]

@@ -47,9 +47,9 @@ async def test_all_that_came_is_taken_at_once() -> None:
             frames.put_nowait(Frame(number))
         await settle()
         assert inbox.waiting
-        assert names(await inbox.take()) == [0, 1, 2]
+        assert names(await inbox.next_frames()) == [0, 1, 2]
         assert not inbox.waiting
-        later = asyncio.create_task(inbox.take())
+        later = asyncio.create_task(inbox.next_frames())
         await settle()
         assert not later.done()
         frames.put_nowait(Frame(3))
@@ -62,8 +62,8 @@ async def test_the_end_comes_behind_the_last_frame() -> None:
         frames.put_nowait(Frame("last"))
         frames.put_nowait(grpc.aio.EOF)
         await settle()
-        assert names(await inbox.take()) == ["last"]
-        assert await inbox.take() == []
+        assert names(await inbox.next_frames()) == ["last"]
+        assert await inbox.next_frames() == []
 
 
 async def test_what_reading_raises_is_raised() -> None:
@@ -71,7 +71,7 @@ async def test_what_reading_raises_is_raised() -> None:
     async with Inbox(source(frames)) as inbox:
         frames.put_nowait(ConnectionError("gone"))
         with pytest.raises(ConnectionError, match="gone"):
-            await inbox.take()
+            await inbox.next_frames()
 
 
 async def test_no_more_than_a_bounded_number_of_frames_is_read_ahead() -> None:
@@ -85,7 +85,7 @@ async def test_no_more_than_a_bounded_number_of_frames_is_read_ahead() -> None:
         assert frames.qsize() > 900
         taken: list[object] = []
         while len(taken) < 1000:
-            taken += names(await inbox.take())
+            taken += names(await inbox.next_frames())
         assert taken == list(range(1000))
 
 
@@ -96,6 +96,6 @@ async def test_what_waits_is_bounded_by_its_bytes() -> None:
         for number in range(10):
             frames.put_nowait(Frame(number, 3 << 20))
         await settle()
-        assert names(await inbox.take()) == [0, 1, 2]
+        assert names(await inbox.next_frames()) == [0, 1, 2]
         await settle()
-        assert names(await inbox.take()) == [3, 4, 5]
+        assert names(await inbox.next_frames()) == [3, 4, 5]

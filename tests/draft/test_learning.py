@@ -55,8 +55,8 @@ def test_a_failed_lesson_is_reported_and_the_next_one_learnt(caplog: pytest.LogC
 def test_errors_of_work_come_back_to_the_caller() -> None:
     learner = Learner(10)
     with pytest.raises(ZeroDivisionError):
-        learner.run(lambda: 1 // 0)
-    assert learner.run(lambda: 7) == 7
+        learner.call_on_thread(lambda: 1 // 0)
+    assert learner.call_on_thread(lambda: 7) == 7
     learner.stop()
 
 

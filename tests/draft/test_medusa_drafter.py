@@ -258,7 +258,7 @@ def test_trees_as_arrays_are_the_same() -> None:
         drafter.open(sequence)
         if seed:
             feed(sequence, state_of(seed), 6)
-    assert drafter.begin(sequences).fetch().as_trees() == drafter.propose(sequences)
+    assert drafter.start_trees(sequences).fetch().as_trees() == drafter.propose(sequences)
 
 
 def test_merged_with_another_drafter_their_trees_are_joined() -> None:

@@ -238,11 +238,11 @@ def test_bytes_say_what_trees_say(mode: VerificationMode) -> None:
     assert isinstance(merged, ArrayDrafter)
     sequences = [followed(merged, mode), followed(merged, VerificationMode.GREEDY, fed=False)]
     expected, heads = merged.propose(sequences), [(1, 4, 7, VOCABULARY), (2, 5, 1, VOCABULARY)]
-    packed = merged.begin(sequences).fetch().packed(heads)
+    packed = merged.start_trees(sequences).fetch().packed(heads)
     assert packed is not None and packed[0] == [one.drafted for one in expected]
     assert packed == GrownTrees.of(expected).packed(heads)
     # A token that the target does not know.
-    assert merged.begin(sequences).fetch().packed([(*head[:3], 1) for head in heads]) is None
+    assert merged.start_trees(sequences).fetch().packed([(*head[:3], 1) for head in heads]) is None
     merged.stop()
 
 
@@ -277,7 +277,7 @@ def test_others_work_while_another_device_does(monkeypatch: pytest.MonkeyPatch) 
 
     sequence = followed(merged, VerificationMode.GREEDY)
     (expected,) = merged.propose([sequence])
-    monkeypatch.setattr(head, "begin", begin)
+    monkeypatch.setattr(head, "start_trees", begin)
     monkeypatch.setattr(trie, "grow", grow)
     assert merged.propose([sequence]) == [expected]
     assert events == ["head begun", "trie grown", "head fetched"]

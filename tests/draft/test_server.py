@@ -394,17 +394,17 @@ async def test_what_is_no_tree_ends_its_sequence_only(draft: Draft, result: obje
 async def test_a_bug_of_a_drafter_of_arrays_ends_its_sequences_only() -> None:
     drafter = NgramDrafter(TrieConfig())
     drafter.start()
-    right = drafter.begin
+    right = drafter.start_trees
 
     def wrong(_: object) -> Any:
         raise OverflowError("a number that no array takes")
 
     async with draft_over(drafter) as draft, draft.stream(credit=1) as stream:
-        drafter.begin = wrong  # type: ignore[method-assign]
+        drafter.start_trees = wrong  # type: ignore[method-assign]
         await stream.open(opening(1))
         await stream.opened()
         assert await stream.reason() == (1, "INTERNAL")
-        drafter.begin = right  # type: ignore[method-assign]
+        drafter.start_trees = right  # type: ignore[method-assign]
         await stream.open(opening(2))
         await stream.opened()
         await stream.growth()

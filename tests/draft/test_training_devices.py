@@ -64,7 +64,7 @@ def test_writers_take_the_devices_in_turn(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_writing_goes_on_with_as_many_writers_as_it_began(tmp_path: Path) -> None:
-    RunFolder(config_of(tmp_path, writers=1, device="cpu,cpu")).begin()
+    RunFolder(config_of(tmp_path, writers=1, device="cpu,cpu")).create()
     with pytest.raises(SettingsError, match="2 writers on --device cpu,cpu"):
         RunFolder(config_of(tmp_path, writers=1, resume=True))
     RunFolder(config_of(tmp_path, writers=1, device="cuda:0,cuda:1", resume=True)).save_tokens(None)

@@ -203,7 +203,7 @@ def test_a_run_that_is_killed_leaves_its_best_head(
     monkeypatch.setattr(run._Run, "_record", lambda *_: {})
     monkeypatch.setattr(run, "save", lambda *_, **__: saved.append("head"))
     folder = RunFolder(config)
-    folder.begin()
+    folder.create()
     corpus = Corpus(tmp_path / "text")
     corpus.add([WrittenText(0, (1, 2, 3), 1, 0.0)], 0)
     one = run._Run(config, COMMAND, Budget(0.0), folder, corpus.load(), np.zeros(4, np.int64), {})

@@ -93,7 +93,7 @@ def test_a_run_is_resumed_only_when_asked_and_with_its_own_settings(tmp_path: Pa
     for _ in range(2):
         begun = RunFolder(config_of(tmp_path, steps=3))
     assert not list(tmp_path.iterdir())
-    begun.begin()
+    begun.create()
     with pytest.raises(SettingsError, match="--resume"):
         RunFolder(config_of(tmp_path, steps=3))
     with pytest.raises(SettingsError, match="--steps 3"):
@@ -103,7 +103,7 @@ def test_a_run_is_resumed_only_when_asked_and_with_its_own_settings(tmp_path: Pa
 
 def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
     folder = RunFolder(config_of(tmp_path))
-    folder.begin()
+    folder.create()
     assert folder.checkpoint() is None
     folder.save_checkpoint({"a": torch.arange(3)}, {"step": 5, "losses": [{"loss": [1.5]}]})
     found = folder.checkpoint()
@@ -227,7 +227,7 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=f"--out .*: {tmp_path}/file is no folder that may be written"):
         RunFolder(config_of(tmp_path / "file" / "below"))
     with pytest.raises(SettingsError, match="--out /proc/head: /proc"):
-        RunFolder(config_of(Path("/proc"))).begin()
+        RunFolder(config_of(Path("/proc"))).create()
 
 
 def test_a_teacher_that_cannot_be_imported_is_refused() -> None:

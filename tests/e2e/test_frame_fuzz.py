@@ -128,7 +128,7 @@ def test_a_draft_bears_any_frame(trie: NgramDrafter, frames: list[draft_pb2.Prop
     logging.getLogger("draft_service.faults").addHandler(handler)
     try:
         for frame in frames:
-            stream.take(frame)
+            stream.handle_frame(frame)
             while stream.grow():
                 pass
     except OutriderError:

@@ -86,7 +86,7 @@ def test_rows_encoded_behind_a_pass_are_those_encoded_when_wanted(dtype: str, pr
     for rows in (1, 7, 16, 256, 300, 64, 7):
         hooks._states.normal_()
         wanted = encode(hooks._states[:rows].clone(), dtype, projection).cpu()
-        features = encoder.begin(hooks, rows, dtype, projection)
+        features = encoder.encode_after_launch(hooks, rows, dtype, projection)
         assert features is not None
         # As the next pass would.
         hooks._states.zero_()

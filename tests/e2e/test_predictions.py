@@ -30,7 +30,7 @@ SAMPLINGS = {
 class FixedCost(StepCost):
     """Says what it was made with, whatever the machine is busy with."""
 
-    def observe(self, rows: int, seconds: float) -> None:
+    def observe_step(self, rows: int, seconds: float) -> None:
         pass
 
 

@@ -200,7 +200,7 @@ def trainer_of(config: TrainingConfig, teacher: Teacher, texts: Texts) -> Traine
 
 def run(trainer: Trainer, until: int | None = None) -> None:
     with phase("training") as shown:
-        trainer.run(float("inf"), shown, lambda _: None, until)
+        trainer.train(float("inf"), shown, lambda _: None, until)
 
 
 def test_a_run_that_goes_on_ends_as_one_that_was_never_stopped(

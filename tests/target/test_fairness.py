@@ -81,11 +81,11 @@ def request_times(steps: int, weight: float, requests: int = 400) -> list[float]
     for _ in range(requests):
         between = times.longest_step({"crowd": 20.0}, shares)
         between = 20.0 if between == inf else between
-        times.begin({"crowd"}, between)
+        times.count_step({"crowd"}, between)
         spent = between * random.random()
         for _ in range(steps):
             step = times.longest_step({"crowd": 20.0, "few": 1.0}, shares)
-            times.begin({"crowd", "few"}, step)
+            times.count_step({"crowd", "few"}, step)
             spent += step
         found.append(spent)
     # The first one finds a step that began before anybody knew of it.
@@ -116,7 +116,7 @@ def interrupted(seconds: float) -> TimeShares:
     """One tenant's step of so many seconds, during which another's request arrives."""
     times = TimeShares()
     times.longest_step({"crowd": 20.0}, EQUAL)
-    times.begin({"crowd"}, seconds)
+    times.count_step({"crowd"}, seconds)
     return times
 
 
@@ -124,7 +124,7 @@ def test_an_owed_wait_is_made_up_for_once() -> None:
     times, steps = interrupted(20.0), list[float]()
     for _ in range(8):
         steps.append(times.longest_step(CROWD_AND_FEW, EQUAL))
-        times.begin(CROWD_AND_FEW, steps[-1])
+        times.count_step(CROWD_AND_FEW, steps[-1])
     # It arrived during a step of 20 seconds, and is owed no more than one step of its share.
     assert steps == [1.25, 1.25, 1.25, 1.5, *[1.75] * 4]
 
@@ -133,9 +133,9 @@ def test_a_step_that_does_not_begin_makes_up_for_nothing() -> None:
     times = interrupted(1.0)
     # Its schedule is dropped, as where pages are short.
     assert [times.longest_step(CROWD_AND_FEW, EQUAL) for _ in range(3)] == [1.25] * 3
-    times.begin(CROWD_AND_FEW, 1.25)
+    times.count_step(CROWD_AND_FEW, 1.25)
     assert times.longest_step(CROWD_AND_FEW, EQUAL) == 1.25
-    times.begin(CROWD_AND_FEW, 1.25)
+    times.count_step(CROWD_AND_FEW, 1.25)
     assert times.longest_step(CROWD_AND_FEW, EQUAL) == 1.75
 
 
@@ -144,14 +144,14 @@ def test_a_bound_of_a_dropped_step_is_not_the_next_ones() -> None:
     times.longest_step(CROWD_AND_FEW, EQUAL)
     # The request is cancelled before its step begins.
     times.unbounded()
-    times.begin({"crowd"}, 1.0)
+    times.count_step({"crowd"}, 1.0)
     assert not times.shared
 
 
 def test_who_ran_by_itself_did_not_wait_for_its_own_step() -> None:
     times = TimeShares()
     # As long as there is no other tenant, nothing is bounded.
-    times.begin({"few"}, 1.0)
+    times.count_step({"few"}, 1.0)
     assert times.longest_step(CROWD_AND_FEW, EQUAL) == 1.75 * 1.0
 
 
@@ -159,7 +159,7 @@ def test_who_has_no_part_in_a_step_is_owed_it() -> None:
     times = interrupted(0.0)
     times.longest_step(CROWD_AND_FEW, EQUAL)
     # As where a tenant gets one alone.
-    times.begin({"crowd"}, 0.5)
+    times.count_step({"crowd"}, 0.5)
     assert times.longest_step(CROWD_AND_FEW, EQUAL) == 1.25
-    times.begin(CROWD_AND_FEW, 1.25)
+    times.count_step(CROWD_AND_FEW, 1.25)
     assert times.longest_step(CROWD_AND_FEW, EQUAL) == 1.75

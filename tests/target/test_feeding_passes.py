@@ -108,7 +108,7 @@ def test_the_earliest_end_is_near_the_end_and_not_behind_it() -> None:
         # Passes grow with their contexts; one in fifty is held up.
         takes = 5e-3 * (1 + number / 3000) * dice.uniform(0.99, 1.01) * (3.0 if dice.random() < 0.02 else 1.0)
         away = ends.earliest(1, 16)
-        ends.observe(1, 16, max(away, takes), running=away < takes)
+        ends.observe_end(1, 16, max(away, takes), running=away < takes)
         late.append(max(0.0, away - takes) / takes)
         if number > 100:
             assert away > 0.9 * takes or takes > 11e-3
@@ -119,9 +119,9 @@ def test_the_earliest_end_is_near_the_end_and_not_behind_it() -> None:
 
 def test_a_time_that_is_much_too_long_is_found_out() -> None:
     ends = PassEnds()
-    ends.observe(8, 64, 0.5, running=True)
+    ends.observe_end(8, 64, 0.5, running=True)
     passes = 0
     while (away := ends.earliest(8, 64)) > 7e-3:
-        ends.observe(8, 64, away, running=False)
+        ends.observe_end(8, 64, away, running=False)
         passes += 1
     assert passes < 250

@@ -47,7 +47,7 @@ class Engine:
             took = ONE_PASS * (self.longer if followed else 1.0) * self._dice.lognormvariate(0, 0.02)
             self.now += took
             self.passes.append((followed, took))
-            self.switch.observe(self.load, took, followed=followed)
+            self.switch.observe_pass(self.load, took, followed=followed)
             if followed and len(self.passes) % COMPARED == 0:
                 shape = 1 / self.noise**2 if self.noise else 0.0
                 made = self._unaided * self.gain * self.longer
@@ -142,7 +142,7 @@ def test_one_that_makes_more_is_kept_however_passes_vary(seed: int) -> None:
 def test_one_that_halves_the_speed_is_dropped_after_a_slow_start(seed: int) -> None:
     """The first pass of all took half a second, as where something is compiled or captured."""
     engine = Engine(0.5, 0.1, seed=seed)
-    engine.switch.observe(1, 0.5, followed=False)
+    engine.switch.observe_pass(1, 0.5, followed=False)
     assert first_trial(engine.run(passes=500)) <= 40
 
 

@@ -91,7 +91,7 @@ def test_a_clients_own_trees_teach_nothing_of_the_draft(tiny_model: PreTrainedMo
     for external in (True, False):
         live = loop.make(1, request([5, 7, 9], 4, external=external))
         before = replace(live.record)
-        loop.gathering.learn(live, tree, Verified(Walk((1, 2), 0), ()), 1.0)
+        loop.gathering.observe_tree(live, tree, Verified(Walk((1, 2), 0), ()), 1.0)
         assert (live.record == before) is external
 
 

@@ -31,7 +31,7 @@ from tree_kernels.attention import AttentionBatch
 
 
 def taken(hooks: LayerHooks, rows: int) -> torch.Tensor:
-    states = hooks.take(rows)
+    states = hooks.copy_states(rows)
     assert states is not None
     return states
 
@@ -87,7 +87,7 @@ def test_longer_passes_get_room_where_memory_may_move() -> None:
     growing, fixed = LayerHooks(model, (0,), max_rows=8), LayerHooks(model, (1,), max_rows=8, grows=False)
     forward(model, tokens)
     torch.testing.assert_close(taken(growing, 40), states_of(model, tokens, (0,)))
-    assert fixed.take(40) is None
+    assert fixed.copy_states(40) is None
     forward(model, tokens[:8])
     assert len(taken(fixed, 8)) == 8
 

@@ -212,7 +212,7 @@ class TestCache:
             runner.forward(rows_of(text(6), 0, (9, 3), None))
             runner.forward(rows_of(text(13)[6:], 6, (9, 3, 20, 7), TREE))
             assert runner.hooks is not None
-            found.append(runner.hooks.take(7))
+            found.append(runner.hooks.copy_states(7))
         assert found[0] is not None and found[1] is not None
         close(found[0], found[1])
 

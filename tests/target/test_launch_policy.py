@@ -38,7 +38,7 @@ class Engine:
             shape = 1 / self.noise**2
             tokens = self._dice.gammavariate(shape, self.tokens[way] / shape)
             seconds = ONE_PASS + (ANSWER if way is WAIT else 0.0)
-            self.modes.observe(self.load, way, tokens, seconds * self._dice.lognormvariate(0, 0.02))
+            self.modes.observe_pass(self.load, way, tokens, seconds * self._dice.lognormvariate(0, 0.02))
             modes_chosen.append(way)
         return modes_chosen
 
@@ -69,7 +69,7 @@ def test_none_waits_where_answers_take_long_or_nobody_knows(
     modes, modes_chosen = LaunchPolicy(), []
     for _ in range(3000):
         modes_chosen.append(modes.choose(8, answer_seconds, LAUNCH, pass_seconds))
-        modes.observe(8, modes_chosen[-1], 3.0, ONE_PASS)
+        modes.observe_pass(8, modes_chosen[-1], 3.0, ONE_PASS)
     assert (WAIT in modes_chosen) is tried
 
 

@@ -120,7 +120,7 @@ def test_the_engine_compares_what_a_draft_brings(
     costs = StepCost([(1, 1e-3), (64, 1.1e-3)])
     multi_step = MultiStep(passes)
     # As small models have it, whose host would hold their device up.
-    monkeypatch.setattr(multi_step, "observe", lambda *_: None)
+    monkeypatch.setattr(multi_step, "observe_launch", lambda *_: None)
     launched = Counter[int]()
     loop = EngineLoop(runner, engine_config(max_running=1), steps=steps, step_cost=costs, multi_step=multi_step)
     monkeypatch.setattr(loop, "_observe", counting(loop._observe, launched))

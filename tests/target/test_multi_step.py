@@ -12,7 +12,7 @@ def drive(multi_step: MultiStep, device: float, host: float, *, times: int = 100
     """Strides of passes that take the device `device` seconds, and the host `host` once."""
     for _ in range(times):
         seconds = max(multi_step.passes * device, host)
-        multi_step.observe(multi_step.passes, seconds, seconds - host)
+        multi_step.observe_launch(multi_step.passes, seconds, seconds - host)
 
 
 @pytest.mark.parametrize(
@@ -51,5 +51,5 @@ def test_the_stride_stays_where_it_is_good() -> None:
 def test_what_was_launched_before_a_change_says_nothing() -> None:
     multi_step = MultiStep(2)
     for _ in range(100):
-        multi_step.observe(1, 1e-3, 0.0)
+        multi_step.observe_launch(1, 1e-3, 0.0)
     assert multi_step.passes == 2

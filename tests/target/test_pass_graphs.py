@@ -47,7 +47,7 @@ def test_a_launch_is_captured_once_and_replayed_from_then_on() -> None:
         return launched[-1]
 
     # The first is launched as it is, so that everything is compiled, and then captured.
-    assert graphs.run(graph_buffers, "work", launch) == 0 and launched == [0, 1]
+    assert graphs.replay_or_capture(graph_buffers, "work", launch) == 0 and launched == [0, 1]
     # The tensors of the capture are those that replays write.
     assert [graphs.run(graph_buffers, "work", launch) for _ in range(3)] == [1, 1, 1]
     assert launched == [0, 1] and [one.replays for one in graphs.captured] == [3]
@@ -58,20 +58,20 @@ def test_each_pass_and_each_kind_of_work_has_its_graph() -> None:
     for _ in range(2):
         for number, graph_buffers in enumerate(keepers):
             for work in ("one", "other"):
-                assert graphs.run(graph_buffers, work, lambda seen=(number, work): seen) == (number, work)  # type: ignore[misc]
+                assert graphs.replay_or_capture(graph_buffers, work, lambda seen=(number, work): seen) == (number, work)  # type: ignore[misc]
     assert [one.replays for one in graphs.captured] == [1] * 4
 
 
 def test_what_nobody_keeps_is_launched_each_time() -> None:
     graphs, launched = Recorded(), list[int]()
     for number in range(3):
-        graphs.run(None, "work", lambda number=number: launched.append(number))  # type: ignore[misc]
+        graphs.replay_or_capture(None, "work", lambda number=number: launched.append(number))  # type: ignore[misc]
     assert launched == [0, 1, 2] and not graphs.captured
 
 
 def test_graphs_of_a_pass_that_was_dropped_are_dropped_too() -> None:
     graphs, graph_buffers = Recorded(), Keeper()
-    graphs.run(graph_buffers, "work", lambda: 0)
+    graphs.replay_or_capture(graph_buffers, "work", lambda: 0)
     assert len(graphs._graphs) == 1
     del graph_buffers
     gc.collect()
@@ -108,7 +108,7 @@ def test_rows_are_chosen_by_a_graph_where_nothing_else_changes(moves: Any, prefi
     pre_pass = PrePass(runner, table, table)  # type: ignore[arg-type]
     graphs = pre_pass._graphs = Recorded()
     for step in ("first", "second"):
-        pre_pass.run(step, graph_buffers, moves, prefilling)  # type: ignore[arg-type]
+        pre_pass.launch(step, graph_buffers, moves, prefilling)  # type: ignore[arg-type]
     launches = [("copy", None), ("choose", ("first", moves, prefilling))]
     # What was sent is waited for outside, in front of every pass.
     expected = [("await", None), *launches, *(launches if captured else ()), ("await", None)]

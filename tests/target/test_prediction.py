@@ -93,7 +93,7 @@ def test_offers_that_fail_take_ever_longer_runs() -> None:
     answer, committed = answering(TEXT)
     needed = []
     for _ in range(4):
-        answer.observe(0)
+        answer.observe_offer(0)
         committed.append(5)
         run = 0
         while not answer.has_offer:
@@ -101,7 +101,7 @@ def test_offers_that_fail_take_ever_longer_runs() -> None:
             run += 1
         needed.append(run)
     assert needed == sorted(set(needed))
-    answer.observe(2)
+    answer.observe_offer(2)
     committed += [5, TEXT[3], TEXT[4]]
     assert answer.has_offer
 

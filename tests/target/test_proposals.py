@@ -84,7 +84,7 @@ def test_late_and_crossing_growth_lands_where_the_paths_say(data: st.DataObject)
         if data.draw(st.booleans(), "commit"):
             new = data.draw(st.lists(tokens, min_size=1, max_size=3), "committed")
             committed.extend(new)
-            tree.advance(len(new))
+            tree.move_root(len(new))
             model.advance(new)
         else:
             # A growth may be late by any number of commits, but growths stay in order.
@@ -114,7 +114,7 @@ def test_a_proposal_survives_the_commit_that_walks_into_it() -> None:
     tree = GrowingTree(committed, step=0)
     graft(tree, growth(0, 1, [0, 1, 2, 1], [5, 6, 7, 8]))
     committed.extend([5, 6])
-    tree.advance(2)
+    tree.move_root(2)
     assert paths_of(tree) == {(7,)}
     assert not tree.answered
 
@@ -123,7 +123,7 @@ def test_growth_made_before_a_commit_is_used_below_the_new_root() -> None:
     committed = [9]
     tree = GrowingTree(committed, step=0)
     committed.append(5)
-    tree.advance(1)
+    tree.move_root(1)
     graft(tree, growth(0, 1, [0, 1, 0], [5, 6, 7]))
     assert paths_of(tree) == {(6,)}
     assert tree.lag(growth(0, 4, [], [])) == 1
@@ -167,7 +167,7 @@ def test_what_is_replaced_unused_is_remembered_where_it_was_committed() -> None:
     committed = [0]
     tree = GrowingTree(committed, step=0)
     committed.extend([5])
-    tree.advance(1)
+    tree.move_root(1)
     tree.hold(growth(0, 1, [0, 1], [5, 6], replaces=True))
     tree.hold(growth(1, 3, [0], [9], replaces=True))
     # Node 1 is the token that was committed, node 2 went with its tree.
@@ -195,7 +195,7 @@ def test_what_was_committed_is_found_as_by_looking_at_every_node(seed: int) -> N
     tree = GrowingTree(committed, step=0)
     for token in committed_since:
         committed.append(token)
-        tree.advance(1)
+        tree.move_root(1)
     tree.hold(growth(0, 1, parents, tokens, replaces=True))
     tree.hold(growth(0, 1 + nodes, [], [], replaces=True))
     tree.settle()
@@ -212,7 +212,7 @@ def test_few_trees_are_remembered_that_were_replaced_unused() -> None:
     committed = [0]
     tree = GrowingTree(committed, step=0)
     committed.append(5)
-    tree.advance(1)
+    tree.move_root(1)
     for first in range(1, MEMORY_UNUSED + 4):
         tree.hold(growth(0, first, [0], [5], replaces=True))
     # Below the token that was committed, as the first and as the last of them name it.
@@ -224,11 +224,11 @@ def test_steps_are_remembered_by_their_lengths() -> None:
     committed = [9, 8]
     tree = GrowingTree(committed, step=3)
     committed.extend([5, 6])
-    tree.advance(2)
+    tree.move_root(2)
     assert [tree.length_at(step) for step in (2, 3, 4, 5)] == [None, 2, 4, None]
     for _ in range(MEMORY_STEPS):
         committed.append(1)
-        tree.advance(1)
+        tree.move_root(1)
     assert tree.length_at(4) is None and tree.length_at(4 + MEMORY_STEPS) == len(committed)
 
 
@@ -238,7 +238,7 @@ def test_an_answer_is_to_the_last_commit() -> None:
     graft(tree, growth(0, 1, [0], [5]))
     assert tree.answered
     committed.append(5)
-    tree.advance(1)
+    tree.move_root(1)
     assert not tree.answered
     graft(tree, growth(1, 2, [0], [6]))
     assert tree.answered

@@ -111,7 +111,7 @@ def test_the_gain_follows_what_steps_make() -> None:
 def test_calibration_learns_what_scores_are_worth() -> None:
     calibration = Calibration()
     for i in range(400):
-        calibration.observe(0.9, accepted=i % 4 == 0)
+        calibration.observe_node(0.9, accepted=i % 4 == 0)
     assert calibration.probability(0.9) == pytest.approx(0.25, abs=0.05)
     assert calibration.probability(0.1) == pytest.approx(0.1, abs=0.05)
 
@@ -121,7 +121,7 @@ def test_only_children_of_accepted_rows_teach() -> None:
     before = budget.calibration.probability(0.4)
     # Row 2 hangs below row 1, which is rejected: its score says nothing.
     tree = TokenTree((0, 1, 2), (0, 0, 1), (1.0, 0.8, 0.4))
-    budget.observe(tree, (), SequenceRecord(), 1.0)
+    budget.observe_tree(tree, (), SequenceRecord(), 1.0)
     assert budget.calibration.probability(0.4) == before
     assert budget.calibration.probability(0.8) < 0.8
 
@@ -136,8 +136,8 @@ def test_cost_rises_with_rows_even_when_measured_otherwise() -> None:
 def test_a_wrong_measurement_is_lived_down() -> None:
     cost = StepCost([(1, 1.0), (16, 6.0), (64, 7.0)])
     for _ in range(200):
-        cost.observe(16, 1.2)
-        cost.observe(1, 1.0)
+        cost.observe_step(16, 1.2)
+        cost.observe_step(1, 1.0)
     assert cost(16) / cost(1) == pytest.approx(1.2, rel=0.02)
 
 
@@ -146,10 +146,10 @@ def test_rows_cost_what_they_did_when_the_machine_becomes_faster_or_slower(speed
     """Also those of steps that nobody runs meanwhile; else drafts would never be tried again."""
     cost = StepCost([(1, 1.0), (16, 1.3), (64, 2.0)])
     for _ in range(20):
-        cost.observe(16, 1.3)
-        cost.observe(1, 1.0)
+        cost.observe_step(16, 1.3)
+        cost.observe_step(1, 1.0)
     for _ in range(400):
-        cost.observe(1, 1 / speed)
+        cost.observe_step(1, 1 / speed)
     assert cost(1) == pytest.approx(1 / speed, rel=0.05)
     assert 0.6 < cost(16) / cost(1) / 1.3 < 1.7 and 0.6 < cost(64) / cost(1) / 2.0 < 1.7
 
@@ -159,13 +159,13 @@ def test_sizes_that_take_turns_in_runs_are_told_apart() -> None:
     for _ in range(60):
         for rows, seconds in ((16, 1.2), (1, 1.0)):
             for _ in range(20):
-                cost.observe(rows, seconds)
+                cost.observe_step(rows, seconds)
     assert cost(16) / cost(1) == pytest.approx(1.2, rel=0.05)
 
 
 def test_one_pause_of_the_machine_costs_no_size_its_place() -> None:
     cost = StepCost([(1, 1.0), (16, 1.2), (64, 2.0)])
-    cost.observe(16, 60.0)
+    cost.observe_step(16, 60.0)
     assert cost(16) == pytest.approx(1.26)
     assert cost(1) == 1.0
 
@@ -196,7 +196,7 @@ def test_what_each_further_row_adds_is_what_sizes_differ_by(
 def test_calibration_by_table_is_accepted_over_verified(observed: list[tuple[float, bool]]) -> None:
     calibration = Calibration()
     for score, accepted in observed:
-        calibration.observe(score, accepted)
+        calibration.observe_node(score, accepted)
     scores = [bucket / 32 for bucket in range(33)]
     of_each = zip(calibration._accepted, calibration._verified, strict=True)
     plain = [accepted / verified for accepted, verified in of_each]

@@ -222,7 +222,7 @@ class Engine:
     def _learn(self) -> None:
         if self._last is not None:
             outcomes, rows, took, followed = self._last
-            self.policy.observe(outcomes, mode_of(followed=followed), [True] * len(outcomes))
+            self.policy.observe_passes(outcomes, mode_of(followed=followed), [True] * len(outcomes))
             self.policy.observe_time(self._sequences, rows, took, mode_of(followed=followed))
 
     def _launch(self, rows: DeviceRows | None, *, followed: bool) -> None:
@@ -562,7 +562,7 @@ def test_tokens_of_a_pass_are_followed(runner: ModelRunner) -> None:
     assert engine.policy.tokens_each.value == pytest.approx(each, rel=0.2)
     # And forgotten with passes that have none.
     for _ in range(300):
-        engine.policy.observe([Verified(Walk((), 3), ()), None], None, [False, False])
+        engine.policy.observe_passes([Verified(Walk((), 3), ()), None], None, [False, False])
     assert engine.policy.tokens_each.value == pytest.approx(1.0, rel=0.01)
 
 

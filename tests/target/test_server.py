@@ -216,14 +216,14 @@ class TestEnds:
         verdicts = [StepVerdict(7, step, (), (step,), 0) for step in range(4)]
         for verdict in verdicts[:2]:
             queue.put(verdict)
-        assert await queue.take() == verdicts[:2]
+        assert await queue.next_events() == verdicts[:2]
         for verdict in verdicts[1:3]:
             queue.put(verdict)
         assert cancelled == []
         queue.put(verdicts[3])
         assert cancelled == [7]
         with pytest.raises(OutriderError, match="too slowly"):
-            await queue.take()
+            await queue.next_events()
 
 
 async def test_info(target: Any) -> None:

@@ -37,7 +37,7 @@ class Engine:
             level = min(self.throughput_trial.allowed(load), self.most)
             tokens = self._dice.randrange(load // 2, 2 * load)
             seconds = tokens / self.rates[level] * self._dice.choice((0.6, 0.6, 1.8))
-            self.throughput_trial.observe(
+            self.throughput_trial.observe_launch(
                 load, self.most, tokens, seconds, (1 - self.busy) * seconds, drafted=level is not SpeculationLevel.NONE
             )
             self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
@@ -131,5 +131,5 @@ def test_only_what_there_is_is_tried(most: SpeculationLevel) -> None:
 def test_a_launch_without_a_time_is_no_observation() -> None:
     trial = ThroughputTrial()
     for _ in range(200):
-        trial.observe(LOAD, SpeculationLevel.DRAFT, 0, 0.0, 0.0, drafted=True)
+        trial.observe_launch(LOAD, SpeculationLevel.DRAFT, 0, 0.0, 0.0, drafted=True)
     assert trial.allowed(LOAD) is SpeculationLevel.DRAFT

@@ -56,13 +56,13 @@ class Played:
             schedule = self.scheduler.schedule()
             chunks = schedule.chunks
             if chunks:
-                self.scheduler.begin(schedule)
+                self.scheduler.count_launched(schedule)
             decoding = sum(chunk.takes_tree for chunk in chunks)
             rows = sum(chunk.count for chunk in chunks if not chunk.takes_tree)
             seconds = self._machine(decoding, rows)
             self.read.append(rows)
             self.steps.append((seconds, Counter(chunk.sequence.request.tenant for chunk in chunks)))
-            self.scheduler.times.observe(decoding, rows, seconds, own=schedule.own)
+            self.scheduler.times.observe_step(decoding, rows, seconds, own=schedule.own)
             for chunk in chunks:
                 one, reaches = chunk.sequence, chunk.reaches_root
                 one.kv_length += chunk.count
@@ -230,8 +230,8 @@ def test_who_joins_alone_is_held_to_what_reading_alone_takes() -> None:
     """A prompt that nobody decodes beside waits for no draft: a step of its own is shorter than one that decodes."""
     times = StepTimes()
     for _ in range(20):
-        times.observe(1, 0, 4.0)
-        times.observe(0, 3, 2.5)
+        times.observe_step(1, 0, 4.0)
+        times.observe_step(0, 3, 2.5)
     assert times.seconds(0, 3) == pytest.approx(2.5)
 
 
@@ -248,9 +248,9 @@ def test_times_follow_a_machine_that_becomes_slower() -> None:
     times = StepTimes()
     for seconds in (1.0, 2.0):
         for _ in range(60):
-            times.observe(1, 0, seconds)
-            times.observe(32, 0, 3 * seconds)
-            times.observe(32, 100, 4 * seconds)
+            times.observe_step(1, 0, seconds)
+            times.observe_step(32, 0, 3 * seconds)
+            times.observe_step(32, 100, 4 * seconds)
         assert times.seconds(1, 0) == pytest.approx(seconds, rel=0.02)
         assert times.seconds(32, 100) == pytest.approx(4 * seconds, rel=0.02)
         assert times.seconds(32, 50) == pytest.approx(3.5 * seconds, rel=0.02)
@@ -262,7 +262,7 @@ def test_times_follow_a_machine_that_becomes_slower() -> None:
 def test_a_first_step_that_compiles_says_nothing() -> None:
     times = StepTimes()
     for seconds in (30.0, 1.0, 1.0, 1.0):
-        times.observe(4, 0, seconds)
+        times.observe_step(4, 0, seconds)
     assert times.seconds(4, 0) == 1.0
     assert StepTimes().seconds(4, 100) == 0.0
 

@@ -109,7 +109,7 @@ def test_what_cannot_be_locked_stays_pageable(
 def test_memory_goes_back_to_the_system() -> None:
     room = HostRoom(GPU)
     room.reserve([3 * PIECE])
-    tensor = room.take((3 * PIECE,), torch.uint8)
+    tensor = room.allocate((3 * PIECE,), torch.uint8)
     tensor.fill_(7)
     room.lock()
     room.release()
@@ -159,8 +159,8 @@ def test_copies_end_where_pieces_do(monkeypatch: pytest.MonkeyPatch) -> None:
 
     room = HostRoom(GPU)
     room.reserve([100, 5 * PIECE])
-    room.take((50,), torch.bfloat16)
-    source = room.take((5, PIECE // 2), torch.bfloat16)
+    room.allocate((50,), torch.bfloat16)
+    source = room.allocate((5, PIECE // 2), torch.bfloat16)
     source.copy_(torch.randn(source.shape))
     # Rows of a larger tensor, as joined layers have them.
     joint = torch.zeros(9, PIECE // 2, dtype=torch.bfloat16)

@@ -60,7 +60,7 @@ def test_continuing_behind_steps_under_way(
     ended = steps = 0
     while ended < len(wanted):
         if steps == after_steps:
-            exchange.begin(1, WeightUpdate(str(tmp_path), RunningRequests.CONTINUE), results.append)
+            exchange.start_reading(1, WeightUpdate(str(tmp_path), RunningRequests.CONTINUE), results.append)
             while exchange._pending is not None and exchange._pending.weights is None:
                 time.sleep(0.001)
         assert exchange.turn() == []

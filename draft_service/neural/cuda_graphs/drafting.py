@@ -59,7 +59,7 @@ class PassSize:
 
 class StaticPass:
     """The device tensors of one size, and the pass over them. Free rows have no sequence, no slot and no effect. The
-    output of `run` is overwritten by the next pass of the size."""
+    output of `compute` is overwritten by the next pass of the size."""
 
     def __init__(self, size: PassSize, drafting: TreeDrafting, attention: TritonAttention) -> None:
         self.size, self._network, self._attention = size, drafting.network, attention
@@ -96,7 +96,7 @@ class StaticPass:
                 self._carried = carried.new_zeros(self.size.new, carried.shape[1], device=self._network.device)
             self._carried[: len(carried)].copy_(carried, non_blocking=True)
 
-    def run(self) -> RowOutput:
+    def compute(self) -> RowOutput:
         """The pass over all rows of the size: outputs [new, ..]."""
         parts = self._integers.device
         attend = StaticAttend(self._cache, parts["slots"], self._attend)
@@ -128,10 +128,10 @@ class CapturedDrafting(TreeDrafting):
     @torch.inference_mode()
     def trees(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
         """The best trees: as a whole for modes without distributions, level by level for the others."""
-        return in_order(sequences, lambda own: self.begin(own).fetch(), super().trees)
+        return in_order(sequences, lambda own: self.start_trees(own).fetch(), super().trees)
 
     @torch.inference_mode()
-    def begin(self, sequences: Sequence[DraftSequence]) -> Pending:
+    def start_trees(self, sequences: Sequence[DraftSequence]) -> Pending:
         work, replays = self.tree_pass(sequences)
         work.load(sequences)
         for part, replay in enumerate(replays):
@@ -208,11 +208,11 @@ class CapturedDrafting(TreeDrafting):
         work = StaticPass(size, self, self._static) if captured is None else captured[0]
         work.load(rows, carried)
         if captured is None:
-            captured = self._passes[size] = work, self._capture(work.run, work.plan)
+            captured = self._passes[size] = work, self._capture(work.compute, work.plan)
         return captured[1]()
 
     def _capture(self, run: Callable[[], Output], plan: TritonPlan) -> Callable[[], Output]:
-        """`run` as a graph. It must be repeatable with the same inputs, since it runs several times for the capture."""
+        """`compute` as a graph. It must be repeatable with the same inputs, since it runs several times for the capture."""
         device = self.network.device
         # Kernels of a graph keep the priority of the stream that they were captured on.
         stream = drafting_stream(device)

@@ -72,7 +72,7 @@ class Group:
         with _raising_group_lost():
             dist.broadcast(tensor, src=0)
 
-    def lead(self, rate: float) -> None:
+    def start_step(self, rate: float) -> None:
         """As the leader: let every process take a step with this learning rate."""
         self.share(torch.tensor([1.0, rate], dtype=torch.float64))
 

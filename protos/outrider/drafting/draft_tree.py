@@ -184,7 +184,7 @@ class GrowingTree:
         self._children[parent][token] = node
         return node
 
-    def advance(self, committed: int) -> None:
+    def move_root(self, committed: int) -> None:
         """Re-root after `committed` tokens were appended to the sequence: keep the subtree they lead to."""
         before, self._length = self._length, self._length + committed
         self.step += 1

@@ -34,7 +34,7 @@ class DraftLatency:
         """Whether the draft has drafted nothing since it last had no sequence, and may still be preparing."""
         return time.monotonic() < self._begun_at + _BEGINNING
 
-    def begin(self) -> None:
+    def expect_first_answer(self) -> None:
         """The draft is sent a sequence when it has none. Earlier late answers are forgotten."""
         self._begun_at = time.monotonic()
         self._late = 0

@@ -68,7 +68,7 @@ class _Calls:
         for body in self._cutter.feed(data):
             self._call(messages.unpack_to_link(body))
 
-    def follow(self) -> None:
+    def receive_for_ever(self) -> None:
         """Receive for ever: on the thread of a single link, or on this thread for several."""
         while self._link is None:
             self.receive()
@@ -109,7 +109,7 @@ def serve_link(descriptor: int) -> None:
     connection = socket.socket(fileno=descriptor)
     events = _Events(Outbox(connection))
     threading.Thread(target=_send_heartbeats, args=(events,), name="alive", daemon=True).start()
-    _Calls(connection, events).follow()
+    _Calls(connection, events).receive_for_ever()
 
 
 def _send_heartbeats(events: _Events) -> None:

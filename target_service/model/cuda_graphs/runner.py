@@ -111,12 +111,12 @@ class CapturedRunner(ModelRunner):
         return rows_of(captured.logits, batch.logit_rows)
 
     @torch.inference_mode()
-    def run(self, batch: ForwardInput, parameters: NDArray[numpy.int32]) -> ForwardPass:
-        """See `ModelRunner.run`. `parameters` have the size of those of the largest step."""
+    def run_pass(self, batch: ForwardInput, parameters: NDArray[numpy.int32]) -> ForwardPass:
+        """See `ModelRunner.run_pass`. `parameters` have the size of those of the largest step."""
         captured = self._replay(batch, parameters)
         if captured is None:
             with torch.compiler.set_stance("force_eager"):
-                return super().run(batch, parameters)
+                return super().run_pass(batch, parameters)
         return _pass_of(captured)
 
     @torch.inference_mode()

@@ -42,7 +42,7 @@ def read_weights(folder: Path, wanted: Mapping[str, TensorSpec], room: HostRoom 
         room = room or HostRoom(torch.device("cpu"))
         room.reserve(wanted[name].nbytes for name in entries)
         found = {
-            name: _read(entry, room.take(wanted[name].shape, wanted[name].dtype)) for name, entry in entries.items()
+            name: _read(entry, room.allocate(wanted[name].shape, wanted[name].dtype)) for name, entry in entries.items()
         }
     except (OSError, CheckpointRefused) as error:
         raise InvalidField("folder", f"cannot be read: {error}") from None

@@ -29,9 +29,9 @@ _ALIGNMENT = 64
 
 
 class HostRoom:
-    """Memory for the tensors of one exchange: `reserve`, `take`, `lock`, `release`. Used by one thread at a time.
+    """Memory for the tensors of one exchange: `reserve`, `allocate`, `lock`, `release`. Used by one thread at a time.
 
-    On a CPU, `take` allocates a plain tensor, and the other methods do nothing.
+    On a CPU, `allocate` makes a plain tensor, and the other methods do nothing.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -66,7 +66,7 @@ class HostRoom:
             log.debug("weights wait in small pages")
         self._memory, self._begin = memory, -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % PIECE
 
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor, valid until `release`."""
         size, offset = prod(shape) * dtype.itemsize, self._used
         if self._memory is None or not size:

@@ -75,15 +75,19 @@ class FeatureEncoder:
         self._graphs = PassGraphs(device)
 
     @torch.inference_mode()
-    def begin(self, hooks: LayerHooks, rows: int, dtype: str, projection: HeadProjection | None) -> StepFeatures | None:
+    def encode_after_launch(
+        self, hooks: LayerHooks, rows: int, dtype: str, projection: HeadProjection | None
+    ) -> StepFeatures | None:
         """The features of the first `rows` of the pass just launched; None where `hooks` kept fewer. On a GPU, those of
         few rows are copied to the host, without waiting."""
         size = next((size for size in _CAPTURED_ROWS if rows <= size <= hooks.fixed_rows), 0)
         if size:
             work = size, dtype, projection
-            encoded = self._graphs.run(hooks, work, lambda: encode(hooks.states(size), dtype, projection))[:rows]
+            encoded = self._graphs.replay_or_capture(
+                hooks, work, lambda: encode(hooks.states(size), dtype, projection)
+            )[:rows]
         else:
-            states = hooks.take(rows)
+            states = hooks.copy_states(rows)
             if states is None or not states.is_cuda or rows > AHEAD_ROWS:
                 return None if states is None else StepFeatures(states, dtype, projection)
             encoded = encode(states, dtype, projection)

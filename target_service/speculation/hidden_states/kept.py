@@ -80,7 +80,7 @@ class KeptVectors:
         """The first vector that is kept and was not sent."""
         return max(self.sent, self.begin)
 
-    def take(self, stop: int, form: FeatureRequest) -> Vectors:
+    def pop_unsent(self, stop: int, form: FeatureRequest) -> Vectors:
         """The unsent vectors up to `stop`, which count as sent from now on. See `vectors`."""
         start, self.sent = max(self.sent, self.begin), stop
         return self.vectors(start, stop, form)

@@ -101,7 +101,9 @@ class Features:
             return None
         assert self._request is not None
         head = self._runner.draft_head if self._request.projected else None
-        return self._encoder.begin(hooks, rows, self._request.dtype, head.projection if head is not None else None)
+        return self._encoder.encode_after_launch(
+            hooks, rows, self._request.dtype, head.projection if head is not None else None
+        )
 
     def collect(
         self,
@@ -173,7 +175,7 @@ class Features:
                     ahead += self._pieces(sequence_id, kept, kept.end - max(most, committed))
                 # No more than the drafter's window: Medusa heads read one vector.
                 kept.sent = max(kept.sent, kept.end - min(most, request.window or most))
-                along[sequence_id] = kept.take(kept.end, request)
+                along[sequence_id] = kept.pop_unsent(kept.end, request)
             kept.trim(self._keep)
         self._fresh.clear()
         self._count(along.values())
@@ -236,7 +238,7 @@ class Features:
         while (start := kept.unsent) < end:
             # What is not cut here is sent without a copy.
             stop = kept.piece_end(start, min(end, start + max(1, MAX_FEATURE_BYTES // kept.row_bytes)))
-            pieces.append(SequenceFeatures(sequence_id, start, kept.take(stop, self._request)))
+            pieces.append(SequenceFeatures(sequence_id, start, kept.pop_unsent(stop, self._request)))
         self._count([piece.vectors for piece in pieces])
         return pieces
 

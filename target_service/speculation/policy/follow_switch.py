@@ -126,7 +126,7 @@ class FollowSwitch:
         here = self._loads.get(load.bit_length())
         return here is None or here.alone.count < _ALONE_FIRST
 
-    def observe(self, load: int, seconds: float, *, followed: bool) -> None:
+    def observe_pass(self, load: int, seconds: float, *, followed: bool) -> None:
         """Observe the time of a pass that only decoded, from the end of the one before."""
         here = self._loads[load.bit_length()]
         (here.followed.seconds if followed else here.alone).observe(seconds)

@@ -199,7 +199,7 @@ class Gathering:
             return _SENDING * load + _SENDING_HEADS
         return _SENDING * load if load > FOLLOWED_ANYWAY else 0.0
 
-    def observe(self, load: int, seconds: float, gathered: Gathered, *, behind_tree: bool) -> None:
+    def observe_step_time(self, load: int, seconds: float, gathered: Gathered, *, behind_tree: bool) -> None:
         """Observe the time of a step that only decoded, from the end of the step before it. `behind_tree`: that one had
         trees, and this one was launched while it ran."""
         if self.switch is None:
@@ -264,17 +264,17 @@ class Gathering:
             tree, live.record, most, chain=one_path, predicted_record=live.predicted_record
         )
 
-    def learn(self, live: LiveSequence, tree: TokenTree, outcome: Verified, row_cost: float) -> None:
+    def observe_tree(self, live: LiveSequence, tree: TokenTree, outcome: Verified, row_cost: float) -> None:
         """Learn from the tree of a step whose rows cost `row_cost` plain steps, before it is committed. A client's own
         trees are not learnt from."""
         if live.sequence.request.external:
             return
         accepted_rows = outcome.walk.accepted_rows
-        self.budget.observe(tree, accepted_rows, live.record, row_cost)
+        self.budget.observe_tree(tree, accepted_rows, live.record, row_cost)
         if isinstance(tree, PredictedTree) and tree.predicted_rows and live.prediction is not None:
             # Its rows and tokens are not the draft's.
-            self.budget.of_predictions.learn(tree, tree.predicted, accepted_rows, live.predicted_record)
-            live.prediction.observe(tree.accepted_predicted(accepted_rows))
+            self.budget.of_predictions.observe_tree(tree, tree.predicted, accepted_rows, live.predicted_record)
+            live.prediction.observe_offer(tree.accepted_predicted(accepted_rows))
             return
         self.budget.observe_drafted(live.record, 1 + outcome.accepted, row_cost)
 

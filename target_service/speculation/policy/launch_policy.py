@@ -82,7 +82,7 @@ class LaunchPolicy:
         """The faster mode so far; passes of the other one are trials."""
         return self._loads[load.bit_length()].best
 
-    def observe(self, load: int, mode: LaunchMode, tokens: float, seconds: float) -> None:
+    def observe_pass(self, load: int, mode: LaunchMode, tokens: float, seconds: float) -> None:
         """Observe a pass: its tokens of each sequence, and seconds since the end of the one before."""
         self._loads[load.bit_length()].rates[mode].observe(tokens, seconds)
 

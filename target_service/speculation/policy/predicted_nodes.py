@@ -44,7 +44,7 @@ def note_passes(live: LiveSequence, passes: Iterable[DevicePass], tokens: int, t
             # After the sequence's end.
             return
         if one.drafted_from_table:
-            live.prediction.observe(one.accepted_from_table)
+            live.prediction.observe_offer(one.accepted_from_table)
             totals.predicted_tokens += one.drafted_from_table
             totals.accepted_predicted_tokens += min(tokens, one.accepted_from_table)
         tokens -= one.accepted + 1

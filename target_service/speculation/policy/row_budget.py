@@ -77,7 +77,7 @@ class Calibration:
         known = self._probabilities
         return [known[int(score * _BUCKETS)] for score in scores]
 
-    def observe(self, score: float, accepted: bool) -> None:
+    def observe_node(self, score: float, accepted: bool) -> None:
         """Record one verified node whose parent was accepted."""
         bucket = min(int(score * _BUCKETS), _BUCKETS - 1)
         self._accepted[bucket] = self._accepted[bucket] * _KEEP + accepted
@@ -85,7 +85,7 @@ class Calibration:
         self._probabilities[bucket] = self._accepted[bucket] / self._verified[bucket]
         self._probabilities[_BUCKETS] = self._probabilities[_BUCKETS - 1]
 
-    def learn(
+    def observe_tree(
         self, tree: TokenTree, scores: SequenceOf[float], accepted_rows: SequenceOf[int], record: SequenceRecord
     ) -> None:
         """Calibrate the scores of one source, by the children of accepted rows. In a merged tree, rows that the source
@@ -96,10 +96,10 @@ class Calibration:
                 if scores[child] or not merged:
                     was_accepted = child in accepted_rows
                     expected += self.probability(scores[child])
-                    self.observe(scores[child], was_accepted)
+                    self.observe_node(scores[child], was_accepted)
                     accepted += was_accepted
         if expected:
-            record.observe(expected, accepted)
+            record.observe_tree(expected, accepted)
 
 
 @dataclass(slots=True)
@@ -125,7 +125,7 @@ class SequenceRecord:
         """Above 1 where this sequence is easier to draft than most."""
         return min(1.5, self.accepted / self.expected)
 
-    def observe(self, expected: float, accepted: int) -> None:
+    def observe_tree(self, expected: float, accepted: int) -> None:
         """Observe a verified tree: its expected and its actual accepted rows."""
         self.expected = self.expected * _SEQUENCE_KEEP + expected + (1 - _SEQUENCE_KEEP) * _SEQUENCE_PRIOR
         self.accepted = self.accepted * _SEQUENCE_KEEP + accepted + (1 - _SEQUENCE_KEEP) * _SEQUENCE_PRIOR
@@ -243,12 +243,14 @@ class RowBudget:
     def observe_step(self, rows: int, seconds: float) -> None:
         """Observe the time of a step that only decoded."""
         if self._cost is not None:
-            self._cost.observe(rows, seconds)
+            self._cost.observe_step(rows, seconds)
 
-    def observe(self, tree: TokenTree, accepted_rows: SequenceOf[int], record: SequenceRecord, row_cost: float) -> None:
+    def observe_tree(
+        self, tree: TokenTree, accepted_rows: SequenceOf[int], record: SequenceRecord, row_cost: float
+    ) -> None:
         """Learn from a verified tree, in a step whose rows cost `row_cost` plain steps."""
         record.spend(1 + len(accepted_rows), row_cost)
-        self.calibration.learn(tree, tree.scores, accepted_rows, record)
+        self.calibration.observe_tree(tree, tree.scores, accepted_rows, record)
 
 
 def _falling(node: tuple[float, int, int]) -> float:

@@ -76,7 +76,7 @@ class _Yield:
         for mean in (self._accepted, self._expected, *self._prospects):
             mean.count = _PRIOR
 
-    def observe(self, passes: SequenceOf[DevicePass]) -> None:
+    def observe_passes(self, passes: SequenceOf[DevicePass]) -> None:
         count = len(passes)
         self._accepted.observe(sum([one.accepted for one in passes]) / count)
         self._expected.observe(sum([one.expected for one in passes]) / count)
@@ -176,7 +176,7 @@ class RowPolicy:
                 times[rows] = StepTime(first_few=_ENOUGH)
             times[rows].observe(seconds / self._cost(sequences))
 
-    def observe(
+    def observe_passes(
         self, outcomes: SequenceOf[Verified | None], mode: LaunchMode | None, drafted: SequenceOf[bool]
     ) -> None:
         """Learn from passes whose rows the device chose. `drafted`: the sequence's table holds only a draft's nodes."""
@@ -184,7 +184,7 @@ class RowPolicy:
         if not passes:
             self.tokens_each.observe(1.0)
             return
-        self._yields[mode].observe(passes)
+        self._yields[mode].observe_passes(passes)
         self.tokens_each.observe(1 + sum([one.accepted for one in passes]) / len(passes))
         known = zip(outcomes, drafted, strict=True)
         followed = [one for outcome, has in known if has and outcome is not None for one in outcome.device_passes]

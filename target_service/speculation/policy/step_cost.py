@@ -71,7 +71,7 @@ class StepCost:
             prices += [self(at + 1) - self(at)] * min(until - at, count - len(prices))
         return prices
 
-    def observe(self, rows: int, seconds: float) -> None:
+    def observe_step(self, rows: int, seconds: float) -> None:
         """Correct the nearest measured size by a step of `rows` that took `seconds`."""
         if rows > self._rows[-1]:
             return

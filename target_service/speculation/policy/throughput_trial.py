@@ -90,7 +90,7 @@ class ThroughputTrial:
             return SpeculationLevel.DRAFT
         return here.due[0] if here.due else here.best
 
-    def observe(
+    def observe_launch(
         self, load: int, most: SpeculationLevel, tokens: int, seconds: float, waited: float, *, drafted: bool
     ) -> None:
         """Observe a launch: its tokens of all sequences, the seconds since the end of the one before, and those of them
