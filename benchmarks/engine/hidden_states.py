@@ -4,8 +4,8 @@
 
 States are 4,096 numbers wide in bfloat16, 8 KB each, as at 8B size, in the buffers used in turn that a GPU would write.
 Two parts are timed, as the engine's loop calls them behind every pass: `collect` copies the states of committed rows,
-`send_commits` sends them with the commits. Once the pass reads a prompt, else each sequence commits two tokens. The other
-end is a process that reads and drops, as fast as it can. Takes half a minute.
+`send_commits` sends them with the commits. Once the pass reads a prompt, else each sequence commits two tokens. The
+other end is a process that reads and drops, as fast as it can. Takes half a minute.
 """
 
 from __future__ import annotations

@@ -41,7 +41,8 @@ class _Pending:
 
 @dataclass(eq=False)
 class WeightExchange:
-    """One exchange at a time. `start_reading` and `cancel` may be called from any thread, the rest from the engine's."""
+    """One exchange at a time. `start_reading` and `cancel` may be called from any thread, the rest from the
+    engine's."""
 
     runner: ModelRunner
     loop: EngineLoop

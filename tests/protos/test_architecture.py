@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -70,6 +71,25 @@ MAX_FOLDER_FILES = 14
 # A compiled kernel is one unit: its arguments are arrays that only it names, one to a line.
 MAX_KERNEL_LINES = 80
 KERNEL_DECORATORS = ("compiled", "triton.jit")
+
+# Classes of several packages with one name: a search for the name finds both. None is added here.
+SHARED_CLASS_NAMES = {
+    "Caller", "FusedLayer", "LatentAttention", "Mode", "PagedCache", "Placement", "Prompt", "Rotary", "Router",
+}  # fmt: skip
+# Names of methods that say nothing without their class. Each is kept for the families that give it one meaning.
+VAGUE_METHODS = {
+    # What a step committed, or arrived from the target: the frame of that name.
+    "advance": r"\w*(Drafter|Link|LinkProcess|Drafts|Conversation|ProposeSession)",
+    "begin": None,
+    # Ends an object's use without arguments, as in Python's libraries; with them, the frame of that name.
+    "close": r"\w*(Drafter|Link|LinkProcess|Drafts|Conversation|ProposeSession)",
+    # Adds a value to a statistic.
+    "observe": r"Histogram|Running\w+|PassRate|StepTime|_Curve|_Undisturbed",
+    # Attention is planned once per step and run once per layer; the command line's and the clients' whole runs.
+    "run": r"\w*Attention|_AttentionBackend|_Implementation|Runner|Conversation|Supervisor|Comparison|_Tuner"
+    "|_LoopThread|Dispatcher|TextPool",
+    "take": r"Side|Fields|Shares",
+}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -230,6 +250,29 @@ def test_functions_are_short() -> None:
             length = (node.end_lineno or 0) - node.lineno + 1
             if length > (MAX_KERNEL_LINES if compiled else MAX_FUNCTION_LINES):
                 wrong.append(source.at(node.lineno, f"{node.name} has {length} lines"))
+    assert wrong == []
+
+
+def test_no_class_name_is_used_twice() -> None:
+    """What a search for a class finds is that class."""
+    names = Counter(node.name for source in MODULES for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef))
+    assert {name for name, count in names.items() if count > 1} <= SHARED_CLASS_NAMES
+
+
+def test_methods_say_what_they_do() -> None:
+    """A method's name is read where it is called, without its class."""
+    wrong = []
+    for source in MODULES:
+        for owner in ast.walk(source.tree):
+            if not isinstance(owner, ast.ClassDef):
+                continue
+            for node in owner.body:
+                if not isinstance(node, Function) or node.name not in VAGUE_METHODS:
+                    continue
+                family = VAGUE_METHODS[node.name]
+                ends = node.name == "close" and len(node.args.args) == 1
+                if not ends and (family is None or not re.fullmatch(family, owner.name)):
+                    wrong.append(source.at(node.lineno, f"{owner.name}.{node.name}"))
     assert wrong == []
 
 

@@ -63,7 +63,7 @@ class Device:
         self._tables = tables
         self._taken = [0] * SLOTS
         self.slots: list[Table | None] = [None] * SLOTS
-        self.slots = [-1] * SLOTS
+        self.assigned = [-1] * SLOTS
 
     def step(self, *sequence_ids: int) -> int:
         """Publish, take, and assign slots to these sequences. Tables that were taken."""
@@ -71,7 +71,7 @@ class Device:
         slot_assignment = self._tables.slot_assignment(sequence_ids, ["tenant"] * len(sequence_ids))
         if slot_assignment is not None:
             assert slot_assignment.dtype == np.int32 and slot_assignment.shape == (2, SLOTS)
-            self.slots = slot_assignment[0].tolist()
+            self.assigned = slot_assignment[0].tolist()
             count = len(sequence_ids)
             assert slot_assignment[1].tolist() == [owner_of("tenant")] * count + [-1] * (SLOTS - count)
         mail, before = self._tables.mail, self._taken
@@ -83,7 +83,7 @@ class Device:
 
     def table_of(self, place: int) -> Table | None:
         """What the sequence at a place of the step finds."""
-        slot = self.slots[place]
+        slot = self.assigned[place]
         return self.slots[slot] if slot >= 0 else None
 
 
@@ -354,14 +354,14 @@ def test_a_step_of_others_says_who_they_are() -> None:
         assert device.step(*order) == (2 if order == (1, 2) else 0)
         for place, paths in enumerate(found):
             assert paths_of(device.table_of(place)) == paths
-        assert device.slots[len(order) :] == [-1] * (SLOTS - len(order))
+        assert device.assigned[len(order) :] == [-1] * (SLOTS - len(order))
     # One that has no table, at any place.
     assert device.step(8, 1) == 0 and device.table_of(0) is None and paths_of(device.table_of(1)) == {(5,)}
     assert tables.slot_assignment([8, 1], ["tenant"] * 2) is None
     slot_assignment = tables.slot_assignment([8, 1], ["tenant", "another"])
     assert (
         slot_assignment is not None
-        and slot_assignment[0].tolist() == device.slots
+        and slot_assignment[0].tolist() == device.assigned
         and slot_assignment[1, 1] == owner_of("another")
     )
 

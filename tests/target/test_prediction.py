@@ -44,9 +44,9 @@ def test_it_begins_at_its_beginning_and_goes_along() -> None:
     answer, committed = answering(TEXT)
     assert [chain.token_ids for chain in answer.chains(4)] == [(100, 101, 102, 103)]
     committed += TEXT[:10]
-    assert first_tokens(answer) == [110] and answer._place == 10 and answer.leads
+    assert first_tokens(answer) == [110] and answer._place == 10 and answer.holds
     committed += TEXT[10:]
-    assert not answer.has_offer and not answer.leads
+    assert not answer.has_offer and not answer.holds
 
 
 def test_scores_rise_along_a_chain_and_with_the_run() -> None:

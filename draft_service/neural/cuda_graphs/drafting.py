@@ -212,7 +212,8 @@ class CapturedDrafting(TreeDrafting):
         return captured[1]()
 
     def _capture(self, run: Callable[[], Output], plan: TritonPlan) -> Callable[[], Output]:
-        """`compute` as a graph. It must be repeatable with the same inputs, since it runs several times for the capture."""
+        """`compute` as a graph. It must be repeatable with the same inputs, since it runs several times for the
+        capture."""
         device = self.network.device
         # Kernels of a graph keep the priority of the stream that they were captured on.
         stream = drafting_stream(device)
