@@ -74,7 +74,8 @@ KERNEL_DECORATORS = ("compiled", "triton.jit")
 
 # Classes of several packages with one name: a search for the name finds both. None is added here.
 SHARED_CLASS_NAMES = {
-    "Caller", "Checkpoint", "CheckpointRefused", "FusedLayer", "LatentAttention", "Mode", "PagedCache", "Placement", "Prompt", "Rotary", "Router",
+    "Caller", "Checkpoint", "CheckpointRefused", "FusedLayer", "LatentAttention", "Mode", "PagedCache", "Placement",
+    "Prompt", "Rotary", "Router",
 }  # fmt: skip
 # Names of methods that say nothing without their class. Each is kept for the families that give it one meaning.
 VAGUE_METHODS = {
