@@ -114,6 +114,7 @@ def form_cases(tiny: Sizes) -> dict[str, Sizes]:
             "sandwich of layer norms": replace(wide, layer_norm=True, post_norm=True, bias=True),
             "granite": replace(base, multiplier=0.22, bias=True),
             "gelu": replace(base, activation=kinds.GELU, bias=True),
+            "relu": replace(base, activation=kinds.RELU),
             "relu2": replace(base, activation=kinds.RELU2),
             "xielu": replace(base, activation=kinds.XIELU),
         }
@@ -127,12 +128,12 @@ def form_cases(tiny: Sizes) -> dict[str, Sizes]:
     )
     found["half precision: olmo2"] = replace(found["few: olmo2"], dtype=torch.float16)
     if not INTERPRETED:
-        for rows in (1, 16, 32, 64, 130):
-            qwen = Sizes(rows, 4096, 32, 8, 128, 12288, False, torch.bfloat16, None, head_norms="heads")
-            found[f"bf16 qwen3 {rows}"] = qwen
-            found[f"bf16 qwen3 {rows}, invariant"] = replace(qwen, invariant=True)
-            found[f"bf16 cublas qwen3 {rows}"] = replace(qwen, cublas=True)
-            found[f"bf16 olmo2 {rows}"] = replace(qwen, head_norms="all", post_norm=True)
+        qwen = Sizes(1, 4096, 32, 8, 128, 12288, False, torch.bfloat16, None, head_norms="heads")
+        for rows in (1, 16, 64):
+            found[f"bf16 qwen3 {rows}"] = replace(qwen, rows=rows)
+        found["bf16 qwen3 64, invariant"] = replace(qwen, rows=64, invariant=True)
+        found["bf16 cublas qwen3 130"] = replace(qwen, rows=130, cublas=True)
+        found["bf16 olmo2 32"] = replace(qwen, rows=32, head_norms="all", post_norm=True)
     return found
 
 

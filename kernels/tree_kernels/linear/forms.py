@@ -36,6 +36,7 @@ class ActivationKind(StrEnum):
     SILU = "silu"
     GELU = "gelu"  # by the error function
     GELU_TANH = "gelu_tanh"  # its approximation by tanh
+    RELU = "relu"
     RELU2 = "relu2"  # max(x, 0)²
     XIELU = "xielu"  # arXiv 2411.13010
 

@@ -149,6 +149,8 @@ def activated(numbers: Tensor, activation: Activation) -> Tensor:
     kind = activation.kind
     if kind is ActivationKind.SILU:
         return functional.silu(numbers)
+    if kind is ActivationKind.RELU:
+        return functional.relu(numbers)
     if kind is ActivationKind.RELU2:
         return functional.relu(numbers).square()
     if kind is ActivationKind.XIELU:

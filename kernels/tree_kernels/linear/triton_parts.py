@@ -14,6 +14,8 @@ def activated(number, parameters, KIND: tl.constexpr):  # type: ignore[no-untype
     """`forms.Activation` of fp32 numbers; `parameters` are xIELU's and not read for others."""
     if KIND == "silu":
         return number / (1.0 + tl.exp(-number))
+    elif KIND == "relu":
+        return tl.maximum(number, 0.0)
     elif KIND == "relu2":
         positive = tl.maximum(number, 0.0)
         return positive * positive
