@@ -88,15 +88,15 @@ class TestCorpora:
 
 class TestFirstMessages:
     async def test_a_silent_stream_is_ended(self) -> None:
-        async with draft_over(first_message_seconds=0.3) as draft:
+        async with draft_over(first_message_seconds=1.0) as draft:
             for call in (draft.stub.Propose(), draft.channel.stream_stream(f"/{SERVICE_NAME}/AddCorpus")()):
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await call.read()
                 assert isinstance(error_of_rpc(caught.value), DeadlineExceeded)
 
     async def test_a_stream_that_has_begun_may_be_silent(self) -> None:
-        async with draft_over(first_message_seconds=0.3) as draft, draft.stream() as stream:
-            await asyncio.sleep(0.6)
+        async with draft_over(first_message_seconds=1.0) as draft, draft.stream() as stream:
+            await asyncio.sleep(1.5)
             await stream.open(opening())
             await stream.opened()
 

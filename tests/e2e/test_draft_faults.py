@@ -16,7 +16,7 @@ from draft_process import Service
 from engine_harness import make_runner, plain, request, run
 from scripted_drafter import Listener
 from transformers import PreTrainedModel
-from waits import wait_until
+from waits import HUNG_SECONDS, wait_until
 
 from outrider.drafting import link_process
 from outrider.drafting.events import DraftEvents
@@ -32,7 +32,7 @@ SAMPLINGS = {
     "coupled": SamplingParams(temperature=0.8, top_p=0.9, seed=99, ignore_eos=True),
 }
 # A draft that is frozen for longer than this is given up and met anew.
-OPTIONS = LinkOptions(min_backoff=0.01, max_backoff=0.1, connect_timeout=0.5, answer_timeout=0.3)
+OPTIONS = LinkOptions(min_backoff=0.01, max_backoff=0.1, connect_timeout=HUNG_SECONDS, answer_timeout=0.3)
 
 
 @contextmanager

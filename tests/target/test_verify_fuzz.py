@@ -11,6 +11,7 @@ from generation import answers, asking
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_engine import SERVED, VOCABULARY, ScriptedEngine, successor
+from waits import HUNG_SECONDS
 
 from outrider.errors import EngineDead, OutriderError
 from outrider.runtime import run
@@ -75,7 +76,7 @@ async def replay(script: list[pb.VerifyRequest]) -> list[pb.VerifyResponse]:
             await asyncio.sleep(0)
 
     session = VerifyStream(
-        TargetConfig(max_sequences_per_stream=4, verify_idle_seconds=10),
+        TargetConfig(max_sequences_per_stream=4, verify_idle_seconds=HUNG_SECONDS),
         sequences,
         Admission(SERVED, TenantQuotas()),
         tenant="default",
