@@ -132,7 +132,7 @@ RULES = {
     r"--writers \d+": "--writers 1",
     # Starting takes most, as below.
     r"^(outrider tune.*) --minutes \d+": r"\1 --minutes 0.05",
-    r"--minutes \d+\b(?!\.)": "--minutes 0.1",
+    r"--minutes \d+\b(?!\.)": "--minutes 30",
     r"--writing-share [\d.]+": "--writing-share 0.8",
     r"--tokens \d+M": "--tokens 1k",
 }
@@ -169,8 +169,8 @@ SETTINGS = {
     "OUTRIDER_TRAINING_VOCABULARY": "200",
     "OUTRIDER_TRAINING_VALIDATION": "4",
     "OUTRIDER_TRAINING_EPOCHS": "1",
-    # Text is there sooner, but on a busy machine; a head learns for the rest.
-    "OUTRIDER_TRAINING_MINUTES": "0.1",
+    # Tokens and epochs end it sooner, on a machine of any speed.
+    "OUTRIDER_TRAINING_MINUTES": "30",
     "OUTRIDER_TRAINING_WRITING_SHARE": "0.8",
 }
 PROMPTS = [{"id": name, "task": "a", "turns": [f"Say {name}."]} for name in ("a", "b")]
