@@ -70,7 +70,7 @@ class Budget:
     """Time since the run began; `seconds` of 0 is unbounded."""
 
     seconds: float
-    began: float = field(default_factory=time.monotonic)
+    began: float = field(default_factory=lambda: time.monotonic())
 
     @property
     def elapsed(self) -> float:
