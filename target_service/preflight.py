@@ -8,6 +8,7 @@ from pathlib import Path
 
 from outrider.addresses import address_problem
 from outrider.checkpoints.folder import Checkpoint
+from outrider.admission.prompt_limits import MOST_CONTEXT
 from outrider.devices import check_device_name
 from outrider.drafting.link import INPROCESS_SCHEME, ChannelTls, Connect, LinkOptions, bearer_metadata, prepare_draft
 from outrider.errors import OutriderError
@@ -19,9 +20,6 @@ from outrider.settings import SettingsError, comma_words
 from target_service.config import TargetConfig
 from target_service.model.loading.hub import PullFailed, fetch_head
 from target_service.model.loading.store import resolve
-
-# In tokens; no model has a longer context, and tables by position are allocated for all of it.
-_LONGEST_CONTEXT = 1 << 24
 
 
 class EngineRefused(Exception):
@@ -38,8 +36,8 @@ def check_settings(config: TargetConfig) -> None:
     check_device_name(config.device)
     if config.lookup_tokens > 0 and not config.captures:
         raise SettingsError("--lookup-tokens: needs captured steps on a GPU; elsewhere there is --draft inprocess:trie")
-    if config.max_context > _LONGEST_CONTEXT:
-        raise SettingsError(f"--max-context: must be at most {_LONGEST_CONTEXT}")
+    if config.max_context > MOST_CONTEXT:
+        raise SettingsError(f"--max-context: must be at most {MOST_CONTEXT}")
     for flag, folder in (("--weights-folder", config.weights_folder), ("--weights-staging", config.weights_staging)):
         if folder and not Path(folder).is_dir():
             raise SettingsError(f"{flag}: there is no folder {folder}")

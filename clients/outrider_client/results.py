@@ -227,6 +227,8 @@ class TargetInfo:
     kv_token_bytes: int = 0
     # Names that requests may give as their model; empty from targets that do not report them.
     served_names: tuple[str, ...] = ()
+    # The tenant that the caller is; empty from a target that does not report it.
+    tenant: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:

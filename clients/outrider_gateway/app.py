@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from outrider_gateway.admission import GatewayAdmission
 from outrider_gateway.caller import caller_from
 from outrider_gateway.config import ANY_ORIGIN, GatewayConfig
 from outrider_gateway.endpoints import GenerationEndpoint
@@ -37,8 +38,10 @@ class Application:
         self._served = models
         self._metrics = metrics
         metrics.gauges(targets.readings)
-        chat = GenerationEndpoint("chat", chat_request, config, targets, models, metrics)
-        completions = GenerationEndpoint("completions", completion_request, config, targets, models, metrics)
+        self._admission = admission = GatewayAdmission(config, targets)
+        shared = config, admission, targets, models, metrics
+        chat = GenerationEndpoint("chat", chat_request, *shared)
+        completions = GenerationEndpoint("completions", completion_request, *shared)
         generating = {"/v1/chat/completions": chat, "/v1/completions": completions}
         routes: list[BaseRoute] = [
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in generating.items()),
@@ -55,12 +58,14 @@ class Application:
         self.asgi = host_check(_cross_origin(_shortcut(generating, others), config.origins), config)
 
     async def _models(self, request: Request) -> Response:
-        models = await self._served.models(caller_from(request.scope["headers"]))
-        return JSONResponse({"object": "list", "data": models})
+        caller = caller_from(request.scope["headers"])
+        async with self._admission.asking(caller, request.scope):
+            return JSONResponse({"object": "list", "data": await self._served.models(caller)})
 
     async def _model(self, request: Request) -> Response:
         caller = caller_from(request.scope["headers"])
-        return JSONResponse(await self._served.model(request.path_params["model"], caller))
+        async with self._admission.asking(caller, request.scope):
+            return JSONResponse(await self._served.model(request.path_params["model"], caller))
 
     async def _alive(self, _request: Request) -> Response:
         return JSONResponse({"status": "ok"})

@@ -33,6 +33,9 @@ class GatewayConfig(Settings):
     max_running: int = setting(256, "answers being written at once; requests for more are refused with 429", ge=1)
     max_choices: int = setting(16, "answers that one request may ask for", ge=1)
     max_body_bytes: int = setting(4 * 1024 * 1024, "largest request body", ge=1)
+    max_pending_bytes: int = setting(
+        64 * 1024 * 1024, "bytes of bodies beyond the first 64 KiB of each, of requests under way together", ge=1
+    )
     max_connections: int = setting(1024, "connections at once; more are refused with 503", ge=1)
     body_seconds: float = setting(30.0, "time a request's body may take to arrive", gt=0)
     request_seconds: float = setting(
@@ -41,6 +44,9 @@ class GatewayConfig(Settings):
     drain_seconds: float = setting(30.0, "time running answers get after SIGTERM", ge=0)
 
     health_seconds: float = setting(2.0, "time between two looks at the health of a target", gt=0)
+    target_start_seconds: float = setting(
+        0.0, "time from the gateway's start in which a target that is not reached yet is being started", ge=0
+    )
     load_bound: float = setting(
         1.25, "load that a target may have, as a multiple of the mean, before tenants move on", ge=1
     )

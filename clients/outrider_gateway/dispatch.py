@@ -72,8 +72,8 @@ class Dispatcher:
                     if on_result is not None:
                         await on_result(index, result)
                     return result
-                except AWAY:
-                    target.leave_out()
+                except AWAY as error:
+                    target.leave_out(error)
                     tried.append(target)
                     if begun or len(tried) == len(self._targets.all):
                         raise

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -15,14 +14,14 @@ from starlette.types import Receive, Scope, Send
 from outrider.errors import OutriderError
 from outrider_client.failures import ServiceUnreachable
 from outrider_client.results import Chunk, Result
-from outrider_gateway.caller import caller_from
+from outrider_gateway.admission import GatewayAdmission, HeldBytes, Holder
+from outrider_gateway.caller import Caller, caller_from
 from outrider_gateway.config import GatewayConfig
 from outrider_gateway.dispatch import Dispatcher
 from outrider_gateway.failures import GatewayFailed, Refused, refusal
 from outrider_gateway.generation_request import GenerationRequest
-from outrider_gateway.http import ClientGone, ResponseWriter, read_json, while_connected
+from outrider_gateway.http import ClientGone, ResponseWriter, json_object, read_body, while_connected
 from outrider_gateway.metrics import GatewayMetrics
-from outrider_gateway.response_json import ResponseBuilder
 from outrider_gateway.served_models import ServedModels
 from outrider_gateway.targets import Targets
 
@@ -33,11 +32,13 @@ _CLIENT_GONE = 499
 
 @dataclass
 class GenerationEndpoint:
-    """An endpoint that generates. `translate` makes a request from a body, for at most so many answers."""
+    """An endpoint that generates. `translate` makes a request from a body, for at most so many answers, and so many
+    token ids in a prompt."""
 
     _name: str
-    _translate: Callable[[Mapping[str, Any], int], GenerationRequest]
+    _translate: Callable[[Mapping[str, Any], int, int], GenerationRequest]
     _config: GatewayConfig
+    _admission: GatewayAdmission
     _targets: Targets
     _models: ServedModels
     _metrics: GatewayMetrics
@@ -62,21 +63,47 @@ class GenerationEndpoint:
 
     async def _serve(self, writer: ResponseWriter, scope: Scope, receive: Receive, arrived: float) -> int:
         caller = caller_from(scope["headers"])
-        config = self._config
-        body = await read_json(scope, receive, config.max_body_bytes, config.body_seconds)
-        request = self._translate(body, config.max_choices)
-        dispatcher = Dispatcher(self._targets, self._metrics, request, caller, config.request_seconds or None, arrived)
+        async with self._admission.admitted(caller, scope) as holder:
+            with self._admission.body(holder) as held:
+                request = await self._read(scope, receive, holder, held)
+                await self._answer(writer, receive, request, holder, caller, arrived)
+        return 200
+
+    async def _read(self, scope: Scope, receive: Receive, holder: Holder, held: HeldBytes) -> GenerationRequest:
+        """The request that the body makes. Its bytes stay counted, once for each call that will carry them."""
+        config, most = self._config, self._models.longest_prompt
+        raw = await read_body(scope, receive, config.max_body_bytes, config.body_seconds, held.grow_to)
+
+        def read() -> GenerationRequest:
+            return self._translate(json_object(raw), config.max_choices, most)
+
+        request = await self._admission.read(holder, len(raw), read)
+        held.grow_to(len(raw) * request.choices)
+        return request
+
+    async def _answer(
+        self,
+        writer: ResponseWriter,
+        receive: Receive,
+        request: GenerationRequest,
+        holder: Holder,
+        caller: Caller,
+        arrived: float,
+    ) -> None:
+        timeout = self._config.request_seconds or None
+        dispatcher = Dispatcher(self._targets, self._metrics, request, caller, timeout, arrived)
         write = self._stream if request.stream else self._whole
         try:
-            await write(writer, receive, dispatcher)
+            with self._admission.answers(holder, request.answers):
+                await write(writer, receive, dispatcher)
         except (OutriderError, ServiceUnreachable) as error:
             raise refusal(error, request.fields) from error
-        return 200
 
     async def _stream(self, writer: ResponseWriter, receive: Receive, dispatcher: Dispatcher) -> None:
         request = dispatcher.request
         running, last = request.answers, b""
-        async with self._admitted(receive, request) as builder:
+        builder = await self._models.response_builder(request)
+        async with while_connected(receive):
 
             async def on_chunk(index: int, chunk: Chunk) -> None:
                 events = builder.chunk(index, chunk)
@@ -96,14 +123,7 @@ class GenerationEndpoint:
         await writer.end(last, done=True)
 
     async def _whole(self, writer: ResponseWriter, receive: Receive, dispatcher: Dispatcher) -> None:
-        async with self._admitted(receive, dispatcher.request) as builder:
+        builder = await self._models.response_builder(dispatcher.request)
+        async with while_connected(receive):
             results = await dispatcher.run(builder.started, builder.keep)
         await writer.whole(builder.whole(results))
-
-    @contextlib.asynccontextmanager
-    async def _admitted(self, receive: Receive, request: GenerationRequest) -> AsyncIterator[ResponseBuilder]:
-        """Admit a request's answers while the block runs and its client is there. Raises `TooMany`, or `ClientGone`."""
-        with self._targets.admitting(request.answers, self._config.max_running):
-            builder = await self._models.response_builder(request)
-            async with while_connected(receive):
-                yield builder

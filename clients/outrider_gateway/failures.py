@@ -3,9 +3,9 @@
 Refused
 ├── BadField      400   a field of the request breaks its limits, or is not supported
 ├── TooLarge      413   the body has more than `limit` bytes
-├── TooMany       429   the gateway runs `limit` answers, which is as many as it may
+├── TooMany       429   the caller, or all together, have as much under way as they may
 ├── GatewayFailed 500   an error of the gateway's own; which is in the log alone, as it may quote the request
-└── NoTarget      503   no target is healthy
+└── NoTarget      503   no target is healthy, and why none is
 
 Errors of the contract become one of the rows of `_STATUS`.
 """
@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.errors import InvalidField, OutriderError, PositionOutOfRange, UnknownCorpus, UnknownModel
+from outrider.errors import InvalidField, Loading, OutriderError, PositionOutOfRange, UnknownCorpus, UnknownModel
 from outrider_client.failures import ServiceUnreachable
 
 # By the name of the gRPC status: HTTP status and OpenAI's type of error.
@@ -33,6 +33,8 @@ _STATUS = {
     "DEADLINE_EXCEEDED": (504, "server_error"),
 }
 _RETRY_SECONDS = 1.0
+# Of a message. Chosen: more than any of ours.
+_MOST_CHARACTERS = 1000
 # Numbers of a request that is too long.
 _LIMITS = ("tokens", "bytes", "limit")
 
@@ -49,6 +51,8 @@ class Refused(Exception):
     retry_after: float | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        # Names of fields come from the caller, and may be as long as a body.
+        self.message, self.param = _shortened(self.message), self.param and _shortened(self.param)
         super().__init__(self.message)
 
     def body(self) -> dict[str, Any]:
@@ -74,8 +78,7 @@ class TooLarge(Refused):
 
 
 class TooMany(Refused):
-    def __init__(self, limit: int) -> None:
-        message = f"the gateway writes {limit} answers at once, and no more now"
+    def __init__(self, message: str) -> None:
         super().__init__(429, message, kind="rate_limit_error", code="rate_limit_exceeded", retry_after=_RETRY_SECONDS)
 
 
@@ -85,21 +88,24 @@ class GatewayFailed(Refused):
 
 
 class NoTarget(Refused):
-    def __init__(self) -> None:
-        super().__init__(
-            503, "no target is healthy", kind="server_error", code="target_unavailable", retry_after=_RETRY_SECONDS
-        )
+    def __init__(self, cause: str) -> None:
+        message = f"no target is healthy: {cause}"
+        super().__init__(503, message, kind="server_error", code="target_unavailable", retry_after=_RETRY_SECONDS)
 
 
 def refusal(error: OutriderError | ServiceUnreachable, fields: Mapping[str, str]) -> Refused:
     """What the caller is told of a failed call. `fields` has the request's names of the contract's fields."""
     if isinstance(error, ServiceUnreachable):
-        return NoTarget()
+        return NoTarget(str(error))
     # A plain one is not ours, but the transport's or a proxy's.
     code_name = error.metadata.get("code", "") if type(error) is OutriderError else error.code.name
     status, kind = _STATUS.get(code_name, (500, "server_error"))
     param, message, code = _named(error, fields)
     return Refused(status, message, kind=kind, param=param, code=code, retry_after=error.retry_after)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MOST_CHARACTERS else text[:_MOST_CHARACTERS] + "…"
 
 
 def _named(error: OutriderError, fields: Mapping[str, str]) -> tuple[str | None, str, str | None]:
@@ -114,8 +120,16 @@ def _named(error: OutriderError, fields: Mapping[str, str]) -> tuple[str | None,
         return fields["input"], _with_limits(error, fields), "context_length_exceeded"
     if isinstance(error, UnknownCorpus):
         return "outrider.corpus", error.message, "corpus_not_found"
+    if isinstance(error, Loading):
+        return None, loading_message(error), "loading"
     code = "invalid_api_key" if error.reason == "UNAUTHENTICATED" else error.reason.lower()
     return None, error.message, code
+
+
+def loading_message(error: Loading) -> str:
+    """The message with the time that loading has taken, where the service says it."""
+    seconds = error.metadata.get("seconds")
+    return f"{error.message} ({seconds} s so far)" if seconds else error.message
 
 
 def _with_limits(error: OutriderError, fields: Mapping[str, str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
@@ -11,6 +11,7 @@ from outrider_gateway.failures import BadField
 from outrider_gateway.request_fields import RequestField, Use
 
 Json = TypeVar("Json")
+Sized = TypeVar("Sized", bound=Collection[Any])
 # What a value must be, by the type that the JSON reader makes of it.
 _KINDS = {bool: "true or false", int: "a whole number", str: "a string", dict: "an object", list: "a list"}
 
@@ -90,6 +91,22 @@ def whole(value: Any, path: str, low: int, high: int) -> int:
     if not low <= (found := typed(value, int, path)) <= high:
         raise BadField(path, f"must be in {low}..{high}", "invalid_value")
     return found
+
+
+def whole_numbers(values: Sequence[Any], path: str, low: int, high: int) -> tuple[int, ...]:
+    """A list of whole numbers in [low, high]; a refusal names the first that is none."""
+    for index, value in enumerate(values):
+        # A path for each of a million would take seconds.
+        if type(value) is not int or not low <= value <= high:
+            whole(value, f"{path}[{index}]", low, high)
+    return tuple(values)
+
+
+def bounded(values: Sized, most: int, path: str) -> Sized:
+    """A list or an object of at most so many entries, of which none has been looked at."""
+    if len(values) > most:
+        raise BadField(path, f"has more than {most} entries", "invalid_value")
+    return values
 
 
 def number(value: Any, path: str, low: float, high: float) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import orjson
@@ -25,8 +25,11 @@ class ClientGone(Exception):
     """The client closed its connection before its answer was complete."""
 
 
-async def read_json(scope: Scope, receive: Receive, limit: int, seconds: float) -> Mapping[str, Any]:
-    """The request's JSON object. Raises `Refused`, or `ClientGone`."""
+async def read_body(
+    scope: Scope, receive: Receive, limit: int, seconds: float, grow_to: Callable[[int], None]
+) -> bytearray:
+    """The body of a request of JSON, of which nothing is looked at. `grow_to` is called with the bytes so far, and may
+    refuse them. Raises `Refused`, or `ClientGone`."""
     headers = dict(scope["headers"])
     # Browsers ask before they send JSON to another origin, and send plain text without asking.
     if headers.get(b"content-type", b"").partition(b";")[0].strip().lower() != JSON_TYPE.encode():
@@ -34,11 +37,26 @@ async def read_json(scope: Scope, receive: Receive, limit: int, seconds: float) 
     length = headers.get(b"content-length", b"0")
     if length.isdigit() and int(length) > limit:
         raise TooLarge(limit)
+    body = bytearray()
     try:
         async with asyncio.timeout(seconds):
-            raw = await _read(receive, limit)
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                size = len(body) + len(message.get("body", b""))
+                if size > limit:
+                    raise TooLarge(limit)
+                grow_to(size)
+                body += message.get("body", b"")
+                if not message.get("more_body", False):
+                    return body
     except TimeoutError:
         raise Refused(408, f"the body did not arrive within {seconds:g} s") from None
+
+
+def json_object(raw: bytes | bytearray) -> Mapping[str, Any]:
+    """The JSON object that a body is. Raises `Refused`."""
     # orjson refuses what protobuf could not carry on: halves of surrogate pairs, NaN, any depth.
     try:
         body = orjson.loads(raw)
@@ -47,19 +65,6 @@ async def read_json(scope: Scope, receive: Receive, limit: int, seconds: float) 
     if not isinstance(body, dict):
         raise Refused(400, "the body must be a JSON object", code="invalid_json")
     return body
-
-
-async def _read(receive: Receive, limit: int) -> bytearray:
-    body = bytearray()
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        body += message.get("body", b"")
-        if len(body) > limit:
-            raise TooLarge(limit)
-        if not message.get("more_body", False):
-            return body
 
 
 @contextlib.asynccontextmanager

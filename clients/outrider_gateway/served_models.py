@@ -6,13 +6,14 @@ import asyncio
 import logging
 from typing import Any
 
+from outrider.admission.prompt_limits import MOST_CONTEXT
 from outrider.errors import OutriderError
 from outrider.model_names import answers_to
 from outrider_client.failures import ServiceUnreachable
 from outrider_client.local.models import find_tokenizer
 from outrider_client.results import TargetInfo
 from outrider_gateway.caller import Caller
-from outrider_gateway.failures import GatewayFailed, NoTarget, Refused, refusal
+from outrider_gateway.failures import GatewayFailed, Refused, refusal
 from outrider_gateway.generation_request import GenerationRequest
 from outrider_gateway.response_json import ResponseBuilder
 from outrider_gateway.targets import Targets
@@ -32,6 +33,12 @@ class ServedModels:
         self._texts: dict[str, TokenTexts] = {}
         self._finding = asyncio.Lock()
 
+    @property
+    def longest_prompt(self) -> int:
+        """Most tokens of a prompt that any target may take, as far as that is known."""
+        known = [target.info.max_context - 1 for target in self._targets.healthy if target.info is not None]
+        return max(known, default=MOST_CONTEXT)
+
     async def response_builder(self, request: GenerationRequest) -> ResponseBuilder:
         """The builder of a request's JSON. While no target has reported its model, tokens have no names but those of a
         tokenizer that the operator named: the model that a caller names is never looked for."""
@@ -48,7 +55,7 @@ class ServedModels:
         """Every model that healthy targets serve, asked in the caller's name. Raises `Refused`."""
         healthy = self._targets.healthy
         if not healthy:
-            raise NoTarget
+            raise self._targets.unavailable()
         clients = [target.client.acting_for(token=caller.token, tenant=caller.tenant) for target in healthy]
         answers = await asyncio.gather(*(client.info() for client in clients), return_exceptions=True)
         infos = [answer for answer in answers if isinstance(answer, TargetInfo)]

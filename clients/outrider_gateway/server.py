@@ -51,7 +51,12 @@ class GatewayServer:
             tracing = set_up_tracing(telemetry.GATEWAY_SERVICE, config.otlp_endpoint, ratio=config.trace_ratio)
             leave.callback(tracing.shutdown)
             clients = [Client(access.connection(address), tracing) for address in config.targets]
-            targets = Targets(clients, health_seconds=config.health_seconds, load_bound=config.load_bound)
+            targets = Targets(
+                clients,
+                health_seconds=config.health_seconds,
+                load_bound=config.load_bound,
+                start_seconds=config.target_start_seconds,
+            )
             models = ServedModels(targets, config.tokenizer, int(time.time()))
             self.application = Application(config, targets, models, GatewayMetrics())
             self._server = _Uvicorn(_uvicorn_config(config, self.application))

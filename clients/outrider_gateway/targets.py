@@ -5,35 +5,46 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Collection, Iterator, Sequence
 
-from outrider.errors import OutriderError
+from outrider.errors import Loading, OutriderError
 from outrider.model_names import answers_to
 from outrider.runtime import end_tasks
 from outrider.telemetry.registry import Reading
 from outrider_client.client import Client
 from outrider_client.failures import ServiceUnreachable
 from outrider_client.results import TargetInfo
-from outrider_gateway.balancing import choose
-from outrider_gateway.failures import NoTarget, TooMany
+from outrider_gateway.balancing import choose, ranked
+from outrider_gateway.failures import NoTarget, loading_message
 
 logger = logging.getLogger(__name__)
 _HEALTH_TIMEOUT_SECONDS = 5.0
 # Errors about the caller: the target itself serves.
 _ABOUT_THE_CALLER = ("UNAUTHENTICATED", "PERMISSION_DENIED")
+# States of which nobody needs to be warned.
+_LOADING, _STARTING = "loading its model", "being started"
+# Of targets whose states one answer tells.
+_NAMED_TARGETS = 3
 
 
 class Target:
-    """One target service. `info` is its last answer to `GetInfo`, `running` counts its answers to this gateway."""
+    """One target service. `info` is its last answer to `GetInfo`, `running` counts its answers to this gateway, `state`
+    is what a caller is told of it."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, start_seconds: float = 0.0) -> None:
+        """Until `start_seconds` from now, one that was never reached is being started."""
         self.client = client
         self.address = client.address
         self.healthy = False
-        self._logged = ""
+        self.state = "it was not asked yet"
         self.info: TargetInfo | None = None
         self.running = 0
         self.recheck = asyncio.Event()
+        self._logged = ""
+        self._reached = False
+        self._made_at = time.monotonic()
+        self._start_seconds = start_seconds
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
@@ -43,43 +54,67 @@ class Target:
         finally:
             self.running -= 1
 
-    def leave_out(self) -> None:
+    def leave_out(self, error: OutriderError | ServiceUnreachable) -> None:
         """A call found it gone or about to stop: no more requests until its health is checked."""
-        self._becomes(False, "a call failed")
+        self._becomes(False, str(error))
         self.recheck.set()
 
     async def check_health(self) -> None:
         try:
-            serving = await self.client.serving(_HEALTH_TIMEOUT_SECONDS)
-            if serving:
+            if await self.client.serving(_HEALTH_TIMEOUT_SECONDS):
                 self.info = await self.client.info(_HEALTH_TIMEOUT_SECONDS)
-            self._becomes(serving, "not serving")
+                self._becomes(True, "healthy")
+            else:
+                await self._ask_why_not()
         except ServiceUnreachable as error:
-            self._becomes(False, str(error))
+            self._unreached(error)
         except OutriderError as error:
-            self._becomes(error.code.name in _ABOUT_THE_CALLER, error.reason)
+            about_the_caller = error.code.name in _ABOUT_THE_CALLER
+            self._becomes(about_the_caller, "healthy" if about_the_caller else error.message)
         except Exception as error:
             # An answer that nothing can be made of, say. A watch that ended with it would never look again.
             self._becomes(False, repr(error))
 
-    def _becomes(self, healthy: bool, reason: str) -> None:
-        state = "healthy" if healthy else f"left out: {reason}"
+    async def _ask_why_not(self) -> None:
+        """Of one that is reached and not ready."""
+        try:
+            await self.client.info(_HEALTH_TIMEOUT_SECONDS)
+        except Loading as error:
+            self._becomes(False, _LOADING, loading_message(error))
+        except OutriderError as error:
+            unknown = error.code.name in _ABOUT_THE_CALLER
+            self._becomes(False, "it loads its model, or is about to stop" if unknown else error.message)
+        else:
+            self._becomes(False, "it is about to stop, or makes no progress")
+
+    def _unreached(self, error: ServiceUnreachable) -> None:
+        passed = time.monotonic() - self._made_at
+        if self._reached or passed >= self._start_seconds or error.tls_problem:
+            self._becomes(False, str(error))
+        else:
+            self._becomes(False, _STARTING, f"{_STARTING} ({passed:.0f} s so far)")
+
+    def _becomes(self, healthy: bool, reason: str, state: str = "") -> None:
+        """`state` has what changes from one look to the next."""
         # Also why one is left out that never was healthy, and once more where that is for another reason.
-        if state != self._logged:
-            logger.log(logging.INFO if healthy else logging.WARNING, "target %s is %s", self.address, state)
-        self.healthy, self._logged = healthy, state
+        if reason != self._logged:
+            expected = healthy or reason in (_LOADING, _STARTING)
+            text = reason if expected else f"left out: {reason}"
+            logger.log(logging.INFO if expected else logging.WARNING, "target %s is %s", self.address, text)
+        self._reached = self._reached or reason != _STARTING
+        self.healthy, self._logged, self.state = healthy, reason, state or reason
 
 
 class Targets:
     """All targets. Use it with `async with`: inside, the health of each is checked again and again."""
 
-    def __init__(self, clients: Sequence[Client], *, health_seconds: float, load_bound: float) -> None:
-        self.all = tuple(Target(client) for client in clients)
+    def __init__(
+        self, clients: Sequence[Client], *, health_seconds: float, load_bound: float, start_seconds: float = 0.0
+    ) -> None:
+        self.all = tuple(Target(client, start_seconds) for client in clients)
         self._health_seconds = health_seconds
         self._load_bound = load_bound
         self._watches: list[asyncio.Task[None]] = []
-        # Answers of requests that were let in.
-        self._admitted = 0
 
     async def __aenter__(self) -> Targets:
         await asyncio.gather(*(target.check_health() for target in self.all))
@@ -94,26 +129,24 @@ class Targets:
     def healthy(self) -> list[Target]:
         return [target for target in self.all if target.healthy]
 
-    @contextlib.contextmanager
-    def admitting(self, answers: int, limit: int) -> Iterator[None]:
-        """Let in a request for so many answers, which count until the block ends, also before a target writes them.
-        Raises `TooMany` where they would be more than `limit` with those that were let in before."""
-        if self._admitted + answers > limit:
-            raise TooMany(limit)
-        self._admitted += answers
-        try:
-            yield
-        finally:
-            self._admitted -= answers
+    def preferred(self, key: str) -> list[Target]:
+        """The healthy targets in the order in which `key` prefers them."""
+        healthy = {target.address: target for target in self.healthy}
+        return [healthy[address] for address in ranked(key, healthy)]
+
+    def unavailable(self) -> NoTarget:
+        """Why no target is healthy, as far as it is known."""
+        states = [f"{target.address}: {target.state}" for target in self.all[:_NAMED_TARGETS]]
+        return NoTarget("; ".join(states) + ("; ..." if len(self.all) > len(states) else ""))
 
     def pick(self, key: str, model: str, avoiding: Collection[Target] = ()) -> Target:
-        """The target for a request of the tenant `key`. Raises `NoTarget`. Where some serve the model that is asked
-        for, only they count; where none does, any can say so."""
+        """The target for a request of the tenant `key`. Raises `NoTarget`, with the reasons. Where some serve the model
+        that is asked for, only they count; where none does, any can say so."""
         able = [target for target in self.healthy if target not in avoiding]
         serving = [target for target in able if target.info is not None and answers_to(target.info.names, model)]
         loads = {target.address: target.running for target in serving or able}
         if not loads:
-            raise NoTarget
+            raise self.unavailable()
         address = choose(key, loads, self._load_bound)
         return next(target for target in able if target.address == address)
 

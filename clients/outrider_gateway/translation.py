@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from outrider.errors import InvalidField
-from outrider.sampling import MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams, VerificationMode
+from outrider.admission.prompt_limits import MAX_MESSAGES, MOST_CONTEXT, check_bytes, check_tokens
+from outrider.errors import InvalidField, PositionOutOfRange
+from outrider.sampling import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
+    SamplingParams,
+    VerificationMode,
+)
 from outrider_client.client import Message
 from outrider_client.generation import Speculation
 from outrider_client.messages import ChatOptions
 from outrider_gateway.failures import BadField, refusal
-from outrider_gateway.fields import Fields, number, typed, whole
+from outrider_gateway.fields import Fields, bounded, number, typed, whole, whole_numbers
 from outrider_gateway.generation_request import GenerationRequest, Prompt
 from outrider_gateway.request_fields import CHAT_FIELDS, COMPLETION_FIELDS, RequestField
 
@@ -20,7 +28,6 @@ from outrider_gateway.request_fields import CHAT_FIELDS, COMPLETION_FIELDS, Requ
 _COMPLETION_TOKENS = 16
 # What OpenAI calls roles, and what the contract does.
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-_MAX_MESSAGES = 4096
 _MAX_UINT32 = 2**32 - 1
 _MAX_TOKEN = 2**31 - 1
 # Fields of the top level that are given to the chat template under their own names.
@@ -31,10 +38,13 @@ _MESSAGE_IGNORED = ("name", "annotations", "refusal", "cache_control", "provider
 _MESSAGE_REFUSED = ("tool_calls", "tool_call_id", "function_call", "audio", "reasoning", "reasoning_content")
 
 
-def chat_request(body: Mapping[str, Any], max_choices: int) -> GenerationRequest:
-    """The body of /v1/chat/completions. Raises `BadField`."""
+def chat_request(body: Mapping[str, Any], max_choices: int, max_prompt: int = MOST_CONTEXT) -> GenerationRequest:
+    """The body of /v1/chat/completions. Raises `Refused`, also for a text that cannot have as few as `max_prompt`
+    tokens."""
     fields = Fields(body)
     prompt = Prompt(messages=_messages(fields.take("messages")))
+    size = sum(len(content.encode()) for _, content in prompt.messages)
+    _fitting(check_bytes, size, max_prompt, "messages")
     template = _chat_options(fields)
     longest = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
     max_tokens = fields.whole("max_completion_tokens", 1, _MAX_UINT32)
@@ -51,10 +61,11 @@ def chat_request(body: Mapping[str, Any], max_choices: int) -> GenerationRequest
     return _completed(request, fields, max_choices, longest, CHAT_FIELDS)
 
 
-def completion_request(body: Mapping[str, Any], max_choices: int) -> GenerationRequest:
-    """The body of /v1/completions. Raises `BadField`."""
+def completion_request(body: Mapping[str, Any], max_choices: int, max_prompt: int = MOST_CONTEXT) -> GenerationRequest:
+    """The body of /v1/completions. Raises `Refused`, also for a prompt that cannot have as few as `max_prompt`
+    tokens."""
     fields = Fields(body)
-    prompts = _prompts(fields.take("prompt"))
+    prompts = _prompts(fields.take("prompt"), max_choices, max_prompt)
     max_tokens = fields.whole("max_tokens", 1, _MAX_UINT32)
     logprobs = fields.whole("logprobs", 0, MAX_LOGPROBS)
     sampling = _sampling(fields, _COMPLETION_TOKENS if max_tokens is None else max_tokens, logprobs)
@@ -126,8 +137,8 @@ def _messages(value: Any) -> tuple[Message, ...]:
     if value is None:
         raise BadField("messages", "is missing", "missing_required_parameter")
     turns = typed(value, list, "messages")
-    if not 1 <= len(turns) <= _MAX_MESSAGES:
-        raise BadField("messages", f"must have 1 to {_MAX_MESSAGES} entries", "invalid_value")
+    if not 1 <= len(turns) <= MAX_MESSAGES:
+        raise BadField("messages", f"must have 1 to {MAX_MESSAGES} entries", "invalid_value")
     return tuple(_message(turn, f"messages[{i}]") for i, turn in enumerate(turns))
 
 
@@ -151,7 +162,8 @@ def _content_text(content: Any, path: str) -> str:
         return content
     if content is None:
         raise BadField(path, "is missing", "missing_required_parameter")
-    return "\n".join(_part(part, f"{path}[{i}]") for i, part in enumerate(typed(content, list, path)))
+    parts = bounded(typed(content, list, path), MAX_MESSAGES, path)
+    return "\n".join(_part(part, f"{path}[{i}]") for i, part in enumerate(parts))
 
 
 def _part(part: Any, path: str) -> str:
@@ -164,32 +176,44 @@ def _part(part: Any, path: str) -> str:
     return text
 
 
-def _prompts(value: Any) -> tuple[Prompt, ...]:
-    """A text, token ids, or a list of either."""
+def _prompts(value: Any, max_choices: int, max_prompt: int) -> tuple[Prompt, ...]:
+    """A text, token ids, or a list of either. Lengths are checked before elements are looked at."""
     if value is None:
         raise BadField("prompt", "is missing", "missing_required_parameter")
     # Not `isinstance`: true and false are no ids.
     if isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int):
-        return (_prompt(value, "prompt"),)
+        return (_prompt(value, "prompt", max_prompt),)
     entries = typed(value, list, "prompt")
     if not entries:
         raise BadField("prompt", "is empty", "invalid_value")
-    return tuple(_prompt(entry, f"prompt[{i}]") for i, entry in enumerate(entries))
+    if len(entries) > max_choices:
+        raise BadField("prompt", f"asks for more than {max_choices} answers, one to each entry", "invalid_value")
+    return tuple(_prompt(entry, f"prompt[{i}]", max_prompt) for i, entry in enumerate(entries))
 
 
-def _prompt(value: Any, path: str) -> Prompt:
+def _prompt(value: Any, path: str, max_prompt: int) -> Prompt:
     if not value:
         raise BadField(path, "is empty", "invalid_value")
     if isinstance(value, str):
+        _fitting(check_bytes, len(value.encode()), max_prompt, path)
         return Prompt(text=value)
     ids = typed(value, list, path)
-    return Prompt(token_ids=tuple(whole(one, f"{path}[{i}]", 0, _MAX_TOKEN) for i, one in enumerate(ids)))
+    _fitting(check_tokens, len(ids), max_prompt, path)
+    return Prompt(token_ids=whole_numbers(ids, path, 0, _MAX_TOKEN))
+
+
+def _fitting(check: Callable[[int, int, str], None], size: int, most_tokens: int, path: str) -> None:
+    try:
+        check(size, most_tokens, path)
+    except PositionOutOfRange as error:
+        raise refusal(error, {"input": path.partition("[")[0]}) from None
 
 
 def _sampling(fields: Fields, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
     """OpenAI's sampling parameters, at its defaults, and the contract's further ones under the names vLLM gave them."""
     seed = fields.whole("seed", -(2**63), 2**64 - 1)
     stop_ids = typed(fields.take("stop_token_ids", []), list, "stop_token_ids")
+    bounded(stop_ids, MAX_STOP_TOKENS, "stop_token_ids")
     return SamplingParams(
         temperature=fields.number("temperature", 1.0, 0.0, 1e6),
         # -1 is what other servers take for "off".
@@ -214,16 +238,14 @@ def _sampling(fields: Fields, max_tokens: int | None, logprobs: int | None) -> S
 def _stop(value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
         return (value,)
-    stops = typed(value, list, "stop")
-    if len(stops) > MAX_STOP_STRINGS:
-        raise BadField("stop", f"has more than {MAX_STOP_STRINGS} entries", "invalid_value")
+    stops = bounded(typed(value, list, "stop"), MAX_STOP_STRINGS, "stop")
     return tuple(typed(stop, str, f"stop[{i}]") for i, stop in enumerate(stops))
 
 
 def _logit_bias(value: Any) -> dict[int, float]:
     """A map of token ids, which JSON writes as strings."""
     bias = {}
-    for token, amount in typed(value, dict, "logit_bias").items():
+    for token, amount in bounded(typed(value, dict, "logit_bias"), MAX_LOGIT_BIAS, "logit_bias").items():
         if not token.isdecimal() or len(token) > 10 or int(token) > _MAX_TOKEN:
             raise BadField("logit_bias", f"{token[:20]!r} is not a token id", "invalid_value")
         bias[int(token)] = number(amount, f"logit_bias.{token}", -100.0, 100.0)

@@ -8,8 +8,9 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from outrider.admission.prompt_limits import check_bytes, check_messages, check_tokens
 from outrider.admission.text_pool import TextPool
-from outrider.errors import InvalidField, NotSupported, PositionOutOfRange
+from outrider.errors import InvalidField, NotSupported
 from outrider.v1 import target_pb2
 from outrider.wire.trees import check_token_ids
 from target_service.api.template_arguments import template_arguments
@@ -17,11 +18,6 @@ from target_service.api.template_arguments import template_arguments
 ROLES = ("system", "user", "assistant")
 # Longer texts and conversations are tokenized in a thread, so that they do not block other streams.
 _LONG_TEXT, _LONG_CHAT = 2048, 16
-# Most bytes of text for each token of the context: several times what any language takes, so that a refused text would
-# not have fitted. (Long runs of spaces might have.)
-BYTES_PER_TOKEN = 32
-# Most messages of a conversation; a template takes several tokens for each.
-MAX_MESSAGES = 4096
 # Most bytes of a predicted text for each token of the context.
 _PREDICTED_BYTES_PER_TOKEN = 16
 
@@ -48,15 +44,14 @@ class Prompts:
         if kind == "text":
             if not request.text:
                 raise InvalidField("text", "is empty")
-            self._check_length(len(request.text.encode()), "text")
+            check_bytes(len(request.text.encode()), self.max_prompt, "text")
             encoded = await self._run(tenant, len(request.text) > _LONG_TEXT, lambda: self._encode(request.text))
             return self._fitting(encoded, "text")
         if kind == "chat":
             count = len(request.chat.messages)
-            if count > MAX_MESSAGES:
-                raise InvalidField("chat.messages", f"has more than {MAX_MESSAGES} messages")
+            check_messages(count, "chat.messages")
             size = sum(len(message.content.encode()) for message in request.chat.messages)
-            self._check_length(size, "chat.messages")
+            check_bytes(size, self.max_prompt, "chat.messages")
             long = size > _LONG_TEXT or count > _LONG_CHAT
             encoded = await self._run(tenant, long, lambda: self._encode(self._render(request.chat), special=False))
             return self._fitting(encoded, "chat.messages")
@@ -82,30 +77,17 @@ class Prompts:
 
     def checked(self, token_ids: Sequence[int], field_path: str) -> tuple[int, ...]:
         """Token ids of a caller, checked against the vocabulary and the context."""
-        self._check_count(len(token_ids), field_path)
+        check_tokens(len(token_ids), self.max_prompt, field_path)
         prompt = tuple(token_ids)
         check_token_ids(prompt, self.vocabulary_size, field_path)
         return prompt
 
     def _fitting(self, prompt: tuple[int, ...], field_path: str) -> tuple[int, ...]:
-        self._check_count(len(prompt), field_path)
+        check_tokens(len(prompt), self.max_prompt, field_path)
         # A tokenizer may have more tokens than its model, and an id without an embedding would end the engine.
         if max(prompt) >= self.vocabulary_size:
             raise InvalidField(field_path, "has tokens outside the model's vocabulary")
         return prompt
-
-    def _check_count(self, tokens: int, field_path: str) -> None:
-        if not tokens:
-            raise InvalidField(field_path, "holds no token")
-        if tokens > self.max_prompt:
-            raise PositionOutOfRange(
-                f"{field_path}: the prompt is longer than the context", tokens=tokens, limit=self.max_prompt
-            )
-
-    def _check_length(self, size: int, field_path: str) -> None:
-        limit = BYTES_PER_TOKEN * self.max_prompt
-        if size > limit:
-            raise PositionOutOfRange(f"{field_path}: the text is longer than the context", bytes=size, limit=limit)
 
     async def _run(self, tenant: str, long: bool, work: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
         """Run `work` in a thread if the text is `long`, else here, which is faster."""

@@ -146,6 +146,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             version=outrider.__version__,
             speculation_reason=speculation.reason,
             model_version=self.sequences.engine.snapshot().model_version,
+            tenant=current_tenant(),
         )
 
     async def UpdateWeights(

@@ -46,7 +46,7 @@ class Gateway:
 
 
 @contextlib.asynccontextmanager
-async def gateway_before(
+async def running_before(
     addresses: list[str], targets: list[Target], token: str = "unused", **settings: Any
 ) -> AsyncIterator[Gateway]:
     # A test that fails in the middle of an answer should not wait for its end.
@@ -74,13 +74,19 @@ async def gateway_over(
             for engine in engines or (ScriptedEngine(),)
         ]
         addresses = [target.server.address for target in targets]
-        yield await leave.enter_async_context(gateway_before(addresses, targets, **settings))
+        yield await leave.enter_async_context(running_before(addresses, targets, **settings))
 
 
 @pytest.fixture
 def gateways() -> Any:
     """`gateway_over(*engines, served=, serving=, **settings)`: an async context manager of a `Gateway`."""
     return gateway_over
+
+
+@pytest.fixture(name="gateway_before")
+def gateway_before_fixture() -> Any:
+    """`running_before(addresses, targets, token, **settings)`: an async context manager of a `Gateway`."""
+    return running_before
 
 
 @pytest.fixture
@@ -122,5 +128,5 @@ def real_target(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture
 async def real(real_target: str) -> AsyncIterator[Gateway]:
-    async with gateway_before([real_target], []) as running:
+    async with running_before([real_target], []) as running:
         yield running

@@ -333,3 +333,40 @@ def test_best_of_may_say_what_happens_anyhow() -> None:
 def test_a_caller_is_never_told_to_come_back_too_soon(after: float, said: str) -> None:
     refused = refusal(QuotaExceeded("full").after(after), CHAT_NAMES)
     assert (refused.status, refused.headers()["retry-after"]) == (429, said)
+
+
+class Untouched:
+    """An element that JSON does not have: whoever looks at it says so."""
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"prompt": [Untouched()] * 9}, "more than 8 answers"),
+        ({"prompt": [1] + [Untouched()] * 100}, "longer than the context"),
+        ({"prompt": [[Untouched()] * 101]}, "longer than the context"),
+        ({"prompt": "a" * 3201}, "longer than the context"),
+        ({"prompt": ["a", "a" * 3201]}, "longer than the context"),
+        ({"stop_token_ids": [Untouched()] * 65}, "more than 64 entries"),
+        ({"stop": [Untouched()] * 17}, "more than 16 entries"),
+        ({"logit_bias": {Untouched(): 1 for _ in range(1025)}}, "more than 1024 entries"),
+    ],
+)
+def test_lengths_are_checked_before_elements(more: dict[str, Any], said: str) -> None:
+    with pytest.raises(Refused, match=said) as raised:
+        completion_request({"model": "m", "prompt": "once", **more}, 8, 100)
+    assert raised.value.status == 400
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ([Untouched()] * 4097, "1 to 4096 entries"),
+        ([{"role": "user", "content": [Untouched()] * 4097}], "more than 4096 entries"),
+        ([{"role": "user", "content": "a" * 1700}] * 2, "longer than the context"),
+    ],
+)
+def test_lengths_of_conversations_are_checked_before_elements(messages: list[Any], said: str) -> None:
+    with pytest.raises(Refused, match=said) as raised:
+        chat_request({"model": "m", "messages": messages}, 8, 100)
+    assert raised.value.status == 400 and raised.value.param is not None

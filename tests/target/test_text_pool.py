@@ -14,11 +14,12 @@ from scripted_engine import SERVED
 from waits import HUNG_SECONDS
 
 from outrider.admission import text_pool
+from outrider.admission.prompt_limits import BYTES_PER_TOKEN, MAX_MESSAGES
 from outrider.admission.text_pool import TextPool
 from outrider.errors import InvalidField, PositionOutOfRange, QuotaExceeded
 from outrider.limits import TenantLimits, TenantTable
 from outrider.v1 import target_pb2 as pb
-from target_service.api.prompts import BYTES_PER_TOKEN, MAX_MESSAGES, Prompts
+from target_service.api.prompts import Prompts
 from target_service.core.quotas import TenantQuotas
 
 

@@ -24,6 +24,8 @@ from outrider_client.local.stack import given, private_directory, service_argv
 from outrider_client.local.supervisor import ServiceCommand, Supervisor
 from outrider_client.terminal.options import ClientOptions, UpOptions, flag_words
 
+# While the gateway waits, a target that does not listen yet is being started. Chosen: imports take some ten seconds.
+_TARGET_STARTS = ("--target-start-seconds", "120")
 _COLOURS = {"target": "cyan", "draft": "magenta", "gateway": "green", "outrider": "bold"}
 
 
@@ -66,7 +68,7 @@ def _up(arguments: argparse.Namespace) -> int:
         gateway = None
         if http:
             # It reaches the target by the settings of [client], like every client.
-            flags = (*given(listen=http, target=listen), *shared, *flag_words(up.gateway_flags))
+            flags = (*given(listen=http, target=listen), *_TARGET_STARTS, *shared, *flag_words(up.gateway_flags))
             gateway = ServiceCommand("gateway", service_argv("outrider_gateway", *flags), http)
         emit = partial(_emit, error_console())
         return _supervise(Supervisor(target, draft, emit, gateway=gateway, alone=alone), placed, up.mps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
@@ -18,11 +19,13 @@ class PendingService(grpc.GenericRpcHandler):
     methods for the generated `add_...Servicer_to_server`, and forwards to what was added."""
 
     def __init__(self, name: str, loading: str) -> None:
-        """`loading` is the message that callers get. The generated code of `name` must have been imported."""
+        """`loading` is the message that callers get, and the seconds since now are in its metadata. The generated code
+        of `name` must have been imported."""
         service = descriptor_pool.Default().FindServiceByName(name)
         # Only these: metrics have a series for each method that is known, and callers are not authenticated yet.
         self._methods = frozenset(f"/{name}/{method.name}" for method in service.methods)
         self._loading = loading
+        self._made_at = time.monotonic()
         self._handlers: tuple[grpc.GenericRpcHandler, ...] = ()
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
@@ -44,4 +47,4 @@ class PendingService(grpc.GenericRpcHandler):
         return next((handler for handler in found if handler is not None), None)
 
     async def _refuse(self, _requests: object, _context: object) -> NoReturn:
-        raise Loading(self._loading)
+        raise Loading(self._loading, seconds=round(time.monotonic() - self._made_at))

@@ -1037,6 +1037,7 @@ class GetTargetInfoResponse(google.protobuf.message.Message):
     MODEL_VERSION_FIELD_NUMBER: builtins.int
     KV_TOKEN_BYTES_FIELD_NUMBER: builtins.int
     SERVED_NAMES_FIELD_NUMBER: builtins.int
+    TENANT_FIELD_NUMBER: builtins.int
     model: builtins.str
     """model is the served model's name."""
     vocabulary_size: builtins.int
@@ -1085,6 +1086,8 @@ class GetTargetInfoResponse(google.protobuf.message.Message):
     """kv_token_bytes that a token takes in the KV cache, all layers together; 0 from a target that does not say. Times
     kv_tokens it is the memory of the whole cache.
     """
+    tenant: builtins.str
+    """tenant that the caller's token, or its metadata, names. Empty from a target that does not say."""
     @property
     def modes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[outrider.v1.tree_pb2.VerificationMode.ValueType]:
         """modes of verification on offer."""
@@ -1127,8 +1130,9 @@ class GetTargetInfoResponse(google.protobuf.message.Message):
         model_version: builtins.int = ...,
         kv_token_bytes: builtins.int = ...,
         served_names: collections.abc.Iterable[builtins.str] | None = ...,
+        tenant: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["capturable_step_sizes", b"capturable_step_sizes", "captured_step_sizes", b"captured_step_sizes", "device", b"device", "device_name", b"device_name", "draft", b"draft", "draft_connected", b"draft_connected", "drafter", b"drafter", "dtype", b"dtype", "end_token_ids", b"end_token_ids", "kv_token_bytes", b"kv_token_bytes", "kv_tokens", b"kv_tokens", "max_context", b"max_context", "max_rows", b"max_rows", "model", b"model", "model_version", b"model_version", "modes", b"modes", "page_size", b"page_size", "served_names", b"served_names", "speculating", b"speculating", "speculation_reason", b"speculation_reason", "tokenizer_fingerprint", b"tokenizer_fingerprint", "torch_version", b"torch_version", "triton_version", b"triton_version", "version", b"version", "vocabulary_size", b"vocabulary_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["capturable_step_sizes", b"capturable_step_sizes", "captured_step_sizes", b"captured_step_sizes", "device", b"device", "device_name", b"device_name", "draft", b"draft", "draft_connected", b"draft_connected", "drafter", b"drafter", "dtype", b"dtype", "end_token_ids", b"end_token_ids", "kv_token_bytes", b"kv_token_bytes", "kv_tokens", b"kv_tokens", "max_context", b"max_context", "max_rows", b"max_rows", "model", b"model", "model_version", b"model_version", "modes", b"modes", "page_size", b"page_size", "served_names", b"served_names", "speculating", b"speculating", "speculation_reason", b"speculation_reason", "tenant", b"tenant", "tokenizer_fingerprint", b"tokenizer_fingerprint", "torch_version", b"torch_version", "triton_version", b"triton_version", "version", b"version", "vocabulary_size", b"vocabulary_size"]) -> None: ...
 
 global___GetTargetInfoResponse = GetTargetInfoResponse
 

@@ -1,0 +1,147 @@
+"""Who is let in, how much of it, and in what share: the rules of the services, applied before a target is asked."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+from starlette.types import Scope
+
+from outrider.admission.pacing import RefusalPace
+from outrider.admission.shares import PEER_FACTOR, TENANT_FACTOR, Shares
+from outrider.admission.text_pool import TextPool
+from outrider.errors import QuotaExceeded
+from outrider_gateway.caller import Caller
+from outrider_gateway.config import GatewayConfig
+from outrider_gateway.failures import Refused, TooMany
+from outrider_gateway.known_callers import KnownCallers
+from outrider_gateway.targets import Targets
+
+Result = TypeVar("Result")
+_FACTORS = {"tenant": TENANT_FACTOR, "peer": PEER_FACTOR}
+# Bytes of a body that are not counted: what a connection holds of every body before anybody reads it.
+UNCOUNTED_BYTES = 64 * 1024
+# Longer bodies are read by a thread. Chosen: parsing and checking this many takes a millisecond.
+_LONG_BYTES = 32 * 1024
+# An IPv6 peer is whoever has its network: a site has 2^64 addresses.
+_IPV6_BITS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who holds what a request takes: a tenant, at a peer's address."""
+
+    tenant: str
+    peer: str
+
+
+class GatewayAdmission:
+    """What all requests share. Belongs to the event loop."""
+
+    def __init__(self, config: GatewayConfig, targets: Targets) -> None:
+        self._known = KnownCallers(targets)
+        self._answers = Shares("answers", config.max_running, _FACTORS)
+        self._bytes = Shares("bytes of bodies", config.max_pending_bytes, _FACTORS)
+        # Places of refusals that wait: as many as connections.
+        self._pace = RefusalPace(config.max_connections)
+        self._texts = TextPool()
+
+    @contextlib.asynccontextmanager
+    async def admitted(self, caller: Caller, scope: Scope) -> AsyncIterator[Holder]:
+        """Who holds what a request takes, once a target has accepted its caller. Raises `Refused`. Refusals, also those
+        that the block raises, are sent no sooner than `RefusalPace` allows; whom no target knows is known by its
+        address."""
+        peer = peer_of(scope)
+        pace_of = f"peer {peer}"
+        try:
+            tenant = await self._known.tenant(caller)
+            pace_of = f"tenant {tenant}"
+            yield Holder(tenant, peer)
+        except Refused as refused:
+            if refused.status == 401:
+                self._known.refused(caller)
+            if refused.status in (401, 429):
+                await self._pace.wait(pace_of)
+            raise
+
+    @contextlib.contextmanager
+    def answers(self, holder: Holder, count: int) -> Iterator[None]:
+        """Places for so many answers while the block runs. Raises `TooMany` on entry."""
+        with _refusing():
+            self._answers.take(count, tenant=holder.tenant, peer=holder.peer)
+        try:
+            yield
+        finally:
+            self._answers.give_back(count, tenant=holder.tenant, peer=holder.peer)
+
+    @contextlib.asynccontextmanager
+    async def asking(self, caller: Caller, scope: Scope) -> AsyncIterator[None]:
+        """A call to targets that is no request for an answer, in the place of one. Raises `Refused`."""
+        async with self.admitted(caller, scope) as holder:
+            with self.answers(holder, 1):
+                yield
+
+    @contextlib.contextmanager
+    def body(self, holder: Holder) -> Iterator[HeldBytes]:
+        """What counts a request's bytes while the block runs."""
+        held = HeldBytes(self._bytes, holder)
+        try:
+            yield held
+        finally:
+            held.give_back()
+
+    async def read(self, holder: Holder, size: int, work: Callable[[], Result]) -> Result:
+        """Read a body of `size` bytes by `work`: a long one in a thread, in its tenant's turn. Raises `TooMany` where
+        too many wait for that, and what `work` raises."""
+        if size <= _LONG_BYTES:
+            return work()
+        with _refusing():
+            return await self._texts.run(holder.tenant, work)
+
+
+class HeldBytes:
+    """Bytes of one request that are counted against its holder."""
+
+    def __init__(self, shares: Shares, holder: Holder) -> None:
+        self._shares, self._holder, self._counted = shares, holder, 0
+
+    def grow_to(self, size: int) -> None:
+        """Count a request of `size` bytes. Raises `TooMany`."""
+        more = size - UNCOUNTED_BYTES - self._counted
+        if more > 0:
+            with _refusing():
+                self._shares.take(more, tenant=self._holder.tenant, peer=self._holder.peer)
+            self._counted += more
+
+    def give_back(self) -> None:
+        if self._counted:
+            self._shares.give_back(self._counted, tenant=self._holder.tenant, peer=self._holder.peer)
+            self._counted = 0
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    try:
+        yield
+    except QuotaExceeded as error:
+        raise TooMany(error.message) from None
+
+
+def peer_of(scope: Scope) -> str:
+    """The peer of a request, by its address."""
+    return peer_name((scope.get("client") or ("",))[0])
+
+
+def peer_name(address: str) -> str:
+    """Which peer has this address: all of an IPv6 network are one."""
+    if ":" not in address:
+        return address
+    with contextlib.suppress(ValueError):
+        parsed = ipaddress.IPv6Address(address.partition("%")[0])
+        if parsed.ipv4_mapped is not None:
+            return str(parsed.ipv4_mapped)
+        return str(ipaddress.IPv6Network((parsed, _IPV6_BITS), strict=False))
+    return address
