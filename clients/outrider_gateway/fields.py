@@ -7,11 +7,15 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
+import orjson
+
 from outrider_gateway.failures import BadField
 from outrider_gateway.request_fields import RequestField, Use
 
 Json = TypeVar("Json")
 Sized = TypeVar("Sized", bound=Collection[Any])
+# Of a name. Chosen: a path of a file system.
+_MOST_CHARACTERS = 4096
 # What a value must be, by the type that the JSON reader makes of it.
 _KINDS = {bool: "true or false", int: "a whole number", str: "a string", dict: "an object", list: "a list"}
 
@@ -46,6 +50,13 @@ class Fields:
 
     def text(self, name: str, default: str = "") -> str:
         return typed(self.take(name, default), str, self.path(name))
+
+    def short_text(self, name: str, default: str = "") -> str:
+        """A name, which goes into calls, messages and traces."""
+        found = self.text(name, default)
+        if len(found) > _MOST_CHARACTERS:
+            raise BadField(self.path(name), f"has more than {_MOST_CHARACTERS} characters", "invalid_value")
+        return found
 
     def inner(self, name: str) -> Fields | None:
         """An object as fields of its own."""
@@ -100,6 +111,14 @@ def whole_numbers(values: Sequence[Any], path: str, low: int, high: int) -> tupl
         if type(value) is not int or not low <= value <= high:
             whole(value, f"{path}[{index}]", low, high)
     return tuple(values)
+
+
+def json_bytes(value: Any, path: str) -> bytes:
+    """A value as JSON again."""
+    try:
+        return orjson.dumps(value)
+    except orjson.JSONEncodeError as error:
+        raise BadField(path, str(error), "invalid_value") from None
 
 
 def bounded(values: Sized, most: int, path: str) -> Sized:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from outrider.admission.prompt_limits import MAX_MESSAGES, MOST_CONTEXT, check_bytes, check_tokens
+from outrider.admission.prompt_limits import MAX_MESSAGES, MAX_TEMPLATE_BYTES, MOST_CONTEXT, check_bytes, check_tokens
 from outrider.errors import InvalidField, PositionOutOfRange
 from outrider.sampling import (
     MAX_LOGIT_BIAS,
@@ -20,7 +20,7 @@ from outrider_client.client import Message
 from outrider_client.generation import Speculation
 from outrider_client.messages import ChatOptions
 from outrider_gateway.failures import BadField, refusal
-from outrider_gateway.fields import Fields, bounded, number, typed, whole, whole_numbers
+from outrider_gateway.fields import Fields, bounded, json_bytes, number, typed, whole, whole_numbers
 from outrider_gateway.generation_request import GenerationRequest, Prompt
 from outrider_gateway.request_fields import CHAT_FIELDS, COMPLETION_FIELDS, RequestField
 
@@ -98,13 +98,13 @@ def _completed(
         request,
         speculation=speculation,
         drafts=drafts,
-        model=fields.text("model"),
+        model=fields.short_text("model"),
         choices=choices,
         stream=stream,
         include_usage=include_usage,
         continuous_usage=continuous_usage,
         special_tokens=not fields.flag("skip_special_tokens", True),
-        cache_key=fields.text("prompt_cache_key"),
+        cache_key=fields.short_text("prompt_cache_key"),
         user=fields.text("user"),
     )
     fields.end(table)
@@ -124,6 +124,9 @@ def _chat_options(fields: Fields) -> ChatOptions:
         # The field that is made for it wins.
         if value is not None:
             arguments.setdefault(name, value)
+    # The target counts exactly; this is before anything is made of it.
+    if arguments and len(json_bytes(arguments, "chat_template_kwargs")) > 2 * MAX_TEMPLATE_BYTES:
+        raise BadField("chat_template_kwargs", f"has more than {MAX_TEMPLATE_BYTES} bytes", "invalid_value")
     goes_on = fields.flag("continue_final_message")
     begins = fields.take("add_generation_prompt")
     return ChatOptions(
@@ -277,7 +280,7 @@ def _extension(fields: Fields) -> tuple[Speculation, bool]:
         enabled=None if inner.flag("speculation", True) else False,
         mode=modes.get(mode),
         max_nodes=inner.whole("max_nodes", 0, _MAX_UINT32),
-        corpus=inner.text("corpus"),
+        corpus=inner.short_text("corpus"),
         trees=inner.flag("trees"),
     )
     drafts = inner.flag("drafts")

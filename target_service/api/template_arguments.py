@@ -8,10 +8,9 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.struct_pb2 import Struct
 
+from outrider.admission.prompt_limits import MAX_TEMPLATE_BYTES
 from outrider.errors import InvalidField
 
-# As documented in target.proto. Chosen, not measured: switches and short texts are what templates read.
-MAX_BYTES = 16 * 1024
 _FIELD = "chat.template_arguments"
 # What transformers gives to every template, beside its own parameters and the tokenizer's special tokens.
 _GIVEN = frozenset(("messages", "raise_exception", "strftime_now"))
@@ -22,8 +21,8 @@ def template_arguments(given: Struct, tokenizer: Any) -> dict[str, Any]:
     "512.0". Raises `InvalidField` for too many, and for names that the template gets from the target."""
     if not given.fields:
         return {}
-    if given.ByteSize() > MAX_BYTES:
-        raise InvalidField(_FIELD, f"has more than {MAX_BYTES} bytes")
+    if given.ByteSize() > MAX_TEMPLATE_BYTES:
+        raise InvalidField(_FIELD, f"has more than {MAX_TEMPLATE_BYTES} bytes")
     parameters = inspect.signature(tokenizer.apply_chat_template).parameters
     taken = {*_GIVEN, *parameters, *tokenizer.special_tokens_map}
     for name in given.fields:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import re
 import secrets
 import threading
@@ -30,6 +31,12 @@ TEXT = {"model": "counter", "prompt": "a", "max_tokens": 3, "temperature": 0}
 HELD = {**TEXT, "max_tokens": 250, "ignore_eos": True}
 # Longer than anything here takes on a busy machine.
 HUNG_SECONDS = 60.0
+JSON = {"content-type": "application/json"}
+
+
+def padded(body: dict[str, Any]) -> bytes:
+    """A body of 200,000 bytes, most of which say nothing."""
+    return json.dumps(body).encode().ljust(200_000)
 
 
 def bearer(token: str) -> dict[str, str]:
@@ -121,7 +128,7 @@ async def test_long_bodies_are_read_by_a_thread_and_others_are_served(
 
     monkeypatch.setattr("outrider_gateway.endpoints.json_object", read)
     async with gateways() as gateway:
-        long = gateway.http.post("/v1/completions", json={**TEXT, "user": "a" * 200_000})
+        long = gateway.http.post("/v1/completions", content=padded(TEXT), headers=JSON)
         async with beside([]):
             reading = asyncio.create_task(long)
             await asyncio.to_thread(begun.wait, HUNG_SECONDS)
@@ -159,9 +166,9 @@ async def test_the_bytes_of_all_bodies_together_are_bounded(gateways: Any) -> No
 
 async def test_a_prompt_counts_once_for_each_choice(gateways: Any) -> None:
     async with gateways(max_pending_bytes=1_000_000) as gateway:
-        long = {**TEXT, "user": "a" * 200_000}
-        assert (await gateway.http.post("/v1/completions", json=long)).status_code == 200
-        refused = await gateway.http.post("/v1/completions", json={**long, "n": 16})
+        answer = await gateway.http.post("/v1/completions", content=padded(TEXT), headers=JSON)
+        assert answer.status_code == 200
+        refused = await gateway.http.post("/v1/completions", content=padded({**TEXT, "n": 16}), headers=JSON)
         assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
         assert "bytes of bodies" in refused.json()["error"]["message"]
 

@@ -64,4 +64,4 @@ def test_limits_are_the_settings() -> None:
     assert len(rows) == 8
     for flag, value in rows.items():
         setting = getattr(config, flag.replace("-", "_"))
-        assert setting == float(value) * (2**20 if flag == "max-body-bytes" else 1)
+        assert setting == float(value) * (2**20 if flag.endswith("-bytes") else 1)

@@ -370,3 +370,20 @@ def test_lengths_of_conversations_are_checked_before_elements(messages: list[Any
     with pytest.raises(Refused, match=said) as raised:
         chat_request({"model": "m", "messages": messages}, 8, 100)
     assert raised.value.status == 400 and raised.value.param is not None
+
+
+@pytest.mark.parametrize("more", [{"model": "m" * 5000}, {"prompt_cache_key": "k" * 5000}])
+def test_names_are_bounded(more: dict[str, Any]) -> None:
+    with pytest.raises(Refused, match="more than 4096 characters"):
+        chat(**more)
+
+
+def test_what_a_template_is_given_is_bounded_before_it_is_made_a_message() -> None:
+    assert chat(chat_template_kwargs={"a": "b" * 10_000}).chat_options.template_arguments
+    with pytest.raises(Refused, match="more than 16384 bytes"):
+        chat(chat_template_kwargs={"a": [0] * 100_000})
+    deep: Any = 0
+    for _ in range(500):
+        deep = [deep]
+    with pytest.raises(Refused, match="chat_template_kwargs"):
+        chat(chat_template_kwargs={"a": deep})

@@ -11,6 +11,9 @@ BYTES_PER_TOKEN = 32
 MOST_CONTEXT = 2**24
 # Most messages of a conversation; a template takes several tokens for each.
 MAX_MESSAGES = 4096
+# Most bytes of what a caller gives to a chat template, as documented in target.proto. Chosen, not measured: templates
+# read switches and short texts.
+MAX_TEMPLATE_BYTES = 16 * 1024
 
 
 def check_tokens(count: int, most: int, field_path: str) -> None:
