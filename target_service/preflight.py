@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 
 from outrider.addresses import address_problem
-from outrider.checkpoints.folder import Checkpoint
 from outrider.admission.prompt_limits import MOST_CONTEXT
+from outrider.checkpoints.folder import Checkpoint
 from outrider.devices import check_device_name
 from outrider.drafting.link import INPROCESS_SCHEME, ChannelTls, Connect, LinkOptions, bearer_metadata, prepare_draft
 from outrider.errors import OutriderError
