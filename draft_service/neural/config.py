@@ -45,8 +45,8 @@ class HeadSettings(Settings):
 # levels came too late for one pass in ten (`benchmarks/results/2026-11-23-h200-widened-sixth.md`,
 # `2026-11-23-h200-launched-at-once.md`). How many of a tree's nodes are sent costs a drafter nothing; the node
 # table's size and the floor are those of `2026-11-25-cpu-table-sizes.md`. The former are what pays beside a small
-# target on a CPU: six levels and 32 nodes made 0.84 × plain decoding there (docs/drafter_figures.md). Gumbel-max draws are
-# always as set.
+# target on a CPU: six levels and 32 nodes made 0.84 × plain decoding there (docs/drafter_figures.md). Gumbel-max draws
+# are always as set.
 _PLAIN = TreeShape(num_steps=3, topk=4, num_draft_tokens=12, min_score=1e-3, race_entrants=128, race_sharpness=1.0)
 _CAPTURED = replace(
     _PLAIN, num_steps=8, topk=8, num_draft_tokens=1007, min_score=3e-5, frontier=32, rows_per_level=64, early_levels=4
