@@ -8,6 +8,7 @@ import * as connecting from "./connecting.js";
 import * as drafting from "./drafting.js";
 import * as generating from "./generating.js";
 import type { Input } from "./input.js";
+import * as shapes from "./shapes.js";
 import * as verifying from "./verifying.js";
 
 function noise({ words, races }: Input): object {
@@ -19,7 +20,7 @@ function noise({ words, races }: Input): object {
 }
 
 type Case = (input: Input) => unknown;
-const CASES: Record<string, Case> = { noise, ...generating, ...verifying, ...drafting, ...connecting };
+const CASES: Record<string, Case> = { noise, ...generating, ...verifying, ...drafting, ...connecting, ...shapes };
 const run = CASES[process.argv[2] ?? ""];
 if (!run) throw new Error(`cases: ${Object.keys(CASES).join(", ")}`);
 process.stdout.write(JSON.stringify(await run(JSON.parse(await text(process.stdin)) as Input)));

@@ -6,6 +6,7 @@ import { Code, ConnectError, type StreamResponse, type Transport } from "@connec
 
 import type { ConnectOptions } from "./connection.js";
 import { errorOf } from "./errors.js";
+import { checkShape } from "./shape.js";
 
 const TIMEOUT_MS = 10_000;
 const GENERATE_TIMEOUT_MS = 600_000;
@@ -19,16 +20,18 @@ export function withPolicies(inner: Transport, address: string, options: Connect
   const { timeoutMs: unaryMs = TIMEOUT_MS, generateTimeoutMs = GENERATE_TIMEOUT_MS, attempts = ATTEMPTS } = options;
   return {
     unary(method, signal, timeoutMs = unaryMs, header, input, values) {
+      checkShape(method.input, input);
       const call = (remaining: number) => inner.unary(method, signal, remaining, header, input, values);
       return retry(address, attempts, timeoutMs, signal, call);
     },
     async stream(method, signal, timeoutMs, header, input, values) {
       if (method.methodKind !== "server_streaming") {
         const limit = timeoutMs ?? 0;
-        const call = () => inner.stream(method, signal, limit, header, input, values);
+        const messages = checked(method.input, input);
+        const call = () => inner.stream(method, signal, limit, header, messages, values);
         return typed(await retry(address, 1, limit, signal, call), address, signal);
       }
-      const messages = await collected(input);
+      const messages = await collected(checked(method.input, input));
       return retry(address, attempts, timeoutMs ?? generateTimeoutMs, signal, async (remaining) =>
         begun(typed(await inner.stream(method, signal, remaining, header, replay(messages), values), address, signal)),
       );
@@ -84,6 +87,13 @@ async function* resumed<Message>(
   } finally {
     // Leaving early cancels the call.
     await rest.return?.();
+  }
+}
+
+async function* checked<Message>(input: DescMessage, messages: AsyncIterable<Message>): AsyncGenerator<Message, void> {
+  for await (const message of messages) {
+    checkShape(input, message);
+    yield message;
   }
 }
 

@@ -5,14 +5,19 @@ import { withPolicies } from "./calls.js";
 import { connect, type ConnectOptions } from "./connection.js";
 import { DraftService } from "./gen/outrider/v1/draft_pb.js";
 import {
-  type ChatMessageSchema,
+  ChatMessageSchema,
   type GenerateChunk,
+  GenerateRequestSchema,
   type PredictionSchema,
   type SpeculationOptionsSchema,
   TargetService,
 } from "./gen/outrider/v1/target_pb.js";
 import type { SamplingParametersSchema } from "./gen/outrider/v1/tree_pb.js";
+import { checkNames, checkShape } from "./shape.js";
 import { Verification } from "./verification.js";
+
+// The names of `CallOptions`, which are no more than types at run time.
+const CALL_OPTIONS = ["timeoutMs", "headers", "signal", "onHeader", "onTrailer", "contextValues"];
 
 /** What a request may set beside its prompt; the defaults are those of the contract. */
 export interface GenerateSettings {
@@ -40,15 +45,31 @@ export class Outrider {
 
   /**
    * Streams the answer to a conversation, a chunk per step of the engine, or per few. Leaving the loop early, or
-   * aborting `options.signal`, cancels the request. Throws `OutriderError`.
+   * aborting `options.signal`, cancels the request. Throws `OutriderError`; a `TypeError` names what is no message,
+   * setting or option.
    */
-  async *chat(
+  chat(
     messages: MessageInitShape<typeof ChatMessageSchema>[],
     settings: GenerateSettings = {},
-    options?: CallOptions,
+    options: CallOptions = {},
   ): AsyncGenerator<GenerateChunk> {
-    const input = { case: "chat" as const, value: { messages } };
-    for await (const { event } of this.target.generate({ ...settings, input }, options)) {
+    const misplaced = Object.keys(settings).find((name) => CALL_OPTIONS.includes(name));
+    if (misplaced) throw new TypeError(`settings.${misplaced}: is an option of the call, which is the third argument`);
+    if (!Array.isArray(messages)) {
+      throw new TypeError(`messages: expected an array of { role, content }, got a ${typeof messages}`);
+    }
+    checkNames(options, CALL_OPTIONS, "options");
+    // Now, and not with the first chunk.
+    messages.forEach((message, index) => checkShape(ChatMessageSchema, message, `messages[${index}]`));
+    checkShape(GenerateRequestSchema, settings);
+    return this.#chunks({ ...settings, input: { case: "chat", value: { messages } } }, options);
+  }
+
+  async *#chunks(
+    request: MessageInitShape<typeof GenerateRequestSchema>,
+    options: CallOptions,
+  ): AsyncGenerator<GenerateChunk> {
+    for await (const { event } of this.target.generate(request, options)) {
       if (event.case === "chunk") yield event.value;
     }
   }
@@ -59,7 +80,8 @@ export class Outrider {
   }
 
   /** A stream of trees that the caller drafts itself. */
-  verification(options?: CallOptions): Verification {
+  verification(options: CallOptions = {}): Verification {
+    checkNames(options, CALL_OPTIONS, "options");
     return new Verification(this.target, options);
   }
 }

@@ -6,6 +6,8 @@ import { createSecureContext } from "node:tls";
 import type { Interceptor, Transport } from "@connectrpc/connect";
 import { createGrpcTransport, type GrpcTransportOptions, Http2SessionManager } from "@connectrpc/connect-node";
 
+import { checkNames } from "./shape.js";
+
 /** How to check the service, and who we are. `ca`, `certificate` and `key` are paths of PEM files. */
 export interface TlsOptions {
   /** The authority that signed the service's certificate. Default: those of Node. */
@@ -32,10 +34,13 @@ export interface ConnectOptions {
 
 /**
  * A plain gRPC transport to `HOST:PORT` or `unix:PATH`, and what closes its connection. Throws `TypeError` for what is
- * no address, and for files of TLS that cannot be used.
+ * no address, for options that there are not, and for files of TLS that cannot be used.
  */
-export function connect(address: string, { token, tls = false }: ConnectOptions): [Transport, () => void] {
+export function connect(address: string, options: ConnectOptions): [Transport, () => void] {
   checkAddress(address);
+  checkNames(options, ["token", "tls", "timeoutMs", "generateTimeoutMs", "attempts"], "options");
+  const { token, tls = false } = options;
+  if (typeof tls !== "boolean") checkNames(tls, ["ca", "certificate", "key", "serverName"], "options.tls");
   const interceptors = token === undefined ? [] : [bearer(token)];
   const unixPath = address.startsWith("unix:") ? address.slice("unix:".length) : undefined;
   const baseUrl = `${tls ? "https" : "http"}://${unixPath === undefined ? address : "localhost"}`;

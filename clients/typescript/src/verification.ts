@@ -13,6 +13,7 @@ import {
   type VerifyTreeSchema,
 } from "./gen/outrider/v1/target_pb.js";
 import { FrameQueue } from "./queue.js";
+import { checkShape } from "./shape.js";
 
 /**
  * A stream of trees that the client drafts itself. One frame is under way at a time, each answered before the next;
@@ -54,6 +55,7 @@ export class Verification {
   }
 
   #send(frame: NonNullable<MessageInitShape<typeof VerifyRequestSchema>["frame"]>): void {
+    checkShape(VerifyRequestSchema, { frame });
     this.#frames.push(create(VerifyRequestSchema, { frame }));
   }
 
