@@ -125,7 +125,7 @@ def measure(mode: str, options: argparse.Namespace) -> dict[str, Any]:
                 figures["sequences"] += len(loop._ahead.batch.items)
                 figures["passes"] += loop._ahead.passes
                 figures["with_drafts"] += loop._ahead.has_drafts
-            figures["followed"] += loop.drafting.follows
+            figures["followed"] += loop.drafting.has_open_sequences
     found = {name: round(total / steps, 3) for name, total in sorted(figures.items())}
     return {
         "mode": mode,

@@ -352,7 +352,7 @@ def measure(sequences: int, options: argparse.Namespace) -> dict[str, dict[str, 
             if number == options.warm_up:
                 times.ns.clear()
             loop.step()
-    if len(loop.live) < sequences or not loop.drafting.follows:
+    if len(loop.live) < sequences or not loop.drafting.has_open_sequences:
         raise SystemExit("a sequence ended, or its draft is not followed: what was timed is no usual step")
     found = {phase: median_and_spread([ns / 1000 for ns in each]) for phase, each in times.ns.items()}
     return {

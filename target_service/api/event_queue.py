@@ -48,7 +48,7 @@ def joined(events: Iterable[SequenceEvent]) -> Iterator[SequenceEvent]:
     tokens are its first, so a verdict with some begins a chunk. So does one of other weights."""
     run: list[StepVerdict] = []
     for event in events:
-        if run and not (isinstance(event, StepVerdict) and _follows(event, run[0])):
+        if run and not (isinstance(event, StepVerdict) and _continues(event, run[0])):
             yield _join(run)
             run = []
         if isinstance(event, StepVerdict):
@@ -59,7 +59,7 @@ def joined(events: Iterable[SequenceEvent]) -> Iterator[SequenceEvent]:
         yield _join(run)
 
 
-def _follows(verdict: StepVerdict, first: StepVerdict) -> bool:
+def _continues(verdict: StepVerdict, first: StepVerdict) -> bool:
     return not verdict.drafted_tokens and verdict.model_version == first.model_version
 
 

@@ -39,7 +39,7 @@ class EngineSnapshot:
     exchange_ns: int = 0
     # Of `sequences`, those that were preempted while their client sent no tree.
     evicted: int = 0
-    # Passes without a draft are still being timed at this load, so that none is followed.
+    # Passes without a draft are still being timed at this load, so that none is used.
     measuring: bool = False
     # Why the draft was lost; empty while one is connected, and before the first.
     draft_lost: str = ""

@@ -33,19 +33,19 @@ class Learning:
 
     def forget_draft(self) -> None:
         """Drop what was observed of a draft: another one has connected, or the weights have changed."""
-        self.gathering.follow.forget()
+        self.gathering.draft_gate.forget()
         self.gathering.throughput_trial.forget()
         self.modes.forget()
 
-    def followed_mode(self, mode: LaunchMode) -> LaunchMode | None:
-        """The mode of passes for the row policy; None while no draft is followed."""
-        return mode if self.gathering.drafting.follows else None
+    def mode_with_draft(self, mode: LaunchMode) -> LaunchMode | None:
+        """The mode of passes for the row policy; None while no draft is used."""
+        return mode if self.gathering.drafting.has_open_sequences else None
 
     def observe_outcomes(self, step: Step, outcomes: SequenceOf[Verified | None]) -> None:
         """Let the row policy learn from a pass whose rows the device chose."""
         prefills_alone = step.batch.prefill_rows and step.batch.device_rows is None
         if self.gathering.policy.on and not prefills_alone and not step.batch.drafted:
-            mode, tables = self.followed_mode(step.mode), self.tables
+            mode, tables = self.mode_with_draft(step.mode), self.tables
             # In a table that holds a prediction too, the draft's expected tokens are unknown.
             drafted = [tables is not None and tables.of_draft(one.sequence.sequence_id) for one in step.batch.items]
             self.gathering.policy.observe_passes(outcomes, mode, drafted)
@@ -58,7 +58,7 @@ class Learning:
         plain = step.gathered.use is LaunchMode.RUN_AHEAD and not step.gathered.has_trees
         if plain and not step.behind_tree and step.launched.can_launch_before_results:
             self.gathering.policy.observe_time(
-                stats.sequences, step.batch.device_rows, seconds, self.followed_mode(step.mode)
+                stats.sequences, step.batch.device_rows, seconds, self.mode_with_draft(step.mode)
             )
 
     def observe_period(self, step: Step, stats: StepStats, verdicts: SequenceOf[StepVerdict], period: float) -> None:
@@ -67,11 +67,11 @@ class Learning:
         if step.ahead or step.gathered.drafted or not step.launched.can_launch_before_results:
             self.gathering.observe_step_time(load, seconds, step.gathered, behind_tree=step.behind_tree)
         if self.gathering.policy.on and not step.batch.drafted:
-            followed = self.gathering.drafting.follows
-            if not followed or step.mode is self.modes.preferred(load):
-                self.gathering.follow.observe_pass(load, seconds, followed=followed)
-                self._compare(step, verdicts, stats.chosen_rows, followed=followed)
-            if followed and step.batch.device_rows is not None:
+            with_draft = self.gathering.drafting.has_open_sequences
+            if not with_draft or step.mode is self.modes.preferred(load):
+                self.gathering.draft_gate.observe_pass(load, seconds, with_draft=with_draft)
+                self._compare(step, verdicts, stats.chosen_rows, with_draft=with_draft)
+            if with_draft and step.batch.device_rows is not None:
                 tokens = stats.committed_tokens / max(1, load) / step.passes
                 self.modes.observe_pass(load, step.mode, tokens, seconds)
         if step.ahead and step.gathered.use is LaunchMode.RUN_AHEAD and not step.behind_tree:
@@ -91,22 +91,18 @@ class Learning:
             drafted=step.batch.device_rows is not None,
         )
 
-    def _compare(self, step: Step, verdicts: SequenceOf[StepVerdict], drafted: int, *, followed: bool) -> None:
+    def _compare(self, step: Step, verdicts: SequenceOf[StepVerdict], drafted: int, *, with_draft: bool) -> None:
         """Compare one sequence of a step, which had `drafted` rows, with what it would have made by lookup."""
         found = self.lookup_baseline.finished_comparison()
         if found is not None:
-            load, made, by_lookup, was_followed = found
-            self.gathering.follow.compare(load, made, by_lookup, followed=was_followed)
+            load, made, by_lookup, had_draft = found
+            self.gathering.draft_gate.compare(load, made, by_lookup, with_draft=had_draft)
         if not (verdicts and self.gathering.drafting.connected):
             return
         self.compared += 1
         verdict = verdicts[self.compared % len(verdicts)]
         live = self.gathering.live.get(verdict.sequence_id)
-        if (
-            live is None
-            or self.gathering.drafting.is_followed(live.sequence) != followed
-            or not live.verifier.on_device
-        ):
+        if live is None or self.gathering.drafting.is_open(live.sequence) != with_draft or not live.verifier.on_device:
             return
         # Of passes launched at once the first: what the others begin with depends on it.
         accepted = verdict.drafts_by_step[0] if verdict.drafts_by_step else verdict.drafted_tokens
@@ -114,4 +110,4 @@ class Learning:
         made = min(len(verdict.token_ids), accepted + 1)
         # By lookup alone, a chain has the sequence's share of the rows, or as many as were accepted.
         rows = max(accepted, -(-drafted // (step.passes * len(verdicts))))
-        self.lookup_baseline.start_comparison(len(verdicts), live.sequence, start, made, rows, followed=followed)
+        self.lookup_baseline.start_comparison(len(verdicts), live.sequence, start, made, rows, with_draft=with_draft)

@@ -211,7 +211,7 @@ class EngineLoop:
         """Schedule, gather drafts and launch; with fewer rows again, while the device has no memory for it."""
         while True:
             clock = StepClock()
-            self._follow_load()
+            self._update_drafting()
             schedule = self.scheduler.schedule()
             if not schedule.chunks:
                 return None
@@ -223,7 +223,7 @@ class EngineLoop:
     def _launch_after(self, step: Step) -> Step | None:
         """Launch the step after `step` while that runs, unless a draft or client needs its tokens first."""
         clock, running = StepClock(), self.scheduler.running
-        self._follow_load()
+        self._update_drafting()
         # Neither host nor client needs a sequence's tokens before they are fed.
         ahead = step.launched.can_launch_before_results and all(
             [not one.request.external and self.live[one.sequence_id].verifier.on_device for one in running]
@@ -259,7 +259,7 @@ class EngineLoop:
         waits = self.drafting.latency.answer_seconds if self._mode is LaunchMode.WAIT_FOR_DRAFT else 0.0
         device_rows = None
         if self.gathering.throughput_trial.allowed(len(schedule.chunks)) is not SpeculationLevel.NONE:
-            device_rows = self._policy.choose(schedule, most, self._learning.followed_mode(self._mode), waits)
+            device_rows = self._policy.choose(schedule, most, self._learning.mode_with_draft(self._mode), waits)
         # Where a pass behind drafts begins, only the device can find out.
         several = behind is not None and (device_rows is not None or not behind.has_drafts)
         several = several and gathered.use is LaunchMode.RUN_AHEAD and not fed
@@ -269,7 +269,7 @@ class EngineLoop:
 
     def _choose_mode(self, running: SequenceOf[Sequence]) -> LaunchMode:
         """Whether the next pass is held for the draft's answer to the one under way."""
-        if not (self._policy.on and self.drafting.follows and self.drafting.latency.waiting_pays):
+        if not (self._policy.on and self.drafting.has_open_sequences and self.drafting.latency.waiting_pays):
             return LaunchMode.RUN_AHEAD
         load, rows = len(running), self._rows
         takes = self._policy.seconds(load, rows, LaunchMode.RUN_AHEAD) or self._policy.seconds(
@@ -280,7 +280,12 @@ class EngineLoop:
     def _feed(self, step: Step) -> None:
         """While a step runs, publish drafts as they arrive: the device reads them when it begins the next one."""
         drafting, tables, self._seen_running = self.drafting, self._steps.tables, True
-        if self._ahead is None or self._ahead.batch.device_rows is None or tables is None or not drafting.follows:
+        if (
+            self._ahead is None
+            or self._ahead.batch.device_rows is None
+            or tables is None
+            or not drafting.has_open_sequences
+        ):
             return
         takes = step.passes * self._learning.pass_ends.earliest(*step.size)
         ends = max(step.clock.launched, self._free_ns) + int(takes * 1e9)
@@ -368,7 +373,7 @@ class EngineLoop:
             features=self.features.copy_sent_tables(),
             device_ns=device_ns,
             round_trip_ns=self.drafting.latency.take_round_trip(),
-            followed=self.drafting.follows,
+            with_draft=self.drafting.has_open_sequences,
         )
         ended_ns = self._ended_ns
         self._free_ns, self._ended_ns = step.clock.forwarded, step.clock.committed
@@ -387,13 +392,13 @@ class EngineLoop:
         if self._observer is not None:
             self._observer.on_step(stats)
 
-    def _follow_load(self) -> None:
+    def _update_drafting(self) -> None:
         """Start or stop drafting by load, and open new sequences at the draft."""
         if self.drafting.info is not self._draft:
             # Another draft: what was observed does not apply to it.
             self._draft = self.drafting.info
             self._learning.forget_draft()
-        if self.gathering.follow_load() and self._observer is not None:
+        if self.gathering.update_drafting() and self._observer is not None:
             self._observer.on_speculation(self.drafting.active)
         if not self._steps.in_background:
             # Otherwise this happens while a step runs, so that a draft in this process does not delay the device.

@@ -110,7 +110,7 @@ class Step:
         features: tuple[int, int],
         device_ns: tuple[int, int],
         round_trip_ns: int,
-        followed: bool,
+        with_draft: bool,
     ) -> StepStats:
         """Its figures, once it is committed.
 
@@ -119,7 +119,7 @@ class Step:
             features: vectors sent to the draft since the step before, and their bytes.
             device_ns: how long the device was busy with the launch before this one, and idle between the two.
             round_trip_ns: time of the draft's last answer, 0 without one.
-            followed: whether a draft follows any sequence.
+            with_draft: whether any sequence is open at a draft.
         """
         batch, clock, wait_ns = self.batch, self.clock, self.gathered.wait_ns + self.clock.draft_wait_ns
         chosen = [one for outcome in outcomes if outcome is not None for one in outcome.device_passes]
@@ -147,7 +147,7 @@ class Step:
             feature_vectors=features[0],
             feature_bytes=features[1],
             hits=len(from_table) - from_table.count(0),
-            misses=from_table.count(0) if followed else 0,
+            misses=from_table.count(0) if with_draft else 0,
             chosen_rows=sum([one.drafted for one in chosen]),
             chosen_accepted=sum([one.accepted for one in chosen]),
             table_rows=sum(from_table),

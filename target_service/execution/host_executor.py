@@ -163,14 +163,14 @@ class _OnHost:
         """Outcomes with the token of one more pass for each sequence."""
         sampled = [-1 if one is None else _last_token(one) for one in outcomes]
         logits = self._runner.forward(replace(self._batch.input.advanced_by(number), token_ids=tuple(sampled)))
-        followed: list[Verified | None] = []
+        later: list[Verified | None] = []
         for item, verifier, outcome in zip(self._batch.items, self._verifiers, outcomes, strict=True):
             assert item.tree is not None and outcome is not None, "every sequence of several passes decodes"
             output = [*item.sequence.output, outcome.walk.next_token, *outcome.following]
             rows = logits[item.first_logit : item.first_logit + 1]
             verified = verifier.verify(item.tree, rows, output, item.sequence.step + number)
-            followed.append(outcome._replace(following=(*outcome.following, verified.walk.next_token)))
-        return followed
+            later.append(outcome._replace(following=(*outcome.following, verified.walk.next_token)))
+        return later
 
 
 def _last_token(outcome: Verified) -> int:

@@ -27,7 +27,7 @@ from target_service.speculation.hidden_states.sending import Features
 
 log = logging.getLogger(__name__)
 # Sequences that a draft follows while its drafts are not used.
-FOLLOWED_ANYWAY = 1
+DRAFTED_ANYWAY = 1
 # What `google.rpc.ErrorInfo` allows as a reason. Callers receive it, so no other text of a draft may pass for one.
 _REASON = re.compile(r"[A-Z][A-Z0-9_]{0,62}")
 
@@ -67,8 +67,8 @@ class DraftTrees(DraftInbox):
         return self.info is not None
 
     @property
-    def follows(self) -> bool:
-        """Whether a connected draft follows any sequence now."""
+    def has_open_sequences(self) -> bool:
+        """Whether any sequence is open at a connected draft."""
         return self.active and self.connected and bool(self._trees)
 
     def tree_of(self, sequence: Sequence) -> GrowingTree | None:
@@ -83,7 +83,7 @@ class DraftTrees(DraftInbox):
             return None
         return tree
 
-    def is_followed(self, sequence: Sequence) -> bool:
+    def is_open(self, sequence: Sequence) -> bool:
         return self.connected and sequence.sequence_id in self._trees
 
     def is_eligible(self, sequence: Sequence) -> bool:
@@ -110,14 +110,14 @@ class DraftTrees(DraftInbox):
         """Whether the draft reads the hidden states of every pass."""
         return self._features.taken
 
-    def follow_load(self, running: int, useful: bool = True) -> None:
+    def update_load(self, running: int, useful: bool = True) -> None:
         """Stop drafting above the configured load, and resume well below it.
 
         While drafts are not `useful`, drafting stops for more than one sequence as well, since each frame takes time;
         a draft that reads features stops at any load."""
         if not self._enabled:
             return
-        useful = useful or (self._tables is None and running <= FOLLOWED_ANYWAY and not self.reads_features)
+        useful = useful or (self._tables is None and running <= DRAFTED_ANYWAY and not self.reads_features)
         if self.active and (self.too_many(running) or not useful):
             self.active, self._dropped = False, not useful
             self._close_all()
@@ -142,7 +142,7 @@ class DraftTrees(DraftInbox):
         self._unopened = list(self._eligible.values())
 
     def open_newcomers(self) -> None:
-        """Open the sequences at the draft that it does not follow yet. A draft in this process reads them here."""
+        """Open the sequences at the draft that are not open there yet. A draft in this process reads them here."""
         for sequence in self._unopened:
             if self.is_eligible(sequence) and sequence.sequence_id not in self._trees:
                 self._open(sequence)

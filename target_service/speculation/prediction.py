@@ -123,10 +123,10 @@ class PredictedAnswer:
     def _catch_up(self) -> None:
         """Align the tokens that were committed since the last call."""
         for length in range(self.seen, len(self.committed)):
-            self._follow(self.committed[length], length + 1)
+            self._place_token(self.committed[length], length + 1)
         self.seen = len(self.committed)
 
-    def _follow(self, token: int, length: int) -> None:
+    def _place_token(self, token: int, length: int) -> None:
         place, tokens = self._place, self.token_ids
         if place is not None and place < len(tokens) and tokens[place] == token:
             self._place, self._run, self._followed = place + 1, self._run + 1, True

@@ -257,18 +257,18 @@ def test_growth_of_an_earlier_opening_may_cross_a_new_one(tiny_model: PreTrained
 
     live = begin(loop, ScriptedDraft(drafting, lambda tokens, _: TokenTree.root_only(tokens[-1])), request([5, 7], 30))
     loop.step()
-    drafting.follow_load(9)
-    drafting.follow_load(1)
+    drafting.update_load(9)
+    drafting.update_load(1)
     drafting.open_newcomers()
     for sent in (growth(8, 11), growth(9, 12), growth(1, 13), growth(2, 14)):
         drafting._handle(sent)
-    assert drafting.is_followed(live.sequence) and not live.sequence.totals.draft_refused
+    assert drafting.is_open(live.sequence) and not live.sequence.totals.draft_refused
     tree = drafting._trees[live.sequence.sequence_id]
     tree.settle()
     assert list(tree.token_ids[1:]) == [13, 14]
     # Only once: the draft does not count from 1 again within an opening.
     drafting._handle(growth(1, 15))
-    assert not drafting.is_followed(live.sequence) and live.sequence.totals.draft_refused
+    assert not drafting.is_open(live.sequence) and live.sequence.totals.draft_refused
 
 
 def test_drafts_that_were_of_no_use_are_tried_again_at_the_same_load(tiny_model: PreTrainedModel) -> None:
@@ -277,9 +277,9 @@ def test_drafts_that_were_of_no_use_are_tried_again_at_the_same_load(tiny_model:
     runner.enable_device_row_selection(8, 0)
     steps = DeviceSteps(runner, max_sequences=8, max_rows=64, backend="torch")
     drafting = EngineLoop(runner, engine_config(disable_above=4), steps=steps).drafting
-    drafting.follow_load(4, useful=False)
+    drafting.update_load(4, useful=False)
     assert not drafting.active
-    drafting.follow_load(4, useful=True)
+    drafting.update_load(4, useful=True)
     assert drafting.active
     drafting.follow_load(5, useful=True)
     drafting.follow_load(4, useful=True)
@@ -318,11 +318,11 @@ def test_a_sequence_that_a_head_does_not_follow_is_no_late_answer(
     live = begin(loop, draft, wanted)
     for _ in range(4):
         loop.step()
-    assert loop.drafting.is_followed(live.sequence) and live.sequence.totals.drafted_steps
-    loop.drafting.follow_load(1, useful=False)
-    loop.drafting.follow_load(1, useful=True)
+    assert loop.drafting.is_open(live.sequence) and live.sequence.totals.drafted_steps
+    loop.drafting.update_load(1, useful=False)
+    loop.drafting.update_load(1, useful=True)
     while loop.live:
-        assert not loop.drafting.is_followed(live.sequence)
+        assert not loop.drafting.is_open(live.sequence)
         loop.step()
     assert tuple(live.sequence.token_ids) == truth and live.sequence.totals.fallback_steps == 0
     following = loop.make(2, wanted)
@@ -343,12 +343,12 @@ def test_a_head_follows_an_answer_from_its_beginning_if_it_is_expected_to_pay(
     if not pays:
         monkeypatch.setattr(loop.gathering.budget, "expected_tokens", lambda _: 0.5)
     switch._plain_steps, switch._left = 100, 500
-    loop.drafting.follow_load(1, useful=False)
+    loop.drafting.update_load(1, useful=False)
     live = begin(
         loop, ScriptedDraft(loop.drafting, knowing_tree([truth], loop.drafting._vocabulary_size, 3, right=1.0)), wanted
     )
     loop.step()
-    assert loop.drafting.is_followed(live.sequence) is pays
+    assert loop.drafting.is_open(live.sequence) is pays
     while loop.live:
         loop.step()
     assert tuple(live.sequence.token_ids) == truth and (live.sequence.totals.drafted_steps > 0) is pays

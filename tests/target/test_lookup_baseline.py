@@ -19,8 +19,8 @@ from target_service.engine.loop import EngineLoop
 from target_service.engine.step import Step
 from target_service.execution.device_executor import DeviceSteps
 from target_service.execution.multi_step import MultiStep
-from target_service.speculation.policy.follow_switch import FollowSwitch
-from target_service.speculation.policy.lookup_baseline import LookupBaseline, followed_chain
+from target_service.speculation.policy.draft_gate import DraftGate
+from target_service.speculation.policy.lookup_baseline import LookupBaseline, predicted_tokens
 from target_service.speculation.policy.step_cost import StepCost
 from tree_kernels.node_table import longest_run
 
@@ -54,7 +54,7 @@ def by_the_rule(text: list[int], known: int) -> int:
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=60), st.data())
 def test_a_chain_is_followed_as_far_as_the_text_says_it(text: list[int], data: st.DataObject) -> None:
     known = data.draw(st.integers(1, len(text)))
-    assert followed_chain(np.array(text, np.int32), known) == by_the_rule(text, known)
+    assert predicted_tokens(np.array(text, np.int32), known) == by_the_rule(text, known)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_without_lookup_a_pass_would_make_one_token() -> None:
     compared, own = LookupBaseline(lookup_tokens=0), sequence([5, 6, 5, 6, 5])
     compared.start_comparison(1, cast(Sequence, own), start=2, made=3, rows=15)
     assert compared.finished_comparison() == (1, 3, 1, True)
-    compared.start_comparison(1, cast(Sequence, own), start=2, made=3, rows=15, followed=False)
+    compared.start_comparison(1, cast(Sequence, own), start=2, made=3, rows=15, with_draft=False)
     assert compared.finished_comparison() == (1, 3, 1, False)
 
 
@@ -127,9 +127,9 @@ def test_the_engine_compares_what_a_draft_brings(
     loop.drafting.attach(ScriptedDraft(loop.drafting, knowing_tree(truth, runner.vocabulary_size, 12, right=1.0)))
     loop.drafting.listen()
     # As soon as it is there.
-    monkeypatch.setattr(FollowSwitch, "follows", lambda *_: True)
+    monkeypatch.setattr(DraftGate, "follows", lambda *_: True)
     compared: list[tuple[int, float, float]] = []
-    monkeypatch.setattr(FollowSwitch, "compare", lambda _, *one, followed: compared.append(one) if followed else None)
+    monkeypatch.setattr(DraftGate, "compare", lambda _, *one, with_draft: compared.append(one) if with_draft else None)
     said: dict[int, list[int]] = {}
     for number, one in enumerate(wanted):
         loop.add(loop.make(number, one))

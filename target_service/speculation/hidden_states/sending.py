@@ -46,7 +46,7 @@ class Features:
         if runner.draft_head is not None:
             layers, projection = runner.draft_head.layers, runner.draft_head.projection
             width = projection.width if projection is not None else runner.hidden_size * len(layers)
-            self._follow(FeatureRequest(layers, width, projected=projection is not None))
+            self._set_request(FeatureRequest(layers, width, projected=projection is not None))
 
     @property
     def kept_bytes(self) -> int:
@@ -82,7 +82,7 @@ class Features:
                 layers, width = len(runner.cache.keys), runner.hidden_size
                 runner.run_head(shipped_draft_head(request.projection_fingerprint, layers, width))
             self._check(request)
-        self._follow(request)
+        self._set_request(request)
         self._connected = request is not None
 
     def disconnect(self) -> None:
@@ -110,9 +110,9 @@ class Features:
         items: SequenceOf[StepItem],
         states: StepFeatures | None,
         outcomes: SequenceOf[Verified | None],
-        followed: Container[int],
+        open_ids: Container[int],
     ) -> None:
-        """Keep the states of a step's committed rows, of the sequences in `followed`: rows of known tokens, and of the
+        """Keep the states of a step's committed rows, of the sequences in `open_ids`: rows of known tokens, and of the
         accepted path, whose tokens are appended already."""
         self._fresh.clear()
         if states is None or self._request is None:
@@ -122,7 +122,7 @@ class Features:
         behind = self._behind
         for item, outcome in zip(items, outcomes, strict=True):
             sequence_id = item.sequence.sequence_id
-            if sequence_id not in followed:
+            if sequence_id not in open_ids:
                 continue
             kept = self._kept[sequence_id]
             # Tokens before the step.
@@ -154,9 +154,9 @@ class Features:
         return self._pieces(sequence.sequence_id, kept, kept.end)
 
     def due(
-        self, followed: Container[int], commits: SequenceOf[tuple[Sequence, int]]
+        self, open_ids: Container[int], commits: SequenceOf[tuple[Sequence, int]]
     ) -> tuple[list[SequenceFeatures], dict[int, Vectors]]:
-        """Vectors of the sequences in `followed` that are to be sent: those ahead of the commits, and those with them.
+        """Vectors of the sequences in `open_ids` that are to be sent: those ahead of the commits, and those with them.
         `commits` are (sequence, tokens committed) of the step that was collected last."""
         ahead: list[SequenceFeatures] = []
         along: dict[int, Vectors] = {}
@@ -164,7 +164,7 @@ class Features:
         request = self._request if self._connected else None
         for sequence_id, (kept, committing) in self._fresh.items():
             sequence, committed = going_on.get(sequence_id, (None, 0))
-            wanted = request is not None and sequence_id in followed
+            wanted = request is not None and sequence_id in open_ids
             # Without a commit it reads its prompt, or else it has ended.
             if wanted and sequence is None and not committing:
                 ahead += self._pieces(sequence_id, kept, kept.end)
@@ -212,7 +212,7 @@ class Features:
         if request.width != width:
             raise NotSupported(f"the draft reads features {request.width} wide, and here they are {width}")
 
-    def _follow(self, request: FeatureRequest | None) -> None:
+    def _set_request(self, request: FeatureRequest | None) -> None:
         if request is not None:
             self._runner.hook(request.layers)
         if _form(request) != _form(self._request):

@@ -15,10 +15,10 @@ from target_service.core.schedule import Schedule, SequenceChunk
 from target_service.core.scheduler import Scheduler
 from target_service.core.sequence import Sequence
 from target_service.sampling.verifier import Verified
-from target_service.speculation.drafts import FOLLOWED_ANYWAY, DraftTrees
+from target_service.speculation.drafts import DRAFTED_ANYWAY, DraftTrees
 from target_service.speculation.merged_tree import MergedTree, PredictedTree
+from target_service.speculation.policy.draft_gate import DraftGate
 from target_service.speculation.policy.draft_switch import DraftSwitch
-from target_service.speculation.policy.follow_switch import FollowSwitch
 from target_service.speculation.policy.launch_mode import LaunchMode
 from target_service.speculation.policy.live_sequence import LiveSequence
 from target_service.speculation.policy.row_budget import IN_ORDER_NODES, Offer, RowBudget
@@ -32,7 +32,7 @@ _SENDING, _SENDING_HEADS = 0.5, 12.0
 _ROOT_ALONE = TokenTree.root_only(0)
 # Plain steps for which a draft follows, after a drafted one and before the next. Fewer for heads and many sequences,
 # where following costs more than opening the sequences again.
-_FOLLOWED, _FOLLOWED_BY_HEADS, _FOLLOWED_BY_MANY = 32, 8, 6
+_KEPT_OPEN, _KEPT_OPEN_BY_HEADS, _KEPT_OPEN_BY_MANY = 32, 8, 6
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ class Gathering:
     # The engine's own table.
     live: Mapping[int, LiveSequence]
     policy: RowPolicy
-    # None always waits for drafts, and always follows them.
+    # None always waits for drafts, and always uses them.
     switch: DraftSwitch | None
-    follow: FollowSwitch = field(default_factory=FollowSwitch)
+    draft_gate: DraftGate = field(default_factory=DraftGate)
     throughput_trial: ThroughputTrial = field(default_factory=ThroughputTrial)
     # Whether the device looks tokens up in the sequences' own texts.
     looks_up: bool = False
@@ -87,13 +87,13 @@ class Gathering:
             return True
         if self.policy.on:
             load = max(1, len(self.scheduler.running))
-            return self.throughput_trial.allowed(load) is SpeculationLevel.DRAFT and self.follow.follows(load)
+            return self.throughput_trial.allowed(load) is SpeculationLevel.DRAFT and self.draft_gate.uses_draft(load)
         load, heads = self.scheduler.load, self.drafting.reads_features
         if load and heads and self.switch.needs_unfed(load, ahead=self._ahead):
             return False
-        if load > FOLLOWED_ANYWAY:
-            return self.switch.drafts_within(_FOLLOWED_BY_MANY)
-        return self.switch.drafts_within(_FOLLOWED_BY_HEADS if heads else _FOLLOWED)
+        if load > DRAFTED_ANYWAY:
+            return self.switch.drafts_within(_KEPT_OPEN_BY_MANY)
+        return self.switch.drafts_within(_KEPT_OPEN_BY_HEADS if heads else _KEPT_OPEN)
 
     @property
     def most(self) -> SpeculationLevel:
@@ -103,7 +103,7 @@ class Gathering:
         return SpeculationLevel.LOOKUP_ONLY if self.looks_up else SpeculationLevel.NONE
 
     def _pays_for_newcomers(self, switch: DraftSwitch) -> bool:
-        """Whether a head's drafts are expected to pay now that sequences begin. It has to follow them from their
+        """Whether a head's drafts are expected to pay now that sequences begin. They have to be open there from their
         prompts on: once their first step has shown it, it is too late."""
         load = self.scheduler.load
         places = load - len(self.scheduler.running)
@@ -122,17 +122,17 @@ class Gathering:
 
     @property
     def measures(self) -> bool:
-        """Whether passes without a draft are still being timed at this load, so that none is followed."""
+        """Whether passes without a draft are still being timed at this load, so that none is used."""
         load = max(1, len(self.scheduler.running))
-        return self.policy.on and self.switch is not None and self.follow.measures(load)
+        return self.policy.on and self.switch is not None and self.draft_gate.measures(load)
 
-    def follow_load(self) -> bool:
+    def update_drafting(self) -> bool:
         """Read what has arrived from the draft, and start or stop drafting by load. Returns whether that changed."""
         was = self.drafting.active
         self.drafting.listen()
         if self.switch is not None and not (was or self.policy.on) and self._pays_for_newcomers(self.switch):
             self.switch.resume()
-        self.drafting.follow_load(self.scheduler.load, self.drafts_useful)
+        self.drafting.update_load(self.scheduler.load, self.drafts_useful)
         return self.drafting.active != was
 
     def choose(self, running: SequenceOf[Sequence], *, ahead: bool) -> LaunchMode:
@@ -144,7 +144,7 @@ class Gathering:
         return self._use
 
     def _best_use(self, running: SequenceOf[Sequence], ahead: bool) -> LaunchMode:
-        """What pays in the next step. The switch counts steps while no draft is followed, too."""
+        """What pays in the next step. The switch counts steps while no draft is used, too."""
         if not self.drafting.connected or self.drafting.too_many(self.scheduler.load):
             return LaunchMode.RUN_AHEAD
         if ahead and self._device_chooses(running):
@@ -156,7 +156,7 @@ class Gathering:
         if self.switch is None:
             return LaunchMode.WAIT_FOR_DRAFT
         if self.drafting.active and self.drafting.latency.beginning:
-            # It is followed, and its first answers are slower than later ones.
+            # It is in use, and its first answers are slower than later ones.
             return LaunchMode.RUN_AHEAD
         records = [self.live[sequence.sequence_id].record for sequence in eligible]
         load, others = len(running), len(running) - len(eligible)
@@ -182,10 +182,10 @@ class Gathering:
         return [live[sequence.sequence_id] for sequence in sequences]
 
     def _may_be_drafted(self, sequence: Sequence) -> bool:
-        """Whether the draft follows the sequence, or may while drafting is off. A head does not follow those that began
-        while it was not fed, and each of their steps would count as a late answer of it."""
+        """Whether the sequence is open at the draft, or may be while drafting is off. A head does not follow those that
+        began while it was not fed, and each of their steps would count as a late answer of it."""
         if self.drafting.active:
-            return self.drafting.is_followed(sequence)
+            return self.drafting.is_open(sequence)
         return self.drafting.is_eligible(sequence)
 
     def _follows_prediction(self, sequence: Sequence) -> bool:
@@ -194,10 +194,10 @@ class Gathering:
         return prediction is not None and prediction.holds
 
     def _sending(self, load: int) -> float:
-        """Time to send the draft the sequences that it does not follow, in plain steps."""
+        """Time to send the draft the sequences that are not open there, in plain steps."""
         if self.drafting.reads_features:
             return _SENDING * load + _SENDING_HEADS
-        return _SENDING * load if load > FOLLOWED_ANYWAY else 0.0
+        return _SENDING * load if load > DRAFTED_ANYWAY else 0.0
 
     def observe_step_time(self, load: int, seconds: float, gathered: Gathered, *, behind_tree: bool) -> None:
         """Observe the time of a step that only decoded, from the end of the step before it. `behind_tree`: that one had
@@ -217,7 +217,7 @@ class Gathering:
         taking = [chunk.sequence for chunk in schedule.chunks if chunk.takes_tree]
         drafted: list[Sequence] = []
         if self._use is LaunchMode.WAIT_FOR_DRAFT and self.drafting.active:
-            drafted = [sequence for sequence in taking if self.drafting.is_followed(sequence)]
+            drafted = [sequence for sequence in taking if self.drafting.is_open(sequence)]
         max_wait = float("inf") if self.switch is None else self.switch.max_wait(len(self.scheduler.running))
         wait_ns = self.drafting.wait_for(drafted, max_wait)
         offers: dict[int, Offer] = {}

@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class LaunchMode(Enum):
-    """How a step with a draft is launched. A pass that no draft follows has no mode (None)."""
+    """How a step with a draft is launched. A pass without a draft has no mode (None)."""
 
     # Without waiting: with the rows that the device chooses from the trees it has, or with none.
     RUN_AHEAD = "run_ahead"

@@ -1,6 +1,6 @@
 """Computes what prompt lookup alone would have made of a pass, in the sequence's own text.
 
-Later passes without a draft are no measure of one that followed it: a loop makes 16 tokens a pass, the list after it
+Later passes without a draft are no measure of one with it: a loop makes 16 tokens a pass, the list after it
 one. But lookup depends on the text only, so what the same pass would have made can be computed afterwards. How much
 more passes without a draft make than that, by recycled tokens, is found from such passes.
 """
@@ -27,7 +27,7 @@ class _ComparedPass:
     start: int
     made: int
     rows: int
-    followed: bool
+    with_draft: bool
 
 
 @dataclass(slots=True)
@@ -41,18 +41,18 @@ class LookupBaseline:
     def __post_init__(self) -> None:
         if self.lookup_tokens:
             # Compile now, not at the first comparison.
-            followed_chain(np.zeros(2, np.int32), 1)
+            predicted_tokens(np.zeros(2, np.int32), 1)
 
     def start_comparison(
-        self, load: int, sequence: Sequence, start: int, made: int, rows: int, *, followed: bool = True
+        self, load: int, sequence: Sequence, start: int, made: int, rows: int, *, with_draft: bool = True
     ) -> None:
-        """Start to compare a pass that `followed` a draft or did not, and made `made` tokens after the first `start` of
-        a sequence; by lookup it would have had `rows` rows of a chain. Ignored while another pass is compared."""
+        """Start to compare a pass that `with_draft` a draft or did not, and made `made` tokens after the first `start`
+        of a sequence; by lookup it would have had `rows` rows of a chain. Ignored while another pass is compared."""
         if self._pending is None:
-            self._pending = _ComparedPass(load, sequence, start, made, min(rows, self.lookup_tokens), followed)
+            self._pending = _ComparedPass(load, sequence, start, made, min(rows, self.lookup_tokens), with_draft)
 
     def finished_comparison(self) -> tuple[int, int, int, bool] | None:
-        """(load, tokens that the pass made, tokens that it would have made by lookup, whether it followed a draft) of
+        """(load, tokens that the pass made, tokens that it would have made by lookup, whether it had a draft) of
         the running comparison, once the text is longer by a chain, or has ended; else None."""
         if self._pending is None:
             return None
@@ -63,11 +63,11 @@ class LookupBaseline:
         self._pending = None
         text = np.array(token_ids[max(0, was.start - WINDOW - LONGEST) : was.start + was.rows], np.int32)
         known = len(text) - min(behind, was.rows)
-        return was.load, was.made, min(behind, 1 + followed_chain(text, known)), was.followed
+        return was.load, was.made, min(behind, 1 + predicted_tokens(text, known)), was.with_draft
 
 
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
-def followed_chain(text: Ints, known: int) -> int:
+def predicted_tokens(text: Ints, known: int) -> int:
     """How many tokens of `text` [n] after its first `known` (at least 1) prompt lookup predicts, by the rule of
     `tree_kernels.node_table.longest_run`."""
     end = known - 1

@@ -72,7 +72,7 @@ class _Yield:
         self._accepted, self._expected = RunningMean(_SHARE, 1.0, _PRIOR), RunningMean(_SHARE, 1.0, _PRIOR)
 
     def restart(self) -> None:
-        """Learn quickly again, since a draft is followed again."""
+        """Learn quickly again, since a draft is used again."""
         for mean in (self._accepted, self._expected, *self._prospects):
             mean.count = _PRIOR
 
@@ -187,10 +187,10 @@ class RowPolicy:
         self._yields[mode].observe_passes(passes)
         self.tokens_each.observe(1 + sum([one.accepted for one in passes]) / len(passes))
         known = zip(outcomes, drafted, strict=True)
-        followed = [one for outcome, has in known if has and outcome is not None for one in outcome.device_passes]
-        if mode is not None and followed:
-            from_table = sum([one.accepted_from_table for one in followed]) / len(followed)
-            excess = from_table - sum([one.expected_from_table for one in followed]) / len(followed)
+        drafted_passes = [one for outcome, has in known if has and outcome is not None for one in outcome.device_passes]
+        if mode is not None and drafted_passes:
+            from_table = sum([one.accepted_from_table for one in drafted_passes]) / len(drafted_passes)
+            excess = from_table - sum([one.expected_from_table for one in drafted_passes]) / len(drafted_passes)
             self.trust = min(_MOST_TRUST, max(_LEAST_TRUST, self.trust * (1 + _TRUST_SHARE * excess)))
 
     def _max_rows(self, live: LiveSequence) -> int:

@@ -2,7 +2,7 @@
 
 Times of passes do not tell there. A pass that commits drafted tokens, or receives trees, keeps the host from the passes
 behind it; prompts are read in between; several plain passes are launched at once, those beside prompts are not. With
-64 sequences and passes of 0.6 ms a draft that made half of plain decoding was followed for two thirds of the time
+64 sequences and passes of 0.6 ms a draft that made half of plain decoding was used for two thirds of the time
 (`benchmarks/results/2026-11-26-cpu-host-limit.md`). So each level is tried there in windows of
 launches, with all their tokens and all their time.
 """

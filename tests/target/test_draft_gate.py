@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from target_service.speculation.policy.follow_switch import FollowSwitch
+from target_service.speculation.policy.draft_gate import DraftGate
 
 pytestmark = pytest.mark.pairs
 
@@ -35,41 +35,41 @@ class Engine:
 
     def __post_init__(self) -> None:
         self._dice = random.Random(self.seed)
-        self.switch = FollowSwitch(lambda: self.now)
+        self.switch = DraftGate(lambda: self.now)
 
     def run(self, passes: int = 1 << 30, seconds: float = 1e9) -> list[bool]:
         """Whether each was followed."""
         begun, until = len(self.passes), self.now + seconds
         while len(self.passes) < begun + passes and self.now < until:
-            followed = self.switch.follows(self.load)
+            with_draft = self.switch.uses_draft(self.load)
             if len(self.passes) % TEXT == 0:
                 self._unaided = self._dice.choice((1.0, 1.3, 2.0, 7.0))
-            took = ONE_PASS * (self.longer if followed else 1.0) * self._dice.lognormvariate(0, 0.02)
+            took = ONE_PASS * (self.longer if with_draft else 1.0) * self._dice.lognormvariate(0, 0.02)
             self.now += took
-            self.passes.append((followed, took))
-            self.switch.observe_pass(self.load, took, followed=followed)
-            if followed and len(self.passes) % COMPARED == 0:
+            self.passes.append((with_draft, took))
+            self.switch.observe_pass(self.load, took, with_draft=with_draft)
+            if with_draft and len(self.passes) % COMPARED == 0:
                 shape = 1 / self.noise**2 if self.noise else 0.0
                 made = self._unaided * self.gain * self.longer
                 made = self._dice.gammavariate(shape, made / shape) if shape else made
                 self.switch.compare(self.load, made, self._unaided)
-        return [followed for followed, _ in self.passes[begun:]]
+        return [with_draft for with_draft, _ in self.passes[begun:]]
 
     def lost(self) -> float:
         """The share of the tokens that passes would have made without the draft, since the first."""
         whole = sum(took for _, took in self.passes)
-        made = sum(took * (self.gain if followed else 1.0) for followed, took in self.passes)
+        made = sum(took * (self.gain if with_draft else 1.0) for with_draft, took in self.passes)
         return 1 - made / whole
 
 
-def first_trial(followed: list[bool]) -> int:
+def first_trial(with_draft: list[bool]) -> int:
     """Passes that followed before the first that no longer did; all of them if none did."""
-    begun = followed.index(True)
-    return followed.index(False, begun) - begun if False in followed[begun:] else len(followed)
+    begun = with_draft.index(True)
+    return with_draft.index(False, begun) - begun if False in with_draft[begun:] else len(with_draft)
 
 
-def is_dropped(followed: list[bool]) -> bool:
-    return False in followed[followed.index(True) :]
+def is_dropped(with_draft: list[bool]) -> bool:
+    return False in with_draft[with_draft.index(True) :]
 
 
 def test_it_says_that_it_measures() -> None:
@@ -84,7 +84,7 @@ def test_it_says_that_it_measures() -> None:
 
 def test_a_load_is_measured_alone_first() -> None:
     engine = Engine(gain=1.3)
-    assert not engine.switch.follows(1)
+    assert not engine.switch.uses_draft(1)
     assert engine.run(passes=200) == [False] * ALONE_FIRST + [True] * (200 - ALONE_FIRST)
 
 
@@ -142,7 +142,7 @@ def test_one_that_makes_more_is_kept_however_passes_vary(seed: int) -> None:
 def test_one_that_halves_the_speed_is_dropped_after_a_slow_start(seed: int) -> None:
     """The first pass of all took half a second, as where something is compiled or captured."""
     engine = Engine(0.5, 0.1, seed=seed)
-    engine.switch.observe_pass(1, 0.5, followed=False)
+    engine.switch.observe_pass(1, 0.5, with_draft=False)
     assert first_trial(engine.run(passes=500)) <= 40
 
 
@@ -150,11 +150,11 @@ def test_one_that_halves_the_speed_is_dropped_after_a_slow_start(seed: int) -> N
 def test_a_good_one_after_a_bad_one_is_followed_within_the_pause(seed: int) -> None:
     engine = Engine(0.5, 0.2, seed=seed)
     engine.run(seconds=1.0)
-    assert not engine.switch.follows(1)
+    assert not engine.switch.uses_draft(1)
     engine.gain = 1.3
-    followed = engine.run(seconds=30.0)
-    assert sum(took for _, took in engine.passes[-len(followed) :][: followed.index(True)]) < 1.55
-    assert not is_dropped(followed)
+    with_draft = engine.run(seconds=30.0)
+    assert sum(took for _, took in engine.passes[-len(with_draft) :][: with_draft.index(True)]) < 1.55
+    assert not is_dropped(with_draft)
 
 
 def test_pauses_are_short_again_after_a_good_one() -> None:
@@ -163,24 +163,24 @@ def test_pauses_are_short_again_after_a_good_one() -> None:
     engine.gain = 1.3
     engine.run(seconds=40.0)
     engine.gain = 0.5
-    while engine.switch.follows(1):
+    while engine.switch.uses_draft(1):
         engine.run(passes=1)
     begun = engine.now
     engine.now = begun + 1.55
-    assert engine.switch.follows(1)
+    assert engine.switch.uses_draft(1)
 
 
 def test_another_draft_is_followed_at_once_and_judged_anew() -> None:
     engine = Engine(0.5)
     engine.run(seconds=20.0)
-    assert not engine.switch.follows(1)
+    assert not engine.switch.uses_draft(1)
     engine.switch.forget()
-    assert engine.switch.follows(1)
+    assert engine.switch.uses_draft(1)
     # What passes made without one is still known, and the first pause is as short as it was.
-    followed = engine.run(passes=60)
-    assert 30 <= first_trial(followed) <= 40
+    with_draft = engine.run(passes=60)
+    assert 30 <= first_trial(with_draft) <= 40
     engine.now += 1.5
-    assert engine.switch.follows(1)
+    assert engine.switch.uses_draft(1)
 
 
 def test_loads_are_told_apart_by_powers_of_two() -> None:
@@ -188,7 +188,7 @@ def test_loads_are_told_apart_by_powers_of_two() -> None:
     engine.run(passes=100)
     assert not any(engine.switch.follows(load) for load in (4, 5, 7))
     engine.load, engine.gain = 8, 1.3
-    assert not engine.switch.follows(8)
+    assert not engine.switch.uses_draft(8)
     engine.run(passes=ALONE_FIRST)
     assert all(engine.switch.follows(load) for load in (8, 11, 15))
     # Neither says anything of the other, nor of those beyond.
@@ -201,5 +201,5 @@ def test_one_has_to_make_more_than_passes_without_it(alone: float, kept: bool) -
     """A draft that makes 1.5 for each token of lookup, where passes without one make `alone` by recycled tokens too."""
     engine = Engine(gain=1.5)
     for made in [2.0 * alone] * 40:
-        engine.switch.compare(1, made, 2.0, followed=False)
+        engine.switch.compare(1, made, 2.0, with_draft=False)
     assert is_dropped(engine.run(1500)) is not kept

@@ -1,6 +1,6 @@
-"""Decides by load whether a draft that runs ahead is worth following, compared with whole passes without it.
+"""Decides by load whether a draft that runs ahead is worth its cost, compared with whole passes without it.
 
-Following a draft costs host time: it is sent every token, a head its hidden states, and its trees are received. Where
+Using a draft costs host time: it is sent every token, a head its hidden states, and its trees are received. Where
 that costs more than the drafts bring, nothing is sent to the draft for a while.
 
 The tokens of a pass are compared with those that the same pass would have made by lookup (`lookup_baseline`), times
@@ -27,7 +27,7 @@ _ALONE_FIRST = 48
 _DROPPED = ((6, 0.8), (12, 0.9), (36, 1.0))
 # Standard errors allowed for. With 2, a draft that makes 30 % more was kept in 59 of 60 simulated runs of 5,000
 # passes whose tokens vary by 0.6 of what they are without it, and in 58 of 60 with 20 % more (the `Engine` of
-# test_follow_switch.py). A worthless draft's vary little: its rows are not taken.
+# test_draft_gate.py). A worthless draft's vary little: its rows are not taken.
 _GRANTED = 2.0
 # Seconds without the draft after it was dropped, doubled each time: a good one is back within two seconds, and one that
 # halves the speed for 40 passes costs two per cent in the long run.
@@ -44,8 +44,8 @@ _times, _tokens = partial(RunningTime, _SHARE), partial(RunningMean, _TOKEN_SHAR
 
 
 @dataclass(slots=True)
-class _Followed:
-    """Means of passes that followed a draft: seconds, tokens made, tokens by lookup alone, their squares and
+class _DraftedPasses:
+    """Means of passes with a draft: seconds, tokens made, tokens by lookup alone, their squares and
     product."""
 
     seconds: RunningTime = field(default_factory=_times)
@@ -77,20 +77,20 @@ class _Followed:
 
 
 @dataclass(slots=True)
-class _FollowedLoad:
+class _LoadGain:
     alone: RunningTime = field(default_factory=_times)
     # Tokens of passes without a draft, and what lookup alone would have made of them.
     alone_made: RunningMean = field(default_factory=_tokens)
     alone_unaided: RunningMean = field(default_factory=_tokens)
-    followed: _Followed = field(default_factory=_Followed)
+    with_draft: _DraftedPasses = field(default_factory=_DraftedPasses)
     until: float = 0.0
     pause: float = _FIRST_PAUSE
 
     @property
     def gain(self) -> float:
-        """Tokens of passes that follow the draft, for each token of the others in the same time."""
-        slower = self.followed.seconds.value / self.alone.value if self.alone.value else 1.0
-        return self.followed.ratio / (slower * self.beyond_lookup) if slower else 1.0
+        """Tokens of passes with the draft, for each token of the others in the same time."""
+        slower = self.with_draft.seconds.value / self.alone.value if self.alone.value else 1.0
+        return self.with_draft.ratio / (slower * self.beyond_lookup) if slower else 1.0
 
     @property
     def beyond_lookup(self) -> float:
@@ -104,20 +104,20 @@ class _FollowedLoad:
     @property
     def fails(self) -> bool:
         """Whether the draft loses tokens, beyond the error allowed for."""
-        count, at_best = self.followed.made.count, self.gain * math.exp(_GRANTED * self.followed.error)
+        count, at_best = self.with_draft.made.count, self.gain * math.exp(_GRANTED * self.with_draft.error)
         return any(count >= comparisons and at_best < share for comparisons, share in _DROPPED)
 
 
-class FollowSwitch:
+class DraftGate:
     """Decides by load in powers of two."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` in seconds."""
         self._clock = clock
-        self._loads: defaultdict[int, _FollowedLoad] = defaultdict(_FollowedLoad)
+        self._loads: defaultdict[int, _LoadGain] = defaultdict(_LoadGain)
 
-    def follows(self, load: int) -> bool:
-        """Whether a draft is to be followed at this load."""
+    def uses_draft(self, load: int) -> bool:
+        """Whether a draft is used at this load."""
         here = self._loads.get(load.bit_length())
         return here is not None and here.alone.count >= _ALONE_FIRST and self._clock() >= here.until
 
@@ -126,29 +126,29 @@ class FollowSwitch:
         here = self._loads.get(load.bit_length())
         return here is None or here.alone.count < _ALONE_FIRST
 
-    def observe_pass(self, load: int, seconds: float, *, followed: bool) -> None:
+    def observe_pass(self, load: int, seconds: float, *, with_draft: bool) -> None:
         """Observe the time of a pass that only decoded, from the end of the one before."""
         here = self._loads[load.bit_length()]
-        (here.followed.seconds if followed else here.alone).observe(seconds)
+        (here.with_draft.seconds if with_draft else here.alone).observe(seconds)
 
-    def compare(self, load: int, made: float, by_lookup: float, *, followed: bool = True) -> None:
-        """Observe the tokens of a sequence in a pass that `followed` the draft or did not, and those that it would have
-        made by lookup alone."""
+    def compare(self, load: int, made: float, by_lookup: float, *, with_draft: bool = True) -> None:
+        """Observe the tokens of a sequence in a pass that `with_draft` the draft or did not, and those that it would
+        have made by lookup alone."""
         here = self._loads[load.bit_length()]
-        if not followed:
+        if not with_draft:
             here.alone_made.observe(made)
             here.alone_unaided.observe(by_lookup)
             return
-        here.followed.compare(made, by_lookup)
+        here.with_draft.compare(made, by_lookup)
         if here.alone.count < _ALONE_FIRST:
             return
         if here.fails:
-            here.until, here.followed = self._clock() + here.pause, _Followed()
+            here.until, here.with_draft = self._clock() + here.pause, _DraftedPasses()
             here.pause = min(_LONGEST_PAUSE, 2 * here.pause)
-        elif here.followed.made.count >= _DROPPED[-1][0] and here.gain > _RECOVERED:
+        elif here.with_draft.made.count >= _DROPPED[-1][0] and here.gain > _RECOVERED:
             here.pause = _FIRST_PAUSE
 
     def forget(self) -> None:
         """Another draft has connected: drop what was observed of the last one."""
         for here in self._loads.values():
-            here.followed, here.until, here.pause = _Followed(), 0.0, _FIRST_PAUSE
+            here.with_draft, here.until, here.pause = _DraftedPasses(), 0.0, _FIRST_PAUSE
