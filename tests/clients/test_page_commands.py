@@ -54,6 +54,7 @@ NOT_RUN = {
     r"python -m benchmarks\.(kernels\.(tree_attention|verification|latent_attention|latent_writing)|engine\.steps)": ""
     "needs a GPU",
     r"python -m benchmarks\.widened\.run": "needs a model of 8B cost; tests/benchmarks/test_widened.py runs a tiny one",
+    r"outrider bench .*,transformers": "spawns a process, which the stand-in for python cannot; run by hand",
     r"outrider bench .*,lookup": "needs a GPU, on which a target looks up by itself",
     r"outrider draft --drafter yours|outrider target --draft inprocess:yours|outrider bench .*,yours": "stands for a "
     "drafter that the reader has written; those of tests/draft/test_named_class.py are run",

@@ -186,13 +186,13 @@ def test_another_draft_is_followed_at_once_and_judged_anew() -> None:
 def test_loads_are_told_apart_by_powers_of_two() -> None:
     engine = Engine(0.5, load=4)
     engine.run(passes=100)
-    assert not any(engine.switch.follows(load) for load in (4, 5, 7))
+    assert not any(engine.switch.uses_draft(load) for load in (4, 5, 7))
     engine.load, engine.gain = 8, 1.3
     assert not engine.switch.uses_draft(8)
     engine.run(passes=ALONE_FIRST)
-    assert all(engine.switch.follows(load) for load in (8, 11, 15))
+    assert all(engine.switch.uses_draft(load) for load in (8, 11, 15))
     # Neither says anything of the other, nor of those beyond.
-    assert not any(engine.switch.follows(load) for load in (1, 2, 4, 7, 16))
+    assert not any(engine.switch.uses_draft(load) for load in (1, 2, 4, 7, 16))
     assert all(engine.run(passes=500))
 
 

@@ -281,10 +281,10 @@ def test_drafts_that_were_of_no_use_are_tried_again_at_the_same_load(tiny_model:
     assert not drafting.active
     drafting.update_load(4, useful=True)
     assert drafting.active
-    drafting.follow_load(5, useful=True)
-    drafting.follow_load(4, useful=True)
+    drafting.update_load(5, useful=True)
+    drafting.update_load(4, useful=True)
     assert not drafting.active
-    drafting.follow_load(drafting.config.drafting_resumes_at, useful=True)
+    drafting.update_load(drafting.config.drafting_resumes_at, useful=True)
     assert drafting.active and drafting.config.drafting_resumes_at < 4
 
 

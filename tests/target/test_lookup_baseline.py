@@ -127,7 +127,7 @@ def test_the_engine_compares_what_a_draft_brings(
     loop.drafting.attach(ScriptedDraft(loop.drafting, knowing_tree(truth, runner.vocabulary_size, 12, right=1.0)))
     loop.drafting.listen()
     # As soon as it is there.
-    monkeypatch.setattr(DraftGate, "follows", lambda *_: True)
+    monkeypatch.setattr(DraftGate, "uses_draft", lambda *_: True)
     compared: list[tuple[int, float, float]] = []
     monkeypatch.setattr(DraftGate, "compare", lambda _, *one, with_draft: compared.append(one) if with_draft else None)
     said: dict[int, list[int]] = {}
