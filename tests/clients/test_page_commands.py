@@ -46,6 +46,8 @@ NOT_RUN = {
     "vllm ": "needs vLLM and GPUs; tests/proposer/test_readme.py runs the page's program over a stand-in",
     "buf |grpcurl ": "tests/clients/test_protocol.py runs them",
     "curl ": "tests/gateway/test_docs.py runs them",
+    r"python -P$|outrider up --model \.$": "how processes start, and what that keeps out; "
+    "tests/protos/test_python_commands.py",
     "ss |nvidia-smi": "shows what a machine has, and is no part of Outrider",
     r"python -m benchmarks\.serving\.wrong_prediction": "asks for the processor's time of what it starts, "
     "which is a stand-in here; tests/benchmarks/test_wrong_prediction.py",
