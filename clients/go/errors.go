@@ -38,6 +38,7 @@ const (
 	WeightsChanged     Reason = "WEIGHTS_CHANGED"
 	DraftUnavailable   Reason = "DRAFT_UNAVAILABLE"
 	EngineDead         Reason = "ENGINE_DEAD"
+	LogitsNotFinite    Reason = "LOGITS_NOT_FINITE"
 	Loading            Reason = "LOADING"
 
 	// Unreachable: nobody answers at the address, or the connection broke.

@@ -122,6 +122,10 @@ class EngineDead(OutriderError, code=StatusCode.UNAVAILABLE, reason="ENGINE_DEAD
     """The engine loop failed; the process is about to exit, another may serve."""
 
 
+class LogitsNotFinite(OutriderError, code=StatusCode.DATA_LOSS, reason="LOGITS_NOT_FINITE"):
+    """The model computed NaN or infinity where the next token is chosen; the other requests go on."""
+
+
 class Loading(OutriderError, code=StatusCode.UNAVAILABLE, reason="LOADING", retry_after=1.0):
     """The model or drafter is being loaded; retry, or call another service."""
 

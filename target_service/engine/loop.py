@@ -11,7 +11,7 @@ from collections.abc import Sequence as SequenceOf
 
 import torch
 
-from outrider.errors import OutriderError, QuotaExceeded
+from outrider.errors import LogitsNotFinite, OutriderError, QuotaExceeded
 from outrider.wire.frames import DraftInfo
 from target_service.config import TargetConfig
 from target_service.core.events import EngineObserver
@@ -185,7 +185,7 @@ class EngineLoop:
         self._feed(step)
         step.launched.wait()
         step.clock.forwarded = time.monotonic_ns()
-        outcomes = step.launched.outcomes()
+        outcomes = self._without_broken(step, step.launched.outcomes())
         step.clock.verified = time.monotonic_ns()
         verdicts = self._commit(step, outcomes)
         if self._ahead is not None:
@@ -403,6 +403,20 @@ class EngineLoop:
         if not self._steps.in_background:
             # Otherwise this happens while a step runs, so that a draft in this process does not delay the device.
             self.drafting.open_newcomers()
+
+    def _without_broken(self, step: Step, outcomes: list[Verified | None]) -> list[Verified | None]:
+        """The outcomes, None for sequences whose logits are no finite numbers: they end with an error."""
+        for place, (item, outcome) in enumerate(zip(step.batch.items, outcomes, strict=True)):
+            if outcome is None or outcome.finite:
+                continue
+            outcomes[place] = None
+            sequence, kind = item.sequence, str(self._runner.dtype).removeprefix("torch.")
+            if sequence.sequence_id in self.live:
+                length = len(sequence.token_ids)
+                log.error("request %d ended: logits behind %d tokens are not finite", sequence.sequence_id, length)
+                error = LogitsNotFinite(f"the model's logits are not finite numbers in {kind}", tokens=length)
+                self._failed.append(self.fail(sequence, error))
+        return outcomes
 
     def _commit(self, step: Step, outcomes: SequenceOf[Verified | None]) -> list[StepVerdict]:
         """Commit the outcomes. Sequences that ended since the launch are skipped."""

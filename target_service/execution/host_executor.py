@@ -19,7 +19,7 @@ from target_service.execution.node_tables import NodeTables
 from target_service.model.runner import ModelRunner
 from target_service.sampling.verifier import SequenceVerifier, Verified
 from tree_kernels.device_event import DeviceEvent
-from tree_kernels.verification import move_kv
+from tree_kernels.verification import TOKEN_BITS, move_kv
 
 # See `Steps.launch`.
 Ready = Callable[[], None]
@@ -166,7 +166,8 @@ class _OnHost:
         later: list[Verified | None] = []
         for item, verifier, outcome in zip(self._batch.items, self._verifiers, outcomes, strict=True):
             assert item.tree is not None and outcome is not None, "every sequence of several passes decodes"
-            output = [*item.sequence.output, outcome.walk.next_token, *outcome.following]
+            made = [token & TOKEN_BITS for token in (outcome.walk.next_token, *outcome.following)]
+            output = [*item.sequence.output, *made]
             rows = logits[item.first_logit : item.first_logit + 1]
             verified = verifier.verify(item.tree, rows, output, item.sequence.step + number)
             later.append(outcome._replace(following=(*outcome.following, verified.walk.next_token)))
@@ -174,7 +175,8 @@ class _OnHost:
 
 
 def _last_token(outcome: Verified) -> int:
-    return outcome.following[-1] if outcome.following else outcome.walk.next_token
+    """The last token as the next pass reads it."""
+    return (outcome.following[-1] if outcome.following else outcome.walk.next_token) & TOKEN_BITS
 
 
 def _verify(item: StepItem, verifier: SequenceVerifier, logits: Tensor) -> Verified | None:

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from target_service.execution.pass_graphs import PassGraphs
 from target_service.model.forward import ForwardPass
 from target_service.model.runner import ModelRunner
-from tree_kernels.verification import DeviceVerifier, move_accepted
+from tree_kernels.verification import TOKEN_BITS, DeviceVerifier, move_accepted
 
 log = logging.getLogger(__name__)
 # For capturing ahead; the rest is captured when first used.
@@ -89,7 +90,7 @@ class PostPass:
             move_accepted(cache.key_pool, cache.value_pool, done.slots, done.parameters, verdicts, self._backend)
             if table is not None:
                 table.keep_accepted(done.token_ids, done.slots, done.parameters, verdicts)
-        self._runner.pending[: len(verdicts.next_tokens)].copy_(verdicts.next_tokens)
+        torch.bitwise_and(verdicts.next_tokens, TOKEN_BITS, out=self._runner.pending[: len(verdicts.next_tokens)])
         if work.table is not TableWork.NONE:
             assert table is not None and done.step is not None
             table.recycle(done.step, done.logits, self._runner.vocabulary_size, verdicts)

@@ -127,7 +127,8 @@ class BatchVerifier:
         """Log-probabilities of every walk's tokens, by the raw logits, where they are returned."""
         rows, tokens, tops, counts = (list[int]() for _ in range(4))
         for one, walk in zip(asked, walks, strict=True):
-            own_rows, own_tokens = emitted_tokens(one.tree, walk) if one.verifier.logprobs is not None else ([], [])
+            wanted = one.verifier.logprobs is not None and walk.finite
+            own_rows, own_tokens = emitted_tokens(one.tree, walk) if wanted else ([], [])
             rows += [one.first_row + row for row in own_rows]
             tokens += own_tokens
             tops += [one.verifier.logprobs or 0] * len(own_rows)

@@ -17,7 +17,7 @@ from outrider.tree import TokenTree
 from target_service.core.sequence import DevicePass, SequenceRequest
 from target_service.sampling.adjustments import ADJUSTMENT
 from target_service.sampling.distribution import LogitShaper, logprobs_of
-from tree_kernels.verification import Mode, RowsToVerify, Walk
+from tree_kernels.verification import NOT_FINITE, Mode, RowsToVerify, Walk
 from tree_kernels.verification.torch_backend import walk_of
 from tree_kernels.verification.typical import path_to
 
@@ -44,6 +44,11 @@ class Verified(NamedTuple):
     def accepted(self) -> int:
         """Drafted tokens among those that were generated."""
         return len(self.walk.accepted_rows) + sum([one.accepted for one in self.device_passes])
+
+    @property
+    def finite(self) -> bool:
+        """Whether every token may be generated; else the logits before one of them are no finite numbers."""
+        return self.walk.finite and all(token < NOT_FINITE for token in self.following)
 
     @property
     def passes(self) -> int:
@@ -107,7 +112,7 @@ class SequenceVerifier:
             return self._shaper.shaped(logits[row], output + path)
 
         walk, lossy = walk_of(asked, tree.parents, tree.token_ids, drafts, logits_of)
-        if self.logprobs is None:
+        if self.logprobs is None or not walk.finite:
             return Verified(walk, (), lossy=lossy)
         rows, tokens = emitted_tokens(tree, walk)
         found = logprobs_of(logits[rows], torch.tensor(tokens, device=logits.device), [self.logprobs] * len(rows))

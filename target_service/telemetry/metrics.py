@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import zip_longest
 
+from outrider.errors import LogitsNotFinite
 from outrider.telemetry.registry import MetricSet, Reading, VllmNames
 from outrider.telemetry.table import MAX_DEPTH, TARGET
 from outrider.telemetry.tracing import sampled_trace_id
@@ -22,7 +23,7 @@ _EXPECTED_DEPTHS = 16
 _SOURCES = ("draft", "lookup")
 _PHASES = ("wait", "plan", "launch", "forward", "verify", "commit")
 _PREDICTED = ("accepted", "rejected")
-_EXPECTED_OUTCOMES = ("end_of_sequence", "stop", "length", "cancelled")
+_EXPECTED_OUTCOMES = ("end_of_sequence", "stop", "length", "cancelled", LogitsNotFinite.reason)
 
 
 class PrometheusObserver:

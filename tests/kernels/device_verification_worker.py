@@ -19,6 +19,8 @@ from torch import Tensor
 
 from tree_kernels.verification import (
     DRAWN_BY_POSITION,
+    NOT_FINITE,
+    TOKEN_BITS,
     DeviceVerifier,
     Mode,
     RowsToVerify,
@@ -317,7 +319,8 @@ def moves_differ(seed: int) -> bool:
 
 
 def rows_of_nothing() -> list[str]:
-    """Steps that say what is no token where a row has no likeliest one, or that change what other sequences say."""
+    """Steps whose logits are no finite numbers somewhere, and that do not say so, say what is no token, or change what
+    other sequences say. A whole row, or one number of it; of the root, or of a row below."""
     # Ends this process where a kernel does not end.
     signal.alarm(60 if INTERPRETED else 200)
     wrong = []
@@ -327,11 +330,18 @@ def rows_of_nothing() -> list[str]:
             step = make_step([drawn(mode, 3, 0, **parameters), drawn(mode, 2, 1)], vocabulary=vocabulary)
             call = "greedy" if mode is Mode.GREEDY else "sampled"
             usual = verdicts_of(step, "triton", call)
-            for value in (float("nan"), float("-inf")):
-                step.logits[step.asked[0].first_row, :vocabulary] = value
-                found = verdicts_of(step, "triton", call)
-                if not all(0 <= token < vocabulary for _, token, _ in found) or found[1:] != usual[1:]:
-                    wrong.append(f"{mode.name} {vocabulary} {value} {found} {usual}")
+            whole = step.logits.clone()
+            poisons = ((float("nan"), slice(vocabulary)), (float("-inf"), slice(vocabulary)))
+            poisons = (*poisons, (float("nan"), vocabulary // 3), (float("inf"), vocabulary // 3))
+            for row, (value, place) in itertools.product((0, 1), poisons):
+                step.logits.copy_(whole)
+                step.logits[step.asked[0].first_row + row, place] = value
+                expected, found = verdicts_of(step, "torch", call), verdicts_of(step, "triton", call)
+                marked = expected[0][1] >= NOT_FINITE
+                same = expected[0][0] == found[0][0] and marked == (found[0][1] >= NOT_FINITE)
+                tokens = all(0 <= token & TOKEN_BITS < vocabulary for _, token, _ in found)
+                if not same or not tokens or found[1:] != usual[1:] or (row == 0 and not marked):
+                    wrong.append(f"{mode.name} {vocabulary} {row} {value} {place} {found} {expected}")
     signal.alarm(0)
     return wrong
 

@@ -25,6 +25,7 @@ export const SERVICE_REASONS = [
   "WEIGHTS_CHANGED",
   "DRAFT_UNAVAILABLE",
   "ENGINE_DEAD",
+  "LOGITS_NOT_FINITE",
   "LOADING",
 ] as const;
 

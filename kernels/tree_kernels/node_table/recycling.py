@@ -97,10 +97,12 @@ def entry_of(owner: int, token: int, logits: Tensor) -> Tensor:
     """The entry [ENTRY] int32 of an owner's token behind which the target had `logits` [V]."""
     values, ids = logits.float().sort(descending=True, stable=True)
     values, entry = values[:WIDTH], torch.full((ENTRY,), -1, dtype=torch.int32)
+    # Where logits are no finite numbers, nothing follows.
+    ids = ids[:WIDTH].masked_fill(~values.isfinite(), -2)
     costs = -torch.log_softmax(values, 0) / math.log(2.0) * COST_OF_HALVING
     entry[0], entry[1] = owner, token
-    entry[TOKENS_AT:COSTS_AT] = ids[:WIDTH]
-    entry[COSTS_AT : COSTS_AT + WIDTH] = costs.clamp(1, MOST_COST).round()
+    entry[TOKENS_AT:COSTS_AT] = ids
+    entry[COSTS_AT : COSTS_AT + WIDTH] = costs.nan_to_num(MOST_COST).clamp(1, MOST_COST).round()
     return entry
 
 

@@ -22,7 +22,16 @@ from tree_kernels.node_table.layout import (
 from tree_kernels.node_table.mailboxes import TURNS
 from tree_kernels.node_table.step_integers import StepIntegers
 from tree_kernels.verification.dispatch import Verdicts
-from tree_kernels.verification.records import DRAWN_BY_POSITION, FIRST_ROW, IS_CHAIN, MODE, POSITION, RECORD, ROWS
+from tree_kernels.verification.records import (
+    DRAWN_BY_POSITION,
+    FIRST_ROW,
+    IS_CHAIN,
+    MODE,
+    POSITION,
+    RECORD,
+    ROWS,
+    TOKEN_BITS,
+)
 
 if TYPE_CHECKING:
     from tree_kernels.node_table.dispatch import NodeTable
@@ -134,7 +143,7 @@ def report_and_choose_rows(table: NodeTable, step: StepIntegers, verdicts: Verdi
         table.passes[b] += 1
         table.accepted[b] += count
         if not last:
-            _find(table, step, b, token, count + 1)
+            _find(table, step, b, token & TOKEN_BITS, count + 1)
     if not last:
         _lay_out(table, step)
 

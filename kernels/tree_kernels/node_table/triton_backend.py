@@ -23,7 +23,16 @@ from tree_kernels.node_table.triton_rows import (
     keep_kernel,
     lay_out_kernel,
 )
-from tree_kernels.verification.triton_rows import COUPLED, MODE, POSITION, ROWS, TYPICAL, moved_long, record_of
+from tree_kernels.verification.triton_rows import (
+    COUPLED,
+    MODE,
+    POSITION,
+    ROWS,
+    TYPICAL,
+    moved_long,
+    record_of,
+    without_mark,
+)
 
 if TYPE_CHECKING:
     from tree_kernels.node_table.dispatch import NodeTable
@@ -365,7 +374,8 @@ def _report_kernel(  # type: ignore[no-untyped-def]
         tl.store(out + _ACCEPTED, 0)
         tl.store(out + _REPORT_TOKENS, tl.load(next_tokens + b))
     if (rows > 0) & (prefills == 0):
-        count, root = tl.load(accepted_counts + b), tl.load(next_tokens + b)
+        count, reported = tl.load(accepted_counts + b), tl.load(next_tokens + b)
+        root = without_mark(reported)
         done, so_far = tl.load(passes + b), tl.load(accepted + b)
         age, limit = tl.load(ages + b), tl.load(limits + b)
         from_table, expected = tl.load(noted + b), tl.load(noted + NOTED_STRIDE + b)
@@ -395,7 +405,7 @@ def _report_kernel(  # type: ignore[no-untyped-def]
         tl.store(out + _AGE, age)
         tl.store(out + _EXPECTED_FROM_TABLE, expected_from_table)
         tl.store(out + _FIRST_PROSPECT + prospect, prospects)
-        tl.store(out + _REPORT_TOKENS + k, tl.where(k == count, root, token), mask=k <= count)
+        tl.store(out + _REPORT_TOKENS + k, tl.where(k == count, reported, token), mask=k <= count)
         tl.store(out + _REPORT_ROWS + k, path, mask=k < count)
         tl.store(passes + b, done + 1)
         tl.store(accepted + b, so_far + count)

@@ -97,7 +97,9 @@ def enter_kernel(  # type: ignore[no-untyped-def]
                 for rank in tl.static_range(0, _WIDTH):
                     peak = tl.max(value, 0)
                     found = tl.min(tl.where(value == peak, number, _LAST), 0)
-                    entry = tl.where(lane == _TOKENS_AT + rank, found, entry)
+                    # NaN is no token's.
+                    kept = tl.where((found < _LAST) & (tl.abs(peak) < float("inf")), found, _NO_TOKEN)
+                    entry = tl.where(lane == _TOKENS_AT + rank, kept, entry)
                     peaks = tl.where(lane == _COSTS_AT + rank, peak, peaks)
                     value = tl.where(number == found, float("-inf"), value)
                     number = tl.where(number == found, _LAST, number)
@@ -105,6 +107,8 @@ def enter_kernel(  # type: ignore[no-untyped-def]
                 total = tl.sum(tl.exp(peaks - highest), 0)
                 cost = (tl.log(total) - (peaks - highest)) * (1.4426950408889634 * _COST_OF_HALVING)
                 cost = tl.minimum(tl.maximum(cost, 1.0), _MOST_COST * 1.0) + 0.5
+                # Of what is no number, no cost is one.
+                cost = tl.where((tl.abs(peaks) < float("inf")) & (cost == cost), cost, _MOST_COST * 1.0)
                 holds = (lane >= _COSTS_AT) & (lane < _COSTS_AT + _WIDTH)
                 # One warp stores it at once, so that nobody reads parts of two entries.
                 tl.store(_entry_at(entries, owner, token) + lane, tl.where(holds, cost.to(tl.int32), entry))

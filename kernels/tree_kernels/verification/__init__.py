@@ -2,13 +2,24 @@
 
 from tree_kernels.verification.dispatch import DeviceVerifier, Verdicts
 from tree_kernels.verification.kv_move import move_accepted, move_kv
-from tree_kernels.verification.records import DRAWN_BY_POSITION, RECORD, Mode, RowsToVerify, parameter_count, records_of
+from tree_kernels.verification.records import (
+    DRAWN_BY_POSITION,
+    NOT_FINITE,
+    RECORD,
+    TOKEN_BITS,
+    Mode,
+    RowsToVerify,
+    parameter_count,
+    records_of,
+)
 from tree_kernels.verification.typical import typical_walk
 from tree_kernels.verification.walks import Chance, Walk, coupled_token, match_walk, rejection_walk
 
 __all__ = [
     "DRAWN_BY_POSITION",
+    "NOT_FINITE",
     "RECORD",
+    "TOKEN_BITS",
     "Chance",
     "DeviceVerifier",
     "Mode",

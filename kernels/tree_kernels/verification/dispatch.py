@@ -29,7 +29,9 @@ class Verdicts:
 
     tensor: Tensor  # [2 * max_sequences + max_rows] int32, of which the others are views
     accepted_counts: Tensor  # [max_sequences] rows accepted below the root; 0 where there was nothing to verify
-    next_tokens: Tensor  # [max_sequences] the target's own token after the path; -1 where nothing was verified
+    # [max_sequences] the target's own token after the path, with `NOT_FINITE` where the path's last row has logits that
+    # are no finite numbers; -1 where nothing was verified.
+    next_tokens: Tensor
     # [max_rows] the rows that sequence b accepted, from its first row on, relative to its root and rising; undefined
     # after `accepted_counts[b]` of them.
     accepted_rows: Tensor
@@ -67,6 +69,8 @@ class DeviceVerifier:
         max_rows: int,
         backend: Literal["triton", "torch"] | None = None,
     ) -> None:
+        if not 0 < vocabulary_size < records.NOT_FINITE:
+            raise ValueError(f"expected a vocabulary of 1 to {records.TOKEN_BITS} tokens, got {vocabulary_size}")
         self.vocabulary_size = vocabulary_size
         self._max_sequences = max_sequences
         self._max_rows = max_rows

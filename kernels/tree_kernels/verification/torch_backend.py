@@ -10,7 +10,14 @@ from torch import Tensor
 
 from tree_kernels.philox import uniforms
 from tree_kernels.verification.distribution import distribution_of
-from tree_kernels.verification.records import Mode, RowsToVerify, StepToVerify, unpack_distributions, unpack_parameters
+from tree_kernels.verification.records import (
+    NOT_FINITE,
+    Mode,
+    RowsToVerify,
+    StepToVerify,
+    unpack_distributions,
+    unpack_parameters,
+)
 from tree_kernels.verification.typical import typical_walk
 from tree_kernels.verification.walks import Chance, Walk, coupled_token, match_walk, rejection_walk
 
@@ -63,10 +70,12 @@ def walk_of(
     Distributions are by row of the tree; `logits_of` gives the logits [V] after a row, when the walk comes to it.
     """
     if sequence.mode is Mode.GREEDY:
-        return match_walk(parents, token_ids, lambda row, _: int(torch.argmax(logits_of(row)))), ()
+        return match_walk(parents, token_ids, lambda row, _: _likeliest(logits_of(row))), ()
 
-    def probs_of(row: int, _: int = 0) -> Tensor:
-        return row_distribution(sequence, logits_of(row))
+    def probs_of(row: int, _: int = 0) -> Tensor | None:
+        logits = logits_of(row)
+        # The greatest is NaN where any is.
+        return row_distribution(sequence, logits) if math.isfinite(logits.max()) else None
 
     def draw(probs: Tensor, depth: int) -> int:
         return coupled_token(probs, sequence.seed, sequence.position + depth)
@@ -74,14 +83,25 @@ def walk_of(
     def threshold(entropy: float) -> float:
         return min(sequence.epsilon, sequence.delta * math.exp(-entropy))
 
+    def drawn_after(row: int, depth: int) -> int:
+        probs = probs_of(row)
+        return NOT_FINITE if probs is None else draw(probs, depth)
+
     if sequence.mode is Mode.COUPLED:
-        return match_walk(parents, token_ids, lambda row, depth: draw(probs_of(row), depth)), ()
+        return match_walk(parents, token_ids, drawn_after), ()
     if sequence.mode is Mode.REJECTION:
         # One for each row below the root, and one for the next token.
         coins = iter(uniforms(sequence.seed, sequence.position, sequence.rows).tolist())
         return rejection_walk(parents, token_ids, distributions, probs_of, Chance(coins.__next__)), ()
     begins = sequence.position == sequence.begins
     return typical_walk(parents, token_ids, probs_of, draw, threshold, begins=begins)
+
+
+def _likeliest(logits: Tensor) -> int:
+    """The likeliest token by logits [V], marked where any of them is NaN or infinite, or all are -inf."""
+    token = int(torch.argmax(logits))
+    # NaN counts as the greatest.
+    return token if math.isfinite(logits[token]) else token | NOT_FINITE
 
 
 def row_distribution(sequence: RowsToVerify, logits: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ _RECORD = tl.constexpr(records.RECORD)
 FIRST_ROW, ROWS, MODE, IS_CHAIN, SEED, POSITION, TOP_K, FILTERED = map(tl.constexpr, records.PLACES[:8])
 TEMPERATURE, TOP_P, MIN_P, BEGINS, EPSILON, DELTA = map(tl.constexpr, records.PLACES[8:])
 GREEDY, COUPLED, REJECTION, TYPICAL = (tl.constexpr(int(mode)) for mode in records.Mode)
+NOT_FINITE = tl.constexpr(records.NOT_FINITE)
 # Parts of equal ratio into which a row's weights are divided before the cut of top_p is searched in one of them.
 RUNGS = tl.constexpr(16)
 
@@ -62,9 +63,15 @@ def load_logits(logits, row, row_stride, ids, vocabulary):  # type: ignore[no-un
 
 @triton.jit
 def peak_of(peaks, row, chunks, BLOCK_CHUNKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A row's greatest logit, from those of its chunks, which are stored negated."""
+    """A row's greatest logit, from those of its chunks, which are stored negated; inf where any logit is NaN."""
     chunk = tl.arange(0, BLOCK_CHUNKS)
     return -tl.min(tl.load(peaks + row * chunks + chunk, mask=chunk < chunks, other=float("inf")), 0)
+
+
+@triton.jit
+def without_mark(token):  # type: ignore[no-untyped-def]
+    """A token as the next pass reads it, without `NOT_FINITE`."""
+    return tl.where(token >= NOT_FINITE, token - NOT_FINITE, token)
 
 
 @triton.jit
@@ -110,7 +117,8 @@ def peak_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Likeliest token of each chunk of each row, the lowest id of equals, and the depth of COUPLED and TYPICAL rows.
 
-    peaks [R, chunks] fp32 negated, peak_ids [R, chunks] int32, block_peaks [R, chunks * CHUNK / BLOCK] fp32 where
+    peaks [R, chunks] fp32 negated, -inf where any of the chunk's logits is NaN or inf,
+    peak_ids [R, chunks] int32, block_peaks [R, chunks * CHUNK / BLOCK] fp32 where
     BY_BLOCK, depths [R] int32 where DEPTHS.
     """
     row = tl.program_id(0)
@@ -123,7 +131,9 @@ def peak_kernel(  # type: ignore[no-untyped-def]
             block = tl.arange(0, CHUNK // BLOCK)
             peak_in_block = tl.max(tl.reshape(x, [CHUNK // BLOCK, BLOCK]), 1)
             tl.store(block_peaks + (row * chunks + chunk) * (CHUNK // BLOCK) + block, peak_in_block)
-        peak = tl.max(x, 0)
+        # Whether a maximum is NaN where a number is, depends on the device.
+        wrong = tl.max(((x != x) | (x == float("inf"))).to(tl.int32), 0)
+        peak = tl.where(wrong > 0, float("inf"), tl.max(x, 0))
         found = tl.min(tl.where((x == peak) & (ids < vocabulary), ids, vocabulary - 1), 0)
         tl.store(peaks + row * chunks + chunk, -peak)
         tl.store(peak_ids + row * chunks + chunk, found)

@@ -12,6 +12,7 @@ from tree_kernels.verification.triton_rows import (
     BEGINS,
     FIRST_ROW,
     MODE,
+    NOT_FINITE,
     POSITION,
     REJECTION,
     ROWS,
@@ -35,15 +36,18 @@ _SAME_PATH = tl.constexpr(SAME_PATH)
 
 
 @triton.jit
-def _choices(scores, winners, first, rows, vocabulary, chunks, BLOCK_R: tl.constexpr):  # type: ignore[no-untyped-def]
+def _choices(  # type: ignore[no-untyped-def]
+    scores, winners, peaks, first, rows, vocabulary, chunks, BLOCK_R: tl.constexpr, SAMPLED: tl.constexpr
+):
     """[BLOCK_R] int32: of each row the winner of the chunk with the lowest score, the first of equals.
 
-    The last token where no score is a number.
+    Marked as NOT_FINITE where the row's greatest logit is no finite number. Unless SAMPLED, scores are the peaks.
     """
     index = tl.arange(0, BLOCK_R)[:, None]
     # Chunks a multiple of _STEP apart meet in one column; columns are compared at the end.
     best = tl.full([BLOCK_R, _STEP], float("inf"), tl.float64)
     winner = tl.full([BLOCK_R, _STEP], 2**31 - 1, tl.int32)
+    lowest_peak = best
     for start in tl.range(0, chunks, _STEP):
         chunk = start + tl.arange(0, _STEP)[None, :]
         here = (index < rows) & (chunk < chunks)
@@ -53,8 +57,16 @@ def _choices(scores, winners, first, rows, vocabulary, chunks, BLOCK_R: tl.const
         better = (score < best) | ((score == best) & (found < winner))
         best = tl.where(better, score, best)
         winner = tl.where(better, found, winner)
+        if SAMPLED:
+            peak = tl.load(peaks + at, mask=here, other=float("inf")).to(tl.float64)
+            lowest_peak = tl.minimum(lowest_peak, peak)
+        else:
+            lowest_peak = best
     lowest = tl.min(best, 1)
-    return tl.minimum(tl.min(tl.where(best == lowest[:, None], winner, 2**31 - 1), 1), vocabulary - 1)
+    choice = tl.minimum(tl.min(tl.where(best == lowest[:, None], winner, 2**31 - 1), 1), vocabulary - 1)
+    # Negated: -inf where a logit is NaN or inf, inf where all are -inf.
+    peak_of_row = tl.min(lowest_peak, 1)
+    return tl.where(tl.abs(peak_of_row) < float("inf"), choice, choice | NOT_FINITE)
 
 
 @triton.jit
@@ -92,6 +104,8 @@ def _typical_path(  # type: ignore[no-untyped-def]
         here = index == row
         above = index == tl.sum(tl.where(here, parent, 0), 0)
         to_here = tl.sum(tl.where(above, reached, 0.0), 0) + tl.sum(tl.where(here, gain, 0.0), 0)
+        # Nothing is typical below a row whose logits are no finite numbers.
+        to_here = tl.where(tl.sum(tl.where(above, choices, 0), 0) < NOT_FINITE, to_here, NEVER)
         reached = tl.where(here, to_here, reached)
         depth = tl.where(here & (reached > NEVER), tl.sum(tl.where(above, depth, 0), 0) + 1, depth)
     accepted = tl.max(depth, 0)
@@ -216,32 +230,36 @@ def _reject(  # type: ignore[no-untyped-def]
     while at < BLOCK_R:
         row = first + at
         peak = peak_of(peaks, row, chunks, BLOCK_CHUNKS)
-        cut, cut_id = cut_of(cuts, cut_ids, row, CUT)
-        here = parent == at
-        alone = here
-        support = tl.full([SUPPORT], -1, tl.int32)
-        drafted = tl.full([SUPPORT], 0, tl.int32)
-        if DRAWN:
-            support, drafted = load_support(distributions, row, distribution_rows)
-            twice = (tokens[:, None] == support[None, :]).to(tl.int32)
-            alone = here & (tl.sum(twice, 1) == 0)
-        x = load_logits(logits, row, row_stride, support, vocabulary)
-        kept = tl.where(support >= 0, weight_of(x, support, peak, temperature, cut, cut_id), 0.0)
-        x = load_logits(logits, row, row_stride, tl.where(alone, tokens, -1), vocabulary)
-        kept_alone = tl.where(alone, weight_of(x, tokens, peak, temperature, cut, cut_id), 0.0)
-        sums = scores + row * chunks
-        untouched = tl.sum(tl.load(sums + chunk, mask=chunk < chunks, other=0.0), 0)
-        at, kept, kept_alone, coins = _try_children(
-            here, tokens, alone, kept_alone, support, drafted, kept, untouched, seed, stream, coins, BLOCK_R
-        )
-        if at < BLOCK_R:
-            tl.store(accepted_rows + accepted, at)
-            accepted += 1
+        if tl.abs(peak) == float("inf"):
+            token = tl.full([], NOT_FINITE, tl.int32)
+            at = tl.full([], BLOCK_R, tl.int32)
         else:
-            token = _draw(
-                logits, row, row_stride, peak, temperature, cut, cut_id, sums, _coin(seed, stream, coins), support,
-                kept, tokens, alone, kept_alone, vocabulary, chunks, BLOCK_CHUNKS, CHUNK,
-            )  # fmt: skip
+            cut, cut_id = cut_of(cuts, cut_ids, row, CUT)
+            here = parent == at
+            alone = here
+            support = tl.full([SUPPORT], -1, tl.int32)
+            drafted = tl.full([SUPPORT], 0, tl.int32)
+            if DRAWN:
+                support, drafted = load_support(distributions, row, distribution_rows)
+                twice = (tokens[:, None] == support[None, :]).to(tl.int32)
+                alone = here & (tl.sum(twice, 1) == 0)
+            x = load_logits(logits, row, row_stride, support, vocabulary)
+            kept = tl.where(support >= 0, weight_of(x, support, peak, temperature, cut, cut_id), 0.0)
+            x = load_logits(logits, row, row_stride, tl.where(alone, tokens, -1), vocabulary)
+            kept_alone = tl.where(alone, weight_of(x, tokens, peak, temperature, cut, cut_id), 0.0)
+            sums = scores + row * chunks
+            untouched = tl.sum(tl.load(sums + chunk, mask=chunk < chunks, other=0.0), 0)
+            at, kept, kept_alone, coins = _try_children(
+                here, tokens, alone, kept_alone, support, drafted, kept, untouched, seed, stream, coins, BLOCK_R
+            )
+            if at < BLOCK_R:
+                tl.store(accepted_rows + accepted, at)
+                accepted += 1
+            else:
+                token = _draw(
+                    logits, row, row_stride, peak, temperature, cut, cut_id, sums, _coin(seed, stream, coins), support,
+                    kept, tokens, alone, kept_alone, vocabulary, chunks, BLOCK_CHUNKS, CHUNK,
+                )  # fmt: skip
     return accepted, token
 
 
@@ -272,7 +290,7 @@ def walk_kernel(  # type: ignore[no-untyped-def]
                 scores, accepted_rows, vocabulary, chunks, BLOCK_CHUNKS, BLOCK_R, CHUNK, CUT, DRAWN,
             )  # fmt: skip
         else:
-            choices = _choices(scores, winners, first, rows, vocabulary, chunks, BLOCK_R)
+            choices = _choices(scores, winners, peaks, first, rows, vocabulary, chunks, BLOCK_R, SAMPLED)
             if TYPICAL_ROWS:
                 if tl.load(record + MODE) == TYPICAL:
                     accepted, token = _typical_path(

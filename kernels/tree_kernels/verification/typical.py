@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from tree_kernels.verification.records import NOT_FINITE
 from tree_kernels.verification.walks import Walk, children_of
 
 # Log-probabilities of paths that differ by less are equal, so that rounding decides nothing.
@@ -26,7 +27,7 @@ SAME_PATH = 1e-9
 def typical_walk(
     parents: Sequence[int],
     token_ids: Sequence[int],
-    probs_of: Callable[[int], Tensor],
+    probs_of: Callable[[int], Tensor | None],
     draw: Callable[[Tensor, int], int],
     threshold: Callable[[float], float],
     *,
@@ -38,18 +39,21 @@ def typical_walk(
     Args:
         parents: [rows], parents[i] < i; row 0 is the root.
         token_ids: [rows]; siblings carry different tokens.
-        probs_of: the distribution [V] after a row, in fp64, of sum 1; called once for each row of a typical path.
+        probs_of: the distribution [V] after a row, in fp64, of sum 1; None where its logits are no finite numbers, and
+            nothing below it is typical. Called once for each row of a typical path.
         draw: the model's own draw from a distribution [V], at a depth below the root.
         threshold: the probability that a typical token exceeds, given the entropy of its distribution in nats.
         begins: no token was generated yet: the first one is the model's own draw, drafted or not.
     """
     # Log-probability and depth of each row that is reached by typical tokens. Parents come before their children.
     reached, depths = {0: 0.0}, {0: 0}
-    cached: dict[int, Tensor] = {}
+    cached: dict[int, Tensor | None] = {}
     for row, children in enumerate(children_of(parents)):
         if row not in reached or not children:
             continue
         probs = cached[row] = probs_of(row)
+        if probs is None:
+            continue
         own = draw(probs, 0) if begins and row == 0 else None
         # Given the entropy in nats.
         least = threshold(float(torch.special.entr(probs).sum()))
@@ -61,7 +65,8 @@ def typical_walk(
                 reached[child], depths[child] = reached[row] + math.log(probability), depths[row] + 1
     path = path_to(parents, _last_row(reached, depths))
     rows = (0, *path)
-    own_tokens = [draw(cached[row] if row in cached else probs_of(row), depth) for depth, row in enumerate(rows)]
+    after = [cached[row] if row in cached else probs_of(row) for row in rows]
+    own_tokens = [NOT_FINITE if probs is None else draw(probs, depth) for depth, probs in enumerate(after)]
     lossy = tuple(own != token_ids[row] for own, row in zip(own_tokens, path, strict=False))
     return Walk(path, own_tokens[-1]), lossy
 

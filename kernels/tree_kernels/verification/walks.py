@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tree_kernels.philox import exponentials, gumbel_words, gumbel_words_of
+from tree_kernels.verification.records import NOT_FINITE
 
 # Below this share of the vocabulary, drawing the noise of single tokens costs less than that of all.
 _SPARSE_SHARE = 8
@@ -27,7 +28,12 @@ class Walk(NamedTuple):
     named tuple, since a step makes one for every sequence."""
 
     accepted_rows: tuple[int, ...]
-    next_token: int
+    next_token: int  # with `NOT_FINITE` where the last row's logits are no finite numbers
+
+    @property
+    def finite(self) -> bool:
+        """Whether the next token may be generated."""
+        return self.next_token < NOT_FINITE
 
 
 def match_walk(parents: Sequence[int], token_ids: Sequence[int], choose: Callable[[int, int], int]) -> Walk:
@@ -94,7 +100,7 @@ def rejection_walk(
     parents: Sequence[int],
     token_ids: Sequence[int],
     distributions: Mapping[int, tuple[Sequence[int], Sequence[int]]],
-    probs_of: Callable[[int, int], Tensor],
+    probs_of: Callable[[int, int], Tensor | None],
     chance: Chance,
 ) -> Walk:
     """Recursive rejection sampling over a tree (REJECTION).
@@ -109,14 +115,18 @@ def rejection_walk(
         distributions: by row of the parent, token ids and integer weights >= 1; token i had probability
             weights[i] / sum(weights).
         probs_of: the target's distribution [V] after a row, given the row and its depth below the root; it need not sum
-            to 1. Called once per row of the path, root first.
+            to 1. None where its logits are no finite numbers, which ends the walk. Called once per row of the path,
+            root first.
         chance: takes at most one decision for each row below the root, and one for the next token.
     """
     children = children_of(parents)
     accepted: list[int] = []
     row = 0
     while True:
-        residual = _Residual(probs_of(row, len(accepted)), distributions.get(row))
+        probs = probs_of(row, len(accepted))
+        if probs is None:
+            return Walk(tuple(accepted), NOT_FINITE)
+        residual = _Residual(probs, distributions.get(row))
         match = next((child for child in children[row] if residual.accepts(token_ids[child], chance)), None)
         if match is None:
             return Walk(tuple(accepted), chance.draw(residual.weights))
