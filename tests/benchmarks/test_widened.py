@@ -138,7 +138,7 @@ def test_prompts_are_handed_out_once_task_by_task() -> None:
 def test_requests_that_are_taken_together_are_one_tenants_where_there_are_enough_prompts() -> None:
     tasks = {task: [(number, place) for place in range(6)] for number, task in enumerate("ab")}
     cursor = PromptCursor(tasks)
-    taken = [cursor.take(count, 8, 0.0) for count in (4, 3, 2, 7)]
+    taken = [cursor.next_prompts(count, 8, 0.0) for count in (4, 3, 2, 7)]
     # Six are measured: two were left where three were wanted.
     assert [{one.tenant for one in requests} for requests in taken[:3]] == [
         {"measured-0"},
@@ -156,7 +156,7 @@ def test_requests_that_are_taken_together_are_one_tenants_where_there_are_enough
 
 def test_each_mode_of_verification_asks_the_same_prompts_for_other_tenants() -> None:
     tasks = {"a": [(place,) for place in range(5)]}
-    requests, typical = (PromptCursor(tasks, mode).take(3, 8, 0.8) for mode in ("", "typical"))
+    requests, typical = (PromptCursor(tasks, mode).next_prompts(3, 8, 0.8) for mode in ("", "typical"))
     assert [one.prompt for one in requests] == [one.prompt for one in typical]
     assert [one.seed for one in requests] == [one.seed for one in typical]
     assert {(one.tenant, one.verification) for one in typical} == {("typical-measured-0", "typical")}

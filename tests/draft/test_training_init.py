@@ -200,13 +200,13 @@ def test_a_run_that_is_killed_leaves_its_best_head(
 ) -> None:
     config = TrainingConfig(out=str(tmp_path / "head"))
     saved: list[str] = []
-    monkeypatch.setattr(run._Run, "_record", lambda *_: {})
+    monkeypatch.setattr(run._TrainingRun, "_record", lambda *_: {})
     monkeypatch.setattr(run, "save", lambda *_, **__: saved.append("head"))
     folder = RunFolder(config)
     folder.create()
     corpus = Corpus(tmp_path / "text")
     corpus.add([WrittenText(0, (1, 2, 3), 1, 0.0)], 0)
-    one = run._Run(config, COMMAND, Budget(0.0), folder, corpus.load(), np.zeros(4, np.int64), {})
+    one = run._TrainingRun(config, COMMAND, Budget(0.0), folder, corpus.load(), np.zeros(4, np.int64), {})
     progress = SimpleNamespace(fraction=fraction, validations=[{"mean_length": length} for length in lengths])
     shape = SimpleNamespace(hidden_size=1, target_hidden_size=1)
     trainer = SimpleNamespace(
