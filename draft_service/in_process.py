@@ -155,7 +155,7 @@ class InprocessLink:
 
     def _answer(self, session: ProposeSession) -> None:
         """Deliver all owed growth. Credit bounds a queue, and there is none here."""
-        while session.owes:
+        while session.awaits_growth:
             session.grant(1 - session.credit)
             try:
                 growths = session.take_growth()

@@ -199,9 +199,9 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 raise InvalidField("token_ids", f"has more than {MAX_CORPUS_TOKENS} entries")
             token_ids = _document(request.token_ids, self._info.vocabulary_size or MAX_VOCABULARY)
             # Off the event loop: streams must not wait for a document.
-            learnt = await asyncio.to_thread(drafter.add_corpus, tenant, corpus, token_ids)
-            self.metrics.on_corpus(learnt.tokens)
-            tokens, nodes = tokens + learnt.tokens, learnt.nodes
+            inserted = await asyncio.to_thread(drafter.add_corpus, tenant, corpus, token_ids)
+            self.metrics.on_corpus(inserted.tokens)
+            tokens, nodes = tokens + inserted.tokens, inserted.nodes
         return draft_pb2.AddCorpusResponse(tokens=tokens, nodes=nodes)
 
     async def ListCorpora(self, request: draft_pb2.ListCorporaRequest, _context: Any) -> draft_pb2.ListCorporaResponse:
@@ -289,7 +289,7 @@ class _ProposeStream:
 
     def grow(self) -> list[draft_pb2.ProposeResponse]:
         """One frame of owed growth, if there is any and credit for it; statuses of sequences whose growth failed."""
-        owed_since, started = self._session.owed_since_ns, time.monotonic_ns()
+        awaiting_since, started = self._session.awaiting_since_ns, time.monotonic_ns()
         try:
             growths = self._session.take_packed()
         except DrafterFailed as failed:
@@ -315,7 +315,7 @@ class _ProposeStream:
                 # The frame that its credit was for does not come.
                 self._session.grant(1)
                 return failures
-        queue_ns, compute_ns = max(0, started - owed_since), time.monotonic_ns() - started
+        queue_ns, compute_ns = max(0, started - awaiting_since), time.monotonic_ns() - started
         self._note(self._metrics.on_growth, len(nodes), sum(nodes), queue_ns, compute_ns)
         if self._trace.follows:
             for sequence_id, count in zip(sequence_ids, nodes, strict=True):

@@ -153,11 +153,11 @@ class ProposeSession:
         return len(self._open)
 
     @property
-    def owes(self) -> bool:
+    def awaits_growth(self) -> bool:
         return bool(self._due)
 
     @property
-    def owed_since_ns(self) -> int:
+    def awaiting_since_ns(self) -> int:
         """Since when the oldest owed growth is owed; now, if none is."""
         return next(iter(self._due.values()), None) or time.monotonic_ns()
 

@@ -291,7 +291,7 @@ def _watch(loop: EngineLoop, steps: HostOnly, times: Times) -> None:
     """Time the parts of the loop's step."""
     for phase, of, name in (
         ("commit", loop, "_commit"),
-        ("learn", loop._learning, "observe_outcomes"),
+        ("learn", loop._policy_updates, "observe_outcomes"),
         ("observe", loop, "_observe"),
     ):
         setattr(of, name, times.timed(phase, getattr(of, name)))

@@ -107,17 +107,17 @@ class RequestDrafts(DraftInbox):
         self.listen()
         if not self._latency.waiting_pays:
             return
-        while owed := self._owed(requests):
+        while awaited := self._awaited(requests):
             # A draft that sends something else all the time is no less late.
             if time.monotonic() >= deadline or not self.wait_until(deadline):
                 # A prompt may take long to read.
-                if any(tree.step for tree in owed):
+                if any(tree.step for tree in awaited):
                     self._latency.late()
                     self.late += 1
                 return
             self.listen()
 
-    def _owed(self, requests: Sequence[TrackedRequest]) -> list[GrowingTree]:
+    def _awaited(self, requests: Sequence[TrackedRequest]) -> list[GrowingTree]:
         """The trees of requests that the draft has not answered yet."""
         followed = (self._open_requests.get(request.number) for request in requests)
         return [one.tree for one in followed if one is not None and not one.tree.answered]
@@ -188,12 +188,12 @@ class RequestDrafts(DraftInbox):
             return
         tree = followed.tree
         try:
-            owed = not tree.answered
+            awaited = not tree.answered
             tree.hold(growth)
         except InvalidField as error:
             self._fault(growth.sequence_id, error)
             return
-        if owed and tree.answered and self.received_at - self._sent_at <= self._config.wait_seconds:
+        if awaited and tree.answered and self.received_at - self._sent_at <= self._config.wait_seconds:
             self._latency.in_time()
 
 

@@ -42,10 +42,10 @@ class PromptLookupDrafter(Drafter):
 
     def open(self, sequence: DraftSequence) -> None:
         sequence.state = {}
-        self._learn(sequence, 1)
+        self._insert(sequence, 1)
 
     def advance(self, sequence: DraftSequence, committed: Sequence[int]) -> None:
-        self._learn(sequence, len(sequence.token_ids) - len(committed))
+        self._insert(sequence, len(sequence.token_ids) - len(committed))
 
     def close(self, sequence: DraftSequence) -> None:
         sequence.state = None
@@ -53,7 +53,7 @@ class PromptLookupDrafter(Drafter):
     def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
         return [self._chain(sequence) for sequence in sequences]
 
-    def _learn(self, sequence: DraftSequence, begin: int) -> None:
+    def _insert(self, sequence: DraftSequence, begin: int) -> None:
         """Take in the runs that the tokens from `begin` on follow."""
         tokens, config = sequence.token_ids, self._config
         for end in range(begin, len(tokens)):

@@ -20,10 +20,10 @@ from draft_service.ngram.config import NEVER_LOG2, RACE_SHARPNESS, TrieConfig
 from draft_service.ngram.corpora import Corpora
 from draft_service.ngram.drawn_growth import draw_tree
 from draft_service.ngram.growth import TreeBounds
-from draft_service.ngram.learning import Learner
 from draft_service.ngram.own_tries import OwnRows
 from draft_service.ngram.prediction import UNIT
 from draft_service.ngram.trie import NgramTrie
+from draft_service.ngram.trie_worker import TrieWorker
 from outrider.sampling import VerificationMode
 from outrider.tree import TokenTree
 from outrider.wire.frames import CorpusInfo, TreeLimits
@@ -45,7 +45,7 @@ class _NgramSequence:
 
     own: NgramTrie
     place: int
-    taught: int
+    inserted: int
     fresh: list[int] = field(default_factory=list)
 
 
@@ -61,7 +61,7 @@ class NgramDrafter(Drafter):
         self.max_context = config.max_context
         self._evidence = config.evidence()
         self._corpora = Corpora(config)
-        self._learner = Learner(config.max_backlog, self._save if config.snapshot else None, config.snapshot_seconds)
+        self._worker = TrieWorker(config.max_backlog, self._save if config.snapshot else None, config.snapshot_seconds)
         # That a snapshot must have been written with.
         self._settings = {"depth": config.depth, "unit": UNIT, "half_life_log2": config.half_life_log2}
         self._nothing = NgramTrie(2, 4)
@@ -75,13 +75,13 @@ class NgramDrafter(Drafter):
 
     def stop(self) -> None:
         """Learn the queued tokens and write the snapshot."""
-        self._learner.stop()
+        self._worker.stop()
         if self._config.snapshot:
             self._claim.release()
 
     def flush(self) -> None:
         """Wait until all tokens committed so far are learnt. For tests and benchmarks."""
-        self._learner.flush()
+        self._worker.flush()
 
     def open(self, sequence: DraftSequence) -> None:
         if sequence.corpus:
@@ -96,8 +96,8 @@ class NgramDrafter(Drafter):
         nodes = 0 if sequence.mode is VerificationMode.REJECTION else limits.max_nodes
         power = _gumbel_max_power(sequence) if sequence.mode is VerificationMode.COUPLED else None
         place = self._batch.enter(own, sequence.token_ids, replace(limits, max_nodes=nodes), power, sequence.seed)
-        sequence.state = _NgramSequence(own, place, taught=0 if config.learn_prompts else sequence.prompt_length)
-        self._teach(sequence)
+        sequence.state = _NgramSequence(own, place, inserted=0 if config.learn_prompts else sequence.prompt_length)
+        self._insert_new(sequence)
 
     def advance(self, sequence: DraftSequence, committed: Sequence[int]) -> None:
         followed: _NgramSequence = sequence.state
@@ -119,14 +119,14 @@ class NgramDrafter(Drafter):
 
     def close(self, sequence: DraftSequence) -> None:
         if sequence.state is not None:
-            self._teach(sequence)
+            self._insert_new(sequence)
             self._batch.leave(sequence.state.place)
             self._own_rows.left(sequence.state.own)
             sequence.state = None
 
     def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
         trees = in_order(sequences, self._grow, self._draw)
-        self._teach_due(sequences)
+        self._insert_due(sequences)
         return trees
 
     def start_trees(self, sequences: Sequence[DraftSequence]) -> Pending:
@@ -136,7 +136,7 @@ class NgramDrafter(Drafter):
     def grow(self, sequences: Sequence[DraftSequence]) -> GrownTrees:
         """The trees of sequences without a REJECTION request. The next call overwrites them."""
         grown = self._grow(sequences)
-        self._teach_due(sequences)
+        self._insert_due(sequences)
         return grown
 
     def _grow(self, sequences: Sequence[DraftSequence]) -> GrownTrees:
@@ -160,16 +160,16 @@ class NgramDrafter(Drafter):
                 for sequence, (_, tenant, shared, _) in zip(sequences, asked, strict=True)
             ]
 
-    def _teach_due(self, sequences: Sequence[DraftSequence]) -> None:
+    def _insert_due(self, sequences: Sequence[DraftSequence]) -> None:
         """Teach what is long enough. Only after all trees are made, since the learning thread would compete for the
         interpreter."""
         for sequence in sequences:
-            if len(sequence.token_ids) - sequence.state.taught >= _PIECE:
-                self._teach(sequence)
+            if len(sequence.token_ids) - sequence.state.inserted >= _PIECE:
+                self._insert_new(sequence)
 
     def add_corpus(self, tenant: str, corpus: str, token_ids: Sequence[int]) -> CorpusGrowth:
         """See `CorpusDrafter.add_corpus`."""
-        return self._learner.call_on_thread(partial(self._corpora.add, tenant, corpus, _as_tokens(token_ids)))
+        return self._worker.call_on_thread(partial(self._corpora.add, tenant, corpus, _as_tokens(token_ids)))
 
     def corpora(self, tenant: str) -> list[CorpusInfo]:
         """See `CorpusDrafter.corpora`."""
@@ -177,17 +177,17 @@ class NgramDrafter(Drafter):
 
     def delete_corpus(self, tenant: str | None, corpus: str) -> CorpusInfo:
         """See `CorpusDrafter.delete_corpus`. A snapshot without it follows soon."""
-        deleted = self._learner.call_on_thread(partial(self._corpora.delete, tenant, corpus))
-        self._learner.ask_for_chore(_FORGET_SECONDS)
+        deleted = self._worker.call_on_thread(partial(self._corpora.delete, tenant, corpus))
+        self._worker.ask_for_chore(_FORGET_SECONDS)
         return deleted
 
     def stats(self) -> Mapping[str, float]:
-        learner = self._learner
+        worker = self._worker
         return self._corpora.figures() | {
             "trie_own_rows": self._own_rows.taken,
-            "trie_backlog_tokens": learner.backlog,
-            "trie_learnt_tokens_total": learner.learnt_tokens,
-            "trie_dropped_tokens_total": learner.dropped_tokens,
+            "trie_backlog_tokens": worker.backlog,
+            "trie_learnt_tokens_total": worker.inserted_tokens,
+            "trie_dropped_tokens_total": worker.dropped_tokens,
         }
 
     def _asked(self, sequences: Sequence[DraftSequence]) -> tuple[list[NgramTrie], list[Asked], list[int]]:
@@ -227,18 +227,18 @@ class NgramDrafter(Drafter):
         rules[[HALF_LIFE, SHARPNESS]] = NEVER_LOG2, RACE_SHARPNESS
         return rules
 
-    def _teach(self, sequence: DraftSequence) -> None:
+    def _insert_new(self, sequence: DraftSequence) -> None:
         """Queue new tokens for the tenant's trie, prompt and output each with its weight."""
         config, known, followed = self._config, sequence.token_ids, sequence.state
         outputs_end = len(known) if config.learn_outputs else 0
         for end, weight in ((sequence.prompt_length, UNIT), (outputs_end, UNIT * config.output_weight)):
-            begin = followed.taught
+            begin = followed.inserted
             if begin < end:
                 context, tokens = _as_tokens(known[max(0, begin - config.depth) : begin]), _as_tokens(known[begin:end])
-                self._learner.teach(
+                self._worker.submit(
                     len(tokens), partial(self._corpora.insert, sequence.tenant, context, tokens, weight)
                 )
-                followed.taught = end
+                followed.inserted = end
 
     def _save(self) -> None:
         try:

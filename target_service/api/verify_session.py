@@ -49,7 +49,7 @@ class VerifyStream:
     _outbox: asyncio.Queue[pb.VerifyResponse | None] = field(default_factory=asyncio.Queue, init=False)
     _taken: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     # Set after each event of a sequence.
-    _told: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _progress: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     async def next(self) -> pb.VerifyResponse | None:
         """The next response; None after the last."""
@@ -69,8 +69,8 @@ class VerifyStream:
             # A client that has sent its last tree may still want the verdict. Where it has cancelled the call instead,
             # which ends the frames too, this task is cancelled.
             while any(verification.pending is not None for verification in self._verifications.values()):
-                self._told.clear()
-                await self._told.wait()
+                self._progress.clear()
+                await self._progress.wait()
         finally:
             self.abort()
             self._outbox.put_nowait(None)
@@ -167,7 +167,7 @@ class VerifyStream:
         verification = self._verifications.get(event.sequence_id)
         if verification is None:
             return
-        self._told.set()
+        self._progress.set()
         if isinstance(event, StepVerdict):
             verification.length += len(event.token_ids)
             verification.step = event.step + 1

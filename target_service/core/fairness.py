@@ -82,7 +82,7 @@ class _Present:
     # Steps for which this still counts.
     steps: int
     # Seconds that it waited for steps of others, and that its own steps have yet to make up for.
-    owed: float = 0.0
+    deficit: float = 0.0
     # The part of these by which its next step is shorter.
     paid: float = 0.0
 
@@ -130,8 +130,8 @@ class TimeShares:
             if tenant in kept:
                 longest[tenant] = max(least, whole - _ARRIVING * present.alone)
                 continue
-            present.owed = min(present.owed, whole)
-            present.paid = min(present.owed, whole - least)
+            present.deficit = min(present.deficit, whole)
+            present.paid = min(present.deficit, whole - least)
             longest[tenant] = whole - present.paid
         self._strictest = min(longest, key=longest.__getitem__)
         return longest[self._strictest]
@@ -144,16 +144,16 @@ class TimeShares:
         """A tenant that wants a part in the next step. Without one in the last step, it waited for that."""
         before = self._present.get(tenant)
         # A request that has just arrived is owed nothing of what those before it were.
-        owed = before.owed if before is not None and before.steps == _KEPT_STEPS else 0.0
+        deficit = before.deficit if before is not None and before.steps == _KEPT_STEPS else 0.0
         if tenant not in self._last_tenants:
-            owed += self._last_step
-        return _Present(seconds, weight, _KEPT_STEPS, owed)
+            deficit += self._last_step
+        return _Present(seconds, weight, _KEPT_STEPS, deficit)
 
     def count_step(self, tenants: Container[str], seconds: float) -> None:
         """The next step begins, with sequences of these tenants; `seconds` is its expected time."""
         for tenant, present in self._next.items():
             if tenant in tenants:
-                present.owed -= present.paid
+                present.deficit -= present.paid
             present.paid = 0.0
         self._present, self._last_tenants, self._last_step = self._next, tenants, seconds
 

@@ -159,7 +159,7 @@ class Scheduler:
         if rows and self._waiting:
             prefilling += self._admit(free_places)
         if not own:
-            within = self.times.reading_within(len(chunks), seconds, rows)
+            within = self.times.prefill_within(len(chunks), seconds, rows)
             rows = self._shortened(sum(map(self._due, prefilling)), rows, _LEAST_READ, within)
         for sequence, count in self._share_rows(prefilling, rows):
             if self._holds_chunk(sequence, count):

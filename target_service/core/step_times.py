@@ -43,45 +43,45 @@ class StepTimes:
     """
 
     def __init__(self) -> None:
-        self._decoding, self._reading = _Curve(), _Curve(through_origin=True)
+        self._decoding, self._prefill = _Curve(), _Curve(through_origin=True)
         self._own_decoding = _Curve(undisturbed=True)
         # Steps without decoding sequences, which wait for no draft.
-        self._reading_alone = _Curve()
+        self._prefill_alone = _Curve()
         # By size as in `_Curve`: steps with prompts since one without.
         self._stale: dict[int, int] = {}
 
-    def observe_step(self, decoding: int, reading_rows: int, seconds: float, *, own: bool = True) -> None:
-        """Observe a step of `decoding` sequences and `reading_rows` rows of prompts, with all that follows it. It was
+    def observe_step(self, decoding: int, prefill_rows: int, seconds: float, *, own: bool = True) -> None:
+        """Observe a step of `decoding` sequences and `prefill_rows` rows of prompts, with all that follows it. It was
         one tenant's `own`, on processors that others may use, or not."""
         size = decoding.bit_length()
-        if not reading_rows:
+        if not prefill_rows:
             if own:
                 self._own_decoding.observe(decoding, seconds)
             self._stale[size] = 0
             self._decoding.observe(decoding, seconds)
             return
         if not decoding:
-            self._reading_alone.observe(reading_rows, seconds)
+            self._prefill_alone.observe(prefill_rows, seconds)
         if not self._decoding.known:
             return
         stale = self._stale[size] = self._stale.get(size, _STALE_AFTER) + 1
         if decoding and stale > _STALE_AFTER:
             # Reading takes as long as observed, or else its part of the rows.
-            part = seconds * reading_rows / (reading_rows + decoding)
-            reading = self._reading(reading_rows) if self._reading.known else part
-            self._decoding.observe(decoding, max(0.0, seconds - reading))
+            part = seconds * prefill_rows / (prefill_rows + decoding)
+            prefill = self._prefill(prefill_rows) if self._prefill.known else part
+            self._decoding.observe(decoding, max(0.0, seconds - prefill))
         else:
-            self._reading.observe(reading_rows, max(0.0, seconds - self._decoding(decoding)))
+            self._prefill.observe(prefill_rows, max(0.0, seconds - self._decoding(decoding)))
 
-    def seconds(self, decoding: int, reading_rows: int) -> float:
+    def seconds(self, decoding: int, prefill_rows: int) -> float:
         """Estimated seconds of a step; 0 without observations."""
-        if not decoding and self._reading_alone.known:
-            return self._reading_alone(reading_rows)
-        return self._decoding(decoding) + self._reading(reading_rows)
+        if not decoding and self._prefill_alone.known:
+            return self._prefill_alone(prefill_rows)
+        return self._decoding(decoding) + self._prefill(prefill_rows)
 
-    def own_seconds(self, decoding: int, reading_rows: int) -> float:
+    def own_seconds(self, decoding: int, prefill_rows: int) -> float:
         """Estimated seconds of a step of one tenant alone."""
-        seconds = self.seconds(decoding, reading_rows)
+        seconds = self.seconds(decoding, prefill_rows)
         if not decoding or not self._own_decoding.known:
             return seconds
         return seconds - max(0.0, self._decoding(decoding) - self._own_decoding(decoding))
@@ -90,9 +90,9 @@ class StepTimes:
         """Sequences, at most `most`, that decode within `seconds`."""
         return _most_within(seconds, most, self._decoding)
 
-    def reading_within(self, decoding: int, seconds: float, most: int) -> int:
+    def prefill_within(self, decoding: int, seconds: float, most: int) -> int:
         """Rows of prompts, at most `most`, that are read within `seconds` beside decoding sequences."""
-        return _most_within(seconds - self._decoding(decoding), most, self._reading)
+        return _most_within(seconds - self._decoding(decoding), most, self._prefill)
 
 
 class _Undisturbed:

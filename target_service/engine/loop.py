@@ -28,7 +28,7 @@ from target_service.core.sequence import (
 )
 from target_service.core.weights import FIRST_VERSION
 from target_service.engine.commit import commit
-from target_service.engine.learning import Learning
+from target_service.engine.policy_updates import PolicyUpdates
 from target_service.engine.step import Step, StepClock
 from target_service.execution.batch import DeviceRows, StepBatch, lay_out
 from target_service.execution.device_executor import best_steps
@@ -112,7 +112,7 @@ class EngineLoop:
         self._seen_running = True
         # Seconds to launch a pass that is laid out.
         self._launching = RunningTime(_LAUNCH_SHARE)
-        self._learning = Learning(
+        self._policy_updates = PolicyUpdates(
             gathering=self.gathering,
             tables=self._steps.tables,
             multi_step=multi_step or MultiStep(),
@@ -171,7 +171,7 @@ class EngineLoop:
         self.scheduler.preempt_all()
         self.scheduler.pages.forget_prefixes()
         self.drafting.reopen_all(version)
-        self._learning.forget_draft()
+        self._policy_updates.forget_draft()
 
     def step(self) -> list[SequenceEvent] | None:
         """Run one step. Returns its events, or None when there was nothing to run."""
@@ -197,7 +197,7 @@ class EngineLoop:
         self.drafting.send_commits(
             [(self.live[one.sequence_id].sequence, len(one.token_ids)) for one in verdicts if one.finish is None]
         )
-        self._learning.observe_outcomes(step, outcomes)
+        self._policy_updates.observe_outcomes(step, outcomes)
         events = self._finish(verdicts)
         step.clock.committed = time.monotonic_ns()
         can_launch_before_results = step.launched.can_launch_before_results and not self.settling
@@ -259,11 +259,11 @@ class EngineLoop:
         waits = self.drafting.latency.answer_seconds if self._mode is LaunchMode.WAIT_FOR_DRAFT else 0.0
         device_rows = None
         if self.gathering.throughput_trial.allowed(len(schedule.chunks)) is not SpeculationLevel.NONE:
-            device_rows = self._policy.choose(schedule, most, self._learning.mode_with_draft(self._mode), waits)
+            device_rows = self._policy.choose(schedule, most, self._policy_updates.mode_with_draft(self._mode), waits)
         # Where a pass behind drafts begins, only the device can find out.
         several = behind is not None and (device_rows is not None or not behind.has_drafts)
         several = several and gathered.use is LaunchMode.RUN_AHEAD and not fed
-        return self._learning.multi_step.choose(
+        return self._policy_updates.multi_step.choose(
             schedule, self.scheduler, self._runner.max_context, device_rows, several=several
         )
 
@@ -275,7 +275,9 @@ class EngineLoop:
         takes = self._policy.seconds(load, rows, LaunchMode.RUN_AHEAD) or self._policy.seconds(
             load, rows, LaunchMode.WAIT_FOR_DRAFT
         )
-        return self._learning.modes.choose(load, self.drafting.latency.answer_seconds, self._launching.value, takes)
+        return self._policy_updates.modes.choose(
+            load, self.drafting.latency.answer_seconds, self._launching.value, takes
+        )
 
     def _feed(self, step: Step) -> None:
         """While a step runs, publish drafts as they arrive: the device reads them when it begins the next one."""
@@ -287,7 +289,7 @@ class EngineLoop:
             or not drafting.has_open_sequences
         ):
             return
-        takes = step.passes * self._learning.pass_ends.earliest(*step.size)
+        takes = step.passes * self._policy_updates.pass_ends.earliest(*step.size)
         ends = max(step.clock.launched, self._free_ns) + int(takes * 1e9)
         drafting.listen()
         tables.publish()
@@ -384,11 +386,11 @@ class EngineLoop:
         self.scheduler.times.observe_step(*step.work, seconds, own=own)
         period = (self._ended_ns - ended_ns) * 1e-9 if ended_ns else 0.0
         if not stats.prefill_rows:
-            self._learning.observe_forward(step, stats, seen_running=self._seen_running)
+            self._policy_updates.observe_forward(step, stats, seen_running=self._seen_running)
             if period:
-                self._learning.observe_period(step, stats, verdicts, period)
+                self._policy_updates.observe_period(step, stats, verdicts, period)
         if period:
-            self._learning.observe_launch(step, stats, period)
+            self._policy_updates.observe_launch(step, stats, period)
         if self._observer is not None:
             self._observer.on_step(stats)
 
@@ -397,7 +399,7 @@ class EngineLoop:
         if self.drafting.info is not self._draft:
             # Another draft: what was observed does not apply to it.
             self._draft = self.drafting.info
-            self._learning.forget_draft()
+            self._policy_updates.forget_draft()
         if self.gathering.update_drafting() and self._observer is not None:
             self._observer.on_speculation(self.drafting.active)
         if not self._steps.in_background:
@@ -421,13 +423,13 @@ class EngineLoop:
     def _commit(self, step: Step, outcomes: SequenceOf[Verified | None]) -> list[StepVerdict]:
         """Commit the outcomes. Sequences that ended since the launch are skipped."""
         compute_ns, answered = step.clock.verified - step.clock.begun, step.gathered.answered
-        version, tables, learns = self.model_version, self._steps.tables, answered or step.batch.drafted
+        version, tables, observes = self.model_version, self._steps.tables, answered or step.batch.drafted
         verdicts: list[StepVerdict] = []
         for item, outcome in zip(step.batch.items, outcomes, strict=True):
             live, tree = self.live.get(item.sequence.sequence_id), item.tree
             if live is None or tree is None or outcome is None:
                 continue
-            if learns and (answered or tree.drafted):
+            if observes and (answered or tree.drafted):
                 self.gathering.observe_tree(live, tree, outcome, step.gathered.row_cost)
             verdict = commit(live, tree, outcome, compute_ns, model_version=version, kept=item.kept)
             verdicts.append(verdict)

@@ -314,7 +314,7 @@ class DraftTrees(DraftInbox):
             # An empty growth shows that the draft is alive, not that it can draft for the sequence.
             self.latency.received()
         try:
-            owed, base = not tree.answered, tree.length_at(growth.base_step)
+            awaited, base = not tree.answered, tree.length_at(growth.base_step)
             if tree.begins_again(growth) and self._tables is not None:
                 self._tables.clear(growth.sequence_id)
             tree.hold(growth)
@@ -322,7 +322,7 @@ class DraftTrees(DraftInbox):
                 # All slots may have been taken when it was opened.
                 self._tables.enter(growth.sequence_id)
                 self._tables.grow(growth, base, self._eligible[growth.sequence_id].token_ids)
-            if owed and tree.answered:
+            if awaited and tree.answered:
                 self.latency.answered(self.received_at)
             if tree.lag(growth) <= 1:
                 self.latency.in_time()

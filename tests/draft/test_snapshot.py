@@ -229,7 +229,7 @@ class TestDrafter:
         drafter._restore()
         tries = {"a": (10, 11), "b": (20, 21)}
         counts = {tenant: count(drafter._corpora._of_tenant(tenant).trie, window) for tenant, window in tries.items()}
-        drafter._learner._thread.shutdown()
+        drafter._worker._thread.shutdown()
         drafter._claim.release()
         return counts
 
@@ -260,7 +260,7 @@ class TestDrafter:
         assert [one.name for one in before] == ["", "gone", "kept"]
         restarted._claim.release()
         for each in (drafter, restarted):
-            each._learner._thread.shutdown()
+            each._worker._thread.shutdown()
 
     def test_a_snapshot_of_an_earlier_version_counts_no_documents(self, tmp_path: Path) -> None:
         save(tmp_path / FILE_NAME, tries(), SETTINGS)
@@ -338,7 +338,7 @@ class TestDrafter:
         assert not (tmp_path / (FILE_NAME + ".refused")).exists()
         # It learns as any other.
         small.add_corpus("b", "", often)
-        small._learner.teach(200, partial(own.insert, np.arange(2000, 2200, dtype=np.int32)))
+        small._worker.submit(200, partial(own.insert, np.arange(2000, 2200, dtype=np.int32)))
         small.flush()
         assert own.used <= 1000
         small.stop()

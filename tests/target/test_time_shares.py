@@ -256,7 +256,7 @@ def test_times_follow_a_machine_that_becomes_slower() -> None:
         assert times.seconds(32, 50) == pytest.approx(3.5 * seconds, rel=0.02)
         assert times.seconds(16, 0) == pytest.approx(seconds + 2 * seconds * 15 / 31, rel=0.02)
     assert times.decoding_within(4.0, 64) == pytest.approx(16, abs=1)
-    assert times.reading_within(32, 7.0, 512) == pytest.approx(50, abs=2)
+    assert times.prefill_within(32, 7.0, 512) == pytest.approx(50, abs=2)
 
 
 def test_a_first_step_that_compiles_says_nothing() -> None:

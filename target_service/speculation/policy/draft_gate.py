@@ -81,7 +81,7 @@ class _LoadGain:
     alone: RunningTime = field(default_factory=_times)
     # Tokens of passes without a draft, and what lookup alone would have made of them.
     alone_made: RunningMean = field(default_factory=_tokens)
-    alone_unaided: RunningMean = field(default_factory=_tokens)
+    alone_by_lookup: RunningMean = field(default_factory=_tokens)
     with_draft: _DraftedPasses = field(default_factory=_DraftedPasses)
     until: float = 0.0
     pause: float = _FIRST_PAUSE
@@ -95,11 +95,11 @@ class _LoadGain:
     @property
     def beyond_lookup(self) -> float:
         """What passes without a draft make for each token that lookup would: more by recycled tokens."""
-        if not self.alone_unaided.value:
+        if not self.alone_by_lookup.value:
             return 1.0
         compared = min(self.alone_made.count, 2 / _TOKEN_SHARE)
         share = compared / (compared + _ASSUMED)
-        return 1.0 + share * (max(1.0, self.alone_made.value / self.alone_unaided.value) - 1.0)
+        return 1.0 + share * (max(1.0, self.alone_made.value / self.alone_by_lookup.value) - 1.0)
 
     @property
     def fails(self) -> bool:
@@ -137,7 +137,7 @@ class DraftGate:
         here = self._loads[load.bit_length()]
         if not with_draft:
             here.alone_made.observe(made)
-            here.alone_unaided.observe(by_lookup)
+            here.alone_by_lookup.observe(by_lookup)
             return
         here.with_draft.compare(made, by_lookup)
         if here.alone.count < _ALONE_FIRST:

@@ -18,7 +18,7 @@ from target_service.speculation.policy.lookup_baseline import LookupBaseline
 
 
 @dataclass(eq=False, kw_only=True)
-class Learning:
+class PolicyUpdates:
     """Tells each policy of the engine what concerns it of a step that has ended."""
 
     gathering: Gathering

@@ -13,7 +13,7 @@ Result = TypeVar("Result")
 log = logging.getLogger(__name__)
 
 
-class Learner:
+class TrieWorker:
     """Runs insertions (lessons) in order on its own thread, so that every trie has a single writer."""
 
     def __init__(self, max_backlog: int, chore: Callable[[], None] | None = None, chore_seconds: float = 0.0) -> None:
@@ -23,13 +23,13 @@ class Learner:
         self._chore = chore
         self._chore_seconds = chore_seconds
         self._chore_due = time.monotonic() + chore_seconds
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trie-learner")
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trie-worker")
         self._count = threading.Lock()
         # A requested chore that has not run yet.
         self._asked: threading.Timer | None = None
         self._stopped = False
         self.backlog = 0
-        self.learnt_tokens = 0
+        self.inserted_tokens = 0
         self.dropped_tokens = 0
 
     def stop(self) -> None:
@@ -39,14 +39,14 @@ class Learner:
         self.call_on_thread(self._do_chore)
         self._thread.shutdown()
 
-    def teach(self, tokens: int, lesson: Callable[[], None]) -> None:
+    def submit(self, tokens: int, insertion: Callable[[], None]) -> None:
         """Queue a lesson of this many tokens, or drop it if too many wait."""
         with self._count:
             if self.backlog + tokens > self._max_backlog:
                 self.dropped_tokens += tokens
                 return
             self.backlog += tokens
-        self._thread.submit(self._learn, tokens, lesson).add_done_callback(_report)
+        self._thread.submit(self._insert, tokens, insertion).add_done_callback(_report)
 
     def call_on_thread(self, work: Callable[[], Result]) -> Result:
         """Run `work` on the thread, after everything queued before; returns its result or raises its error."""
@@ -64,13 +64,13 @@ class Learner:
     def flush(self) -> None:
         self.call_on_thread(lambda: None)
 
-    def _learn(self, tokens: int, lesson: Callable[[], None]) -> None:
+    def _insert(self, tokens: int, insertion: Callable[[], None]) -> None:
         try:
-            lesson()
+            insertion()
         finally:
             with self._count:
                 self.backlog -= tokens
-                self.learnt_tokens += tokens
+                self.inserted_tokens += tokens
         if time.monotonic() >= self._chore_due:
             self._do_chore()
 
@@ -90,7 +90,7 @@ class Learner:
             self._chore_due = time.monotonic() + self._chore_seconds
 
 
-def _report(lesson: Future[None]) -> None:
+def _report(insertion: Future[None]) -> None:
     """Log a failed lesson, which costs drafts but not the service."""
-    if (error := lesson.exception()) is not None:
+    if (error := insertion.exception()) is not None:
         log.error("the trie failed to learn", exc_info=error)
