@@ -40,7 +40,7 @@ class _LoopThread:
         self._thread = threading.Thread(target=self._loop.run_forever, name="outrider-client", daemon=True)
         self._thread.start()
 
-    def run(self, work: Coroutine[Any, Any, Answer]) -> Answer:
+    def run_coroutine(self, work: Coroutine[Any, Any, Answer]) -> Answer:
         """Run a coroutine and return its result. An interrupt, such as Ctrl-C, cancels it. Raises `RuntimeError` once
         the loop ends, also for work under way then."""
         with self._submitting:
@@ -130,7 +130,7 @@ class SyncGeneration(_Facade[Generation]):
         return self
 
     def __next__(self) -> Chunk:
-        chunk = self._loop.run(self._next())
+        chunk = self._loop.run_coroutine(self._next())
         if chunk is None:
             raise StopIteration
         return chunk
@@ -147,7 +147,7 @@ class SyncGeneration(_Facade[Generation]):
 
     def result(self) -> Result:
         """The totals and the whole output, after reading all remaining chunks."""
-        return self._loop.run(self._inner.result())
+        return self._loop.run_coroutine(self._inner.result())
 
     def close(self) -> None:
         """End the request. Does nothing once it has finished."""
@@ -181,21 +181,21 @@ class SyncVerifiedSequence(_Facade[VerifiedSequence]):
 
     def verify(self, tree: TokenTree) -> Verdict:
         """One step: the rows of `tree` that the target accepts, and its own next token."""
-        return self._loop.run(self._inner.verify(tree))
+        return self._loop.run_coroutine(self._inner.verify(tree))
 
     def close(self) -> None:
         """End the sequence and free its cache. Does nothing for one that has finished."""
-        self._loop.run(self._inner.close())
+        self._loop.run_coroutine(self._inner.close())
 
 
 class SyncVerifySession(_Facade[VerifySession]):
     """One `Verify` stream, which carries many sequences. Use it with `with`."""
 
-    open = _as_in(VerifySession.open, lambda loop, opening: SyncVerifiedSequence(loop, loop.run(opening)))
+    open = _as_in(VerifySession.open, lambda loop, opening: SyncVerifiedSequence(loop, loop.run_coroutine(opening)))
 
     def close(self) -> None:
         """End every open sequence, then the stream."""
-        self._loop.run(self._inner.close())
+        self._loop.run_coroutine(self._inner.close())
 
 
 class SyncClient(_Facade[Client]):
@@ -209,9 +209,9 @@ class SyncClient(_Facade[Client]):
 
     chat = _as_in(Client.chat, SyncGeneration)
     generate = _as_in(Client.generate, SyncGeneration)
-    update_weights = _as_in(Client.update_weights, _LoopThread.run)
-    info = _as_in(Client.info, _LoopThread.run)
-    serving = _as_in(Client.serving, _LoopThread.run)
+    update_weights = _as_in(Client.update_weights, _LoopThread.run_coroutine)
+    info = _as_in(Client.info, _LoopThread.run_coroutine)
+    serving = _as_in(Client.serving, _LoopThread.run_coroutine)
 
     @classmethod
     def connect(
@@ -231,7 +231,7 @@ class SyncClient(_Facade[Client]):
 
         loop = _LoopThread()
         try:
-            return cls(loop, loop.run(made()))
+            return cls(loop, loop.run_coroutine(made()))
         except BaseException:
             loop.stop()
             raise
@@ -242,7 +242,7 @@ class SyncClient(_Facade[Client]):
         async def opened() -> VerifySession:
             return self._inner.verify()
 
-        return SyncVerifySession(self._loop, self._loop.run(opened()))
+        return SyncVerifySession(self._loop, self._loop.run_coroutine(opened()))
 
     def close(self) -> None:
         """Cancel what runs and close the connection. Does nothing the second time.

@@ -14,7 +14,7 @@ from outrider.admission.pacing import RefusalPace
 from outrider.admission.shares import PEER_FACTOR, TENANT_FACTOR, Shares
 from outrider.admission.text_pool import TextPool
 from outrider.errors import QuotaExceeded
-from outrider_gateway.caller import Caller
+from outrider_gateway.caller import HttpCaller
 from outrider_gateway.config import GatewayConfig
 from outrider_gateway.failures import Refused, TooMany
 from outrider_gateway.known_callers import KnownCallers
@@ -50,7 +50,7 @@ class GatewayAdmission:
         self._texts = TextPool()
 
     @contextlib.asynccontextmanager
-    async def admitted(self, caller: Caller, scope: Scope) -> AsyncIterator[Holder]:
+    async def admitted(self, caller: HttpCaller, scope: Scope) -> AsyncIterator[Holder]:
         """Who holds what a request takes, once a target has accepted its caller. Raises `Refused`. Refusals, also those
         that the block raises, are sent no sooner than `RefusalPace` allows; whom no target knows is known by its
         address."""
@@ -71,14 +71,14 @@ class GatewayAdmission:
     def answers(self, holder: Holder, count: int) -> Iterator[None]:
         """Places for so many answers while the block runs. Raises `TooMany` on entry."""
         with _refusing():
-            self._answers.take(count, tenant=holder.tenant, peer=holder.peer)
+            self._answers.reserve(count, tenant=holder.tenant, peer=holder.peer)
         try:
             yield
         finally:
             self._answers.give_back(count, tenant=holder.tenant, peer=holder.peer)
 
     @contextlib.asynccontextmanager
-    async def asking(self, caller: Caller, scope: Scope) -> AsyncIterator[None]:
+    async def asking(self, caller: HttpCaller, scope: Scope) -> AsyncIterator[None]:
         """A call to targets that is no request for an answer, in the place of one. Raises `Refused`."""
         async with self.admitted(caller, scope) as holder:
             with self.answers(holder, 1):
@@ -99,7 +99,7 @@ class GatewayAdmission:
         if size <= _LONG_BYTES:
             return work()
         with _refusing():
-            return await self._texts.run(holder.tenant, work)
+            return await self._texts.call(holder.tenant, work)
 
 
 class HeldBytes:
@@ -113,7 +113,7 @@ class HeldBytes:
         more = size - UNCOUNTED_BYTES - self._counted
         if more > 0:
             with _refusing():
-                self._shares.take(more, tenant=self._holder.tenant, peer=self._holder.peer)
+                self._shares.reserve(more, tenant=self._holder.tenant, peer=self._holder.peer)
             self._counted += more
 
     def give_back(self) -> None:

@@ -17,7 +17,7 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
+class HttpCaller:
     """A caller's token, tenant and trace context; each may be empty."""
 
     token: str
@@ -29,7 +29,7 @@ class Caller:
         return f"{self.token}\0{self.tenant}\0{cache_key}"
 
 
-def caller_from(headers: Headers) -> Caller:
+def caller_from(headers: Headers) -> HttpCaller:
     """The caller of a request. Raises `Refused` for credentials that cannot be passed on."""
     token = tenant = ""
     trace: list[tuple[str, str]] = []
@@ -43,7 +43,7 @@ def caller_from(headers: Headers) -> Caller:
             tenant = _printable(value, 400, "the header outrider-tenant")
         elif name in _TRACE:
             trace.append((name.decode(), value.decode("latin-1")))
-    return Caller(token, tenant, context_from_metadata(trace) if trace else Context())
+    return HttpCaller(token, tenant, context_from_metadata(trace) if trace else Context())
 
 
 def _printable(value: bytes, status: int, what: str) -> str:

@@ -14,7 +14,7 @@ from outrider.runtime import end_tasks
 from outrider_client.failures import AWAY
 from outrider_client.generation import Generation
 from outrider_client.results import Chunk, Result, Started
-from outrider_gateway.caller import Caller
+from outrider_gateway.caller import HttpCaller
 from outrider_gateway.generation_request import GenerationRequest
 from outrider_gateway.metrics import GatewayMetrics
 from outrider_gateway.targets import Target, Targets
@@ -35,12 +35,14 @@ class Dispatcher:
     _targets: Targets
     _metrics: GatewayMetrics
     request: GenerationRequest
-    _caller: Caller
+    _caller: HttpCaller
     _timeout: float | None
     _arrived: float
     _first_token_seen: bool = False
 
-    async def run(self, on_started: OnStarted, on_chunk: OnChunk, on_result: OnResult | None = None) -> list[Result]:
+    async def write_answers(
+        self, on_started: OnStarted, on_chunk: OnChunk, on_result: OnResult | None = None
+    ) -> list[Result]:
         """Write all answers. The first failure ends them all, as does cancelling; raises what calls raise."""
         if self.request.answers == 1:
             return [await self._answer(0, on_started, on_chunk, on_result)]

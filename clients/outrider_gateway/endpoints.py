@@ -15,7 +15,7 @@ from outrider.errors import OutriderError
 from outrider_client.failures import ServiceUnreachable
 from outrider_client.results import Chunk, Result
 from outrider_gateway.admission import GatewayAdmission, HeldBytes, Holder
-from outrider_gateway.caller import Caller, caller_from
+from outrider_gateway.caller import HttpCaller, caller_from
 from outrider_gateway.config import GatewayConfig
 from outrider_gateway.dispatch import Dispatcher
 from outrider_gateway.failures import GatewayFailed, Refused, refusal
@@ -87,7 +87,7 @@ class GenerationEndpoint:
         receive: Receive,
         request: GenerationRequest,
         holder: Holder,
-        caller: Caller,
+        caller: HttpCaller,
         arrived: float,
     ) -> None:
         timeout = self._config.request_seconds or None
@@ -117,7 +117,7 @@ class GenerationEndpoint:
                 if running:
                     await writer.write(last)
 
-            results = await dispatcher.run(builder.started, on_chunk, on_result)
+            results = await dispatcher.write_answers(builder.started, on_chunk, on_result)
         if request.include_usage:
             last += builder.usage_event(results)
         await writer.end(last, done=True)
@@ -125,5 +125,5 @@ class GenerationEndpoint:
     async def _whole(self, writer: ResponseWriter, receive: Receive, dispatcher: Dispatcher) -> None:
         builder = await self._models.response_builder(dispatcher.request)
         async with while_connected(receive):
-            results = await dispatcher.run(builder.started, builder.keep)
+            results = await dispatcher.write_answers(builder.started, builder.keep)
         await writer.whole(builder.whole(results))

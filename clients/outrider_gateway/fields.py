@@ -34,22 +34,22 @@ class Fields:
         """How the field is called in messages."""
         return self._path + name
 
-    def take(self, name: str, default: Any = None) -> Any:
+    def pop(self, name: str, default: Any = None) -> Any:
         self._known.add(name)
         return self._values.pop(name, default)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        return typed(self.take(name, default), bool, self.path(name))
+        return typed(self.pop(name, default), bool, self.path(name))
 
     def whole(self, name: str, low: int, high: int) -> int | None:
-        value = self.take(name)
+        value = self.pop(name)
         return None if value is None else whole(value, self.path(name), low, high)
 
     def number(self, name: str, default: float, low: float, high: float) -> float:
-        return number(self.take(name, default), self.path(name), low, high)
+        return number(self.pop(name, default), self.path(name), low, high)
 
     def text(self, name: str, default: str = "") -> str:
-        return typed(self.take(name, default), str, self.path(name))
+        return typed(self.pop(name, default), str, self.path(name))
 
     def short_text(self, name: str, default: str = "") -> str:
         """A name, which goes into calls, messages and traces."""
@@ -60,13 +60,13 @@ class Fields:
 
     def inner(self, name: str) -> Fields | None:
         """An object as fields of its own."""
-        value = self.take(name)
+        value = self.pop(name)
         return None if value is None else Fields(typed(value, dict, self.path(name)), self.path(name))
 
     def ignore(self, names: Iterable[str]) -> None:
         """Take fields that change nothing here."""
         for name in names:
-            self.take(name)
+            self.pop(name)
 
     def end(self, table: Mapping[str, RequestField] | None = None) -> None:
         """Refuse whatever was not taken, but for what the table ignores, and harmless values of what it refuses."""

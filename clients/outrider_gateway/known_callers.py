@@ -15,7 +15,7 @@ from outrider.admission.newest_waits import NewestWaits
 from outrider.errors import InvalidField, OutriderError, PermissionDenied, Unauthenticated
 from outrider.log_limit import LogLimit
 from outrider_client.failures import AWAY
-from outrider_gateway.caller import Caller
+from outrider_gateway.caller import HttpCaller
 from outrider_gateway.failures import GatewayFailed, Refused, TooMany, refusal
 from outrider_gateway.targets import Targets
 
@@ -69,7 +69,7 @@ class KnownCallers:
         self._waits = NewestWaits(_MOST_ASKED)
         self._failures = LogLimit()
 
-    async def tenant(self, caller: Caller) -> str:
+    async def tenant(self, caller: HttpCaller) -> str:
         """The tenant that the targets know the caller as. Raises `Refused` as they do."""
         key = _key(caller)
         found = self._tenants.get(key) or self._refusals.get(key)
@@ -83,18 +83,18 @@ class KnownCallers:
             return found
         raise found()
 
-    def refused(self, caller: Caller) -> None:
+    def refused(self, caller: HttpCaller) -> None:
         """A target did not know the caller any more."""
         self._tenants.forget(_key(caller))
 
-    async def _ask_in_turn(self, key: bytes, caller: Caller) -> Found:
+    async def _ask_in_turn(self, key: bytes, caller: HttpCaller) -> Found:
         try:
             async with self._waits.within(_ASK_SECONDS):
                 return await self._ask(key, caller)
         except TimeoutError:
             return partial(TooMany, "too many callers that are not known yet")
 
-    async def _ask(self, key: bytes, caller: Caller) -> Found:
+    async def _ask(self, key: bytes, caller: HttpCaller) -> Found:
         """The first answer that a target gives in the caller's name, or why none knows it."""
         found: Found = self._targets.unavailable
         for target in self._targets.preferred(caller.key("")):
@@ -121,6 +121,6 @@ class KnownCallers:
         return found
 
 
-def _key(caller: Caller) -> bytes:
+def _key(caller: HttpCaller) -> bytes:
     """Instead of the token itself, of which no further copy is kept."""
     return hashlib.blake2b(caller.key("").encode(), digest_size=16).digest()

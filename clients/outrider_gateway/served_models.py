@@ -12,7 +12,7 @@ from outrider.model_names import answers_to
 from outrider_client.failures import ServiceUnreachable
 from outrider_client.local.models import find_tokenizer
 from outrider_client.results import TargetInfo
-from outrider_gateway.caller import Caller
+from outrider_gateway.caller import HttpCaller
 from outrider_gateway.failures import GatewayFailed, Refused, refusal
 from outrider_gateway.generation_request import GenerationRequest
 from outrider_gateway.response_json import ResponseBuilder
@@ -51,7 +51,7 @@ class ServedModels:
             return ResponseBuilder(request, request.model, texts, ())
         return ResponseBuilder(request, info.model, texts, info.end_token_ids)
 
-    async def models(self, caller: Caller) -> list[dict[str, Any]]:
+    async def models(self, caller: HttpCaller) -> list[dict[str, Any]]:
         """Every model that healthy targets serve, asked in the caller's name. Raises `Refused`."""
         healthy = self._targets.healthy
         if not healthy:
@@ -69,7 +69,7 @@ class ServedModels:
         logger.error("no target could be asked for its model", exc_info=failures[0])
         raise GatewayFailed
 
-    async def model(self, name: str, caller: Caller) -> dict[str, Any]:
+    async def model(self, name: str, caller: HttpCaller) -> dict[str, Any]:
         """One of them. Raises `Refused`."""
         for entry in await self.models(caller):
             if answers_to((entry["id"],), name):

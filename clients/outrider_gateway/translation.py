@@ -42,7 +42,7 @@ def chat_request(body: Mapping[str, Any], max_choices: int, max_prompt: int = MO
     """The body of /v1/chat/completions. Raises `Refused`, also for a text that cannot have as few as `max_prompt`
     tokens."""
     fields = Fields(body)
-    prompt = Prompt(messages=_messages(fields.take("messages")))
+    prompt = Prompt(messages=_messages(fields.pop("messages")))
     size = sum(len(content.encode()) for _, content in prompt.messages)
     _fitting(check_bytes, size, max_prompt, "messages")
     template = _chat_options(fields)
@@ -65,7 +65,7 @@ def completion_request(body: Mapping[str, Any], max_choices: int, max_prompt: in
     """The body of /v1/completions. Raises `Refused`, also for a prompt that cannot have as few as `max_prompt`
     tokens."""
     fields = Fields(body)
-    prompts = _prompts(fields.take("prompt"), max_choices, max_prompt)
+    prompts = _prompts(fields.pop("prompt"), max_choices, max_prompt)
     max_tokens = fields.whole("max_tokens", 1, _MAX_UINT32)
     logprobs = fields.whole("logprobs", 0, MAX_LOGPROBS)
     sampling = _sampling(fields, _COMPLETION_TOKENS if max_tokens is None else max_tokens, logprobs)
@@ -118,9 +118,9 @@ def _completed(
 
 def _chat_options(fields: Fields) -> ChatOptions:
     """How the chat template renders the messages."""
-    arguments = dict(typed(fields.take("chat_template_kwargs", {}), dict, "chat_template_kwargs"))
+    arguments = dict(typed(fields.pop("chat_template_kwargs", {}), dict, "chat_template_kwargs"))
     for name in _TEMPLATE_FIELDS:
-        value = fields.take(name)
+        value = fields.pop(name)
         # The field that is made for it wins.
         if value is not None:
             arguments.setdefault(name, value)
@@ -128,7 +128,7 @@ def _chat_options(fields: Fields) -> ChatOptions:
     if arguments and len(json_bytes(arguments, "chat_template_kwargs")) > 2 * MAX_TEMPLATE_BYTES:
         raise BadField("chat_template_kwargs", f"has more than {MAX_TEMPLATE_BYTES} bytes", "invalid_value")
     goes_on = fields.flag("continue_final_message")
-    begins = fields.take("add_generation_prompt")
+    begins = fields.pop("add_generation_prompt")
     return ChatOptions(
         add_generation_prompt=None if begins is None else typed(begins, bool, "add_generation_prompt"),
         continue_final_message=goes_on,
@@ -150,10 +150,10 @@ def _message(turn: Any, path: str) -> Message:
     role = fields.text("role")
     if role not in _ROLES:
         raise BadField(fields.path("role"), f"must be one of {', '.join(_ROLES)}", "invalid_value")
-    content = _content_text(fields.take("content"), fields.path("content"))
+    content = _content_text(fields.pop("content"), fields.path("content"))
     fields.ignore(_MESSAGE_IGNORED)
     for name in _MESSAGE_REFUSED:
-        if fields.take(name):
+        if fields.pop(name):
             raise BadField(fields.path(name), "is not supported: messages have text alone", "unsupported_parameter")
     fields.end()
     return _ROLES[role], content
@@ -171,9 +171,9 @@ def _content_text(content: Any, path: str) -> str:
 
 def _part(part: Any, path: str) -> str:
     fields = Fields(typed(part, dict, path), path)
-    if fields.take("type") != "text":
+    if fields.pop("type") != "text":
         raise BadField(f"{path}.type", "must be text: this server reads nothing else", "invalid_value")
-    text: str = typed(fields.take("text"), str, f"{path}.text")
+    text: str = typed(fields.pop("text"), str, f"{path}.text")
     fields.ignore(_MESSAGE_IGNORED)
     fields.end()
     return text
@@ -215,7 +215,7 @@ def _fitting(check: Callable[[int, int, str], None], size: int, most_tokens: int
 def _sampling(fields: Fields, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
     """OpenAI's sampling parameters, at its defaults, and the contract's further ones under the names vLLM gave them."""
     seed = fields.whole("seed", -(2**63), 2**64 - 1)
-    stop_ids = typed(fields.take("stop_token_ids", []), list, "stop_token_ids")
+    stop_ids = typed(fields.pop("stop_token_ids", []), list, "stop_token_ids")
     bounded(stop_ids, MAX_STOP_TOKENS, "stop_token_ids")
     return SamplingParams(
         temperature=fields.number("temperature", 1.0, 0.0, 1e6),
@@ -226,10 +226,10 @@ def _sampling(fields: Fields, max_tokens: int | None, logprobs: int | None) -> S
         repetition_penalty=fields.number("repetition_penalty", 1.0, 0.0, 1e6),
         presence_penalty=fields.number("presence_penalty", 0.0, -2.0, 2.0),
         frequency_penalty=fields.number("frequency_penalty", 0.0, -2.0, 2.0),
-        logit_bias=_logit_bias(fields.take("logit_bias", {})),
+        logit_bias=_logit_bias(fields.pop("logit_bias", {})),
         min_tokens=fields.whole("min_tokens", 0, _MAX_UINT32) or 0,
         max_tokens=max_tokens,
-        stop=_stop(fields.take("stop", [])),
+        stop=_stop(fields.pop("stop", [])),
         stop_token_ids=tuple(whole(i, "stop_token_ids", 0, _MAX_TOKEN) for i in stop_ids),
         ignore_eos=fields.flag("ignore_eos"),
         # The contract's seeds have no sign.
@@ -297,6 +297,6 @@ def _prediction(fields: Fields) -> str | None:
         return None
     if inner.text("type", "content") != "content":
         raise BadField(inner.path("type"), "must be content", "invalid_value")
-    expected = _content_text(inner.take("content"), inner.path("content"))
+    expected = _content_text(inner.pop("content"), inner.path("content"))
     inner.end()
     return expected

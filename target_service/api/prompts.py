@@ -92,7 +92,7 @@ class Prompts:
     async def _run(self, tenant: str, long: bool, work: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
         """Run `work` in a thread if the text is `long`, else here, which is faster."""
         self._need_tokenizer()
-        return await self.pool.run(tenant, work) if long else work()
+        return await self.pool.call(tenant, work) if long else work()
 
     def _encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
         return tuple(self._need_tokenizer().encode(text, add_special_tokens=special))

@@ -19,7 +19,7 @@ from outrider_client.bench.profile import StepProfile, profile_table
 from outrider_client.bench.prompts import load_prompts
 from outrider_client.bench.report import ALL_TASKS, SCHEMA, cells, differing, percentile
 from outrider_client.bench.runner import Plan, Runner
-from outrider_client.bench.samples import Mode
+from outrider_client.bench.samples import BenchMode
 from outrider_client.bench.session import make_plan
 from outrider_client.cli.bench import EXIT_DIFFERENT, _verdict
 from outrider_client.client import Message
@@ -27,7 +27,7 @@ from outrider_client.connection import Connection
 from outrider_client.results import RequestTimes, Result, SpeculationTotals
 from outrider_client.terminal.options import BenchOptions, ClientOptions
 
-PLAIN, TRIE = Mode("plain"), Mode("trie", "remote")
+PLAIN, TRIE = BenchMode("plain"), BenchMode("trie", "remote")
 CELL_KEYS = {
     "mode",
     "draft_placement",
@@ -104,7 +104,7 @@ async def measured(
 ) -> tuple[list[dict[str, Any]], Any, list[str]]:
     log: list[str] = []
     backends = {PLAIN: Scripted("plain", log), TRIE: Scripted("trie", log, trie_tokens)}
-    return cells(await Runner(plan, backends, lambda _: None).run(), plan.modes), backends, log
+    return cells(await Runner(plan, backends, lambda _: None).measure_all(), plan.modes), backends, log
 
 
 def test_limit_takes_evenly_from_tasks(prompts: Path) -> None:
@@ -295,7 +295,7 @@ async def test_plot_of_one_mode(prompts: Path, tmp_path: Path) -> None:
     plan = plan_of(prompts, modes="plain", second_turns=False)
     backends = {PLAIN: Scripted("plain", [])}
     document = {
-        "results": cells(await Runner(plan, backends, lambda _: None).run(), plan.modes),
+        "results": cells(await Runner(plan, backends, lambda _: None).measure_all(), plan.modes),
         "machine": {"cores": 2, "processor": "x"},
         "target": {"model": "m", "dtype": "float32"},
         "arguments": {"repeats": 1},

@@ -201,7 +201,7 @@ class TestServerGoesAway:
             await first.server.stop(0)
             console = Console(width=200)
             conversation = command.Conversation(client, console, Reader(None), GenerateOptions(), None, None, "")
-            await conversation.run()
+            await conversation.read_and_answer()
         out = capsys.readouterr().out
         assert out.count(f"error: cannot reach {first.address}: ") == 2
         assert out.count("the conversation is kept, and /retry asks again") == 2

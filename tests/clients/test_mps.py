@@ -39,7 +39,7 @@ class Whole:
         )
 
     async def started(self) -> asyncio.Task[int]:
-        running = asyncio.create_task(self.supervisor.run())
+        running = asyncio.create_task(self.supervisor.supervise())
         await self.lines.wait("target", "hello")
         await self.lines.wait("draft", "hello")
         return running
@@ -127,7 +127,7 @@ async def test_a_daemon_does_not_number_gpus_anew(
 
 async def test_it_ends_with_the_target(tmp_path: Path, programs: Path) -> None:
     fake, whole = FakeMps(programs), Whole(tmp_path, target=failing("target", 3))
-    assert await asyncio.wait_for(whole.supervisor.run(), SECONDS) == 3
+    assert await asyncio.wait_for(whole.supervisor.supervise(), SECONDS) == 3
     assert fake.asked == ["-f", "quit"] and fake.left == []
 
 
@@ -247,7 +247,7 @@ def test_a_program_may_end_before_it_is_fed() -> None:
 
 async def test_a_stop_while_it_starts_starts_no_service(tmp_path: Path, programs: Path) -> None:
     fake, whole = FakeMps(programs, SILENT), Whole(tmp_path)
-    running = asyncio.create_task(whole.supervisor.run())
+    running = asyncio.create_task(whole.supervisor.supervise())
     async with asyncio.timeout(SECONDS):
         while not fake.calls:
             await asyncio.sleep(0.02)

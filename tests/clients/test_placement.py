@@ -8,7 +8,7 @@ import pytest
 
 from outrider.heads import shipped_heads
 from outrider_client.local.models import DEFAULT_MODEL
-from outrider_client.local.placement import Placement, named_settings, place, visible_gpus
+from outrider_client.local.placement import GpuPlacement, named_settings, place, visible_gpus
 
 
 def test_gpus_are_counted_as_cuda_shows_them(tmp_path: Path) -> None:
@@ -22,9 +22,9 @@ def test_gpus_are_counted_as_cuda_shows_them(tmp_path: Path) -> None:
 
 
 def test_nothing_is_placed_without_a_gpu_or_where_the_user_did() -> None:
-    assert place(0, "merged", "", [], []) == Placement()
-    assert place(2, "merged", "", ["--device", "cpu"], []) == Placement()
-    assert place(2, "merged", "", [], ["--device=cuda:0"]) == Placement()
+    assert place(0, "merged", "", [], []) == GpuPlacement()
+    assert place(2, "merged", "", ["--device", "cpu"], []) == GpuPlacement()
+    assert place(2, "merged", "", [], ["--device=cuda:0"]) == GpuPlacement()
 
 
 @pytest.mark.parametrize(("gpus", "device"), [(1, "cuda:0"), (2, "cuda:1"), (8, "cuda:1")])
@@ -45,7 +45,7 @@ def test_one_gpu_is_shared_by_a_draft_that_runs_a_network(drafter: str) -> None:
 
 
 def test_a_trie_stays_on_the_host() -> None:
-    assert place(2, "trie", "", [], []) == Placement(("--device", "cuda:0"), (), "the target runs on cuda:0")
+    assert place(2, "trie", "", [], []) == GpuPlacement(("--device", "cuda:0"), (), "the target runs on cuda:0")
 
 
 def test_a_head_that_the_user_names_is_named_to_the_target() -> None:
@@ -58,10 +58,10 @@ def test_a_head_that_the_user_names_is_named_to_the_target() -> None:
 def test_settings_of_file_and_environment_are_not_overridden(tmp_path: Path) -> None:
     path = tmp_path / "outrider.toml"
     path.write_text('[target]\ndevice = "cpu"\n[eagle]\nhead = "some/head"\n')
-    assert place(2, "merged", "", [], [], named_settings({}, path)) == Placement()
-    assert place(2, "eagle", "", [], [], named_settings({"OUTRIDER_EAGLE_DEVICE": "cpu"}, None)) == Placement()
+    assert place(2, "merged", "", [], [], named_settings({}, path)) == GpuPlacement()
+    assert place(2, "eagle", "", [], [], named_settings({"OUTRIDER_EAGLE_DEVICE": "cpu"}, None)) == GpuPlacement()
     # Of a drafter that is not used.
-    assert place(2, "trie", "", [], [], named_settings({"OUTRIDER_EAGLE_DEVICE": "cpu"}, None)) != Placement()
+    assert place(2, "trie", "", [], [], named_settings({"OUTRIDER_EAGLE_DEVICE": "cpu"}, None)) != GpuPlacement()
     path.write_text('[draft]\ndrafter = "eagle"\n[eagle]\nhead = "some/head"\n')
     placed = place(2, "", "", [], [], named_settings({}, path))
     assert placed.draft == ("--device", "cuda:1", "--cuda-graphs")
@@ -74,7 +74,7 @@ def test_settings_of_file_and_environment_are_not_overridden(tmp_path: Path) -> 
 
 def test_medusa_heads_are_fed_and_not_captured() -> None:
     """None comes with Outrider, so that of the settings is the only one, and their drafter has no graphs."""
-    assert place(2, "medusa", DEFAULT_MODEL, [], ["--head", "some/heads"]) == Placement(
+    assert place(2, "medusa", DEFAULT_MODEL, [], ["--head", "some/heads"]) == GpuPlacement(
         ("--device", "cuda:0", "--draft-head", "some/heads"),
         ("--device", "cuda:1"),
         "the target runs on cuda:0, the draft on cuda:1",
@@ -87,7 +87,7 @@ def test_medusa_heads_are_fed_and_not_captured() -> None:
 
 
 def test_an_mtp_module_is_the_models_own() -> None:
-    assert place(2, "mtp", "some/model", [], []) == Placement(
+    assert place(2, "mtp", "some/model", [], []) == GpuPlacement(
         ("--device", "cuda:0", "--draft-head", "some/model"),
         ("--device", "cuda:1", "--base-model", "some/model"),
         "the target runs on cuda:0, the draft on cuda:1",

@@ -33,7 +33,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_ready_then_sigterm(tmp_path: Path) -> None:
     lines, ready = Lines(), asyncio.Event()
     supervisor = Supervisor(service("target", tmp_path), service("draft", tmp_path), lines.emit)
-    running = asyncio.create_task(supervisor.run(ready.set))
+    running = asyncio.create_task(supervisor.supervise(ready.set))
     async with asyncio.timeout(SECONDS):
         await ready.wait()
     await lines.wait("draft", "hello")
@@ -62,7 +62,7 @@ async def test_hangup_reloads_tokens_or_is_a_terminals_end(
     # Tests may run under nohup.
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
-        running = asyncio.create_task(Supervisor(target, draft, lines.emit, gateway).run())
+        running = asyncio.create_task(Supervisor(target, draft, lines.emit, gateway).supervise())
         for name in names:
             await lines.wait(name, "hello")
         os.kill(os.getpid(), signal.SIGHUP)
@@ -78,7 +78,7 @@ async def test_hangup_reloads_tokens_or_is_a_terminals_end(
 async def test_dead_draft_is_started_again(tmp_path: Path) -> None:
     lines = Lines()
     supervisor = Supervisor(service("target", tmp_path), service("draft", tmp_path), lines.emit)
-    running = asyncio.create_task(supervisor.run())
+    running = asyncio.create_task(supervisor.supervise())
     for life in (1, 2, 3):
         await lines.wait("draft", "hello", times=life)
         if life < 3:
@@ -103,7 +103,7 @@ async def test_draft_that_cannot_be_started_again_at_once(tmp_path: Path, monkey
     monkeypatch.setattr(Child, "start", failing_start)
     most = 2
     gateway, draft = service("gateway", tmp_path), service("draft", tmp_path)
-    running = asyncio.create_task(Supervisor(service("target", tmp_path), draft, lines.emit, gateway).run())
+    running = asyncio.create_task(Supervisor(service("target", tmp_path), draft, lines.emit, gateway).supervise())
     for name in ("target", "gateway", "draft"):
         await lines.wait(name, "hello")
     _kill("hello from draft")
@@ -124,7 +124,7 @@ async def test_a_first_start_that_fails_ends_the_whole(tmp_path: Path) -> None:
     absent = ServiceCommand("draft", (str(tmp_path / "absent"),), "unix:/nowhere")
     supervisor = Supervisor(service("target", tmp_path), absent, lines.emit, service("gateway", tmp_path))
     with pytest.raises(FileNotFoundError):
-        await asyncio.wait_for(supervisor.run(), SECONDS)
+        await asyncio.wait_for(supervisor.supervise(), SECONDS)
     assert not living_children("hello from")
     # Its handlers are gone.
     assert not asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
@@ -134,7 +134,7 @@ async def test_gateway_is_started_again_and_stops_first(tmp_path: Path) -> None:
     lines = Lines()
     gateway, draft = service("gateway", tmp_path), service("draft", tmp_path)
     supervisor = Supervisor(service("target", tmp_path), draft, lines.emit, gateway)
-    running = asyncio.create_task(supervisor.run())
+    running = asyncio.create_task(supervisor.supervise())
     await lines.wait("gateway", "hello")
     _kill("hello from gateway")
     await lines.wait("gateway", "hello", times=2)
@@ -158,7 +158,7 @@ def _kill(words: str) -> None:
 async def test_dead_target_ends_the_whole(tmp_path: Path, status: int, expected: int) -> None:
     lines = Lines()
     supervisor = Supervisor(failing("target", status), service("draft", tmp_path), lines.emit)
-    assert await asyncio.wait_for(supervisor.run(), SECONDS) == expected
+    assert await asyncio.wait_for(supervisor.supervise(), SECONDS) == expected
     assert lines.count("outrider", f"the target service exited with status {status}") == 1
     assert not living_children("hello from")
 
@@ -167,7 +167,7 @@ async def test_a_draft_that_refuses_its_settings_ends_the_whole(tmp_path: Path) 
     """It would refuse them again."""
     lines = Lines()
     supervisor = Supervisor(service("target", tmp_path), failing("draft", 2), lines.emit)
-    assert await asyncio.wait_for(supervisor.run(), SECONDS) == 2
+    assert await asyncio.wait_for(supervisor.supervise(), SECONDS) == 2
     assert lines.count("outrider", "the draft service refuses its settings") == 1
     assert not living_children("hello from")
 
@@ -175,7 +175,7 @@ async def test_a_draft_that_refuses_its_settings_ends_the_whole(tmp_path: Path) 
 async def test_a_target_that_tls_keeps_from_its_probe_is_told_of_once(tmp_path: Path) -> None:
     lines, ready = Lines(), asyncio.Event()
     target = replace(service("target", tmp_path), tls=Tls())
-    running = asyncio.create_task(Supervisor(target, None, lines.emit).run(ready.set))
+    running = asyncio.create_task(Supervisor(target, None, lines.emit).supervise(ready.set))
     await lines.wait(
         "outrider", f"waiting for the target on {target.address}, asked with the TLS settings of [client]:"
     )
@@ -189,7 +189,7 @@ async def test_a_target_that_tls_keeps_from_its_probe_is_told_of_once(tmp_path: 
 
 async def test_killed_target_is_a_failure(tmp_path: Path) -> None:
     lines = Lines()
-    running = asyncio.create_task(Supervisor(service("target", tmp_path), None, lines.emit).run())
+    running = asyncio.create_task(Supervisor(service("target", tmp_path), None, lines.emit).supervise())
     await lines.wait("target", "hello")
     _kill("hello from target")
     assert await asyncio.wait_for(running, SECONDS) == 1

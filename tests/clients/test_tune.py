@@ -16,7 +16,7 @@ from timeless_loop import TimelessLoop
 
 from draft_service.config import DraftConfig, drafter_config
 from outrider.settings import SettingsError, load
-from outrider_client.local.placement import Placement
+from outrider_client.local.placement import GpuPlacement
 from outrider_client.local.settings_file import read_document, to_toml, with_settings
 from outrider_client.results import RequestTimes, Result, SpeculationTotals, TargetInfo
 from outrider_client.terminal.options import TuneOptions
@@ -227,7 +227,7 @@ class ScriptedSide:
         self.started = True
         await asyncio.sleep(self._seconds)
 
-    async def take(self, candidate: Candidate) -> None:
+    async def apply(self, candidate: Candidate) -> None:
         self.taken.append(candidate)
 
     def client(self) -> ScriptedSide:
@@ -259,14 +259,14 @@ def test_a_second_target_on_a_gpu_is_started_where_it_measures_more(
     seconds: float, start_seconds: float, second: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     candidates = (SMALL, *(Candidate((("target", "max_draft_nodes", rows),)) for rows in (7, 3)))
-    setup = Setup(TuneOptions(minutes=seconds / 60), None, {}, Placement(), (), (), candidates, gpu=True)
+    setup = Setup(TuneOptions(minutes=seconds / 60), None, {}, GpuPlacement(), (), (), candidates, gpu=True)
     sides = ScriptedSide(start_seconds), ScriptedSide(start_seconds)
     comparison = Comparison(read_prompts("")[:2], [1], 4)
     with asyncio.Runner(loop_factory=TimelessLoop) as runner:
         loop = runner.get_loop()
         monkeypatch.setattr("outrider_client.tuning.session.monotonic", loop.time)
         monkeypatch.setattr(time, "perf_counter", loop.time)
-        found = runner.run(_Tuner(setup, comparison, cast("Any", sides), 0, lambda _: None).run())
+        found = runner.run(_Tuner(setup, comparison, cast("Any", sides), 0, lambda _: None).tune())
         assert loop.time() < seconds + 2.0
     tried = [candidate for candidate, _ in found.measured]
     assert (sides[0].started, sides[1].started) == (True, second)

@@ -19,7 +19,7 @@ from outrider.serving import Authenticator, Caller, GrpcServer, Service, Serving
 from outrider_client.client import Client
 from outrider_client.failures import ServiceUnreachable
 from outrider_gateway.admission import UNCOUNTED_BYTES, peer_name
-from outrider_gateway.caller import Caller as HttpCaller
+from outrider_gateway.caller import HttpCaller
 from outrider_gateway.failures import Refused
 from outrider_gateway.http import json_object
 from outrider_gateway.known_callers import KnownCallers

@@ -74,8 +74,8 @@ KERNEL_DECORATORS = ("compiled", "triton.jit")
 
 # Classes of several packages with one name: a search for the name finds both. None is added here.
 SHARED_CLASS_NAMES = {
-    "Caller", "Checkpoint", "CheckpointRefused", "FusedLayer", "LatentAttention", "Mode", "PagedCache", "Placement",
-    "Prompt", "Rotary", "Router",
+    "Checkpoint", "CheckpointRefused", "FusedLayer", "LatentAttention", "PagedCache", "Rotary",
+    "Router",
 }  # fmt: skip
 # Names of methods that say nothing without their class. Each is kept for the families that give it one meaning.
 VAGUE_METHODS = {
@@ -86,10 +86,9 @@ VAGUE_METHODS = {
     "close": r"\w*(Drafter|Link|LinkProcess|Drafts|Conversation|ProposeSession)",
     # Adds a value to a statistic.
     "observe": r"Histogram|Running\w+|PassRate|StepTime|_Curve|_Undisturbed",
-    # Attention is planned once per step and run once per layer; the command line's and the clients' whole runs.
-    "run": r"\w*Attention|_AttentionBackend|_Implementation|Runner|Conversation|Supervisor|Comparison|_Tuner"
-    "|_LoopThread|Dispatcher|TextPool",
-    "take": r"Side|Fields|Shares",
+    # Attention is planned once per step, and run once per layer.
+    "run": r"\w*Attention|_AttentionBackend|_Implementation",
+    "take": None,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

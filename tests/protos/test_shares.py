@@ -19,7 +19,7 @@ def take_all(shares: Shares, **holders: str) -> int:
     taken = 0
     with contextlib.suppress(QuotaExceeded):
         while True:
-            shares.take(**holders)
+            shares.reserve(**holders)
             taken += 1
     return taken
 
@@ -50,7 +50,7 @@ def test_names_that_a_peer_invents_get_it_no_more_than_its_share() -> None:
     for number in range(1000):
         take_all(shares, tenant=str(number), peer="here")
     assert shares.held("peer", "here") <= 256 * PEER_FACTOR / (1 + PEER_FACTOR) + 1
-    shares.take(tenant="other", peer="there")
+    shares.reserve(tenant="other", peer="there")
 
 
 def test_a_few_places_are_all_of_use() -> None:
@@ -69,7 +69,7 @@ def test_what_is_given_back_is_free_again(asked: list[tuple[str, str, int]], dat
             shares.give_back(given_count, tenant=given_tenant, peer=given_peer)
         before = shares.taken
         try:
-            shares.take(count, tenant=tenant, peer=peer)
+            shares.reserve(count, tenant=tenant, peer=peer)
         except QuotaExceeded:
             assert shares.taken == before
         else:

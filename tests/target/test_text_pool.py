@@ -51,9 +51,9 @@ def pool(**limits: Any) -> TextPool:
 
 async def test_tenants_take_turns_whoever_came_first() -> None:
     held, texts = Held(), pool()
-    loud = [asyncio.create_task(texts.run("loud", held.work(f"loud{i}"))) for i in range(8)]
+    loud = [asyncio.create_task(texts.call("loud", held.work(f"loud{i}"))) for i in range(8)]
     await held.until_begun(2)
-    quiet = asyncio.create_task(texts.run("quiet", held.work("quiet")))
+    quiet = asyncio.create_task(texts.call("quiet", held.work("quiet")))
     await asyncio.sleep(0)
     held.go.set()
     assert await asyncio.gather(quiet, *loud) == ["quiet", *(f"loud{i}" for i in range(8))]
@@ -62,9 +62,9 @@ async def test_tenants_take_turns_whoever_came_first() -> None:
 
 async def test_what_is_cancelled_while_it_waits_is_never_begun() -> None:
     held, texts = Held(), pool()
-    running = [asyncio.create_task(texts.run("a", held.work(f"first{i}"))) for i in range(2)]
+    running = [asyncio.create_task(texts.call("a", held.work(f"first{i}"))) for i in range(2)]
     await held.until_begun(2)
-    waiting = [asyncio.create_task(texts.run("a", held.work(f"late{i}"))) for i in range(5)]
+    waiting = [asyncio.create_task(texts.call("a", held.work(f"late{i}"))) for i in range(5)]
     await asyncio.sleep(0.01)
     assert texts.waiting == 5
     for task in waiting:
@@ -73,18 +73,18 @@ async def test_what_is_cancelled_while_it_waits_is_never_begun() -> None:
     assert texts.waiting == 0
     held.go.set()
     await asyncio.gather(*running)
-    assert await texts.run("a", held.work("after")) == "after"
+    assert await texts.call("a", held.work("after")) == "after"
     assert sorted(held.begun) == ["after", "first0", "first1"]
 
 
 async def test_a_cancelled_one_that_has_begun_keeps_its_thread_to_its_end() -> None:
     held, texts = Held(), pool()
-    running = [asyncio.create_task(texts.run("a", held.work(f"first{i}"))) for i in range(2)]
+    running = [asyncio.create_task(texts.call("a", held.work(f"first{i}"))) for i in range(2)]
     await held.until_begun(2)
     for task in running:
         task.cancel()
     await asyncio.gather(*running, return_exceptions=True)
-    after = asyncio.create_task(texts.run("a", held.work("after")))
+    after = asyncio.create_task(texts.call("a", held.work("after")))
     await asyncio.sleep(0.02)
     assert "after" not in held.begun
     held.go.set()
@@ -98,13 +98,13 @@ async def test_every_thread_comes_back_whatever_happens() -> None:
         raise ValueError("no")
 
     for _ in range(20):
-        tasks = [asyncio.create_task(texts.run(str(i % 3), fail if i % 2 else (lambda: None))) for i in range(10)]
+        tasks = [asyncio.create_task(texts.call(str(i % 3), fail if i % 2 else (lambda: None))) for i in range(10)]
         await asyncio.sleep(0)
         for task in tasks[::3]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     held = Held()
-    both = [asyncio.create_task(texts.run("a", held.work(name))) for name in "ab"]
+    both = [asyncio.create_task(texts.call("a", held.work(name))) for name in "ab"]
     await held.until_begun(2)
     held.go.set()
     assert await asyncio.gather(*both) == ["a", "b"]
@@ -113,12 +113,12 @@ async def test_every_thread_comes_back_whatever_happens() -> None:
 async def test_a_tenants_texts_and_all_texts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_pool, "_MOST_WAITING", 4)
     held, texts = Held(), pool(texts=3)
-    tasks = [asyncio.create_task(texts.run("a", held.work("x"))) for _ in range(4)]
+    tasks = [asyncio.create_task(texts.call("a", held.work("x"))) for _ in range(4)]
     await asyncio.sleep(0.01)
     with pytest.raises(QuotaExceeded) as caught:
         await tasks[3]
     assert caught.value.metadata == {"quota": "texts", "limit": "3"}
-    others = [asyncio.create_task(texts.run(name, held.work(name))) for name in ("b", "c", "d", "e")]
+    others = [asyncio.create_task(texts.call(name, held.work(name))) for name in ("b", "c", "d", "e")]
     await asyncio.sleep(0.01)
     with pytest.raises(QuotaExceeded, match="wait for a thread"):
         await others[3]

@@ -8,7 +8,7 @@ from typing import Any
 
 from outrider.settings import SettingsError
 from outrider_client.bench.report import ALL_TASKS
-from outrider_client.bench.samples import Mode
+from outrider_client.bench.samples import BenchMode
 
 # By mode and task.
 _Cells = Mapping[tuple[str, str], Mapping[str, Any]]
@@ -74,7 +74,7 @@ def _error(cell: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def _label(cell: Mapping[str, Any]) -> str:
-    return Mode(cell["mode"], cell["draft_placement"] or "").label
+    return BenchMode(cell["mode"], cell["draft_placement"] or "").label
 
 
 def _caption(document: Mapping[str, Any]) -> str:

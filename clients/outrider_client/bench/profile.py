@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from rich import box
 from rich.table import Table
 
-from outrider_client.bench.samples import Mode
+from outrider_client.bench.samples import BenchMode
 
 # In the order of the step: forward is the model, of which launch is the host's part; the others are host work.
 PHASES = ("wait", "plan", "launch", "forward", "verify", "commit")
@@ -53,13 +53,13 @@ class StepProfile:
     """Adds up the time that targets spend in each phase, by mode."""
 
     # The metrics URL of each mode's target; modes without one are not profiled.
-    _pages: Mapping[Mode, str]
-    totals: dict[Mode, dict[str, float]] = field(default_factory=dict)
+    _pages: Mapping[BenchMode, str]
+    totals: dict[BenchMode, dict[str, float]] = field(default_factory=dict)
 
-    async def read(self, mode: Mode) -> Spent:
+    async def read(self, mode: BenchMode) -> Spent:
         return await asyncio.to_thread(_read_page, self._pages[mode]) if mode in self._pages else {}
 
-    async def add(self, mode: Mode, before: Spent) -> None:
+    async def add(self, mode: BenchMode, before: Spent) -> None:
         """Add the difference to the counters `before` to this mode's totals."""
         totals = self.totals.setdefault(mode, {})
         for name, value in (await self.read(mode)).items():

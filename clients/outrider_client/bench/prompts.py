@@ -11,7 +11,7 @@ from outrider.settings import SettingsError, json_lines, read_text
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class BenchPrompt:
     """A conversation to measure. `turns` are the user's; answers come from the model."""
 
     prompt_id: str
@@ -19,10 +19,10 @@ class Prompt:
     turns: tuple[str, ...]
 
 
-def load_prompts(path: Path, *, limit: int = 0, tasks: Iterable[str] = ()) -> list[Prompt]:
+def load_prompts(path: Path, *, limit: int = 0, tasks: Iterable[str] = ()) -> list[BenchPrompt]:
     """The prompts of a file, grouped by task. `tasks` selects tasks. A `limit` takes that many in all, evenly from the
     tasks, in the file's order. Raises `SettingsError`, which names the line."""
-    by_task: dict[str, list[Prompt]] = {}
+    by_task: dict[str, list[BenchPrompt]] = {}
     for where, row in json_lines(path, read_text(path)):
         prompt = _parse(where, row)
         by_task.setdefault(prompt.task, []).append(prompt)
@@ -40,7 +40,7 @@ def load_prompts(path: Path, *, limit: int = 0, tasks: Iterable[str] = ()) -> li
     return [prompt for group in kept for prompt in group]
 
 
-def _parse(where: str, row: object) -> Prompt:
+def _parse(where: str, row: object) -> BenchPrompt:
     if not isinstance(row, dict):
         raise SettingsError(f"{where}: is not an object")
     turns = row.get("turns")
@@ -49,4 +49,4 @@ def _parse(where: str, row: object) -> Prompt:
     for name in ("id", "task"):
         if not isinstance(row.get(name), str) or not row[name]:
             raise SettingsError(f"{where}: {name} must be a text")
-    return Prompt(row["id"], row["task"], tuple(turns))
+    return BenchPrompt(row["id"], row["task"], tuple(turns))

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from itertools import product, zip_longest
 from typing import Any
 
-from outrider_client.bench.samples import PLAIN, TRANSFORMERS, Block, Mode
+from outrider_client.bench.samples import PLAIN, TRANSFORMERS, BenchMode, Block
 from outrider_client.results import Result
 
 SCHEMA = "outrider.bench.v1"
@@ -19,7 +19,7 @@ Cell = dict[str, Any]
 _Place = tuple[int, int, str, int]
 
 
-def cells(blocks: Sequence[Block], modes: Sequence[Mode]) -> list[Cell]:
+def cells(blocks: Sequence[Block], modes: Sequence[BenchMode]) -> list[Cell]:
     """The figures of every task (and all tasks together), concurrency and mode; modes in the order given."""
     plain = _answers(block for block in blocks if block.mode.name == PLAIN)
     tasks = [*dict.fromkeys(block.task for block in blocks), ALL_TASKS]
@@ -36,7 +36,7 @@ def cells(blocks: Sequence[Block], modes: Sequence[Mode]) -> list[Cell]:
     return found
 
 
-def _cell(mode: Mode, task: str, concurrency: int, blocks: Sequence[Block], plain: dict[_Place, Result]) -> Cell:
+def _cell(mode: BenchMode, task: str, concurrency: int, blocks: Sequence[Block], plain: dict[_Place, Result]) -> Cell:
     requests = [request for block in blocks for request in block.requests]
     results = [request.result for request in requests if request.result]
     totals = [result.speculation for result in results]
@@ -77,11 +77,11 @@ def differing(found: Iterable[Cell]) -> int:
     return sum(c["differing_outputs"] or 0 for c in found if c["task"] == ALL_TASKS and c["mode"] != TRANSFORMERS)
 
 
-def undrafted(found: Sequence[Cell]) -> list[Mode]:
+def undrafted(found: Sequence[Cell]) -> list[BenchMode]:
     """Modes with a drafter in whose answers nothing was drafted at all."""
-    drafted: dict[Mode, int] = {}
+    drafted: dict[BenchMode, int] = {}
     for cell in found:
-        mode = Mode(cell["mode"], cell["draft_placement"] or "")
+        mode = BenchMode(cell["mode"], cell["draft_placement"] or "")
         if mode.drafts and cell["task"] == ALL_TASKS and cell["n"]:
             drafted[mode] = drafted.get(mode, 0) + cell["drafted_tokens"]
     return [mode for mode, tokens in drafted.items() if not tokens]
@@ -96,7 +96,7 @@ def _answers(blocks: Iterable[Block]) -> dict[_Place, Result]:
     }
 
 
-def _identity(mode: Mode, blocks: Sequence[Block], plain: dict[_Place, Result]) -> Cell:
+def _identity(mode: BenchMode, blocks: Sequence[Block], plain: dict[_Place, Result]) -> Cell:
     """Outputs compared with plain ones of the same repeat and concurrency; plain ones with the first plain one."""
     first: dict[tuple[str, int], Result] = {}
     for (*_, prompt_id, turn), result in plain.items():

@@ -11,8 +11,8 @@ from itertools import groupby, product
 from outrider.errors import OutriderError
 from outrider_client.bench.backends import Backend
 from outrider_client.bench.profile import StepProfile
-from outrider_client.bench.prompts import Prompt
-from outrider_client.bench.samples import TRANSFORMERS, Block, Mode, RequestOutcome
+from outrider_client.bench.prompts import BenchPrompt
+from outrider_client.bench.samples import TRANSFORMERS, BenchMode, Block, RequestOutcome
 from outrider_client.client import Message
 
 # Requests of a block per concurrent one: enough to keep all running, few enough to alternate modes often.
@@ -25,8 +25,8 @@ _WARM_UP_TOKENS = 32
 class Plan:
     """What to run. Modes alternate within every block of prompts."""
 
-    prompts: Sequence[Prompt]
-    modes: Sequence[Mode]
+    prompts: Sequence[BenchPrompt]
+    modes: Sequence[BenchMode]
     concurrency: Sequence[int]
     max_tokens: int
     # Part of this run's tenant names, so that no draft has learnt the prompts in another run.
@@ -35,7 +35,7 @@ class Plan:
     second_turns: bool = False
     isolate: bool = False
 
-    def turns(self, prompt: Prompt) -> int:
+    def turns(self, prompt: BenchPrompt) -> int:
         return min(len(prompt.turns), 2) if self.second_turns else 1
 
     def requests(self) -> int:
@@ -43,7 +43,7 @@ class Plan:
         return sum(per_mode * sum(1 for mode in self.modes if runs(mode, level)) for level in self.concurrency)
 
 
-def runs(mode: Mode, concurrency: int) -> bool:
+def runs(mode: BenchMode, concurrency: int) -> bool:
     """transformers' loop takes one request at a time."""
     return mode.name != TRANSFORMERS or concurrency == 1
 
@@ -53,7 +53,7 @@ class Runner:
     """Runs a plan. `on_answer` is called after each answer with what is measured; `profile` reads targets' metrics."""
 
     _plan: Plan
-    _backends: Mapping[Mode, Backend]
+    _backends: Mapping[BenchMode, Backend]
     _on_answer: Callable[[str], None]
     _profile: StepProfile = field(default_factory=lambda: StepProfile({}))
     # First answers by prompt, of the mode that ran first: every mode's second turn builds on them.
@@ -65,7 +65,7 @@ class Runner:
             for _ in range(2):
                 await self._backends[mode].answer(WARM_UP, _WARM_UP_TOKENS, f"bench-{self._plan.run_id}-warm")
 
-    async def run(self) -> list[Block]:
+    async def measure_all(self) -> list[Block]:
         """Run every block of every repeat. Raises `ServiceUnreachable` when a target is gone."""
         blocks: list[Block] = []
         for repeat, concurrency in product(range(self._plan.repeats), self._plan.concurrency):
@@ -73,14 +73,16 @@ class Runner:
                 blocks.extend(await self._interleave(prompts, concurrency, repeat, number))
         return blocks
 
-    def _blocks(self, concurrency: int) -> Iterator[list[Prompt]]:
+    def _blocks(self, concurrency: int) -> Iterator[list[BenchPrompt]]:
         size = 1 if concurrency == 1 else concurrency * _ROUNDS_PER_BLOCK
         for _, group in groupby(self._plan.prompts, key=lambda prompt: prompt.task):
             prompts = list(group)
             for start in range(0, len(prompts), size):
                 yield prompts[start : start + size]
 
-    async def _interleave(self, prompts: Sequence[Prompt], concurrency: int, repeat: int, number: int) -> list[Block]:
+    async def _interleave(
+        self, prompts: Sequence[BenchPrompt], concurrency: int, repeat: int, number: int
+    ) -> list[Block]:
         modes = [mode for mode in self._plan.modes if runs(mode, concurrency)]
         shift = (number + repeat) % len(modes)
         blocks: list[Block] = []
@@ -98,11 +100,13 @@ class Runner:
                         self._answers.setdefault(request.prompt_id, request.result.text)
         return blocks
 
-    async def _block(self, mode: Mode, prompts: Sequence[Prompt], turn: int, concurrency: int, repeat: int) -> Block:
+    async def _block(
+        self, mode: BenchMode, prompts: Sequence[BenchPrompt], turn: int, concurrency: int, repeat: int
+    ) -> Block:
         places = asyncio.Semaphore(concurrency)
         tenant = f"bench-{self._plan.run_id}-{repeat}-{concurrency}"
 
-        async def one(prompt: Prompt) -> RequestOutcome:
+        async def one(prompt: BenchPrompt) -> RequestOutcome:
             async with places:
                 measured = await self._request(mode, prompt, turn, tenant)
             self._on_answer(f"{prompt.task}, {concurrency} at once, {mode.label}")
@@ -115,7 +119,7 @@ class Runner:
         await self._profile.add(mode, before)
         return Block(mode, prompts[0].task, concurrency, repeat, seconds, tuple(requests))
 
-    async def _request(self, mode: Mode, prompt: Prompt, turn: int, tenant: str) -> RequestOutcome:
+    async def _request(self, mode: BenchMode, prompt: BenchPrompt, turn: int, tenant: str) -> RequestOutcome:
         messages: list[Message] = [("user", prompt.turns[0])]
         if turn:
             messages += [("assistant", self._answers[prompt.prompt_id]), ("user", prompt.turns[turn])]

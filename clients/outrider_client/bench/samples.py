@@ -11,7 +11,7 @@ TRANSFORMERS = "transformers"
 
 
 @dataclass(frozen=True, slots=True)
-class Mode:
+class BenchMode:
     """How answers are generated: plainly, by transformers' loop, or with a drafter inside or outside the target."""
 
     name: str
@@ -40,7 +40,7 @@ class RequestOutcome:
 class Block:
     """Requests that ran together under one mode. `seconds` is the wall clock of the whole block."""
 
-    mode: Mode
+    mode: BenchMode
     task: str
     concurrency: int
     repeat: int

@@ -21,7 +21,7 @@ from outrider_client.bench.profile import StepProfile
 from outrider_client.bench.prompts import load_prompts
 from outrider_client.bench.report import SCHEMA, cells
 from outrider_client.bench.runner import Plan, Runner
-from outrider_client.bench.samples import PLAIN, TRANSFORMERS, Mode
+from outrider_client.bench.samples import PLAIN, TRANSFORMERS, BenchMode
 from outrider_client.client import Client
 from outrider_client.local.stack import Stack, private_stack, wait_for_drafter
 from outrider_client.results import TargetInfo
@@ -52,12 +52,12 @@ def make_plan(options: BenchOptions) -> Plan:
     )
 
 
-def _is_drafter_of(mode: Mode, drafter: str) -> bool:
+def _is_drafter_of(mode: BenchMode, drafter: str) -> bool:
     """Whether a target's drafter is the mode's. One given as MODULE:CLASS chooses its own name."""
     return drafter == mode.name or (bool(drafter) and ":" in mode.name)
 
 
-def _modes(options: BenchOptions) -> list[Mode]:
+def _modes(options: BenchOptions) -> list[BenchMode]:
     names = comma_words(options.modes)
     placements = comma_words(options.draft_placement)
     if not names:
@@ -65,15 +65,15 @@ def _modes(options: BenchOptions) -> list[Mode]:
     for placement in placements:
         if placement not in PLACEMENTS:
             raise SettingsError(f"--draft-placement: {placement!r} is not one of {', '.join(PLACEMENTS)}")
-    if options.target and sum(Mode(name).drafts for name in names) > 1:
+    if options.target and sum(BenchMode(name).drafts for name in names) > 1:
         raise SettingsError("--target has one drafter; leave --target out to have a target started for every drafter")
     if set(names) == {TRANSFORMERS}:
         raise SettingsError("--modes: transformers is for comparison, with plain or a drafter beside it")
-    modes: list[Mode] = []
+    modes: list[BenchMode] = []
     # Plain first: the others are compared with it, and second turns build on its answers.
     for name in sorted(dict.fromkeys(names), key=lambda name: name != PLAIN):
-        placed = Mode(name).drafts and not options.target
-        modes.extend(Mode(name, placement) for placement in (placements if placed else [""]))
+        placed = BenchMode(name).drafts and not options.target
+        modes.extend(BenchMode(name, placement) for placement in (placements if placed else [""]))
     return modes
 
 
@@ -87,15 +87,15 @@ class Session:
     _leave: AsyncExitStack
     _drafts: dict[str, str] = field(default_factory=dict)
     _stack: Stack | None = None
-    backends: dict[Mode, Backend] = field(default_factory=dict)
+    backends: dict[BenchMode, Backend] = field(default_factory=dict)
     info: TargetInfo | None = None
     # URLs of the metrics of the modes' targets, when profiling.
-    pages: dict[Mode, str] = field(default_factory=dict)
+    pages: dict[BenchMode, str] = field(default_factory=dict)
 
-    async def start(self, modes: Sequence[Mode]) -> None:
+    async def start(self, modes: Sequence[BenchMode]) -> None:
         """Start or find a backend for every mode; plain answers come from the first drafter's own target. One after
         another, since a target times its own steps when it starts. Raises `SettingsError`, or as calls do."""
-        running, targets = self._options.target, dict[Mode, str]()
+        running, targets = self._options.target, dict[BenchMode, str]()
         for mode in modes:
             if mode.drafts:
                 address = targets[mode] = running or await self._start_target(mode)
@@ -113,14 +113,14 @@ class Session:
                 self._leave.push_async_callback(loop.close)
                 await loop.load()
 
-    async def _add_backend(self, mode: Mode, address: str) -> TargetInfo:
+    async def _add_backend(self, mode: BenchMode, address: str) -> TargetInfo:
         """A backend for the mode. Returns the description of the first target."""
         backend = self.backends[mode] = TargetBackend(self._reach, address, mode.drafts)
         self._leave.push_async_callback(backend.close)
         self.info = self.info or await backend.client().info()
         return self.info
 
-    async def _start_target(self, mode: Mode) -> str:
+    async def _start_target(self, mode: BenchMode) -> str:
         if self._stack is None:
             self._stack = await self._leave.enter_async_context(private_stack())
         stack, options = self._stack, self._options
@@ -158,7 +158,7 @@ async def measure(bench: BenchOptions, reach: ClientOptions, plan: Plan, note: N
         note("warming up")
         await runner.warm_up()
         begun = datetime.datetime.now(datetime.UTC)
-        blocks = await runner.run()
+        blocks = await runner.measure_all()
         seconds = (datetime.datetime.now(datetime.UTC) - begun).total_seconds()
     info = session.info
     return {

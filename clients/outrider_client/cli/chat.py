@@ -60,7 +60,9 @@ async def _run(arguments: argparse.Namespace) -> int:
         tokenizer = await asyncio.to_thread(find_tokenizer, info.model)
         path = history_path()
         reader = LineReader(History(path) if path else None)
-        await Conversation(client, console, reader, wanted, reach.deadline, tokenizer, arguments.system).run()
+        await Conversation(
+            client, console, reader, wanted, reach.deadline, tokenizer, arguments.system
+        ).read_and_answer()
     return 0
 
 
@@ -114,7 +116,7 @@ class Conversation:
         self.speculating = self.options.speculation
         self._reset()
 
-    async def run(self) -> None:
+    async def read_and_answer(self) -> None:
         """Read lines until the end of input or /quit."""
         while True:
             line = self._read_line()

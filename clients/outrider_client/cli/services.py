@@ -19,7 +19,7 @@ from outrider.runtime import run
 from outrider.settings import CONFIG_VARIABLE, SettingsError, settings_file
 from outrider_client.cli.base import Command, CommandFailed, options
 from outrider_client.local.mps import TAKE_TURNS, Mps
-from outrider_client.local.placement import Placement, named_settings, place, visible_gpus
+from outrider_client.local.placement import GpuPlacement, named_settings, place, visible_gpus
 from outrider_client.local.stack import given, private_directory, service_argv
 from outrider_client.local.supervisor import ServiceCommand, Supervisor
 from outrider_client.terminal.options import ClientOptions, UpOptions, flag_words
@@ -97,7 +97,7 @@ def _emit(console: Console, name: str, line: str) -> None:
     console.print(Text.assemble((f"{name:<8} | ", _COLOURS[name]), line), soft_wrap=True)
 
 
-def _supervise(supervisor: Supervisor, placed: Placement, mps: bool) -> int:
+def _supervise(supervisor: Supervisor, placed: GpuPlacement, mps: bool) -> int:
     target, alone, say = supervisor.target, supervisor.alone, partial(supervisor.emit, "outrider")
 
     def ready() -> None:
@@ -116,7 +116,7 @@ def _supervise(supervisor: Supervisor, placed: Placement, mps: bool) -> int:
     elif placed.summary:
         say(placed.summary + (", in its process" if target is alone else ""))
     try:
-        return run(supervisor.run(ready))
+        return run(supervisor.supervise(ready))
     except OSError as error:
         raise CommandFailed(f"cannot start {sys.executable}: {error.strerror}") from error
 

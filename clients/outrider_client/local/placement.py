@@ -29,7 +29,7 @@ _MERGED_DRAFTERS = "eagle,trie"
 _SECTIONS = ("target", "draft", "eagle", "medusa", "model", "mtp", "merged")
 
 
-class Placement(NamedTuple):
+class GpuPlacement(NamedTuple):
     """Flags for target and draft, a line about them, and whether both run on one GPU; empty where nothing is placed."""
 
     target: tuple[str, ...] = ()
@@ -74,7 +74,7 @@ def place(
     target_words: Sequence[str],
     draft_words: Sequence[str],
     named: Mapping[tuple[str, str], str] = MappingProxyType({}),
-) -> Placement:
+) -> GpuPlacement:
     """The target on the first GPU, a neural draft on the second, or on the same where there is no other. `drafter` and
     `model` are empty for the services' own settings; `target_words` and `draft_words` are flags that the user gave.
     Flags of a placement would override the settings that are `named` (see `named_settings`), so these count as the
@@ -83,7 +83,7 @@ def place(
     sections = ("target", *_NEURAL.get(drafter, ()))
     given = any(flag_value(words, "--device") is not None for words in (target_words, draft_words))
     if not gpus or given or any((section, "device") in named for section in sections):
-        return Placement()
+        return GpuPlacement()
     names = {drafter, *(merged_drafters(draft_words, named) if drafter == "merged" else ())}
     target, draft = ["--device", "cuda:0"], list[str]()
     summary = "the target runs on cuda:0"
@@ -99,7 +99,7 @@ def place(
         # A captured step keeps the states that a head reads only if it is named.
         if head and flag_value(target_words, "--draft-head") is None and ("target", "draft_head") not in named:
             target += ["--draft-head", head]
-    return Placement(tuple(target), tuple(draft), summary, shared)
+    return GpuPlacement(tuple(target), tuple(draft), summary, shared)
 
 
 def _head(

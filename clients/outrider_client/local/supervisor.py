@@ -55,7 +55,7 @@ class Supervisor:
     # The exit status after a stop.
     _status: int = 0
 
-    async def run(self, on_ready: Callable[[], None] = lambda: None) -> int:
+    async def supervise(self, on_ready: Callable[[], None] = lambda: None) -> int:
         """Run until a signal, the target's end, or invalid settings of draft or gateway. Returns the exit status: 0
         after a signal, else non-zero. Raises `OSError` where a service cannot be started for the first time."""
         handlers = {signal.SIGINT: self._on_signal, signal.SIGTERM: self._on_signal}

@@ -13,7 +13,14 @@ from typing import Any
 from outrider.runtime import end_tasks
 from outrider.settings import SettingsError
 from outrider_client.bench.backends import TargetBackend
-from outrider_client.local.placement import Placement, flag_value, merged_drafters, named_settings, place, visible_gpus
+from outrider_client.local.placement import (
+    GpuPlacement,
+    flag_value,
+    merged_drafters,
+    named_settings,
+    place,
+    visible_gpus,
+)
 from outrider_client.local.settings_file import Document, read_document, to_toml, with_settings
 from outrider_client.local.stack import Stack, given, wait_for_drafter
 from outrider_client.terminal.options import ClientOptions, TuneOptions, flag_words
@@ -38,7 +45,7 @@ class Setup:
     options: TuneOptions
     path: Path | None
     document: Document
-    placed: Placement
+    placed: GpuPlacement
     target_words: tuple[str, ...]
     draft_words: tuple[str, ...]
     candidates: tuple[Candidate, ...]
@@ -120,7 +127,7 @@ class Side:
             await end_tasks(starting)
         await self._connected()
 
-    async def take(self, candidate: Candidate) -> None:
+    async def apply(self, candidate: Candidate) -> None:
         """Restart the draft with the candidate's settings if they differ. Raises `ServiceFailed` if it refuses."""
         if candidate.draft != self._draft:
             await self._stack.stop(f"draft-{self._name}")

@@ -14,10 +14,10 @@ from time import monotonic
 
 from outrider.settings import SettingsError
 from outrider_client.bench.backends import Backend
-from outrider_client.bench.prompts import Prompt, load_prompts
+from outrider_client.bench.prompts import BenchPrompt, load_prompts
 from outrider_client.bench.report import ALL_TASKS, cells
 from outrider_client.bench.runner import Plan, Runner
-from outrider_client.bench.samples import PLAIN, Block, Mode
+from outrider_client.bench.samples import PLAIN, BenchMode, Block
 from outrider_client.local.stack import ServiceFailed, private_stack
 from outrider_client.results import TargetInfo
 from outrider_client.tuning.budget import (
@@ -34,9 +34,9 @@ from outrider_client.tuning.services import Setup, Side
 
 Note = Callable[[str], None]
 # What takes turns, and a block of each.
-_Way = tuple[Mode, Backend]
+_Way = tuple[BenchMode, Backend]
 _Pair = tuple[Block, Block]
-_IN_FORCE = Mode(Candidate().label)
+_IN_FORCE = BenchMode(Candidate().label)
 _WARM_TOKENS = 24
 NO_TIME = "for lack of time"
 
@@ -83,7 +83,7 @@ class Tuning:
         return self.final[0] if self.final is not None and better(self.final[1].ratio) else None
 
 
-def read_prompts(path: str) -> list[Prompt]:
+def read_prompts(path: str) -> list[BenchPrompt]:
     """Prompts of a file, or the packaged ones, alternating between tasks. Raises `SettingsError`."""
     source = Path(path) if path else Path(str(files("outrider_client.tuning") / "prompts.jsonl"))
     tasks = [list(group) for _, group in groupby(load_prompts(source), key=lambda prompt: prompt.task)]
@@ -95,11 +95,11 @@ def read_prompts(path: str) -> list[Prompt]:
 class Comparison:
     """Runs two configurations in turn on the same prompts, block by block, at each load."""
 
-    _prompts: Sequence[Prompt]
+    _prompts: Sequence[BenchPrompt]
     _loads: Sequence[int]
     _max_tokens: int
 
-    async def run(self, first: _Way, second: _Way, until: float, start: int = 0) -> tuple[Measured, float]:
+    async def measure(self, first: _Way, second: _Way, until: float, start: int = 0) -> tuple[Measured, float]:
         """Measure first against second until the time `until` of `monotonic`, for at least one round over the loads.
         `start` is the index of the first prompt. Returns the figures and the seconds of a round. Raises `SettingsError`
         where a block gets no answers."""
@@ -129,7 +129,7 @@ class Comparison:
             # A new tenant each time the prompts repeat, for the same reason.
             run_id=f"{run_id}-{(number * count) // len(self._prompts)}",
         )
-        found = {block.mode: block for block in await Runner(plan, dict((first, second)), lambda _: None).run()}
+        found = {block.mode: block for block in await Runner(plan, dict((first, second)), lambda _: None).measure_all()}
         for block in found.values():
             if not block.tokens:
                 raise SettingsError(f"the target gives no answers: {block.requests[0].refusal or 'they are empty'}")
@@ -154,7 +154,7 @@ class _Tuner:
         self._left_out: list[tuple[Candidate, str]] = []
         self._measured: list[tuple[Candidate, Measured]] = []
 
-    async def run(self) -> Tuning:
+    async def tune(self) -> Tuning:
         begun, seconds = monotonic(), 60.0 * self._setup.options.minutes
         until = begun + seconds
         # On a GPU one after the other, since each takes a share of the free memory. On a CPU together, so that other
@@ -166,7 +166,7 @@ class _Tuner:
         self._note("measuring the settings in force against plain decoding")
         in_force, plain = self._base.backend(Candidate()), self._base.backend(Candidate(), speculate=False)
         end = monotonic() + SPECULATION_SHARE * seconds
-        speculation, pair = await self._comparison.run((_IN_FORCE, in_force), (Mode(PLAIN), plain), end)
+        speculation, pair = await self._comparison.measure((_IN_FORCE, in_force), (BenchMode(PLAIN), plain), end)
         info = await in_force.client().info()
         # Estimates, until a draft has been changed.
         spent, costs = monotonic() - begun, Costs(change=self._base.draft_seconds, pair=pair)
@@ -218,14 +218,14 @@ class _Tuner:
             return self._measured[0]
         best = self._measured[place][0]
         self._note(f"measuring the best once more: {best.label}")
-        await self._challenger.take(best)
+        await self._challenger.apply(best)
         return best, (await self._against(best, until, self._offset))[0]
 
     async def _measure(self, candidate: Candidate, until: float, costs: Costs) -> Costs:
         """Measure a candidate, or note why not. Returns the costs as measured now."""
         begun = monotonic()
         try:
-            await self._challenger.take(candidate)
+            await self._challenger.apply(candidate)
         except ServiceFailed as error:
             self._left_out.append((candidate, error.tail[-1] if error.tail else str(error)))
             return costs
@@ -236,14 +236,14 @@ class _Tuner:
 
     async def _against(self, candidate: Candidate, until: float, start: int) -> tuple[Measured, float]:
         own, in_force = self._challenger.backend(candidate), self._base.backend(Candidate())
-        return await self._comparison.run((Mode(candidate.label), own), (_IN_FORCE, in_force), until, start)
+        return await self._comparison.measure((BenchMode(candidate.label), own), (_IN_FORCE, in_force), until, start)
 
 
-async def tune(setup: Setup, loads: Sequence[int], prompts: Sequence[Prompt], note: Note) -> Tuning:
+async def tune(setup: Setup, loads: Sequence[int], prompts: Sequence[BenchPrompt], note: Note) -> Tuning:
     """Measure candidates in the time of the options. Raises `SettingsError`, `ServiceFailed`, or what a call raises."""
     comparison = Comparison(prompts, loads, setup.options.max_tokens)
     async with AsyncExitStack() as leave:
         stack = await leave.enter_async_context(private_stack())
         sides = Side("base", setup, stack, leave), Side("other", setup, stack, leave)
         # The second measurement starts at prompts that the first may not have reached.
-        return await _Tuner(setup, comparison, sides, len(prompts) // 2, note).run()
+        return await _Tuner(setup, comparison, sides, len(prompts) // 2, note).tune()

@@ -35,7 +35,7 @@ class Shares:
         """Places of one holder."""
         return self._held[kind][name]
 
-    def take(self, count: int = 1, **holders: str) -> None:
+    def reserve(self, count: int = 1, **holders: str) -> None:
         """Take places for these holders, by kind. Raises `QuotaExceeded`, and takes nothing then."""
         free = self.total - self.taken
         if count > free:
@@ -59,7 +59,7 @@ class Shares:
     @contextmanager
     def using(self, count: int = 1, **holders: str) -> Iterator[None]:
         """Hold places while the block runs. Raises `QuotaExceeded` on entry."""
-        self.take(count, **holders)
+        self.reserve(count, **holders)
         try:
             yield
         finally:

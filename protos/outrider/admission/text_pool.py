@@ -36,7 +36,7 @@ class TextPool:
     def waiting(self) -> int:
         return self._waiting.taken
 
-    async def run(self, tenant: str, work: Callable[[], Result]) -> Result:
+    async def call(self, tenant: str, work: Callable[[], Result]) -> Result:
         """Run `work` and return its result. Raises `QuotaExceeded` where too many of the tenant's, or of all, wait."""
         with self._counted(tenant):
             await self._turn(tenant)
