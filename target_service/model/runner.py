@@ -17,10 +17,13 @@ from transformers import AttentionInterface, PreTrainedModel
 from target_service.config import MAX_SEQUENCES
 from target_service.core.kv_cache import KVCache
 from target_service.core.sequence import MAX_PASSES
+from target_service.model.cache_shape import cache_shape
+from target_service.model.current_pass import computing, current_pass
 from target_service.model.forward import ForwardInput, ForwardPass
 from target_service.model.head_projection import DraftHead
 from target_service.model.hidden_state_hooks import LayerHooks
 from target_service.model.latent_attention import attend_latents, implementation_name, keeps_latents, leave_latents
+from target_service.model.rotary import hold_frequencies
 from target_service.model.support import ModelRefused, kv_shape, longest_context
 from tree_kernels.attention import AttentionPlan, Backend, TreeAttention
 from tree_kernels.latent_attention import LatentAttention, LatentBackend
@@ -68,8 +71,8 @@ def attend(
     """
     if attention_mask is not None or softcap is not None or s_aux is not None:
         raise ModelRefused("a mask of its own, capped scores or attention sinks are not served")
-    if outrider_step is None:
-        raise ModelRefused("a model that does not hand arguments on to its attention is not served")
+    outrider_step = outrider_step or current_pass()
+    assert outrider_step is not None, "attention runs in a pass"
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     step, layer = outrider_step, int(module.layer_idx)  # type: ignore[arg-type]
     if isinstance(step.attention, LatentAttention):
@@ -274,7 +277,8 @@ class ModelRunner:
     def _compute(self, token_ids: Tensor, positions: Tensor, step: PassContext, rows: Tensor | int = 0) -> Tensor:
         """Logits of the given rows, 0 for all; token ids and positions are [R] integers."""
         inputs = {"input_ids": token_ids[None], "position_ids": positions[None]}
-        output = self.model(**inputs, use_cache=False, logits_to_keep=rows, outrider_step=step)
+        with computing(step):
+            output = self.model(**inputs, use_cache=False, logits_to_keep=rows, outrider_step=step)
         return cast(Tensor, output.logits[0])
 
 
@@ -308,7 +312,8 @@ def runner_for(
     config = model.config
     if latent := latent and not invariant and takes_latents(attention) and keeps_latents(model):
         leave_latents(model)
-    widths = kv_shape(config, latent=latent)
+    hold_frequencies(model)
+    widths = kv_shape(config, latent=True) if latent else cache_shape(model)
     cache = KVCache(num_pages, page_size, config.num_hidden_layers, *widths, model.dtype, model.device)
     over_cache: Attention
     if latent:

@@ -28,9 +28,6 @@ def check_supported(config: PretrainedConfig, model: PreTrainedModel | None = No
         method = quantised.get("quant_method") if isinstance(quantised, dict) else None
         # Passes multiply plain matrices; no test holds the layers of a quantisation method to the model's.
         raise ModelRefused(f"{kind}: quantised weights ({method or 'of some kind'}) are not served")
-    if any("dynamic" in rope for rope in _rope_types(config)):
-        # Keys in the cache would depend on the longest position of the step that wrote them.
-        raise ModelRefused(f"{kind}: rotary frequencies that change with the length (dynamic) are not served")
     if model is None:
         return
     if not getattr(model, "_supports_attention_backend", False):
@@ -80,7 +77,8 @@ def kv_bytes(config: PretrainedConfig, itemsize: int, *, latent: bool) -> int:
 def longest_context(config: PretrainedConfig) -> int:
     """Tokens of prompt and output that the model can be served for.
 
-    longrope takes other frequencies, and so other keys for all tokens, once a text is longer than the original context.
+    longrope takes other frequencies, and so other keys for all tokens, once a text is longer than the original context;
+    dynamic ones do so behind the context of config.json.
     """
     longest = int(config.max_position_embeddings)
     if "longrope" not in _rope_types(config):

@@ -10,15 +10,19 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_tiny
+from engine_harness import make_runner, plain, random_tree, request, run
 from latent_models import make_latent
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from outrider.heads import tokenizer_fingerprint
+from outrider.sampling import SamplingParams
 from target_service.config import TargetConfig
 from target_service.model.loading.loader import _captured, load_runner
 from target_service.model.loading.self_check import check_runner, own_logits
 from target_service.model.runner import runner_for
 from target_service.model.support import ModelRefused, check_supported, longest_context
+
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
 def config_of(model_type: str, **settings: Any) -> PreTrainedConfig:
@@ -43,7 +47,9 @@ def config_of(model_type: str, **settings: Any) -> PreTrainedConfig:
         (config_of("t5"), "encoder-decoder"),
         (config_of("hrm_text"), "more than once"),
         (config_of("llama", quantization_config={"quant_method": "awq", "bits": 4}), r"quantised weights \(awq\)"),
-        (config_of("llama", rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "change with the length"),
+        (config_of("llama", quantization_config={"bits": 4}), r"quantised weights \(of some kind\)"),
+        (config_of("granitemoehybrid"), "not attention"),
+        (config_of("laguna", layer_types=["full_attention", "sliding_attention"], num_hidden_layers=2), "sliding"),
     ],
     ids=lambda value: value.model_type if isinstance(value, PreTrainedConfig) else "",
 )
@@ -62,10 +68,14 @@ def test_a_window_that_no_sequence_outgrows_is_no_window() -> None:
     check_supported(config_of("mistral", sliding_window=4096, max_position_embeddings=4096))
 
 
-def longrope(**settings: Any) -> PreTrainedConfig:
+def longrope_model(**settings: Any) -> PreTrainedModel:
     factors = {"rope_type": "longrope", "short_factor": [1.0] * 6, "long_factor": [4.0] * 6}
     lengths = {"original_max_position_embeddings": 64, "max_position_embeddings": 512}
-    return make_tiny("phi3", rope_scaling=factors, sliding_window=None, **lengths, **settings).config
+    return make_tiny("phi3", rope_scaling=factors, sliding_window=None, **lengths, **settings)
+
+
+def longrope() -> PreTrainedConfig:
+    return longrope_model().config
 
 
 def test_a_context_ends_where_rotary_frequencies_would_change() -> None:
@@ -85,11 +95,9 @@ def test_attention_sinks_are_refused() -> None:
 @pytest.mark.parametrize(
     ("model_type", "settings", "reason"),
     [
-        ("gpt_bigcode", {"num_key_value_heads": 4, "multi_query": True}, "cannot run over paged attention"),
-        ("nemotron", {}, "does not hand arguments on"),
         ("diffllama", {}, "differ from its own"),
     ],
-    ids=["keys of another shape", "arguments dropped", "attention of its own"],
+    ids=["attention of its own"],
 )
 def test_what_only_running_tells_is_refused_too(model_type: str, settings: dict[str, Any], reason: str) -> None:
     model = make_tiny(model_type, **settings)
@@ -115,14 +123,62 @@ def test_attention_that_sees_later_tokens_is_refused() -> None:
         check_supported(model.config, model)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gpt2", "gpt_neox", "mixtral"])
-def test_a_served_model_says_what_it_says_by_itself(model_type: str) -> None:
-    # The older two have as many key heads as query heads.
-    model = make_tiny(model_type, **({"num_key_value_heads": 4} if model_type.startswith("gpt") else {}))
+FULL = {"layer_types": ["full_attention"] * 2}
+SERVED: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in ("llama", "qwen3", "gpt2", "gpt_neox", "mixtral")},
+    "its layers drop keyword arguments": ("nemotron", {}),
+    "key heads by its experts": ("jetmoe", {"kv_channels": 12, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "one key for all heads": ("gpt_bigcode", {"multi_query": True}),
+    "as many keys as heads": ("gpt_bigcode", {"multi_query": False}),
+    "a window that no layer has": ("laguna", FULL),
+    "another": ("mellum", FULL),
+    "a hybrid of attention alone": (
+        "granitemoehybrid",
+        {"layer_types": ["attention"] * 2, "num_local_experts": 4, "shared_intermediate_size": 32, "mamba_n_heads": 4},
+    ),
+    "dynamic frequencies": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}}),
+}
+
+
+@pytest.mark.parametrize(("model_type", "settings"), SERVED.values(), ids=SERVED)
+def test_a_served_model_says_what_it_says_by_itself(model_type: str, settings: dict[str, Any]) -> None:
+    model = make_tiny(model_type, **settings)
+    check_supported(model.config, model)
     own = own_logits(model)
     runner = runner_for(model, None, num_pages=4, page_size=16)
     check_runner(runner, own)
     assert runner.cache.used_pages == 0
+
+
+@pytest.mark.parametrize("model_type", ["nemotron", "jetmoe", "gpt_bigcode", "laguna"])
+def test_a_tree_is_verified_as_plain_decoding_goes(model_type: str) -> None:
+    settings = next(settings for name, settings in SERVED.values() if name == model_type)
+    model = make_tiny(model_type, **settings)
+    wanted = [request([5, 6, 7], 12, sampling=GREEDY), request([9] * 20, 12, sampling=GREEDY)]
+    outcomes = run(make_runner(model), wanted, propose=random_tree(211, 8))
+    assert [outcome.token_ids for outcome in outcomes] == [plain(model, one) for one in wanted]
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_frequencies_stay_those_of_the_context(kind: str) -> None:
+    """transformers' own model takes others once a text is longer, and for every text behind that one."""
+    if kind == "longrope":
+        model = longrope_model()
+    else:
+        model = make_tiny("llama", rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4})
+    runner = runner_for(model, None, num_pages=64, page_size=16)
+    rotary = next(module for module in model.modules() if hasattr(module, "rope_type"))
+    before = rotary.inv_freq.clone()
+    rotary(torch.zeros(1, 4, 48), torch.tensor([[0, 100, 600, 5000]]))
+    assert torch.equal(rotary.inv_freq, before)
+    assert runner.max_context == (64 if kind == "longrope" else 512)
+
+
+def test_the_width_of_keys_is_the_models_own() -> None:
+    model = make_tiny("gpt_bigcode", multi_query=True)
+    assert runner_for(model, None, num_pages=2, page_size=4).cache.keys[0].shape == (2, 4, 1, 12)
+    model = make_tiny("jetmoe", kv_channels=12, num_local_experts=4, num_experts_per_tok=2)
+    assert runner_for(model, None, num_pages=2, page_size=4).cache.keys[0].shape == (2, 4, 4, 12)
 
 
 @pytest.mark.parametrize(

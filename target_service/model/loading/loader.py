@@ -7,20 +7,21 @@ from typing import Any, cast
 
 import psutil
 import torch
-from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from outrider.checkpoints.causal_lm import load_causal_lm, read_configuration
 from outrider.checkpoints.folder import Checkpoint
 from outrider.devices import choose_device
 from outrider.heads import tokenizer_fingerprint
 from target_service.config import TargetConfig
+from target_service.model.cache_shape import cache_shape
 from target_service.model.fused.packed_linears import can_pack, pack_linears
 from target_service.model.head_projection import read_draft_head
 from target_service.model.latent_attention import EXPANDING, keeps_latents
 from target_service.model.loading.self_check import check_runner, own_logits
 from target_service.model.loading.store import resolve
 from target_service.model.runner import ModelRunner, runner_for, takes_latents
-from target_service.model.support import ModelRefused, check_supported, has_latents, kv_bytes, longest_context
+from target_service.model.support import ModelRefused, check_supported, has_latents, kv_bytes, kv_shape, longest_context
 from tree_kernels.attention import Backend
 
 log = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ def load_runner(config: TargetConfig) -> ModelRunner:
     tokenizer = _tokenizer(str(folder))
     longest = longest_context(settings)
     max_context = min(config.max_context or min(longest, _CONTEXT_LIMIT), longest)
-    kv_tokens = config.kv_tokens or _tokens_that_fit(settings, model.dtype, model.device, latent=latent)
+    kv_tokens = config.kv_tokens or _tokens_that_fit(model, latent=latent)
     if config.captures and not config.kv_tokens:
         # Until captured steps have taken their memory.
         kv_tokens = 2 * config.step_rows
@@ -139,10 +140,12 @@ def _backend(config: TargetConfig, device: torch.device) -> Backend:
     return cast(Backend, backend)
 
 
-def _tokens_that_fit(settings: PretrainedConfig, dtype: torch.dtype, device: torch.device, *, latent: bool) -> int:
+def _tokens_that_fit(model: PreTrainedModel, *, latent: bool) -> int:
     """Tokens whose keys and values fit a share of the memory that is free now."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
+    if model.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(model.device)
     else:
         free = psutil.virtual_memory().available
-    return int(min(_KV_TOKENS_LIMIT, free * _KV_MEMORY_SHARE / kv_bytes(settings, dtype.itemsize, latent=latent)))
+    heads, key_width, value_width = kv_shape(model.config, latent=True) if latent else cache_shape(model)
+    token_bytes = model.config.num_hidden_layers * heads * (key_width + value_width) * model.dtype.itemsize
+    return int(min(_KV_TOKENS_LIMIT, free * _KV_MEMORY_SHARE / token_bytes))

@@ -1,0 +1,59 @@
+"""Widths of the keys and values that a model hands to its attention, found by running it on one token.
+
+Configurations name heads and widths in several ways, and families multiply them: JetMoE by its experts, GPT-BigCode by
+whether its heads share one key.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel
+
+from target_service.model.support import KVShape, ModelRefused, kv_shape
+
+_PROBE = "outrider_probe"
+# By model, since many runners may share one.
+_found: WeakKeyDictionary[PreTrainedModel, KVShape] = WeakKeyDictionary()
+
+
+def cache_shape(model: PreTrainedModel) -> KVShape:
+    """What one layer caches of a token, keys and values of all heads. Of the configuration, where the model does not
+    hand them to attention that is put in its own's place. Raises `ModelRefused` where layers differ."""
+    if model not in _found:
+        shapes = _shapes(model)
+        if len(set(shapes)) > 1:
+            raise ModelRefused(
+                f"{model.config.model_type}: layers with keys and values of several widths are not served"
+            )
+        _found[model] = shapes[0] if shapes else kv_shape(model.config)
+    return _found[model]
+
+
+def _shapes(model: PreTrainedModel) -> list[KVShape]:
+    """Of each layer in turn; none where the model cannot be run so."""
+    shapes: list[KVShape] = []
+
+    def note(_module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        # [1, H, 1, D]
+        shapes.append(KVShape(key.shape[1], key.shape[-1], value.shape[-1]))
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+
+    AttentionInterface.register(_PROBE, note)
+    own = model.config._attn_implementation
+    try:
+        model.set_attn_implementation(_PROBE)
+        token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+        with torch.inference_mode():
+            model(input_ids=token, position_ids=token, use_cache=False)
+    except torch.OutOfMemoryError:
+        raise
+    # The check at load says what else is wrong with it.
+    except Exception:
+        return []
+    finally:
+        model.set_attn_implementation(own)
+    return shapes
