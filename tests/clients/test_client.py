@@ -254,10 +254,10 @@ async def test_info_and_health(running: Any) -> None:
             64,
             (VerificationMode.GREEDY, VerificationMode.COUPLED),
         )
-        assert await client.serving() and await draft.serving()
+        assert await client.serving(HUNG_SECONDS) and await draft.serving(HUNG_SECONDS)
         assert (await draft.info()).limits.max_nodes == 63
         running.server.health.set_serving(False)
-        assert not await client.serving()
+        assert not await client.serving(HUNG_SECONDS)
 
 
 async def test_corpus_is_sent_in_pieces(running: Any) -> None:

@@ -141,7 +141,7 @@ class TestSynchronous:
         def program() -> None:
             with SyncClient.connect(running.address) as client:
                 assert client.info().model == "scripted"
-                assert client.serving()
+                assert client.serving(HUNG_SECONDS)
                 generation = client.generate(text="x", sampling=SamplingParams(max_tokens=7))
                 assert [chunk.token_ids for chunk in generation] == [(0, 1, 2), (3, 4, 5), (6,)]
                 assert generation.started is not None

@@ -80,7 +80,7 @@ async def served(model: Any, folder: Path, listen: str) -> AsyncIterator[str]:
 
 async def is_serving(client: Client) -> bool:
     try:
-        return await client.serving()
+        return await client.serving(HUNG_SECONDS)
     except ServiceUnreachable:
         return False
 

@@ -106,7 +106,7 @@ async def target(tiny_model: Any, tmp_path: Path) -> AsyncIterator[str]:
 
 async def _is_connected(client: Client) -> bool:
     try:
-        return await client.serving() and (await client.info()).draft_connected
+        return await client.serving(HUNG_SECONDS) and (await client.info(timeout=HUNG_SECONDS)).draft_connected
     except ServiceUnreachable:
         return False
 

@@ -98,7 +98,7 @@ async def one_trace(model: Any, folder: Path, steps: bool) -> list[ReceivedSpan]
         async with draft(folder / "draft", sink), target(model, config):
             async with Client.connect(config.listen, tracing=tracing) as client:
                 async with asyncio.timeout(HUNG_SECONDS):
-                    while not ((folder / "target").exists() and await client.serving()):
+                    while not ((folder / "target").exists() and await client.serving(HUNG_SECONDS)):
                         await asyncio.sleep(0.05)
                 trace_id = await traced_request(client)
             await asyncio.to_thread(tracing.shutdown)
