@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
@@ -18,6 +17,7 @@ from outrider_gateway.caller import HttpCaller
 from outrider_gateway.config import GatewayConfig
 from outrider_gateway.failures import Refused, TooMany
 from outrider_gateway.known_callers import KnownCallers
+from outrider_gateway.peers import peer_name
 from outrider_gateway.targets import Targets
 
 Result = TypeVar("Result")
@@ -26,8 +26,6 @@ _FACTORS = {"tenant": TENANT_FACTOR, "peer": PEER_FACTOR}
 UNCOUNTED_BYTES = 64 * 1024
 # Longer bodies are read by a thread. Chosen: parsing and checking this many takes a millisecond.
 _LONG_BYTES = 32 * 1024
-# An IPv6 peer is whoever has its network: a site has 2^64 addresses.
-_IPV6_BITS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,15 +131,3 @@ def _refusing() -> Iterator[None]:
 def peer_of(scope: Scope) -> str:
     """The peer of a request, by its address."""
     return peer_name((scope.get("client") or ("",))[0])
-
-
-def peer_name(address: str) -> str:
-    """Which peer has this address: all of an IPv6 network are one."""
-    if ":" not in address:
-        return address
-    with contextlib.suppress(ValueError):
-        parsed = ipaddress.IPv6Address(address.partition("%")[0])
-        if parsed.ipv4_mapped is not None:
-            return str(parsed.ipv4_mapped)
-        return str(ipaddress.IPv6Network((parsed, _IPV6_BITS), strict=False))
-    return address

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from outrider.log_limit import LogLimit
+
+logger = logging.getLogger(__name__)
+# Of all connections: whoever reaches the port can send what is no HTTP.
+_malformed = LogLimit()
 # Of a request's first line and headers, and of what stands between or behind a body's chunks: extensions and trailers.
 # Chosen: four times what common servers take, for long tokens and traces.
 HEAD_BYTES = 64 * 1024
@@ -36,9 +43,21 @@ class BoundedHeads(HttpToolsProtocol):
         self._stop_waiting()
         super().connection_lost(exc)
 
+    def feed(self, data: bytes) -> None:
+        """Parse what has come, and refuse what is no HTTP."""
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError:
+            if (others := _malformed.due()) is not None:
+                peer = self.client[0] if self.client else "a socket"
+                logger.warning("refused what is no HTTP from %s (and %d like it)", peer, others)
+            if not self.transport.is_closing():
+                self.send_400_response("Invalid HTTP request received.")
+
     def data_received(self, data: bytes) -> None:
         self._head_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self.feed(data)
         if self._head_bytes > HEAD_BYTES and not self.transport.is_closing():
             part = "head has" if self._in_head else "trailers have"
             self.send_400_response(f"The request's {part} more than {HEAD_BYTES} bytes.")

@@ -10,6 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import uvicorn
 
@@ -22,7 +23,7 @@ from outrider_client.client import Client
 from outrider_client.terminal.options import AccessOptions
 from outrider_gateway.app import Application
 from outrider_gateway.config import GatewayConfig, host_and_port
-from outrider_gateway.heads import BoundedHeads
+from outrider_gateway.connections import HEALTH_CONNECTIONS, Connections, GatewayProtocol
 from outrider_gateway.metrics import GatewayMetrics
 from outrider_gateway.served_models import ServedModels
 from outrider_gateway.targets import Targets
@@ -30,6 +31,8 @@ from outrider_gateway.targets import Targets
 logger = logging.getLogger(__name__)
 _KEEP_ALIVE_SECONDS = 65
 _BACKLOG = 1024
+# Descriptors besides those of connections: of targets, logs and libraries. Chosen.
+_OTHER_FILES = 128
 
 
 class GatewayServer:
@@ -45,6 +48,7 @@ class GatewayServer:
     async def __aenter__(self) -> GatewayServer:
         config, access = self._config, self._access
         async with contextlib.AsyncExitStack() as leave:
+            _raise_file_limit(config.max_connections + HEALTH_CONNECTIONS + _OTHER_FILES)
             listening = leave.enter_context(contextlib.closing(_listen(config.listen)))
             host, port = listening.getsockname()[:2]
             self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -133,7 +137,8 @@ class _Uvicorn(uvicorn.Server):
 def _uvicorn_config(config: GatewayConfig, application: Application) -> uvicorn.Config:
     return uvicorn.Config(
         application.asgi,
-        http=BoundedHeads,
+        # A class for uvicorn, which calls it for each connection.
+        http=partial(GatewayProtocol, Connections(config.max_connections)),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         # Ours are set up already. A line for every request is what metrics are for.
@@ -141,13 +146,26 @@ def _uvicorn_config(config: GatewayConfig, application: Application) -> uvicorn.
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        # Uvicorn counts the connection that asks, and refuses it where there are so many.
-        limit_concurrency=config.max_connections + 1,
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=math.ceil(config.drain_seconds),
         ssl_certfile=config.tls_certificate or None,
         ssl_keyfile=config.tls_key or None,
     )
+
+
+def _raise_file_limit(wanted: int) -> None:
+    """Have descriptors for all connections: without one for a further, none is accepted, not even for health."""
+    try:
+        import resource
+    except ImportError:
+        # Windows has no such limit.
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < wanted:
+        logger.warning("%d files may be open, too few for --max-connections: the limit should be %d", most, wanted)
 
 
 def _listen(listen: str) -> socket.socket:

@@ -9,6 +9,7 @@ import re
 import secrets
 import threading
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +19,12 @@ from outrider.errors import Unauthenticated
 from outrider.serving import Authenticator, Caller, GrpcServer, Service, ServingOptions
 from outrider_client.client import Client
 from outrider_client.failures import ServiceUnreachable
-from outrider_gateway.admission import UNCOUNTED_BYTES, peer_name
+from outrider_gateway.admission import UNCOUNTED_BYTES
 from outrider_gateway.caller import HttpCaller
 from outrider_gateway.failures import Refused
 from outrider_gateway.http import json_object
 from outrider_gateway.known_callers import KnownCallers
+from outrider_gateway.peers import peer_name
 from outrider_gateway.targets import Target, Targets
 from target_service.api.server import SERVICE_NAME
 
@@ -303,7 +305,7 @@ async def test_a_target_that_is_being_started_is_no_warning(
 ) -> None:
     """As `outrider up` starts it beside the gateway."""
     now = 0.0
-    monkeypatch.setattr("outrider_gateway.targets.time.monotonic", lambda: now)
+    monkeypatch.setattr("outrider_gateway.targets.time", SimpleNamespace(monotonic=lambda: now))
     caplog.set_level("INFO")
     async with Client.connect(f"127.0.0.1:{unused_tcp_port}") as client:
         target = Target(client, start_seconds=60)
