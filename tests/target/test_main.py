@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,7 +120,39 @@ class TestSettings:
         self, model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         folder = shutil.copytree(model_folder, tmp_path / "mute", ignore=shutil.ignore_patterns("*token*"))
-        assert "tokenizer.json" in self.refusal(folder, capsys)
+        assert "it has no tokenizer (tokenizer.json or tokenizer.model)" in self.refusal(folder, capsys)
+
+    @pytest.mark.parametrize(
+        ("made", "said"),
+        [
+            (lambda folder: (folder / "model.safetensors").rename(folder / "model.gguf"), "GGUF files are not read"),
+            (
+                lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+                "only pickled weights",
+            ),
+            (lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"), "a LoRA adapter alone"),
+            (lambda folder: (folder / "quantize_config.json").write_text('{"bits": 4}'), "quantised weights (GPTQ"),
+            (lambda folder: (folder / "config.json").write_text("[]"), "config.json is no JSON object"),
+        ],
+        ids=["gguf", "pickled", "adapter", "quantised", "no object"],
+    )
+    def test_what_is_no_model_is_named(
+        self,
+        made: Callable[[Path], object],
+        said: str,
+        model_folder: Path,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        folder = shutil.copytree(model_folder, tmp_path / "other")
+        made(folder)
+        assert said in self.refusal(folder, capsys)
+
+    @pytest.mark.parametrize(
+        ("name", "said"), [("llama3.2:1b", "only names of Ollama have a colon"), ("absent.gguf", "GGUF files are not")]
+    )
+    def test_what_is_no_name_of_a_model(self, name: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+        assert said in self.refusal(Path(name), capsys)
 
     def refusal(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
         """The line that says why the model is not served."""

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
+import re
+import shutil
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from waits import HUNG_SECONDS
 
+from outrider.checkpoints import tensors
 from outrider.errors import EngineDead, InvalidField, OutriderError, QuotaExceeded, WeightsChanged
 from outrider.sampling import SamplingParams
 from outrider.tree import TokenTree
@@ -376,6 +381,46 @@ def test_what_is_no_safetensors_file(start: Start, tmp_path: Path, content: byte
     assert isinstance(running.refused(), InvalidField)
     # Neither is a pickle, whatever it is called.
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+
+
+def test_a_fifo_is_refused_and_waits_for_nobody(start: Start, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    running = start()
+    running.update(tmp_path)
+    refusal = running.refused()
+    assert isinstance(refusal, InvalidField) and re.search(
+        r"model\.safetensors is no regular file but a fifo", refusal.message
+    )
+
+
+def test_a_long_header_is_not_read(start: Start, tmp_path: Path) -> None:
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", 53_000_000))
+        file.truncate(60_000_000)
+    running = start()
+    running.update(tmp_path)
+    refusal = running.refused()
+    assert isinstance(refusal, InvalidField) and re.search("a header of 53000000 bytes", refusal.message)
+
+
+def test_a_file_that_is_cut_short_while_it_is_read(
+    start: Start, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mapped, it would end the process by SIGBUS."""
+    cut = Path(shutil.copytree(folder, tmp_path / "cut"))
+    read = tensors.read_into
+
+    def cutting(descriptor: int, place: memoryview, offset: int, name: str) -> None:
+        os.truncate(cut / name, 4096)
+        read(descriptor, place, offset, name)
+
+    monkeypatch.setattr(tensors, "read_into", cutting)
+    running = start()
+    running.update(cut)
+    refusal = running.refused()
+    assert isinstance(refusal, InvalidField) and re.search(
+        "became shorter while it was read|changed while it was read", refusal.message
+    )
 
 
 def test_a_name_in_two_files(start: Start, folder: Path, tmp_path: Path) -> None:

@@ -24,6 +24,17 @@ INDEX = "model.safetensors.index.json"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack")
 # What loading reads by name beside weights.
 _READ = (".json", ".safetensors", ".model", ".txt", ".jinja")
+# The vocabulary, of which there is one in every form of a tokenizer.
+_TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+    "tiktoken.model",
+)
 # What a folder of sentence-transformers has: its model ends in a vector, not in tokens.
 _EMBEDDING = ("modules.json", "config_sentence_transformers.json")
 _HEADS = {
@@ -98,6 +109,12 @@ def check_files(folder: Path) -> None:
                 check_regular(path.name, path.stat())
     except OSError as error:
         raise CheckpointRefused(f"the folder cannot be read: {error.strerror}") from None
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Raise `CheckpointRefused` for a folder without any file that a tokenizer is read of."""
+    if not any((folder / name).exists() for name in _TOKENIZERS):
+        raise CheckpointRefused("it has no tokenizer (tokenizer.json or tokenizer.model): copy that of its base model")
 
 
 def missing_weights(folder: Path) -> str:

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
 from outrider.checkpoints.causal_lm import load_causal_lm, read_configuration
-from outrider.checkpoints.folder import Checkpoint
+from outrider.checkpoints.folder import Checkpoint, check_tokenizer
 from outrider.devices import choose_device
 from outrider.heads import tokenizer_fingerprint
 from target_service.config import TargetConfig
@@ -55,6 +55,7 @@ def load_runner(config: TargetConfig) -> ModelRunner:
     check_supported(settings)
     if config.batch_invariant and has_latents(settings):
         raise ModelRefused(f"--batch-invariant: the layers of {settings.model_type} depend on the rest of the batch")
+    check_tokenizer(folder)
     backend = _backend(config, torch.device(config.device))
     model = load_causal_lm(checkpoint, settings, getattr(torch, config.dtype)).to(config.device)
     check_supported(settings, model)
@@ -100,7 +101,7 @@ def _tokenizer(source: str) -> Any:
     # A broken file makes transformers raise anything.
     except Exception as error:
         (reason, *_) = str(error).strip().splitlines() or [type(error).__name__]
-        raise ModelRefused(f"its tokenizer cannot be read (is there a tokenizer.json?): {reason}") from None
+        raise ModelRefused(f"its tokenizer cannot be read: {reason}") from None
 
 
 def _settle_form(model: PreTrainedModel, config: TargetConfig, backend: Backend) -> bool:
