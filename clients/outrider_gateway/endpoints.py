@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
 from outrider.errors import OutriderError
+from outrider.log_limit import LogLimit
 from outrider_client.failures import ServiceUnreachable
 from outrider_client.results import Chunk, Result
 from outrider_gateway.admission import GatewayAdmission, HeldBytes, Holder
@@ -42,6 +43,7 @@ class GenerationEndpoint:
     _targets: Targets
     _models: ServedModels
     _metrics: GatewayMetrics
+    _failures: LogLimit = field(default_factory=LogLimit)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = perf_counter()
@@ -56,7 +58,8 @@ class GenerationEndpoint:
             status = await writer.refuse(refused)
         except Exception:
             # The last resort: the answer must not quote the request.
-            logger.exception("a request failed")
+            if (others := self._failures.due()) is not None:
+                logger.exception("a request failed (and %d others)", others)
             status = await writer.refuse(GatewayFailed())
         finally:
             self._metrics.ended(self._name, status, perf_counter() - arrived)

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NoReturn, TypeVar
 
+from outrider.log_limit import LogLimit
 from outrider.visible import one_line
 
 Result = TypeVar("Result")
@@ -27,9 +28,17 @@ SWITCH_SECONDS = 0.0002
 # while the one that they wait for has no core. Alone, a step takes as long as before
 # (`benchmarks/results/2026-11-25-cpu-openmp-spinning.md`).
 GOMP_SPINCOUNT = "10000"
+# Compiled products that oneDNN keeps, and that PyTorch keeps of its: one for each number of rows and each matrix, of
+# some 0.4 MB. With 1,024 each, the default, a process of bf16 grew by 0.8 GB while requests of new lengths came; fewer
+# are as fast (`benchmarks/results/2026-11-27-cpu-onednn-cache.md`).
+ONEDNN_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "128"}
 # Thresholds of the garbage collector: usual, and while a process starts, for some ten collections, not hundreds.
 _USUAL_THRESHOLDS = gc.get_threshold()
 _START_THRESHOLDS = (100_000, 50, 1000)
+# Characters of a log line. Chosen: several times the longest of ours.
+MOST_LINE = 2000
+# What the names of our packages begin with.
+_OURS = ("outrider", "target_service", "draft_service", "tree_", "__main__")
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -48,6 +57,13 @@ def prepare_openmp() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", GOMP_SPINCOUNT)
 
 
+def prepare_onednn() -> None:
+    """Bound what is kept for products of each size. Must run before the first `import torch`; the operator's settings
+    win."""
+    for name, capacity in ONEDNN_CACHES.items():
+        os.environ.setdefault(name, capacity)
+
+
 def switch_threads_often() -> None:
     """Let a woken thread run soon while others compute. For a process that answers within a step."""
     sys.setswitchinterval(SWITCH_SECONDS)
@@ -57,15 +73,35 @@ def prepare_service() -> None:
     """Prepare a process that serves. Must run before it imports gRPC or PyTorch."""
     prepare_grpc()
     prepare_openmp()
+    prepare_onednn()
     switch_threads_often()
     collect_seldom()
 
 
 class OneLineFormatter(logging.Formatter):
-    """Writes each message on one line: text from a peer cannot start a new line or move a terminal's cursor."""
+    """Writes each message on one line of bounded length: text from a peer cannot start a new line, move a terminal's
+    cursor, or fill a disk."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        return one_line(super().formatMessage(record))
+        line = super().formatMessage(record)
+        return one_line(line if len(line) <= MOST_LINE else f"{line[:MOST_LINE]}... ({len(line)} characters)")
+
+
+class OthersSeldom(logging.Filter):
+    """Lets a line of each place in other libraries through in ten seconds, with a count of the others. A caller of a
+    service can make them write one for each request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._limit = LogLimit()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.name.startswith(_OURS):
+            return True
+        others = self._limit.due(f"{record.name}:{record.lineno}")
+        if others:
+            record.msg, record.args = f"{record.getMessage()} (and {others} like it)", ()
+        return others is not None
 
 
 def collect_seldom() -> None:
@@ -91,6 +127,7 @@ def configure_logging(level: str) -> None:
     """Log to stderr at `level`; libraries that log much at info level only from warning on."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(OneLineFormatter(LOG_FORMAT))
+    handler.addFilter(OthersSeldom())
     logging.basicConfig(level=level.upper(), handlers=[handler])
     for name in ("httpx", "filelock", "urllib3", "numba"):
         logging.getLogger(name).setLevel(logging.WARNING)

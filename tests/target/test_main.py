@@ -23,7 +23,14 @@ from forked import Child
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from waits import HUNG_SECONDS
 
-from outrider.runtime import GOMP_SPINCOUNT, GRPC_EXPERIMENTS, prepare_grpc, prepare_openmp
+from outrider.runtime import (
+    GOMP_SPINCOUNT,
+    GRPC_EXPERIMENTS,
+    ONEDNN_CACHES,
+    prepare_grpc,
+    prepare_onednn,
+    prepare_openmp,
+)
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import target_pb2_grpc
 from target_service.__main__ import main
@@ -197,6 +204,25 @@ class TestOpenMp:
         monkeypatch.setattr(os, "environ", environment)
         prepare_openmp()
         assert environment == chosen
+
+
+class TestOneDnn:
+    def test_services_bound_what_is_kept_before_torch_is_imported(self) -> None:
+        check = (
+            "import os, sys, draft_service.__main__ as entry, draft_service.service as service\n"
+            "service.run_service = lambda _: 'torch' in sys.modules\n"
+            "assert not entry.main(); print(*(os.environ[name] for name in sys.argv[1:]))"
+        )
+        clean = {name: value for name, value in os.environ.items() if name not in ONEDNN_CACHES}
+        command = [sys.executable, "-c", check, *ONEDNN_CACHES]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=clean)
+        assert done.stdout.split() == list(ONEDNN_CACHES.values())
+
+    def test_operator_wins(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        chosen = dict.fromkeys(ONEDNN_CACHES, "7")
+        monkeypatch.setattr(os, "environ", chosen)
+        prepare_onednn()
+        assert set(chosen.values()) == {"7"}
 
 
 # Read by every Python process that starts with it on its path.
