@@ -42,7 +42,11 @@ _WIDE_64_SPLIT: _Sizes = (64, 128, 2, 4, 6, 8)
 # benchmarks/results/2026-11-25-h100-mapped-products.json.
 _MAPPED_MANY: _Sizes = (128, 128, 1, 4, 3, 0)
 _MAPPED_FEW: _Sizes = (64, 128, 1, 4, 6, 0)
-# Longest block of a tile that is a head: with longer ones a program's stages would be too few. Not yet measured.
+# Inner, splits, warps, stages, ahead of tiles that are heads of 128, in 16 bits: for up to 32 rows of a tile, and more.
+# The fastest of 32 on an H100 for both shapes of Qwen3, or within 4 % of it:
+# benchmarks/results/2026-11-27-h100-head-tilings.json.
+_HEADS_OF_128 = {32: (64, 2, 8, 8, 8), MAX_BLOCK_ROWS: (128, 2, 8, 3, 8)}
+# Longest block of other tiles that are a head: with longer ones a program's stages would be too few. Not measured.
 _HEAD_BLOCK_INNER = 64
 _MAX_HEAD_SPLITS = 8
 # As many as 64 rows of an 8B layer have, whose memory is busy.
@@ -96,6 +100,9 @@ def whole_head_tiling(tiling: LinearTiling, width: int, outputs: int, inner: int
 
     Programs share a head, so that there are no fewer of them, and each has as many bytes of weights in flight.
     """
+    inner_of_block, splits, warps, stages, ahead = _HEADS_OF_128[32 if tiling.block_rows <= 32 else MAX_BLOCK_ROWS]
+    if width == 128 and inner % (splits * inner_of_block) == 0 and inner >= 1024:
+        return LinearTiling(tiling.block_rows, width, inner_of_block, splits, warps, stages, ahead)
     if tiling.block_outputs == width:
         return tiling
     programs = max(_MIN_HEAD_PROGRAMS, -(-outputs // tiling.block_outputs) * tiling.splits)
