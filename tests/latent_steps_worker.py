@@ -1,10 +1,9 @@
 """Runs steps of a model with latent attention as captured ones run, but for the graph: padded, through the buffer that
-stays where it is, by the Triton kernels in their interpreter, with layers as they are and fused. Writes errors against
+stays where it is, by the Triton kernels in their interpreter. Writes errors against
 plain steps as JSON."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 
@@ -15,15 +14,14 @@ from torch import Tensor
 
 from target_service.model.cuda_graphs.sizes import Bucket
 from target_service.model.cuda_graphs.step_buffer import StepBuffer
-from target_service.model.forward import ForwardInput
-from target_service.model.fused import latent_layers
-from target_service.model.runner import ModelRunner, PassContext, runner_for
+from target_service.model.forward import ForwardInput, PassContext
+from target_service.model.runner import ModelRunner, runner_for
 from tree_kernels.attention import AttentionBatch
 from tree_kernels.attention.triton_planning import TritonSettings
-from tree_kernels.latent_attention import LatentAttention, norm_rope
+from tree_kernels.latent_attention import LatentAttention
 from tree_kernels.latent_attention.triton_backend import TritonLatentAttention
 from tree_kernels.latent_attention.triton_writing import norm_rope_write_rows
-from tree_kernels.triton_paging import write_rows
+from tree_models.layers import latent
 
 PAGE_SIZE = 16
 PAGES = ((5, 2, 9), (7, 1, 4))
@@ -62,19 +60,14 @@ class Padded:
         buffer, runner = self._buffer, self._runner
         buffer.load(step, LAST_POSITION, numpy.zeros(buffer.parameters.numel(), numpy.int32))
         buffer.plan.schedules.clear()
-        output = runner.model(
-            input_ids=buffer.token_ids.long().unsqueeze(0),
-            position_ids=buffer.positions.unsqueeze(0),
-            use_cache=False,
-            outrider_step=PassContext(runner._attention, buffer.plan, buffer.slots, runner.cache),
-        )
-        logits: Tensor = output.logits[0]
+        context = PassContext(runner._attention, buffer.plan, buffer.slots, runner.cache)
+        logits = runner.network(buffer.token_ids.long(), buffer.positions, context)
         return logits[: len(step.token_ids)]
 
 
 def main() -> None:
     found = {}
-    for name, fused in itertools.product(NAMES, (False, True)):
+    for name in NAMES:
         plain, padded = (runner_for(make_latent(name), None, num_pages=12, page_size=PAGE_SIZE) for _ in range(2))
         steps = [
             step_of((19, 6), (0, 0), (None, None)),
@@ -83,19 +76,14 @@ def main() -> None:
         ]
         expected = [plain.forward(step).clone() for step in steps]
         # As on a GPU: rows without a slot write nothing.
-        kept = norm_rope.write_kv, latent_layers.norm_rope_write
-        if fused:
-            assert latent_layers.fuse_latents(padded.model)
-        norm_rope.write_kv, latent_layers.norm_rope_write = write_rows, norm_rope_write_rows
+        kept, latent.norm_rope_write = latent.norm_rope_write, norm_rope_write_rows
         buffer = Padded(padded)
         got = [buffer.forward(step).clone() for step in steps]
-        norm_rope.write_kv, latent_layers.norm_rope_write = kept
+        latent.norm_rope_write = kept
         # What was said, and what was left in the cache.
         got.append(padded.cache.key_pool)
         expected.append(plain.cache.key_pool)
-        found[f"{name}, {fused}"] = [
-            float((mine - own).norm() / own.norm()) for mine, own in zip(got, expected, strict=True)
-        ]
+        found[name] = [float((mine - own).norm() / own.norm()) for mine, own in zip(got, expected, strict=True)]
     json.dump(found, sys.stdout)
 
 

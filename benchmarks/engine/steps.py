@@ -1,4 +1,4 @@
-"""Time of a plain step on one GPU through `ModelRunner.forward`: eager, captured, compiled, joined and fused.
+"""Time of a plain step on one GPU through `ModelRunner.forward`: eager, captured, compiled and fused.
 
 Weights, keys and values are random. Before anything is timed, logits over fresh inputs are compared with those of the
 same weights in fp32 and the reference attention. These take twice the weights' memory once more: an 8B shape with both
@@ -13,26 +13,30 @@ Floors are the bytes that a step must read over the speed of a large copy, measu
 
 from __future__ import annotations
 
-import copy
 import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig
 
 from benchmarks.shared.gpu_timing import copied_bytes_per_us
 from benchmarks.shared.machine import describe
 from benchmarks.shared.report import median_and_spread, parser_of, show, write_json
 from target_service.model.cuda_graphs.runner import CapturedRunner, CaptureOptions
 from target_service.model.forward import ForwardInput
-from target_service.model.fused.preparing import LayerOptions
-from target_service.model.runner import ModelRunner, runner_for
+from target_service.model.runner import ModelRunner, runner_over
 from target_service.model.support import has_latents, kv_bytes
-from tree_kernels.attention import AttentionBatch
+from tree_kernels.attention import AttentionBatch, Backend
+from tree_models.families import describe as describe_family
+from tree_models.fused.preparing import LayerOptions
+from tree_models.layers.decoder import Decoder
+from tree_models.layers.placing import Placement
+from tree_models.slots import specs_of
 
 _V2_LITE: dict[str, Any] = {
     "model_type": "deepseek_v2", "hidden_size": 2048, "num_hidden_layers": 27, "num_attention_heads": 16,
@@ -69,9 +73,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 # prepared.
 MODES: dict[str, CaptureOptions | None] = {
     "eager": None,
-    "captured": CaptureOptions(layers=LayerOptions(joined=False, compiled=False, fused=False)),
-    "compiled": CaptureOptions(layers=LayerOptions(joined=False, fused=False)),
-    "joined": CaptureOptions(layers=LayerOptions(fused=False)),
+    "captured": CaptureOptions(layers=LayerOptions(compiled=False, fused=False)),
+    "compiled": CaptureOptions(layers=LayerOptions(fused=False)),
     "fused": CaptureOptions(),
     "invariant": CaptureOptions(layers=LayerOptions(invariant=True)),
     # Without the minutes of compiling: for `--modes captured uncompiled`, not after a mode that compiles.
@@ -105,17 +108,31 @@ def config_of(shape: str, layers: int | None = None) -> PretrainedConfig:
     return AutoConfig.for_model(**sizes, max_position_embeddings=8192)
 
 
-def build(shape: str, layers: int | None = None) -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = config_of(shape, layers)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("cuda"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-    finally:
-        torch.set_default_dtype(before)
-    return model.eval()
+def decoder_of(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> Decoder:
+    """A decoder of a configuration with random weights, the same for every call but for their type."""
+    description = describe_family(config)
+    assert description is not None, "the shapes are of families with an entry"
+    place = Placement(device, dtype, latent=has_latents(config))
+    decoder = Decoder(description.spec, description.names, place).eval()
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for slot in decoder.slots():
+            # Drawn in bf16, so that other types have the same numbers.
+            drawn = [_drawn(name, spec.shape, generator) for name, spec in slot.specs.items()]
+            slot.write([one.to(spec.dtype) for one, spec in zip(drawn, slot.specs.values(), strict=True)])
+    return decoder
+
+
+def _drawn(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Numbers of transformers' usual size; weights of norms are near one, and biases near zero."""
+    numbers = torch.randn(shape, generator=generator, device=generator.device) * 0.02
+    return (numbers + 1 if "norm" in name and name.endswith("weight") else numbers).bfloat16()
+
+
+def runner_of(config: PretrainedConfig, dtype: torch.dtype, attention: Backend, num_pages: int) -> ModelRunner:
+    """A runner of such a decoder, with pages for every load."""
+    decoder = decoder_of(config, torch.device("cuda"), dtype)
+    return runner_over(decoder, None, num_pages=num_pages, page_size=PAGE_SIZE, end_token_ids=(), attention=attention)
 
 
 def step(load: Load, vocabulary: int, seed: int) -> ForwardInput:
@@ -239,13 +256,13 @@ def kernels_of(runner: ModelRunner, load: Load) -> list[dict[str, Any]]:
     return [{"kernel": one.key[:90], "us": one.self_device_time_total / 5, "launches": one.count / 5} for one in found]
 
 
-def floor_ms(model: PreTrainedModel, load: Load, bytes_per_ms: float) -> float:
+def floor_ms(decoder: Decoder, config: PretrainedConfig, load: Load, bytes_per_ms: float) -> float:
     """Milliseconds to read each weight that a step needs, and the cache, once at the memory's speed."""
-    config = model.config
     rows = sum(load.rows)
-    parameters = sum(parameter.numel() * share_read(name, config, rows) for name, parameter in model.named_parameters())
-    if not config.tie_word_embeddings:
-        parameters -= config.vocab_size * config.hidden_size
+    specs = specs_of(decoder.slots()).items()
+    parameters = sum(prod(spec.shape) * share_read(name, config, rows) for name, spec in specs)
+    # Of the embedding a step reads a few rows; a tied head is it.
+    parameters -= config.vocab_size * config.hidden_size
     kept = kv_bytes(config, 1, latent=has_latents(config)) * CONTEXT * len(load.rows)
     return float(2 * (parameters + kept) / bytes_per_ms)
 
@@ -283,14 +300,12 @@ def run_shape(
     profiled: bool,
 ) -> Iterator[dict[str, Any]]:
     """The result of each mode, as soon as it is measured."""
-    model = build(shape, layers)
-    floors = {str(load): floor_ms(model, load, bytes_per_ms) for load in loads}
+    config = config_of(shape, layers)
     num_pages = 64 * (CONTEXT // PAGE_SIZE + 4)
-    runner = runner_for(model, None, num_pages=num_pages, page_size=PAGE_SIZE, attention="triton")
-    reference = None
-    if checked:
-        upcast = copy.deepcopy(model).float()
-        reference = runner_for(upcast, None, num_pages=num_pages, page_size=PAGE_SIZE, attention="reference")
+    runner = runner_of(config, torch.bfloat16, "triton", num_pages)
+    assert isinstance(runner.network, Decoder)
+    floors = {str(load): floor_ms(runner.network, config, load, bytes_per_ms) for load in loads}
+    reference = runner_of(config, torch.float32, "reference", num_pages) if checked else None
     for cache in runner.cache.keys + runner.cache.values:
         cache.normal_()
     for number, mode in enumerate(modes):
@@ -310,7 +325,7 @@ def run_shape(
         result: dict[str, Any] = {
             "shape": shape,
             "mode": mode,
-            "layers": model.config.num_hidden_layers,
+            "layers": config.num_hidden_layers,
             "first_steps_s": prepared,
             "checks": checks,
             "times": {},

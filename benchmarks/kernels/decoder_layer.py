@@ -1,5 +1,5 @@
-"""Time of a whole decoder layer by what computes its linear layers: the model's own code, compiled; kernels for few
-rows; cuBLAS with a kernel after each product. `preparing.MAX_ROWS` and `preparing.MANY_ROWS` are chosen by it.
+"""Time of a whole decoder layer by what computes its linear layers: the plain form, compiled; kernels for few rows;
+cuBLAS with a kernel after each product. `preparing.MAX_ROWS` and `preparing.MANY_ROWS` are chosen by it.
 
 Layers follow each other in a captured graph as they do in a step, attention included. Each has its own weights and
 keys, so none has them in the L2 cache. Outputs are compared before they are timed.
@@ -13,22 +13,24 @@ from __future__ import annotations
 
 import time
 from math import inf
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig
 
-from benchmarks.engine.steps import CONTEXT, PAGE_SIZE, SHAPES, Load, step
+from benchmarks.engine.steps import CONTEXT, PAGE_SIZE, SHAPES, Load, decoder_of, step
 from benchmarks.shared.gpu_timing import captured_us
 from benchmarks.shared.machine import describe
 from benchmarks.shared.report import parser_of, settings_of, show, write_json
-from target_service.model.cuda_graphs.runner import _RECOMPILE_LIMIT, ATTENTION
-from target_service.model.fused.layers import LinearsByRows
-from target_service.model.fused.preparing import LayerOptions, prepare_layers
-from target_service.model.runner import ModelRunner, PassContext, runner_for
+from target_service.model.cuda_graphs.runner import _RECOMPILE_LIMIT
+from target_service.model.forward import PassContext
+from target_service.model.runner import ModelRunner, runner_over
 from tree_kernels.linear.cublas_backend import CublasLinears
 from tree_kernels.linear.triton_backend import TritonLinears
+from tree_models.fused.forms import FusedForm, LinearsByRows
+from tree_models.fused.preparing import LayerOptions, prepare_decoder
+from tree_models.layers.decoder import Decoder
 
 TINY = {
     "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96,
@@ -36,31 +38,26 @@ TINY = {
 OWN, FEW, MANY = "own", "few", "many"
 
 
-def build(shape: str, layers: int, device: torch.device) -> PreTrainedModel:
+def build(shape: str, layers: int, device: torch.device) -> Decoder:
     """`layers` layers of a shape with random weights and a small vocabulary; bf16 on a GPU, fp32 elsewhere."""
     sizes: dict[str, Any] = {"model_type": "llama"} | (TINY if shape == "tiny" else SHAPES[shape])
     sizes |= {"num_hidden_layers": layers, "vocab_size": 256, "max_position_embeddings": 8192}
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    torch.manual_seed(0)
-    with device:
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes), dtype=dtype)
-    return model.eval()
+    return decoder_of(AutoConfig.for_model(**sizes), device, dtype)
 
 
 class Layers:
     """Prepared layers and the inputs of one step, which is run by each kind of linear layer."""
 
-    def __init__(self, runner: ModelRunner) -> None:
-        self._inner = cast(Any, runner.model).model
-        self._runner = runner
+    def __init__(self, runner: ModelRunner, decoder: Decoder) -> None:
+        self._runner, self._decoder = runner, decoder
         device = runner.device
         self._ways = {
             OWN: LinearsByRows(()),
             FEW: LinearsByRows(((inf, TritonLinears(device)),)),
             MANY: LinearsByRows(((inf, CublasLinears(device)),)),
         }
-        runner._attend_by(ATTENTION)
-        if prepare_layers(runner.model, LayerOptions(compiled=device.type == "cuda")) != len(self._inner.layers):
+        if prepare_decoder(decoder, LayerOptions(compiled=device.type == "cuda")) != decoder.layer_count:
             raise ValueError("the layers of this shape are not fused")
 
     @property
@@ -74,29 +71,32 @@ class Layers:
         slots = torch.tensor(batch.slots, device=device)
         self._step = PassContext(attention, attention.plan(batch.attention), slots, self._runner.cache)
         generator = torch.Generator(device).manual_seed(rows)
-        shape = 1, rows, self._runner.hidden_size
+        shape = rows, self._runner.hidden_size
         self._hidden = torch.randn(shape, generator=generator, device=device).to(self._runner.dtype)
-        self._turns = self._inner.rotary_emb(self._hidden, torch.tensor([batch.positions], device=device))
+        self._angles = self._decoder.angles_of(0, torch.tensor(batch.positions, device=device))
 
     def use(self, way: str) -> None:
         """Compute linear layers this way from now on."""
-        for layer in self._inner.layers:
-            layer.linears = self._ways[way]
+        for form in self._decoder.forms:
+            assert isinstance(form, FusedForm)
+            form.linears = self._ways[way]
 
     def run(self) -> Tensor:
-        """[1, R, H] from all layers, one after the other."""
-        hidden = self._hidden
-        for layer in self._inner.layers:
-            hidden = layer(hidden, attention_mask=None, position_embeddings=self._turns, outrider_step=self._step)
+        """[R, H] from all layers, one after the other."""
+        hidden, carried = self._hidden, None
+        for layer, form in zip(self._decoder.layers, self._decoder.forms, strict=True):
+            assert form is not None
+            done = form.compute_layer(hidden, carried, self._angles, self._step)
+            hidden, carried = (layer(hidden, self._angles, self._step), None) if done is None else done
         return hidden
 
     def added(self) -> Tensor:
-        """[1, R, H] fp32: the sum that all layers add to the rows."""
+        """[R, H] fp32: the sum that all layers add to the rows."""
         return self.run().float() - self._hidden.float()
 
     def time(self) -> dict[str, float]:
         """Microseconds of one layer: median over replays of all, and the distance between the quartiles."""
-        count = len(self._inner.layers)
+        count = self._decoder.layer_count
         if self._runner.device.type == "cuda":
             median, spread = captured_us([self.run], replays=21)
             return {"us": median / count, "spread": spread / count}
@@ -146,15 +146,16 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     options = parser.parse_args()
     device = torch.device(options.device)
-    model = build(options.shape, options.layers, device)
+    decoder = build(options.shape, options.layers, device)
     largest = max(max(load_of(rows, options.sequences).rows) for rows in options.rows)
     pages = options.sequences * -(-(CONTEXT + largest) // PAGE_SIZE)
     attention: Any = "triton" if device.type == "cuda" else "torch"
-    runner = runner_for(model, None, num_pages=pages, page_size=PAGE_SIZE, attention=attention)
+    settings: dict[str, Any] = {"num_pages": pages, "page_size": PAGE_SIZE, "attention": attention}
+    runner = runner_over(decoder, None, end_token_ids=(), **settings)
     for cache in runner.cache.keys + runner.cache.values:
         cache.normal_()
     with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
-        layers = Layers(runner)
+        layers = Layers(runner, decoder)
         results = [measure(layers, rows, options.sequences) for rows in options.rows]
     show(table(results, layers.ways))
     write_json(options.json, {"machine": describe(), "settings": settings_of(options), "results": results})

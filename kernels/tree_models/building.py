@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
+
 from tree_models.families import Description
 from tree_models.layers.decoder import Decoder
 from tree_models.layers.placing import Placement
-from tree_models.weights.checkpoint import Checkpoint
-from tree_models.weights.loading import load_slots
+from tree_models.slots import specs_of
+from tree_models.weights.checkpoint import TensorSource
+from tree_models.weights.loading import check_names, load_slots
 
 
-def build(description: Description, checkpoint: Checkpoint, place: Placement) -> Decoder:
+def build(description: Description, checkpoint: TensorSource, place: Placement) -> Decoder:
     """The decoder of a description with the weights of a checkpoint.
 
     Raises:
         FamilyRefused: the description asks for what is not computed.
-        CheckpointRefused: the checkpoint's tensors are not the decoder's.
+        WeightsRefused: the checkpoint's tensors are not the decoder's.
     """
-    decoder = Decoder(description.spec, description.names, place).eval()
-    load_slots(decoder.slots(), checkpoint, description.names.ignored)
+    spec, names = description.spec, description.names
+    # Before any memory is taken, since a configuration may describe more than there is.
+    skeleton = Decoder(spec, names, replace(place, device=torch.device("meta")))
+    check_names(specs_of(skeleton.slots()), checkpoint, names)
+    decoder = Decoder(spec, names, place).eval()
+    load_slots(decoder.slots(), checkpoint, names)
     return decoder

@@ -51,9 +51,11 @@ class WeightNames:
     shared_down: str = "mlp.shared_experts.down_proj"
     shared_gate: str = "mlp.shared_expert_gate"
 
-    # Regular expressions of whole names that are read by nobody: buffers of old checkpoints, parts for images, modules
-    # that predict several tokens.
-    ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
+    # Regular expressions of whole names that are read by nobody: buffers that are computed and were stored by older
+    # writers, and modules that predict more tokens. Those that stand behind the layers, as DeepSeek-V3's and GLM-4.5's,
+    # are known by `joining`, which no layer has.
+    ignored: tuple[str, ...] = (r"(.*\.)?(rotary_emb\.inv_freq|position_ids|masked_bias)", r"(model\.)?mtp(_\w+)?\..*")
+    joining: str = "eh_proj.weight"
 
     def in_layer(self, name: str, layer: int, expert: int = 0) -> str:
         """The whole name of what `name` is in a layer."""

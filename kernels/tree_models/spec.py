@@ -40,6 +40,14 @@ class HeadNormSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class PositionScale:
+    """Queries times 1 + beta * log(1 + floor(position / length)), as Llama 4 and Ministral 3 have it."""
+
+    beta: float
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
 class RotarySpec:
     """Rotary embedding of the first numbers of a head."""
 
@@ -47,19 +55,12 @@ class RotarySpec:
     scaling: float = 1.0  # of cosines and sines
     # Whether a pair is numbers 2 i and 2 i + 1; else i and i + half of the rotated ones.
     interleaved: bool = False
+    query_scale: PositionScale | None = None
 
     @property
     def width(self) -> int:
         """How many numbers of a head are rotated."""
         return 2 * len(self.frequencies)
-
-
-@dataclass(frozen=True, slots=True)
-class PositionScale:
-    """Queries times 1 + beta * log(1 + floor(position / length)), as Llama 4 and Ministral 3 have it."""
-
-    beta: float
-    length: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,6 @@ class AttentionSpec:
     out_bias: bool = False
     head_norm: HeadNormSpec | None = None
     clip: float | None = None  # queries, keys and values are limited to this size
-    position_scale: PositionScale | None = None
     window: int | None = None  # tokens that are seen; None for all
     sinks: bool = False
     score_cap: float | None = None

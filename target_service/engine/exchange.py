@@ -134,7 +134,7 @@ class WeightExchange:
     def _prepare(self, pending: _Pending) -> None:
         """Read the weights, in a separate thread."""
         try:
-            slots = weight_slots(self.runner.model)
+            slots = weight_slots(self.runner.network)
             weights = read_weights(Path(pending.update.folder), specs_of(slots), pending.room)
             pending.room.lock()
         except OutriderError as error:

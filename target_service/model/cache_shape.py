@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
-from target_service.model.support import KVShape, ModelRefused, kv_shape
+from target_service.model.support import ModelRefused, kv_shape
+from tree_models.layers.decoder import CacheShape
 
 _PROBE = "outrider_probe"
 # By model, since many runners may share one.
-_found: WeakKeyDictionary[PreTrainedModel, KVShape] = WeakKeyDictionary()
+_found: WeakKeyDictionary[PreTrainedModel, CacheShape] = WeakKeyDictionary()
 
 
-def cache_shape(model: PreTrainedModel) -> KVShape:
+def cache_shape(model: PreTrainedModel) -> CacheShape:
     """What one layer caches of a token, keys and values of all heads. Of the configuration, where the model does not
     hand them to attention that is put in its own's place. Raises `ModelRefused` where layers differ."""
     if model not in _found:
@@ -33,13 +34,13 @@ def cache_shape(model: PreTrainedModel) -> KVShape:
     return _found[model]
 
 
-def _shapes(model: PreTrainedModel) -> list[KVShape]:
+def _shapes(model: PreTrainedModel) -> list[CacheShape]:
     """Of each layer in turn; none where the model cannot be run so."""
-    shapes: list[KVShape] = []
+    shapes: list[CacheShape] = []
 
     def note(_module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         # [1, H, 1, D]
-        shapes.append(KVShape(key.shape[1], key.shape[-1], value.shape[-1]))
+        shapes.append(CacheShape(key.shape[1], key.shape[-1], value.shape[-1]))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
 
     AttentionInterface.register(_PROBE, note)

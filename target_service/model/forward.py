@@ -9,9 +9,25 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tree_kernels.attention import AttentionBatch
+from target_service.core.kv_cache import KVCache
+from tree_kernels.attention import AttentionBatch, AttentionPlan, TreeAttention
+from tree_kernels.latent_attention import LatentAttention
 from tree_kernels.node_table import StepIntegers
 from tree_kernels.pages import Pages
+
+# Attention over keys and values of heads, or over latents that are both.
+Attention = TreeAttention | LatentAttention
+
+
+@dataclass(eq=False)
+class PassContext:
+    """What every layer of one pass needs. Not frozen: the compiler looks into frozen dataclasses, and whatever it read
+    here it would compile layers and passes separately for."""
+
+    attention: Attention
+    plan: AttentionPlan
+    slots: Tensor
+    cache: KVCache
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,35 +6,35 @@ every replay.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
-
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
 
 from outrider.errors import NotSupported
+from target_service.model.network import TargetNetwork
+from tree_models.layers.decoder import Tap
 
 
 class LayerHooks:
     """Hooks on decoder layers, and the memory they fill. `layers` are outputs of decoder layers from 0; the number of
     layers stands for the state after the last norm. `width` is that of all these outputs, joined."""
 
-    def __init__(self, model: PreTrainedModel, layers: tuple[int, ...], max_rows: int, *, grows: bool = True) -> None:
+    def __init__(self, network: TargetNetwork, layers: tuple[int, ...], max_rows: int, *, grows: bool = True) -> None:
         """Room for `max_rows` of a pass; more only if it `grows`, which captured graphs do not support. Raises
         `NotSupported` where the model has no such layer."""
         self.layers = layers
-        modules = [_module(model, layer) for layer in layers]
-        self._each = int(model.config.hidden_size)
+        for layer in layers:
+            if not 0 <= layer <= network.layer_count:
+                raise NotSupported(f"layer {layer} is wanted of a target that has {network.layer_count}")
+        self._each = network.hidden_size
         self.width = self._each * len(layers)
         self._grows = grows
-        self._states = torch.zeros(max_rows, self.width, dtype=model.dtype, device=model.device)
-        self._handles = [module.register_forward_hook(self._hook(place)) for place, module in enumerate(modules)]
+        self._states = torch.zeros(max_rows, self.width, dtype=network.dtype, device=network.device)
+        self._removals = [network.tap(layer, self._keeping(place)) for place, layer in enumerate(layers)]
 
     def remove(self) -> None:
         """Remove the hooks from the model."""
-        for handle in self._handles:
-            handle.remove()
+        for remove in self._removals:
+            remove()
 
     @property
     def fixed_rows(self) -> int:
@@ -53,30 +53,15 @@ class LayerHooks:
             return None
         return self._states[:rows].clone()
 
-    def _hook(self, place: int) -> Callable[[nn.Module, Any, Any], None]:
+    def _keeping(self, place: int) -> Tap:
         columns = slice(place * self._each, (place + 1) * self._each)
 
-        # The compiler would make a version of a layer for each hooked layer.
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            # [1, R, W]
-            hidden: Tensor = output[0] if isinstance(output, tuple) else output
-            rows = hidden.shape[1]
+        def keep(hidden: Tensor) -> None:
+            rows = len(hidden)
             if rows > len(self._states) and self._grows:
                 # Tensors made in inference mode cannot be written outside of it.
                 with torch.inference_mode(False):
                     self._states = torch.zeros(2 * rows, self.width, dtype=hidden.dtype, device=hidden.device)
-            self._states[:rows, columns].copy_(hidden[0, : len(self._states)])
+            self._states[:rows, columns].copy_(hidden[: len(self._states)])
 
-        return cast("Callable[[nn.Module, Any, Any], None]", keep)
-
-
-def _module(model: PreTrainedModel, layer: int) -> nn.Module:
-    """The module whose output is the state that `layer` names."""
-    inner = getattr(model, "model", None)
-    layers, norm = getattr(inner, "layers", None), getattr(inner, "norm", None)
-    if not isinstance(layers, nn.ModuleList) or not isinstance(norm, nn.Module):
-        raise NotSupported(f"the layers of a {model.config.model_type} cannot be found, and so not be read")
-    if not 0 <= layer <= len(layers):
-        raise NotSupported(f"layer {layer} is wanted of a target that has {len(layers)}")
-    return norm if layer == len(layers) else layers[layer]
+        return keep

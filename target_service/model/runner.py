@@ -1,4 +1,4 @@
-"""One forward pass of a transformers model over our paged KV cache."""
+"""One forward pass of a model over the paged KV cache."""
 
 from __future__ import annotations
 
@@ -12,87 +12,37 @@ import numpy
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from target_service.config import MAX_SEQUENCES
 from target_service.core.kv_cache import KVCache
 from target_service.core.sequence import MAX_PASSES
-from target_service.model.cache_shape import cache_shape
-from target_service.model.current_pass import computing, current_pass
-from target_service.model.forward import ForwardInput, ForwardPass
+from target_service.model.forward import Attention, ForwardInput, ForwardPass, PassContext
 from target_service.model.head_projection import DraftHead
 from target_service.model.hidden_state_hooks import LayerHooks
-from target_service.model.latent_attention import attend_latents, implementation_name, keeps_latents, leave_latents
-from target_service.model.rotary import hold_frequencies
-from target_service.model.support import ModelRefused, kv_shape, longest_context
-from tree_kernels.attention import AttentionPlan, Backend, TreeAttention
+from target_service.model.network import TargetNetwork
+from target_service.model.support import description_of
+from target_service.model.transformers_network import TransformersNetwork, pack_linears
+from tree_kernels.attention import Backend, TreeAttention
 from tree_kernels.latent_attention import LatentAttention, LatentBackend
 from tree_kernels.node_table import NodeTable, StepIntegers, fill_pending
 from tree_kernels.node_table.layout import LOOKUP
-from tree_kernels.paging import write_kv
 from tree_kernels.verification import DRAWN_BY_POSITION, RECORD, records_of
+from tree_models.building import build
+from tree_models.layers.placing import Placement
+from tree_models.reference import published_tensors
 
-ATTENTION = "outrider_tree"
-# Attention over keys and values of heads, or over latents that are both.
-Attention = TreeAttention | LatentAttention
 # See `ModelRunner.run_device_rows`.
 Begin = Callable[[StepIntegers, object | None], None]
 # Rows that hooks have room for until a pass has more.
 _HOOKED_ROWS = 64
 
 
-@dataclass(eq=False)
-class PassContext:
-    """What every layer of one pass needs. Not frozen: the compiler looks into frozen dataclasses, and whatever it read
-    here it would compile layers and passes separately for."""
-
-    attention: Attention
-    plan: AttentionPlan
-    slots: Tensor
-    cache: KVCache
-
-
-def attend(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    *,
-    outrider_step: PassContext | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """transformers' attention interface: query [1, Hq, R, D], key and value [1, Hkv, R, D], rotary applied.
-
-    Where attention is over latents, `key` is the rotary key and `value` the latent; see `latent_attention`.
-    """
-    if attention_mask is not None or softcap is not None or s_aux is not None:
-        raise ModelRefused("a mask of its own, capped scores or attention sinks are not served")
-    outrider_step = outrider_step or current_pass()
-    assert outrider_step is not None, "attention runs in a pass"
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    step, layer = outrider_step, int(module.layer_idx)  # type: ignore[arg-type]
-    if isinstance(step.attention, LatentAttention):
-        vectors = step.cache.keys[layer]
-        return attend_latents(module, step.attention, step.plan, vectors, step.slots, query, key, value, scaling), None
-    keys, values = step.cache.keys[layer], step.cache.values[layer]
-    write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), keys, values, step.slots)
-    out = step.attention.run(step.plan, query[0].transpose(0, 1), keys, values, scaling)
-    return out.unsqueeze(0), None
-
-
-for _latent in (False, True):
-    AttentionInterface.register(implementation_name(ATTENTION, latent=_latent), attend)
-
-
 @dataclass(eq=False, repr=False)
 class ModelRunner:
     """A model with its KV cache: rows in, logits out. Independent of sequences and trees."""
 
-    model: PreTrainedModel  # with its layers as they are prepared by now
+    network: TargetNetwork  # with its layers as they are prepared by now
     tokenizer: Any | None
     cache: KVCache
     _attention: Attention
@@ -102,14 +52,13 @@ class ModelRunner:
     tokenizer_fingerprint: str
 
     def __post_init__(self) -> None:
-        model = self.model
-        self._attend_by(ATTENTION)
-        self.vocabulary_size = int(model.config.vocab_size)
-        self._last_position = longest_context(model.config) - 1
+        network = self.network
+        self.vocabulary_size = network.vocabulary_size
+        self._last_position = network.longest_context - 1
         # [MAX_SEQUENCES] int32: tokens that are not on the host yet, written and read on the device.
-        self.pending = torch.zeros(MAX_SEQUENCES, dtype=torch.int32, device=model.device)
-        self.dtype = model.dtype
-        self.device = model.device
+        self.pending = torch.zeros(MAX_SEQUENCES, dtype=torch.int32, device=network.device)
+        self.dtype = network.dtype
+        self.device = network.device
         # Chooses the rows of passes on the device; see `enable_device_row_selection`.
         self.node_table: NodeTable | None = None
         # The hidden states that a drafter reads, and the part of its head that runs here.
@@ -121,12 +70,9 @@ class ModelRunner:
         """Whether the cache holds latents instead of keys and values."""
         return isinstance(self._attention, LatentAttention)
 
-    def _attend_by(self, implementation: str) -> None:
-        self.model.set_attn_implementation(implementation_name(implementation, latent=self.latent))
-
     @property
     def hidden_size(self) -> int:
-        return int(self.model.config.hidden_size)
+        return self.network.hidden_size
 
     @property
     def captured_steps(self) -> tuple[int, int]:
@@ -138,7 +84,7 @@ class ModelRunner:
         """Keep the outputs of these decoder layers only, from the next pass on; see `LayerHooks`. Raises `NotSupported`
         where the model has no such layers, or others were chosen before steps were captured."""
         if self.hooks is None or self.hooks.layers != layers:
-            hooks = LayerHooks(self.model, layers, _HOOKED_ROWS)
+            hooks = LayerHooks(self.network, layers, _HOOKED_ROWS)
             if self.hooks is not None:
                 self.hooks.remove()
             self.hooks = hooks
@@ -276,52 +222,71 @@ class ModelRunner:
 
     def _compute(self, token_ids: Tensor, positions: Tensor, step: PassContext, rows: Tensor | int = 0) -> Tensor:
         """Logits of the given rows, 0 for all; token ids and positions are [R] integers."""
-        inputs = {"input_ids": token_ids[None], "position_ids": positions[None]}
-        with computing(step):
-            output = self.model(**inputs, use_cache=False, logits_to_keep=rows, outrider_step=step)
-        return cast(Tensor, output.logits[0])
+        return self.network(token_ids, positions, step, rows)
 
 
-def end_tokens_of(model: PreTrainedModel) -> tuple[int, ...]:
+def end_tokens_of(config: PretrainedConfig, generation: Any | None) -> tuple[int, ...]:
     """The ids that end a sequence, from the generation config or else the model's config."""
-    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    ends = model.config.eos_token_id if ends is None else ends
+    ends = getattr(generation, "eos_token_id", None)
+    ends = config.eos_token_id if ends is None else ends
     if ends is None:
         return ()
     return tuple(ends) if isinstance(ends, (list, tuple)) else (int(ends),)
+
+
+def runner_over(
+    network: TargetNetwork,
+    tokenizer: Any | None,
+    *,
+    num_pages: int,
+    page_size: int,
+    end_token_ids: tuple[int, ...],
+    attention: Backend = "torch",
+    invariant: bool = False,
+    name: str = "model",
+    max_context: int | None = None,
+    tokenizer_fingerprint: str = "",
+) -> ModelRunner:
+    """A runner for a network, on its device and in its dtype."""
+    cache = KVCache(num_pages, page_size, network.layer_count, *network.cache_shape, network.dtype, network.device)
+    over_cache: Attention
+    if network.latent:
+        over_cache = LatentAttention(cast(LatentBackend, attention), network.device)
+    else:
+        over_cache = TreeAttention(attention, network.device, invariant=invariant)
+    longest = max_context or network.longest_context
+    return ModelRunner(network, tokenizer, cache, over_cache, name, longest, end_token_ids, tokenizer_fingerprint)
 
 
 def runner_for(
     model: PreTrainedModel,
     tokenizer: Any | None,
     *,
-    num_pages: int,
-    page_size: int,
     attention: Backend = "torch",
     invariant: bool = False,
     latent: bool = True,
-    name: str = "model",
-    max_context: int | None = None,
-    tokenizer_fingerprint: str = "",
+    packed: bool = False,
+    **settings: Any,
 ) -> ModelRunner:
-    """A runner for a loaded model, on its device and in its dtype.
+    """A runner for a transformers model that is loaded, with `settings` as in `runner_over`: of our layers with copies
+    of its weights, or for a family without an entry of the model itself.
 
-    `latent` keeps latents in the cache where the model and the backend support it; without it keys and values of all
+    `latent` keeps latents in the cache where the family and the backend support it; without it keys and values of all
     heads are kept, which is the reference; with `invariant` too, since attention to latents depends on the batch.
+    `packed` as in `Placement`.
     """
-    config = model.config
-    if latent := latent and not invariant and takes_latents(attention) and keeps_latents(model):
-        leave_latents(model)
-    hold_frequencies(model)
-    widths = kv_shape(config, latent=True) if latent else cache_shape(model)
-    cache = KVCache(num_pages, page_size, config.num_hidden_layers, *widths, model.dtype, model.device)
-    over_cache: Attention
-    if latent:
-        over_cache = LatentAttention(cast(LatentBackend, attention), model.device)
+    latent = latent and not invariant and takes_latents(attention)
+    description = description_of(model.config)
+    network: TargetNetwork
+    if description is None:
+        if packed:
+            pack_linears(model)
+        network = TransformersNetwork(model)
     else:
-        over_cache = TreeAttention(attention, model.device, invariant=invariant)
-    max_context, ends = max_context or longest_context(config), end_tokens_of(model)
-    return ModelRunner(model.eval(), tokenizer, cache, over_cache, name, max_context, ends, tokenizer_fingerprint)
+        place = Placement(model.device, model.dtype, packed, latent)
+        network = build(description, published_tensors(model), place)
+    ends = end_tokens_of(model.config, getattr(model, "generation_config", None))
+    return runner_over(network, tokenizer, attention=attention, invariant=invariant, end_token_ids=ends, **settings)
 
 
 def takes_latents(attention: Backend) -> bool:

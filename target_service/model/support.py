@@ -2,15 +2,47 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from transformers import PretrainedConfig, PreTrainedModel
 
 from outrider.checkpoints.plain_attention import attention_refusal
+from tree_models.families import Description, describe
+from tree_models.families.common import longest_context
+from tree_models.layers.decoder import CacheShape
+from tree_models.spec import FamilyRefused
+
+__all__ = [
+    "ModelRefused",
+    "check_supported",
+    "description_of",
+    "has_latents",
+    "kv_bytes",
+    "kv_shape",
+    "longest_context",
+    "text_part",
+]
 
 
 class ModelRefused(ValueError):
     """The model cannot be served losslessly; the message says why."""
+
+
+def description_of(config: PretrainedConfig) -> Description | None:
+    """What our layers are made of for a configuration; None where its family has no entry, or the configuration asks
+    for what they do not compute."""
+    try:
+        description = describe(config)
+        if description is not None:
+            description.spec.check()
+    except FamilyRefused:
+        return None
+    return description
+
+
+def text_part(config: PretrainedConfig) -> PretrainedConfig:
+    """The configuration of the part that reads and writes text, where a model that takes more has one of our layers;
+    else the configuration itself."""
+    text: PretrainedConfig = config.get_text_config()
+    return text if text is not config and description_of(text) is not None else config
 
 
 def check_supported(config: PretrainedConfig, model: PreTrainedModel | None = None) -> None:
@@ -21,13 +53,18 @@ def check_supported(config: PretrainedConfig, model: PreTrainedModel | None = No
     if getattr(config, "add_cross_attention", False):
         raise ModelRefused(f"{kind}: it attends to another input")
     if config.get_text_config() is not config:
-        raise ModelRefused(f"{kind}: it takes more than text")
+        if text_part(config) is config:
+            raise ModelRefused(f"{kind}: it takes more than text")
+        check_supported(text_part(config))
+        return
     if reason := attention_refusal(config):
         raise ModelRefused(f"{kind}: {reason}")
     if quantised := getattr(config, "quantization_config", None):
         method = quantised.get("quant_method") if isinstance(quantised, dict) else None
         # Passes multiply plain matrices; no test holds the layers of a quantisation method to the model's.
         raise ModelRefused(f"{kind}: quantised weights ({method or 'of some kind'}) are not served")
+    if description_of(config) is not None:
+        return
     if model is None:
         return
     if not getattr(model, "_supports_attention_backend", False):
@@ -42,53 +79,25 @@ def check_supported(config: PretrainedConfig, model: PreTrainedModel | None = No
         raise ModelRefused(f"{kind}: attention sinks are not served")
 
 
-class KVShape(NamedTuple):
-    """What one layer caches of one token. A latent is key and value in one, and has no separate value."""
-
-    heads: int
-    key_width: int
-    value_width: int
-
-
 def has_latents(config: PretrainedConfig) -> bool:
     """Whether the model's keys and values are made of latents (multi-head latent attention)."""
     return all(getattr(config, name, None) for name in ("kv_lora_rank", "qk_rope_head_dim"))
 
 
-def kv_shape(config: PretrainedConfig, *, latent: bool = False) -> KVShape:
+def kv_shape(config: PretrainedConfig, *, latent: bool = False) -> CacheShape:
     """Widths of keys and values in the cache. With `latent` it has one vector for all heads of a model with latents:
     the latent and the rotary key. Otherwise they are expanded for all heads, keys and values of unequal widths."""
     heads = int(config.num_attention_heads)
     if has_latents(config):
         rotary = int(config.qk_rope_head_dim)
         if latent:
-            return KVShape(1, int(config.kv_lora_rank) + rotary, 0)
-        return KVShape(heads, config.qk_nope_head_dim + rotary, config.v_head_dim)
+            return CacheShape(1, int(config.kv_lora_rank) + rotary, 0)
+        return CacheShape(heads, config.qk_nope_head_dim + rotary, config.v_head_dim)
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return KVShape(getattr(config, "num_key_value_heads", None) or heads, width, width)
+    return CacheShape(getattr(config, "num_key_value_heads", None) or heads, width, width)
 
 
 def kv_bytes(config: PretrainedConfig, itemsize: int, *, latent: bool) -> int:
     """Bytes of a token in the cache, all layers; `latent` as in `kv_shape`."""
     heads, key_width, value_width = kv_shape(config, latent=latent)
     return int(config.num_hidden_layers) * heads * (key_width + value_width) * itemsize
-
-
-def longest_context(config: PretrainedConfig) -> int:
-    """Tokens of prompt and output that the model can be served for.
-
-    longrope takes other frequencies, and so other keys for all tokens, once a text is longer than the original context;
-    dynamic ones do so behind the context of config.json.
-    """
-    longest = int(config.max_position_embeddings)
-    if "longrope" not in _rope_types(config):
-        return longest
-    original = config.rope_parameters.get("original_max_position_embeddings", longest)
-    return min(longest, int(original))
-
-
-def _rope_types(config: PretrainedConfig) -> set[str]:
-    parameters = getattr(config, "rope_parameters", None) or {}
-    # One set of parameters, or one per type of layer.
-    every = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
-    return {str(one["rope_type"]) for one in every if "rope_type" in one}

@@ -51,7 +51,7 @@ def captured(
 ) -> tuple[ModelRunner, DeviceSteps]:
     # Only on a machine that runs these tests: Triton may be absent elsewhere.
     from target_service.model.cuda_graphs.runner import CapturedRunner, CaptureOptions
-    from target_service.model.fused.preparing import LayerOptions
+    from tree_models.fused.preparing import LayerOptions
 
     if enable_device_row_selection:
         runner.enable_device_row_selection(SEQUENCES)
@@ -217,7 +217,7 @@ def test_no_bit_depends_on_the_batch_when_that_is_asked_for() -> None:
 
 def exchange(runner: ModelRunner, folder: Path) -> None:
     """Write the folder's weights into the runner's model, from page-locked memory."""
-    slots, room = weight_slots(runner.model), HostRoom(runner.device)
+    slots, room = weight_slots(runner.network), HostRoom(runner.device)
     weights = read_weights(folder, specs_of(slots), room)
     room.lock()
     assert room.locked_bytes >= sum({one.data_ptr(): one.nbytes for one in weights.values()}.values())

@@ -38,7 +38,7 @@ def root_only(tokens: Sequence[int], _: random.Random) -> TokenTree:
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "as they are"])
 def test_captured_steps_keep_every_committed_tokens_state(drafted: bool, compiled: bool) -> None:
     from target_service.model.cuda_graphs.runner import CapturedRunner, CaptureOptions
-    from target_service.model.fused.preparing import LayerOptions
+    from tree_models.fused.preparing import LayerOptions
 
     rng = random.Random(3)
     prompts = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in (1, 5, 17, 40, 90)]
@@ -78,7 +78,7 @@ def test_captured_steps_keep_every_committed_tokens_state(drafted: bool, compile
 @pytest.mark.parametrize("projected", [True, False])
 @pytest.mark.parametrize("fixed", [True, False], ids=["by graphs", "by single launches"])
 def test_rows_encoded_behind_a_pass_are_those_encoded_when_wanted(dtype: str, projected: bool, fixed: bool) -> None:
-    hooks = LayerHooks(make_tiny().cuda(), STATES.layers, 512, grows=not fixed)
+    hooks = LayerHooks(make_runner(make_tiny().cuda(), attention="triton").network, STATES.layers, 512, grows=not fixed)
     encoder = FeatureEncoder(torch.device("cuda"))
     weights = {"fc.weight": torch.randn(96, 96) / 10}
     projection = HeadProjection(weights, 2, 1e-6).to(device="cuda") if projected else None

@@ -44,7 +44,7 @@ def own_runner(model: PreTrainedModel) -> ModelRunner:
 
 def captured(*, many: bool) -> ModelRunner:
     from target_service.model.cuda_graphs.runner import CapturedRunner, CaptureOptions
-    from target_service.model.fused.preparing import LayerOptions
+    from tree_models.fused.preparing import LayerOptions
 
     options = CaptureOptions(512, 16, layers=LayerOptions(compiled=False, many=many))
     return CapturedRunner(own_runner(half_model()), options)

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from engine_harness import engine_config, real_drafter, request, run
+from transformers import AutoModelForCausalLM
 
 from outrider.sampling import SamplingParams
 from target_service.config import TargetConfig
 from target_service.core.sequence import SequenceRequest
 from target_service.model.loading.loader import load_runner
+from target_service.model.loading.store import resolve
 from target_service.model.runner import ModelRunner
 from target_service.speculation.policy.step_cost import StepCost
 
@@ -84,12 +86,9 @@ def test_forty_two_prompts(runner: ModelRunner, sampling: SamplingParams) -> Non
 def test_plain_decoding_is_transformers_own(runner: ModelRunner) -> None:
     one = wanted(runner, 1, 24, GREEDY)[0]
     (outcome,) = run(runner, [one])
-    runner.model.set_attn_implementation("sdpa")
-    try:
-        ids = torch.tensor([one.token_ids])
-        said = runner.model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, min_new_tokens=24, do_sample=False
-        )
-    finally:
-        runner.model.set_attn_implementation("outrider_tree")
+    model = AutoModelForCausalLM.from_pretrained(resolve(runner.name), dtype=torch.float32)
+    ids = torch.tensor([one.token_ids])
+    said = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, min_new_tokens=24, do_sample=False
+    )
     assert tuple(said[0, len(one.token_ids) :].tolist()) == outcome.token_ids

@@ -10,6 +10,7 @@ import pytest
 import torch
 from engine_harness import Outcome, engine_config, probs_of, real_drafter, request, run
 from sampled_outputs import assert_follow
+from transformers import AutoModelForCausalLM
 
 from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.drafter import EagleDrafter
@@ -18,6 +19,7 @@ from outrider.sampling import SamplingParams, VerificationMode
 from target_service.config import TargetConfig
 from target_service.core.sequence import SequenceRequest
 from target_service.model.loading.loader import load_runner
+from target_service.model.loading.store import resolve
 from target_service.model.runner import ModelRunner
 from target_service.sampling.distribution import LogitShaper
 
@@ -144,29 +146,24 @@ def test_rejection_keeps_the_targets_distribution(runner: ModelRunner) -> None:
     config = replace(engine_config(max_running=32), max_waiting=samples, max_draft_nodes=6)
     with real_drafter("eagle", runner.vocabulary_size) as connect:
         outcomes = run(runner, wanted, connect=connect, config=config)
-    exact = distribution(runner, prompt, sampling, length)
+    exact = distribution(prompt, sampling, length)
     assert_follow(outcomes, exact)
     assert sum(one.finished.totals.accepted_tokens for one in outcomes) > 0
 
 
 @torch.inference_mode()
-def distribution(
-    runner: ModelRunner, prompt: tuple[int, ...], sampling: SamplingParams, length: int
-) -> dict[tuple[int, ...], float]:
+def distribution(prompt: tuple[int, ...], sampling: SamplingParams, length: int) -> dict[tuple[int, ...], float]:
     """The exact probability of every output of `length` tokens, by transformers' own attention."""
     shaper = LogitShaper(sampling, prompt, ())
     known: dict[tuple[int, ...], float] = {(): 1.0}
-    runner.model.set_attn_implementation("sdpa")
-    try:
-        for _ in range(length):
-            paths = list(known)
-            logits = runner.model(torch.tensor([[*prompt, *path] for path in paths]), use_cache=False).logits[:, -1]
-            grown = {}
-            for path, of_path in zip(paths, logits, strict=True):
-                for token, probability in enumerate(probs_of(sampling, shaper.shaped(of_path, path)).tolist()):
-                    if probability:
-                        grown[(*path, token)] = known[path] * probability
-            known = grown
-    finally:
-        runner.model.set_attn_implementation("outrider_tree")
+    model = AutoModelForCausalLM.from_pretrained(resolve(MODEL), dtype=torch.float32)
+    for _ in range(length):
+        paths = list(known)
+        logits = model(torch.tensor([[*prompt, *path] for path in paths]), use_cache=False).logits[:, -1]
+        grown = {}
+        for path, of_path in zip(paths, logits, strict=True):
+            for token, probability in enumerate(probs_of(sampling, shaper.shaped(of_path, path)).tolist()):
+                if probability:
+                    grown[(*path, token)] = known[path] * probability
+        known = grown
     return known

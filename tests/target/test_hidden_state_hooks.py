@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,12 +23,13 @@ from target_service.assembly import assemble, load_model
 from target_service.config import TargetConfig
 from target_service.core.sequence import SequenceEvent, StepVerdict
 from target_service.model.forward import ForwardInput
-from target_service.model.fused.preparing import MAX_ROWS, LayerOptions, prepare_layers
 from target_service.model.hidden_state_hooks import LayerHooks
-from target_service.model.runner import runner_for
+from target_service.model.preparing import prepare_network
+from target_service.model.runner import ModelRunner, runner_for
 from target_service.preflight import EngineRefused, prepared_draft
 from target_service.speculation.hidden_states.sending import Features
 from tree_kernels.attention import AttentionBatch
+from tree_models.fused.preparing import MAX_ROWS, LayerOptions
 
 
 def taken(hooks: LayerHooks, rows: int) -> torch.Tensor:
@@ -36,29 +38,35 @@ def taken(hooks: LayerHooks, rows: int) -> torch.Tensor:
     return states
 
 
-def forward(model: PreTrainedModel, tokens: Sequence[int]) -> None:
-    with torch.inference_mode():
-        model(torch.tensor([tokens]), use_cache=False)
+def forward(runner: ModelRunner, tokens: Sequence[int]) -> None:
+    rows = len(tokens)
+    pages = range(-(-rows // 4))
+    runner.forward(ForwardInput.of_sequence(tuple(tokens), range(rows), pages, runner.cache))
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "mistral"])
+def runner_of(model: PreTrainedModel) -> ModelRunner:
+    return runner_for(model, None, num_pages=40, page_size=4)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "mistral", "helium"])
 def test_states_are_those_that_transformers_tells_of(model_type: str) -> None:
     model = make_tiny(model_type, num_hidden_layers=4)
-    hooks = LayerHooks(model, (2, 0, 4), max_rows=16)
+    runner = runner_of(copy.deepcopy(model))
+    hooks = LayerHooks(runner.network, (2, 0, 4), max_rows=16)
     assert hooks.width == 3 * 48
     for length in (9, 3):
         tokens = list(range(3, 3 + length))
-        forward(model, tokens)
-        torch.testing.assert_close(taken(hooks, length), states_of(model, tokens, (2, 0, 4)))
+        forward(runner, tokens)
+        torch.testing.assert_close(taken(hooks, length), states_of(model, tokens, (2, 0, 4)), rtol=1e-4, atol=1e-4)
 
 
 def test_what_was_taken_is_not_overwritten_by_the_next_pass() -> None:
-    model = make_tiny()
-    hooks = LayerHooks(model, (0,), max_rows=8)
-    forward(model, [3, 4, 5])
+    runner = runner_of(make_tiny())
+    hooks = LayerHooks(runner.network, (0,), max_rows=8)
+    forward(runner, [3, 4, 5])
     first = taken(hooks, 3)
     kept = first.clone()
-    forward(model, [9, 8, 7])
+    forward(runner, [9, 8, 7])
     assert torch.equal(first, kept) and not torch.equal(taken(hooks, 3), kept)
 
 
@@ -66,7 +74,7 @@ def test_what_was_taken_is_not_overwritten_by_the_next_pass() -> None:
 def test_layers_that_were_fused_are_read_too(rows: int) -> None:
     """As captured steps have them: few rows through kernels, more through the layer's own code."""
     plain, fused = (runner_for(make_tiny(), None, num_pages=40, page_size=4) for _ in range(2))
-    assert prepare_layers(fused.model, LayerOptions(compiled=False)) == 2
+    assert prepare_network(fused.network, LayerOptions(compiled=False)) == 2
     tokens = tuple(range(3, 3 + rows))
     pages = tuple(range(-(-rows // 4)))
     attention = AttentionBatch((0, rows), (0,), (pages,), 4, (None,))
@@ -84,21 +92,23 @@ def test_layers_that_were_fused_are_read_too(rows: int) -> None:
 
 def test_longer_passes_get_room_where_memory_may_move() -> None:
     model, tokens = make_tiny(), list(range(3, 43))
-    growing, fixed = LayerHooks(model, (0,), max_rows=8), LayerHooks(model, (1,), max_rows=8, grows=False)
-    forward(model, tokens)
-    torch.testing.assert_close(taken(growing, 40), states_of(model, tokens, (0,)))
+    runner = runner_of(model)
+    growing = LayerHooks(runner.network, (0,), max_rows=8)
+    fixed = LayerHooks(runner.network, (1,), max_rows=8, grows=False)
+    forward(runner, tokens)
+    torch.testing.assert_close(taken(growing, 40), states_of(model, tokens, (0,)), rtol=1e-4, atol=1e-4)
     assert fixed.copy_states(40) is None
-    forward(model, tokens[:8])
+    forward(runner, tokens[:8])
     assert len(taken(fixed, 8)) == 8
 
 
-def test_taken_off_they_keep_nothing() -> None:
-    model = make_tiny()
-    hooks = LayerHooks(model, (0, 2), max_rows=8)
+@pytest.mark.parametrize("model_type", ["llama", "helium"])
+def test_taken_off_they_keep_nothing(model_type: str) -> None:
+    runner = runner_of(make_tiny(model_type))
+    hooks = LayerHooks(runner.network, (0, 2), max_rows=8)
     hooks.remove()
-    forward(model, [3, 4])
+    forward(runner, [3, 4])
     assert not taken(hooks, 2).any()
-    assert not any(module._forward_hooks for module in model.modules())
 
 
 @pytest.mark.parametrize(
@@ -109,7 +119,7 @@ def test_taken_off_they_keep_nothing() -> None:
 def test_layers_that_are_not_there_are_refused(model_type: str, layer: int, reason: str) -> None:
     changes: dict[str, Any] = {"num_key_value_heads": 4} if model_type == "gpt2" else {}
     with pytest.raises(NotSupported, match=reason):
-        LayerHooks(make_tiny(model_type, **changes), (layer,), max_rows=8)
+        LayerHooks(runner_of(make_tiny(model_type, **changes)).network, (layer,), max_rows=8)
 
 
 class TestHeadSetting:

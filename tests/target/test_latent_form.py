@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +16,18 @@ from engine_harness import make_runner
 from latent_models import CHECKPOINTS, V2, V3, make_latent
 from other_weights import other_weights
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from target_service.assembly import served_model
 from target_service.config import TargetConfig
 from target_service.core.kv_cache import KVCache
-from target_service.model import latent_attention
 from target_service.model.cuda_graphs.capturing import _cache_of
-from target_service.model.cuda_graphs.runner import ATTENTION as CAPTURED_ATTENTION
 from target_service.model.forward import ForwardInput
-from target_service.model.fused import latent_layers
-from target_service.model.fused.latent_layers import fuse_latents
-from target_service.model.fused.packed_linears import PackedLinear, can_pack
-from target_service.model.fused.preparing import LayerOptions, prepare_layers
-from target_service.model.latent_attention import keeps_latents
 from target_service.model.loading.inspection import inspect
 from target_service.model.loading.loader import load_runner
 from target_service.model.loading.self_check import check_runner, own_logits
+from target_service.model.preparing import prepare_network
 from target_service.model.runner import ModelRunner, runner_for
 from target_service.model.support import kv_bytes, kv_shape
 from target_service.model.weights.files import read_weights
@@ -41,6 +35,13 @@ from target_service.model.weights.slots import weight_slots, write_weights
 from tree_kernels.attention import AttentionBatch
 from tree_kernels.latent_attention import LatentAttention
 from tree_kernels.verification import move_kv
+from tree_models.families import FAMILIES
+from tree_models.fused.preparing import LayerOptions
+from tree_models.layers import latent as latent_layers
+from tree_models.layers.decoder import Decoder
+from tree_models.layers.latent import LatentHeads
+from tree_models.layers.linear import can_pack
+from tree_models.reference import published_tensors
 from tree_models.slots import specs_of
 
 pytestmark = pytest.mark.pairs
@@ -123,10 +124,11 @@ class TestForms:
 
     @pytest.mark.parametrize("model_type", ["glm4_moe_lite", "minicpm3", "youtu", "axk1"])
     def test_other_families_of_the_same_attention(self, model_type: str) -> None:
+        """Those without an entry are served expanded, by transformers' layers."""
         model = make_tiny(model_type, **V3)
         alone = own_logits(model)
         runner = runner_for(model, None, num_pages=4, page_size=16)
-        assert runner.latent
+        assert runner.latent is (model_type in FAMILIES)
         check_runner(runner, alone)
 
     @pytest.mark.parametrize("attention", ["reference", "torch", "flashinfer"])
@@ -134,24 +136,6 @@ class TestForms:
         monkeypatch.setattr("target_service.model.runner.TreeAttention", lambda *_, **__: "of heads")
         runner = runner_for(make_latent("v3"), None, num_pages=4, page_size=16, attention=attention)
         assert runner.latent is (attention != "flashinfer")
-
-    def test_a_layer_that_expands_otherwise_is_served_expanded(self) -> None:
-        spoilt = [make_latent("v3") for _ in range(3)]
-        layers: list[Any] = [model.model.layers[1].self_attn for model in spoilt]
-        layers[0].kv_b_proj = nn.Linear(16, 4 * 28)
-        layers[1].kv_b_proj = nn.Sequential(layers[1].kv_b_proj)
-
-        class Doubled(type(layers[2])):  # type: ignore[misc]
-            def expand_kv(self, kv_nope: Tensor, k_rot: Tensor) -> Any:
-                return super().expand_kv(2 * kv_nope, k_rot)
-
-        layers[2].__class__ = Doubled
-        for model in spoilt:
-            alone = own_logits(model)
-            runner = runner_for(model, None, num_pages=4, page_size=16)
-            assert not runner.latent
-            check_runner(runner, alone)
-        assert keeps_latents(make_latent("v3")) and not keeps_latents(make_tiny())
 
     def test_a_scale_of_another_width_would_show(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Queries over latents are wider than a head's own: whoever scales by what is multiplied is found out."""
@@ -217,163 +201,22 @@ class TestCache:
         close(found[0], found[1])
 
 
-def counted(attend: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], Callable[..., Tensor]]:
-    """`attend` as a capture would have it, around a kernel that is one launch; and the launches of each call."""
-    launches = []
-
-    def kernel(_self: Any, _plan: Any, query: Tensor, _cache: Tensor, latent: int, _scale: float) -> Tensor:
-        return query[..., :latent] + 1
-
-    def captured(*arguments: Any) -> Tensor:
-        with Captured() as mode:
-            output = attend(*arguments)
-        launches.append(mode.launches)
-        return output
-
-    monkeypatch.setattr(LatentAttention, "run", kernel)
-    return launches, captured
-
-
-class TestFused:
-    """Layers whose norm, rotary embedding and write to the cache are one launch."""
-
-    @pytest.mark.parametrize("name", CHECKPOINTS)
-    def test_steps_are_those_of_the_layers_own_code(self, name: str) -> None:
-        model = make_latent(name)
-        alone = own_logits(model)
-        steps = [rows_of(text(6), 0, (9, 3), None), rows_of(text(13)[6:], 6, (9, 3, 20, 7), TREE)]
-        plain, fused = (make_runner(copy.deepcopy(model), PAGE_SIZE, 256) for _ in range(2))
-        # The second time on layers that are fused already.
-        for _ in range(2):
-            assert fuse_latents(fused.model) == model.config.num_hidden_layers
-        for step in steps:
-            close(fused.forward(step), plain.forward(step))
-        close(fused.cache.key_pool, plain.cache.key_pool)
-        # What is no step of a runner goes by the layers' own code.
-        close(own_logits(fused.model), alone)
-
-    @pytest.mark.parametrize("model_type", ["glm4_moe_lite", "minicpm3", "youtu", "axk1"])
-    def test_other_families_of_the_same_attention(self, model_type: str) -> None:
-        model = make_tiny(model_type, **V3)
-        alone = own_logits(model)
-        runner = runner_for(model, None, num_pages=4, page_size=16)
-        assert fuse_latents(runner.model) == model.config.num_hidden_layers
-        check_runner(runner, alone)
-
-    def test_a_layer_that_norms_or_turns_otherwise_keeps_its_code(self) -> None:
-        class Offset(nn.Module):
-            def __init__(self, plain: Any) -> None:
-                super().__init__()
-                self.weight, self.variance_epsilon, self.plain = plain.weight, plain.variance_epsilon, [plain]
-
-            def forward(self, latents: Tensor) -> Tensor:
-                return self.plain[0](latents) + latents
-
-        class Backwards(nn.Module):
-            def __init__(self, plain: nn.Module) -> None:
-                super().__init__()
-                self.plain = plain
-
-            def forward(self, hidden: Tensor, position_ids: Tensor) -> Any:
-                cosines, sines = self.plain(hidden, position_ids)
-                # The second half of a vector turns by angles of its own.
-                return cosines, torch.cat([sines[..., : sines.shape[-1] // 2], -sines[..., sines.shape[-1] // 2 :]], -1)
-
-        normed, turned = (make_latent("v3, one query projection, halves") for _ in range(2))
-        layer: Any = normed.model.layers[1].self_attn
-        layer.kv_a_layernorm = Offset(layer.kv_a_layernorm)
-        turned.model.rotary_emb = Backwards(turned.model.rotary_emb)
-        for model in (normed, turned):
-            alone = own_logits(model)
-            runner = runner_for(model, None, num_pages=4, page_size=16)
-            assert runner.latent and fuse_latents(runner.model) == 0
-            check_runner(runner, alone)
-        assert fuse_latents(make_runner(make_tiny(), PAGE_SIZE, 256).model) == 0
-
-    @pytest.mark.parametrize("name", CHECKPOINTS)
-    def test_small_rotary_keys_do_not_hide_a_wrong_layout(self, name: str) -> None:
-        model = make_latent(name)
-        runner = make_runner(model, PAGE_SIZE, 256)
-        layer: Any = runner.model.model.layers[0].self_attn
-        with torch.no_grad():
-            layer.kv_a_proj_with_mqa.weight[len(layer.kv_a_layernorm.weight) :] *= 0.01
-        rotary = runner.model.model.rotary_emb
-        same = [latent_layers.computes_the_same(layer, layout, rotary) for layout in latent_layers._LAYOUTS]
-        assert same.count(True) == 1
-
-    def test_a_kernel_that_fails_leaves_layers_their_code(
-        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        def fail(*_: Any) -> None:
-            raise RuntimeError("out of shared memory")
-
-        model = make_latent("v3")
-        alone = own_logits(model)
-        runner = runner_for(model, None, num_pages=4, page_size=16)
-        monkeypatch.setattr(latent_layers, "norm_rope_write", fail)
-        assert fuse_latents(runner.model) == 0
-        assert "cannot be fused" in caplog.text and "out of shared memory" in caplog.text
-        assert not hasattr(runner.model.model.layers[0].self_attn, "layout")
-        check_runner(runner, alone)
-
-    def test_layers_that_expand_are_left_alone(self) -> None:
-        model = make_latent("v3")
-        assert fuse_latents(runner_for(model, None, num_pages=4, page_size=16).model)
-        alone = own_logits(model)
-        runner = runner_for(model, None, num_pages=4, page_size=16, latent=False)
-        assert fuse_latents(runner.model) == 0
-        check_runner(runner, alone)
-
-    @pytest.mark.parametrize("name", CHECKPOINTS)
-    def test_half_precision_is_told_from_another_formula(self, name: str) -> None:
-        model = make_latent(name).bfloat16()
-        assert fuse_latents(make_runner(model, PAGE_SIZE, 256).model) == model.config.num_hidden_layers
-
-    @pytest.mark.parametrize("name", CHECKPOINTS)
-    def test_layers_ask_the_device_for_nothing(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """What a capture would fail at, around the two kernels that are one launch each."""
-        model = make_latent(name)
-        runner = make_runner(model, PAGE_SIZE, 256)
-        assert fuse_latents(runner.model)
-        launches, attend = counted(latent_layers._attend_fused, monkeypatch)
-        monkeypatch.setattr(latent_layers, "norm_rope_write", lambda *_: None)
-        monkeypatch.setattr(latent_layers, "_attend_fused", attend)
-        runner.forward(rows_of(text(6), 0, (9, 3), None))
-        assert len(launches) == model.config.num_hidden_layers and min(launches) > 3
-
-    @pytest.mark.parametrize("name", ["v2, one query projection", "v3"])
-    def test_compiled_layers_break_at_attention_alone(self, name: str) -> None:
-        model = make_latent(name)
-        runner = make_runner(model, PAGE_SIZE, 256)
-        steps = [rows_of(text(6), 0, (9, 3), None), rows_of(text(13)[6:], 6, (9, 3, 20, 7), TREE)]
-        expected = [runner.forward(step).clone() for step in steps]
-        runner._attend_by(CAPTURED_ATTENTION)
-        assert fuse_latents(runner.model)
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        for layer in model.model.layers:
-            layer.compile(backend="eager", dynamic=False)
-        for step, logits in zip(steps, expected, strict=True):
-            close(runner.forward(step), logits)
-        breaks = torch._dynamo.utils.counters["graph_break"]
-        assert breaks and all("torch.compiler.disable" in reason for reason in breaks), breaks
-
-
 def exchanged(runner: ModelRunner, model: PreTrainedModel, folder: Path) -> None:
     """Write the model's weights into the runner's."""
-    save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, folder / "model.safetensors")
-    slots = weight_slots(runner.model)
+    published = published_tensors(model)
+    save_file({name: published.read(name).clone() for name in published.stored}, folder / "model.safetensors")
+    slots = weight_slots(runner.network)
     write_weights(slots, read_weights(folder, specs_of(slots)), torch.device("cpu"), lambda: None)
 
 
 class TestServing:
-    @pytest.mark.parametrize("prepared", [False, True], ids=["loaded", "joined"])
+    @pytest.mark.parametrize("prepared", [False, True], ids=["loaded", "prepared"])
     def test_other_weights_are_absorbed_at_once(self, prepared: bool, tmp_path: Path) -> None:
         old = make_latent("v3")
         new = other_weights(old)
         runner = make_runner(old, PAGE_SIZE, 256)
         if prepared:
-            prepare_layers(runner.model, LayerOptions(compiled=False))
+            prepare_network(runner.network, LayerOptions(compiled=False))
         before = runner.forward(rows_of(text(6), 0, (9, 3), None)).clone()
         exchanged(runner, new, tmp_path)
         after = runner.forward(rows_of(text(6), 0, (9, 3), None))
@@ -381,27 +224,39 @@ class TestServing:
         assert not torch.allclose(before, after)
 
     @pytest.mark.parametrize("name", CHECKPOINTS)
-    def test_attention_asks_the_device_for_nothing(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """What a capture would fail at, in the absorbed products of every layer around a kernel that is one launch."""
+    def test_layers_ask_the_device_for_nothing(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What a capture would fail at, around the two kernels that are one launch each."""
         model = make_latent(name)
         runner = make_runner(model, PAGE_SIZE, 256)
-        launches, attend = counted(latent_attention.attend_latents, monkeypatch)
-        monkeypatch.setattr(latent_attention, "write_latents", lambda *_: None)
-        monkeypatch.setattr("target_service.model.runner.attend_latents", attend)
-        runner.forward(rows_of(text(6), 0, (9, 3), None))
-        assert len(launches) == model.config.num_hidden_layers and min(launches) > 5
+        launches = []
 
-    @pytest.mark.parametrize("name", ["v2, one query projection", "v3"])
-    def test_compiled_layers_break_at_attention_alone(self, name: str) -> None:
-        """The parts of a layer before and behind attention are traced whole, experts among them."""
+        def kernel(_self: Any, _plan: Any, query: Tensor, _cache: Tensor, latent: int, _scale: float) -> Tensor:
+            return query[..., :latent] + 1
+
+        attend_latents = LatentHeads._attend_latents
+
+        def captured(*arguments: Any) -> Tensor:
+            with Captured() as mode:
+                output = attend_latents(*arguments)
+            launches.append(mode.launches)
+            return output
+
+        monkeypatch.setattr(LatentAttention, "run", kernel)
+        monkeypatch.setattr(latent_layers, "norm_rope_write", lambda *_: None)
+        monkeypatch.setattr(LatentHeads, "_attend_latents", captured)
+        runner.forward(rows_of(text(6), 0, (9, 3), None))
+        assert len(launches) == model.config.num_hidden_layers and min(launches) > 3
+
+    @pytest.mark.parametrize("name", ["v2, one dense layer", "v2, one query projection", "v3"])
+    def test_compiled_layers_break_at_attention_and_experts_alone(self, name: str) -> None:
         model = make_latent(name)
         runner = make_runner(model, PAGE_SIZE, 256)
         steps = [rows_of(text(6), 0, (9, 3), None), rows_of(text(13)[6:], 6, (9, 3, 20, 7), TREE)]
         expected = [runner.forward(step).clone() for step in steps]
-        runner._attend_by(CAPTURED_ATTENTION)
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        for layer in model.model.layers:
+        assert isinstance(runner.network, Decoder)
+        for layer in runner.network.layers:
             layer.compile(backend="eager", dynamic=False)
         for step, logits in zip(steps, expected, strict=True):
             close(runner.forward(step), logits)
@@ -424,6 +279,9 @@ class TestServing:
         kind = "its latents" if latent_cache else "keys and values of all heads"
         assert f"the cache keeps {kind}" in caplog.text and f"{each} bytes a token" in caplog.text
         assert f"{128 * each:,} bytes" in caplog.text
-        packed = isinstance(runner.model.model.layers[0].self_attn.kv_b_proj, PackedLinear)
+        assert isinstance(runner.network, Decoder)
+        attending = runner.network.layers[0].attention
+        assert isinstance(attending, LatentHeads)
+        packed = attending.expanding.plain is None
         assert packed is (can_pack(runner.dtype, runner.device) and not latent_cache)
         assert "can be served, latents in the cache, 96 bytes a token" in str(inspect(tmp_path))

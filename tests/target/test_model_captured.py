@@ -10,7 +10,6 @@ import numpy
 import pytest
 import torch
 from conftest import make_tiny
-from torch import nn
 
 from target_service.model.cuda_graphs.runner import CapturedRunner
 from target_service.model.cuda_graphs.sizes import (
@@ -24,7 +23,6 @@ from target_service.model.cuda_graphs.sizes import (
 )
 from target_service.model.cuda_graphs.step_buffer import StepBuffer
 from target_service.model.forward import ForwardInput
-from target_service.model.fused.joined_linears import JointLinear, join_linears, share_products
 from target_service.model.runner import runner_for
 from tree_kernels.attention import AttentionBatch, TreeAttention
 from tree_kernels.verification import RECORD, Mode, RowsToVerify, parameter_count
@@ -214,44 +212,6 @@ def test_parameters_travel_with_the_step() -> None:
 def test_a_step_with_more_pages_than_the_bucket_is_refused() -> None:
     with pytest.raises(ValueError, match="cannot take"):
         buffer_of(Bucket(16, 1), pages_each=1).load(step_of((16,)), 511)
-
-
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
-def test_joined_layers_compute_what_they_did_alone(model_type: str) -> None:
-    model = make_tiny(model_type)
-    runner = runner_for(model, None, num_pages=400, page_size=PAGE_SIZE)
-    batch = replace(step_of((5, 3)), logit_rows=tuple(range(8)))
-    expected = runner.forward(batch).clone()
-    join_linears(model)
-    # Attention's and the MLP's of both layers.
-    assert len({id(one.joint_weight) for one in model.modules() if isinstance(one, JointLinear)}) == 4
-    assert isinstance(model.model.layers[0].self_attn.q_proj, JointLinear)
-    torch.testing.assert_close(runner.forward(batch), expected)
-
-
-class _Siblings(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        weight, bias = torch.randn(10, 6), torch.randn(10)
-        self.left, self.right = JointLinear(weight, bias, 0, 7), JointLinear(weight, bias, 7, 10)
-
-    def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.left(rows), self.right(rows)
-
-
-def test_a_compiled_group_is_one_product() -> None:
-    module, products = _Siblings(), []
-
-    def backend(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
-        share_products(graph)
-        products.append(sum(node.target is nn.functional.linear for node in graph.graph.nodes))
-        return graph
-
-    rows = torch.randn(4, 6)
-    outputs = torch.compile(module, backend=backend)(rows)
-    assert products == [1]
-    for output, expected in zip(outputs, module(rows), strict=True):
-        torch.testing.assert_close(output, expected)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")

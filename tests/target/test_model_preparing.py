@@ -1,9 +1,8 @@
-"""Layers that are fused compute what they did, and those built otherwise keep their own code. No GPU is needed."""
+"""Layers in fused form compute what they do plainly, and one that is built otherwise stays plain. No GPU is needed."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,15 +12,42 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from target_service.model.forward import ForwardInput
-from target_service.model.fused import preparing
-from target_service.model.fused.layers import FusedLayer, FusedNorm, RotaryTable, RowsHead
-from target_service.model.fused.preparing import MANY_ROWS, MAX_ROWS, LayerOptions, prepare_layers
+from target_service.model.preparing import prepare_network
 from target_service.model.runner import ModelRunner, runner_for
 from tree_kernels.attention import AttentionBatch
-from tree_kernels.linear import RowLinears, ScaledRows
+from tree_kernels.linear import Activation, RowLinears, ScaledRows
+from tree_models.fused import preparing
+from tree_models.fused.forms import FusedForm
+from tree_models.fused.preparing import MANY_ROWS, MAX_ROWS, LayerOptions
+from tree_models.layers.decoder import Decoder
 
 PAGE_SIZE = 4
 UNCOMPILED = LayerOptions(compiled=False)
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+# Families and settings that differ in what is computed between the products.
+FUSED: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "mistral": {},
+    "gemma": {"head_dim": 16},
+    "phi3": {},
+    "glm4": {"head_dim": 16},
+    "granite": {"residual_multiplier": 0.5, "attention_multiplier": 0.3},
+    "olmo2": {},
+    "cohere": {},
+    "ernie4_5": {"head_dim": 12, "use_bias": True},
+    "apertus": {},
+    "starcoder2": {},
+    "nemotron": {"head_dim": 12},
+    "seed_oss": {"head_dim": 12},
+    "smollm3": {"num_hidden_layers": 4, "no_rope_layer_interval": 2},
+    "ministral3": {},
+    "mixtral": EXPERTS,
+    "qwen3_moe": EXPERTS | {"head_dim": 16},
+    "phimoe": EXPERTS | {"attention_bias": True},
+    "granitemoeshared": EXPERTS | {"shared_intermediate_size": 24, "residual_multiplier": 0.5},
+}
 
 
 def batch_of(rows: int, seed: int = 0) -> ForwardInput:
@@ -35,7 +61,14 @@ def batch_of(rows: int, seed: int = 0) -> ForwardInput:
     return ForwardInput(tokens, tuple(range(9, 9 + rows)), slots, attention, tuple(range(rows)))
 
 
-def runner_of(model: PreTrainedModel) -> ModelRunner:
+def runner_of(model_type: str = "llama", **settings: Any) -> ModelRunner:
+    """Of weights that show where they are used, norms and biases among them."""
+    model: PreTrainedModel = make_tiny(model_type, **settings)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 and "act_fn" not in name:
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
     runner = runner_for(model, None, num_pages=40, page_size=PAGE_SIZE)
     for cache in runner.cache.keys + runner.cache.values:
         cache.normal_(generator=torch.Generator().manual_seed(1))
@@ -48,126 +81,137 @@ def after(runner: ModelRunner, rows: int) -> list[Tensor]:
     return [logits, *(cache.clone() for cache in runner.cache.keys + runner.cache.values)]
 
 
-def layers_of(model: PreTrainedModel) -> Any:
-    inner: Any = model
-    return inner.model.layers
+def decoder_of(runner: ModelRunner) -> Decoder:
+    assert isinstance(runner.network, Decoder)
+    return runner.network
 
 
-def with_norms(model: PreTrainedModel) -> PreTrainedModel:
-    """The model with norms of different weights, where a random one has ones."""
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.copy_(1 + 0.3 * torch.randn(parameter.shape, generator=generator))
-    return model
+def forms_of(runner: ModelRunner) -> list[FusedForm]:
+    return [form for form in decoder_of(runner).forms if isinstance(form, FusedForm)]
 
 
-@pytest.mark.parametrize("rows", [1, 7, MAX_ROWS, MAX_ROWS + 1, 100])
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "mistral"])
-def test_fused_layers_compute_what_they_did(model_type: str, rows: int) -> None:
-    expected = after(runner_of(with_norms(make_tiny(model_type))), rows)
-    model = with_norms(make_tiny(model_type))
-    runner = runner_of(model)
-    assert prepare_layers(model, UNCOMPILED) == len(layers_of(model))
-    for value, own in zip(after(runner, rows), expected, strict=True):
-        torch.testing.assert_close(value, own, rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize("rows", [1, MAX_ROWS + 1])
+@pytest.mark.parametrize("model_type", FUSED)
+def test_fused_layers_compute_what_they_do_plainly(model_type: str, rows: int) -> None:
+    plain, fused = (runner_of(model_type, **FUSED[model_type]) for _ in range(2))
+    assert prepare_network(fused.network, UNCOMPILED) == fused.network.layer_count
+    for value, own in zip(after(fused, rows), after(plain, rows), strict=True):
+        torch.testing.assert_close(value, own, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [7, MAX_ROWS, 100])
+def test_any_number_of_rows(rows: int) -> None:
+    plain, fused = runner_of(), runner_of()
+    prepare_network(fused.network, UNCOMPILED)
+    for value, own in zip(after(fused, rows), after(plain, rows), strict=True):
+        torch.testing.assert_close(value, own, rtol=1e-4, atol=1e-4)
 
 
 def test_rows_choose_what_computes_them() -> None:
-    model = runner_of(make_tiny()).model
-    assert prepare_layers(model, UNCOMPILED) == 2
-    for layer in layers_of(model):
-        few, many = layer.linears.of(1), layer.linears.of(MAX_ROWS + 1)
+    runner = runner_of()
+    assert prepare_network(runner.network, UNCOMPILED) == 2
+    for form in forms_of(runner):
+        few, many = form.linears.of(1), form.linears.of(MAX_ROWS + 1)
         assert few is not many and None not in (few, many)
-        assert layer.linears.of(MAX_ROWS) is few and layer.linears.of(MANY_ROWS) is many
-        assert layer.linears.of(0) is layer.linears.of(MANY_ROWS + 1) is None
-    prepare_layers(model, LayerOptions(compiled=False, many=False))
-    assert all(layer.linears.of(MAX_ROWS + 1) is None for layer in layers_of(model))
+        assert form.linears.of(MAX_ROWS) is few and form.linears.of(MANY_ROWS) is many
+        assert form.linears.of(0) is form.linears.of(MANY_ROWS + 1) is None
+    prepare_network(runner.network, LayerOptions(compiled=False, many=False))
+    assert all(form.linears.of(MAX_ROWS + 1) is None for form in forms_of(runner))
+
+
+class Other(RowLinears):
+    """Computes an MLP that is none."""
+
+    def gated_linear(
+        self, rows: ScaledRows, weight: Tensor, bias: Tensor | None = None, activation: Activation | None = None
+    ) -> Tensor:
+        return -super().gated_linear(rows, weight, bias, activation or Activation())
 
 
 def test_layers_that_many_rows_would_not_fit_are_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of a layer's ways is tried before it is trusted."""
-
-    class Other(RowLinears):
-        def gated_linear(self, rows: ScaledRows, weight: Tensor) -> Tensor:
-            return -super().gated_linear(rows, weight)
-
     monkeypatch.setattr(preparing, "many_row_linears", lambda _device: Other())
-    model = runner_of(make_tiny()).model
-    assert prepare_layers(model, UNCOMPILED) == 0
-    assert prepare_layers(model, LayerOptions(compiled=False, many=False)) == 2
+    runner = runner_of()
+    assert prepare_network(runner.network, UNCOMPILED) == 0
+    assert prepare_network(runner.network, LayerOptions(compiled=False, many=False)) == 2
 
 
-FOREIGN: dict[str, Callable[[], PreTrainedModel]] = {
-    "norms behind": lambda: make_tiny("olmo2"),
-    "weights joined in the checkpoint": lambda: make_tiny("phi3"),
-    "residuals of another weight": lambda: make_tiny("granite", residual_multiplier=0.5),
-    "another activation": lambda: make_tiny("llama", hidden_act="gelu"),
-    "a bias of the gate": lambda: make_tiny("llama", mlp_bias=True),
-}
+def test_one_odd_layer_costs_one_layer(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    plain, fused = (runner_of(num_hidden_layers=4) for _ in range(2))
+    tried = preparing.computes_the_same
+
+    def odd(decoder: Decoder, index: int, form: FusedForm) -> bool:
+        if index == 2:
+            form = FusedForm(form.parts, preparing.LinearsByRows(((MAX_ROWS, Other()),)), form.experts)
+        return tried(decoder, index, form)
+
+    monkeypatch.setattr(preparing, "computes_the_same", odd)
+    assert prepare_network(fused.network, UNCOMPILED) == 3
+    assert [form is None for form in decoder_of(fused).forms] == [False, False, True, False]
+    assert "layer 2 computes something else" in caplog.text
+    for value, own in zip(after(fused, 5), after(plain, 5), strict=True):
+        torch.testing.assert_close(value, own, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("make", FOREIGN.values(), ids=FOREIGN)
-def test_layers_that_are_built_otherwise_keep_their_code(make: Callable[[], PreTrainedModel]) -> None:
-    expected = after(runner_of(make()), 5)
-    model = make()
-    runner = runner_of(model)
-    assert prepare_layers(model, UNCOMPILED) == 0
-    assert not any(isinstance(layer, FusedLayer) for layer in layers_of(model))
-    for value, own in zip(after(runner, 5), expected, strict=True):
-        torch.testing.assert_close(value, own, rtol=1e-4, atol=1e-5)
+def test_a_kernel_that_fails_leaves_layers_plain(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Failing(RowLinears):
+        def rotary_linear(self, *_: Any, **__: Any) -> Tensor:
+            raise RuntimeError("out of shared memory")
+
+    monkeypatch.setattr(preparing, "row_linears", lambda *_, **__: Failing())
+    runner = runner_of()
+    assert prepare_network(runner.network, UNCOMPILED) == 0
+    assert "cannot be fused" in caplog.text and "out of shared memory" in caplog.text
 
 
-def test_attention_scores_of_another_scale_are_kept() -> None:
-    """Granite's scale is its own; the fused layer takes it from the module."""
-    model, plain = (make_tiny("granite", attention_multiplier=0.3) for _ in range(2))
-    runner, own = runner_of(model), runner_of(plain)
-    assert prepare_layers(model, UNCOMPILED) == 2
-    torch.testing.assert_close(after(runner, 5)[0], after(own, 5)[0], rtol=1e-4, atol=1e-5)
-
-
-def test_a_layer_without_a_step_runs_its_own_code() -> None:
-    model = make_tiny()
-    tokens = torch.arange(6).unsqueeze(0)
-    model.set_attn_implementation("eager")
-    expected = model(tokens).logits
-    model.set_attn_implementation("outrider_tree")
-    assert prepare_layers(model, UNCOMPILED) == 2
-    model.set_attn_implementation("eager")
-    torch.testing.assert_close(model(tokens).logits, expected)
+@pytest.mark.parametrize(
+    ("model_type", "settings"),
+    [("olmo", {"clip_qkv": 0.4}), ("cohere", {"use_qk_norm": True}), ("qwen2_moe", EXPERTS), ("helium", {})],
+)
+def test_layers_that_no_launch_has_stay_plain(model_type: str, settings: dict[str, Any]) -> None:
+    plain, prepared = (runner_of(model_type, **settings) for _ in range(2))
+    assert prepare_network(prepared.network, UNCOMPILED) == 0
+    for value, own in zip(after(prepared, 5), after(plain, 5), strict=True):
+        torch.testing.assert_close(value, own, rtol=1e-4, atol=1e-4)
 
 
 def test_what_is_not_asked_for_is_not_done() -> None:
-    model = runner_of(make_tiny()).model
-    assert prepare_layers(model, LayerOptions(compiled=False, fused=False)) == 0
-    inner: Any = model
-    assert not isinstance(inner.model.norm, FusedNorm)
-    assert not isinstance(inner.model.rotary_emb, RotaryTable)
+    runner = runner_of()
+    assert prepare_network(runner.network, LayerOptions(compiled=False, fused=False)) == 0
+    assert not forms_of(runner) and decoder_of(runner).final_form is None
 
 
 def test_invariant_layers_take_every_product_and_any_number_of_rows() -> None:
-    expected = after(runner_of(make_tiny()), 70)
-    model = make_tiny()
-    runner = runner_of(model)
-    assert prepare_layers(model, UNCOMPILED) == 2
-    assert prepare_layers(model, LayerOptions(invariant=True)) == 2
-    inner: Any = model
-    assert isinstance(inner.lm_head, RowsHead)
-    assert all(layer.linears.of(1 << 20) is layer.linears.of(1) for layer in inner.model.layers)
-    for value, own in zip(after(runner, 70), expected, strict=True):
+    plain, runner = runner_of(), runner_of()
+    assert prepare_network(runner.network, UNCOMPILED) == 2
+    assert prepare_network(runner.network, LayerOptions(invariant=True)) == 2
+    assert decoder_of(runner).final_form is not None
+    assert all(form.linears.of(1 << 20) is form.linears.of(1) for form in forms_of(runner))
+    for value, own in zip(after(runner, 70), after(plain, 70), strict=True):
         torch.testing.assert_close(value, own, rtol=1e-4, atol=1e-5)
 
 
-def test_a_model_that_cannot_be_made_invariant_is_refused() -> None:
-    model = runner_of(make_tiny("olmo2")).model
-    with pytest.raises(ValueError, match="olmo2: its layers cannot be made independent"):
-        prepare_layers(model, LayerOptions(invariant=True))
+@pytest.mark.parametrize(("model_type", "settings"), [("olmo", {"clip_qkv": 0.4}), ("helium", {})])
+def test_a_model_that_cannot_be_made_invariant_is_refused(model_type: str, settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="layers cannot be made independent"):
+        prepare_network(runner_of(model_type, **settings).network, LayerOptions(invariant=True))
 
 
-@pytest.mark.parametrize("model_type", ["gpt_neox", "opt"])
-def test_a_model_whose_parts_have_other_names_keeps_its_code(model_type: str) -> None:
-    runner = runner_of(make_tiny(model_type, num_key_value_heads=4))
-    expected = runner.forward(batch_of(5)).clone()
-    assert prepare_layers(runner.model, UNCOMPILED) == 0
-    torch.testing.assert_close(runner.forward(batch_of(5)), expected)
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "olmo2", "mixtral"])
+def test_plain_layers_are_compiled_once_for_the_rows_of_a_pass(model_type: str) -> None:
+    """Layers of one kind share what is compiled, and attention alone breaks the graphs."""
+    settings = EXPERTS if model_type == "mixtral" else {}
+    plain, compiled = (runner_of(model_type, num_hidden_layers=4, **settings) for _ in range(2))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for layer in decoder_of(compiled).layers:
+        layer.compile(backend="eager", dynamic=False)
+    for value, own in zip(after(compiled, 5), after(plain, 5), strict=True):
+        torch.testing.assert_close(value, own, rtol=1e-4, atol=1e-4)
+    first = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    # Of the layer, its attention and its experts, a frame before the break and one behind it, for all layers.
+    assert first <= 6
+    after(compiled, 5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == first

@@ -12,11 +12,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from target_service.model.forward import ForwardInput
-from target_service.model.fused.packed_linears import PackedLinear, can_pack, pack_linears
 from target_service.model.runner import ModelRunner, runner_for
+from target_service.model.transformers_network import PackedLinear, pack_linears
 from tree_kernels.attention import AttentionBatch
 from tree_kernels.node_table import StepIntegers, shift_by_accepted
 from tree_kernels.verification import RECORD
+from tree_models.layers.linear import can_pack
 
 pytestmark = pytest.mark.pairs
 
@@ -207,30 +208,29 @@ class TestPacking:
         with torch.inference_mode():
             torch.testing.assert_close(PackedLinear(linear.weight, linear.bias)(inputs), linear(inputs))
 
-    @pytest.mark.parametrize("model_type", ["llama", "qwen2", "phi3"])
+    @pytest.mark.parametrize("model_type", ["llama", "qwen2", "phi3", "glm4", "helium"])
     def test_a_packed_model_says_the_same_step_after_step(self, model_type: str) -> None:
-        plain, packed = (make_tiny(model_type).to(torch.bfloat16) for _ in range(2))
-        pack_linears(packed)
-        assert not any(type(module) is torch.nn.Linear for module in packed.modules())
-        drivers = [Driver(runner_for(model, None, num_pages=16, page_size=16), 64) for model in (plain, packed)]
+        plain, packed = (
+            runner_for(make_tiny(model_type).to(torch.bfloat16), None, num_pages=16, page_size=16, packed=packed)
+            for packed in (False, True)
+        )
+        drivers = [Driver(runner, 64) for runner in (plain, packed)]
         for rows in (tokens_of(20), tokens_of(1), tokens_of(6)[3:], tokens_of(1)):
             logits = [driver.feed(rows) for driver in drivers]
             torch.testing.assert_close(logits[0], logits[1], rtol=5e-2, atol=5e-2)
 
     def test_tied_embeddings_still_embed(self) -> None:
-        plain, packed = (make_tiny(tie_word_embeddings=True).to(torch.bfloat16) for _ in range(2))
-        pack_linears(packed)
-        logits = [
-            Driver(runner_for(m, None, num_pages=16, page_size=16), 32).feed(tokens_of(9)) for m in (plain, packed)
-        ]
+        logits = []
+        for packed in (False, True):
+            model = make_tiny(tie_word_embeddings=True).to(torch.bfloat16)
+            runner = runner_for(model, None, num_pages=16, page_size=16, packed=packed)
+            logits.append(Driver(runner, 32).feed(tokens_of(9)))
         torch.testing.assert_close(logits[0], logits[1], rtol=5e-2, atol=5e-2)
 
-    def test_siblings_of_unlike_kinds_are_packed_apart(self) -> None:
-        parent = torch.nn.Module()
-        for name, bias in (("q_proj", True), ("k_proj", False), ("v_proj", True)):
-            setattr(parent, name, torch.nn.Linear(16, 16, bias=bias, dtype=torch.bfloat16))
-        pack_linears(parent)
-        assert all(type(child) is PackedLinear for child in parent.children())
+    def test_every_linear_layer_of_transformers_is_packed(self) -> None:
+        model = make_tiny("helium").to(torch.bfloat16)
+        pack_linears(model)
+        assert not any(type(module) is torch.nn.Linear for module in model.modules())
 
 
 def test_packing_is_for_bf16_on_a_cpu() -> None:

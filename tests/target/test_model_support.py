@@ -110,14 +110,14 @@ def test_what_only_running_tells_is_refused_too(model_type: str, settings: dict[
 
 
 def test_attention_that_cannot_be_replaced_is_refused() -> None:
-    model = make_tiny()
+    model = make_tiny("helium")
     model._supports_attention_backend = False
     with pytest.raises(ModelRefused, match="cannot be replaced"):
         check_supported(model.config, model)
 
 
 def test_attention_that_sees_later_tokens_is_refused() -> None:
-    model = make_tiny()
+    model = make_tiny("helium")
     model.model.layers[1].self_attn.is_causal = False
     with pytest.raises(ModelRefused, match="see later"):
         check_supported(model.config, model)
@@ -159,19 +159,17 @@ def test_a_tree_is_verified_as_plain_decoding_goes(model_type: str) -> None:
     assert [outcome.token_ids for outcome in outcomes] == [plain(model, one) for one in wanted]
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_frequencies_stay_those_of_the_context(kind: str) -> None:
-    """transformers' own model takes others once a text is longer, and for every text behind that one."""
-    if kind == "longrope":
-        model = longrope_model()
-    else:
-        model = make_tiny("llama", rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4})
+def test_frequencies_stay_those_of_the_context() -> None:
+    """transformers' own model takes others once a text is longer, and for every text behind that one. Our layers have
+    none of these."""
+    model = make_tiny("helium", rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4})
     runner = runner_for(model, None, num_pages=64, page_size=16)
     rotary = next(module for module in model.modules() if hasattr(module, "rope_type"))
     before = rotary.inv_freq.clone()
     rotary(torch.zeros(1, 4, 48), torch.tensor([[0, 100, 600, 5000]]))
     assert torch.equal(rotary.inv_freq, before)
-    assert runner.max_context == (64 if kind == "longrope" else 512)
+    assert runner.max_context == 512
+    assert runner_for(longrope_model(), None, num_pages=64, page_size=16).max_context == 64
 
 
 def test_the_width_of_keys_is_the_models_own() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -17,17 +18,21 @@ from transformers import PreTrainedModel
 
 from outrider.errors import InvalidField
 from target_service.model.forward import ForwardInput
-from target_service.model.fused.packed_linears import can_pack, pack_linears
-from target_service.model.fused.preparing import LayerOptions, prepare_layers
+from target_service.model.preparing import prepare_network
 from target_service.model.runner import ModelRunner
+from target_service.model.transformers_network import TransformersNetwork
 from target_service.model.weights.files import read_weights
 from target_service.model.weights.slots import weight_slots, write_weights
 from tree_kernels.attention import AttentionBatch
+from tree_models.fused.preparing import LayerOptions
+from tree_models.layers.decoder import Decoder
+from tree_models.layers.linear import can_pack
+from tree_models.reference import published_tensors
 from tree_models.slots import TensorSpec, specs_of
 
 pytestmark = pytest.mark.pairs
 
-FAMILIES = ["llama", "qwen2", "qwen3", "gemma", "phi3", "mixtral"]
+FAMILIES = ["llama", "qwen2", "qwen3", "gemma", "phi3", "mixtral", "cohere", "apertus", "helium"]
 packs = pytest.mark.skipif(
     not can_pack(torch.bfloat16, torch.device("cpu")), reason="PyTorch without oneDNN's bf16 products"
 )
@@ -45,7 +50,7 @@ def after(runner: ModelRunner) -> list[Tensor]:
 
 def exchange(runner: ModelRunner, folder: Path) -> int:
     """Write the folder's weights into the runner's model. How many tensors there were."""
-    slots = weight_slots(runner.model)
+    slots = weight_slots(runner.network)
     weights = read_weights(folder, specs_of(slots))
     beats: list[int] = []
     write_weights(slots, weights, torch.device("cpu"), lambda: beats.append(1))
@@ -54,13 +59,9 @@ def exchange(runner: ModelRunner, folder: Path) -> int:
 
 
 def kept(model: PreTrainedModel, folder: Path) -> Path:
-    """The model's own state as a file, with every tied tensor once."""
-    seen: dict[int, str] = {}
-    tensors = {}
-    for name, tensor in model.state_dict().items():
-        if tensor.data_ptr() not in seen:
-            seen[tensor.data_ptr()] = name
-            tensors[name] = tensor
+    """The model's state as it is published, with every tied tensor once."""
+    published = published_tensors(model)
+    tensors = {name: published.read(name).clone() for name in published.stored}
     save_file(tensors, folder / "model.safetensors")
     return folder
 
@@ -70,18 +71,18 @@ def as_it_is(runner: ModelRunner) -> None:
     assert runner is not None
 
 
-def joined(runner: ModelRunner) -> None:
-    """Products joined, and layers fused where they can be."""
-    prepare_layers(runner.model, LayerOptions(compiled=False))
+def fused(runner: ModelRunner) -> None:
+    """Layers in fused form where they have one."""
+    prepare_network(runner.network, LayerOptions(compiled=False))
 
 
 def invariant(runner: ModelRunner) -> None:
     """Every product through the kernels."""
-    prepare_layers(runner.model, LayerOptions(compiled=False, invariant=True))
+    prepare_network(runner.network, LayerOptions(compiled=False, invariant=True))
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("prepare", [as_it_is, joined], ids=["loaded", "joined"])
+@pytest.mark.parametrize("prepare", [as_it_is, fused], ids=["loaded", "fused"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_place(family: str, prepare: Callable[[ModelRunner], None], tied: bool, tmp_path: Path) -> None:
     old = make_tiny(family, tie_word_embeddings=tied)
@@ -92,19 +93,21 @@ def test_in_place(family: str, prepare: Callable[[ModelRunner], None], tied: boo
         prepare(one)
     before = after(runner)[0]
     memory = {spec.data_ptr() for spec in every_tensor(runner)}
-    assert exchange(runner, folder) == len(specs_of(weight_slots(runner.model)))
+    assert exchange(runner, folder) == len(specs_of(weight_slots(runner.network)))
     # Captured graphs and fused layers hold these addresses.
     assert {spec.data_ptr() for spec in every_tensor(runner)} == memory
     for value, own in zip(after(runner), after(fresh), strict=True):
         assert torch.equal(value, own)
     assert not torch.allclose(before, after(runner)[0])
-    if tied:
-        model = runner.model
-        assert model.get_input_embeddings().weight.data_ptr() == model.get_output_embeddings().weight.data_ptr()
+    if tied and isinstance(network := runner.network, Decoder):
+        assert network.head.plain is not None
+        assert network.head.plain.weight.data_ptr() == network.embedding.data_ptr()
 
 
 def every_tensor(runner: ModelRunner) -> list[Tensor]:
-    return [*runner.model.parameters(), *runner.model.buffers()]
+    network = runner.network
+    module = network if isinstance(network, Decoder) else cast("TransformersNetwork", network).model
+    return [*module.parameters(), *module.buffers()]
 
 
 def test_layers_that_do_not_depend_on_the_batch(tmp_path: Path) -> None:
@@ -120,15 +123,12 @@ def test_layers_that_do_not_depend_on_the_batch(tmp_path: Path) -> None:
 
 @packs
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "ernie4_5", "helium"])
 def test_packed(family: str, tied: bool, tmp_path: Path) -> None:
     old = make_tiny(family, tie_word_embeddings=tied).to(torch.bfloat16)
     new = other_weights(old)
     folder = kept(new, tmp_path)
-    fresh_model = copy.deepcopy(new)
-    for model in (old, fresh_model):
-        pack_linears(model)
-    runner, fresh = make_runner(old), make_runner(fresh_model)
+    runner, fresh = make_runner(old, packed=True), make_runner(copy.deepcopy(new), packed=True)
     before = after(runner)[0]
     exchange(runner, folder)
     assert torch.equal(after(runner)[0], after(fresh)[0])
@@ -142,8 +142,9 @@ def test_types_are_converted(stored: torch.dtype, served: torch.dtype, tmp_path:
     folder = kept(copy.deepcopy(new).to(stored), tmp_path)
     runner = make_runner(make_tiny().to(served))
     exchange(runner, folder)
-    for name, tensor in new.state_dict().items():
-        assert torch.equal(runner.model.state_dict()[name], tensor.to(stored).to(served))
+    expected = make_runner(copy.deepcopy(new).to(stored).to(served))
+    for tensor, own in zip(every_tensor(runner), every_tensor(expected), strict=True):
+        assert torch.equal(tensor, own)
 
 
 def test_a_tied_tensor_that_differs_from_its_other(tmp_path: Path) -> None:
@@ -190,8 +191,8 @@ def test_a_tensor_of_no_values_is_read(tmp_path: Path) -> None:
 
 
 def test_a_buffer_that_is_kept_is_a_weight(tmp_path: Path) -> None:
-    """Such as the corrections of experts' scores."""
-    models = make_tiny(), make_tiny()
+    """Such as the corrections of experts' scores, in a model that runs by transformers' code."""
+    models = make_tiny("helium"), make_tiny("helium")
     for value, model in enumerate(models):
         model.model.layers[0].mlp.register_buffer("correction", torch.full((3,), float(value)))
         model.model.layers[0].mlp.register_buffer("scratch", torch.full((3,), float(value)), persistent=False)

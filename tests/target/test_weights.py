@@ -30,7 +30,9 @@ from outrider.tree import TokenTree
 from outrider.weight_updates import RunningRequests
 from outrider.wire.frames import OpenSequence
 from target_service.core.sequence import SequenceFailed, SequenceFinished
+from target_service.model.runner import ModelRunner
 from target_service.model.weights.room import HostRoom
+from tree_models.layers.decoder import Decoder
 
 PROMPT = [5, 6, 7, 8]
 
@@ -342,6 +344,12 @@ def damaged(folder: Path, to: Path, change: Callable[[dict[str, torch.Tensor]], 
     return to
 
 
+def state_of(runner: ModelRunner) -> dict[str, torch.Tensor]:
+    network = runner.network
+    assert isinstance(network, Decoder)
+    return dict(network.named_parameters())
+
+
 Q = "model.layers.1.self_attn.q_proj.weight"
 DAMAGES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
     "missing": (lambda tensors: tensors.pop(Q), f"{Q} missing"),
@@ -360,14 +368,14 @@ def test_weights_that_do_not_fit_touch_nothing(
 ) -> None:
     change, said = DAMAGES[name]
     running = start()
-    before = {key: tensor.clone() for key, tensor in running.runner.model.state_dict().items()}
+    before = {key: tensor.clone() for key, tensor in state_of(running.runner).items()}
     sequence_id = running.engine.submit(request(PROMPT, 100))
     running.update(damaged(folder, tmp_path / "bad", change), RunningRequests.ABORT)
     refusal = running.refused()
     assert isinstance(refusal, InvalidField) and said in refusal.message
     assert isinstance(running.wait_last(sequence_id), SequenceFinished)
     assert running.said(sequence_id) == expected(old, PROMPT, 100)
-    for key, tensor in running.runner.model.state_dict().items():
+    for key, tensor in state_of(running.runner).items():
         assert torch.equal(tensor, before[key])
     assert running.engine.snapshot().model_version == 1
 

@@ -30,8 +30,6 @@ _ACTIVATIONS: dict[str, Activation] = {
     "relu2": "relu2",
     "xielu": "xielu",
 }
-# Layers that checkpoints may have behind those that are counted: they predict more tokens.
-_LATER_LAYERS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,21 +112,22 @@ def decoder(config: Any, layers: Iterable[LayerSpec], norm: NormSpec, **changes:
         "hidden_size": int(config.hidden_size),
         "layers": tuple(layers),
         "final_norm": norm,
-        "max_positions": int(config.max_position_embeddings),
+        "max_positions": longest_context(config),
         "tied": bool(getattr(config, "tie_word_embeddings", False)),
     }
     return DecoderSpec(**(usual | changes))
 
 
+def longest_context(config: Any) -> int:
+    """Tokens of the longest text. LongRoPE takes other frequencies, and so other keys for all tokens, once a text is
+    longer than the original context."""
+    longest = int(config.max_position_embeddings)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return longest
+    return min(longest, int(rope.get("original_max_position_embeddings", longest)))
+
+
 def counted(config: Any) -> range:
     """Numbers of the layers."""
     return range(int(config.num_hidden_layers))
-
-
-def naming(config: Any, **changes: Any) -> WeightNames:
-    """Llama's names with `changes`; layers behind those that are counted are ignored."""
-    first = int(config.num_hidden_layers)
-    later = "|".join(str(first + more) for more in range(_LATER_LAYERS))
-    names = WeightNames(**changes)
-    mtp = (rf"model\.layers\.({later})\..*", r"(model\.)?mtp(_\w+)?\..*")
-    return replace(names, ignored=names.ignored + mtp)

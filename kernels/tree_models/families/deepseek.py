@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from tree_models.families.common import Description, activation, counted, decoder, layer, mlp, naming, rms_norm
+from tree_models.families.common import Description, activation, counted, decoder, layer, mlp, rms_norm
 from tree_models.families.rotary import rotary, yarn_softness
+from tree_models.names import WeightNames
 from tree_models.spec import ExpertsSpec, LatentSpec, RouterSpec
 
 # Added to the sum of the chosen experts' weights: transformers' DeepseekV3TopkRouter.
@@ -35,7 +36,7 @@ def youtu(config: Any) -> Description:
     """Youtu-LLM: latent attention and dense layers."""
     norm, feeding = rms_norm(config), mlp(config, bias=False)
     attending = latent_attention(config, interleaved=bool(config.rope_interleave))
-    return Description(decoder(config, [layer(attending, feeding, norm)] * len(counted(config)), norm), naming(config))
+    return Description(decoder(config, [layer(attending, feeding, norm)] * len(counted(config)), norm), WeightNames())
 
 
 def minicpm3(config: Any) -> Description:
@@ -49,7 +50,7 @@ def minicpm3(config: Any) -> Description:
         residual_scale=float(config.scale_depth) / math.sqrt(count),
     )
     scales = {"embedding_scale": float(config.scale_emb), "logits_scale": 1.0 / float(config.logits_scaling)}
-    return Description(decoder(config, [one] * count, norm, **scales), naming(config))
+    return Description(decoder(config, [one] * count, norm, **scales), WeightNames())
 
 
 def latent_attention(config: Any, *, interleaved: bool) -> LatentSpec:
@@ -106,4 +107,4 @@ def _latent_experts(config: Any, experts: ExpertsSpec, *, interleaved: bool) -> 
     layers = [
         layer(attending, experts if index >= config.first_k_dense_replace else dense, norm) for index in counted(config)
     ]
-    return Description(decoder(config, layers, norm), naming(config))
+    return Description(decoder(config, layers, norm), WeightNames())

@@ -13,10 +13,10 @@ from tree_models.families.common import (
     head_width,
     layer,
     mlp,
-    naming,
     rms_norm,
 )
 from tree_models.families.rotary import rotary
+from tree_models.names import WeightNames
 from tree_models.spec import AttentionSpec, ExpertsSpec, RouterSpec
 
 
@@ -24,7 +24,7 @@ def ernie4_5(config: Any) -> Description:
     """ERNIE 4.5, dense."""
     norm, feeding = rms_norm(config), mlp(config, bias=bool(config.use_bias))
     layers = [layer(_attention(config, index), feeding, norm) for index in counted(config)]
-    return Description(decoder(config, layers, norm), naming(config))
+    return Description(decoder(config, layers, norm), WeightNames())
 
 
 def ernie4_5_moe(config: Any) -> Description:
@@ -45,7 +45,7 @@ def ernie4_5_moe(config: Any) -> Description:
         within = config.moe_layer_start_index <= index <= config.moe_layer_end_index
         sparse = within and (index + 1) % config.moe_layer_interval == 0
         layers.append(layer(_attention(config, index), experts if sparse else dense, norm))
-    names = naming(config, correction="mlp.moe_statics.e_score_correction_bias", correction_dimensions=2)
+    names = WeightNames(correction="mlp.moe_statics.e_score_correction_bias", correction_dimensions=2)
     return Description(decoder(config, layers, norm), names)
 
 

@@ -12,11 +12,11 @@ from tree_models.families.common import (
     head_width,
     layer,
     mlp,
-    naming,
     rms_norm,
 )
 from tree_models.families.deepseek import sigmoid_experts
 from tree_models.families.rotary import rotary
+from tree_models.names import WeightNames
 from tree_models.spec import HeadNormSpec
 
 
@@ -28,8 +28,10 @@ def glm(config: Any, **norms: Any) -> Description:
         layer(attention(config, index, rotary=turning, out_bias=False), feeding, norm, **norms)
         for index in counted(config)
     ]
-    names = {"after_attention": "post_self_attn_layernorm", "after_mlp": "post_mlp_layernorm"} if norms else {}
-    return Description(decoder(config, layers, norm), naming(config, gate_up=("mlp.gate_up_proj",), **names))
+    names: dict[str, Any] = (
+        {"after_attention": "post_self_attn_layernorm", "after_mlp": "post_mlp_layernorm"} if norms else {}
+    )
+    return Description(decoder(config, layers, norm), WeightNames(gate_up=("mlp.gate_up_proj",), **names))
 
 
 def glm4(config: Any) -> Description:
@@ -51,4 +53,4 @@ def glm4_moe(config: Any) -> Description:
         )
         for index in counted(config)
     ]
-    return Description(decoder(config, layers, norm), naming(config))
+    return Description(decoder(config, layers, norm), WeightNames())

@@ -12,9 +12,9 @@ from tree_models.families.common import (
     decoder,
     layer,
     mlp,
-    naming,
     rms_norm,
 )
+from tree_models.names import WeightNames
 from tree_models.spec import ExpertsSpec, FamilyRefused, MLPSpec, RouterSpec
 
 _SHARED = {"gate_up": ("shared_mlp.input_linear",), "down": "shared_mlp.output_linear"}
@@ -75,4 +75,4 @@ def _scaled(config: Any, feeding: MLPSpec | ExpertsSpec, names: dict[str, Any], 
         "embedding_scale": float(config.embedding_multiplier),
         "logits_scale": 1.0 / float(config.logits_scaling),
     }
-    return Description(decoder(config, layers, norm, **scales), naming(config, **names))
+    return Description(decoder(config, layers, norm, **scales), WeightNames(**names))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from tree_models.families.common import (
@@ -9,11 +10,13 @@ from tree_models.families.common import (
     attention,
     counted,
     decoder,
+    head_width,
     layer,
     mlp,
-    naming,
     rms_norm,
 )
+from tree_models.families.rotary import rotary
+from tree_models.names import WeightNames
 from tree_models.spec import MLPSpec, PositionScale
 
 
@@ -21,7 +24,7 @@ def llama(config: Any, feeding: MLPSpec | None = None, **attending: Any) -> Desc
     """Llama 1 to 3.x and Mistral, with another MLP or other attention if they are given."""
     norm, feeding = rms_norm(config), feeding or mlp(config)
     layers = [layer(attention(config, index, **attending), feeding, norm) for index in counted(config)]
-    return Description(decoder(config, layers, norm), naming(config))
+    return Description(decoder(config, layers, norm), WeightNames())
 
 
 def mistral(config: Any) -> Description:
@@ -34,7 +37,8 @@ def ministral3(config: Any) -> Description:
     rope = config.rope_parameters
     beta = rope.get("llama_4_scaling_beta")
     scale = PositionScale(float(beta), int(rope["original_max_position_embeddings"])) if beta else None
-    return llama(config, mlp(config, bias=False), qkv_bias=False, out_bias=False, position_scale=scale)
+    turning = replace(rotary(config, head_width(config)), query_scale=scale)
+    return llama(config, mlp(config, bias=False), qkv_bias=False, out_bias=False, rotary=turning)
 
 
 def smollm3(config: Any) -> Description:
@@ -44,7 +48,7 @@ def smollm3(config: Any) -> Description:
     for index in counted(config):
         changes: dict[str, Any] = {} if config.no_rope_layers[index] else {"rotary": None}
         layers.append(layer(attention(config, index, **changes), feeding, norm))
-    return Description(decoder(config, layers, norm), naming(config))
+    return Description(decoder(config, layers, norm), WeightNames())
 
 
 def seed_oss(config: Any) -> Description:

@@ -11,9 +11,9 @@ from tree_models.families.common import (
     counted,
     decoder,
     layer,
-    naming,
     rms_norm,
 )
+from tree_models.names import WeightNames
 from tree_models.spec import ExpertsSpec, HeadNormSpec, RouterSpec
 
 _EXPERT = "block_sparse_moe.experts.{expert}."
@@ -36,8 +36,7 @@ def _experts(config: Any, router: RouterSpec, **attending: Any) -> Description:
     experts = ExpertsSpec(count, top_k, int(config.intermediate_size), router, activation(config))
     attending |= {"qkv_bias": False, "out_bias": False}
     layers = [layer(attention(config, index, **attending), experts, norm) for index in counted(config)]
-    names = naming(
-        config,
+    names = WeightNames(
         router="block_sparse_moe.gate",
         correction="block_sparse_moe.e_score_correction_bias",
         expert_gate_up=(f"{_EXPERT}w1", f"{_EXPERT}w3"),

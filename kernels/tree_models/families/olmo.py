@@ -12,9 +12,9 @@ from tree_models.families.common import (
     decoder,
     layer,
     mlp,
-    naming,
     rms_norm,
 )
+from tree_models.names import WeightNames
 from tree_models.spec import ExpertsSpec, HeadNormSpec, NormSpec, RouterSpec
 
 # transformers' OlmoLayerNorm.
@@ -28,7 +28,7 @@ def olmo(config: Any) -> Description:
         layer(attention(config, index, clip=config.clip_qkv), mlp(config, bias=False), norm)
         for index in counted(config)
     ]
-    return Description(decoder(config, layers, norm), naming(config))
+    return Description(decoder(config, layers, norm), WeightNames())
 
 
 def olmo2(config: Any) -> Description:
@@ -40,13 +40,13 @@ def olmo2(config: Any) -> Description:
         layer(attention(config, index, head_norm=heads), mlp(config, bias=False), norm, **behind)
         for index in counted(config)
     ]
-    names = {
+    names: dict[str, Any] = {
         "before_attention": "",
         "before_mlp": "",
         "after_attention": "post_attention_layernorm",
         "after_mlp": "post_feedforward_layernorm",
     }
-    return Description(decoder(config, layers, norm), naming(config, **names))
+    return Description(decoder(config, layers, norm), WeightNames(**names))
 
 
 def olmoe(config: Any) -> Description:
@@ -61,4 +61,4 @@ def olmoe(config: Any) -> Description:
     )
     attending = {"head_norm": HeadNormSpec(norm, "all_heads"), "clip": config.clip_qkv}
     layers = [layer(attention(config, index, **attending), experts, norm) for index in counted(config)]
-    return Description(decoder(config, layers, norm), naming(config))
+    return Description(decoder(config, layers, norm), WeightNames())

@@ -12,10 +12,10 @@ from tree_models.families.common import (
     head_width,
     layer,
     mlp,
-    naming,
     rms_norm,
 )
 from tree_models.families.rotary import rotary
+from tree_models.names import WeightNames
 from tree_models.spec import HeadNormSpec, NormSpec
 
 
@@ -34,7 +34,7 @@ def cohere(config: Any) -> Description:
         )
         for index in counted(config)
     ]
-    return Description(decoder(config, layers, norm, logits_scale=float(config.logit_scale)), naming(config))
+    return Description(decoder(config, layers, norm, logits_scale=float(config.logit_scale)), WeightNames())
 
 
 def apertus(config: Any) -> Description:
@@ -48,7 +48,7 @@ def apertus(config: Any) -> Description:
         )
         for index in counted(config)
     ]
-    names = naming(config, before_attention="attention_layernorm", before_mlp="feedforward_layernorm")
+    names = WeightNames(before_attention="attention_layernorm", before_mlp="feedforward_layernorm")
     return Description(decoder(config, layers, norm), names)
 
 
@@ -63,11 +63,11 @@ def starcoder2(config: Any) -> Description:
         )
         for index in counted(config)
     ]
-    return Description(decoder(config, layers, norm), naming(config, gate_up=("mlp.c_fc",), down="mlp.c_proj"))
+    return Description(decoder(config, layers, norm), WeightNames(gate_up=("mlp.c_fc",), down="mlp.c_proj"))
 
 
 def nemotron(config: Any) -> Description:
     """Nemotron and Minitron: LayerNorms whose weights are less one, squared ReLU, a part of each head rotated."""
     norm = NormSpec("layer", float(config.norm_eps), offset=1.0, bias=True)
     layers = [layer(attention(config, index), mlp(config, gated=False), norm) for index in counted(config)]
-    return Description(decoder(config, layers, norm), naming(config))
+    return Description(decoder(config, layers, norm), WeightNames())

@@ -13,10 +13,10 @@ from tree_models.families.common import (
     decoder,
     head_width,
     layer,
-    naming,
 )
 from tree_models.families.llama import llama
 from tree_models.families.rotary import rotary
+from tree_models.names import WeightNames
 from tree_models.spec import ExpertsSpec, NormSpec, RouterSpec
 
 _EXPERT = "block_sparse_moe.experts.{expert}."
@@ -38,8 +38,7 @@ def phimoe(config: Any) -> Description:
     scaling = config.rope_parameters.get("short_mscale")
     turning = rotary(config, head_width(config), scaling=None if scaling is None else float(scaling))
     layers = [layer(attention(config, index, rotary=turning), experts, norm) for index in counted(config)]
-    names = naming(
-        config,
+    names = WeightNames(
         router="block_sparse_moe.gate",
         expert_gate_up=(f"{_EXPERT}w1", f"{_EXPERT}w3"),
         expert_down=f"{_EXPERT}w2",

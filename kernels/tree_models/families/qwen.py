@@ -12,10 +12,10 @@ from tree_models.families.common import (
     decoder,
     layer,
     mlp,
-    naming,
     rms_norm,
 )
 from tree_models.families.llama import llama
+from tree_models.names import WeightNames
 from tree_models.spec import ExpertsSpec, HeadNormSpec, MLPSpec, RouterSpec
 
 
@@ -62,4 +62,4 @@ def _experts(config: Any, shared: MLPSpec | None, names: dict[str, Any], **atten
         sparse = index not in config.mlp_only_layers and (index + 1) % config.decoder_sparse_step == 0
         feeding = experts if sparse and experts.count else dense
         layers.append(layer(attention(config, index, **attending), feeding, norm))
-    return Description(decoder(config, layers, norm), naming(config, **names))
+    return Description(decoder(config, layers, norm), WeightNames(**names))

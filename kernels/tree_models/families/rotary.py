@@ -91,6 +91,8 @@ def yarn_softness(factor: float, scale: float) -> float:
 
 _TYPES: Mapping[str, _Frequencies] = {
     "default": _default,
+    # Other ones behind the longest context, which is as far as texts go.
+    "dynamic": _default,
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,

@@ -11,7 +11,7 @@ from tree_models.layers.linear import Linear
 from tree_models.layers.norm import HeadNorm
 from tree_models.layers.paged import PagedPass, attend
 from tree_models.layers.placing import Placement
-from tree_models.layers.rotary import Angles, halves_order, rotate_heads
+from tree_models.layers.rotary import Angles, halves_order, rotate_heads, scaled_queries
 from tree_models.names import WeightNames
 from tree_models.slots import Copy, WeightSlot
 from tree_models.spec import AttentionSpec
@@ -31,8 +31,8 @@ class HeadAttention(nn.Module):
         self.query_norm = HeadNorm(norm, spec.heads, width, place) if norm else None
         self.key_norm = HeadNorm(norm, spec.kv_heads, width, place) if norm else None
 
-    def forward(self, rows: Tensor, angles: Angles | None, positions: Tensor, step: PagedPass) -> Tensor:
-        """[R, H] -> [R, H]. `angles` are None where the layer embeds no positions [R]."""
+    def forward(self, rows: Tensor, angles: Angles | None, step: PagedPass) -> Tensor:
+        """[R, H] -> [R, H]. `angles` are None where the layer embeds no positions."""
         spec = self.spec
         product: Tensor = self.qkv(rows)
         heads = product.view(len(rows), -1, spec.head_width)
@@ -45,10 +45,9 @@ class HeadAttention(nn.Module):
         if angles is not None:
             rotating = rotate_heads(rotating, angles)
         query, key = rotating[:, : spec.heads], rotating[:, spec.heads :]
-        if spec.position_scale is not None:
-            grown = torch.log(1 + torch.floor(positions.float() / spec.position_scale.length))
-            query = (query * (1 + spec.position_scale.beta * grown)[:, None, None]).to(query.dtype)
-        attended = attend(self.layer, query, key, value, spec.scaling, step)
+        if angles is not None and angles.query_scale is not None:
+            query = scaled_queries(query, angles.query_scale)
+        attended = attend(self, query, key, value, step)
         output: Tensor = self.out(attended.flatten(1))
         return output
 

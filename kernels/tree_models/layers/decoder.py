@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +20,8 @@ from tree_models.layers.paged import PagedPass
 from tree_models.layers.placing import Placement
 from tree_models.layers.rotary import Angles, RotaryEmbedding
 from tree_models.names import WeightNames
-from tree_models.slots import Copy, TensorSpec, WeightSlot, in_place
-from tree_models.spec import AttentionSpec, DecoderSpec, ExpertsSpec, LayerSpec, RotarySpec
+from tree_models.slots import Copy, WeightSlot, in_place
+from tree_models.spec import AttentionSpec, DecoderSpec, ExpertsSpec, LatentSpec, LayerSpec
 
 # Gets the outputs [R, H] of one decoder layer.
 Tap = Callable[[Tensor], None]
@@ -43,10 +45,10 @@ class DecoderLayer(nn.Module):
         made = (None if norm is None else Normalization(norm, hidden_size, place) for norm in norms)
         self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = made
 
-    def forward(self, hidden: Tensor, angles: Angles | None, positions: Tensor, step: PagedPass) -> Tensor:
+    def forward(self, hidden: Tensor, angles: Angles | None, step: PagedPass) -> Tensor:
         """[R, H] -> [R, H]."""
         rows = hidden if self.before_attention is None else self.before_attention(hidden)
-        attended: Tensor = self.attention(rows, angles, positions, step)
+        attended: Tensor = self.attention(rows, angles, step)
         if self.spec.parallel:
             return self._added(self._added(hidden, attended, self.after_attention), self.mlp(rows), self.after_mlp)
         hidden = self._added(hidden, attended, self.after_attention)
@@ -82,6 +84,33 @@ class DecoderLayer(nn.Module):
             yield from self.mlp.slots(gate_up, names.in_layer(names.down, layer), activation, copy)
 
 
+class LayerForm(Protocol):
+    """Another way to compute a decoder layer, for some numbers of rows."""
+
+    def compute_layer(
+        self, hidden: Tensor, carried: Any, angles: Angles | None, step: PagedPass
+    ) -> tuple[Tensor, Any] | None:
+        """[R, H] -> [R, H], and what the next layer's form may take as `carried`; None for so many rows."""
+
+
+class FinalForm(Protocol):
+    """Another way to compute the last norm and the head, for some numbers of rows."""
+
+    def norm(self, hidden: Tensor) -> Tensor | None:
+        """[R, H] -> [R, H]; None for so many rows."""
+
+    def head(self, rows: Tensor) -> Tensor | None:
+        """[R, H] -> [R, V]; None where the head is not computed so."""
+
+
+class CacheShape(NamedTuple):
+    """What one layer caches of one token. A latent is key and value in one, and has no separate value."""
+
+    heads: int
+    key_width: int
+    value_width: int
+
+
 class Decoder(nn.Module):
     """See `DecoderSpec`: token ids to logits. Weights are unwritten until every slot of `slots` has been."""
 
@@ -91,23 +120,77 @@ class Decoder(nn.Module):
         spec.check()
         self.spec, self.names, self.place = spec, names, place
         self.embedding = place.empty(spec.vocabulary_size, spec.hidden_size)
-        self.layers = nn.ModuleList(
-            DecoderLayer(layer, spec.hidden_size, index, place) for index, layer in enumerate(spec.layers)
-        )
         # Rounded as the rows are: the square root of 3,072, which Gemma takes, is 55.5 in bf16.
         self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=place.dtype))
+        made = [DecoderLayer(layer, spec.hidden_size, index, place) for index, layer in enumerate(spec.layers)]
+        self.layers: Sequence[DecoderLayer] = nn.ModuleList(made)  # type: ignore[assignment]
         self.norm = Normalization(spec.final_norm, spec.hidden_size, place)
         self.head = Linear(spec.hidden_size, [spec.vocabulary_size], place, bias=spec.head_bias)
         if spec.tied and self.head.plain is not None:
             self.head.plain.weight = self.embedding
-        kinds = dict.fromkeys(rotary_of(layer) for layer in spec.layers)
-        self._rotary_kinds: list[RotarySpec] = [kind for kind in kinds if kind is not None]
-        self.rotaries = nn.ModuleList(RotaryEmbedding(kind, place.device) for kind in self._rotary_kinds)
-        # The place of each layer's rotary embedding among these; None where it has none.
-        places = {kind: place for place, kind in enumerate(self._rotary_kinds)}
-        self._rotary_places = [None if (kind := rotary_of(layer)) is None else places[kind] for layer in spec.layers]
+        # One for each kind that there is, and the place of each layer's among them; None where it has none.
+        kinds = list(dict.fromkeys(kind for layer in spec.layers if (kind := layer.attention.rotary) is not None))
+        self.rotaries: Sequence[RotaryEmbedding]
+        self.rotaries = nn.ModuleList(RotaryEmbedding(kind, place.device) for kind in kinds)  # type: ignore[assignment]
+        self._rotary_places = [
+            None if (kind := layer.attention.rotary) is None else kinds.index(kind) for layer in spec.layers
+        ]
+        # Other ways to compute layers, the last norm and the head.
+        self.forms: list[LayerForm | None] = [None] * len(made)
+        self.final_form: FinalForm | None = None
         # By layer, from 0; the number of layers stands for the rows after the last norm.
-        self.taps: dict[int, Tap] = {}
+        self._taps: dict[int, list[Tap]] = {}
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.place.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of hidden rows and logits."""
+        return self.place.dtype
+
+    @property
+    def vocabulary_size(self) -> int:
+        """V."""
+        return self.spec.vocabulary_size
+
+    @property
+    def hidden_size(self) -> int:
+        """H."""
+        return self.spec.hidden_size
+
+    @property
+    def layer_count(self) -> int:
+        """Decoder layers."""
+        return len(self.layers)
+
+    @property
+    def longest_context(self) -> int:
+        """Tokens of the longest text."""
+        return self.spec.max_positions
+
+    @property
+    def latent(self) -> bool:
+        """Whether latents are cached."""
+        return self.place.latent and all(isinstance(layer.attention, LatentSpec) for layer in self.spec.layers)
+
+    @property
+    def cache_shape(self) -> CacheShape:
+        """Of every layer's cache."""
+        attending = self.spec.layers[0].attention
+        if isinstance(attending, LatentSpec) and self.latent:
+            return CacheShape(1, attending.latent + attending.rotary.width, 0)
+        return self.expanded_shape
+
+    @property
+    def expanded_shape(self) -> CacheShape:
+        """Of a cache with keys and values of heads."""
+        attending = self.spec.layers[0].attention
+        if isinstance(attending, AttentionSpec):
+            return CacheShape(attending.kv_heads, attending.head_width, attending.head_width)
+        return CacheShape(attending.heads, attending.query_width, attending.value)
 
     def forward(self, token_ids: Tensor, positions: Tensor, step: PagedPass, rows: Tensor | int = 0) -> Tensor:
         """Logits [.., V] of the given rows, 0 for all, of token ids [R] and positions [R]."""
@@ -116,16 +199,25 @@ class Decoder(nn.Module):
 
     def hidden(self, token_ids: Tensor, positions: Tensor, step: PagedPass) -> Tensor:
         """[R, H] after the last norm."""
-        hidden = self.embedded(token_ids)
-        angles = [rotary(positions) for rotary in self.rotaries]
-        for index, (layer, kind) in enumerate(zip(self.layers, self._rotary_places, strict=True)):
-            hidden = layer(hidden, None if kind is None else angles[kind], positions, step)
-            if index in self.taps:
-                self.taps[index](hidden)
-        normed: Tensor = self.norm(hidden)
-        if len(self.layers) in self.taps:
-            self.taps[len(self.layers)](normed)
+        hidden, carried = self.embedded(token_ids), None
+        every = [rotary(positions) for rotary in self.rotaries]
+        for index, (layer, form, kind) in enumerate(zip(self.layers, self.forms, self._rotary_places, strict=True)):
+            angles = None if kind is None else every[kind]
+            done = None if form is None else form.compute_layer(hidden, carried, angles, step)
+            hidden, carried = (layer(hidden, angles, step), None) if done is None else done
+            for tap in self._taps.get(index, ()):
+                tap(hidden)
+        normed = None if self.final_form is None else self.final_form.norm(hidden)
+        if normed is None:
+            normed = self.norm(hidden)
+        for tap in self._taps.get(len(self.layers), ()):
+            tap(normed)
         return normed
+
+    def angles_of(self, layer: int, positions: Tensor) -> Angles | None:
+        """Angles of a layer's rotary embedding at positions [R]; None where it has none."""
+        kind = self._rotary_places[layer]
+        return None if kind is None else self.rotaries[kind](positions)
 
     def embedded(self, token_ids: Tensor) -> Tensor:
         """[R, H] of token ids [R]."""
@@ -134,19 +226,26 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[.., V] of rows [.., H] after the last norm."""
-        logits: Tensor = self.head(hidden)
+        logits = None if self.final_form is None else self.final_form.head(hidden)
+        if logits is None:
+            logits = self.head(hidden)
         if self.spec.logits_scale != 1.0:
             logits = logits * self.spec.logits_scale
         if self.spec.logits_cap is not None:
             logits = (logits / self.spec.logits_cap).tanh() * self.spec.logits_cap
         return logits
 
+    def tap(self, layer: int, keep: Tap) -> Callable[[], None]:
+        """Give the output of a layer to `keep` in every pass; the number of layers stands for the rows after the last
+        norm. Returns what ends that."""
+        self._taps.setdefault(layer, []).append(keep)
+        return lambda: self._taps[layer].remove(keep)
+
     def slots(self, copy: Copy = Tensor.copy_) -> list[WeightSlot]:
         """Slots of every tensor of a checkpoint, by the names of the decoder's family."""
         names = self.names
         slots = [in_place(f"{names.embedding}.weight", self.embedding, copy)]
         for index, layer in enumerate(self.layers):
-            assert isinstance(layer, DecoderLayer)
             slots += layer.slots(names, index, copy)
         slots += self.norm.slots(names.final_norm, copy)
         return slots + self._head_slots(copy)
@@ -157,15 +256,6 @@ class Decoder(nn.Module):
         if not self.spec.tied:
             return slots
         name, tied = f"{self.names.head}.weight", f"{self.names.embedding}.weight"
-        return [
-            WeightSlot(
-                {own: TensorSpec(one.shape, one.dtype, tied if own == name else "") for own, one in slot.specs.items()},
-                slot.write,
-            )
-            for slot in slots
-        ]
-
-
-def rotary_of(layer: LayerSpec) -> RotarySpec | None:
-    """The rotary embedding of a layer, if it has one."""
-    return layer.attention.rotary
+        (slot,) = [slot for slot in slots if name in slot.specs]
+        specs = {own: replace(one, tied_to=tied if own == name else "") for own, one in slot.specs.items()}
+        return [WeightSlot(specs, slot.write), *(other for other in slots if other is not slot)]

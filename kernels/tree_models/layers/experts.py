@@ -6,15 +6,16 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
+from tree_kernels.experts import ExpertWeights, row_experts
+from tree_kernels.linear import ScaledRows
 from tree_models.layers.linear import Linear
-from tree_models.layers.mlp import FUNCTIONS, MLP
+from tree_models.layers.mlp import MLP, activation_of
 from tree_models.layers.placing import Placement
-from tree_models.layers.router import Router
+from tree_models.layers.router import TopKRouter
 from tree_models.names import WeightNames
 from tree_models.slots import Copy, WeightSlot, in_place, stacked
-from tree_models.spec import Activation, ExpertsSpec
+from tree_models.spec import ExpertsSpec
 
 
 class MixtureOfExperts(nn.Module):
@@ -23,21 +24,34 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, spec: ExpertsSpec, hidden_size: int, layer: int, place: Placement) -> None:
         super().__init__()
         self.spec, self.layer = spec, layer
-        self.router = Router(spec, hidden_size, place)
+        self.router = TopKRouter(spec, hidden_size, place)
         self.gate_up = place.empty(spec.count, 2 * spec.width, hidden_size)
         self.down = place.empty(spec.count, hidden_size, spec.width)
+        self.op = row_experts(place.device)
         self.shared = MLP(spec.shared, hidden_size, place) if spec.shared else None
         self.shared_gate = Linear(hidden_size, [1], place) if spec.shared_gate else None
 
     def forward(self, rows: Tensor) -> Tensor:
         """[R, H] -> [R, H]."""
-        chosen, weights = self.router(rows)
-        output = mixed(rows, chosen, weights, self.gate_up, self.down, self.spec.activation)
+        output: Tensor = self._mixed(rows)
         if self.shared is not None:
             shared: Tensor = self.shared(rows)
             if self.shared_gate is not None:
                 shared = torch.sigmoid(self.shared_gate(rows)) * shared
             output = output + shared
+        return output
+
+    @property
+    def weights(self) -> ExpertWeights:
+        """As the launches take them."""
+        return ExpertWeights(self.gate_up, self.down, activation_of(self.spec.activation))
+
+    # Not compiled: these are launches of their own, or loops on a CPU.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _mixed(self, rows: Tensor) -> Tensor:
+        """[R, H]: what the chosen experts make of normed rows."""
+        scaled = ScaledRows(rows, None, 0.0)
+        output: Tensor = self.op.mix(scaled, self.router.choose(scaled, self.op), self.weights)[0]
         return output
 
     def slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
@@ -61,25 +75,3 @@ class MixtureOfExperts(nn.Module):
         for expert in range(self.spec.count):
             of = [f"{names.in_layer(name, self.layer, expert)}.weight" for name in published]
             yield from stacked(of, memory[expert], copy)
-
-
-def mixed(
-    rows: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: Activation
-) -> Tensor:
-    """[R, H]: each row through its experts, weighed and summed in fp32, in the rows' type.
-
-    Args:
-        rows: [R, H].
-        chosen: [R, k] integers, the experts of each row.
-        weights: [R, k], of each of them.
-        gate_up: [E, 2 * I, H].
-        down: [E, H, I].
-        activation: of the gate.
-    """
-    total = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
-    for expert in torch.unique(chosen).tolist():
-        places, ranks = torch.where(chosen == expert)
-        gate, up = functional.linear(rows[places], gate_up[expert]).chunk(2, dim=-1)
-        output = functional.linear(FUNCTIONS[activation](gate) * up, down[expert])
-        total.index_add_(0, places, output.float() * weights[places, ranks, None].float())
-    return total.to(rows.dtype)

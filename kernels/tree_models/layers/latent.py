@@ -57,9 +57,8 @@ class LatentHeads(nn.Module):
         self.expanding = Linear(spec.latent, [spec.heads * (spec.plain + spec.value)], whole)
         self.out = Linear(spec.heads * spec.value, [hidden_size], place, bias=spec.bias)
 
-    def forward(self, rows: Tensor, angles: Angles | None, positions: Tensor, step: PagedPass) -> Tensor:
+    def forward(self, rows: Tensor, angles: Angles | None, step: PagedPass) -> Tensor:
         """[R, H] -> [R, H]."""
-        del positions
         assert angles is not None, "latent attention is described with rotary embedding"
         query, vectors = self._products(rows)
         attended = self._attend(query, vectors, angles, step)
@@ -108,7 +107,7 @@ class LatentHeads(nn.Module):
         expanded = expanded.view(len(query), spec.heads, -1)
         key = torch.cat([expanded[..., : spec.plain], turned], dim=-1)
         value = expanded[..., spec.plain :].contiguous()
-        attended: Tensor = attend(self.layer, query, key, value, spec.scaling, step)
+        attended: Tensor = attend(self, query, key, value, step)
         return attended.flatten(1)
 
     def slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:

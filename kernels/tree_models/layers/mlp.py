@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tree_kernels.linear import Activation as LaunchedActivation
+from tree_kernels.linear import ActivationKind
 from tree_models.layers.linear import Linear
 from tree_models.layers.placing import Placement
-from tree_models.slots import Copy, WeightSlot, in_place
+from tree_models.slots import Copy, TensorSpec, WeightSlot
 from tree_models.spec import Activation, MLPSpec
 
 FUNCTIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -23,24 +25,41 @@ FUNCTIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 }
 
 
+def activation_of(activation: Activation) -> LaunchedActivation:
+    """The activation as launches take it. Raises `ValueError` for one that has numbers of its own, or that they have
+    not."""
+    return LaunchedActivation(ActivationKind(activation))
+
+
 class XIELU(nn.Module):
     """Apertus' activation (arXiv 2411.13010), whose numbers are weights: [.., I] -> [.., I]."""
 
+    # As published; alphas are kept in front of a softplus.
+    _NAMES = ("alpha_p", "alpha_n", "beta", "eps")
+
     def __init__(self, place: Placement) -> None:
         super().__init__()
-        self.alpha_p, self.alpha_n = place.empty(1), place.empty(1)
-        self.beta, self.eps = place.empty(), place.empty()
+        # Alpha of positive numbers, alpha of negative ones, beta, epsilon.
+        self.numbers = place.empty(len(self._NAMES), dtype=torch.float32)
+        self._dtype = place.dtype
 
     def forward(self, rows: Tensor) -> Tensor:
         """[.., I] -> [.., I]."""
-        positive, negative = functional.softplus(self.alpha_p), self.beta + functional.softplus(self.alpha_n)
-        left = (torch.expm1(torch.minimum(rows, self.eps)) - rows) * negative
-        return torch.where(rows > 0, positive * rows * rows, left) + self.beta * rows
+        positive, negative, beta, epsilon = self.numbers.unbind()
+        wide = rows.float()
+        below = (torch.expm1(torch.minimum(wide, epsilon)) - wide) * negative
+        return (torch.where(wide > 0, positive * wide * wide, below) + beta * wide).to(rows.dtype)
 
     def slots(self, name: str, copy: Copy) -> Iterator[WeightSlot]:
-        """Slots of the four numbers."""
-        for own, memory in self.named_parameters():
-            yield in_place(f"{name}.{own}", memory, copy)
+        """The slot of the four numbers."""
+
+        def write(tensors: Sequence[Tensor]) -> None:
+            positive, negative, beta, epsilon = (tensor.float().view(1) for tensor in tensors)
+            alphas = functional.softplus(positive), beta + functional.softplus(negative)
+            copy(self.numbers, torch.cat([*alphas, beta, epsilon]))
+
+        shapes = zip(self._NAMES, ((1,), (1,), (), ()), strict=True)
+        yield WeightSlot({f"{name}.{own}": TensorSpec(shape, self._dtype) for own, shape in shapes}, write)
 
 
 class MLP(nn.Module):

@@ -35,11 +35,21 @@ class PagedPass(Protocol):
     cache: Any  # a `PagedCache`
 
 
-# Not compiled: layers differ in their number, and not in the parts around it.
+class AttendingLayer(Protocol):
+    """Whose keys and values they are."""
+
+    layer: int
+
+    @property
+    def spec(self) -> Any:
+        """Has `scaling`."""
+
+
+# Not compiled: layers differ in their number, which is read here alone, and not in the parts around it.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, step: PagedPass) -> Tensor:
+def attend(owner: AttendingLayer, query: Tensor, key: Tensor, value: Tensor, step: PagedPass) -> Tensor:
     """[R, Hq, Dv]: write keys and values [R, Hkv, D] of the rows into the cache, and attend with query [R, Hq, D]."""
-    keys, values = step.cache.keys[layer], step.cache.values[layer]
+    keys, values = step.cache.keys[owner.layer], step.cache.values[owner.layer]
     write_kv(key, value, keys, values, step.slots)
-    out: Tensor = step.attention.run(step.plan, query, keys, values, scaling)
+    out: Tensor = step.attention.run(step.plan, query, keys, values, owner.spec.scaling)
     return out

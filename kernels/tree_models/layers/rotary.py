@@ -21,6 +21,7 @@ class Angles:
 
     cosines: Tensor
     sines: Tensor
+    query_scale: Tensor | None = None  # [R] fp32, that queries are multiplied with once they are rotated
 
 
 class RotaryEmbedding(nn.Module):
@@ -28,7 +29,7 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, spec: RotarySpec, device: torch.device) -> None:
         super().__init__()
-        self._scaling = spec.scaling
+        self._scaling, self._query_scale = spec.scaling, spec.query_scale
         frequencies = torch.tensor(spec.frequencies + spec.frequencies, dtype=torch.float32, device=device)
         self.register_buffer("_frequencies", frequencies, persistent=False)
         self._frequencies: Tensor
@@ -41,15 +42,20 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, positions: Tensor) -> Angles:
         """Angles of integer positions [R]."""
-        if self._table is None:
+        table = self._table
+        if table is None:
             return self._computed(positions)
-        return Angles(
-            functional.embedding(positions, self._table.cosines), functional.embedding(positions, self._table.sines)
-        )
+        scale = None if table.query_scale is None else table.query_scale[positions]
+        cosines, sines = (functional.embedding(positions, one) for one in (table.cosines, table.sines))
+        return Angles(cosines, sines, scale)
 
     def _computed(self, positions: Tensor) -> Angles:
-        angles = positions[:, None].float() * self._frequencies
-        return Angles(angles.cos() * self._scaling, angles.sin() * self._scaling)
+        places = positions.float()
+        angles = places[:, None] * self._frequencies
+        scale, grown = self._query_scale, None
+        if scale is not None:
+            grown = 1 + scale.beta * torch.log(1 + torch.floor(places / scale.length))
+        return Angles(angles.cos() * self._scaling, angles.sin() * self._scaling, grown)
 
 
 def rotate_heads(heads: Tensor, angles: Angles) -> Tensor:
@@ -59,6 +65,11 @@ def rotate_heads(heads: Tensor, angles: Angles) -> Tensor:
     if width == heads.shape[-1]:
         return _rotated(heads, cosines, sines)
     return torch.cat([_rotated(heads[..., :width], cosines, sines), heads[..., width:]], dim=-1)
+
+
+def scaled_queries(query: Tensor, scale: Tensor) -> Tensor:
+    """Queries [R, heads, D] times `scale` [R], in their type."""
+    return (query * scale[:, None, None]).to(query.dtype)
 
 
 def _rotated(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Checkpoints as tensors by name: the safetensors files of a folder, or tensors in memory.
+"""Checkpoints as tensors by name, wherever these are read from.
 
 A checkpoint of text and images has its text part under a prefix, which is stripped, beside parts that are ignored.
 """
@@ -6,12 +6,9 @@ A checkpoint of text and images has its text part under a prefix, which is strip
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Protocol
 
 from torch import Tensor
 
@@ -32,7 +29,7 @@ _OTHER_PARTS = re.compile(
 )
 
 
-class CheckpointRefused(ValueError):
+class WeightsRefused(ValueError):
     """A checkpoint's tensors are not those of its model, or cannot be read; the message says which, in one line."""
 
 
@@ -44,7 +41,7 @@ class Stored:
     kind: str
 
 
-class Checkpoint(Protocol):
+class TensorSource(Protocol):
     """Tensors by name."""
 
     @property
@@ -53,50 +50,6 @@ class Checkpoint(Protocol):
 
     def read(self, name: str) -> Tensor:
         """A tensor's values, on the CPU unless they are in memory elsewhere."""
-
-
-class SafetensorsFolder:
-    """The `*.safetensors` of a folder, open until the context ends. Raises `CheckpointRefused` where they cannot be
-    read, or a name is there twice."""
-
-    def __init__(self, folder: Path, files: Sequence[str] = ()) -> None:
-        """All such files, or those that `files` names."""
-        from safetensors import SafetensorError, safe_open
-
-        self._stack = ExitStack()
-        self._places: dict[str, Any] = {}
-        self.stored: dict[str, Stored] = {}
-        paths = [folder / name for name in files] if files else sorted(folder.glob("*.safetensors"))
-        if not paths:
-            raise CheckpointRefused("it has no weights as safetensors")
-        try:
-            for path in paths:
-                self._add(self._stack.enter_context(safe_open(path, framework="pt")), path)
-        except (OSError, SafetensorError) as error:
-            self._stack.close()
-            raise CheckpointRefused(f"{path.name} cannot be read: {error}") from None
-        except CheckpointRefused:
-            self._stack.close()
-            raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._stack.close()
-
-    def read(self, name: str) -> Tensor:
-        """See `Checkpoint.read`. Values may be mapped from the file: copy them before it changes."""
-        tensor: Tensor = self._places[name].get_tensor(name)
-        return tensor
-
-    def _add(self, file: Any, path: Path) -> None:
-        for name in file.keys():  # noqa: SIM118
-            if name in self._places:
-                raise CheckpointRefused(f"{name} is in {path.name} and in another file")
-            entry = file.get_slice(name)
-            self._places[name] = file
-            self.stored[name] = Stored(tuple(entry.get_shape()), str(entry.get_dtype()))
 
 
 class TensorsInMemory:
@@ -110,20 +63,20 @@ class TensorsInMemory:
         }
 
     def read(self, name: str) -> Tensor:
-        """See `Checkpoint.read`."""
+        """See `TensorSource.read`."""
         return self._tensors[name]
 
 
 class TextPart:
     """The text part of a checkpoint of text and more, under the names of a model of text alone."""
 
-    def __init__(self, whole: Checkpoint) -> None:
+    def __init__(self, whole: TensorSource) -> None:
         self._whole = whole
         self._own = {_text_name(name): name for name in whole.stored if not _OTHER_PARTS.fullmatch(name)}
         self.stored = {name: whole.stored[own] for name, own in self._own.items()}
 
     def read(self, name: str) -> Tensor:
-        """See `Checkpoint.read`."""
+        """See `TensorSource.read`."""
         return self._whole.read(self._own[name])
 
 

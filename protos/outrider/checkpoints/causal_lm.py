@@ -21,6 +21,7 @@ from outrider.checkpoints.folder import Checkpoint
 from outrider.checkpoints.formats import is_plain_float
 from outrider.checkpoints.headers import TensorEntry
 from outrider.checkpoints.refusal import CheckpointRefused, first_line, some
+from outrider.checkpoints.regular_files import read_json_object
 from outrider.checkpoints.tensors import TensorOnDisk, read_tensor
 
 # A model that is so many times as large as its files is not theirs: what is missing would be made before it is named.
@@ -37,9 +38,17 @@ _MOST_EXPERTS = 1 << 12
 _COMPUTED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|position_ids|masked_bias)")
 
 
+# Configurations that are another family's by a name that transformers does not know.
+_SAME_AS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
+
+
 def read_configuration(folder: Path) -> PretrainedConfig:
     """A folder's config.json by transformers' class for it. Raises `CheckpointRefused` in one line."""
     try:
+        named = read_json_object(folder / "config.json")
+        if (family := _SAME_AS.get(str(named.get("model_type")))) is not None:
+            entries = {name: entry for name, entry in named.items() if name not in ("model_type", "auto_map")}
+            return AutoConfig.for_model(family, **entries)
         # The model's own code is not run, and transformers does not prompt for it.
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         config.get_text_config()
@@ -71,7 +80,7 @@ def load_causal_lm(checkpoint: Checkpoint, config: PretrainedConfig, dtype: torc
                 config=config,
                 state_dict=slices,
                 dtype=dtype,
-                generation_config=_generation_config(checkpoint.folder),
+                generation_config=read_generation_config(checkpoint.folder),
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
@@ -202,8 +211,8 @@ def _check_report(report: Any, model: PreTrainedModel) -> None:
         raise CheckpointRefused(f"its tensors are not those of its config.json: {'; '.join(wrong)}")
 
 
-def _generation_config(folder: Path) -> GenerationConfig | None:
-    """The folder's own; None leaves transformers to make one of config.json."""
+def read_generation_config(folder: Path) -> GenerationConfig | None:
+    """A folder's generation_config.json; None where there is none. Raises `CheckpointRefused` in one line."""
     if not (folder / "generation_config.json").exists():
         return None
     try:

@@ -16,28 +16,20 @@ import numpy
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AttentionInterface
 
 from outrider.errors import NotSupported
 from target_service.core.kv_cache import KVCache
 from target_service.model.cuda_graphs.sizes import Bucket, buckets_up_to, choose_bucket
 from target_service.model.cuda_graphs.step_buffer import StepBuffer
-from target_service.model.forward import ForwardInput, ForwardPass, rows_of
-from target_service.model.fused.preparing import LayerOptions, prepare_layers
+from target_service.model.forward import ForwardInput, ForwardPass, PassContext, rows_of
 from target_service.model.hidden_state_hooks import LayerHooks
-from target_service.model.latent_attention import implementation_name
-from target_service.model.runner import Begin, ModelRunner, PassContext, attend
+from target_service.model.preparing import prepare_network
+from target_service.model.runner import Begin, ModelRunner
 from tree_kernels.node_table import NodeTable, fill_pending
+from tree_models.fused.preparing import LayerOptions
 
-ATTENTION = "outrider_captured"
 # Versions of a layer that the compiler may make: one for each number of rows and each frame of a layer.
 _RECOMPILE_LIMIT = 64
-
-
-# Not compiled: layers differ in it, and not in the parts around it.
-_attend_opaque: Any = torch.compiler.disable(attend)  # type: ignore[no-untyped-call]
-for _latent in (False, True):
-    AttentionInterface.register(implementation_name(ATTENTION, latent=_latent), _attend_opaque)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +68,13 @@ class CapturedRunner(ModelRunner):
         self._captured: dict[Bucket, _Captured] = {}
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self._attend_by(ATTENTION)
-        prepare_layers(self.model, self._options.layers)
+        prepare_network(self.network, self._options.layers)
         self.draft_head = runner.draft_head
         if runner.node_table is not None:
             self._keep_tokens_as(runner.node_table)
         if self._options.hooked:
             # After layers are prepared, and before any graph is captured.
-            self.hooks = LayerHooks(self.model, self._options.hooked, self.buckets[-1].rows, grows=False)
+            self.hooks = LayerHooks(self.network, self._options.hooked, self.buckets[-1].rows, grows=False)
 
     def hook(self, layers: tuple[int, ...]) -> None:
         """See `ModelRunner.hook`. Layers were chosen before graphs were captured."""

@@ -47,14 +47,17 @@ def refusal_of(folder: Path) -> str:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     from outrider.checkpoints.causal_lm import read_configuration
-    from target_service.model.support import check_supported
+    from target_service.model.support import check_supported, description_of, text_part
 
     try:
         read_config(folder)
-        check_supported(read_configuration(folder))
+        config = read_configuration(folder)
+        check_supported(config)
     # Of both kinds: not whole, or not served.
     except ValueError as refused:
         return str(refused)
+    if description_of(text_part(config)) is not None:
+        return ""
     architecture = _architecture(folder)
     if architecture and architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         return f"{architecture} is no causal language model of transformers"

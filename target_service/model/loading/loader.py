@@ -7,22 +7,32 @@ from typing import Any, cast
 
 import psutil
 import torch
-from transformers import AutoTokenizer, PreTrainedModel
+from torch import Tensor
+from transformers import AutoTokenizer, PretrainedConfig
 
-from outrider.checkpoints.causal_lm import load_causal_lm, read_configuration
+from outrider.checkpoints.causal_lm import load_causal_lm, read_configuration, read_generation_config
 from outrider.checkpoints.folder import Checkpoint, check_tokenizer
+from outrider.checkpoints.refusal import CheckpointRefused
+from outrider.checkpoints.tensors import read_tensor
 from outrider.devices import choose_device
 from outrider.heads import tokenizer_fingerprint
 from target_service.config import TargetConfig
-from target_service.model.cache_shape import cache_shape
-from target_service.model.fused.packed_linears import can_pack, pack_linears
 from target_service.model.head_projection import read_draft_head
-from target_service.model.latent_attention import EXPANDING, keeps_latents
-from target_service.model.loading.self_check import check_runner, own_logits
+from target_service.model.loading.self_check import check_runner, own_logits, plain_logits
 from target_service.model.loading.store import resolve
-from target_service.model.runner import ModelRunner, runner_for, takes_latents
-from target_service.model.support import ModelRefused, check_supported, has_latents, kv_bytes, kv_shape, longest_context
+from target_service.model.network import TargetNetwork
+from target_service.model.runner import ModelRunner, end_tokens_of, runner_over, takes_latents
+from target_service.model.support import ModelRefused, check_supported, description_of, has_latents, kv_bytes, text_part
+from target_service.model.transformers_network import TransformersNetwork, pack_linears
 from tree_kernels.attention import Backend
+from tree_models.building import build
+from tree_models.families import Description
+from tree_models.fused.preparing import LayerOptions
+from tree_models.layers.decoder import Decoder
+from tree_models.layers.linear import can_pack
+from tree_models.layers.placing import Placement
+from tree_models.reference import layers_that_differ
+from tree_models.weights.checkpoint import Stored, TensorSource, TextPart, WeightsRefused
 
 log = logging.getLogger(__name__)
 # Default context, chosen so that a laptop stays usable with models of a million tokens; `--max-context` sets more.
@@ -51,34 +61,34 @@ def load_runner(config: TargetConfig) -> ModelRunner:
         torch.set_num_threads(config.threads)
     folder = resolve(config.model)
     checkpoint = Checkpoint.of_folder(folder)
-    settings = read_configuration(folder)
-    check_supported(settings)
+    whole = read_configuration(folder)
+    check_supported(whole)
+    settings = text_part(whole)
+    if settings is not whole:
+        log.info("of %s the part for text is served: images and sounds are refused", whole.model_type)
     if config.batch_invariant and has_latents(settings):
         raise ModelRefused(f"--batch-invariant: the layers of {settings.model_type} depend on the rest of the batch")
     check_tokenizer(folder)
     backend = _backend(config, torch.device(config.device))
-    model = load_causal_lm(checkpoint, settings, getattr(torch, config.dtype)).to(config.device)
-    check_supported(settings, model)
-    latent = _settle_form(model, config, backend)
-    if not config.threads and model.device.type == "cuda":
+    network, own = _network(checkpoint, settings, config, backend, is_part=settings is not whole)
+    if not config.threads and network.device.type == "cuda":
         torch.set_num_threads(_BESIDE_GPU)
-    own = own_logits(model)
     tokenizer = _tokenizer(str(folder))
-    longest = longest_context(settings)
+    longest = network.longest_context
     max_context = min(config.max_context or min(longest, _CONTEXT_LIMIT), longest)
-    kv_tokens = config.kv_tokens or _tokens_that_fit(model, latent=latent)
+    kv_tokens = config.kv_tokens or _tokens_that_fit(network)
     if config.captures and not config.kv_tokens:
         # Until captured steps have taken their memory.
         kv_tokens = 2 * config.step_rows
     log.info("serving %s in %s", config.model, config.dtype)
-    runner = runner_for(
-        model,
+    runner = runner_over(
+        network,
         tokenizer,
         num_pages=max(1, kv_tokens // config.page_size),
         page_size=config.page_size,
+        end_token_ids=end_tokens_of(settings, read_generation_config(folder)),
         attention=backend,
         invariant=config.batch_invariant,
-        latent=latent,
         name=config.served_names[0],
         max_context=max_context,
         tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
@@ -104,23 +114,75 @@ def _tokenizer(source: str) -> Any:
         raise ModelRefused(f"its tokenizer cannot be read: {reason}") from None
 
 
-def _settle_form(model: PreTrainedModel, config: TargetConfig, backend: Backend) -> bool:
-    """Pack weights where that pays, but for those that absorb latents. Returns whether latents are cached."""
-    latent = config.latent_cache and takes_latents(backend) and keeps_latents(model)
-    if has_latents(model.config):
-        mine, other = (kv_bytes(model.config, model.dtype.itemsize, latent=form) for form in (latent, not latent))
+def _network(
+    checkpoint: Checkpoint, settings: PretrainedConfig, config: TargetConfig, backend: Backend, *, is_part: bool
+) -> tuple[TargetNetwork, Tensor]:
+    """The model, and its logits of the text of `check_runner`. Our layers, where the family has an entry and they
+    compute what transformers' do; else transformers' own."""
+    description = description_of(settings)
+    if description is not None:
+        decoder = _decoder(checkpoint, settings, description, config, backend, is_part=is_part)
+        if decoder is not None:
+            return decoder, plain_logits(decoder)
+    if is_part:
+        raise ModelRefused(f"{settings.model_type}: the layers of its part for text are not those of transformers")
+    model = load_causal_lm(checkpoint, settings, getattr(torch, config.dtype)).to(config.device)
+    check_supported(settings, model)
+    own = own_logits(model)
+    if can_pack(model.dtype, model.device):
+        pack_linears(model)
+    log.info("layers of %s are transformers' own", settings.model_type)
+    return TransformersNetwork(model), own
+
+
+class CheckpointTensors:
+    """A folder's tensors as `tree_models.weights.checkpoint.TensorSource` has them."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._entries = checkpoint.tensors
+        self.stored = {name: Stored(entry.shape, entry.dtype) for name, entry in checkpoint.tensors.items()}
+
+    def read(self, name: str) -> Tensor:
+        """See `TensorSource.read`."""
+        return read_tensor(self._entries[name])
+
+
+def _decoder(
+    checkpoint: Checkpoint,
+    settings: PretrainedConfig,
+    description: Description,
+    config: TargetConfig,
+    backend: Backend,
+    *,
+    is_part: bool,
+) -> Decoder | None:
+    """The decoder of a checkpoint; None where one of its layers computes something else than transformers'. Raises
+    `CheckpointRefused` where its tensors are not those of the model."""
+    device, dtype = torch.device(config.device), getattr(torch, config.dtype)
+    latent = config.latent_cache and not config.batch_invariant and takes_latents(backend)
+    place = Placement(device, dtype, can_pack(dtype, device), latent)
+    try:
+        source: TensorSource = CheckpointTensors(checkpoint)
+        if is_part:
+            source = TextPart(source)
+        decoder = build(description, source, place)
+        differing = layers_that_differ(decoder, settings, source)
+    except WeightsRefused as error:
+        raise CheckpointRefused(str(error)) from None
+    if differing:
+        log.warning("our layers of %s differ from transformers': %s", settings.model_type, ", ".join(differing))
+        return None
+    if has_latents(settings):
+        mine, other = (kv_bytes(settings, dtype.itemsize, latent=form) for form in (latent, not latent))
         kept = "its latents" if latent else "keys and values of all heads, expanded from its latents"
         log.info("latent attention: the cache keeps %s, %d bytes a token (%d otherwise)", kept, mine, other)
-    if can_pack(model.dtype, model.device):
-        pack_linears(model, apart=(EXPANDING,) if latent else ())
-    return latent
+    return decoder
 
 
 def _captured(runner: ModelRunner, config: TargetConfig) -> ModelRunner:
     # Only here: Triton may be absent.
     from target_service.model.cuda_graphs.capturing import capture_steps
     from target_service.model.cuda_graphs.runner import CaptureOptions
-    from target_service.model.fused.preparing import LayerOptions
 
     if config.speculation:
         # What is looked up is a chain, as batch-invariant drafts have to be; what is recycled is a tree.
@@ -141,12 +203,12 @@ def _backend(config: TargetConfig, device: torch.device) -> Backend:
     return cast(Backend, backend)
 
 
-def _tokens_that_fit(model: PreTrainedModel, *, latent: bool) -> int:
+def _tokens_that_fit(network: TargetNetwork) -> int:
     """Tokens whose keys and values fit a share of the memory that is free now."""
-    if model.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(model.device)
+    if network.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(network.device)
     else:
         free = psutil.virtual_memory().available
-    heads, key_width, value_width = kv_shape(model.config, latent=True) if latent else cache_shape(model)
-    token_bytes = model.config.num_hidden_layers * heads * (key_width + value_width) * model.dtype.itemsize
-    return int(min(_KV_TOKENS_LIMIT, free * _KV_MEMORY_SHARE / token_bytes))
+    heads, key_width, value_width = network.cache_shape
+    each = network.layer_count * heads * (key_width + value_width) * network.dtype.itemsize
+    return int(min(_KV_TOKENS_LIMIT, free * _KV_MEMORY_SHARE / each))

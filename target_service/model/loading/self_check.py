@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from target_service.model.forward import ForwardInput
+from target_service.core.kv_cache import KVCache
+from target_service.model.forward import ForwardInput, PassContext
 from target_service.model.runner import ModelRunner
 from target_service.model.support import ModelRefused
+from tree_kernels.attention import AttentionBatch, TreeAttention
+from tree_models.layers.decoder import Decoder
 
 # Of the text: no multiple of a page, a tile or a group of heads, so that none of them hides a fault. Chosen.
 _TOKENS = 13
@@ -32,6 +35,20 @@ def own_logits(model: PreTrainedModel) -> Tensor:
     ids = torch.tensor([_text(model.config.vocab_size)], device=model.device)
     with torch.inference_mode():
         logits: Tensor = model(input_ids=ids, use_cache=False).logits[0]
+    return logits
+
+
+@torch.inference_mode()
+def plain_logits(decoder: Decoder) -> Tensor:
+    """Logits [13, V] of the same text by our layers in their plain form, with the definition of attention over keys and
+    values of heads."""
+    ids = torch.tensor(_text(decoder.vocabulary_size), device=decoder.device)
+    attention = TreeAttention("reference", decoder.device)
+    plan = attention.plan(AttentionBatch((0, _TOKENS), (0,), ((0,),), _TOKENS, (None,)))
+    places = torch.arange(_TOKENS, device=decoder.device)
+    shape = decoder.expanded_shape
+    cache = KVCache(1, _TOKENS, decoder.layer_count, *shape, decoder.dtype, decoder.device)
+    logits: Tensor = decoder(ids, places, PassContext(attention, plan, places, cache))
     return logits
 
 

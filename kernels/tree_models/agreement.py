@@ -8,7 +8,7 @@ from torch import Tensor
 
 # Relative error of two ways to compute a layer in half precision. Chosen: some seven roundings of bf16 (2^-8 each);
 # another formula differs by about the size of the result.
-_TOLERANCE = 0.03
+TOLERANCE = 0.03
 
 
 def agree(found: Iterable[Tensor], expected: Iterable[Tensor]) -> bool:
@@ -17,6 +17,6 @@ def agree(found: Iterable[Tensor], expected: Iterable[Tensor]) -> bool:
     Each is compared by itself: where rotary keys are small beside latents, wrong ones would be lost in a common norm.
     """
     return all(
-        one.shape == other.shape and bool((one - other).float().norm() <= _TOLERANCE * other.float().norm())
+        one.shape == other.shape and bool((one - other).float().norm() <= TOLERANCE * other.float().norm())
         for one, other in zip(found, expected, strict=True)
     )

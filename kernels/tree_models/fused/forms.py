@@ -1,0 +1,252 @@
+"""Decoder layers of few launches: four products, each with what lies before and behind it, and attention.
+
+A product's launch norms, rotates, writes to the cache, adds the residual or multiplies gate and up; see
+`tree_kernels.linear`. `preparing` decides which layers are computed so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tree_kernels.experts import ExpertWeights, RowExperts
+from tree_kernels.linear import (
+    Activation,
+    ActivationKind,
+    HeadForm,
+    HeadRows,
+    Norm,
+    RowLinears,
+    ScaledRows,
+    SumForm,
+)
+from tree_models.layers.attention import HeadAttention
+from tree_models.layers.decoder import DecoderLayer
+from tree_models.layers.experts import MixtureOfExperts
+from tree_models.layers.linear import PlainWeight
+from tree_models.layers.mlp import MLP
+from tree_models.layers.norm import HeadNorm, Normalization
+from tree_models.layers.paged import PagedPass
+from tree_models.layers.rotary import Angles, scaled_queries
+from tree_models.layers.router import TopKRouter
+
+# Of the table for layers that embed no positions: those of the largest captured pass by default.
+_UNTURNED_ROWS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class LinearsByRows:
+    """What computes the linear layers of a pass."""
+
+    # (maximum of rows, what computes up to so many), rising. Passes of more rows run the plain form.
+    ranges: tuple[tuple[float, RowLinears], ...]
+
+    def of(self, rows: int) -> RowLinears | None:
+        """What computes a pass of `rows`; None where the plain form does, as for a pass without rows."""
+        return next((linears for most, linears in self.ranges if 0 < rows <= most), None)
+
+
+@dataclass(frozen=True, slots=True)
+class MLPParts:
+    """Weights of an MLP, and what it computes between them."""
+
+    gate_up: PlainWeight
+    activation: Activation
+    gated: bool
+    down: PlainWeight
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertParts:
+    """A mixture of experts, and the MLP that every row takes beside it."""
+
+    weights: ExpertWeights
+    router: TopKRouter
+    shared: MLPParts | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParts:
+    """Weights of one decoder layer, and what it computes between its products."""
+
+    index: int
+    head_width: int
+    scaling: float
+    before_attention: Norm | None
+    qkv: PlainWeight
+    heads: HeadForm
+    out: PlainWeight
+    attention_sum: SumForm
+    before_mlp: Norm | None
+    parallel: bool
+    mlp: MLPParts | ExpertParts
+    mlp_sum: SumForm
+
+
+def parts_of(layer: DecoderLayer) -> LayerParts | None:
+    """The parts of a layer whose products lie as published and whose form the launches have, else None."""
+    attention, spec = layer.attention, layer.spec
+    if not isinstance(attention, HeadAttention) or attention.spec.clip is not None:
+        return None
+    norms = [layer.before_attention, layer.after_attention, layer.before_mlp, layer.after_mlp]
+    found = [None if norm is None else norm_of(norm) for norm in norms]
+    heads, qkv, out = _head_form(attention), attention.qkv.plain, attention.out.plain
+    mlp = _mlp_parts(layer.mlp) if isinstance(layer.mlp, MLP) else _expert_parts(layer.mlp)
+    if heads is None or mlp is None or qkv is None or out is None:
+        return None
+    before_attention, after_attention, before_mlp, after_mlp = found
+    unusual = spec.parallel or after_mlp is not None
+    if [one is None for one in norms] != [one is None for one in found] or (isinstance(mlp, ExpertParts) and unusual):
+        return None
+    return LayerParts(
+        index=attention.layer,
+        head_width=attention.spec.head_width,
+        scaling=attention.spec.scaling,
+        before_attention=before_attention,
+        qkv=qkv,
+        heads=heads,
+        out=out,
+        attention_sum=SumForm(after_attention, spec.residual_scale),
+        before_mlp=before_mlp,
+        parallel=spec.parallel,
+        mlp=mlp,
+        mlp_sum=SumForm(after_mlp, spec.residual_scale),
+    )
+
+
+def _mlp_parts(mlp: MLP) -> MLPParts | None:
+    gate_up, down = mlp.gate_up.plain, mlp.down.plain
+    kinds = {kind.value: kind for kind in ActivationKind}
+    kind = kinds.get(mlp.spec.activation)
+    if gate_up is None or down is None or kind is None:
+        return None
+    activation = Activation(kind, None if mlp.xielu is None else mlp.xielu.numbers)
+    return MLPParts(gate_up, activation, mlp.spec.gated, down)
+
+
+def _expert_parts(experts: MixtureOfExperts) -> ExpertParts | None:
+    """The parts of experts; None where the one for every row is weighed by a gate."""
+    shared = None if experts.shared is None else _mlp_parts(experts.shared)
+    if experts.shared_gate is not None or (shared is None) != (experts.shared is None):
+        return None
+    return ExpertParts(experts.weights, experts.router, shared)
+
+
+def norm_of(norm: Normalization) -> Norm | None:
+    """The norm as the launches take it; None for one without weights."""
+    if norm.weight is None:
+        return None
+    return Norm(norm.weight, norm.spec.epsilon, norm.bias, centered=norm.spec.kind == "layer")
+
+
+class FusedForm:
+    """A decoder layer by the `RowLinears` for its number of rows; see `tree_models.layers.decoder.LayerForm`.
+
+    What it carries to the next layer is the first half of that one's norm.
+    """
+
+    def __init__(self, parts: LayerParts, linears: LinearsByRows, experts: RowExperts) -> None:
+        """`experts` compute mixtures of experts, where the layer has one."""
+        self.parts, self.linears, self.experts = parts, linears, experts
+        # Of the layer behind this one, where that has a form too.
+        self.next_norm: Norm | None = None
+        self._still: Angles | None = None
+
+    def compute_layer(
+        self, hidden: Tensor, carried: ScaledRows | None, angles: Angles | None, step: PagedPass
+    ) -> tuple[Tensor, ScaledRows | None] | None:
+        """See `tree_models.layers.decoder.LayerForm`."""
+        linears, parts = self.linears.of(len(hidden)), self.parts
+        if linears is None:
+            return None
+        scaled = carried or _scaled(linears, hidden, parts.before_attention)
+        attended = self._attended(linears, scaled, angles, step)
+        inner = None if parts.parallel else parts.before_mlp
+        hidden, normed = linears.add_linear(
+            attended, parts.out.weight, parts.out.bias, hidden, inner, None, parts.attention_sum
+        )
+        if not parts.parallel:
+            scaled = normed or ScaledRows(hidden, None, 0.0)
+        if isinstance(parts.mlp, MLPParts):
+            return _fed(linears, parts.mlp, scaled, hidden, self.next_norm, parts.mlp_sum)
+        return self._mixed(linears, parts.mlp, scaled, hidden)
+
+    def _mixed(
+        self, linears: RowLinears, parts: ExpertParts, scaled: ScaledRows, hidden: Tensor
+    ) -> tuple[Tensor, ScaledRows | None]:
+        """The residual with what experts add, and with what the MLP for every row adds before."""
+        sum_form = self.parts.mlp_sum
+        if parts.shared is not None:
+            hidden, _ = _fed(linears, parts.shared, scaled, hidden, None, sum_form)
+        chosen = parts.router.choose(scaled, self.experts)
+        return self.experts.mix(scaled, chosen, parts.weights, hidden, self.next_norm, sum_form.multiplier)
+
+    def _attended(self, linears: RowLinears, scaled: ScaledRows, angles: Angles | None, step: PagedPass) -> Tensor:
+        """[R, Hq * D]."""
+        parts = self.parts
+        keys, values = step.cache.keys[parts.index], step.cache.values[parts.index]
+        angles = angles or self._unturned(len(scaled.rows))
+        heads = HeadRows(angles.cosines, angles.sines, step.slots, keys, values)
+        # Attention leaves the memory idle: the weight that is multiplied after it is fetched meanwhile.
+        query = linears.rotary_linear(scaled, parts.qkv.weight, parts.qkv.bias, heads, parts.out.weight, parts.heads)
+        if angles.query_scale is not None:
+            query = scaled_queries(query, angles.query_scale)
+        attended: Tensor = step.attention.run(step.plan, query, keys, values, parts.scaling)
+        return attended.flatten(1)
+
+    def _unturned(self, rows: int) -> Angles:
+        """Angles of zero, for a layer that embeds no positions. Made once for many rows, since a launch costs time."""
+        if self._still is None or len(self._still.cosines) < rows:
+            weight, width = self.parts.qkv.weight, self.parts.head_width
+            shape = max(rows, _UNTURNED_ROWS), width
+            with torch.inference_mode(False):
+                self._still = Angles(torch.ones(shape, device=weight.device), torch.zeros(shape, device=weight.device))
+        return Angles(self._still.cosines[:rows], self._still.sines[:rows])
+
+
+class FinalRows:
+    """The last norm in one launch, and perhaps the head; see `tree_models.layers.decoder.FinalForm`."""
+
+    def __init__(self, norm: Norm, linears: LinearsByRows, head: tuple[RowLinears, PlainWeight] | None = None) -> None:
+        """With `head`, every product with the head runs so, and no result depends on the number of rows."""
+        self._norm, self._linears, self._head = norm, linears, head
+
+    def norm(self, hidden: Tensor) -> Tensor | None:
+        """See `tree_models.layers.decoder.FinalForm`."""
+        linears = self._linears.of(len(hidden))
+        return None if linears is None else linears.norm_rows(hidden, self._norm)
+
+    def head(self, rows: Tensor) -> Tensor | None:
+        """See `tree_models.layers.decoder.FinalForm`."""
+        if self._head is None or not len(rows):
+            return None
+        linears, product = self._head
+        return linears.add_linear(rows, product.weight, product.bias)[0]
+
+
+def _fed(
+    linears: RowLinears, parts: MLPParts, scaled: ScaledRows, hidden: Tensor, norm: Norm | None, form: SumForm
+) -> tuple[Tensor, ScaledRows | None]:
+    """The residual with what an MLP adds, and the first half of the norm behind it."""
+    multiply = linears.gated_linear if parts.gated else linears.activated_linear
+    activated = multiply(scaled, parts.gate_up.weight, parts.gate_up.bias, parts.activation)
+    return linears.add_linear(activated, parts.down.weight, parts.down.bias, hidden, norm, None, form)
+
+
+def _scaled(linears: RowLinears, hidden: Tensor, norm: Norm | None) -> ScaledRows:
+    return ScaledRows(hidden, None, 0.0) if norm is None else linears.scale_rows(hidden, norm)
+
+
+def _head_form(attention: HeadAttention) -> HeadForm | None:
+    """What is done to heads before attention; None for norms with weights of each head's own."""
+    if attention.query_norm is None or attention.key_norm is None:
+        return HeadForm()
+    query, key = _head_norm(attention.query_norm), _head_norm(attention.key_norm)
+    return None if query is None or key is None else HeadForm(query, key)
+
+
+def _head_norm(norm: HeadNorm) -> Norm | None:
+    found = norm_of(norm.norm)
+    return None if found is None or found.weight.dim() > 1 else found

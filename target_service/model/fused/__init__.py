@@ -1,1 +1,0 @@
-"""Decoder layers made of few launches, in place of the modules of a transformers model."""

@@ -1,0 +1,60 @@
+"""Of a checkpoint of text and images the part for text is served, and answers as that part alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_tiny
+from safetensors.torch import save_file
+
+from target_service.config import TargetConfig
+from target_service.model.loading.inspection import inspect
+from target_service.model.loading.loader import load_runner
+from target_service.model.loading.self_check import check_runner, own_logits
+from target_service.model.support import ModelRefused
+from tree_models.reference import published_tensors
+
+VISION = {"model_type": "clip_vision_model", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, byte_tokenizer: Any) -> Path:
+    """A folder in Llava's layout around a tiny Llama."""
+    model = make_tiny(vocab_size=300)
+    published = published_tensors(model)
+    tensors = {
+        name.replace("model.", "language_model.model.", 1)
+        if name.startswith("model.")
+        else f"language_model.{name}": published.read(name).clone()
+        for name in published.stored
+    }
+    tensors["vision_tower.vision_model.embeddings.class_embedding"] = torch.zeros(8)
+    tensors["multi_modal_projector.linear_1.weight"] = torch.zeros(48, 8)
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = {
+        "model_type": "llava",
+        "architectures": ["LlavaForConditionalGeneration"],
+        "text_config": model.config.to_dict(),
+        "vision_config": VISION,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    byte_tokenizer.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_the_part_for_text_is_served(folder: Path) -> None:
+    runner = load_runner(TargetConfig(model=str(folder), dtype="float32", kv_tokens=64))
+    check_runner(runner, own_logits(make_tiny(vocab_size=300)))
+    assert inspect(folder).verdict == "can be served"
+
+
+def test_another_kind_of_text_is_refused(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"] |= {"model_type": "gemma2"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelRefused, match="it takes more than text"):
+        load_runner(TargetConfig(model=str(folder), dtype="float32", kv_tokens=64))
