@@ -292,6 +292,11 @@ class TestFiles:
         (folder / WEIGHTS).rename(folder / name)
         assert f"only pickled weights ({name})" in refusal(folder)
 
+    @pytest.mark.parametrize("name", ["tf_model.h5", "flax_model.msgpack", "model.onnx"])
+    def test_other_formats_alone(self, name: str, folder: Path) -> None:
+        (folder / WEIGHTS).rename(folder / name)
+        assert f"only weights of another format ({name})" in refusal(folder)
+
     def test_safetensors_by_another_name(self, folder: Path) -> None:
         (folder / WEIGHTS).rename(folder / "consolidated.safetensors")
         assert "no model.safetensors and no index of several files, only consolidated.safetensors" in refusal(folder)
@@ -523,6 +528,20 @@ class TestConfiguration:
         configure(folder, **settings)
         [(name, _)] = settings.items()
         assert refusal(folder).startswith(f"config.json has {name} ")
+
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {"num_local_experts": 0, "num_experts_per_tok": 0},
+            {"sliding_window": None, "max_window_layers": 28},
+            {"layer_types": ["full_attention"] * 2, "full_attention_layers": [0, 1]},
+            {"pad_token_id": -1},
+        ],
+        ids=str,
+    )
+    def test_sizes_that_published_models_have(self, settings: dict[str, Any], folder: Path) -> None:
+        configure(folder, **settings)
+        load(folder)
 
     @pytest.mark.parametrize("settings", [{"vocab_size": 2**30}, {"intermediate_size": 2**30}], ids=str)
     def test_a_model_much_larger_than_its_files_is_not_made(self, settings: dict[str, Any], folder: Path) -> None:

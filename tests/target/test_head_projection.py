@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,15 @@ def test_a_broken_file_is_refused_by_its_name(file: str, content: bytes, tmp_pat
     folder = saved(tmp_path / "head", "eagle-3")
     (folder / file).write_bytes(content)
     with pytest.raises(NotSupported, match=re.escape(str(folder / file))):
+        read_draft_head(str(folder), TARGET_LAYERS, HIDDEN)
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
+def test_a_fifo_waits_for_nobody(file: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "head", "eagle-3")
+    (folder / file).unlink()
+    os.mkfifo(folder / file)
+    with pytest.raises(NotSupported, match="is no regular file but a fifo"):
         read_draft_head(str(folder), TARGET_LAYERS, HIDDEN)
 
 

@@ -271,6 +271,21 @@ def test_pickled_weights_are_not_fetched(hub: FakeHub) -> None:
     assert not hub.fetched
 
 
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"adapter_config.json": b"{}", "adapter_model.safetensors": b"x"}, "is a LoRA adapter"),
+        ({"config.json": config(), "model.Q4_K_M.gguf": b"x"}, "GGUF files are not read"),
+    ],
+    ids=["adapter", "gguf"],
+)
+def test_repositories_of_other_kinds_are_named(hub: FakeHub, files: dict[str, bytes], said: str) -> None:
+    hub.files = files
+    with pytest.raises(PullFailed, match=said) as refused:
+        store.pull(NAME)
+    assert "\n" not in str(refused.value) and not hub.fetched
+
+
 def test_what_the_hub_refuses_is_said_in_a_line(hub: FakeHub, capfd: pytest.CaptureFixture[str]) -> None:
     for model, said in (("nobody/nothing", "HF_TOKEN"), (f"{NAME}@v2", "no revision v2"), ("a/b/c", "a/b/c")):
         assert store.main(["pull", model]) == 1

@@ -12,7 +12,7 @@ from outrider.checkpoints.refusal import CheckpointRefused
 _POSITIVE = {
     "hidden_size", "n_embd", "d_model", "intermediate_size", "vocab_size", "num_hidden_layers", "n_layer", "n_layers",
     "num_attention_heads", "n_head", "n_heads", "num_key_value_heads", "head_dim", "max_position_embeddings",
-    "n_positions", "moe_intermediate_size", "num_experts_per_tok",
+    "n_positions",
 }  # fmt: skip
 _LAYERS = {"num_hidden_layers", "n_layer", "n_layers", "num_layers"}
 _SIZE = re.compile(r"(num|n)_\w+|\w+_(size|dim|dims|rank|heads|layers|experts)|max_position_embeddings|sliding_window")

@@ -21,7 +21,8 @@ from outrider.checkpoints.regular_files import check_regular, read_json_object
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack")
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_FOREIGN = (".h5", ".msgpack", ".onnx", ".npz", ".xml", ".engine")
 # What loading reads by name beside weights.
 _READ = (".json", ".safetensors", ".model", ".txt", ".jinja")
 # The vocabulary, of which there is one in every form of a tokenizer.
@@ -183,6 +184,8 @@ def _without_weights(folder: Path) -> str:
         return (
             f"only pickled weights ({some(pickled)}), which could run code and are never read: convert to safetensors"
         )
+    if foreign := [name for name in names if name.endswith(_FOREIGN)]:
+        return f"only weights of another format ({some(foreign)}): convert to safetensors"
     if any(name.endswith(".gguf") for name in names):
         return f"it has no weights as safetensors; {GGUF}"
     if others := [name for name in names if name.endswith(".safetensors")]:

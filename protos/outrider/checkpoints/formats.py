@@ -41,7 +41,7 @@ _SUFFIXES = (
     (r"_blocks", "MXFP4"),
     (r"\.weight_scale_inv|\.weight_scale|\.input_scale|\.activation_scale|\.k_scale|\.v_scale", "FP8"),
     (r"\.weight:_?\S+|\.weight\._data", "torchao or quanto"),
-    (r"\.scales|\.scale|\.zeros|_scales", "scaled"),
+    (r"\.scales|\.zeros", "scaled"),
 )
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _PLAIN = ("F64", "F32", "F16", "BF16")

@@ -11,7 +11,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outrider.checkpoints.folder import missing_weights
+from outrider.checkpoints.folder import GGUF, missing_weights
 from outrider.hub import IGNORED_PATTERNS, MODEL_PATTERNS, HubUnreachable, check_fetchable, reach_hub
 from target_service.model.loading.inspection import Inspected, in_words, inspect, refusal_of
 
@@ -140,10 +140,14 @@ def _check_files(model: HubId, listed: ModelInfo) -> None:
 
     files = [file for file in listed.siblings or [] if _is_read(file.rfilename)]
     names = {file.rfilename for file in files}
+    if "adapter_config.json" in names:
+        raise PullFailed(f"{model} is a LoRA adapter: merge it into its base model, and serve that")
     if "config.json" not in names:
         raise PullFailed(f"{model} has no config.json")
     if not any(name.endswith(".safetensors") for name in names):
-        raise PullFailed(f"{model} has no safetensors; pickled weights are not fetched")
+        gguf = any(file.rfilename.endswith(".gguf") for file in listed.siblings or [])
+        what = GGUF if gguf else "pickled weights are not fetched"
+        raise PullFailed(f"{model} has no safetensors; {what}")
     # The cache stores files under the hashes of their contents, for all revisions together.
     cached = {
         file.blob_path.name

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.checkpoints.folder import Checkpoint, read_config
 from outrider.checkpoints.refusal import CheckpointRefused
+from outrider.checkpoints.regular_files import read_json_object
 
 # Bytes of an element in the dtype in which models are served by default.
 _HALF = 2
@@ -91,6 +91,6 @@ def in_words(size: int) -> str:
 def _architecture(folder: Path) -> str:
     """The class that config.json names; empty where it names none."""
     try:
-        return str(json.loads((folder / "config.json").read_text())["architectures"][0])
-    except (OSError, ValueError, KeyError, IndexError, TypeError):
+        return str(read_json_object(folder / "config.json")["architectures"][0])
+    except (ValueError, KeyError, IndexError, TypeError):
         return ""
