@@ -136,7 +136,7 @@ class CachingDrafter(NeuralDrafter[TreeDrafting]):
         """Whether a tree can be drafted and the cache has room for it."""
 
     @abstractmethod
-    def _read(self, sequences: Sequence[DraftSequence]) -> None:
+    def _extend_cache(self, sequences: Sequence[DraftSequence]) -> None:
         """Extend the cache by the new tokens of sequences that it has room for."""
 
     def open(self, sequence: DraftSequence) -> None:
@@ -156,7 +156,7 @@ class CachingDrafter(NeuralDrafter[TreeDrafting]):
 
     def _prepare(self, sequences: Sequence[DraftSequence]) -> list[int]:
         places = [place for place, sequence in enumerate(sequences) if self._ready(sequence)]
-        self._read([sequences[place] for place in places])
+        self._extend_cache([sequences[place] for place in places])
         return places
 
     def _has_room(self, sequence: DraftSequence, rows: int) -> bool:

@@ -125,7 +125,7 @@ class HeadTrees:
         assert recording.states is not None, "states were not recorded"
         features = self._head.project(recording.states[:-1])
         tokens, attend = torch.tensor(recording.token_ids[1:]), _TextAttend()
-        output = self._network.read(tokens, features, torch.arange(len(tokens)), attend)
+        output = self._network.forward_rows(tokens, features, torch.arange(len(tokens)), attend)
         found: dict[int, Drawn] = {}
         roots = list(recording.roots)
         for begin in range(0, len(roots), self._batch):
@@ -142,7 +142,7 @@ class HeadTrees:
         the head's vocabulary."""
         assert recording.states is not None, "states were not recorded"
         features, tokens = self._head.project(recording.states[:-1]), torch.tensor(recording.token_ids[1:])
-        output = self._network.read(tokens, features, torch.arange(len(tokens)), _TextAttend())
+        output = self._network.forward_rows(tokens, features, torch.arange(len(tokens)), _TextAttend())
         ids = self._network.token_ids
         places = None if ids is None else {token: place for place, token in enumerate(ids.tolist())}
         found = []
@@ -175,7 +175,7 @@ class HeadTrees:
             attend.enter(forest, level)
             fed = torch.from_numpy(forest.tokens[trees, items])
             positions = starts[torch.from_numpy(trees)] + level - 1
-            carried, lm_input = self._network.read(fed, carried[torch.from_numpy(sources)], positions, attend)
+            carried, lm_input = self._network.forward_rows(fed, carried[torch.from_numpy(sources)], positions, attend)
             logits = self._network.logits(lm_input)
         return [_drawn(forest, b, [int(sizes[b]) for sizes in begins]) for b in range(len(roots))]
 

@@ -89,8 +89,8 @@ class ModelNetwork:
         self.kv_heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
         self.head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
-    def read(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, attend: Attend) -> RowOutput:  # noqa: ARG002
-        """See `Network.read`. The state for children is empty."""
+    def forward_rows(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, attend: Attend) -> RowOutput:  # noqa: ARG002
+        """See `Network.forward_rows`. The state for children is empty."""
         output = self._body(
             input_ids=token_ids[None], position_ids=positions[None], use_cache=False, outrider_attend=attend
         )
@@ -130,7 +130,7 @@ class ModelDrafter(CachingDrafter):
     def _ready(self, sequence: DraftSequence) -> bool:
         return self._has_room(sequence, _unread(sequence))
 
-    def _read(self, sequences: Sequence[DraftSequence]) -> None:
+    def _extend_cache(self, sequences: Sequence[DraftSequence]) -> None:
         """On a CPU at most `max_rows` rows, of the sequences with the fewest first: other streams and the pings of
         targets wait meanwhile, and a long prompt would take longer than targets wait. A GPU has a thread of its own."""
         room = self._config.max_rows if self.device == "cpu" else None

@@ -44,8 +44,8 @@ class HeadNetwork:
         ids = head.token_ids
         self.token_ids = None if ids is None else ids.cpu().numpy().astype(np.int32)
 
-    def read(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, attend: Attend) -> RowOutput:
-        """See `Network.read`; carried are features [R, H]."""
+    def forward_rows(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, attend: Attend) -> RowOutput:
+        """See `Network.forward_rows`; carried are features [R, H]."""
         assert carried is not None, "an EAGLE head reads features"
         if self._fused is not None and isinstance(attend, StaticAttend):
             return self._fused.forward(token_ids, carried, positions, attend)
@@ -99,7 +99,7 @@ class HeadDrafter(CachingDrafter):
         # An entry needs the token after its feature's.
         paired = [one for one in sequences if window_of(one).end < len(one.token_ids)]
         with launching_on(self.device):
-            self._read([one for one in paired if self._has_room(one, len(window_of(one)))])
+            self._extend_cache([one for one in paired if self._has_room(one, len(window_of(one)))])
 
     def stats(self) -> Mapping[str, float]:
         read, missed = f"{self.name}_feature_rows_total", f"{self.name}_missing_features_total"
@@ -124,7 +124,7 @@ class HeadDrafter(CachingDrafter):
         return self._has_room(sequence, len(window))
 
     @torch.inference_mode()
-    def _read(self, sequences: Sequence[DraftSequence]) -> None:
+    def _extend_cache(self, sequences: Sequence[DraftSequence]) -> None:
         waiting = [(sequence, window) for sequence in sequences if len(window := window_of(sequence))]
         if not waiting:
             return

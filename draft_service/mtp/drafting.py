@@ -54,13 +54,13 @@ class ModuleNetwork(HeadNetwork):
         # The last module drafts all deeper levels from its own output.
         self._passes_on_output = chained or number == len(modules) - 1
 
-    def read(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, attend: Attend) -> RowOutput:
+    def forward_rows(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, attend: Attend) -> RowOutput:
         assert carried is not None, "a module reads states"
 
         def attend_own(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return attend(self._first_layer + layer, query, key, value)
 
-        output = super().read(token_ids, carried, positions, attend_own)
+        output = super().forward_rows(token_ids, carried, positions, attend_own)
         return output if self._passes_on_output else RowOutput(carried, output.lm_input)
 
 
@@ -148,7 +148,7 @@ class ModuleDrafting(TreeDrafting):
             rows.add(part, token_ids, range(position, position + count))
             entry.rows[number] += count
             entry.entries, entry.reaching = entry.rows[0], number + 1
-        output = self._read(rows, carried, number)
+        output = self._forward_rows(rows, carried, number)
         self._states[number].write_last(rows.parts, output)
         return output.carried
 
@@ -161,7 +161,7 @@ class ModuleDrafting(TreeDrafting):
             return super()._level(entries, forest, before, carried, level)
         tails, *indices = self._tails(entries, forest, before, level)
         sources, newest = (torch.tensor(rows, device=carried.device) for rows in indices)
-        output, parts = self._read(tails, carried[sources], level), tails.parts
+        output, parts = self._forward_rows(tails, carried[sources], level), tails.parts
         lm_input = output.lm_input[newest]
         if level == len(self._networks) - 1:
             return RowOutput(output.carried[newest], lm_input)

@@ -35,7 +35,7 @@ class Network(Protocol):
     device: torch.device
     token_ids: npt.NDArray[np.int32] | None
 
-    def read(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, attend: Attend) -> RowOutput:
+    def forward_rows(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, attend: Attend) -> RowOutput:
         """One pass over R rows of integer `token_ids` [R] and `positions` [R], with the states [R, C] `carried` from
         the parents, None for a network without, and attention over the cache."""
 
@@ -65,14 +65,14 @@ class RootStates:
         rows = torch.from_numpy(np.cumsum([part.rows for part in parts]) - 1).to(self._device)
         self.write(self._slots([part.pages for part in parts]), output, rows)
 
-    def read(self, slots: Tensor) -> RowOutput:
+    def outputs_in(self, slots: Tensor) -> RowOutput:
         """The outputs in `slots` [n] int64 on the device: [n, C] and [n, H]."""
         assert self._table is not None, "no sequence has an entry"
         return RowOutput(*(kept.index_select(0, slots) for kept in self._table))
 
     def read_of(self, pages: Sequence[Sequence[int]]) -> RowOutput:
         """The outputs of the sequences that own these pages: [n, C] and [n, H]."""
-        return self.read(self._slots(pages))
+        return self.outputs_in(self._slots(pages))
 
     def _slots(self, pages: Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor([own[0] for own in pages], device=self._device)

@@ -164,7 +164,7 @@ class TreeDrafting:
 
     def _commit(self, rows: PassRows, carried: Tensor | None) -> None:
         """One pass over committed rows; the output of each sequence's last one is stored."""
-        self.states.write_last(rows.parts, self._read(rows, carried))
+        self.states.write_last(rows.parts, self._forward_rows(rows, carried))
 
     def _level(
         self, entries: Sequence[CacheEntry], forest: Forest, before: Numbers, carried: Tensor, level: int
@@ -183,15 +183,15 @@ class TreeDrafting:
             part = TailPart(entry.pages, prefix, size, new, parents)
             rows.add(part, forest.tokens[b, forest.frontier[b, :new]].tolist(), [entry.position + level - 1] * new)
             sources += (forest.sources[b, :new] + offsets[b]).tolist()
-        return self._read(rows, carried[torch.tensor(sources, device=carried.device)], level)
+        return self._forward_rows(rows, carried[torch.tensor(sources, device=carried.device)], level)
 
-    def _read(self, rows: PassRows, carried: Tensor | None, level: int = 0) -> RowOutput:
+    def _forward_rows(self, rows: PassRows, carried: Tensor | None, level: int = 0) -> RowOutput:
         device = self.network.device
         if carried is not None:
             carried = carried.to(device, non_blocking=True)
         attend = TailAttention(self._attention, self.cache, rows.parts)
         token_ids, positions = (torch.tensor(part, device=device) for part in (rows.token_ids, rows.positions))
-        return self._network_of(level).read(token_ids, carried, positions, attend)
+        return self._network_of(level).forward_rows(token_ids, carried, positions, attend)
 
 
 def rules_of(sequences: Sequence[DraftSequence], shape: TreeShape) -> Rules:

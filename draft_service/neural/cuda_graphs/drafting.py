@@ -100,7 +100,7 @@ class StaticPass:
         """The pass over all rows of the size: outputs [new, ..]."""
         parts = self._integers.device
         attend = StaticAttend(self._cache, parts["slots"], self._attend)
-        output = self._network.read(parts["token_ids"], self._carried, parts["positions"], attend)
+        output = self._network.forward_rows(parts["token_ids"], self._carried, parts["positions"], attend)
         if self.size.committed:
             self._states.write(parts["states"], output, parts["ends"])
         return output
@@ -192,9 +192,9 @@ class CapturedDrafting(TreeDrafting):
             own = PassRows([piece], rows.token_ids[taken], rows.positions[taken])
             self._replay(PassSize(1, size, size), own, None if carried is None else carried[taken])
 
-    def _read(self, rows: PassRows, carried: Tensor | None, level: int = 0) -> RowOutput:
+    def _forward_rows(self, rows: PassRows, carried: Tensor | None, level: int = 0) -> RowOutput:
         if any(part.parents is None for part in rows.parts):
-            return super()._read(rows, carried, level)
+            return super()._forward_rows(rows, carried, level)
         sequences, used = _power_of_two(len(rows.parts)), len(rows.token_ids)
         # For the sequences that still grow: of fewer sequences, levels are as wide or wider.
         shape = self.shape.for_sequences(sequences)

@@ -131,13 +131,13 @@ class TreePass:
 
     def run_early(self) -> None:
         """Grow the first levels of all trees, and write the trees for `fetch`."""
-        carried, lm_input = self._states.read(self._integers.device["states"])
+        carried, lm_input = self._states.outputs_in(self._integers.device["states"])
         if self.parts > 1:
             # Nodes of the previous trees would count as nodes of these.
             self._growth.path_probs[:, self._growth.first_item(self._early + 1) :] = 0.0
         self._grow(lm_input, 1)
         for level in range(1, self._early):
-            carried, lm_input = self._read(level, carried)
+            carried, lm_input = self._expand_level(level, carried)
             self._grow(lm_input, level + 1)
         self._carried = carried
         keep(self._growth, self._trees[0].device)
@@ -147,7 +147,7 @@ class TreePass:
         carried = self._carried
         assert carried is not None, "the early levels come first"
         for level in range(self._early, self._shape.num_steps):
-            carried, lm_input = self._read(level, carried)
+            carried, lm_input = self._expand_level(level, carried)
             self._grow(lm_input, level + 1)
         keep(self._growth, self._trees[-1].device)
 
@@ -158,7 +158,7 @@ class TreePass:
         children = self._children(self._network.logits(lm_input), level)
         grow(self._growth, children, limits, level, self._shape.min_score, parents)
 
-    def _read(self, level: int, carried: Tensor) -> RowOutput:
+    def _expand_level(self, level: int, carried: Tensor) -> RowOutput:
         """Read the expanded nodes of a level, given the states `carried` from the level above."""
         rows = carried.index_select(0, self._growth.sources.flatten())
         positions = self._integers.device["positions"].view(self._shape.num_steps - 1, -1)[level - 1]
@@ -166,7 +166,7 @@ class TreePass:
         self.plan.schedules.clear()
         self.plan.output_rows = 1 + (level - 1) * self._shape.width, 1 + level * self._shape.width
         tokens = self._growth.next_tokens.flatten()
-        return self._network.read(tokens, rows, positions, self._attend(level))
+        return self._network.forward_rows(tokens, rows, positions, self._attend(level))
 
     def send_back(self, part: int) -> None:
         """Copy the trees of a part to the host once they are grown, asynchronously."""
