@@ -171,6 +171,9 @@ class TargetConfig(ServiceSettings):
     weights_without_token: bool = setting(
         False, "where no tokens are required, let every caller update the weights; otherwise none may"
     )
+    log_requests: bool = setting(
+        False, "log a line for each request that ends, at level info: tenant, tokens, times, drafted share, and no text"
+    )
     trace_ratio: float = setting(1.0, "share of requests without a parent trace that are traced", ge=0, le=1)
     trace_steps: bool = setting(False, "a child span per step in traced requests")
 

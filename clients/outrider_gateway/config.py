@@ -55,6 +55,9 @@ class GatewayConfig(Settings):
     tls_key: str = setting("", "PEM private key")
     otlp_endpoint: str = setting("", "OTLP gRPC endpoint for traces; off when empty")
     trace_ratio: float = setting(1.0, "share of requests without a parent trace that are traced", ge=0, le=1)
+    log_requests: bool = setting(
+        False, "log a line for each request that ends, at level info: status, tokens, time, drafted share, and no text"
+    )
     log_level: str = setting("info", "log level", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:

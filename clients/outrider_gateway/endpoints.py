@@ -23,6 +23,7 @@ from outrider_gateway.failures import GatewayFailed, Refused, refusal
 from outrider_gateway.generation_request import GenerationRequest
 from outrider_gateway.http import ClientGone, ResponseWriter, json_object, read_body, while_connected
 from outrider_gateway.metrics import GatewayMetrics
+from outrider_gateway.request_log import RequestLine
 from outrider_gateway.served_models import ServedModels
 from outrider_gateway.targets import Targets
 
@@ -47,11 +48,12 @@ class GenerationEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = perf_counter()
-        writer = ResponseWriter(send, uuid.uuid4().hex)
+        line = RequestLine(self._name, uuid.uuid4().hex)
+        writer = ResponseWriter(send, line.request_id)
         # What is counted for a request that the server's end cuts off.
         status = _CLIENT_GONE
         try:
-            status = await self._serve(writer, scope, receive, arrived)
+            status = await self._serve(writer, scope, receive, arrived, line)
         except ClientGone:
             pass
         except Refused as refused:
@@ -62,14 +64,21 @@ class GenerationEndpoint:
                 logger.exception("a request failed (and %d others)", others)
             status = await writer.refuse(GatewayFailed())
         finally:
-            self._metrics.ended(self._name, status, perf_counter() - arrived)
+            seconds = perf_counter() - arrived
+            self._metrics.ended(self._name, status, seconds)
+            if self._config.log_requests:
+                line.write(status, seconds)
 
-    async def _serve(self, writer: ResponseWriter, scope: Scope, receive: Receive, arrived: float) -> int:
+    async def _serve(
+        self, writer: ResponseWriter, scope: Scope, receive: Receive, arrived: float, line: RequestLine
+    ) -> int:
         caller = caller_from(scope["headers"])
+        line.tenant = caller.tenant
         async with self._admission.admitted(caller, scope) as holder:
             with self._admission.body(holder) as held:
                 request = await self._read(scope, receive, holder, held)
-                await self._answer(writer, receive, request, holder, caller, arrived)
+                line.request = request
+                line.results = await self._answer(writer, receive, request, holder, caller, arrived)
         return 200
 
     async def _read(self, scope: Scope, receive: Receive, holder: Holder, held: HeldBytes) -> GenerationRequest:
@@ -92,17 +101,17 @@ class GenerationEndpoint:
         holder: Holder,
         caller: HttpCaller,
         arrived: float,
-    ) -> None:
+    ) -> list[Result]:
         timeout = self._config.request_seconds or None
         dispatcher = Dispatcher(self._targets, self._metrics, request, caller, timeout, arrived)
         write = self._stream if request.stream else self._whole
         try:
             with self._admission.answers(holder, request.answers):
-                await write(writer, receive, dispatcher)
+                return await write(writer, receive, dispatcher)
         except (OutriderError, ServiceUnreachable) as error:
             raise refusal(error, request.fields) from error
 
-    async def _stream(self, writer: ResponseWriter, receive: Receive, dispatcher: Dispatcher) -> None:
+    async def _stream(self, writer: ResponseWriter, receive: Receive, dispatcher: Dispatcher) -> list[Result]:
         request = dispatcher.request
         running, last = request.answers, b""
         builder = await self._models.response_builder(request)
@@ -124,9 +133,11 @@ class GenerationEndpoint:
         if request.include_usage:
             last += builder.usage_event(results)
         await writer.end(last, done=True)
+        return results
 
-    async def _whole(self, writer: ResponseWriter, receive: Receive, dispatcher: Dispatcher) -> None:
+    async def _whole(self, writer: ResponseWriter, receive: Receive, dispatcher: Dispatcher) -> list[Result]:
         builder = await self._models.response_builder(dispatcher.request)
         async with while_connected(receive):
             results = await dispatcher.write_answers(builder.started, builder.keep)
         await writer.whole(builder.whole(results))
+        return results

@@ -105,7 +105,7 @@ def _completed(
         continuous_usage=continuous_usage,
         special_tokens=not fields.flag("skip_special_tokens", True),
         cache_key=fields.short_text("prompt_cache_key"),
-        user=fields.text("user"),
+        user=_user(fields.take("user")),
     )
     fields.end(table)
     # Every limit that does not depend on the model: the target checks the rest.
@@ -114,6 +114,11 @@ def _completed(
     except InvalidField as error:
         raise refusal(error, {**request.fields, "max_tokens": longest}) from None
     return request
+
+
+def _user(value: Any) -> str:
+    """Whom the caller names. What is no text, as of pipelines of Open WebUI, names nobody here."""
+    return value if isinstance(value, str) else ""
 
 
 def _chat_options(fields: Fields) -> ChatOptions:

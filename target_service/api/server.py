@@ -68,7 +68,8 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     async def Generate(  # type: ignore[override]
         self, request: target_pb2.GenerateRequest, context: GenerateContext
     ) -> None:
-        trace, tenant = RequestTrace(self.tracing, context.invocation_metadata()), current_tenant()
+        logs, tenant = self.config.log_requests, current_tenant()
+        trace = RequestTrace(self.tracing, context.invocation_metadata(), logs=logs)
         with _ending(trace, context), self.sequences.quotas.counted(tenant, "streams"):
             admitted = await self._admission.generation(request, tenant, trace.traceparent)
             queue = EventQueue(UNREAD_STEPS, self.sequences.cancel)
@@ -121,7 +122,9 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
                 self.sequences,
                 self._admission,
                 tenant,
-                lambda: RequestTrace(self.tracing, context.invocation_metadata(), VERIFY_SEQUENCE),
+                lambda: RequestTrace(
+                    self.tracing, context.invocation_metadata(), VERIFY_SEQUENCE, logs=self.config.log_requests
+                ),
             )
             reader = asyncio.create_task(session.read(request_iterator))
             reaper = asyncio.create_task(session.reap())

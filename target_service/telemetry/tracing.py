@@ -1,11 +1,11 @@
-"""The trace of a request: one SERVER span, its phases as children, and totals as attributes.
+"""The trace of a request: one SERVER span, its phases as children, and totals as attributes; and its line in the log.
 
     trace = RequestTrace(tracing, context.invocation_metadata(), GENERATE)
     trace.accepted(sequence_id, request, model)     # and pass trace.traceparent on in SequenceRequest
     trace.step(verdict)                             # per verdict
     trace.finished(finish, totals)                  # or trace.failed(error), or trace.abandoned(time_remaining)
 
-Every method but the constructor is nearly free for a request that is not traced.
+Every method but the constructor is nearly free for a request that is neither traced nor logged.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from opentelemetry import trace
 
 from outrider.errors import OutriderError
+from outrider.serving import current_tenant
 from outrider.telemetry import names as telemetry
 from outrider.telemetry.tracing import (
     AttributeValue,
@@ -27,6 +28,7 @@ from outrider.telemetry.tracing import (
     traceparent_of,
 )
 from target_service.core.sequence import Finish, SequenceRequest, SequenceTotals, StepVerdict
+from target_service.telemetry.request_log import log_request
 
 # Most step spans of a request: thousands would make a trace unreadable, and fill the exporter's queue.
 MAX_STEP_SPANS = 512
@@ -45,17 +47,23 @@ _OF_PHASE = {
 class RequestTrace:
     """The span of one request. Used by one task; it ends once, and later calls are ignored."""
 
-    def __init__(self, tracing: Tracing, metadata: Metadata | None, name: str = telemetry.GENERATE) -> None:
-        """Begin the span, as a child of the caller's span if the metadata holds one."""
+    def __init__(
+        self, tracing: Tracing, metadata: Metadata | None, name: str = telemetry.GENERATE, *, logs: bool = False
+    ) -> None:
+        """Begin the span, as a child of the caller's span if the metadata holds one. `logs` has the request logged at
+        its end."""
         self._tracer = tracing.tracer
         self._epoch_offset = epoch_offset()
         method = telemetry.GENERATE if name == telemetry.GENERATE else telemetry.VERIFY_METHOD
         self._span = begin_rpc(tracing, method, metadata, name)
+        self._call = method.rpartition("/")[2]
+        self._logs = logs
+        self._sequence_id = 0
         # Until the request ends.
-        self.recording = self._span.is_recording()
+        self.recording = self._span.is_recording() or logs
         self.traceparent = traceparent_of(self._span)
         self._in_span = trace.set_span_in_context(self._span)
-        self._steps_left = MAX_STEP_SPANS if tracing.steps and self.recording else 0
+        self._steps_left = MAX_STEP_SPANS if tracing.steps and self._span.is_recording() else 0
         self._last_step_ns = 0
         self._model_version = 0
         # Sums of the verdicts so far: all that is known of a request that is cancelled.
@@ -67,6 +75,7 @@ class RequestTrace:
     ) -> None:
         if not self.recording:
             return
+        self._sequence_id, self._seen.prompt_tokens = sequence_id, len(request.token_ids)
         sampling = request.sampling
         attributes: dict[str, AttributeValue] = {
             "gen_ai.operation.name": "chat" if chat else "text_completion",
@@ -141,6 +150,8 @@ class RequestTrace:
         if not self.recording:
             return
         self.recording = False
+        if self._logs:
+            self._log(reason or outcome, totals or self._seen)
         self._span.set_attribute("outrider.outcome", outcome)
         if totals is not None:
             attributes = totals_attributes(totals)
@@ -152,6 +163,12 @@ class RequestTrace:
             self._span.set_attributes(_progress(self._seen))
             self._phases(self._seen, {})
         end_rpc(self._span, code, reason)
+
+    def _log(self, outcome: str, totals: SequenceTotals) -> None:
+        context = self._span.get_span_context()
+        trace_id = trace.format_trace_id(context.trace_id) if context.is_valid else ""
+        tenant, now = current_tenant(), time.monotonic_ns()
+        log_request(self._call, self._sequence_id, tenant, outcome.lower(), totals, now, trace_id)
 
     def _phases(self, totals: SequenceTotals, attributes: Mapping[str, AttributeValue]) -> None:
         """Spans of queue, prefill and decode, up to the phase in which the request ended."""

@@ -44,6 +44,8 @@ NOT_RUN = {
     "pip install": "installs, from a package index; tests/install/test_roles.py installs each role",
     "go |npm ": "needs the toolchains; tests/sdk/test_sources.py runs what the pages of TypeScript and Go show",
     "vllm ": "needs vLLM and GPUs; tests/proposer/test_readme.py runs the page's program over a stand-in",
+    r"OPENAI_\S+ .*aider |python -m sglang": "others' programs, tried by hand; "
+    "tests/sdk/test_other_clients.py runs what the page shows",
     "buf |grpcurl ": "tests/clients/test_protocol.py runs them",
     "curl ": "tests/gateway/test_docs.py runs them",
     r"python -P$|outrider up --model \.$": "how processes start, and what that keeps out; "
@@ -75,6 +77,7 @@ PROGRAMS = {
     "python": {
         "clients/README.md": "clients/test_examples.py",
         "clients/outrider_vllm/README.md": "proposer/test_readme.py",
+        "docs/coming_from.md": "sdk/test_other_clients.py",
         "docs/drafters.md": "draft/test_named_class.py",
         "docs/gateway.md": "gateway/test_docs.py",
         "docs/predicted_outputs.md": "clients/test_page_commands.py",
@@ -83,7 +86,7 @@ PROGRAMS = {
     },
     "go": {"clients/go/README.md": "sdk/test_sources.py"},
     "ts": {"clients/typescript/README.md": "sdk/test_sources.py"},
-    "js": {"docs/gateway.md": "sdk/test_openai_npm.py"},
+    "js": {"docs/coming_from.md": "sdk/test_other_clients.py", "docs/gateway.md": "sdk/test_openai_npm.py"},
     "html": {"docs/gateway.md": "gateway/test_cross_origin.py"},
     "toml": {"docs/tuning.md": "clients/test_pages.py"},
 }

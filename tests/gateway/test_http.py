@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import sys
 import threading
@@ -129,6 +130,29 @@ async def test_the_chat_template_gets_what_is_for_it(gateway: Any) -> None:
     ):
         answer = await gateway.http.post("/v1/chat/completions", json={**CHAT, **more})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+async def test_a_request_is_a_line_in_the_log(gateways: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Of an answer, of a stream, and of what is refused; no text but whom the caller names, on one line."""
+    secret = [{"role": "user", "content": "opensesame"}]
+    async with gateways(log_requests=True) as gateway:
+        with caplog.at_level("INFO", "outrider_gateway.request_log"):
+            headers = {"outrider-tenant": "acme"}
+            whole = await gateway.http.post(
+                "/v1/chat/completions", json={**CHAT, "messages": secret, "user": "ann\nlee", "n": 2}, headers=headers
+            )
+            await gateway.http.post("/v1/chat/completions", json={**CHAT, "stream": True})
+            await gateway.http.post("/v1/completions", json={**TEXT, "max_token": 1})
+        lines = [record.getMessage() for record in caplog.records if record.name == "outrider_gateway.request_log"]
+    known = [dict(re.findall(r'(\w+)=("[^"]*"|\S+)', line)) for line in lines]
+    assert [(one["endpoint"], one["status"], one["tokens"]) for one in known] == [
+        ("chat", "200", "8"), ("chat", "200", "4"), ("completions", "400", "0"),
+    ]  # fmt: skip
+    first = known[0]
+    assert (first["tenant"], first["user"], first["model"]) == ("acme", '"ann\\nlee"', '"counter"')
+    assert (first["answers"], first["stream"], first["id"]) == ("2", "false", whole.headers["x-request-id"])
+    assert float(first["ms"]) > 0 and float(first["drafted"]) == 0 and known[1]["stream"] == "true"
+    assert "opensesame" not in caplog.text and all("\n" not in line for line in lines)
 
 
 async def test_a_model_has_several_names(gateways: Any) -> None:

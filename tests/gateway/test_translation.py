@@ -100,7 +100,7 @@ def test_choices_have_prompts_and_seeds_of_their_own() -> None:
 HARMLESS: list[dict[str, Any]] = [
     {"tools": []}, {"tools": None}, {"tool_choice": "none"}, {"response_format": {"type": "text"}},
     {"modalities": ["text"]}, {"store": False}, {"metadata": {"a": "b"}}, {"service_tier": "flex"},
-    {"safety_identifier": "x"}, {"stop": []},
+    {"safety_identifier": "x"}, {"stop": []}, {"user": {"name": "ann"}},
     {"stop": None}, {"top_k": -1}, {"prediction": None}, {"n": None}, {"parallel_tool_calls": True},
     {"parallel_tool_calls": False}, {"spaces_between_special_tokens": False}, {"cache_prompt": True}, {"priority": 3},
     {"top_logprobs": 0}, {"logprobs": False, "top_logprobs": 0}, {"stream_options": {}}, {"length_penalty": 1.0},
@@ -271,7 +271,6 @@ def test_template_arguments_have_one_place() -> None:
         ({"length_penalty": 0.5}, "length_penalty"),
         ({"length_penalty": True}, "length_penalty"),
         ({"store": 0}, "store"),
-        ({"user": 5}, "user"),
         ({"prompt": "x"}, "prompt"),
         (turn(content=[{"type": "text", "text": "x", "mood": 1}]), "messages[0].content[0].mood"),
         (turn(content="x", reasoning_content="y"), "messages[0].reasoning_content"),

@@ -12,6 +12,8 @@ from typing import Any
 import grpc
 import pytest
 from scripted_engine import SERVED
+from scripted_service import CONFIG
+from waits import HUNG_SECONDS
 
 from outrider.errors import InvalidField
 from outrider.v1 import target_pb2 as pb
@@ -173,6 +175,41 @@ async def test_model_without_a_template(targets: Any, byte_tokenizer: Any) -> No
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await spoken(target, chat=chat(("user", "hi")))
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_a_request_is_a_line_in_the_log(
+    targets: Any, byte_tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Finished, refused, and cancelled: who, how much, how long; and no text."""
+    served = replace(SERVED, tokenizer=byte_tokenizer)
+    async with targets(served=served, config=replace(CONFIG, log_requests=True)) as target:
+        with caplog.at_level("INFO", "target_service.telemetry.request_log"):
+            await spoken(target, text="opensesame", sampling={"max_tokens": 3})
+            with pytest.raises(grpc.aio.AioRpcError):
+                await spoken(target, text="opensesame", sampling={"temperature": -1})
+            target.engine.tick = 0.001
+            call = target.stub.Generate(pb.GenerateRequest(text="opensesame", sampling={"ignore_eos": True}))
+            async for response in call:
+                if response.HasField("chunk"):
+                    break
+            call.cancel()
+            async with asyncio.timeout(HUNG_SECONDS):
+                while len(lines := requests_of(caplog)) < 3:
+                    await asyncio.sleep(0.01)
+    done, refused, cancelled = lines
+    assert (done["call"], done["tenant"], done["outcome"]) == ("Generate", "default", "length")
+    assert (done["prompt_tokens"], done["tokens"], done["steps"], done["drafted"]) == ("10", "3", "3", "0.000")
+    assert int(done["id"]) > 0 and all(float(done[f"{name}_ms"]) >= 0 for name in ("queue", "prefill", "decode"))
+    assert (refused["outcome"], refused["tokens"], refused["id"]) == ("invalid_field", "0", "0")
+    assert (cancelled["outcome"], cancelled["prompt_tokens"]) == ("cancelled", "10") and int(cancelled["tokens"]) > 0
+    assert "opensesame" not in caplog.text
+
+
+def requests_of(caplog: pytest.LogCaptureFixture) -> list[dict[str, str]]:
+    """What each line of a request says."""
+    name = "target_service.telemetry.request_log"
+    lines = [record.getMessage() for record in caplog.records if record.name == name]
+    return [dict(word.split("=", 1) for word in line.split()[1:]) for line in lines]
 
 
 async def test_logs_hold_no_prompt(target: Any, caplog: pytest.LogCaptureFixture) -> None:
