@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outrider.named_heads import named_settings
 from outrider.roles import missing_for
 from outrider.runtime import configure_logging, leave, prepare_service, run
 from outrider.settings import CONFIG_VARIABLE, CommandParser, SettingsError, add_flags, load, settings_file
@@ -49,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         config = load(TargetConfig, "target", flags, os.environ, named)
+        config = config.with_head_of_draft(named_settings(os.environ, named))
         check_settings(config)
         configure_logging(config.log_level)
     except SettingsError as error:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outrider.busy_polling import BUSY_POLL_SECONDS, MOST_BUSY_POLL_SECONDS
 from outrider.limits import TenantLimits
+from outrider.named_heads import NamedSettings, head_in_process
 from outrider.settings import ServiceSettings, comma_words, setting
 
 # Equal to `tree_kernels.node_table.LOOKUP`, whose import would load torch.
 MOST_LOOKED_UP = 15
 # `outrider.tree.MAX_ROWS` without the root, whose import would load gRPC.
 MOST_DRAFTED = 255
+# `outrider.drafting.link.INPROCESS_SCHEME`, whose import would load gRPC.
+_INPROCESS = "inprocess:"
 # More than any machine has cores for.
 MOST_THREADS = 1024
 # Most sequences of one step.
@@ -181,6 +184,12 @@ class TargetConfig(ServiceSettings):
     def served_names(self) -> tuple[str, ...]:
         """`served_model_name`, resolved: at least one name."""
         return comma_words(self.served_model_name) or (self.model,)
+
+    def with_head_of_draft(self, named: NamedSettings) -> TargetConfig:
+        """These settings with `draft_head`, if a drafter in this process is told its head and the target is not."""
+        if self.draft_head or not self.draft.startswith(_INPROCESS):
+            return self
+        return replace(self, draft_head=head_in_process(self.draft.removeprefix(_INPROCESS), named))
 
     @property
     def speculates(self) -> bool:

@@ -105,7 +105,7 @@ def _completed(
         continuous_usage=continuous_usage,
         special_tokens=not fields.flag("skip_special_tokens", True),
         cache_key=fields.short_text("prompt_cache_key"),
-        user=_user(fields.take("user")),
+        user=_user(fields.pop("user")),
     )
     fields.end(table)
     # Every limit that does not depend on the model: the target checks the rest.

@@ -69,6 +69,7 @@ NO_COMMANDS = {
     ("docs/architecture.md", "host    schedule  wait for drafts"): "a drawing",
     ("docs/architecture.md", "RUN_AHEAD"): "a drawing",
     ("docs/observability.md", "outrider.v1.TargetService/Generate"): "spans of a trace",
+    ("docs/observability.md", "request call=Generate"): "lines of a log",
     ("docs/protocol.md", "p > min(epsilon, delta * exp(-H))"): "a formula",
     ("docs/tenants.md", "0c6e4a6b1f3d45a08a4f acme"): "a file of tokens and limits",
 }

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from outrider.heads import shipped_heads
+from outrider.named_heads import named_settings
 from outrider_client.local.models import DEFAULT_MODEL
-from outrider_client.local.placement import GpuPlacement, named_settings, place, visible_gpus
+from outrider_client.local.placement import GpuPlacement, place, visible_gpus
 
 
 def test_gpus_are_counted_as_cuda_shows_them(tmp_path: Path) -> None:

@@ -13,13 +13,14 @@ from rich.text import Text
 
 from outrider.consoles import error_console
 from outrider.model_store import MODEL_STORE
+from outrider.named_heads import named_settings
 from outrider.ports import port_refusal
 from outrider.roles import missing_for
 from outrider.runtime import run
 from outrider.settings import CONFIG_VARIABLE, SettingsError, settings_file
 from outrider_client.cli.base import Command, CommandFailed, options
 from outrider_client.local.mps import TAKE_TURNS, Mps
-from outrider_client.local.placement import GpuPlacement, named_settings, place, visible_gpus
+from outrider_client.local.placement import GpuPlacement, place, visible_gpus
 from outrider_client.local.stack import given, private_directory, service_argv
 from outrider_client.local.supervisor import ServiceCommand, Supervisor
 from outrider_client.terminal.options import ClientOptions, UpOptions, flag_words

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
@@ -10,9 +9,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from outrider.heads import head_made_for
-from outrider.settings import SettingsError, comma_words
+from outrider.named_heads import WITH_HEAD, flag_value, head_setting, merged_drafters
 from outrider_client.local.models import DEFAULT_MODEL
-from outrider_client.local.settings_file import Document, read_document
 
 # Drafters that run a network, and the settings sections of the drafters that they may consist of.
 _NEURAL: Mapping[str, tuple[str, ...]] = {
@@ -22,11 +20,6 @@ _NEURAL: Mapping[str, tuple[str, ...]] = {
     "model": ("model",),
     "mtp": ("mtp",),
 }
-# Those that need a head: an EAGLE head, Medusa's, of which none comes with Outrider, or the target's own MTP module.
-_WITH_HEAD = ("eagle", "medusa", "merged", "mtp")
-# The default of the draft's own setting, which cannot be imported here.
-_MERGED_DRAFTERS = "eagle,trie"
-_SECTIONS = ("target", "draft", "eagle", "medusa", "model", "mtp", "merged")
 
 
 class GpuPlacement(NamedTuple):
@@ -44,27 +37,6 @@ def visible_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Pa
     found = len([path for path in devices.glob("nvidia[0-9]*") if path.name.removeprefix("nvidia").isdigit()])
     names = [name for name in (listed or "").split(",") if name.strip() not in ("", "-1")]
     return found if listed is None else min(found, len(names))
-
-
-def named_settings(environment: Mapping[str, str], path: Path | None) -> dict[tuple[str, str], str]:
-    """Values by (section, setting) that environment and configuration file give to target and draft. A file that cannot
-    be read gives none: the services report what is wrong with it."""
-    document: Document = {}
-    with contextlib.suppress(SettingsError):
-        document = read_document(path)
-    found: dict[tuple[str, str], str] = {}
-    for section in _SECTIONS:
-        prefix = f"OUTRIDER_{section.upper()}_"
-        found |= {(section, name): str(value) for name, value in document.get(section, {}).items()}
-        given = {name: value for name, value in environment.items() if name.startswith(prefix)}
-        found |= {(section, name.removeprefix(prefix).lower()): value for name, value in given.items()}
-    return found
-
-
-def merged_drafters(words: Sequence[str], named: Mapping[tuple[str, str], str]) -> tuple[str, ...]:
-    """The parts of the drafter `merged`: of the draft's flags, named elsewhere (`named_settings`), or the default's."""
-    flag = flag_value(words, "--merged-drafters")
-    return comma_words(flag or named.get(("merged", "merged_drafters"), "") or _MERGED_DRAFTERS)
 
 
 def place(
@@ -93,7 +65,7 @@ def place(
         # Medusa heads have no passes to capture, and no such flag; an MTP module with experts cannot be captured.
         draft = ["--device", device] if names & {"medusa", "mtp"} else ["--device", device, "--cuda-graphs"]
         summary += f", the draft on {device}" + (", which it shares with the target" if shared else "")
-    if drafter in _WITH_HEAD:
+    if drafter in WITH_HEAD:
         head, flags = _head(names, model or named.get(("target", "model"), "") or DEFAULT_MODEL, draft_words, named)
         draft += flags
         # A captured step keeps the states that a head reads only if it is named.
@@ -106,23 +78,13 @@ def _head(
     names: Set[str], model: str, words: Sequence[str], named: Mapping[tuple[str, str], str]
 ) -> tuple[str, tuple[str, ...]]:
     """The head of these drafters, empty for none, and the draft's flags for one that the user did not name."""
+    flag, setting = head_setting(names)
+    own = ""
     if "mtp" in names:
         # The model's own, which its checkpoint has.
-        flag, setting, own = "--base-model", ("mtp", "base_model"), model
-    elif "medusa" in names:
-        flag, setting, own = "--head", ("medusa", "head"), ""
-    else:
-        shipped = head_made_for(model)
-        flag, setting, own = "--head", ("eagle", "head"), shipped.name if shipped else ""
+        own = model
+    elif "medusa" not in names and (shipped := head_made_for(model)) is not None:
+        # Of Medusa heads none comes with Outrider.
+        own = shipped.name
     chosen = flag_value(words, flag) or named.get(setting, "")
     return (chosen, ()) if chosen or not own else (own, (flag, own))
-
-
-def flag_value(words: Sequence[str], flag: str) -> str | None:
-    """The value of a flag such as "--device" in a command line, as `--device X` or `--device=X`; None without it."""
-    for at, word in enumerate(words):
-        if word == flag:
-            return "".join(words[at + 1 : at + 2])
-        if word.startswith(f"{flag}="):
-            return word.partition("=")[2]
-    return None

@@ -10,17 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outrider.named_heads import flag_value, merged_drafters, named_settings
 from outrider.runtime import end_tasks
 from outrider.settings import SettingsError
 from outrider_client.bench.backends import TargetBackend
-from outrider_client.local.placement import (
-    GpuPlacement,
-    flag_value,
-    merged_drafters,
-    named_settings,
-    place,
-    visible_gpus,
-)
+from outrider_client.local.placement import GpuPlacement, place, visible_gpus
 from outrider_client.local.settings_file import Document, read_document, to_toml, with_settings
 from outrider_client.local.stack import Stack, given, wait_for_drafter
 from outrider_client.terminal.options import ClientOptions, TuneOptions, flag_words
