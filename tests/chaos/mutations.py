@@ -62,7 +62,12 @@ class Mutator:
             message.ClearField(field.name)
         elif field.message_type is not None and field.message_type.GetOptions().map_entry:
             key, value = field.message_type.fields_by_name["key"], field.message_type.fields_by_name["value"]
-            getattr(message, field.name)[self._value(key)] = self._value(value)
+            values = getattr(message, field.name)
+            if value.message_type is not None:
+                # It is there once it is looked at.
+                self.spoil(values[self._value(key)])
+            else:
+                values[self._value(key)] = self._value(value)
         elif field.is_repeated:
             self._spoil_many(getattr(message, field.name), field)
         elif field.message_type is not None:

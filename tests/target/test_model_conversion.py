@@ -145,7 +145,7 @@ def test_a_pull_waits_for_another_process_and_outlives_its_death(tiny: KnownMode
 def test_a_folder_of_a_known_name_wins(tiny: KnownModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / tiny.name).mkdir()
     monkeypatch.chdir(tmp_path)
-    assert resolve(tiny.name) == tiny.name
+    assert resolve(tiny.name) == Path(tiny.name)
 
 
 def test_unknown_names_are_not_pulled(tiny: KnownModel) -> None:
