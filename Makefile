@@ -37,17 +37,24 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 # tests/conftest.py, the longest first: sorted by their numbers of tests, those of few long ones came last. Compiled tests
 # are kept where the environment says not to: each worker compiled all of them anew, for four seconds.
 WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
-test test-full: export OMP_NUM_THREADS := 1
+test test-full build/.compiled: export OMP_NUM_THREADS := 1
+
+NUMBA_FILES := $(shell grep -rl --include='*.py' -e numba -e draft_service.compiling draft_service target_service)
+# Loops of the drafters are compiled once, in twenty seconds, and not by every process that begins before they are kept.
+build/.compiled: $(NUMBA_FILES) tests/compiled.py $(VENV)/.installed
+	@mkdir -p build
+	$(BIN)/python tests/compiled.py
+	@touch $@
 
 # make test          everything that a CPU can prove
 .PHONY: test
-test: install
+test: install build/.compiled
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --rerun-failed-alone --durations 20 -m "not full and not gpu and not compose and not sdk and not install and not chaos"
 
 # make test-full     the same and the long matrix: 42 real prompts, every drafter
 .PHONY: test-full
-test-full: install
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --rerun-failed-alone --durations 20 -m "not gpu and not compose and not sdk and not install and not chaos"
+test-full: install build/.compiled
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --rerun-failed-alone --hypothesis-profile others --durations 20 -m "not gpu and not compose and not sdk and not install and not chaos"
 
 # make test-chaos    a thousand fault runs, a million frames, a soak, attacks; an hour on two cores, figures in build/chaos
 .PHONY: test-chaos
