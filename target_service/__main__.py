@@ -6,7 +6,7 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from outrider.named_heads import named_settings
 from outrider.roles import missing_for
@@ -17,6 +17,7 @@ from target_service.config import TargetConfig
 
 if TYPE_CHECKING:
     from target_service.lifecycle import EngineHost
+    from target_service.text.tokenizer import ModelTokenizer
 
 _DESCRIPTION = """Serve a model over gRPC, with speculative decoding when a draft service is given.
 
@@ -79,12 +80,11 @@ def _serve(config: TargetConfig) -> int:
     return run(serve_engine(config, host or SharedEngine(config)))
 
 
-def _tokenizer(model: str) -> Any:
-    from transformers import AutoTokenizer
-
+def _tokenizer(model: str) -> ModelTokenizer:
     from target_service.model.loading.store import resolve
+    from target_service.text.loading import load_tokenizer
 
-    return AutoTokenizer.from_pretrained(str(resolve(model)))
+    return load_tokenizer(resolve(model))
 
 
 if __name__ == "__main__":

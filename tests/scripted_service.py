@@ -24,6 +24,8 @@ from target_service.config import TargetConfig
 from target_service.core.events import Sequences
 from target_service.core.quotas import TenantQuotas
 from target_service.speculation_state import SpeculationState
+from target_service.text.loading import tokenizer_of
+from target_service.text.tokenizer import ModelTokenizer
 
 CONFIG = TargetConfig(weights_stream_gb=0.0)
 SPECULATION = SpeculationState("trie", "localhost:1", draft_connected=True, speculating=True, reason="it is scripted")
@@ -57,6 +59,11 @@ def byte_tokenizer() -> Any:
         "[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
     )
     return fast
+
+
+def model_tokenizer() -> ModelTokenizer:
+    """The same as a target has it."""
+    return tokenizer_of(byte_tokenizer())
 
 
 @dataclass

@@ -45,6 +45,7 @@ from target_service.core.sequence import SequenceEvent, SequenceRequest, StepVer
 from target_service.engine_process.client import EngineLink  # noqa: E402
 from target_service.engine_process.messages import Report, pack, unpack  # noqa: E402
 from target_service.engine_process.server import Reporter, serve_engine  # noqa: E402
+from target_service.text.tokenizer import ModelTokenizer  # noqa: E402
 
 STREAMS = (1, 8, 32, 64)
 STEP_MS = (1, 2)
@@ -62,7 +63,7 @@ class SharedHost:
         self._engine = engine
 
     async def load(self) -> ServedModel:
-        return with_text(SERVED)
+        return replace(SERVED, tokenizer=byte_tokenizer())
 
     async def engine(self, _observer: Any) -> SteppingEngine:
         return self._engine
@@ -74,16 +75,15 @@ class SharedHost:
         await asyncio.to_thread(self._engine.stop)
 
 
-def with_text(served: ServedModel) -> ServedModel:
-    """The same model with a tokenizer of single bytes."""
+def byte_tokenizer() -> ModelTokenizer:
+    """A tokenizer of single bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: 3 + place for place, character in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab={"<a>": 0, "<b>": 1, "<c>": 2} | vocabulary, merges=[]))
     tokenizer.decoder = decoders.ByteLevel()
-    return replace(served, tokenizer=PreTrainedTokenizerFast(tokenizer_object=tokenizer))
+    return ModelTokenizer(tokenizer)
 
 
 def step_seconds(config: TargetConfig) -> float:
@@ -105,7 +105,7 @@ def serve(arrangement: str, step_ms: float, port: int) -> int:
     )
     if arrangement == "shared":
         return run(serve_target(config, SharedHost(SteppingEngine(step_seconds(config)))))
-    link = EngineLink(config, (sys.executable, *_SCRIPT, "--engine"), lambda: with_text(SERVED).tokenizer)
+    link = EngineLink(config, (sys.executable, *_SCRIPT, "--engine"), byte_tokenizer)
     return run(serve_target(config, link))
 
 

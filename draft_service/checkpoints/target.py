@@ -78,11 +78,17 @@ def folder_fingerprint(folder: Path) -> str:
     file = next((name for name in files if (folder / name).is_file()), None)
     if file is None:
         return ""
-    from transformers import AutoTokenizer
+    from tokenizers import Tokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder))
-    # A broken file makes transformers raise anything.
+        if file == "tokenizer.json":
+            # As the target does: transformers may build it anew, with other tokens.
+            tokenizer = Tokenizer.from_file(str(folder / file))
+        else:
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    # A broken file makes either library raise anything.
     except Exception as error:
         raise HeadRefused(f"{folder}: {file}: {first_line(error)}") from None
     return tokenizer_fingerprint(tokenizer)

@@ -67,7 +67,7 @@ def weight_fingerprint(weight: Tensor) -> str:
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """SHA-256, in hex, over the vocabulary of a transformers tokenizer: each token's id and text, by id."""
+    """SHA-256, in hex, over the vocabulary that a tokenizer's `get_vocab` returns: each token's id and text, by id."""
     digest = hashlib.sha256()
     for text, token_id in sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0])):
         digest.update(f"{token_id}\t{text}\n".encode())

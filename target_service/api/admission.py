@@ -13,12 +13,16 @@ from outrider.model_names import answers_to
 from outrider.sampling import LOSSLESS_MODES, SamplingParams, TypicalAcceptance, VerificationMode
 from outrider.v1 import target_pb2
 from outrider.wire.trees import mode_from_pb, name_from_pb, sampling_from_pb, typical_from_pb
-from target_service.api.prompts import Prompts
+from target_service.api.prompts import Lines, Prompts
 from target_service.core.quotas import TenantQuotas
 from target_service.core.sequence import SequenceRequest
+from target_service.text.processes import TextProcess
+from target_service.text.tokenizer import ModelTokenizer
 
 # Most output tokens of a request that sets no limit.
 DEFAULT_MAX_TOKENS = 1024
+# Short texts that wait: no more than there may be calls, which are bounded.
+_MOST_SHORT = 1 << 20
 # How tokens are sampled and verified, and the rule of TYPICAL.
 _Rules = tuple[SamplingParams, VerificationMode, TypicalAcceptance]
 
@@ -37,8 +41,8 @@ class ServedModel:
     kv_tokens: int
     end_token_ids: tuple[int, ...]
     tokenizer_fingerprint: str = ""
-    # A transformers tokenizer; None where only token ids are taken.
-    tokenizer: Any | None = None
+    # None where only token ids are taken.
+    tokenizer: ModelTokenizer | None = None
     # Whether speculation is on, with a draft service or lookup on the device.
     speculation: bool = False
     # Whether speculation is on at all, so that predictions are verified.
@@ -74,8 +78,15 @@ class Admission:
     def __init__(self, served: ServedModel, quotas: TenantQuotas) -> None:
         self.served = served
         self.quotas = quotas
-        pool = TextPool(lambda tenant: quotas.counted(tenant, "texts"))
-        self._prompts = Prompts(served.tokenizer, served.vocabulary_size, served.max_context - 1, pool)
+        lines = Lines(TextPool(most_waiting=_MOST_SHORT), TextPool(lambda tenant: quotas.counted(tenant, "texts")))
+        tokenizer = served.tokenizer
+        self._prompts = Prompts(
+            tokenizer,
+            None if tokenizer is None else TextProcess(tokenizer),
+            served.vocabulary_size,
+            served.max_context - 1,
+            lines,
+        )
 
     async def generation(self, request: target_pb2.GenerateRequest, tenant: str, traceparent: str) -> SequenceRequest:
         """The engine request of a `Generate` call. Raises `UnknownModel`, `NotSupported`, `InvalidField` with the

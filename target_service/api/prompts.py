@@ -4,33 +4,55 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from jinja2 import TemplateError
+from functools import partial
+from typing import Protocol
 
 from outrider.admission.prompt_limits import check_bytes, check_messages, check_tokens
 from outrider.admission.text_pool import TextPool
-from outrider.errors import InvalidField, NotSupported
+from outrider.errors import InvalidField, NotSupported, PositionOutOfRange
 from outrider.v1 import target_pb2
 from outrider.wire.trees import check_token_ids
 from target_service.api.template_arguments import template_arguments
+from target_service.text.chat_template import Ending
+from target_service.text.jobs import EncodeChat, EncodePrediction, EncodeText, Job
+from target_service.text.processes import TextRefused
+from target_service.text.tokenizer import SPECIAL_NAMES, ModelTokenizer
 
 ROLES = ("system", "user", "assistant")
-# Longer texts and conversations are tokenized in a thread, so that they do not block other streams.
+# Longer texts and conversations wait in their own line, so that short ones pass them.
 _LONG_TEXT, _LONG_CHAT = 2048, 16
 # Most bytes of a predicted text for each token of the context.
 _PREDICTED_BYTES_PER_TOKEN = 16
+# What a template may add to a conversation, in characters: some for each message, and a preamble. Chosen; published
+# ones add at most a page.
+_TEMPLATE_PER_MESSAGE, _TEMPLATE_PREAMBLE = 1024, 65536
+
+
+class TextEncoder(Protocol):
+    """Encodes texts for one model, in a process of their own; see `TextProcess`."""
+
+    def run(self, job: Job) -> list[int]: ...
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Where texts wait for their turn: short ones, which pass the others, and long ones, of which a tenant may have so
+    many."""
+
+    short: TextPool
+    long: TextPool
 
 
 @dataclass(frozen=True)
 class Prompts:
     """Turns text, conversations and token ids into a prompt of 1 to `max_prompt` token ids."""
 
-    # Of transformers, or None where only token ids are taken.
-    tokenizer: Any | None
+    # None where only token ids are taken.
+    tokenizer: ModelTokenizer | None
+    encoder: TextEncoder | None
     vocabulary_size: int
     max_prompt: int
-    pool: TextPool
+    lines: Lines
 
     async def token_ids(self, request: target_pb2.GenerateRequest, tenant: str) -> tuple[int, ...]:
         """The prompt of `request`. Lengths and counts are checked first.
@@ -39,21 +61,18 @@ class Prompts:
         tokenizer or a chat without a template, and `PositionOutOfRange` without room for one more token.
         """
         kind = request.WhichOneof("input")
+        special = request.special_tokens if request.HasField("special_tokens") else None
         if kind == "tokens":
             return self.checked(request.tokens.token_ids, "tokens.token_ids")
         if kind == "text":
             if not request.text:
                 raise InvalidField("text", "is empty")
             check_bytes(len(request.text.encode()), self.max_prompt, "text")
-            encoded = await self._run(tenant, len(request.text) > _LONG_TEXT, lambda: self._encode(request.text))
+            job = EncodeText(request.text, special)
+            encoded = await self._run(tenant, len(request.text) > _LONG_TEXT, job, "text")
             return self._fitting(encoded, "text")
         if kind == "chat":
-            count = len(request.chat.messages)
-            check_messages(count, "chat.messages")
-            size = sum(len(message.content.encode()) for message in request.chat.messages)
-            check_bytes(size, self.max_prompt, "chat.messages")
-            long = size > _LONG_TEXT or count > _LONG_CHAT
-            encoded = await self._run(tenant, long, lambda: self._encode(self._render(request.chat), special=False))
+            encoded = await self._chat(request.chat, special, tenant)
             return self._fitting(encoded, "chat.messages")
         raise InvalidField("input", "one of text, chat and tokens must be set")
 
@@ -67,7 +86,7 @@ class Prompts:
             field_path, text = "prediction.text", request.prediction.text
             if len(text.encode()) > _PREDICTED_BYTES_PER_TOKEN * most:
                 raise InvalidField(field_path, f"has more than {_PREDICTED_BYTES_PER_TOKEN * most} bytes")
-            token_ids = await self._run(tenant, len(text) > _LONG_TEXT, lambda: self._encode(text, special=False))
+            token_ids = await self._run(tenant, len(text) > _LONG_TEXT, EncodePrediction(text), field_path)
         else:
             return ()
         if len(token_ids) > most:
@@ -82,6 +101,30 @@ class Prompts:
         check_token_ids(prompt, self.vocabulary_size, field_path)
         return prompt
 
+    async def _chat(self, chat: target_pb2.ChatInput, special: bool | None, tenant: str) -> tuple[int, ...]:
+        """The conversation in the model's chat template, up to the beginning of the assistant's answer."""
+        field_path, count = "chat.messages", len(chat.messages)
+        if not count:
+            raise InvalidField(field_path, "is empty")
+        check_messages(count, field_path)
+        for i, message in enumerate(chat.messages):
+            if message.role not in ROLES:
+                raise InvalidField(f"{field_path}[{i}].role", f"is not one of {', '.join(ROLES)}")
+        size = sum(len(message.content.encode()) for message in chat.messages)
+        check_bytes(size, self.max_prompt, field_path)
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise NotSupported("the model has no tokenizer; send tokens")
+        if not tokenizer.chat_template:
+            raise NotSupported("the model has no chat template; send text or tokens")
+        arguments = template_arguments(chat.template_arguments, SPECIAL_NAMES)
+        turns = [{"role": message.role, "content": message.content} for message in chat.messages]
+        # A template may repeat what it is given.
+        most = 2 * size + _TEMPLATE_PER_MESSAGE * count + _TEMPLATE_PREAMBLE
+        long = size > _LONG_TEXT or count > _LONG_CHAT
+        job = EncodeChat(turns, special, most, _ending(chat), arguments)
+        return await self._run(tenant, long, job, field_path)
+
     def _fitting(self, prompt: tuple[int, ...], field_path: str) -> tuple[int, ...]:
         check_tokens(len(prompt), self.max_prompt, field_path)
         # A tokenizer may have more tokens than its model, and an id without an embedding would end the engine.
@@ -89,45 +132,31 @@ class Prompts:
             raise InvalidField(field_path, "has tokens outside the model's vocabulary")
         return prompt
 
-    async def _run(self, tenant: str, long: bool, work: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
-        """Run `work` in a thread if the text is `long`, else here, which is faster."""
-        self._need_tokenizer()
-        return await self.pool.call(tenant, work) if long else work()
-
-    def _encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
-        return tuple(self._need_tokenizer().encode(text, add_special_tokens=special))
-
-    def _render(self, chat: target_pb2.ChatInput) -> str:
-        """The conversation in the model's chat template, up to where the answer begins."""
-        if not chat.messages:
-            raise InvalidField("chat.messages", "is empty")
-        for i, message in enumerate(chat.messages):
-            if message.role not in ROLES:
-                raise InvalidField(f"chat.messages[{i}].role", f"is not one of {', '.join(ROLES)}")
-        tokenizer = self._need_tokenizer()
-        if not tokenizer.chat_template:
-            raise NotSupported("the model has no chat template; send text or tokens")
-        turns = [{"role": message.role, "content": message.content} for message in chat.messages]
-        goes_on = chat.continue_final_message
-        begins = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not goes_on
-        if goes_on and begins:
-            raise InvalidField("chat.add_generation_prompt", "must be false with continue_final_message")
-        arguments = template_arguments(chat.template_arguments, tokenizer)
-        try:
-            rendered: str = tokenizer.apply_chat_template(
-                turns, add_generation_prompt=begins, continue_final_message=goes_on, tokenize=False, **arguments
-            )
-        except TemplateError:
-            # The template's message may quote the turns.
-            raise InvalidField("chat.messages", "the model's chat template does not take these turns") from None
-        except ValueError:
-            if not goes_on:
-                raise
-            problem = "the model's chat template does not show the last message as it is"
-            raise InvalidField("chat.continue_final_message", problem) from None
-        return rendered
-
-    def _need_tokenizer(self) -> Any:
-        if self.tokenizer is None:
+    async def _run(self, tenant: str, long: bool, job: Job, field_path: str) -> tuple[int, ...]:
+        """Run `job` in turn, in the line of the `long` ones or that of the others."""
+        encoder = self.encoder
+        if encoder is None:
             raise NotSupported("the model has no tokenizer; send tokens")
-        return self.tokenizer
+        pool = self.lines.long if long else self.lines.short
+        run: Callable[[], list[int]] = partial(encoder.run, job)
+        try:
+            return tuple(await pool.call(tenant, run))
+        except TextRefused as refused:
+            if not str(refused):
+                raise PositionOutOfRange(
+                    f"{field_path}: in the model's chat template the conversation is longer than the context"
+                ) from None
+            raise InvalidField(
+                "chat.continue_final_message" if refused.continuing else field_path, str(refused)
+            ) from None
+
+
+def _ending(chat: target_pb2.ChatInput) -> Ending:
+    """How the conversation ends. Raises `InvalidField` where two ways are asked for."""
+    goes_on = chat.continue_final_message
+    begins = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not goes_on
+    if goes_on and begins:
+        raise InvalidField("chat.add_generation_prompt", "must be false with continue_final_message")
+    if goes_on:
+        return Ending.CONTINUED
+    return Ending.ANSWER if begins else Ending.CLOSED

@@ -21,16 +21,15 @@ from outrider.wire.same_names import shared_fields
 from outrider.wire.trees import mode_to_pb
 from target_service.api import replies
 from target_service.api.admission import Admission, ServedModel
-from target_service.api.byte_text import ByteText, Detokenizers
 from target_service.api.event_queue import EventQueue, joined
 from target_service.api.verify_session import VerifyStream
 from target_service.api.weights import WeightUpdates
 from target_service.config import TargetConfig
 from target_service.core.events import Sequences
 from target_service.core.sequence import SequenceFinished, SequenceRequest, StepVerdict
-from target_service.core.stopping import Detokenizer
 from target_service.speculation_state import SpeculationState, speculation_state
 from target_service.telemetry.tracing import RequestTrace
+from target_service.text.tokenizer import AnswerText
 
 SERVICE_NAME: str = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
 
@@ -57,8 +56,6 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     def __post_init__(self) -> None:
         self._admission = Admission(self.served, self.sequences.quotas)
         self._weights = WeightUpdates(self.sequences.engine, self.config)
-        tokenizer = self.served.tokenizer
-        self._texts = None if tokenizer is None else Detokenizers(tokenizer)
 
     def speculation(self) -> SpeculationState:
         """The present state of drafting."""
@@ -79,8 +76,9 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
                 trace.accepted(sequence_id, admitted, model, chat=chat, requested_model=request.model)
                 await context.write(replies.started(sequence_id, admitted, model))
                 text = None
-                if self._texts is not None:
-                    text = self._texts.new(admitted.sampling.stop, special=request.show_special_tokens)
+                if (tokenizer := self.served.tokenizer) is not None:
+                    stop, shown = admitted.sampling.stop, request.show_special_tokens
+                    text = tokenizer.answer(admitted.token_ids, stop, show_special=shown)
                 await self._stream(admitted, text, queue, context, trace)
             finally:
                 self.sequences.cancel(sequence_id)
@@ -88,7 +86,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     async def _stream(
         self,
         request: SequenceRequest,
-        text: Detokenizer | ByteText | None,
+        text: AnswerText | None,
         queue: EventQueue,
         context: GenerateContext,
         trace: RequestTrace,
@@ -158,7 +156,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         return replies.updated(await self._weights.update(current_caller.get(), request_iterator))
 
 
-def _text_of(verdict: StepVerdict, text: Detokenizer | ByteText) -> str:
+def _text_of(verdict: StepVerdict, text: AnswerText) -> str:
     """Text that is certain with this verdict; all of it with the last one. A stop or end token has no text."""
     finish, token_ids = verdict.finish, verdict.token_ids
     if finish is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Collection
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
@@ -10,21 +10,20 @@ from google.protobuf.struct_pb2 import Struct
 
 from outrider.admission.prompt_limits import MAX_TEMPLATE_BYTES
 from outrider.errors import InvalidField
+from target_service.text.chat_template import GIVEN
 
 _FIELD = "chat.template_arguments"
-# What transformers gives to every template, beside its own parameters and the tokenizer's special tokens.
-_GIVEN = frozenset(("messages", "raise_exception", "strftime_now"))
 
 
-def template_arguments(given: Struct, tokenizer: Any) -> dict[str, Any]:
+def template_arguments(given: Struct, special_names: Collection[str]) -> dict[str, Any]:
     """The arguments as Python values, whole numbers as such: a `Struct` has only floats, and a template would write
-    "512.0". Raises `InvalidField` for too many, and for names that the template gets from the target."""
+    "512.0". Raises `InvalidField` for too many, and for names that the template gets from the target, among them those
+    of special tokens."""
     if not given.fields:
         return {}
     if given.ByteSize() > MAX_TEMPLATE_BYTES:
         raise InvalidField(_FIELD, f"has more than {MAX_TEMPLATE_BYTES} bytes")
-    parameters = inspect.signature(tokenizer.apply_chat_template).parameters
-    taken = {*_GIVEN, *parameters, *tokenizer.special_tokens_map}
+    taken = GIVEN.union(special_names)
     for name in given.fields:
         if name in taken:
             raise InvalidField(f"{_FIELD}.{name}", "is given to the template by the target")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from transformers import AutoTokenizer
-
 from outrider.checkpoints.causal_lm import read_configuration
 from outrider.checkpoints.refusal import CheckpointRefused
 from outrider.distillation import Reader, TeacherFacts, TeacherSettings, WritingOrder, WrittenText
@@ -15,6 +13,7 @@ from target_service.distillation.reading import TextReader
 from target_service.distillation.writing import ChatTexts, TextWriter, writing_runner
 from target_service.model.loading.store import resolve
 from target_service.model.support import ModelRefused, check_supported, longest_context
+from target_service.text.loading import TokenizerRefused, load_tokenizer
 
 
 def load(settings: TeacherSettings) -> LocalTeacher:
@@ -22,7 +21,7 @@ def load(settings: TeacherSettings) -> LocalTeacher:
     `SettingsError` when there is no such model, or it cannot be served."""
     try:
         return LocalTeacher(settings)
-    except (OSError, CheckpointRefused, ModelRefused) as error:
+    except (OSError, CheckpointRefused, ModelRefused, TokenizerRefused) as error:
         raise SettingsError(f"cannot learn from {settings.model}: {error}") from None
 
 
@@ -34,7 +33,7 @@ class LocalTeacher:
         self._folder = resolve(settings.model)
         config = read_configuration(self._folder)
         check_supported(config)
-        self._tokenizer = AutoTokenizer.from_pretrained(self._folder)
+        self._tokenizer = load_tokenizer(self._folder)
         heads = int(config.num_attention_heads)
         self.facts = TeacherFacts(
             model=settings.model,

@@ -11,10 +11,9 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from datetime import datetime
 
 import numpy as np
-from jinja2 import TemplateError
 
 from outrider.distillation import TeacherSettings, WritingOrder, WrittenText
 from outrider.sampling import FinishReason, SamplingParams
@@ -26,6 +25,8 @@ from target_service.execution.device_executor import DeviceSteps
 from target_service.model.loading.loader import load_runner
 from target_service.model.runner import ModelRunner
 from target_service.speculation.policy.live_sequence import LiveSequence
+from target_service.text.chat_template import ChatTemplate, Ending, TemplateFailed
+from target_service.text.tokenizer import ModelTokenizer
 
 log = logging.getLogger(__name__)
 # Stands for the content of the user's turn in a rendered template; no template contains it.
@@ -41,10 +42,10 @@ Turn = tuple[str, str]
 class ChatTexts:
     """The chat template as token ids. Without one, texts are continued as they are."""
 
-    def __init__(self, tokenizer: Any, *, sampled: bool) -> None:
+    def __init__(self, tokenizer: ModelTokenizer, *, sampled: bool) -> None:
         """Raises `SettingsError` when prompts are to be `sampled` and no template encloses the user's turn."""
         self._tokenizer = tokenizer
-        self.templated = bool(getattr(tokenizer, "chat_template", None))
+        self.templated = bool(tokenizer.chat_template)
         self.opening: tuple[int, ...] = ()
         self.user_ends: tuple[int, ...] = ()
         if not sampled:
@@ -64,22 +65,23 @@ class ChatTexts:
     def prompt(self, turns: Sequence[Turn]) -> tuple[int, ...]:
         """Token ids of a conversation up to the content of the assistant's answer."""
         if not self.templated:
-            return tuple(self._tokenizer.encode("\n".join(content for _, content in turns)))
-        return self._encode(self._render(turns, add_generation_prompt=True))
+            return tuple(self._tokenizer.encode("\n".join(content for _, content in turns), begin=True))
+        return self._encode(self._render(turns, Ending.ANSWER))
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens and surrounding spaces."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True)).strip()
+        return self._tokenizer.decode(token_ids).strip()
 
-    def _render(self, turns: Sequence[Turn], **options: Any) -> str:
+    def _render(self, turns: Sequence[Turn], ending: Ending = Ending.CLOSED) -> str:
         messages = [{"role": role, "content": content} for role, content in turns]
         try:
-            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **options))
-        except TemplateError as error:
-            raise SettingsError(f"the model's chat template does not take a conversation: {error}") from None
+            template = ChatTemplate(self._tokenizer.chat_template, self._tokenizer.special_tokens)
+            return template.render(messages, now=datetime.now(), ending=ending)
+        except TemplateFailed as error:
+            raise SettingsError(str(error)) from None
 
     def _encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        return tuple(self._tokenizer.encode(text))
 
 
 def writing_runner(settings: TeacherSettings, sequences: int, max_length: int) -> ModelRunner:

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 from outrider.errors import EngineDead
 from outrider.processes.children import exit_status, start_child
@@ -28,6 +28,7 @@ from target_service.core.sequence import SequenceEvent, SequenceFinished, Sequen
 from target_service.core.weights import UpdateDone, WeightUpdate
 from target_service.engine_process import messages
 from target_service.preflight import EngineRefused
+from target_service.text.tokenizer import ModelTokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,10 @@ class EngineLink(EngineFront, asyncio.Protocol):
     before the process has threads, then use it as a `lifecycle.EngineHost`."""
 
     def __init__(
-        self, config: TargetConfig, command: Sequence[str] = ENGINE_COMMAND, tokenizer: Callable[[], Any] | None = None
+        self,
+        config: TargetConfig,
+        command: Sequence[str] = ENGINE_COMMAND,
+        tokenizer: Callable[[], ModelTokenizer] | None = None,
     ) -> None:
         """Start `command` with the number of its socket as last argument. `tokenizer` loads the tokenizer, once the
         model is loaded; without it, only token ids are accepted."""
@@ -72,21 +76,15 @@ class EngineLink(EngineFront, asyncio.Protocol):
     async def load(self) -> ServedModel:
         """Wait until the model is loaded. Raises `EngineRefused` when it cannot be, after the process has ended."""
         await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=self._socket)
-        # Imported while the other process loads the model.
-        importing = asyncio.ensure_future(in_thread_to_leave(_import_tokenizers)) if self._tokenizer else None
-        try:
-            await self._loaded.wait()
-            served = self._served
-            if served is None:
-                status = await asyncio.to_thread(self._process.wait)
-                await self.stop()
-                raise self._refused or EngineRefused(1, f"the engine's process ended with status {status}")
-            if importing is not None and self._tokenizer is not None:
-                await importing
-                served = replace(served, tokenizer=await in_thread_to_leave(self._tokenizer))
-        finally:
-            if importing is not None:
-                importing.cancel()
+        await self._loaded.wait()
+        served = self._served
+        if served is None:
+            status = await asyncio.to_thread(self._process.wait)
+            await self.stop()
+            raise self._refused or EngineRefused(1, f"the engine's process ended with status {status}")
+        if self._tokenizer is not None:
+            # Not before the other process has pulled the model.
+            served = replace(served, tokenizer=await in_thread_to_leave(self._tokenizer))
         return served
 
     async def engine(self, observer: EngineObserver | None) -> EngineLink:
@@ -226,7 +224,3 @@ class EngineLink(EngineFront, asyncio.Protocol):
         status = exit_status(self._process)
         if self.failure is not None:
             logger.error("the engine's process ended with status %d", status)
-
-
-def _import_tokenizers() -> None:
-    from transformers import AutoTokenizer  # noqa: F401

@@ -23,6 +23,7 @@ from target_service.model.hidden_state_hooks import LayerHooks
 from target_service.model.network import TargetNetwork
 from target_service.model.support import description_of
 from target_service.model.transformers_network import TransformersNetwork, pack_linears
+from target_service.text.tokenizer import ModelTokenizer
 from tree_kernels.attention import Backend, TreeAttention
 from tree_kernels.latent_attention import LatentAttention, LatentBackend
 from tree_kernels.node_table import NodeTable, StepIntegers, fill_pending
@@ -43,7 +44,7 @@ class ModelRunner:
     """A model with its KV cache: rows in, logits out. Independent of sequences and trees."""
 
     network: TargetNetwork  # with its layers as they are prepared by now
-    tokenizer: Any | None
+    tokenizer: ModelTokenizer | None
     cache: KVCache
     _attention: Attention
     name: str
@@ -236,7 +237,7 @@ def end_tokens_of(config: PretrainedConfig, generation: Any | None) -> tuple[int
 
 def runner_over(
     network: TargetNetwork,
-    tokenizer: Any | None,
+    tokenizer: ModelTokenizer | None,
     *,
     num_pages: int,
     page_size: int,
@@ -260,7 +261,7 @@ def runner_over(
 
 def runner_for(
     model: PreTrainedModel,
-    tokenizer: Any | None,
+    tokenizer: ModelTokenizer | None,
     *,
     attention: Backend = "torch",
     invariant: bool = False,

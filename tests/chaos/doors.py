@@ -17,7 +17,7 @@ from chaos.sound_frames import DRAFT, HEALTH, TARGET, Call
 from google.rpc import code_pb2
 from grpc_health.v1 import health_pb2_grpc
 from scripted_engine import SERVED, ScriptedEngine
-from scripted_service import ScriptedServicer, byte_tokenizer
+from scripted_service import ScriptedServicer, model_tokenizer
 
 from draft_service.drafters.base import info_of
 from draft_service.ngram.config import TrieConfig
@@ -187,7 +187,7 @@ async def doors() -> AsyncIterator[Doors]:
     sequences = Sequences(engine, quotas)
     engine.start(sequences.deliver)
     config = TargetConfig(weights_stream_gb=65_536e-9, weights_without_token=True)
-    served = replace(SERVED, tokenizer=byte_tokenizer())
+    served = replace(SERVED, tokenizer=model_tokenizer())
     servicer = ScriptedServicer(config, served, sequences, Tracing())
     target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, target)  # type: ignore[arg-type]
     drafter = NgramDrafter(TrieConfig(max_context=64))

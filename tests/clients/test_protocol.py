@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from draft_harness import build_server
-from scripted_service import byte_tokenizer
+from scripted_service import model_tokenizer
 from waits import HUNG_SECONDS
 
 from draft_service.config import DraftConfig
@@ -64,7 +64,7 @@ async def target(tiny_model: Any, tmp_path: Path) -> AsyncIterator[str]:
 @asynccontextmanager
 async def served(model: Any, folder: Path, listen: str) -> AsyncIterator[str]:
     stopping = asyncio.Event()
-    runner = runner_for(model, byte_tokenizer(), num_pages=64, page_size=16, name="tiny")
+    runner = runner_for(model, model_tokenizer(), num_pages=64, page_size=16, name="tiny")
     async with drafting(f"unix:{folder}/draft") as draft:
         config = TargetConfig(listen=listen, draft=draft, drain_seconds=60.0, reflection=True)
         running = asyncio.create_task(serve_engine(config, SharedEngine(config, runner), stopping))

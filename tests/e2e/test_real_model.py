@@ -18,6 +18,7 @@ from target_service.model.loading.loader import load_runner
 from target_service.model.loading.store import resolve
 from target_service.model.runner import ModelRunner
 from target_service.speculation.policy.step_cost import StepCost
+from target_service.text.prompt_encoder import PromptEncoder
 
 pytestmark = [pytest.mark.model]
 PROMPTS = Path(__file__).parents[2] / "benchmarks" / "prompts.jsonl"
@@ -41,7 +42,7 @@ def wanted(
     for line in PROMPTS.read_text().splitlines():
         row = json.loads(line)
         chat = [{"role": "user", "content": row["turns"][0]}]
-        ids = runner.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        ids = PromptEncoder(runner.tokenizer).chat(chat)
         of_task = by_task.setdefault(row["task"], [])
         if len(ids) <= longest and len(of_task) < per_task:
             of_task.append(request(ids, max_tokens, sampling=sampling))

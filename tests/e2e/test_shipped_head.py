@@ -22,6 +22,7 @@ from target_service.model.loading.loader import load_runner
 from target_service.model.loading.store import resolve
 from target_service.model.runner import ModelRunner
 from target_service.sampling.distribution import LogitShaper
+from target_service.text.prompt_encoder import PromptEncoder
 
 MODEL = "smollm2-135m-instruct"
 # Tokens a step over `QUESTIONS`, greedy, the target's own token included.
@@ -76,7 +77,7 @@ def exact_heads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def asked(runner: ModelRunner, sampling: SamplingParams, max_tokens: int) -> list[SequenceRequest]:
     turns = [[{"role": "user", "content": question}] for question in QUESTIONS]
-    prompts = [runner.tokenizer.apply_chat_template(t, add_generation_prompt=True, return_dict=False) for t in turns]
+    prompts = [PromptEncoder(runner.tokenizer).chat(t) for t in turns]
     return [request(prompt, max_tokens, sampling=sampling) for prompt in prompts]
 
 

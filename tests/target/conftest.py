@@ -136,6 +136,12 @@ def byte_tokenizer() -> Any:
     return scripted_service.byte_tokenizer()
 
 
+@pytest.fixture(scope="session")
+def model_tokenizer() -> Any:
+    """The same as a target has it."""
+    return scripted_service.model_tokenizer()
+
+
 @pytest.fixture
 def targets() -> Any:
     """`target_over(engine, served, limits, tracing, table, **serving_options)`: a context manager of a `Target`."""

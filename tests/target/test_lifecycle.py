@@ -81,10 +81,10 @@ class Service:
 
 
 @pytest.fixture
-def running(tiny_model: Any, byte_tokenizer: Any, tmp_path: Any) -> Any:
+def running(tiny_model: Any, model_tokenizer: Any, tmp_path: Any) -> Any:
     @asynccontextmanager
     async def start(**settings: Any) -> AsyncIterator[Service]:
-        runner = FaultyRunner(runner_for(tiny_model, byte_tokenizer, num_pages=64, page_size=16, name="tiny"))
+        runner = FaultyRunner(runner_for(tiny_model, model_tokenizer, num_pages=64, page_size=16, name="tiny"))
         config = TargetConfig(**({"listen": f"unix:{tmp_path}/target", "drain_seconds": 60.0} | settings))
         stopping = asyncio.Event()
         task = asyncio.create_task(serve_engine(config, SharedEngine(config, runner), stopping))  # type: ignore[arg-type]

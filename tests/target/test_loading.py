@@ -88,7 +88,9 @@ class Loading:
 
 
 @pytest.fixture
-async def loading(tiny_model: Any, byte_tokenizer: Any, tmp_path: Path, unused_tcp_port: int) -> AsyncIterator[Loading]:
+async def loading(
+    tiny_model: Any, model_tokenizer: Any, tmp_path: Path, unused_tcp_port: int
+) -> AsyncIterator[Loading]:
     (tmp_path / "tokens").write_text(f"{TOKEN} acme\n")
     config = TargetConfig(
         listen=f"unix:{tmp_path}/target",
@@ -96,7 +98,7 @@ async def loading(tiny_model: Any, byte_tokenizer: Any, tmp_path: Path, unused_t
         auth_tokens=str(tmp_path / "tokens"),
         drain_seconds=20.0,
     )
-    host = SlowHost(config, runner_for(tiny_model, byte_tokenizer, num_pages=64, page_size=16, name="tiny"))
+    host = SlowHost(config, runner_for(tiny_model, model_tokenizer, num_pages=64, page_size=16, name="tiny"))
     stopping = asyncio.Event()
     task = asyncio.create_task(serve_engine(config, host, stopping))
     async with grpc.aio.insecure_channel(config.listen) as channel:

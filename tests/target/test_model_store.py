@@ -10,7 +10,6 @@ import zipfile
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from target_service.model.loading import store
 from target_service.model.loading.hub import PullFailed
 from target_service.model.loading.loader import load_runner
 from target_service.model.runner import ModelRunner
+from target_service.text.prompt_encoder import PromptEncoder
 from tree_kernels.attention import AttentionBatch
 
 NAME = "smollm2-135m-instruct"
@@ -184,11 +184,10 @@ def test_the_command_line_lists_and_tells_paths(
 @pytest.mark.model
 def test_smollm2_answers_and_stops_at_the_end_of_its_turn() -> None:
     runner = load_runner(TargetConfig(model=NAME, kv_tokens=512, dtype="bfloat16"))
-    tokenizer: Any = runner.tokenizer
-    turns = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-    tokens = tokenizer.encode(prompt, add_special_tokens=False)
-    assert runner.end_token_ids == (tokenizer.convert_tokens_to_ids("<|im_end|>"),)
+    tokenizer = runner.tokenizer
+    assert tokenizer is not None
+    tokens = PromptEncoder(tokenizer).chat([{"role": "user", "content": "What is the capital of France?"}])
+    assert runner.end_token_ids == (tokenizer.get_vocab()["<|im_end|>"],)
     said = decode_greedily(runner, tokens, 64)
     assert "Paris" in tokenizer.decode(said)
     assert said[-1] in runner.end_token_ids

@@ -52,7 +52,7 @@ def page(port: int, path: str) -> str:
 
 
 async def test_what_was_said_is_not_told(
-    tiny_model: Any, byte_tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, unused_port: int
+    tiny_model: Any, model_tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, unused_port: int
 ) -> None:
     caplog.set_level(logging.INFO)
     sink = TraceSink()
@@ -65,7 +65,7 @@ async def test_what_was_said_is_not_told(
         drain_seconds=HUNG_SECONDS,
         draft="inprocess:prompt_lookup",
     )
-    runner = runner_for(tiny_model, byte_tokenizer, num_pages=64, page_size=16, name="tiny")
+    runner = runner_for(tiny_model, model_tokenizer, num_pages=64, page_size=16, name="tiny")
     stopping = asyncio.Event()
     running = asyncio.create_task(serve_engine(config, SharedEngine(config, runner), stopping))
     told: list[str] = []

@@ -81,8 +81,8 @@ BAD_FIELDS = {
 
 class TestRefusals:
     @pytest.mark.parametrize(("request_", "field"), BAD_FIELDS.values(), ids=BAD_FIELDS)
-    async def test_bad_field_is_named(self, targets: Any, byte_tokenizer: Any, request_: Any, field: str) -> None:
-        async with targets(served=replace(SERVED, tokenizer=byte_tokenizer, lossy=True)) as target:
+    async def test_bad_field_is_named(self, targets: Any, model_tokenizer: Any, request_: Any, field: str) -> None:
+        async with targets(served=replace(SERVED, tokenizer=model_tokenizer, lossy=True)) as target:
             code, error = await refused(target, request_)
             assert not target.engine.requests
         assert code is grpc.StatusCode.INVALID_ARGUMENT

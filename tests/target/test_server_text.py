@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import itertools
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -18,11 +17,12 @@ from waits import HUNG_SECONDS
 from outrider.errors import InvalidField
 from outrider.v1 import target_pb2 as pb
 from outrider.wire.trees import error_of_rpc
+from target_service.text.tokenizer import ModelTokenizer
 
 
 @pytest.fixture
-async def target(targets: Any, byte_tokenizer: Any) -> AsyncIterator[Any]:
-    async with targets(served=replace(SERVED, tokenizer=byte_tokenizer)) as running:
+async def target(targets: Any, model_tokenizer: Any) -> AsyncIterator[Any]:
+    async with targets(served=replace(SERVED, tokenizer=model_tokenizer)) as running:
         # Most tokens have a message of their own; a reader that lags gets several in one.
         running.engine.tick = 0.03
         yield running
@@ -43,17 +43,17 @@ def prompt_text(target: Any, tokenizer: Any) -> str:
     return str(tokenizer.decode(target.engine.requests[-1].token_ids))
 
 
-async def test_text_in_and_out(target: Any, byte_tokenizer: Any) -> None:
+async def test_text_in_and_out(target: Any, model_tokenizer: Any) -> None:
     texts, finished = await spoken(target, text="xa", sampling={"max_tokens": 4})
     assert "".join(texts) == "bcde"
-    assert prompt_text(target, byte_tokenizer) == "xa"
+    assert prompt_text(target, model_tokenizer) == "xa"
     assert (finished.usage.prompt_tokens, finished.usage.completion_tokens) == (2, 4)
 
 
 @pytest.mark.parametrize("asked", [{"text": "aé"}, {"chat": chat(("user", "é"))}], ids=["text", "chat"])
-async def test_text_that_only_the_tokenizer_knows(targets: Any, byte_tokenizer: Any, asked: dict[str, Any]) -> None:
+async def test_text_that_only_the_tokenizer_knows(targets: Any, model_tokenizer: Any, asked: dict[str, Any]) -> None:
     """Its tokens went to the engine, which looked them up in the model and died."""
-    async with targets(served=replace(SERVED, tokenizer=byte_tokenizer, vocabulary_size=150)) as target:
+    async with targets(served=replace(SERVED, tokenizer=model_tokenizer, vocabulary_size=150)) as target:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await spoken(target, sampling={"max_tokens": 1}, **asked)
         error = error_of_rpc(caught.value)
@@ -61,28 +61,30 @@ async def test_text_that_only_the_tokenizer_knows(targets: Any, byte_tokenizer: 
         assert target.engine.requests == []
 
 
-async def test_text_in_other_alphabets(target: Any, byte_tokenizer: Any) -> None:
+async def test_text_in_other_alphabets(target: Any, model_tokenizer: Any) -> None:
     await spoken(target, text="naïve 漢字 🙂", sampling={"max_tokens": 1})
-    assert prompt_text(target, byte_tokenizer) == "naïve 漢字 🙂"
+    assert prompt_text(target, model_tokenizer) == "naïve 漢字 🙂"
 
 
-async def test_chat_goes_through_the_template(target: Any, byte_tokenizer: Any) -> None:
+async def test_chat_goes_through_the_template(target: Any, model_tokenizer: Any) -> None:
     turns = chat(("system", "be brief"), ("user", "hi"), ("assistant", "yes"), ("user", "go"))
     texts, _ = await spoken(target, chat=turns, sampling={"max_tokens": 2})
-    assert prompt_text(target, byte_tokenizer) == "[system]be brief[user]hi[assistant]yes[user]go[assistant]"
+    assert prompt_text(target, model_tokenizer) == "[system]be brief[user]hi[assistant]yes[user]go[assistant]"
     assert "".join(texts) == "^_"
 
 
-async def test_the_last_message_is_continued(target: Any, byte_tokenizer: Any) -> None:
+async def test_the_last_message_is_continued(target: Any, model_tokenizer: Any) -> None:
     turns = chat(("user", "hi"), ("assistant", "ye"))
     turns.continue_final_message = True
     await spoken(target, chat=turns, sampling={"max_tokens": 1})
-    assert prompt_text(target, byte_tokenizer) == "[user]hi[assistant]ye"
+    assert prompt_text(target, model_tokenizer) == "[user]hi[assistant]ye"
 
 
-async def test_a_message_that_the_template_does_not_show_cannot_be_continued(targets: Any, byte_tokenizer: Any) -> None:
-    tokenizer = copy.deepcopy(byte_tokenizer)
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
+async def test_a_message_that_the_template_does_not_show_cannot_be_continued(
+    targets: Any, model_tokenizer: Any
+) -> None:
+    shouting = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
+    tokenizer = ModelTokenizer(model_tokenizer.backend, chat_template=shouting)
     turns = chat(("user", "hi"), ("assistant", "ye"))
     turns.continue_final_message = True
     async with targets(served=replace(SERVED, tokenizer=tokenizer)) as target:
@@ -92,10 +94,10 @@ async def test_a_message_that_the_template_does_not_show_cannot_be_continued(tar
     assert isinstance(error, InvalidField) and error.field == "chat.continue_final_message"
 
 
-async def test_the_template_reads_its_arguments(targets: Any, byte_tokenizer: Any) -> None:
-    tokenizer = copy.deepcopy(byte_tokenizer)
+async def test_the_template_reads_its_arguments(targets: Any, model_tokenizer: Any) -> None:
     no = "{% if enable_thinking is false %}|no{% endif %}"
-    tokenizer.chat_template = "{{ messages[0].content }}" + no + "|{{ budget }}|{{ lists.a[0] }}"
+    template = "{{ messages[0].content }}" + no + "|{{ budget }}|{{ lists.a[0] }}"
+    tokenizer = ModelTokenizer(model_tokenizer.backend, chat_template=template)
     turns = chat(("user", "hi"))
     turns.template_arguments.update({"enable_thinking": False, "budget": 512, "lists": {"a": [1.5]}, "unread": None})
     async with targets(served=replace(SERVED, tokenizer=tokenizer)) as target:
@@ -130,8 +132,8 @@ async def test_held_back_text_comes_when_it_was_no_stop_string(target: Any) -> N
     assert all("bcd".startswith(before) for before in itertools.accumulate(texts[:-1]))
 
 
-async def test_stop_token_has_no_text(target: Any, byte_tokenizer: Any) -> None:
-    stop = byte_tokenizer.encode("d")
+async def test_stop_token_has_no_text(target: Any, model_tokenizer: Any) -> None:
+    stop = model_tokenizer.encode("d")
     texts, finished = await spoken(target, text="a", sampling={"stop_token_ids": stop})
     assert "".join(texts) == "bc"
     assert finished.stop_token_id == stop[0]
@@ -162,16 +164,12 @@ async def test_template_that_refuses_tells_no_content(target: Any) -> None:
     assert isinstance(error, InvalidField)
     assert error.field == "chat.messages"
     assert "secret" not in str(caught.value.details())
+    assert "system must be first" in error.message
 
 
-async def test_model_without_a_template(targets: Any, byte_tokenizer: Any) -> None:
-    class Plain:
-        """The byte tokenizer of a base model."""
-
-        chat_template = None
-        encode = byte_tokenizer.encode
-
-    async with targets(served=replace(SERVED, tokenizer=Plain())) as target:
+async def test_model_without_a_template(targets: Any, model_tokenizer: Any) -> None:
+    plain = ModelTokenizer(model_tokenizer.backend)
+    async with targets(served=replace(SERVED, tokenizer=plain)) as target:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await spoken(target, chat=chat(("user", "hi")))
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
@@ -220,10 +218,10 @@ async def test_logs_hold_no_prompt(target: Any, caplog: pytest.LogCaptureFixture
     assert "opensesame" not in caplog.text
 
 
-async def test_a_predicted_text_is_tokenised_as_it_stands(target: Any, byte_tokenizer: Any) -> None:
+async def test_a_predicted_text_is_tokenised_as_it_stands(target: Any, model_tokenizer: Any) -> None:
     limits = {"max_tokens": 2}
     await spoken(target, text="a", prediction=pb.Prediction(text="bcd"), sampling=limits)
-    assert target.engine.requests[-1].prediction == tuple(byte_tokenizer.encode("bcd", add_special_tokens=False))
+    assert target.engine.requests[-1].prediction == tuple(model_tokenizer.encode("bcd"))
     await spoken(target, text="a", prediction=pb.Prediction(tokens=pb.TokenInput(token_ids=[5, 6])), sampling=limits)
     assert target.engine.requests[-1].prediction == (5, 6)
     for nothing in (pb.Prediction(), pb.Prediction(text=""), pb.Prediction(tokens=pb.TokenInput())):

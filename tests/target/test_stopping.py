@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from outrider.sampling import FinishReason, SamplingParams
 from target_service.core.sequence import Finish
-from target_service.core.stopping import Detokenizer, StopChecker
+from target_service.core.stopping import StopChecker
+from target_service.text.tokenizer import AnswerText
 
 END = 2
 # Few letters and whole characters of two to four bytes, so that stops, their beginnings and split characters abound.
@@ -31,8 +32,8 @@ def grouped(ids: Sequence[int], seed: int) -> list[list[int]]:
     return groups
 
 
-def read(detokenizer: Detokenizer, groups: Sequence[Sequence[int]]) -> str:
-    return "".join(detokenizer.push(group) for group in groups) + detokenizer.finish()
+def read(answer: AnswerText, groups: Sequence[Sequence[int]]) -> str:
+    return "".join(answer.push(group) for group in groups) + answer.finish()
 
 
 def run(checker: StopChecker, groups: Sequence[Sequence[int]]) -> tuple[list[int], Finish | None]:
@@ -46,67 +47,67 @@ def run(checker: StopChecker, groups: Sequence[Sequence[int]]) -> tuple[list[int
     return output, None
 
 
-class TestDetokenizer:
+class TestAnswerText:
     @HYPOTHESIS
     @given(text=TEXTS, seed=st.integers(0, 99))
-    def test_any_grouping_gives_the_whole_text(self, byte_tokenizer: Any, text: str, seed: int) -> None:
-        ids = byte_tokenizer.encode(text, add_special_tokens=False)
-        assert read(Detokenizer(byte_tokenizer), grouped(ids, seed)) == text
+    def test_any_grouping_gives_the_whole_text(self, model_tokenizer: Any, text: str, seed: int) -> None:
+        ids = model_tokenizer.encode(text)
+        assert read(model_tokenizer.answer(), grouped(ids, seed)) == text
 
     @HYPOTHESIS
     @given(text=TEXTS, stop=STOPS, seed=st.integers(0, 99))
     def test_any_grouping_cuts_at_the_stop_that_is_whole_first(
-        self, byte_tokenizer: Any, text: str, stop: tuple[str, ...], seed: int
+        self, model_tokenizer: Any, text: str, stop: tuple[str, ...], seed: int
     ) -> None:
-        ids = byte_tokenizer.encode(text, add_special_tokens=False)
-        detokenizer = Detokenizer(byte_tokenizer, stop)
+        ids = model_tokenizer.encode(text)
+        answer = model_tokenizer.answer((), stop)
         ends = [(text.find(one) + len(one), text.find(one)) for one in stop if one in text]
         expected = text[: min(ends)[1]] if ends else text
-        assert read(detokenizer, grouped(ids, seed)) == expected
-        assert (detokenizer.matched is not None) == bool(ends)
+        assert read(answer, grouped(ids, seed)) == expected
+        assert (answer.matched is not None) == bool(ends)
 
     @HYPOTHESIS
     @given(text=TEXTS, stop=STOPS)
-    def test_nothing_said_is_ever_taken_back(self, byte_tokenizer: Any, text: str, stop: tuple[str, ...]) -> None:
-        detokenizer, said = Detokenizer(byte_tokenizer, stop), ""
-        for token in byte_tokenizer.encode(text, add_special_tokens=False):
-            said += detokenizer.push([token])
+    def test_nothing_said_is_ever_taken_back(self, model_tokenizer: Any, text: str, stop: tuple[str, ...]) -> None:
+        answer, said = model_tokenizer.answer((), stop), ""
+        for token in model_tokenizer.encode(text):
+            said += answer.push([token])
             assert text.startswith(said)
             assert not any(one in said for one in stop)
 
-    def test_a_split_character_waits_for_its_last_byte(self, byte_tokenizer: Any) -> None:
-        detokenizer = Detokenizer(byte_tokenizer)
-        ids = byte_tokenizer.encode("🙂", add_special_tokens=False)
-        assert [detokenizer.push([token]) for token in ids] == ["", "", "", "🙂"]
+    def test_a_split_character_waits_for_its_last_byte(self, model_tokenizer: Any) -> None:
+        answer = model_tokenizer.answer()
+        ids = model_tokenizer.encode("🙂")
+        assert [answer.push([token]) for token in ids] == ["", "", "", "🙂"]
 
-    def test_text_that_may_begin_a_stop_waits(self, byte_tokenizer: Any) -> None:
-        detokenizer = Detokenizer(byte_tokenizer, ("end.",))
-        assert [detokenizer.push(byte_tokenizer.encode(c, add_special_tokens=False)) for c in "o en end"] == [
+    def test_text_that_may_begin_a_stop_waits(self, model_tokenizer: Any) -> None:
+        answer = model_tokenizer.answer((), ("end.",))
+        assert [answer.push(model_tokenizer.encode(c)) for c in "o en end"] == [
             *["o", " ", "", ""],
             *["en ", "", "", ""],
         ]
-        assert detokenizer.finish() == "end"
+        assert answer.finish() == "end"
 
-    def test_an_output_that_ends_inside_a_character_shows_that(self, byte_tokenizer: Any) -> None:
-        ids = byte_tokenizer.encode("a🙂", add_special_tokens=False)
-        assert read(Detokenizer(byte_tokenizer), [ids[:-1]]) == "a\ufffd"
+    def test_an_output_that_ends_inside_a_character_shows_that(self, model_tokenizer: Any) -> None:
+        ids = model_tokenizer.encode("a🙂")
+        assert read(model_tokenizer.answer(), [ids[:-1]]) == "a\ufffd"
 
-    def test_special_tokens_have_no_text(self, byte_tokenizer: Any) -> None:
-        ids = byte_tokenizer.encode("ab", add_special_tokens=False)
-        assert read(Detokenizer(byte_tokenizer), [[ids[0], 1, 1], [1, ids[1], END]]) == "ab"
+    def test_special_tokens_have_no_text(self, model_tokenizer: Any) -> None:
+        ids = model_tokenizer.encode("ab")
+        assert read(model_tokenizer.answer(), [[ids[0], 1, 1], [1, ids[1], END]]) == "ab"
 
-    def test_bytes_that_never_make_a_character_are_not_held_for_ever(self, byte_tokenizer: Any) -> None:
-        detokenizer = Detokenizer(byte_tokenizer)
-        said = detokenizer.push([3 + 0xFF] * 500)
+    def test_bytes_that_never_make_a_character_are_not_held_for_ever(self, model_tokenizer: Any) -> None:
+        answer = model_tokenizer.answer()
+        said = answer.push([3 + 0xFF] * 500)
         assert len(said) > 400
         assert set(said) == {"\ufffd"}
 
-    def test_nothing_comes_after_a_stop(self, byte_tokenizer: Any) -> None:
-        detokenizer = Detokenizer(byte_tokenizer, ("b",))
-        ids = byte_tokenizer.encode("abcab", add_special_tokens=False)
-        assert detokenizer.push(ids) == "a"
-        assert detokenizer.push(ids) == ""
-        assert detokenizer.finish() == ""
+    def test_nothing_comes_after_a_stop(self, model_tokenizer: Any) -> None:
+        answer = model_tokenizer.answer((), ("b",))
+        ids = model_tokenizer.encode("abcab")
+        assert answer.push(ids) == "a"
+        assert answer.push(ids) == ""
+        assert answer.finish() == ""
 
 
 class TestStopChecker:
@@ -121,7 +122,7 @@ class TestStopChecker:
     )
     def test_the_cut_does_not_depend_on_the_grouping(
         self,
-        byte_tokenizer: Any,
+        model_tokenizer: Any,
         text: str,
         stop: tuple[str, ...],
         seed: int,
@@ -129,11 +130,11 @@ class TestStopChecker:
         min_tokens: int,
         ends: bool,
     ) -> None:
-        ids = [*byte_tokenizer.encode(text, add_special_tokens=False), *([END] if ends else []), 100, 101]
+        ids = [*model_tokenizer.encode(text), *([END] if ends else []), 100, 101]
         params = SamplingParams(stop=stop, stop_token_ids=(101,), min_tokens=min_tokens)
 
         def checker() -> StopChecker:
-            return StopChecker(params, (END,), limit, byte_tokenizer)
+            return StopChecker(params, (END,), limit, model_tokenizer)
 
         one_by_one = run(checker(), [[token] for token in ids])
         assert run(checker(), grouped(ids, seed)) == one_by_one
@@ -162,16 +163,16 @@ class TestStopChecker:
     ) -> None:
         assert StopChecker(params, (END,), limit, None).cut(0, ids) == expected
 
-    def test_a_stop_string_may_span_tokens_and_steps(self, byte_tokenizer: Any) -> None:
-        ids = byte_tokenizer.encode("one STOP two", add_special_tokens=False)
-        checker = StopChecker(SamplingParams(stop=("STOP",)), (END,), 99, byte_tokenizer)
+    def test_a_stop_string_may_span_tokens_and_steps(self, model_tokenizer: Any) -> None:
+        ids = model_tokenizer.encode("one STOP two")
+        checker = StopChecker(SamplingParams(stop=("STOP",)), (END,), 99, model_tokenizer)
         assert run(checker, [ids[:5], ids[5:7], ids[7:]]) == (
             ids[:8],
             Finish(FinishReason.STOP, stop_string="STOP"),
         )
 
-    def test_tokens_behind_a_stop_string_are_not_kept(self, byte_tokenizer: Any) -> None:
-        ids = byte_tokenizer.encode("x.\n\ny", add_special_tokens=False)
-        checker = StopChecker(SamplingParams(stop=("\n\n",)), (END,), 99, byte_tokenizer)
+    def test_tokens_behind_a_stop_string_are_not_kept(self, model_tokenizer: Any) -> None:
+        ids = model_tokenizer.encode("x.\n\ny")
+        checker = StopChecker(SamplingParams(stop=("\n\n",)), (END,), 99, model_tokenizer)
         kept, finish = checker.cut(0, ids)
         assert (kept, finish) == (4, Finish(FinishReason.STOP, stop_string="\n\n"))

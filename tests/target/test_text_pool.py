@@ -19,8 +19,9 @@ from outrider.admission.text_pool import TextPool
 from outrider.errors import InvalidField, PositionOutOfRange, QuotaExceeded
 from outrider.limits import TenantLimits, TenantTable
 from outrider.v1 import target_pb2 as pb
-from target_service.api.prompts import Prompts
+from target_service.api.prompts import Lines, Prompts
 from target_service.core.quotas import TenantQuotas
+from target_service.text.jobs import EncodeText, Job
 
 
 class Held:
@@ -127,20 +128,18 @@ async def test_a_tenants_texts_and_all_texts_are_bounded(monkeypatch: pytest.Mon
 
 
 class Counting:
-    """A tokenizer that tells how often it was asked."""
-
-    chat_template = "x"
+    """An encoder that counts what it is asked, by threads."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.asked: list[threading.Thread] = []
 
-    def encode(self, text: str, **_: object) -> list[int]:
-        self.asked += 1
-        return [1] * len(text)
+    def run(self, _job: Job) -> list[int]:
+        self.asked.append(threading.current_thread())
+        return [1]
 
-    def apply_chat_template(self, turns: list[dict[str, str]], **_: object) -> str:
-        self.asked += 1
-        return "".join(turn["content"] for turn in turns)
+
+def prompts(encoder: Counting, tokenizer: Any) -> Prompts:
+    return Prompts(tokenizer, encoder, 300, 100, Lines(pool(), pool()))
 
 
 @pytest.mark.parametrize(
@@ -158,36 +157,43 @@ class Counting:
     ],
     ids=["text", "chat", "messages"],
 )
-async def test_what_is_too_long_is_refused_unread(request_: pb.GenerateRequest, error: type[Exception]) -> None:
-    tokenizer = Counting()
-    prompts = Prompts(tokenizer, 300, 100, pool())
+async def test_what_is_too_long_is_refused_unread(
+    request_: pb.GenerateRequest, error: type[Exception], model_tokenizer: Any
+) -> None:
+    encoder = Counting()
     with pytest.raises(error):
-        await prompts.token_ids(request_, "a")
-    assert not tokenizer.asked
+        await prompts(encoder, model_tokenizer).token_ids(request_, "a")
+    assert not encoder.asked
 
 
-async def test_long_conversations_are_rendered_beside_the_event_loop(targets: Any, byte_tokenizer: Any) -> None:
-    threads = set()
-
-    class Watching:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(byte_tokenizer, name)
-
-        def apply_chat_template(self, turns: Any, **options: Any) -> Any:
-            threads.add(threading.current_thread())
-            return byte_tokenizer.apply_chat_template(turns, **options)
-
-    short, long = (pb.ChatInput(messages=[pb.ChatMessage(role="user", content="a")] * count) for count in (1, 20))
-    async with targets(served=replace(SERVED, tokenizer=Watching())) as target:
-        assert await answers(target, pb.GenerateRequest(chat=short, sampling={"max_tokens": 1}))
-        assert threads == {threading.current_thread()}
-        assert await answers(target, pb.GenerateRequest(chat=long, sampling={"max_tokens": 1}))
-        assert len(threads) == 2
+async def test_texts_are_encoded_beside_the_event_loop(model_tokenizer: Any) -> None:
+    encoder = Counting()
+    for asked in (pb.GenerateRequest(text="a"), pb.GenerateRequest(text="a" * 2500)):
+        assert await prompts(encoder, model_tokenizer).token_ids(asked, "a") == (1,)
+    assert len(encoder.asked) == 2 and threading.current_thread() not in encoder.asked
 
 
-async def test_many_empty_messages_hold_nobody_up(targets: Any, byte_tokenizer: Any) -> None:
+async def test_short_texts_pass_long_ones(model_tokenizer: Any) -> None:
+    held = Held()
+
+    class Slow(Counting):
+        def run(self, _job: Job) -> list[int]:
+            assert isinstance(_job, EncodeText)
+            if len(_job.text) > 100:
+                held.work("long")()
+            return super().run(_job)
+
+    encoding = prompts(Slow(), model_tokenizer)
+    long = [asyncio.create_task(encoding.token_ids(pb.GenerateRequest(text="a" * 2500), "loud")) for _ in range(5)]
+    await held.until_begun(2)
+    assert await encoding.token_ids(pb.GenerateRequest(text="a"), "loud") == (1,)
+    held.go.set()
+    await asyncio.gather(*long)
+
+
+async def test_many_empty_messages_hold_nobody_up(targets: Any, model_tokenizer: Any) -> None:
     attack = pb.GenerateRequest(chat=pb.ChatInput(messages=[pb.ChatMessage(role="user")] * 400_000))
-    async with targets(served=replace(SERVED, tokenizer=byte_tokenizer)) as target:
+    async with targets(served=replace(SERVED, tokenizer=model_tokenizer)) as target:
         code, error = await refused(target, attack)
         assert isinstance(error, InvalidField) and code is grpc.StatusCode.INVALID_ARGUMENT
         assert await answers(target, asking(sampling={"max_tokens": 1}))

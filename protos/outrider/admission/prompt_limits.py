@@ -28,7 +28,10 @@ def check_bytes(size: int, most_tokens: int, field_path: str) -> None:
     """Raise `PositionOutOfRange` for a text of so many bytes that it has more than `most_tokens`."""
     limit = BYTES_PER_TOKEN * most_tokens
     if size > limit:
-        raise PositionOutOfRange(f"{field_path}: the text is longer than the context", bytes=size, limit=limit)
+        raise PositionOutOfRange(
+            f"{field_path}: the text is longer than the context of {most_tokens + 1} tokens: it has {size} bytes, and "
+            f"more than {limit} are not read"
+        )
 
 
 def check_messages(count: int, field_path: str) -> None:

@@ -23,10 +23,15 @@ class TextPool:
     """Runs work in threads: tenants take turns, and work that is cancelled while it waits is never run. Work that has
     begun runs to its end, since a tokenizer cannot be stopped; its thread is busy until then."""
 
-    def __init__(self, counted: Callable[[str], AbstractContextManager[Any]] = nullcontext) -> None:
-        """`counted` is entered for each text of a tenant, and may refuse it."""
+    def __init__(
+        self,
+        counted: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+        most_waiting: int | None = None,
+    ) -> None:
+        """`counted` is entered for each text of a tenant, and may refuse it. `most_waiting` bounds the texts that wait,
+        of all tenants."""
         self._counted = counted
-        self._waiting = Shares("texts that wait for a thread", _MOST_WAITING, {"tenant": TENANT_FACTOR})
+        self._waiting = Shares("texts that wait for a thread", most_waiting or _MOST_WAITING, {"tenant": TENANT_FACTOR})
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="texts")
         self._free = _THREADS
         # By tenant, the next one first.

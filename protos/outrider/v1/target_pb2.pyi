@@ -102,6 +102,7 @@ class GenerateRequest(google.protobuf.message.Message):
     SPECULATION_FIELD_NUMBER: builtins.int
     PREDICTION_FIELD_NUMBER: builtins.int
     SHOW_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
+    SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
     model: builtins.str
     """model is a served name of the model, or the part of one behind its last slash. Default: whatever is served;
     NOT_FOUND when it is another.
@@ -111,6 +112,11 @@ class GenerateRequest(google.protobuf.message.Message):
     show_special_tokens: builtins.bool
     """show_special_tokens puts the model's special tokens into the text of chunks, but for the one that ends the output.
     Default false.
+    """
+    special_tokens: builtins.bool
+    """special_tokens says whether the text of a special token in the input becomes that token. Default true for text,
+    unless the model's own settings say otherwise, and false for the contents of a chat, where special tokens come from
+    the chat template alone.
     """
     @property
     def chat(self) -> global___ChatInput:
@@ -148,11 +154,14 @@ class GenerateRequest(google.protobuf.message.Message):
         speculation: global___SpeculationOptions | None = ...,
         prediction: global___Prediction | None = ...,
         show_special_tokens: builtins.bool = ...,
+        special_tokens: builtins.bool | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_prediction", b"_prediction", "chat", b"chat", "input", b"input", "prediction", b"prediction", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_prediction", b"_prediction", "chat", b"chat", "input", b"input", "model", b"model", "prediction", b"prediction", "sampling", b"sampling", "show_special_tokens", b"show_special_tokens", "speculation", b"speculation", "text", b"text", "tokens", b"tokens"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_prediction", b"_prediction", "_special_tokens", b"_special_tokens", "chat", b"chat", "input", b"input", "prediction", b"prediction", "sampling", b"sampling", "special_tokens", b"special_tokens", "speculation", b"speculation", "text", b"text", "tokens", b"tokens"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_prediction", b"_prediction", "_special_tokens", b"_special_tokens", "chat", b"chat", "input", b"input", "model", b"model", "prediction", b"prediction", "sampling", b"sampling", "show_special_tokens", b"show_special_tokens", "special_tokens", b"special_tokens", "speculation", b"speculation", "text", b"text", "tokens", b"tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_prediction", b"_prediction"]) -> typing.Literal["prediction"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_special_tokens", b"_special_tokens"]) -> typing.Literal["special_tokens"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["input", b"input"]) -> typing.Literal["text", "chat", "tokens"] | None: ...
 

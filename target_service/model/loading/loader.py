@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, cast
+from typing import cast
 
 import psutil
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PretrainedConfig
+from transformers import PretrainedConfig
 
 from outrider.checkpoints.causal_lm import load_causal_lm, read_configuration, read_generation_config
 from outrider.checkpoints.folder import Checkpoint, check_tokenizer
@@ -24,6 +24,7 @@ from target_service.model.network import TargetNetwork
 from target_service.model.runner import ModelRunner, end_tokens_of, runner_over, takes_latents
 from target_service.model.support import ModelRefused, check_supported, description_of, has_latents, kv_bytes, text_part
 from target_service.model.transformers_network import TransformersNetwork, pack_linears
+from target_service.text.loading import load_tokenizer
 from tree_kernels.attention import Backend
 from tree_models.building import build
 from tree_models.families import Description
@@ -73,7 +74,7 @@ def load_runner(config: TargetConfig) -> ModelRunner:
     network, own = _network(checkpoint, settings, config, backend, is_part=settings is not whole)
     if not config.threads and network.device.type == "cuda":
         torch.set_num_threads(_BESIDE_GPU)
-    tokenizer = _tokenizer(str(folder))
+    tokenizer = load_tokenizer(folder)
     longest = network.longest_context
     max_context = min(config.max_context or min(longest, _CONTEXT_LIMIT), longest)
     kv_tokens = config.kv_tokens or _tokens_that_fit(network)
@@ -102,16 +103,6 @@ def load_runner(config: TargetConfig) -> ModelRunner:
     runner = _captured(runner, config)
     check_runner(runner, own)
     return runner
-
-
-def _tokenizer(source: str) -> Any:
-    """Load the tokenizer. Raises `ModelRefused` where transformers cannot."""
-    try:
-        return AutoTokenizer.from_pretrained(source)
-    # A broken file makes transformers raise anything.
-    except Exception as error:
-        (reason, *_) = str(error).strip().splitlines() or [type(error).__name__]
-        raise ModelRefused(f"its tokenizer cannot be read: {reason}") from None
 
 
 def _network(

@@ -33,7 +33,7 @@ class LiveSequence:
         return cls(
             sequence,
             SequenceVerifier(request, runner.end_token_ids),
-            StopChecker(request.sampling, runner.end_token_ids, request.max_tokens, runner.tokenizer),
+            StopChecker(request.sampling, runner.end_token_ids, request.max_tokens, runner.tokenizer, token_ids),
             SequenceRecord(),
             PredictedAnswer(prediction, token_ids, len(token_ids)) if prediction else None,
         )

@@ -1,0 +1,1 @@
+"""How text becomes tokens and back: tokenizer files, chat templates, incremental decoding, stop strings, names."""

@@ -1,0 +1,74 @@
+"""What is asked of a text process, and what it answers: frames of msgpack on a socket."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from outrider.processes.framing import Buffer, framed
+from target_service.text.chat_template import Ending
+
+
+class Tokenizing(msgspec.Struct, tag=True):
+    """The first message: a model's tokenizer, as `ModelTokenizer` has it."""
+
+    backend: str
+    chat_template: str
+    special_tokens: dict[str, str]
+    split_special: bool
+
+
+class EncodeText(msgspec.Struct, tag=True):
+    """A prompt as it stands; see `PromptEncoder.text`."""
+
+    text: str
+    special: bool | None = None
+
+
+class EncodePrediction(msgspec.Struct, tag=True):
+    """A predicted answer."""
+
+    text: str
+
+
+class EncodeChat(msgspec.Struct, tag=True):
+    """A conversation; see `PromptEncoder.chat`."""
+
+    turns: list[dict[str, Any]]
+    special: bool | None = None
+    most: int = 1 << 30
+    ending: Ending = Ending.ANSWER
+    arguments: dict[str, Any] = {}
+
+
+class Encoded(msgspec.Struct, tag=True):
+    """The token ids of a job."""
+
+    token_ids: list[int]
+
+
+class Failed(msgspec.Struct, tag=True):
+    """A job that failed. `reason` is for its caller, and says nothing of the text; of one whose text is too long once
+    its template has been filled in, it is empty. `continuing` says that the last message cannot be continued."""
+
+    reason: str
+    continuing: bool = False
+
+
+Job = EncodeText | EncodePrediction | EncodeChat
+Message = Tokenizing | Job | Encoded | Failed
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+def pack(message: Message) -> bytes:
+    """The frame of a message."""
+    return framed(_encoder.encode(message))
+
+
+def unpack(body: Buffer) -> Message:
+    """The message of a frame without its length."""
+    message: Message = _decoder.decode(body)
+    return message

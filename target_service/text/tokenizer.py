@@ -1,0 +1,161 @@
+"""A model's tokenizer: what its own file says, for prompts, answers, stop strings and names of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from tokenizers import Tokenizer
+
+from target_service.text.detokenizer import PROMPT_TOKENS, Detokenizer, TableDetokenizer, WindowDetokenizer
+from target_service.text.stop_strings import StopStrings
+from target_service.text.token_bytes import TokenBytes, token_bytes
+
+# Named special tokens that the texts of a model's files call so.
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class ModelTokenizer:
+    """Text to tokens and back. Any thread may use it.
+
+    Attributes:
+        backend: of the `tokenizers` library. It neither cuts nor pads.
+        chat_template: in Jinja; empty for a model without one.
+        special_tokens: texts of the model's special tokens by their names, such as "bos_token".
+        split_special: the text of a special token in a prompt is text, unless a request asks for another way.
+    """
+
+    def __init__(
+        self,
+        backend: Tokenizer,
+        *,
+        chat_template: str = "",
+        special_tokens: Mapping[str, str] | None = None,
+        split_special: bool = False,
+    ) -> None:
+        self.backend = backend
+        self.chat_template = chat_template
+        self.special_tokens = dict(special_tokens or {})
+        self.split_special = split_special
+        backend.no_truncation()
+        backend.no_padding()
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens without text in an answer: those that the file marks, and those that have a name."""
+        added = self.backend.get_added_tokens_decoder()
+        named = set(self.special_tokens.values())
+        return frozenset(each for each, token in added.items() if token.special or token.content in named)
+
+    def get_vocab(self) -> dict[str, int]:
+        """Every token's id, by its text."""
+        return dict(self.backend.get_vocab(with_added_tokens=True))
+
+    def encode(self, text: str, *, begin: bool = False) -> list[int]:
+        """Token ids of a text, in which the text of a special token becomes that token. With `begin`, with what stands
+        before and behind a prompt, such as a beginning token."""
+        token_ids: list[int] = self.backend.encode(text, add_special_tokens=begin).ids
+        return token_ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens that begin one, without special tokens."""
+        visible = [token for token in token_ids if token not in self.special_ids]
+        return str(self.backend.decode(visible, skip_special_tokens=True))
+
+    def name(self, token_id: int) -> bytes:
+        """The text of one token, as it is behind other text; of a special token, that of its name. Bytes, since it may
+        be a part of a character. Empty for an id that is no token's."""
+        if self._table is not None and (known := self._table.middle.get(token_id)) is not None:
+            return known
+        text = self.backend.id_to_token(token_id)
+        if text is None or token_id in self.special_ids or self._table is not None:
+            return (text or "").encode()
+        return str(self.backend.decode([token_id], skip_special_tokens=True)).encode()
+
+    def detokenizer(self, prompt: Sequence[int] = (), *, show_special: bool = False) -> Detokenizer:
+        """Decodes an answer to `prompt`; with `show_special`, special tokens have the text of their names."""
+        end = self._visible_end(prompt)
+        table = self._shown_table if show_special else self._table
+        if table is None:
+            hidden: frozenset[int] = frozenset() if show_special else self.special_ids
+            return WindowDetokenizer(self.backend, hidden, end)
+        begins = not end or (self._sections_begin_with_space and prompt[-1] in self.special_ids)
+        return TableDetokenizer(self.backend, table, end, begins=begins)
+
+    def answer(self, prompt: Sequence[int] = (), stop: Sequence[str] = (), *, show_special: bool = False) -> AnswerText:
+        """The text of an answer to `prompt`, up to the first of `stop`; with `show_special`, special tokens have the
+        text of their names."""
+        # Special tokens that are shown are found as text.
+        special = self._special_by_length if stop and not show_special else ()
+        return AnswerText(self.detokenizer(prompt, show_special=show_special), StopStrings(stop, special))
+
+    @cached_property
+    def _special_by_length(self) -> tuple[tuple[str, int], ...]:
+        names = [(self.backend.id_to_token(token_id) or "", token_id) for token_id in self.special_ids]
+        return tuple(sorted((pair for pair in names if pair[0]), key=lambda pair: -len(pair[0])))
+
+    @cached_property
+    def _table(self) -> TokenBytes | None:
+        return token_bytes(self.backend, self.special_ids)
+
+    @cached_property
+    def _shown_table(self) -> TokenBytes | None:
+        if self._table is None:
+            return None
+        names = {token_id: text.encode() for text, token_id in self._special_by_length}
+        return replace(self._table, middle={**self._table.middle, **names})
+
+    @cached_property
+    def _sections_begin_with_space(self) -> bool:
+        """Whether encoding puts a space before text that follows a special token, as SentencePiece does, so that an
+        answer's first space there is none of its own."""
+        if self._table is None or self._table.starts_alike:
+            return False
+        for token_id in self.special_ids:
+            ids = self.encode((self.backend.id_to_token(token_id) or "") + "a")
+            if len(ids) > 1 and ids[0] == token_id and not self._is_word_piece:
+                return self._table.middle.get(ids[1], b"").startswith(b" ")
+        return False
+
+    @property
+    def _is_word_piece(self) -> bool:
+        # Its decoder puts a space before every word, whatever the encoding found there.
+        return self.backend.decoder is None or type(self.backend.decoder).__name__ == "WordPiece"
+
+    def _visible_end(self, prompt: Sequence[int]) -> list[int]:
+        """The last tokens of a prompt that have text."""
+        end: list[int] = []
+        for token in reversed(prompt):
+            if len(end) == PROMPT_TOKENS:
+                break
+            if token not in self.special_ids and self.backend.id_to_token(token) is not None:
+                end.append(token)
+        return end[::-1]
+
+
+class AnswerText:
+    """The text of one answer: decoded as it comes, and cut at the first stop string."""
+
+    def __init__(self, detokenizer: Detokenizer, stops: StopStrings) -> None:
+        self._detokenizer = detokenizer
+        self._stops = stops
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._stops.matched
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Text that is certain now. Empty after a stop string."""
+        if not self._stops:
+            return self._detokenizer.push(ids)
+        # One by one, because the stop string that ends first counts, which several tokens at once would hide.
+        return "".join([self._stops.push(self._decoded(token)) for token in ids])
+
+    def finish(self) -> str:
+        """The text still held back, at the end of the output."""
+        return self._stops.push(self._detokenizer.finish(), final=True)
+
+    def _decoded(self, token: int) -> str:
+        return self._stops.marks.get(token) or self._detokenizer.push((token,))
