@@ -245,7 +245,7 @@ async def test_process_answers_while_it_loads_and_stops_when_told(
             await asyncio.wait_for(ready(channel, "liveness"), HUNG_SECONDS)
             error = await refused(target_pb2_grpc.TargetServiceStub(channel).Generate(ASKED))
             assert error.details() == "the model is being loaded"
-            checked, processes = 0, 2 if arrangement == "own" else 1
+            checked = 0
             async with asyncio.timeout(HUNG_SECONDS):
                 # All the while that PyTorch is imported, and after.
                 while checked < 5:
@@ -254,7 +254,7 @@ async def test_process_answers_while_it_loads_and_stops_when_told(
                         await stub.Check(health_pb2.HealthCheckRequest(), timeout=HUNG_SECONDS)
                     ).status == NOT_SERVING
                     await asyncio.sleep(0.1)
-                    checked += len(list(tmp_path.glob("*.stuck"))) >= processes
+                    checked += bool(list(tmp_path.glob("*.stuck")))
         process.send_signal(number)
         assert process.stderr is not None
         said = (await asyncio.wait_for(process.stderr.read(), HUNG_SECONDS)).decode()
