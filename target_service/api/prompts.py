@@ -31,7 +31,7 @@ _TEMPLATE_PER_MESSAGE, _TEMPLATE_PREAMBLE = 1024, 65536
 class TextEncoder(Protocol):
     """Encodes texts for one model, in a process of their own; see `TextProcess`."""
 
-    def run(self, job: Job) -> list[int]: ...
+    def encode(self, job: Job) -> list[int]: ...
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Prompts:
         if encoder is None:
             raise NotSupported("the model has no tokenizer; send tokens")
         pool = self.lines.long if long else self.lines.short
-        run: Callable[[], list[int]] = partial(encoder.run, job)
+        run: Callable[[], list[int]] = partial(encoder.encode, job)
         try:
             return tuple(await pool.call(tenant, run))
         except TextRefused as refused:

@@ -45,7 +45,7 @@ class TextProcess:
         self._control: socket.socket | None = None
         self._end: weakref.finalize[..., TextProcess] | None = None
 
-    def run(self, job: Job) -> list[int]:
+    def encode(self, job: Job) -> list[int]:
         """The token ids of a job. Raises `TextRefused`."""
         worker = self._worker()
         try:

@@ -196,28 +196,28 @@ def chat(content: str) -> EncodeChat:
 
 
 def test_a_template_that_loops_or_grows_is_ended_and_others_go_on(looping: TextProcess) -> None:
-    expected = looping.run(chat("hello"))
+    expected = looping.encode(chat("hello"))
     for content in ("loop", "grow"):
         with pytest.raises(TextRefused, match=r"too long, or too much memory|too much memory"):
-            looping.run(chat(content))
-        assert looping.run(chat("hello")) == expected
+            looping.encode(chat(content))
+        assert looping.encode(chat("hello")) == expected
 
 
 def test_a_tokenizer_that_takes_for_ever_is_ended_and_others_go_on() -> None:
     process = started(regex=r"(x+x+)+y")
     try:
-        assert process.run(EncodeText("hello"))
+        assert process.encode(EncodeText("hello"))
         with pytest.raises(TextRefused, match="too long"):
-            process.run(EncodeText("x" * 200 + "z"))
-        assert process.run(EncodeText("hello"))
+            process.encode(EncodeText("x" * 200 + "z"))
+        assert process.encode(EncodeText("hello"))
     finally:
         process.close()
 
 
 def test_a_process_that_has_ended_is_started_again(looping: TextProcess) -> None:
-    expected = looping.run(chat("hello"))
+    expected = looping.encode(chat("hello"))
     looping.close()
-    assert looping.run(chat("hello")) == expected
+    assert looping.encode(chat("hello")) == expected
 
 
 @pytest.mark.parametrize(

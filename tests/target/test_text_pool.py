@@ -133,7 +133,7 @@ class Counting:
     def __init__(self) -> None:
         self.asked: list[threading.Thread] = []
 
-    def run(self, _job: Job) -> list[int]:
+    def encode(self, _job: Job) -> list[int]:
         self.asked.append(threading.current_thread())
         return [1]
 
@@ -177,11 +177,11 @@ async def test_short_texts_pass_long_ones(model_tokenizer: Any) -> None:
     held = Held()
 
     class Slow(Counting):
-        def run(self, _job: Job) -> list[int]:
+        def encode(self, _job: Job) -> list[int]:
             assert isinstance(_job, EncodeText)
             if len(_job.text) > 100:
                 held.work("long")()
-            return super().run(_job)
+            return super().encode(_job)
 
     encoding = prompts(Slow(), model_tokenizer)
     long = [asyncio.create_task(encoding.token_ids(pb.GenerateRequest(text="a" * 2500), "loud")) for _ in range(5)]
