@@ -28,7 +28,7 @@ from torch import Tensor
 from benchmarks.shared.gpu_timing import captured_us
 from benchmarks.shared.machine import describe
 from benchmarks.shared.report import parser_of, show, write_json
-from tree_kernels.latent_attention import LatentRows, Rotary, write_latents
+from tree_kernels.latent_attention import LatentRows, RotaryAngles, write_latents
 from tree_kernels.latent_attention.norm_rope import normed, rotated
 from tree_kernels.latent_attention.triton_writing import norm_rope_write_rows
 
@@ -46,7 +46,7 @@ TOLERANCE = 2e-2
 
 class Inputs(NamedTuple):
     rows: LatentRows
-    rotary: Rotary
+    rotary: RotaryAngles
     # [n, pages, page_size, L + P].
     caches: Tensor
     slots: Tensor
@@ -67,7 +67,7 @@ def draw(count: int, heads: int, pairs_out: bool, device: torch.device) -> Input
     rows = LatentRows(normal(count, LATENT + ROTARY), normal(count, heads, PLAIN + ROTARY), normal(LATENT), 1e-6)
     slots = torch.randperm(pages * _PAGE_SIZE, device=device)[:count].to(torch.int32)
     caches = normal(copies, pages, _PAGE_SIZE, LATENT + ROTARY)
-    rotary = Rotary(angles.cos(), angles.sin(), True, pairs_out)
+    rotary = RotaryAngles(angles.cos(), angles.sin(), True, pairs_out)
     return Inputs(rows, rotary, caches, slots, normal(count, heads, LATENT + ROTARY))
 
 

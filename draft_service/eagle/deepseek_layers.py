@@ -24,7 +24,7 @@ _LATENT_EPS = 1e-6
 _LEAST_SUM = 1e-20
 
 
-class LatentAttention(nn.Module):
+class ExpandedLatentAttention(nn.Module):
     """Multi-head latent attention, expanded: the cache holds keys and values of all heads, values padded with zeros to
     the width of keys."""
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from draft_service.checkpoints.vocabulary import check_token_ids
-from draft_service.eagle.deepseek_layers import Experts, LatentAttention
+from draft_service.eagle.deepseek_layers import ExpandedLatentAttention, Experts
 from draft_service.eagle.head_config import HeadConfig
 from draft_service.eagle.layers import FusedLayer, Layer, Rotary
 from draft_service.neural.network import RowOutput
@@ -70,7 +70,7 @@ class EagleHead(nn.Module):
             self.token_norm, self.feature_norm = (
                 nn.RMSNorm(width, config.rms_norm_eps) if config.kind == "mtp" else nn.Identity() for _ in range(2)
             )
-        attention = None if config.latent is None else LatentAttention(config, config.latent)
+        attention = None if config.latent is None else ExpandedLatentAttention(config, config.latent)
         mlp = None if config.experts is None else Experts(config, config.experts)
         first = FusedLayer(config) if fused else Layer(config, 0, attention, mlp)
         self.layers = nn.ModuleList([first, *(Layer(config, layer) for layer in range(1, config.num_layers))])

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from draft_service.neural.network import Network
 
 
-class PagedCache(Pages):
+class DraftCache(Pages):
     """`keys[layer]` and `values[layer]` are [num_pages, page_size, kv_heads, head_dim]."""
 
     def __init__(self, num_pages: int, page_size: int, network: Network) -> None:

@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from draft_service.neural.paged_cache import PagedCache
+from draft_service.neural.paged_cache import DraftCache
 from tree_kernels.attention import AttentionBatch, TreeAttention
 from tree_kernels.paging import write_kv
 
@@ -50,7 +50,7 @@ class TailAttention:
     is dropped, which costs a little arithmetic and no projection, MLP or logits.
     """
 
-    def __init__(self, attention: TreeAttention, cache: PagedCache, parts: Sequence[TailPart]) -> None:
+    def __init__(self, attention: TreeAttention, cache: DraftCache, parts: Sequence[TailPart]) -> None:
         batch = AttentionBatch(
             query_starts=tuple(accumulate((part.rows for part in parts), initial=0)),
             prefix_lengths=tuple(part.prefix for part in parts),
@@ -81,7 +81,7 @@ def fresh_rows(parts: Sequence[TailPart]) -> list[int]:
     return [row for part, end in zip(parts, ends, strict=True) for row in range(end - part.new, end)]
 
 
-def fresh_slots(parts: Sequence[TailPart], cache: PagedCache) -> list[int]:
+def fresh_slots(parts: Sequence[TailPart], cache: DraftCache) -> list[int]:
     """Cache slots of the new rows."""
     slots: list[int] = []
     for part in parts:

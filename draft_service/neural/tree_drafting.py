@@ -31,7 +31,7 @@ from draft_service.neural.level_growth import (
     make_forest,
 )
 from draft_service.neural.network import Network, RootStates, RowOutput
-from draft_service.neural.paged_cache import PagedCache
+from draft_service.neural.paged_cache import DraftCache
 from draft_service.neural.tail_attention import PassRows, TailAttention, TailPart
 from draft_service.neural.tree_config import TreeShape
 from draft_service.noise import first_coin
@@ -73,7 +73,7 @@ class TreeDrafting:
         self.network = network
         self.shape = config.tree
         self._max_rows = config.max_rows
-        self.cache = PagedCache(config.kv_tokens // config.page_size, config.page_size, network)
+        self.cache = DraftCache(config.kv_tokens // config.page_size, config.page_size, network)
         self.states = RootStates(self.cache.num_pages, network.device)
         on_cpu = network.device.type == "cpu"
         self._attention = TreeAttention("torch" if on_cpu else "triton", network.device)

@@ -17,7 +17,7 @@ from draft_service.eagle.fused_head import FusedHead, can_be_fused, fused
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_drafter import HeadNetwork
 from draft_service.neural.cuda_graphs.attention import StaticAttend
-from draft_service.neural.paged_cache import PagedCache
+from draft_service.neural.paged_cache import DraftCache
 from tree_kernels.linear import Norm, RowLinears, ScaledRows, many_row_linears, row_linears
 
 FUSED: dict[str, dict[str, Any]] = {
@@ -59,7 +59,7 @@ def both(head: EagleHead, own: FusedHead) -> list[list[Tensor]]:
     slots = torch.tensor([6, 1, 0, 7, 9], dtype=torch.int32, device=weight.device)
     found = []
     for forward in (head, own.forward):
-        cache = PagedCache(3, 4, HeadNetwork(head))
+        cache = DraftCache(3, 4, HeadNetwork(head))
         for pool in (*cache.keys, *cache.values):
             pool.zero_()
         output = forward(tokens, features, positions, StaticAttend(cache, slots, own_slot(slots)))

@@ -16,7 +16,7 @@ from conftest import Spec, make_latent_case
 
 from tree_kernels.attention.triton_planning import TritonSettings
 from tree_kernels.attention.triton_tiling import Tiling
-from tree_kernels.latent_attention import LatentAttention, LatentRows, Rotary, expanded_values, norm_rope
+from tree_kernels.latent_attention import LatentAttention, LatentRows, RotaryAngles, expanded_values, norm_rope
 from tree_kernels.latent_attention.norm_rope import normed, rotated
 from tree_kernels.latent_attention.triton_backend import TritonLatentAttention
 from tree_kernels.latent_attention.triton_writing import norm_rope_write_rows
@@ -153,7 +153,7 @@ def norm_rope_write_errors() -> dict[str, float]:
             expected = cache.clone(), absorbed.clone()
             kept = [0, 2, 3, 4]
             own = LatentRows(rows.vectors[kept], rows.queries[kept], rows.weight, rows.epsilon)
-            turns = Rotary(rotary.cosines[kept], rotary.sines[kept], pairs_in, pairs_out)
+            turns = RotaryAngles(rotary.cosines[kept], rotary.sines[kept], pairs_in, pairs_out)
             flat = expected[0].flatten(0, 1)
             flat[slots[kept].long(), :latent] = normed(own.vectors[:, :latent], own.weight, own.epsilon)
             flat[slots[kept].long(), latent:] = rotated(own.vectors[:, latent:], turns)
@@ -169,7 +169,7 @@ def norm_rope_write_errors() -> dict[str, float]:
 
 def norm_rope_inputs(
     heads: int, latent: int, half: int, dtype: torch.dtype, pairs_in: bool, pairs_out: bool
-) -> tuple[LatentRows, Rotary, torch.Tensor, torch.Tensor]:
+) -> tuple[LatentRows, RotaryAngles, torch.Tensor, torch.Tensor]:
     """Five rows, as views of wider tensors, with angles whose neighbours are two apart."""
     plain = 6
 
@@ -180,7 +180,7 @@ def norm_rope_inputs(
     rows = LatentRows(
         normal(5, latent + 2 * half + 3)[:, :-3], normal(5, heads, plain + 2 * half), normal(latent), 1e-6
     )
-    rotary = Rotary(angles[..., 0], angles[..., 1], pairs_in, pairs_out)
+    rotary = RotaryAngles(angles[..., 0], angles[..., 1], pairs_in, pairs_out)
     return rows, rotary, normal(4, 16, latent + 2 * half), normal(5, heads, latent + 2 * half)
 
 

@@ -13,7 +13,7 @@ from tree_kernels.latent_attention import (
     HeadProjections,
     LatentAttention,
     LatentRows,
-    Rotary,
+    RotaryAngles,
     expanded_values,
     norm_rope_write,
     write_latents,
@@ -107,7 +107,7 @@ def test_rows_are_normed_turned_and_written(pairs_in: bool, pairs_out: bool) -> 
     count, heads, latent, half, plain = 4, 3, 10, 4, 6
     rows = LatentRows(torch.randn(count, latent + 8), torch.randn(count, heads, plain + 8), torch.randn(latent), 1e-6)
     angles = torch.randn(count, half)
-    rotary = Rotary(angles.cos(), angles.sin(), pairs_in, pairs_out)
+    rotary = RotaryAngles(angles.cos(), angles.sin(), pairs_in, pairs_out)
     cache, slots = torch.randn(4, 16, latent + 8), torch.tensor([33, 0, 63, 17])
     absorbed = torch.randn(count, heads, latent + 8)
     untouched, before = absorbed[..., :latent].clone(), cache.clone()
@@ -132,7 +132,7 @@ def test_rows_are_normed_turned_and_written(pairs_in: bool, pairs_out: bool) -> 
 
 def test_rows_that_cannot_be_turned_are_refused() -> None:
     rows = LatentRows(torch.randn(2, 18), torch.randn(2, 3, 14), torch.randn(10), 1e-6)
-    rotary = Rotary(torch.ones(2, 4), torch.ones(2, 4), True, True)
+    rotary = RotaryAngles(torch.ones(2, 4), torch.ones(2, 4), True, True)
     cache, slots, absorbed = torch.zeros(1, 16, 18), torch.tensor([0, 1]), torch.zeros(2, 3, 18)
     with pytest.raises(ValueError, match="an even rotary width"):
         norm_rope_write(replace(rows, vectors=torch.randn(2, 17)), rotary, cache, slots, absorbed)

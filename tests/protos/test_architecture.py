@@ -72,11 +72,6 @@ MAX_FOLDER_FILES = 14
 MAX_KERNEL_LINES = 80
 KERNEL_DECORATORS = ("compiled", "triton.jit")
 
-# Classes of several packages with one name: a search for the name finds both. None is added here.
-SHARED_CLASS_NAMES = {
-    "Checkpoint", "CheckpointRefused", "FusedLayer", "LatentAttention", "PagedCache", "Rotary",
-    "Router",
-}  # fmt: skip
 # Names of methods that say nothing without their class. Each is kept for the families that give it one meaning.
 VAGUE_METHODS = {
     # What a step committed, or arrived from the target: the frame of that name.
@@ -256,7 +251,7 @@ def test_functions_are_short() -> None:
 def test_no_class_name_is_used_twice() -> None:
     """What a search for a class finds is that class."""
     names = Counter(node.name for source in MODULES for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef))
-    assert {name for name, count in names.items() if count > 1} <= SHARED_CLASS_NAMES
+    assert {name for name, count in names.items() if count > 1} == set()
 
 
 def test_methods_say_what_they_do() -> None:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from draft_service.neural.paged_cache import PagedCache
+from draft_service.neural.paged_cache import DraftCache
 from tree_kernels.attention import AttentionBatch, plan_integers
 from tree_kernels.device_event import DeviceEvent
 from tree_kernels.paging import write_kv
@@ -31,7 +31,7 @@ _TORCH_TYPES = {
 }
 
 
-def capacity(sequences: int, tail: int, cache: PagedCache, *, tree: bool) -> AttentionBatch:
+def capacity(sequences: int, tail: int, cache: DraftCache, *, tree: bool) -> AttentionBatch:
     """The largest batch of a plan: tails of `tail` rows on average, and every page of the cache."""
     chain = tuple(max(0, row - 1) for row in range(tail))
     return AttentionBatch(
@@ -46,7 +46,7 @@ def capacity(sequences: int, tail: int, cache: PagedCache, *, tree: bool) -> Att
 class StaticAttend:
     """Attention of a static pass, see `TailAttention`. Callers that write keys and values use `seen` alone."""
 
-    def __init__(self, cache: PagedCache, slots: Tensor, run: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, cache: DraftCache, slots: Tensor, run: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
         """`slots` [R] of the rows, -1 for free rows; `run` attends, given queries and a layer's keys and values."""
         self.slots = slots
         self._cache, self._run = cache, run

@@ -5,7 +5,7 @@ keeps latent and rotary key; the projections are absorbed into queries before at
 """
 
 from tree_kernels.latent_attention.dispatch import LatentAttention, LatentBackend
-from tree_kernels.latent_attention.norm_rope import LatentRows, Rotary, norm_rope_write, write_latents
+from tree_kernels.latent_attention.norm_rope import LatentRows, RotaryAngles, norm_rope_write, write_latents
 from tree_kernels.latent_attention.projections import HeadProjections, absorb_into, absorbed_queries, expanded_values
 from tree_kernels.latent_attention.reference import attend_expanded
 
@@ -14,7 +14,7 @@ __all__ = [
     "LatentAttention",
     "LatentBackend",
     "LatentRows",
-    "Rotary",
+    "RotaryAngles",
     "absorb_into",
     "absorbed_queries",
     "attend_expanded",

@@ -14,7 +14,7 @@ from tree_kernels.paging import write_kv
 
 
 @dataclass(frozen=True, slots=True)
-class Rotary:
+class RotaryAngles:
     """Angles by which each row's rotary parts are rotated, and their layout.
 
     Elements are rotated in pairs. Of P elements, a pair is 2 i and 2 i + 1 (interleaved: `pairs`), or i and P / 2 + i
@@ -38,7 +38,7 @@ class LatentRows:
     epsilon: float  # of the norm
 
 
-def norm_rope_write(rows: LatentRows, rotary: Rotary, cache: Tensor, slots: Tensor, absorbed: Tensor) -> None:
+def norm_rope_write(rows: LatentRows, rotary: RotaryAngles, cache: Tensor, slots: Tensor, absorbed: Tensor) -> None:
     """Write normed latents and rotated keys into the cache, and the rotated parts of queries into `absorbed`.
 
     Sums and rotations are computed in fp32. As in the models' own code, normed latents are rounded before they are
@@ -78,7 +78,7 @@ def normed(latents: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return weight * scaled.to(latents.dtype)
 
 
-def rotated(parts: Tensor, rotary: Rotary) -> Tensor:
+def rotated(parts: Tensor, rotary: RotaryAngles) -> Tensor:
     """Rotary embedding of [R, P] or [R, H, P], in their dtype."""
     wide = parts.float()
     first, second = (wide[..., 0::2], wide[..., 1::2]) if rotary.pairs_in else wide.chunk(2, dim=-1)
@@ -89,7 +89,7 @@ def rotated(parts: Tensor, rotary: Rotary) -> Tensor:
     return both.to(parts.dtype)
 
 
-def _check(rows: LatentRows, rotary: Rotary, cache: Tensor, slots: Tensor, absorbed: Tensor) -> None:
+def _check(rows: LatentRows, rotary: RotaryAngles, cache: Tensor, slots: Tensor, absorbed: Tensor) -> None:
     count, width = rows.vectors.shape
     latent, heads = len(rows.weight), rows.queries.shape[1]
     half = (width - latent) // 2

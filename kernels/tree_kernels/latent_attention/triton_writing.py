@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from tree_kernels.latent_attention.norm_rope import LatentRows, Rotary
+    from tree_kernels.latent_attention.norm_rope import LatentRows, RotaryAngles
 
 
 @triton.jit
@@ -68,7 +68,9 @@ def _norm_rope_write_kernel(  # type: ignore[no-untyped-def]
 _HEADS_EACH = 16
 
 
-def norm_rope_write_rows(rows: LatentRows, rotary: Rotary, cache: Tensor, slots: Tensor, absorbed: Tensor) -> None:
+def norm_rope_write_rows(
+    rows: LatentRows, rotary: RotaryAngles, cache: Tensor, slots: Tensor, absorbed: Tensor
+) -> None:
     """See `norm_rope.norm_rope_write`, which has checked the shapes. Rows whose slot is negative are left out of the
     cache."""
     count, heads, width = rows.queries.shape

@@ -16,7 +16,7 @@ from tree_kernels.latent_attention import (
     HeadProjections,
     LatentAttention,
     LatentRows,
-    Rotary,
+    RotaryAngles,
     absorb_into,
     expanded_values,
     norm_rope_write,
@@ -81,12 +81,14 @@ class LatentHeads(nn.Module):
     def _attend(self, query: Tensor, vectors: Tensor, angles: Angles, step: PagedPass) -> Tensor:
         """[R, heads * V]. Not compiled: layers differ in their number, and not in the parts around it."""
         half = self.spec.rotary.width // 2
-        rotary = Rotary(angles.cosines[:, :half], angles.sines[:, :half], self.spec.rotary.interleaved, pairs_out=False)
+        rotary = RotaryAngles(
+            angles.cosines[:, :half], angles.sines[:, :half], self.spec.rotary.interleaved, pairs_out=False
+        )
         if isinstance(step.attention, LatentAttention):
             return self._attend_latents(query, vectors, rotary, step)
         return self._attend_expanded(query, vectors, rotary, step)
 
-    def _attend_latents(self, query: Tensor, vectors: Tensor, rotary: Rotary, step: PagedPass) -> Tensor:
+    def _attend_latents(self, query: Tensor, vectors: Tensor, rotary: RotaryAngles, step: PagedPass) -> Tensor:
         spec, weight = self.spec, self.expanding.plain
         norm = self.latent_norm.weight
         assert weight is not None and norm is not None
@@ -99,7 +101,7 @@ class LatentHeads(nn.Module):
         attended = step.attention.run(step.plan, absorbed, cache, spec.latent, spec.scaling)
         return expanded_values(attended, projections).flatten(1)
 
-    def _attend_expanded(self, query: Tensor, vectors: Tensor, rotary: Rotary, step: PagedPass) -> Tensor:
+    def _attend_expanded(self, query: Tensor, vectors: Tensor, rotary: RotaryAngles, step: PagedPass) -> Tensor:
         spec = self.spec
         query = torch.cat([query[..., : spec.plain], rotated(query[..., spec.plain :], rotary)], dim=-1)
         turned = rotated(vectors[:, spec.latent :], rotary)[:, None].expand(-1, spec.heads, -1)
