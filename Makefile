@@ -56,7 +56,7 @@ test: install build/.compiled
 test-full: install build/.compiled
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --rerun-failed-alone --hypothesis-profile others --durations 20 -m "not gpu and not compose and not sdk and not install and not chaos"
 
-# make test-chaos    a thousand fault runs, a million frames, a soak, attacks; an hour on two cores, figures in build/chaos
+# make test-chaos    a thousand fault runs, a million frames, two soaks of an hour, attacks; three hours on two cores, figures in build/chaos
 .PHONY: test-chaos
 test-chaos: export OMP_NUM_THREADS := 1
 test-chaos: export OUTRIDER_CHAOS_RESULTS := build/chaos

@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 from waits import HUNG_SECONDS
 
-from outrider.runtime import prepare_grpc
+from outrider.runtime import prepare_grpc, prepare_onednn
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # Of prctl(2): the signal that a process gets when the one that forked it ends.
@@ -108,6 +108,7 @@ def _start_fork_server() -> None:
     """Once in a process, with what services import. CPython 3.11's does not look where this process imports from, and
     passes over what it does not find."""
     prepare_grpc()
+    prepare_onednn()
     _CONTEXT.set_forkserver_preload(list(PRELOADED))
     with _STARTING:
         own = os.environ.get("PYTHONPATH")
