@@ -55,6 +55,8 @@ class ModelRunner:
     def __post_init__(self) -> None:
         network = self.network
         self.vocabulary_size = network.vocabulary_size
+        # Others never come, and must not be looked up.
+        self.end_token_ids = tuple(token for token in self.end_token_ids if 0 <= token < self.vocabulary_size)
         self._last_position = network.longest_context - 1
         # [MAX_SEQUENCES] int32: tokens that are not on the host yet, written and read on the device.
         self.pending = torch.zeros(MAX_SEQUENCES, dtype=torch.int32, device=network.device)

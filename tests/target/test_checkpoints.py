@@ -230,6 +230,12 @@ class TestTensors:
         change(folder, lambda tensors: tensors.pop(name))
         assert f"experts are missing: {name}" in refusal(folder)
 
+    def test_one_expert_of_another_shape(self, folder_of: FolderOf) -> None:
+        folder = folder_of("qwen3_moe", num_experts=8)
+        name = "model.layers.1.mlp.experts.5.up_proj.weight"
+        change(folder, lambda tensors: tensors.update({name: tensors[name].T.contiguous()}))
+        assert f"experts of one layer differ in shape: {name} is " in refusal(folder)
+
     def test_an_expert_with_another_number(self, folder_of: FolderOf) -> None:
         """There are as many as the config has, and one is not where it belongs."""
         folder = folder_of("qwen3_moe", num_experts=8)
@@ -317,6 +323,12 @@ class TestFiles:
         else:
             (folder / name).mkdir()
         assert refusal(folder) == f"{name} is no regular file but {kind}"
+
+    @pytest.mark.parametrize("target", ["/absent", WEIGHTS])
+    def test_a_link_to_nothing(self, target: str, folder: Path) -> None:
+        (folder / WEIGHTS).unlink()
+        (folder / WEIGHTS).symlink_to(target)
+        assert refusal(folder) == f"{WEIGHTS} is a link to a file that is not there"
 
     def test_a_file_that_is_cut_short(self, folder: Path) -> None:
         path = folder / WEIGHTS
@@ -555,6 +567,8 @@ class TestConfiguration:
             {"num_key_value_heads": 3},
             {"hidden_act": "no such"},
             {"model_type": "no such"},
+            {"model_type": None},
+            {"model_type": ["llama"]},
             {"architectures": "LlamaForCausalLM"},
             {"rope_parameters": {"rope_type": "no such"}},
             {"rope_parameters": [1]},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,12 @@ def model_folder(tmp_path: Path, byte_tokenizer: Any) -> Path:
 
 
 class TestLoading:
+    def test_ends_outside_of_the_vocabulary_are_none(self, model_folder: Path) -> None:
+        path = model_folder / "generation_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [2, -1, 300, 10**12]}))
+        config = TargetConfig(model=str(model_folder), dtype="float32", kv_tokens=64, page_size=16)
+        assert load_runner(config).end_token_ids == (2,)
+
     def test_a_folder_is_loaded_with_its_tokenizer(self, model_folder: Path, byte_tokenizer: Any) -> None:
         config = TargetConfig(model=str(model_folder), dtype="float32", kv_tokens=100, page_size=16, max_context=64)
         runner = load_runner(config)

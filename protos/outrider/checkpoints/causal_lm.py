@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -158,16 +158,18 @@ def _check_names(used: Iterable[str], skeleton: PreTrainedModel) -> None:
         )
 
 
-def _check_experts(used: Iterable[str]) -> None:
-    """Raise `CheckpointRefused` for an expert that others of its layer have and one has not: transformers stacks those
-    that it finds."""
+def _check_experts(used: Mapping[str, TensorEntry]) -> None:
+    """Raise `CheckpointRefused` for an expert that others of its layer have and one has not, and for one of another
+    shape: transformers stacks those that it finds."""
     numbers: dict[tuple[str, str], set[int]] = defaultdict(set)
     counts: dict[str, int] = defaultdict(int)
-    for name in used:
+    shapes: dict[tuple[str, str], Counter[tuple[int, ...]]] = defaultdict(Counter)
+    for name, entry in used.items():
         if found := _EXPERT.fullmatch(name):
             layer, number, rest = found[1], int(found[2]), found[3]
             numbers[layer, rest].add(number)
             counts[layer] = max(counts[layer], number + 1)
+            shapes[layer, rest][entry.shape] += 1
     missing = {
         f"{layer}.{number}.{rest}"
         for (layer, rest), there in numbers.items()
@@ -177,6 +179,14 @@ def _check_experts(used: Iterable[str]) -> None:
     }
     if missing:
         raise CheckpointRefused(f"experts are missing: {some(missing)}")
+    usual = {part: counter.most_common(1)[0][0] for part, counter in shapes.items()}
+    odd = {
+        f"{name} is {list(entry.shape)}, others {list(usual[found[1], found[3]])}"
+        for name, entry in used.items()
+        if (found := _EXPERT.fullmatch(name)) and entry.shape != usual[found[1], found[3]]
+    }
+    if odd:
+        raise CheckpointRefused(f"experts of one layer differ in shape: {some(odd)}")
 
 
 def _check_ties(used: dict[str, TensorEntry], skeleton: PreTrainedModel) -> None:

@@ -94,6 +94,9 @@ def read_config(folder: Path) -> dict[str, Any]:
             raise CheckpointRefused(f"an embedding model ({name}): it makes vectors, not text")
     if config.get("transformers_weights"):
         raise CheckpointRefused("config.json names its own file of weights (transformers_weights), which is not read")
+    if not isinstance(config.get("model_type"), str):
+        # transformers would guess one from the folder's name.
+        raise CheckpointRefused("config.json has no model_type that is a name")
     _check_architectures(config.get("architectures"))
     if method := quantised_format(folder, config, {}):
         raise CheckpointRefused(quantised_refusal(method))
@@ -146,6 +149,8 @@ def read_headers(folder: Path) -> dict[str, TensorEntry]:
 
 def _weight_files(folder: Path) -> tuple[list[str], Mapping[str, str]]:
     """Names of the files of weights, all there, and the index, empty without one."""
+    if broken := [name for name in (INDEX, WEIGHTS) if (folder / name).is_symlink() and not (folder / name).exists()]:
+        raise CheckpointRefused(f"{some(broken)} is a link to a file that is not there")
     if not (folder / INDEX).exists():
         if not (folder / WEIGHTS).exists():
             raise CheckpointRefused(_without_weights(folder))

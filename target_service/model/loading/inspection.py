@@ -47,7 +47,7 @@ def refusal_of(folder: Path) -> str:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     from outrider.checkpoints.causal_lm import read_configuration
-    from target_service.model.support import check_supported, description_of, text_part
+    from target_service.model.support import check_supported, text_part
 
     try:
         read_config(folder)
@@ -56,7 +56,8 @@ def refusal_of(folder: Path) -> str:
     # Of both kinds: not whole, or not served.
     except ValueError as refused:
         return str(refused)
-    if description_of(text_part(config)) is not None:
+    if text_part(config) is not config:
+        # Named after all that it takes; its part for text is one of our layers' families.
         return ""
     architecture = _architecture(folder)
     if architecture and architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
