@@ -37,6 +37,9 @@ from outrider.settings import SettingsError
 log = logging.getLogger(__name__)
 # Reserved of --minutes for the last validation and saving: this multiple of the first validation's time, plus seconds.
 _RESERVE_VALIDATIONS, _RESERVE_SECONDS = 2.0, 3.0
+# Of the time that is left after writing, what one validation may take, of which a run has two at least. Chosen, not
+# measured: most of the time is for training.
+_VALIDATION_SHARE = 0.1
 # Packages whose versions are recorded beside the usual ones.
 _PACKAGES = ("triton", "safetensors")
 # Losses in a record, at most.
@@ -146,7 +149,7 @@ class _TrainingRun:
             group = None if beside is None else beside.group
             trainer = _trainer(config, self.folder, self.texts, teacher, first, group)
             began = time.monotonic()
-            trainer.validate()
+            trainer.validate(_VALIDATION_SHARE * max(0.0, self.budget.part(1.0)))
             reserve = _RESERVE_SECONDS + _RESERVE_VALIDATIONS * (time.monotonic() - began)
             if beside is not None:
                 trainer.synchronise(beside.check)

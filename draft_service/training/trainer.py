@@ -110,9 +110,9 @@ class Trainer:
         for rate in self._group.rates():
             self._step(rate)
 
-    def validate(self) -> Acceptance:
-        """Measure the head, and add the result to `progress.validations`."""
-        found = self._validator.measure(self.head)
+    def validate(self, seconds: float = math.inf) -> Acceptance:
+        """Measure the head, and add the result to `progress.validations`. `seconds` as in `Validator.measure`."""
+        found = self._validator.measure(self.head, seconds)
         progress = self.progress
         where = {"step": progress.step, "seconds": round(progress.seconds, 1), "tokens": progress.tokens}
         progress.validations.append(where | asdict(found))
@@ -127,15 +127,18 @@ class Trainer:
         progress, began = self.progress, time.monotonic()
         first, seconds_before = progress.fraction, progress.seconds
         validated = reported = began
+        # The longest step: the next one may take as long.
+        longest = 0.0
         sums, reported_step = self._no_sums(), progress.step
         while progress.fraction < 1 and progress.step != until:
             rate = rate_at(progress.fraction, self._config.learning_rate, self._config.warmup)
             if self._group is not None:
                 self._group.start_step(rate)
+            step_began = time.monotonic()
             sums += self._step(rate)
-            elapsed = time.monotonic() - began
-            # Without time left this step is the last; with infinite time this term stays at `first`.
-            by_time = first + (1 - first) * elapsed / max(seconds, 1e-9)
+            elapsed, longest = time.monotonic() - began, max(longest, time.monotonic() - step_began)
+            # Without time left for another this step is the last; with infinite time this term stays at `first`.
+            by_time = 1.0 if elapsed + longest > seconds else first + (1 - first) * elapsed / max(seconds, 1e-9)
             batches = progress.epoch * self._per_epoch + progress.index
             progress.fraction = max(batches / self._total, by_time)
             progress.seconds = seconds_before + elapsed

@@ -7,6 +7,9 @@ read when drafting.
 
 from __future__ import annotations
 
+import logging
+import math
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +22,7 @@ from draft_service.training.loss import most_probable
 from draft_service.training.unrolling import Head, lm_heads, lm_inputs
 from outrider.distillation import Reader
 
+log = logging.getLogger(__name__)
 # Guesses of a chain.
 DEPTH = 7
 # At most one in this many greedy texts is held back, but one at least.
@@ -61,9 +65,18 @@ class Validator:
         ]
 
     @torch.inference_mode()
-    def measure(self, head: Head) -> Acceptance:
-        """Draft a chain from every place of every text."""
-        matches, agreeing = zip(*(self._matches(head, batch) for batch in self._batches), strict=True)
+    def measure(self, head: Head, seconds: float = math.inf) -> Acceptance:
+        """Draft a chain from every place of every text, or of as many batches of them as take `seconds`, at least one:
+        these are then measured from now on, so that results can be compared."""
+        began, found = time.monotonic(), list[tuple[Tensor, Tensor]]()
+        for batch in self._batches:
+            if found and time.monotonic() - began >= seconds:
+                break
+            found.append(self._matches(head, batch))
+        if len(found) < len(self._batches):
+            log.info("validation takes %d of %d batches, in the time that there is", len(found), len(self._batches))
+            del self._batches[len(found) :]
+        matches, agreeing = zip(*found, strict=True)
         return acceptance_of(torch.cat(matches).cpu(), torch.cat(agreeing).cpu())
 
     def _matches(self, head: Head, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -267,6 +267,32 @@ def test_minutes_bound_the_whole(tmp_path: Path, model: Path, monkeypatch: pytes
     assert record["training"]["steps"] >= 1
 
 
+def test_minutes_bound_the_whole_where_every_pass_is_slow(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Validations took as long as they do, and one more step was begun whatever the last one took."""
+    clock = FakeClock(1e-3).install(monkeypatch)
+    matches, step = Validator._matches, Trainer._step
+
+    def slow_matches(self: Validator, *given: Any) -> Any:
+        clock.pass_by(10.0)
+        return matches(self, *given)
+
+    def slow_step(self: Trainer, rate: float) -> Tensor:
+        clock.pass_by(15.0)
+        return step(self, rate)
+
+    monkeypatch.setattr(Validator, "_matches", slow_matches)
+    monkeypatch.setattr(Trainer, "_step", slow_step)
+    # Writing takes a part of these two minutes, by the looks at the clock.
+    sizes = {"tokens": "4k", "validation": 8, "batch_tokens": 96, "epochs": 1e6, "writing_share": 0.25}
+    config = config_of(model, tmp_path, minutes=2.0, **sizes)
+    train_head(config, COMMAND)
+    record = json.loads((config.out_folder / "training.json").read_text())
+    assert record["finished"] and record["training"]["steps"] >= 1
+    assert record["seconds"]["all"] <= 120
+
+
 def test_prompts_from_a_file_are_answered_by_several_writers(tmp_path: Path, model: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n".join(f"prompt {number}" for number in range(8)))

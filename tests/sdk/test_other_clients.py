@@ -117,7 +117,7 @@ async def test_llm(installed: Path, here: Any, tmp_path: Path) -> None:
     assert said[0].strip() and said[0] == said[1]
 
 
-def test_the_page_names_the_versions() -> None:
+async def test_the_page_names_the_versions() -> None:
     """Of what is installed here; the others were tried by hand."""
     pins = dict(line.split("==") for line in (SOURCE / "requirements.txt").read_text().split())
     pins |= json.loads((SOURCE / "package.json").read_text())["dependencies"]
