@@ -27,7 +27,7 @@ def watched(kb_per_minute: float, descriptors: int = 30) -> Watched:
 def test_a_leak_is_found_in_the_noise() -> None:
     sound = {name: watched(0.0).figures() for name in ("target", "engine", "draft", "gateway")}
     assert leaks({"processes": sound}) == []
-    growing = sound | {"engine": watched(2 * MOST_KB_PER_MINUTE).figures()}
+    growing = sound | {"engine": watched(4 * MOST_KB_PER_MINUTE).figures()}
     assert [leak.partition(" keeps")[0] for leak in leaks({"processes": growing})] == ["engine"]
     holding = sound | {"draft": watched(0.0, descriptors=40).figures()}
     assert leaks({"processes": holding}) == ["draft holds 40 descriptors after 30"]
@@ -38,6 +38,14 @@ def test_what_grows_before_the_warm_up_is_no_leak() -> None:
     for number in range(30):
         found.memory[number] -= 1000 * (30 - number)
     assert leaks({"processes": {"engine": found.figures()}}) == []
+
+
+def test_what_has_stopped_growing_is_no_leak() -> None:
+    found = watched(0.0)
+    for number in range(75):
+        found.memory[number] -= 500 * (75 - number)
+    assert found.figures()["kb_per_minute"] > MOST_KB_PER_MINUTE
+    assert leaks({"processes": {"target": found.figures()}}) == []
 
 
 @pytest.mark.chaos
