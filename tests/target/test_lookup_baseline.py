@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from engine_harness import ScriptedDraft, engine_config, knowing_tree, make_runner, plain, request
+from fake_clock import FakeClock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
@@ -111,6 +112,8 @@ def test_the_engine_compares_what_a_draft_brings(
     tiny_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, passes: int
 ) -> None:
     """One that knows the truth makes more than the texts of a random model, which hardly repeat themselves."""
+    # What policies choose goes by what passes take.
+    FakeClock(1e-5).install(monkeypatch)
     wanted = [request([5, 7, 9 + place], 90) for place in range(3)]
     truth = [(*one.token_ids, *plain(tiny_model, one)) for one in wanted]
     runner = make_runner(tiny_model)
