@@ -32,7 +32,8 @@ class Speculation:
     """How drafts are used for one request. None leaves the choice to the target.
 
     It never changes the output, except with `VerificationMode.TYPICAL`, which the target's operator has to allow;
-    `typical` is its rule, with the target's defaults when None. `trees` requests `Chunk.tree`.
+    `typical` is its rule, with the target's defaults when None. `trees` requests `Chunk.tree`,
+    and `token_texts` `Chunk.token_texts`.
     """
 
     enabled: bool | None = None
@@ -41,6 +42,7 @@ class Speculation:
     corpus: str = ""
     typical: TypicalAcceptance | None = None
     trees: bool = False
+    token_texts: bool = False
 
     def to_pb(self) -> target_pb2.SpeculationOptions:
         changed = {"mode": mode_to_pb(self.mode), "typical": typical_to_pb(self.typical)}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from outrider.sampling import FinishReason, TokenLogprobs, VerificationMode
 from outrider.tree import VerifiedTree
@@ -44,6 +44,15 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenText:
+    """The text of one token by itself, as it is behind other text: bytes, since it may be a part of a character. A
+    `special` token has no text in an answer, and is called so."""
+
+    text: bytes
+    special: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """The tokens of one step, or of several consecutive ones.
 
@@ -51,7 +60,8 @@ class Chunk:
     last step. `drafts_by_step` has the drafted tokens of each step, where steps after the first have some. `text` is
     the text completed by these tokens; it may lag behind them by part of a character or of a stop string. `queue_ns`
     and `compute_ns` are measured by the target. `tree` is what the last step verified, where `Speculation.trees` is
-    set and the target has it.
+    set and the target has it. `token_texts` are those of all token ids in the chunk, where `Speculation.token_texts` is
+    set and the target has a tokenizer.
     """
 
     token_ids: tuple[int, ...]
@@ -65,6 +75,7 @@ class Chunk:
     # Version of the weights that generated the tokens; 0 from a target that does not report it.
     model_version: int = 0
     tree: VerifiedTree | None = None
+    token_texts: Mapping[int, TokenText] = field(default_factory=dict)
 
     @property
     def drafted(self) -> tuple[bool, ...]:
@@ -87,6 +98,7 @@ class Chunk:
             drafts_by_step=tuple(pb.drafts_by_step),
             model_version=pb.model_version,
             tree=_tree_from_pb(pb.tree) if pb.HasField("tree") else None,
+            token_texts={token_id: TokenText(each.text, each.special) for token_id, each in pb.token_texts.items()},
         )
 
 

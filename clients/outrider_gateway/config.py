@@ -28,7 +28,6 @@ class GatewayConfig(Settings):
     page: bool = setting(True, "serve the chat page at /")
     allow_host: str = setting("", "names that clients know this server by, commas between; .a.example has all below")
     allow_origin: str = setting("", "origins whose pages may call, such as https://a.example, commas between; * is any")
-    tokenizer: str = setting("", "model or folder whose tokenizer names tokens; the served model's when empty")
 
     max_running: int = setting(256, "answers being written at once; requests for more are refused with 429", ge=1)
     max_choices: int = setting(16, "answers that one request may ask for", ge=1)

@@ -10,7 +10,6 @@ from outrider.admission.prompt_limits import MOST_CONTEXT
 from outrider.errors import OutriderError
 from outrider.model_names import answers_to
 from outrider_client.failures import ServiceUnreachable
-from outrider_client.local.models import find_tokenizer
 from outrider_client.results import TargetInfo
 from outrider_gateway.caller import HttpCaller
 from outrider_gateway.failures import GatewayFailed, Refused, refusal
@@ -23,15 +22,12 @@ logger = logging.getLogger(__name__)
 
 
 class ServedModels:
-    """What the targets report of their models. Tokenizers are looked for on this machine, once each."""
+    """What the targets report of their models."""
 
-    def __init__(self, targets: Targets, tokenizer: str, started: int) -> None:
-        """`tokenizer` names one for all models; empty takes each model's own. `started` is when the gateway did."""
+    def __init__(self, targets: Targets, started: int) -> None:
+        """`started` is when the gateway did."""
         self._targets = targets
-        self._tokenizer = tokenizer
         self._started = started
-        self._texts: dict[str, TokenTexts] = {}
-        self._finding = asyncio.Lock()
 
     @property
     def longest_prompt(self) -> int:
@@ -40,13 +36,10 @@ class ServedModels:
         return max(known, default=MOST_CONTEXT)
 
     async def response_builder(self, request: GenerationRequest) -> ResponseBuilder:
-        """The builder of a request's JSON. While no target has reported its model, tokens have no names but those of a
-        tokenizer that the operator named: the model that a caller names is never looked for."""
+        """The builder of a request's JSON."""
         known = [target.info for target in self._targets.healthy if target.info is not None]
         info = next((info for info in known if answers_to(info.names, request.model)), known[0] if known else None)
-        tokenizer = self._tokenizer or (info.model if info else "")
-        wanted = request.logprobs or request.drafts
-        texts = await self._texts_of(tokenizer) if wanted and tokenizer else TokenTexts(None)
+        texts = TokenTexts()
         if info is None:
             return ResponseBuilder(request, request.model, texts, ())
         return ResponseBuilder(request, info.model, texts, info.end_token_ids)
@@ -75,13 +68,6 @@ class ServedModels:
             if answers_to((entry["id"],), name):
                 return entry
         raise Refused(404, f"the model {name} is not served", param="model", code="model_not_found")
-
-    async def _texts_of(self, named: str) -> TokenTexts:
-        """By the tokenizer of this name, model or folder, looked for once."""
-        async with self._finding:
-            if named not in self._texts:
-                self._texts[named] = TokenTexts(await asyncio.to_thread(find_tokenizer, named))
-        return self._texts[named]
 
     def _entry(self, name: str, info: TargetInfo) -> dict[str, Any]:
         return {

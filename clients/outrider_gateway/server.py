@@ -61,7 +61,7 @@ class GatewayServer:
                 load_bound=config.load_bound,
                 start_seconds=config.target_start_seconds,
             )
-            models = ServedModels(targets, config.tokenizer, int(time.time()))
+            models = ServedModels(targets, int(time.time()))
             self.application = Application(config, targets, models, GatewayMetrics())
             self._server = _Uvicorn(_uvicorn_config(config, self.application))
             # From here on it may be told to drain.

@@ -1,4 +1,4 @@
-"""What tokens are called in answers. The contract has ids; names come from a tokenizer, where it is at hand."""
+"""What tokens are called in answers, by the texts that come with a target's chunks."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from typing import Any
 
 from outrider.sampling import TokenLogprobs
 from outrider.tree import VerifiedTree
-from outrider_client.local.models import Tokenizer
 from outrider_client.results import Chunk
 from outrider_client.terminal.painting import Painter
 
-_REPLACEMENT = "\ufffd"
 # What /v1/completions lists of tokens.
 _LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
 class TokenTexts:
-    """Names of tokens; `token_id:17` without a tokenizer."""
+    """Names of the tokens of one request; `token_id:17` from a target without a tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self) -> None:
+        self._texts: dict[int, bytes] = {}
 
     def name(self, token_id: int) -> str:
-        return f"token_id:{token_id}" if self._tokenizer is None else self._tokenizer.decode((token_id,))
+        text = self._texts.get(token_id)
+        return f"token_id:{token_id}" if text is None else text.decode(errors="replace")
 
     def chat(self, chunk: Chunk, hidden: Iterable[int]) -> list[dict[str, Any]]:
         """The chunk's tokens as /v1/chat/completions lists them, but for those in `hidden`, which have no text."""
+        self._add(chunk)
         return [
             {**self._entry(token_id, entry.logprob), "top_logprobs": [self._entry(*top) for top in entry.top]}
             for token_id, entry in _visible(chunk, hidden)
@@ -34,6 +34,7 @@ class TokenTexts:
 
     def completion(self, chunk: Chunk, hidden: Iterable[int], offset: int) -> dict[str, list[Any]]:
         """The same as /v1/completions lists them; `offset` is how much text stood before the first."""
+        self._add(chunk)
         lists: dict[str, list[Any]] = {name: [] for name in _LISTS}
         for token_id, entry in _visible(chunk, hidden):
             name = self.name(token_id)
@@ -41,11 +42,12 @@ class TokenTexts:
             lists["token_logprobs"].append(entry.logprob)
             lists["top_logprobs"].append({self.name(top): logprob for top, logprob in entry.top})
             lists["text_offset"].append(offset)
-            offset += 0 if self._tokenizer is None else len(name)
+            offset += len(name) if token_id in self._texts else 0
         return lists
 
     def tree(self, chunk: Chunk, tree: VerifiedTree) -> dict[str, Any]:
         """What the last step verified, and the model's own token behind it; null where the answer ended before it."""
+        self._add(chunk)
         own = bool(chunk.token_ids) and not chunk.drafted[-1]
         return {
             "tokens": [self.name(token_id) for token_id in tree.token_ids],
@@ -56,13 +58,14 @@ class TokenTexts:
 
     def pieces(self) -> Painter:
         """For telling drafted text from the model's own, in one answer."""
-        return Painter(self._tokenizer)
+        return Painter()
+
+    def _add(self, chunk: Chunk) -> None:
+        self._texts.update({token_id: token.text for token_id, token in chunk.token_texts.items()})
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        name = self.name(token_id)
-        # Part of a character has bytes, but none that its text shows.
-        exact = self._tokenizer is not None and _REPLACEMENT not in name
-        return {"token": name, "logprob": logprob, "bytes": list(name.encode()) if exact else None}
+        text = self._texts.get(token_id)
+        return {"token": self.name(token_id), "logprob": logprob, "bytes": None if text is None else list(text)}
 
 
 def merged(parts: Sequence[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:

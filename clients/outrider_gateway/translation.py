@@ -96,7 +96,7 @@ def _completed(
     speculation, drafts = _extension(fields)
     request = replace(
         request,
-        speculation=speculation,
+        speculation=replace(speculation, token_texts=request.logprobs or drafts),
         drafts=drafts,
         model=fields.short_text("model"),
         choices=choices,

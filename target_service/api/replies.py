@@ -13,6 +13,7 @@ from outrider.weight_updates import WeightsUpdated
 from outrider.wire.same_names import shared_fields
 from outrider.wire.trees import DRAFT_REFUSED_KEY, mode_to_pb, status_of
 from target_service.core.sequence import SequenceFinished, SequenceRequest, StepVerdict
+from target_service.text.tokenizer import ModelTokenizer
 
 _REASONS = {reason: pb.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason}
 
@@ -46,6 +47,16 @@ def chunk(verdict: StepVerdict, text: str) -> pb.GenerateResponse:
         ),
         timings=_timings(verdict),
     )
+
+
+def add_token_texts(response: pb.GenerateResponse, tokenizer: ModelTokenizer) -> None:
+    """Add the text of every token of a chunk, of its log-probabilities and of its tree."""
+    chunk = response.chunk
+    ids = {*chunk.token_ids, *chunk.tree.tree.token_ids}
+    ids.update(top.token_id for entry in chunk.logprobs for top in entry.top)
+    for token_id in ids:
+        texts = chunk.token_texts[token_id]
+        texts.text, texts.special = tokenizer.name(token_id), token_id in tokenizer.special_ids
 
 
 def finished(event: SequenceFinished, request: SequenceRequest) -> pb.GenerateResponse:

@@ -29,7 +29,7 @@ from target_service.core.events import Sequences
 from target_service.core.sequence import SequenceFinished, SequenceRequest, StepVerdict
 from target_service.speculation_state import SpeculationState, speculation_state
 from target_service.telemetry.tracing import RequestTrace
-from target_service.text.tokenizer import AnswerText
+from target_service.text.tokenizer import AnswerText, ModelTokenizer
 
 SERVICE_NAME: str = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
 
@@ -79,7 +79,8 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
                 if (tokenizer := self.served.tokenizer) is not None:
                     stop, shown = admitted.sampling.stop, request.show_special_tokens
                     text = tokenizer.answer(admitted.token_ids, stop, show_special=shown)
-                await self._stream(admitted, text, queue, context, trace)
+                names = tokenizer if request.speculation.token_texts else None
+                await self._stream(admitted, text, names, queue, context, trace)
             finally:
                 self.sequences.cancel(sequence_id)
 
@@ -87,11 +88,13 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         self,
         request: SequenceRequest,
         text: AnswerText | None,
+        names: ModelTokenizer | None,
         queue: EventQueue,
         context: GenerateContext,
         trace: RequestTrace,
     ) -> None:
-        """Write the events of one sequence, to its end. Those that wait for a slow reader go in one chunk."""
+        """Write the events of one sequence, to its end, with the texts of tokens where there are `names`. Those that
+        wait for a slow reader go in one chunk."""
         while True:
             events = await queue.next_events()
             if trace.recording:
@@ -100,7 +103,10 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
                         trace.step(event)
             for event in joined(events):
                 if isinstance(event, StepVerdict):
-                    await context.write(replies.chunk(event, "" if text is None else _text_of(event, text)))
+                    response = replies.chunk(event, "" if text is None else _text_of(event, text))
+                    if names is not None:
+                        replies.add_token_texts(response, names)
+                    await context.write(response)
                 elif isinstance(event, SequenceFinished):
                     trace.finished(event.finish, event.totals)
                     context.set_trailing_metadata(replies.trailers(event.totals.draft_refused))

@@ -68,7 +68,7 @@ async def gateway_over(
     **settings: Any,
 ) -> AsyncIterator[Gateway]:
     async with contextlib.AsyncExitStack() as leave:
-        model = replace(SERVED, tokenizer=model_tokenizer(), **(served or {}))
+        model = replace(SERVED, **{"tokenizer": model_tokenizer(), **(served or {})})
         targets = [
             await leave.enter_async_context(target_over(engine, model, **(serving or {})))
             for engine in engines or (ScriptedEngine(),)

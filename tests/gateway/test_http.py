@@ -7,8 +7,6 @@ import json
 import re
 import signal
 import sys
-import threading
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -223,20 +221,22 @@ async def test_several_prompts_and_choices(gateway: Any) -> None:
     assert sum(part["choices"][0]["finish_reason"] is not None for part in parts) == 4
 
 
-async def test_logprobs_without_a_tokenizer_at_hand(gateway: Any) -> None:
+async def test_names_of_tokens_come_from_the_target(gateway: Any) -> None:
     asked = {**CHAT, "max_tokens": 1, "logprobs": True, "top_logprobs": 2}
     body = (await gateway.http.post("/v1/chat/completions", json=asked)).json()
     (entry,) = body["choices"][0]["logprobs"]["content"]
-    assert entry["token"] == f"token_id:{ord('^') + 3}"
-    assert entry["logprob"] == -0.5
-    assert entry["bytes"] is None
-    assert [(top["token"], top["logprob"]) for top in entry["top_logprobs"]] == [
-        ("token_id:0", -1.0),
-        ("token_id:1", -2.0),
-    ]
+    assert (entry["token"], entry["bytes"], entry["logprob"]) == ("^", [ord("^")], -0.5)
+    assert [(top["token"], top["logprob"]) for top in entry["top_logprobs"]] == [("<pad>", -1.0), ("<s>", -2.0)]
     lists = (await gateway.http.post("/v1/completions", json={**TEXT, "logprobs": 1})).json()
-    assert lists["choices"][0]["logprobs"]["tokens"] == ["token_id:101", "token_id:102", "token_id:103"]
-    assert lists["choices"][0]["logprobs"]["top_logprobs"] == [{"token_id:0": -1.0}] * 3
+    assert lists["choices"][0]["logprobs"]["tokens"] == ["b", "c", "d"]
+    assert lists["choices"][0]["logprobs"]["top_logprobs"] == [{"<pad>": -1.0}] * 3
+
+
+async def test_tokens_of_a_target_without_a_tokenizer_have_numbers(gateways: Any) -> None:
+    async with gateways(served={"tokenizer": None}) as gateway:
+        asked = {"prompt": [100], "max_tokens": 1, "logprobs": 0}
+        body = (await gateway.http.post("/v1/completions", json=asked)).json()
+        assert body["choices"][0]["logprobs"]["tokens"] == ["token_id:101"]
 
 
 async def test_models(gateway: Any) -> None:
@@ -400,41 +400,6 @@ async def test_requests_that_come_at_once_keep_the_limit(gateways: Any) -> None:
         assert len(engine.requests) == 4
         # Every place is free again.
         assert (await gateway.http.post("/v1/completions", json={**TEXT, "n": 4})).status_code == 200
-
-
-async def test_requests_that_wait_for_a_tokenizer_keep_the_limit(
-    gateways: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looking, found = asyncio.Event(), threading.Event()
-    loop = asyncio.get_running_loop()
-
-    def find(_model: str) -> None:
-        loop.call_soon_threadsafe(looking.set)
-        found.wait(HUNG_SECONDS)
-
-    monkeypatch.setattr("outrider_gateway.served_models.find_tokenizer", find)
-    async with gateways(max_running=1) as gateway:
-        waiting = asyncio.create_task(gateway.http.post("/v1/completions", json={**TEXT, "logprobs": 1}))
-        await asyncio.wait_for(looking.wait(), HUNG_SECONDS)
-        refused = await gateway.http.post("/v1/completions", json=TEXT)
-        found.set()
-        assert (refused.status_code, (await waiting).status_code) == (429, 200)
-
-
-async def test_no_tokenizer_is_looked_for_by_a_callers_word(
-    gateways: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where the gateway may not ask what is served: a model's name may be any folder of its machine."""
-    looked: list[str] = []
-    monkeypatch.setattr("outrider_gateway.served_models.find_tokenizer", looked.append)
-    serving = {"authenticator": Authenticator({TOKEN: Caller("acme")})}
-    async with gateways(serving=serving) as gateway:
-        asked = {**TEXT, "model": str(tmp_path), "logprobs": 1}
-        assert (await gateway.http.post("/v1/completions", json=asked)).status_code == 401
-        known = {**TEXT, "logprobs": 1}
-        answer = await gateway.http.post("/v1/completions", json=known, headers={"authorization": f"Bearer {TOKEN}"})
-        assert answer.json()["choices"][0]["logprobs"]["tokens"][0] == "token_id:101"
-        assert looked == []
 
 
 async def test_a_model_that_the_gateway_may_not_ask_for_is_named_by_its_answer(gateways: Any) -> None:

@@ -20,7 +20,6 @@ from outrider_client.cli.base import Command, failure_line, options
 from outrider_client.cli.generate import summary, warn_of_refusal
 from outrider_client.client import Client, Message
 from outrider_client.failures import AWAY, ServiceUnreachable
-from outrider_client.local.models import Tokenizer, find_tokenizer
 from outrider_client.results import Chunk, Result
 from outrider_client.terminal.lines import History, LineReader, history_path
 from outrider_client.terminal.options import ClientOptions, GenerateOptions
@@ -57,22 +56,19 @@ async def _run(arguments: argparse.Namespace) -> int:
         console.print(f"[bold]{escape(info.model)}[/] on {escape(reach.target)}, drafter {escape(drafter)}")
         console.print(legend())
         console.print(f"[dim]{_HINT}[/]")
-        tokenizer = await asyncio.to_thread(find_tokenizer, info.model)
         path = history_path()
         reader = LineReader(History(path) if path else None)
-        await Conversation(
-            client, console, reader, wanted, reach.deadline, tokenizer, arguments.system
-        ).read_and_answer()
+        await Conversation(client, console, reader, wanted, reach.deadline, arguments.system).read_and_answer()
     return 0
 
 
 class _Writer:
     """Shows one answer as it arrives: coloured, and on a terminal broken between words."""
 
-    def __init__(self, console: Console, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, console: Console) -> None:
         self.begun = False
         self._console = console
-        self._painter = Painter(tokenizer)
+        self._painter = Painter()
         self._wrap = WordWrap(lambda: console.width) if console.is_terminal else None
 
     def write(self, chunk: Chunk) -> None:
@@ -104,7 +100,6 @@ class Conversation:
     reader: LineReader
     options: GenerateOptions
     timeout: float | None
-    tokenizer: Tokenizer | None
     system: str
     speculating: bool = True
     messages: list[Message] = field(default_factory=list)
@@ -198,7 +193,7 @@ class Conversation:
 
     async def _answer(self, asked: list[Message]) -> Result:
         """The answer, shown as it arrives. A server that is away before the first word is waited for."""
-        writer = _Writer(self.console, self.tokenizer)
+        writer = _Writer(self.console)
         try:
             return await self._stream(asked, writer)
         except AWAY as error:
@@ -206,7 +201,7 @@ class Conversation:
             hopeless = isinstance(error, ServiceUnreachable) and error.tls_problem is not None
             if writer.begun or hopeless or not await self._comes_back():
                 raise
-        return await self._stream(asked, _Writer(self.console, self.tokenizer))
+        return await self._stream(asked, _Writer(self.console))
 
     async def _comes_back(self) -> bool:
         """Wait until the server answers; False where it does not within `_WAIT_SECONDS`."""

@@ -18,7 +18,6 @@ from outrider.visible import visible
 from outrider_client.cli.base import Command, CommandFailed, options
 from outrider_client.client import Client, Message
 from outrider_client.generation import Generation
-from outrider_client.local.models import find_tokenizer
 from outrider_client.results import Result
 from outrider_client.terminal.options import ClientOptions, GenerateOptions
 from outrider_client.terminal.painting import Painter
@@ -65,8 +64,8 @@ def _prompt(given: str | None) -> str:
 async def _generate(arguments: argparse.Namespace, reach: ClientOptions, wanted: GenerateOptions, prompt: str) -> int:
     messages: list[Message] = [("system", arguments.system)] if arguments.system else []
     async with Client(reach.connection(reach.target)) as client:
-        info = await until_loaded(client, error_console(), reach.deadline)
-        painter = Painter(find_tokenizer(info.model)) if arguments.colour else None
+        await until_loaded(client, error_console(), reach.deadline)
+        painter = Painter() if arguments.colour else None
         generation = client.generate(
             messages=() if arguments.raw else [*messages, ("user", prompt)],
             text=prompt if arguments.raw else "",

@@ -22,7 +22,6 @@ from outrider_client.client import Client
 from outrider_client.demo.show import totals_table, trace_table
 from outrider_client.demo.trace_sink import TraceSink
 from outrider_client.generation import Speculation
-from outrider_client.local.models import find_tokenizer
 from outrider_client.local.stack import ServiceFailed, Stack, private_stack, wait_for_drafter
 from outrider_client.results import Result
 from outrider_client.terminal.options import DemoOptions
@@ -73,15 +72,14 @@ async def run_demo(options: DemoOptions, console: Console) -> bool:
     and shows its gain and cost in another column."""
     head = head_made_for(options.model)
     async with _services(options, console) as (stack, client, sink, tracing):
-        tokenizer = await asyncio.to_thread(find_tokenizer, options.model)
 
         async def answer(title: str, speculate: bool = True) -> Result:
             console.print(Rule(title, align="left"))
-            painter = Painter(tokenizer)
+            painter = Painter()
             generation = client.generate(
                 messages=[("user", _QUESTION)],
                 sampling=SamplingParams(max_tokens=options.max_tokens),
-                speculation=Speculation(enabled=None if speculate else False),
+                speculation=Speculation(enabled=None if speculate else False, token_texts=True),
             )
             async for chunk in generation:
                 console.print(painter.paint(chunk), end="", soft_wrap=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 
 from outrider.errors import UnknownModel
@@ -19,7 +17,7 @@ class ModelMissing(Exception):
 
 
 class Tokenizer:
-    """A model's tokenizer, from its file. Neither way has special tokens."""
+    """A model's tokenizer, from its file. It adds no special tokens."""
 
     def __init__(self, path: Path) -> None:
         # Imported here, since it is slow and most commands need no tokenizer.
@@ -30,9 +28,6 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         token_ids: list[int] = self._fast.encode(text, add_special_tokens=False).ids
         return token_ids
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return str(self._fast.decode(list(token_ids), skip_special_tokens=True))
 
 
 def model_path(model: str) -> Path:
@@ -57,12 +52,3 @@ def load_tokenizer(model: str) -> Tokenizer:
     if not path.is_file():
         raise ModelMissing(f"{path.parent} has no {_TOKENIZER}")
     return Tokenizer(path)
-
-
-def find_tokenizer(model: str) -> Tokenizer | None:
-    """The tokenizer of a model or model folder; None where it cannot be loaded."""
-    try:
-        return load_tokenizer(model)
-    except (ModelMissing, OSError, subprocess.SubprocessError, ModuleNotFoundError):
-        # The last is what a client's installation alone lacks.
-        return None

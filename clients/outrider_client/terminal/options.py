@@ -121,6 +121,8 @@ class GenerateOptions(Settings):
             max_nodes=self.max_nodes,
             corpus=self.corpus,
             typical=TypicalAcceptance(self.typical_epsilon, self.typical_delta) if typical else None,
+            # For the colours of drafted text.
+            token_texts=True,
         )
 
 

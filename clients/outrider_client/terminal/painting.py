@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
 from rich.text import Text
 
-from outrider_client.local.models import Tokenizer
 from outrider_client.results import Chunk
 
 DRAFTED_STYLE = "green"
@@ -32,12 +32,38 @@ def coloured(parts: Iterable[tuple[str, bool]]) -> Text:
     return text
 
 
-class Painter:
-    """Splits the text of one generation's chunks into drafted and own parts. Exact with the model's tokenizer. Without
-    one, the last word of a step's text counts as the model's own token."""
+class Decoder(Protocol):
+    """Decodes tokens of an answer."""
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._tokenizer = tokenizer
+    def decode(self, token_ids: Sequence[int], /) -> str:
+        """Their text, behind other text."""
+
+
+class ReceivedTexts:
+    """Decodes by the texts of tokens that came with the chunks."""
+
+    def __init__(self) -> None:
+        self._texts: dict[int, bytes] = {}
+
+    def add(self, chunk: Chunk) -> bool:
+        """Keep the texts of a chunk's tokens. False where it has some without."""
+        for token_id, token in chunk.token_texts.items():
+            self._texts[token_id] = b"" if token.special else token.text
+        return all(token_id in self._texts for token_id in chunk.token_ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """See `Decoder.decode`."""
+        return b"".join([self._texts[token_id] for token_id in token_ids]).decode(errors="replace")
+
+
+class Painter:
+    """Splits the text of one generation's chunks into drafted and own parts. Exact where the chunks have the texts of
+    their tokens (`Speculation.token_texts`). Without them, the last word of a step's text counts as the model's own
+    token."""
+
+    def __init__(self, decoder: Decoder | None = None) -> None:
+        self._received = ReceivedTexts() if decoder is None else None
+        self._tokenizer: Decoder | None = decoder or self._received
         # The last tokens: those up to `_read` are part of the text, and stay for what the next ones are decoded to.
         self._ids: list[int] = []
         self._read = 0
@@ -53,14 +79,18 @@ class Painter:
 
     def parts(self, chunk: Chunk) -> list[tuple[str, bool]]:
         """The chunk's text in pieces, each with whether it was drafted. Joined, they are `chunk.text`."""
+        if self._received is not None and not self._received.add(chunk):
+            self._tokenizer = None
         if self._tokenizer is not None and self._follow(chunk, self._tokenizer):
             return list(self._exact(chunk.text))
         return [(part, drafted) for part, drafted in _by_words(chunk) if part]
 
-    def _follow(self, chunk: Chunk, tokenizer: Tokenizer) -> bool:
+    def _follow(self, chunk: Chunk, tokenizer: Decoder) -> bool:
         """Record the chunk's tokens. False, from then on, when the tokenizer is not the model's."""
         for token_id, drafted in zip(chunk.token_ids, chunk.drafted, strict=True):
             self._ends.append((self._decode(token_id, tokenizer), drafted))
+        if not self._shown and chunk.text[:1] not in ("", " "):
+            self._drop_first_space()
         if not (self._text + self._pending).startswith(chunk.text):
             self._tokenizer = None
             return False
@@ -70,7 +100,13 @@ class Painter:
         self._text = self._text[len(chunk.text) :]
         return True
 
-    def _decode(self, token_id: int, tokenizer: Tokenizer) -> int:
+    def _drop_first_space(self) -> None:
+        """Where an answer begins a text, its first word has no space before it."""
+        if (self._text or self._pending).startswith(" "):
+            self._text, self._pending = self._text[1:], self._pending if self._text else self._pending[1:]
+            self._ends = deque((max(0, end - 1), drafted) for end, drafted in self._ends)
+
+    def _decode(self, token_id: int, tokenizer: Decoder) -> int:
         """Add a token to the text. Returns how many characters of the whole output are complete with it. Decoded are
         the tokens since the character before the last: the whole output would take longer with every token."""
         self._ids.append(token_id)

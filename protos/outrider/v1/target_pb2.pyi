@@ -288,6 +288,7 @@ class SpeculationOptions(google.protobuf.message.Message):
     CORPUS_FIELD_NUMBER: builtins.int
     TYPICAL_FIELD_NUMBER: builtins.int
     TREES_FIELD_NUMBER: builtins.int
+    TOKEN_TEXTS_FIELD_NUMBER: builtins.int
     enabled: builtins.bool
     """enabled switches drafting. Default true where the target has a draft service."""
     mode: outrider.v1.tree_pb2.VerificationMode.ValueType
@@ -298,6 +299,8 @@ class SpeculationOptions(google.protobuf.message.Message):
     """corpus names a shared corpus for the draft to use. Default none."""
     trees: builtins.bool
     """trees asks for GenerateChunk.tree, for those who show what was verified. It changes nothing else. Default false."""
+    token_texts: builtins.bool
+    """token_texts asks for GenerateChunk.token_texts, for those who show tokens. It changes nothing else. Default false."""
     @property
     def typical(self) -> outrider.v1.tree_pb2.TypicalAcceptance:
         """typical is the rule of VERIFICATION_MODE_TYPICAL; INVALID_ARGUMENT beside another mode."""
@@ -311,9 +314,10 @@ class SpeculationOptions(google.protobuf.message.Message):
         corpus: builtins.str = ...,
         typical: outrider.v1.tree_pb2.TypicalAcceptance | None = ...,
         trees: builtins.bool = ...,
+        token_texts: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_enabled", b"_enabled", "_max_nodes", b"_max_nodes", "enabled", b"enabled", "max_nodes", b"max_nodes", "typical", b"typical"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_enabled", b"_enabled", "_max_nodes", b"_max_nodes", "corpus", b"corpus", "enabled", b"enabled", "max_nodes", b"max_nodes", "mode", b"mode", "trees", b"trees", "typical", b"typical"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_enabled", b"_enabled", "_max_nodes", b"_max_nodes", "corpus", b"corpus", "enabled", b"enabled", "max_nodes", b"max_nodes", "mode", b"mode", "token_texts", b"token_texts", "trees", b"trees", "typical", b"typical"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_enabled", b"_enabled"]) -> typing.Literal["enabled"] | None: ...
     @typing.overload
@@ -407,6 +411,24 @@ class GenerateChunk(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class TokenTextsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.int
+        @property
+        def value(self) -> global___TokenText: ...
+        def __init__(
+            self,
+            *,
+            key: builtins.int = ...,
+            value: global___TokenText | None = ...,
+        ) -> None: ...
+        def HasField(self, field_name: typing.Literal["value", b"value"]) -> builtins.bool: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     TEXT_FIELD_NUMBER: builtins.int
     DRAFTED_TOKENS_FIELD_NUMBER: builtins.int
@@ -415,6 +437,7 @@ class GenerateChunk(google.protobuf.message.Message):
     DRAFTS_BY_STEP_FIELD_NUMBER: builtins.int
     MODEL_VERSION_FIELD_NUMBER: builtins.int
     TREE_FIELD_NUMBER: builtins.int
+    TOKEN_TEXTS_FIELD_NUMBER: builtins.int
     text: builtins.str
     """text that is complete with these tokens. Text of a token can arrive with a later chunk, when it ends inside a
     character or might begin a stop string.
@@ -448,6 +471,12 @@ class GenerateChunk(google.protobuf.message.Message):
         device chooses the rows of a step, and for steps that were launched at once: nobody but the device knows those.
         """
 
+    @property
+    def token_texts(self) -> google.protobuf.internal.containers.MessageMap[builtins.int, global___TokenText]:
+        """token_texts of every token id in this chunk, by id, where SpeculationOptions.token_texts asks for them and the target
+        has a tokenizer.
+        """
+
     def __init__(
         self,
         *,
@@ -459,11 +488,36 @@ class GenerateChunk(google.protobuf.message.Message):
         drafts_by_step: collections.abc.Iterable[builtins.int] | None = ...,
         model_version: builtins.int = ...,
         tree: global___VerifiedTree | None = ...,
+        token_texts: collections.abc.Mapping[builtins.int, global___TokenText] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["tree", b"tree"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["drafted_tokens", b"drafted_tokens", "drafts_by_step", b"drafts_by_step", "logprobs", b"logprobs", "model_version", b"model_version", "step", b"step", "text", b"text", "token_ids", b"token_ids", "tree", b"tree"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["drafted_tokens", b"drafted_tokens", "drafts_by_step", b"drafts_by_step", "logprobs", b"logprobs", "model_version", b"model_version", "step", b"step", "text", b"text", "token_ids", b"token_ids", "token_texts", b"token_texts", "tree", b"tree"]) -> None: ...
 
 global___GenerateChunk = GenerateChunk
+
+@typing.final
+class TokenText(google.protobuf.message.Message):
+    """TokenText is the text of one token by itself."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: builtins.int
+    SPECIAL_FIELD_NUMBER: builtins.int
+    text: builtins.bytes
+    """text in UTF-8, as it is behind other text: bytes, since a token may be a part of a character."""
+    special: builtins.bool
+    """special says that the token has no text in an answer unless GenerateRequest.show_special_tokens asks for it; text is
+    its name.
+    """
+    def __init__(
+        self,
+        *,
+        text: builtins.bytes = ...,
+        special: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["special", b"special", "text", b"text"]) -> None: ...
+
+global___TokenText = TokenText
 
 @typing.final
 class VerifiedTree(google.protobuf.message.Message):
