@@ -32,7 +32,7 @@ def coloured(parts: Iterable[tuple[str, bool]]) -> Text:
     return text
 
 
-class Decoder(Protocol):
+class TokenDecoder(Protocol):
     """Decodes tokens of an answer."""
 
     def decode(self, token_ids: Sequence[int], /) -> str:
@@ -52,7 +52,7 @@ class ReceivedTexts:
         return all(token_id in self._texts for token_id in chunk.token_ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """See `Decoder.decode`."""
+        """See `TokenDecoder.decode`."""
         return b"".join([self._texts[token_id] for token_id in token_ids]).decode(errors="replace")
 
 
@@ -61,9 +61,9 @@ class Painter:
     their tokens (`Speculation.token_texts`). Without them, the last word of a step's text counts as the model's own
     token."""
 
-    def __init__(self, decoder: Decoder | None = None) -> None:
+    def __init__(self, decoder: TokenDecoder | None = None) -> None:
         self._received = ReceivedTexts() if decoder is None else None
-        self._tokenizer: Decoder | None = decoder or self._received
+        self._tokenizer: TokenDecoder | None = decoder or self._received
         # The last tokens: those up to `_read` are part of the text, and stay for what the next ones are decoded to.
         self._ids: list[int] = []
         self._read = 0
@@ -85,7 +85,7 @@ class Painter:
             return list(self._exact(chunk.text))
         return [(part, drafted) for part, drafted in _by_words(chunk) if part]
 
-    def _follow(self, chunk: Chunk, tokenizer: Decoder) -> bool:
+    def _follow(self, chunk: Chunk, tokenizer: TokenDecoder) -> bool:
         """Record the chunk's tokens. False, from then on, when the tokenizer is not the model's."""
         for token_id, drafted in zip(chunk.token_ids, chunk.drafted, strict=True):
             self._ends.append((self._decode(token_id, tokenizer), drafted))
@@ -106,7 +106,7 @@ class Painter:
             self._text, self._pending = self._text[1:], self._pending if self._text else self._pending[1:]
             self._ends = deque((max(0, end - 1), drafted) for end, drafted in self._ends)
 
-    def _decode(self, token_id: int, tokenizer: Decoder) -> int:
+    def _decode(self, token_id: int, tokenizer: TokenDecoder) -> int:
         """Add a token to the text. Returns how many characters of the whole output are complete with it. Decoded are
         the tokens since the character before the last: the whole output would take longer with every token."""
         self._ids.append(token_id)
