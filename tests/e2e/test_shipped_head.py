@@ -138,7 +138,7 @@ def test_drafts_are_accepted_and_output_is_plain_decoding(
 def test_rejection_keeps_the_targets_distribution(runner: ModelRunner) -> None:
     samples, length = 128, 4
     sampling = SamplingParams(temperature=1.5, top_k=3, ignore_eos=True)
-    prompt = tuple(runner.tokenizer("The dog sat on the")["input_ids"])
+    prompt = tuple(runner.tokenizer.encode("The dog sat on the"))
     wanted = [
         replace(request(prompt, length, sampling=sampling, mode=VerificationMode.REJECTION), seed=seed)
         for seed in range(samples)
