@@ -58,7 +58,7 @@ def test_every_sampling_field_arrives() -> None:
 
 def test_drafting_options_arrive() -> None:
     asked = chat(outrider={"speculation": False, "mode": "coupled", "max_nodes": 5, "corpus": "docs", "drafts": True})
-    assert asked.speculation == Speculation(False, VerificationMode.COUPLED, 5, "docs")
+    assert asked.speculation == Speculation(False, VerificationMode.COUPLED, 5, "docs", token_texts=True)
     assert asked.drafts
     assert chat(outrider={"speculation": True}).speculation == Speculation()
 
