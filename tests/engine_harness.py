@@ -195,7 +195,9 @@ def run(
     while len(finished) < len(requests):
         while waiting and steps >= stagger * (len(requests) - len(waiting)):
             sequence_id, wanted = waiting.pop(0)
-            loop.add(loop.make(sequence_id, wanted))
+            live = loop.make(sequence_id, wanted)
+            loop.constrain(live)
+            loop.add(live)
         for event in loop.step() or ():
             if isinstance(event, StepVerdict):
                 verdicts[event.sequence_id].append(event)

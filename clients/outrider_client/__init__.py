@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from outrider.errors import OutriderError
     from outrider.sampling import FinishReason, SamplingParams, TypicalAcceptance, VerificationMode
+    from outrider.structured_output import StructuredOutput
     from outrider.tree import TokenTree
     from outrider.weight_updates import RunningRequests, WeightsUpdated
     from outrider_client.client import Client
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "outrider.errors": "OutriderError",
     "outrider.sampling": "FinishReason SamplingParams TypicalAcceptance VerificationMode",
+    "outrider.structured_output": "StructuredOutput",
     "outrider.tree": "TokenTree",
     "outrider_client.client": "Client",
     "outrider_client.connection": "Tls",
@@ -60,6 +62,7 @@ __all__ = [
     "ServiceUnreachable",
     "Speculation",
     "Started",
+    "StructuredOutput",
     "SyncClient",
     "SyncGeneration",
     "SyncVerifySession",

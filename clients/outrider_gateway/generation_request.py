@@ -38,7 +38,7 @@ class GenerationRequest:
     `logprobs` whether tokens are listed with their probabilities, `drafts` whether answers show what was drafted,
     `echo` whether they begin with their prompts, `special_tokens` whether they show them, `cache_key` what else than
     the tenant keeps requests together, and `user` whom the caller names for its records. `continuous_usage` is whether
-    each event of a stream has the usage so far."""
+    each event of a stream has the usage so far, and `form_name` what the body calls the answer's form."""
 
     chat: bool
     prompts: tuple[Prompt, ...]
@@ -57,6 +57,7 @@ class GenerationRequest:
     continuous_usage: bool = False
     echo: bool = False
     user: str = ""
+    form_name: str = ""
 
     @property
     def answers(self) -> int:
@@ -65,7 +66,11 @@ class GenerationRequest:
     @property
     def fields(self) -> Mapping[str, str]:
         """The request's names of the contract's fields."""
-        return CHAT_NAMES if self.chat else COMPLETION_NAMES
+        names = CHAT_NAMES if self.chat else COMPLETION_NAMES
+        form = self.sampling.structured_output
+        if form is None:
+            return names
+        return {**names, f"structured_output.{form.form}": self.form_name, "structured_output": self.form_name}
 
     def prompt(self, index: int) -> Prompt:
         """What the answer of this index continues."""

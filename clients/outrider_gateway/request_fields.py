@@ -48,7 +48,7 @@ def _refused(name: str, note: str, *harmless: Any) -> RequestField:
 
 
 _NO_TOOLS = "tools and functions are not supported"
-_NO_GRAMMAR = "answers of a given form are not supported"
+_FORM = "the names here are response_format and structured_outputs"
 _MAX_TOKENS = "the name here is max_tokens"
 _ALIKE: tuple[RequestField, ...] = (
     _taken("model", "a served name, or the part of one behind its last slash; without it any target answers"),
@@ -74,6 +74,14 @@ _ALIKE: tuple[RequestField, ...] = (
     _taken("prompt_cache_key", "requests with the same key go to the same target"),
     _taken("user", "named in the request log"),
     _taken("outrider", "an object of Outrider's own, see below"),
+    _taken(
+        "response_format", "the answer's form: `text`, `json_object`, or `json_schema` with `name`, `schema`, `strict`"
+    ),
+    _taken("structured_outputs", "the answer's form: one of `json`, `json_object`, `regex`, `choice`, `grammar`"),
+    _taken("guided_json", "the answer's form: a JSON Schema"),
+    _taken("guided_regex", "the answer's form: a regular expression"),
+    _taken("guided_choice", "the answer's form: one of these texts"),
+    _taken("guided_grammar", "the answer's form: a Lark grammar"),
     _ignored("metadata", "for a provider's own books"),
     _ignored("safety_identifier", "for a provider's own books"),
     _ignored("prompt_cache_retention", "for a provider's own books"),
@@ -102,15 +110,10 @@ _ALIKE: tuple[RequestField, ...] = (
     _refused("allowed_token_ids", "logit_bias takes token ids", []),
     _refused("logits_processors", "a request cannot bring code", []),
     _refused("custom_logit_processor", "a request cannot bring code"),
-    _refused("guided_json", _NO_GRAMMAR),
-    _refused("guided_regex", _NO_GRAMMAR),
-    _refused("guided_choice", _NO_GRAMMAR),
-    _refused("guided_grammar", _NO_GRAMMAR),
-    _refused("structured_outputs", _NO_GRAMMAR),
-    _refused("json_schema", _NO_GRAMMAR),
-    _refused("grammar", _NO_GRAMMAR),
-    _refused("regex", _NO_GRAMMAR),
-    _refused("ebnf", _NO_GRAMMAR),
+    _refused("json_schema", _FORM),
+    _refused("grammar", _FORM),
+    _refused("regex", _FORM),
+    _refused("ebnf", _FORM),
     _refused("lora_path", "there are no adapters"),
     _refused("extra_body", "it is an argument of openai's Python package; its fields belong beside the others", {}),
     _refused("max_new_tokens", _MAX_TOKENS),
@@ -136,7 +139,6 @@ _CHAT: tuple[RequestField, ...] = (
     _refused("tool_choice", _NO_TOOLS, "none", "auto"),
     _refused("functions", _NO_TOOLS, []),
     _refused("function_call", _NO_TOOLS, "none", "auto"),
-    _refused("response_format", _NO_GRAMMAR, {"type": "text"}),
     _refused("modalities", "answers are text", ["text"]),
     _refused("audio", "answers are text"),
     _refused("web_search_options", "there is no search"),
@@ -159,7 +161,6 @@ _COMPLETIONS: tuple[RequestField, ...] = (
     _taken("best_of", "must equal n"),
     _refused("add_special_tokens", _BEGINNING, True),
     _refused("suffix", "text is continued at its end", ""),
-    _refused("response_format", _NO_GRAMMAR, {"type": "text"}),
     _refused("messages", "it belongs to /v1/chat/completions"),
     _refused("tools", "it belongs to /v1/chat/completions", []),
     _refused("chat_template_kwargs", "a prompt has no chat template", {}),

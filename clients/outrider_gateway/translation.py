@@ -23,6 +23,7 @@ from outrider_gateway.failures import BadField, refusal
 from outrider_gateway.fields import Fields, bounded, json_bytes, number, typed, whole, whole_numbers
 from outrider_gateway.generation_request import GenerationRequest, Prompt
 from outrider_gateway.request_fields import CHAT_FIELDS, COMPLETION_FIELDS, RequestField
+from outrider_gateway.structured import structured_output
 
 # As OpenAI: the answers of /v1/completions are short unless asked to be long.
 _COMPLETION_TOKENS = 16
@@ -94,8 +95,11 @@ def _completed(
     stream = fields.flag("stream")
     include_usage, continuous_usage = _stream_options(fields, stream)
     speculation, drafts = _extension(fields)
+    form, form_name = structured_output(fields) or (None, "")
     request = replace(
         request,
+        sampling=replace(request.sampling, structured_output=form),
+        form_name=form_name,
         speculation=replace(speculation, token_texts=request.logprobs or drafts),
         drafts=drafts,
         model=fields.short_text("model"),

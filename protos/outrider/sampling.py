@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from outrider.errors import InvalidField
+from outrider.structured_output import StructuredOutput
 
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_STRINGS = 16
@@ -58,7 +59,7 @@ class TypicalAcceptance:
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is drawn. Limits and meaning: `SamplingParameters` in tree.proto. `max_tokens` of None means
-    the rest of the model's context, at most 1024; `logprobs` of None means none."""
+    the rest of the model's context, at most 1024; `logprobs` of None means none, and so does `structured_output`."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -75,6 +76,7 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None
+    structured_output: StructuredOutput | None = None
 
     @property
     def greedy(self) -> bool:
@@ -87,7 +89,8 @@ class SamplingParams:
     @property
     def shapes_logits(self) -> bool:
         """Whether logits must be changed before the argmax of greedy decoding."""
-        return self.has_penalties or bool(self.logit_bias) or self.min_tokens > 0
+        structured = self.structured_output is not None
+        return self.has_penalties or bool(self.logit_bias) or self.min_tokens > 0 or structured
 
     def mode(self, asked: VerificationMode | None = None) -> VerificationMode:
         """The mode to use: `asked`, or the temperature's default. Raises `InvalidField` if they do not fit."""
@@ -127,6 +130,9 @@ class SamplingParams:
             need(0 <= token < vocabulary_size, f"stop_token_ids[{i}]", f"is not below {vocabulary_size}")
         need(self.seed is None or 0 <= self.seed <= MAX_SEED, "seed", "must fit 64 bits")
         need(self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", f"must be 0..{MAX_LOGPROBS}")
+        if self.structured_output is not None:
+            self.structured_output.check(f"{field_path}.structured_output")
+            need(not self.ignore_eos, "ignore_eos", "is not for structured_output, which ends where its form does")
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,10 @@ from outrider.sampling import LOSSLESS_MODES, SamplingParams, TypicalAcceptance,
 from outrider.v1 import target_pb2
 from outrider.wire.trees import mode_from_pb, name_from_pb, sampling_from_pb, typical_from_pb
 from target_service.api.prompts import Lines, Prompts
+from target_service.api.structured import FormCompiler
 from target_service.core.quotas import TenantQuotas
 from target_service.core.sequence import SequenceRequest
+from target_service.grammars.compiling import Grammars
 from target_service.text.processes import TextProcess
 from target_service.text.tokenizer import ModelTokenizer
 
@@ -87,6 +89,8 @@ class Admission:
             served.max_context - 1,
             lines,
         )
+        grammars = Grammars(tokenizer, served.vocabulary_size, served.end_token_ids)
+        self._forms = FormCompiler(grammars, lines.long)
 
     async def generation(self, request: target_pb2.GenerateRequest, tenant: str, traceparent: str) -> SequenceRequest:
         """The engine request of a `Generate` call. Raises `UnknownModel`, `NotSupported`, `InvalidField` with the
@@ -100,6 +104,7 @@ class Admission:
         if max_nodes > served.max_rows - 1:
             raise InvalidField("speculation.max_nodes", f"must be at most {served.max_rows - 1}")
         corpus = name_from_pb(options.corpus, "speculation.corpus")
+        await self._forms.check(rules[0].structured_output, tenant, "sampling.structured_output")
         prompt = await self._prompts.token_ids(request, tenant)
         prediction = await self._prompts.prediction(request, tenant)
         enabled = options.enabled if options.HasField("enabled") else True
@@ -112,11 +117,14 @@ class Admission:
             trees=options.trees,
         )
 
-    def verification(self, request: target_pb2.OpenVerification, tenant: str, traceparent: str) -> SequenceRequest:
+    async def verification(
+        self, request: target_pb2.OpenVerification, tenant: str, traceparent: str
+    ) -> SequenceRequest:
         """The engine request of an `open` frame of `Verify`. Raises what `generation` does."""
         self.quotas.request(tenant)
         rules = self._rules(request.sampling, "open.sampling", request, "open")
         prompt = self._prompts.checked(request.token_ids, "open.token_ids")
+        await self._forms.check(rules[0].structured_output, tenant, "open.sampling.structured_output")
         common = self._request(prompt, rules, tenant, traceparent)
         return replace(common, speculate=False, max_draft_nodes=self.served.max_rows - 1, external=True)
 

@@ -62,7 +62,7 @@ class VerifyStream:
         aborted after that. Reading pauses while more answers wait than the client may have sequences."""
         try:
             async for frame in frames:
-                self._handle(frame)
+                await self._handle(frame)
                 while self._outbox.qsize() > self.config.max_sequences_per_stream:
                     self._taken.clear()
                     await self._taken.wait()
@@ -92,11 +92,11 @@ class VerifyStream:
         for sequence_id in list(self._verifications):
             self._close(sequence_id)
 
-    def _handle(self, frame: pb.VerifyRequest) -> None:
+    async def _handle(self, frame: pb.VerifyRequest) -> None:
         kind = frame.WhichOneof("frame")
         try:
             if kind == "open":
-                self._open(frame.open)
+                await self._open(frame.open)
             elif kind == "tree":
                 self._verify(frame.tree)
             elif kind == "close":
@@ -108,7 +108,7 @@ class VerifyStream:
             client_tag = frame.open.client_tag
             self._send(replies.failed(error, sequence_id=sequence_id, client_tag=client_tag, step=step))
 
-    def _open(self, frame: pb.OpenVerification) -> None:
+    async def _open(self, frame: pb.OpenVerification) -> None:
         if len(self._verifications) >= self.config.max_sequences_per_stream:
             ended = next((one for one, verification in self._verifications.items() if verification.ended), None)
             if ended is None:
@@ -117,7 +117,7 @@ class VerifyStream:
             del self._verifications[ended]
         trace, served = self.trace(), self.admission.served
         try:
-            request = self.admission.verification(frame, self.tenant, trace.traceparent)
+            request = await self.admission.verification(frame, self.tenant, trace.traceparent)
             sequence_id = self.sequences.submit(request, self._on_event)
         except OutriderError as error:
             trace.failed(error)

@@ -24,6 +24,8 @@ class StopChecker:
         self._stops = frozenset(params.stop_token_ids)
         self._either = self._ends | self._stops
         self._min_tokens = params.min_tokens
+        # A form of output ends where it ends, whatever the minimum.
+        self._ends_early = params.structured_output is not None
         self._max_tokens = max_tokens
         self._text = tokenizer.answer(prompt, params.stop) if params.stop and tokenizer is not None else None
 
@@ -35,11 +37,11 @@ class StopChecker:
             # Nearly all commits.
             return len(new_ids), None
         for count, token in enumerate(new_ids, start=1):
-            if length + count > self._min_tokens:
-                if token in self._stops:
-                    return count, Finish(FinishReason.STOP, stop_token_id=token)
-                if token in self._ends:
-                    return count, Finish(FinishReason.END_OF_SEQUENCE, stop_token_id=token)
+            past_minimum = length + count > self._min_tokens
+            if token in self._stops and past_minimum:
+                return count, Finish(FinishReason.STOP, stop_token_id=token)
+            if token in self._ends and (past_minimum or self._ends_early):
+                return count, Finish(FinishReason.END_OF_SEQUENCE, stop_token_id=token)
             if self._text is not None:
                 self._text.push((token,))
                 if self._text.matched is not None:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from outrider.devices import choose_device
 from outrider.errors import Draining, EngineDead, OutriderError
@@ -20,11 +21,14 @@ from target_service.core.weights import UpdateDone, WeightUpdate
 from target_service.engine.exchange import WeightExchange
 from target_service.engine.loop import EngineLoop
 from target_service.model.runner import ModelRunner
+from target_service.speculation.policy.live_sequence import LiveSequence
 from target_service.speculation.policy.step_cost import StepCost
 
 log = logging.getLogger(__name__)
 # How often an idle engine beats, in seconds.
 _IDLE_BEAT = 0.05
+# Threads that compile forms of output. The serving process compiles them first, two at a time and tenants in turn.
+_COMPILING = 2
 
 
 class Engine(EngineFront):
@@ -47,6 +51,9 @@ class Engine(EngineFront):
         self.drafting = self._loop.drafting
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
+        # Sequences whose grammars are compiled: only then do they join the others that wait.
+        self._compiling: dict[int, LiveSequence] = {}
+        self._compilers = ThreadPoolExecutor(_COMPILING, thread_name_prefix="grammars")
         self._deliver: Callable[[list[SequenceEvent]], None] = lambda _: None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stopping = False
@@ -73,9 +80,33 @@ class Engine(EngineFront):
             sequence_id = self._admit(request, len(scheduler.running) + scheduler.evicted, sequence_id)
             live = self._loop.make(sequence_id, request)
             self._add(sequence_id, request)
-            self._commands.append(lambda: self._loop.add(live))
-            self._wake.notify_all()
+            if request.sampling.structured_output is None:
+                self._commands.append(lambda: self._loop.add(live))
+                self._wake.notify_all()
+            else:
+                self._compiling[sequence_id] = live
+                self._compilers.submit(self._constrain, live)
         return sequence_id
+
+    def _constrain(self, live: LiveSequence) -> None:
+        """Compile a sequence's grammar, then let it begin. In a thread of its own."""
+        error: OutriderError | None = None
+        try:
+            self._loop.constrain(live)
+        except OutriderError as refused:
+            error = refused
+        # Whatever a compiler does with a form, it is that request's failure alone.
+        except Exception:
+            log.exception("bug in compiling a form of output")
+            error = OutriderError("structured_output: compiling it failed")
+        self._command(lambda: self._begin_constrained(live, error))
+
+    def _begin_constrained(self, live: LiveSequence, error: OutriderError | None) -> None:
+        # It may have been cancelled meanwhile.
+        if self._compiling.pop(live.sequence.sequence_id, None) is not None:
+            self._loop.add(live)
+            if error is not None:
+                self._emit([self._loop.fail(live.sequence, error)])
 
     def verify(self, sequence_id: int, tree: TokenTree) -> None:
         """Verify a client's tree in the next step. Raises what `check_tree` raises."""
@@ -83,8 +114,9 @@ class Engine(EngineFront):
 
         def put() -> None:
             # It may have ended meanwhile.
-            if sequence_id in self._loop.live:
-                self._loop.scheduler.verify(self._loop.live[sequence_id].sequence, tree)
+            live = self._compiling.get(sequence_id) or self._loop.live.get(sequence_id)
+            if live is not None:
+                self._loop.scheduler.verify(live.sequence, tree)
 
         self._command(put)
 
@@ -92,6 +124,9 @@ class Engine(EngineFront):
         """End a sequence and free what it holds before the next step. Unknown ids are ignored."""
 
         def end() -> None:
+            compiling = self._compiling.pop(sequence_id, None)
+            if compiling is not None:
+                self._loop.add(compiling)
             if self._loop.end(sequence_id, "cancelled") is not None:
                 self._forget(sequence_id)
 
@@ -115,6 +150,7 @@ class Engine(EngineFront):
         """Fail the remaining sequences, and end the loop. Waits for the step under way."""
         self.drain()
         self._stopping = True
+        self._compilers.shutdown(wait=False, cancel_futures=True)
         if self._thread.is_alive():
             self._wake_up()
             self._thread.join()

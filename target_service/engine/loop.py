@@ -35,6 +35,7 @@ from target_service.execution.device_executor import best_steps
 from target_service.execution.device_time import DeviceSpan
 from target_service.execution.host_executor import HostSteps, Steps
 from target_service.execution.multi_step import MultiStep
+from target_service.grammars.compiling import Grammars
 from target_service.model.runner import ModelRunner
 from target_service.sampling.verifier import Verified
 from target_service.speculation.drafts import DraftTrees
@@ -92,6 +93,7 @@ class EngineLoop:
         self.scheduler = Scheduler(config, runner.cache)
         self.scheduler.pages.states = SharedPrefixStates(self.features, self._is_drafted) if config.speculates else None
         self.live: dict[int, LiveSequence] = {}
+        self.grammars = Grammars(runner.tokenizer, runner.vocabulary_size, runner.end_token_ids)
         # Batch-invariant drafts are chains, which the host cuts.
         device_chooses = self._steps.tables is not None and not (config.batch_invariant and config.speculates)
         most = config.max_draft_nodes if device_chooses else 0
@@ -134,6 +136,13 @@ class EngineLoop:
     def make(self, sequence_id: int, request: SequenceRequest) -> LiveSequence:
         """A new sequence, not added yet. Any thread."""
         return LiveSequence.of(sequence_id, request, self._runner)
+
+    def constrain(self, live: LiveSequence) -> None:
+        """Compile the form of its output, if it has one, before it is added. Any thread but the engine's. Raises what
+        `Grammars.followed` does."""
+        request = live.sequence.request
+        if request.sampling.structured_output is not None:
+            live.verifier.grammar = self.grammars.followed(request.sampling.structured_output, request.tenant)
 
     def add(self, live: LiveSequence) -> None:
         """Queue a sequence, and register it for drafting."""
@@ -407,18 +416,22 @@ class EngineLoop:
             self.drafting.open_newcomers()
 
     def _without_broken(self, step: Step, outcomes: list[Verified | None]) -> list[Verified | None]:
-        """The outcomes, None for sequences whose logits are no finite numbers: they end with an error."""
+        """The outcomes, None for sequences that end with an error: their logits are no finite numbers, or their form
+        took too much work."""
         for place, (item, outcome) in enumerate(zip(step.batch.items, outcomes, strict=True)):
-            if outcome is None or outcome.finite:
+            if outcome is None or (outcome.finite and outcome.error is None):
                 continue
             outcomes[place] = None
-            sequence, kind = item.sequence, str(self._runner.dtype).removeprefix("torch.")
+            sequence = item.sequence
             if sequence.sequence_id in self.live:
-                length = len(sequence.token_ids)
-                log.error("request %d ended: logits behind %d tokens are not finite", sequence.sequence_id, length)
-                error = LogitsNotFinite(f"the model's logits are not finite numbers in {kind}", tokens=length)
+                error = self._not_finite(sequence) if outcome.error is None else outcome.error
                 self._failed.append(self.fail(sequence, error))
         return outcomes
+
+    def _not_finite(self, sequence: Sequence) -> LogitsNotFinite:
+        length, kind = len(sequence.token_ids), str(self._runner.dtype).removeprefix("torch.")
+        log.error("request %d ended: logits behind %d tokens are not finite", sequence.sequence_id, length)
+        return LogitsNotFinite(f"the model's logits are not finite numbers in {kind}", tokens=length)
 
     def _commit(self, step: Step, outcomes: SequenceOf[Verified | None]) -> list[StepVerdict]:
         """Commit the outcomes. Sequences that ended since the launch are skipped."""

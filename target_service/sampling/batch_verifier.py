@@ -17,6 +17,7 @@ from torch import Tensor
 
 from outrider.sampling import TokenLogprobs
 from outrider.tree import TokenTree
+from target_service.grammars.following import TreeMasks, mask_logits
 from target_service.sampling.adjustments import ADJUSTMENT, adjusted
 from target_service.sampling.distribution import logprobs_of
 from target_service.sampling.verifier import SequenceVerifier, Verified, emitted_tokens
@@ -62,10 +63,12 @@ class BatchVerifier:
         rows = [one.first_row + row for one in asked for row in range(len(one.tree))]
         shaped = logits[self._integers(rows), : self._verifier.vocabulary_size].float()
         self._shape(asked, shaped)
+        masks = self._mask(asked, shaped)
         walks, lossy = self._walks(asked, shaped)
+        errors = [None if own is None else own.error for own in masks]
         logprobs = self._logprobs(asked, walks, logits)
-        outcomes = zip(walks, logprobs, lossy, strict=True)
-        return [Verified(walk, logprob, lossy=flags) for walk, logprob, flags in outcomes]
+        outcomes = zip(walks, logprobs, lossy, errors, strict=True)
+        return [Verified(walk, logprob, lossy=flags, error=error) for walk, logprob, flags, error in outcomes]
 
     def _copied(self, *parts: NDArray[np.int32]) -> list[Tensor]:
         """These on the device, by one copy. Each begins at an address of 16 bytes, since Triton compiles kernels anew
@@ -91,6 +94,20 @@ class BatchVerifier:
         wanted = np.concatenate(parts)
         if len(wanted):
             adjusted(logits, torch.from_numpy(wanted.view(np.uint8)).to(self._device, non_blocking=True))
+
+    def _mask(self, asked: Sequence[Asked], logits: Tensor) -> list[TreeMasks | None]:
+        """Apply the masks of grammars to logits [rows of these trees, V] fp32, and return them."""
+        first, rows, words = 0, list[int](), list[NDArray[np.int32]]()
+        masks = [one.verifier.masks(one.tree, one.output) for one in asked]
+        for one, own in zip(asked, masks, strict=True):
+            if own is not None:
+                rows += range(first, first + len(one.tree))
+                words.append(own.words)
+            first += len(one.tree)
+        if rows:
+            on_device = torch.from_numpy(np.concatenate(words)).to(self._device, non_blocking=True)
+            mask_logits(logits, self._integers(rows), on_device)
+        return masks
 
     def _walks(self, asked: Sequence[Asked], logits: Tensor) -> tuple[list[Walk], list[tuple[bool, ...]]]:
         first, wanted, tokens, parents = 0, [], list[int](), list[int]()

@@ -12,9 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from outrider.errors import OutriderError
 from outrider.sampling import TokenLogprobs, VerificationMode
 from outrider.tree import TokenTree
 from target_service.core.sequence import DevicePass, SequenceRequest
+from target_service.grammars.following import FollowedGrammar, TreeMasks, mask_logits
 from target_service.sampling.adjustments import ADJUSTMENT
 from target_service.sampling.distribution import LogitShaper, logprobs_of
 from tree_kernels.verification import NOT_FINITE, Mode, RowsToVerify, Walk
@@ -39,6 +41,8 @@ class Verified(NamedTuple):
     device_passes: tuple[DevicePass, ...] = ()
     # For each accepted row, of all passes, whether the model would have drawn another token. Empty in lossless modes.
     lossy: tuple[bool, ...] = ()
+    # Why the sequence cannot go on: nothing of this outcome is committed then.
+    error: OutriderError | None = None
 
     @property
     def accepted(self) -> int:
@@ -78,6 +82,9 @@ class SequenceVerifier:
         self.device_rows = self.on_device and request.mode is not VerificationMode.REJECTION
         self._shaper = LogitShaper(sampling, request.token_ids, end_token_ids)
         self.prompt_length = len(request.token_ids)
+        # Of requests with structured output: compiled before the first step.
+        self._has_form = sampling.structured_output is not None
+        self.grammar: FollowedGrammar | None = None
         digest = hashlib.blake2b(request.seed.to_bytes(8, "little"), key=_COIN_SECRET, digest_size=8).digest()
         self._coin_seed = int.from_bytes(digest, "little")
 
@@ -101,19 +108,32 @@ class SequenceVerifier:
         paths = ([tree.token_ids[node] for node in path_to(tree.parents, row)] for row in range(len(tree)))
         return np.concatenate([shaping.of_row(row, path) for row, path in enumerate(paths)])
 
+    def masks(self, tree: TokenTree, output: Sequence[int]) -> TreeMasks | None:
+        """Which tokens may follow each of the tree's rows; None where any may."""
+        if self.grammar is None:
+            assert not self._has_form, "a form has to be compiled before a step"
+            return None
+        return self.grammar.masks(tree, output)
+
     def verify(self, tree: TokenTree, logits: Tensor, output: list[int], step: int) -> Verified:
         """Walk the tree, by logits [rows, vocabulary] of its rows. `output` are the tokens committed so far, without
         the prompt; each `step` of the sequence has a new stream of coins."""
         asked = self.rows_to_verify(tree, 0, self.prompt_length + len(output), step)
         drafts = {row: (drawn.token_ids, drawn.weights) for row, drawn in tree.distributions.items()}
+        masks = self.masks(tree, output)
 
         def logits_of(row: int) -> Tensor:
             path = [tree.token_ids[node] for node in path_to(tree.parents, row)]
-            return self._shaper.shaped(logits[row], output + path)
+            shaped = self._shaper.shaped(logits[row], output + path)
+            if masks is not None:
+                words = torch.from_numpy(masks.words[row : row + 1]).to(shaped.device)
+                mask_logits(shaped[None], torch.zeros(1, dtype=torch.int64, device=shaped.device), words)
+            return shaped
 
         walk, lossy = walk_of(asked, tree.parents, tree.token_ids, drafts, logits_of)
-        if self.logprobs is None or not walk.finite:
-            return Verified(walk, (), lossy=lossy)
+        error = None if masks is None else masks.error
+        if self.logprobs is None or not walk.finite or error is not None:
+            return Verified(walk, (), lossy=lossy, error=error)
         rows, tokens = emitted_tokens(tree, walk)
         found = logprobs_of(logits[rows], torch.tensor(tokens, device=logits.device), [self.logprobs] * len(rows))
         return Verified(walk, tuple(found), lossy=lossy)

@@ -211,7 +211,8 @@ class DraftTrees(DraftInbox):
         if self._link is None or not self.connected or not self.active:
             return
         request = sequence.request
-        mode, sampling = request.mode, request.sampling
+        # A draft does not know grammars.
+        mode, sampling = request.mode, replace(request.sampling, structured_output=None)
         if mode is VerificationMode.TYPICAL:
             # It accepts what is probable.
             mode, sampling = VerificationMode.GREEDY, replace(sampling, temperature=0.0)

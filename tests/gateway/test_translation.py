@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from outrider.errors import QuotaExceeded
+from outrider.errors import InvalidField, QuotaExceeded
 from outrider.sampling import SamplingParams, VerificationMode
+from outrider.structured_output import StructuredOutput
 from outrider_client.generation import Speculation
 from outrider_client.messages import ChatOptions
 from outrider_gateway.failures import Refused, refusal
@@ -26,6 +27,16 @@ def chat(**more: Any) -> GenerationRequest:
 
 def completion(**more: Any) -> GenerationRequest:
     return completion_request({"model": "m", "prompt": "once", **more}, 8)
+
+
+FORMAT_SCHEMA = "response_format.json_schema.schema"
+
+
+def _deep(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(levels):
+        schema = {"items": schema}
+    return schema
 
 
 def turn(**fields: Any) -> dict[str, Any]:
@@ -128,6 +139,8 @@ TAKEN: dict[str, Any] = {
     "prediction": {"type": "content", "content": "x"}, "add_generation_prompt": False, "continue_final_message": True,
     "chat_template_kwargs": {"a": 1}, "reasoning_effort": "low", "verbosity": "low", "enable_thinking": False,
     "prompt": "other", "echo": True, "best_of": 2,
+    "response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}, "guided_json": {"type": "null"},
+    "guided_regex": "a", "guided_choice": ["a"], "guided_grammar": 'start: "a"',
 }  # fmt: skip
 # What some of them need beside them.
 BESIDE: dict[str, dict[str, Any]] = {
@@ -259,15 +272,30 @@ def test_template_arguments_have_one_place() -> None:
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"functions": [{}]}, "functions"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, FORMAT_SCHEMA),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": [1]}}}, FORMAT_SCHEMA),
+        ({"response_format": {"type": "json_object", "other": 1}}, "response_format.other"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"disable_any_whitespace": False}}, "structured_outputs.disable_any_whitespace"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice"),
+        ({"guided_json": {}, "guided_regex": "a"}, "guided_regex"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_json": _deep(70)}, "guided_json"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_choice": ["a", "a"]}, "guided_choice"),
+        ({"guided_regex": ""}, "guided_regex"),
+        ({"guided_regex": "a" * 65537}, "guided_regex"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "x"}}, "audio"),
         ({"chat_template_kwargs": []}, "chat_template_kwargs"),
         ({"continue_final_message": 1}, "continue_final_message"),
         ({"skip_special_tokens": "no"}, "skip_special_tokens"),
         ({"include_reasoning": False}, "include_reasoning"),
-        ({"guided_json": {}}, "guided_json"),
-        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"grammar": "start: \"a\""}, "grammar"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"length_penalty": 0.5}, "length_penalty"),
         ({"length_penalty": True}, "length_penalty"),
         ({"store": 0}, "store"),
@@ -386,3 +414,53 @@ def test_what_a_template_is_given_is_bounded_before_it_is_made_a_message() -> No
         deep = [deep]
     with pytest.raises(Refused, match="chat_template_kwargs"):
         chat(chat_template_kwargs={"a": deep})
+
+
+SCHEMA = {"type": "object", "properties": {"b": {"type": "null"}, "a": {"const": "é"}}}
+SCHEMA_TEXT = '{"type":"object","properties":{"b":{"type":"null"},"a":{"const":"é"}}}'
+
+
+@pytest.mark.parametrize(
+    ("body", "form"),
+    [
+        ({"response_format": {"type": "json_object"}}, StructuredOutput(json_object=True)),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "schema": SCHEMA, "strict": True},
+                }
+            },
+            StructuredOutput(json_schema=SCHEMA_TEXT),
+        ),
+        ({"guided_json": SCHEMA}, StructuredOutput(json_schema=SCHEMA_TEXT)),
+        ({"guided_json": SCHEMA_TEXT}, StructuredOutput(json_schema=SCHEMA_TEXT)),
+        ({"guided_regex": "a+"}, StructuredOutput(regex="a+")),
+        ({"guided_choice": ["a", "b"]}, StructuredOutput(choices=("a", "b"))),
+        ({"guided_grammar": 'start: "a"'}, StructuredOutput(grammar='start: "a"')),
+        ({"structured_outputs": {"json": SCHEMA}}, StructuredOutput(json_schema=SCHEMA_TEXT)),
+        ({"structured_outputs": {"json_object": True}}, StructuredOutput(json_object=True)),
+        ({"structured_outputs": {"choice": ["a"]}}, StructuredOutput(choices=("a",))),
+        (
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"disable_any_whitespace": False}},
+            StructuredOutput(json_object=True, free_whitespace=True),
+        ),
+        (
+            {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},
+            StructuredOutput(json_schema=SCHEMA_TEXT),
+        ),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": None, "structured_outputs": {}}, None),
+    ],
+)
+def test_forms_of_answers(body: dict[str, Any], form: StructuredOutput | None) -> None:
+    assert chat(**body).sampling.structured_output == form
+    assert completion(**body).sampling.structured_output == form
+
+
+def test_a_form_that_the_target_refuses_has_the_name_of_the_body() -> None:
+    body = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
+    error = InvalidField("sampling.structured_output.json_schema", "cannot be compiled: why")
+    assert refusal(error, chat(response_format=body).fields).param == FORMAT_SCHEMA
+    error = InvalidField("sampling.structured_output.regex", "cannot be compiled: why")
+    assert refusal(error, completion(guided_regex="a").fields).message == "guided_regex: cannot be compiled: why"

@@ -35,6 +35,18 @@ REQUESTS: dict[str, dict[str, Any]] = {
         "text": "open",
         "sampling": {"max_tokens": 30, "presence_penalty": 1.0, "logit_bias": {40: 3.5}, "min_tokens": 5},
     },
+    "form": {
+        "text": "open",
+        "sampling": {
+            "max_tokens": 30,
+            "temperature": 1,
+            "seed": 3,
+            "structured_output": {
+                "json_schema": '{"type": "array", "items": {"enum": ["é", 1]}, "minItems": 2, "maxItems": 3}'
+            },
+        },
+    },
+    "bad_form": {"text": "open", "sampling": {"structured_output": {"regex": "("}}},
     "stop_tokens": {"tokens": PROMPT, "sampling": {"max_tokens": 200, "stop_token_ids": list(range(100, 160))}},
     "stop_strings": {"tokens": PROMPT, "sampling": {"max_tokens": 200, "stop": ["a", "e", "\u0000", "1", " "]}},
     "endless": {"tokens": PROMPT, "sampling": {"max_tokens": 480, "ignore_eos": True}},

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from rich.markup import escape
@@ -14,6 +15,7 @@ from outrider.consoles import error_console, output_console
 from outrider.errors import UnknownCorpus
 from outrider.runtime import run
 from outrider.settings import SettingsError, unreadable
+from outrider.structured_output import StructuredOutput
 from outrider.visible import visible
 from outrider_client.cli.base import Command, CommandFailed, options
 from outrider_client.client import Client, Message
@@ -33,6 +35,12 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--prediction", metavar="FILE", type=Path, help="file with the answer that is expected, such as a text to edit"
+    )
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json-schema", metavar="FILE", type=Path, help="the answer is JSON of this JSON Schema")
+    form.add_argument("--regex", metavar="REGEX", help="the answer matches this regular expression")
+    form.add_argument(
+        "--choice", action="append", default=[], metavar="TEXT", help="the answer is one of these; may be repeated"
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of streaming text")
     parser.add_argument("--colour", action="store_true", help="show drafted and own tokens in two colours")
@@ -62,6 +70,7 @@ def _prompt(given: str | None) -> str:
 
 
 async def _generate(arguments: argparse.Namespace, reach: ClientOptions, wanted: GenerateOptions, prompt: str) -> int:
+    form = _form(arguments)
     messages: list[Message] = [("system", arguments.system)] if arguments.system else []
     async with Client(reach.connection(reach.target)) as client:
         await until_loaded(client, error_console(), reach.deadline)
@@ -69,7 +78,7 @@ async def _generate(arguments: argparse.Namespace, reach: ClientOptions, wanted:
         generation = client.generate(
             messages=() if arguments.raw else [*messages, ("user", prompt)],
             text=prompt if arguments.raw else "",
-            sampling=wanted.sampling(tuple(arguments.stop)),
+            sampling=replace(wanted.sampling(tuple(arguments.stop)), structured_output=form),
             speculation=wanted.speculating(),
             prediction=text_of(arguments.prediction) if arguments.prediction else None,
             timeout=reach.deadline,
@@ -84,6 +93,15 @@ async def _generate(arguments: argparse.Namespace, reach: ClientOptions, wanted:
         error_console().print(f"[dim]{summary(result)}[/]", soft_wrap=True)
     warn_of_refusal(result, wanted)
     return 0
+
+
+def _form(arguments: argparse.Namespace) -> StructuredOutput | None:
+    """The form of the answer, if there is to be one. The target checks it."""
+    if arguments.json_schema is not None:
+        return StructuredOutput(json_schema=text_of(arguments.json_schema))
+    if arguments.regex is not None:
+        return StructuredOutput(regex=arguments.regex)
+    return StructuredOutput(choices=tuple(arguments.choice)) if arguments.choice else None
 
 
 async def _stream(generation: Generation, painter: Painter | None) -> None:

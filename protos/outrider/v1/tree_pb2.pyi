@@ -289,6 +289,7 @@ class SamplingParameters(google.protobuf.message.Message):
     IGNORE_EOS_FIELD_NUMBER: builtins.int
     SEED_FIELD_NUMBER: builtins.int
     LOGPROBS_FIELD_NUMBER: builtins.int
+    STRUCTURED_OUTPUT_FIELD_NUMBER: builtins.int
     temperature: builtins.float
     """temperature divides the logits. Default 0 (greedy); finite and >= 0, else INVALID_ARGUMENT."""
     top_k: builtins.int
@@ -335,6 +336,10 @@ class SamplingParameters(google.protobuf.message.Message):
     def stop_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """stop_token_ids end the output, beside the model's own end tokens. At most 64, each below the vocabulary size."""
 
+    @property
+    def structured_output(self) -> global___StructuredOutput:
+        """structured_output keeps the output to a given form. Default: any text. Not with ignore_eos."""
+
     def __init__(
         self,
         *,
@@ -353,9 +358,10 @@ class SamplingParameters(google.protobuf.message.Message):
         ignore_eos: builtins.bool = ...,
         seed: builtins.int | None = ...,
         logprobs: builtins.int | None = ...,
+        structured_output: global___StructuredOutput | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_top_p", b"_top_p", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "top_p", b"top_p"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_top_p", b"_top_p", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "structured_output", b"structured_output", "top_p", b"top_p"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured_output", b"structured_output", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_logprobs", b"_logprobs"]) -> typing.Literal["logprobs"] | None: ...
     @typing.overload
@@ -368,6 +374,78 @@ class SamplingParameters(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_top_p", b"_top_p"]) -> typing.Literal["top_p"] | None: ...
 
 global___SamplingParameters = SamplingParameters
+
+@typing.final
+class StructuredOutput(google.protobuf.message.Message):
+    """StructuredOutput is the form that an output has: at every token, those that the form forbids have no probability. The
+    output ends, as END_OF_SEQUENCE, where the form ends; end tokens are drawn nowhere else. An output that ends for
+    another reason (max_tokens, stop, stop_token_ids) may be the beginning of one of that form. A form that cannot be
+    used is INVALID_ARGUMENT, with the reason; FAILED_PRECONDITION where the model has no tokenizer or no end token.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JSON_SCHEMA_FIELD_NUMBER: builtins.int
+    JSON_OBJECT_FIELD_NUMBER: builtins.int
+    REGEX_FIELD_NUMBER: builtins.int
+    CHOICES_FIELD_NUMBER: builtins.int
+    GRAMMAR_FIELD_NUMBER: builtins.int
+    FREE_WHITESPACE_FIELD_NUMBER: builtins.int
+    json_schema: builtins.str
+    """json_schema is a JSON Schema (2020-12), as JSON, of the JSON text that the output is. At most 64 KiB, at most 64
+    levels deep. Keywords that cannot be enforced are refused.
+    """
+    json_object: builtins.bool
+    """json_object is true for any JSON object."""
+    regex: builtins.str
+    """regex is a regular expression that the whole output matches, in the syntax of Rust's regex crate: without
+    look-around and back-references. At most 64 KiB.
+    """
+    grammar: builtins.str
+    """grammar is a context-free grammar in the syntax of Lark, of llguidance's dialect; it begins with the rule `start`.
+    At most 64 KiB.
+    """
+    free_whitespace: builtins.bool
+    """free_whitespace lets JSON have whitespace between its parts as the model likes. Default false: there is none."""
+    @property
+    def choices(self) -> global___Choices:
+        """choices are the texts of which the output is one."""
+
+    def __init__(
+        self,
+        *,
+        json_schema: builtins.str = ...,
+        json_object: builtins.bool = ...,
+        regex: builtins.str = ...,
+        choices: global___Choices | None = ...,
+        grammar: builtins.str = ...,
+        free_whitespace: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["choices", b"choices", "form", b"form", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["choices", b"choices", "form", b"form", "free_whitespace", b"free_whitespace", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["form", b"form"]) -> typing.Literal["json_schema", "json_object", "regex", "choices", "grammar"] | None: ...
+
+global___StructuredOutput = StructuredOutput
+
+@typing.final
+class Choices(google.protobuf.message.Message):
+    """Choices are texts to choose among."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TEXTS_FIELD_NUMBER: builtins.int
+    @property
+    def texts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """texts are 1 to 1024 different texts, none of them empty, of at most 64 KiB together."""
+
+    def __init__(
+        self,
+        *,
+        texts: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["texts", b"texts"]) -> None: ...
+
+global___Choices = Choices
 
 @typing.final
 class Timings(google.protobuf.message.Message):

@@ -18,6 +18,7 @@ from grpc_status import rpc_status
 from outrider.errors import DOMAIN, InvalidField, OutriderError, all_errors
 from outrider.limits import TENANT_NAME
 from outrider.sampling import SamplingParams, TypicalAcceptance, VerificationMode
+from outrider.structured_output import StructuredOutput
 from outrider.tree import MAX_ROWS, DraftDistribution, TokenTree
 from outrider.v1 import tree_pb2
 from outrider.wire.frames import DEFAULT_TENANT, MAX_VOCABULARY
@@ -84,14 +85,29 @@ def sampling_from_pb(
 ) -> SamplingParams:
     """Checked sampling parameters, with defaults for what is not set."""
     repeated = {"logit_bias": dict(pb.logit_bias), "stop": tuple(pb.stop), "stop_token_ids": tuple(pb.stop_token_ids)}
-    params = SamplingParams(**set_fields(pb) | repeated)
+    structured = structured_output_from_pb(pb.structured_output) if pb.HasField("structured_output") else None
+    params = SamplingParams(**set_fields(pb) | repeated | {"structured_output": structured})
     params.check(vocabulary_size, field_path)
     return params
 
 
 def sampling_to_pb(params: SamplingParams) -> tree_pb2.SamplingParameters:
     """Every parameter, also defaults; None stays absent."""
-    return message_of(tree_pb2.SamplingParameters, params)
+    structured = structured_output_to_pb(params.structured_output)
+    return message_of(tree_pb2.SamplingParameters, params, structured_output=structured)
+
+
+def structured_output_from_pb(pb: tree_pb2.StructuredOutput) -> StructuredOutput:
+    """The form of an output; `SamplingParams.check` checks it."""
+    return StructuredOutput(**set_fields(pb) | {"choices": tuple(pb.choices.texts)})
+
+
+def structured_output_to_pb(value: StructuredOutput | None) -> tree_pb2.StructuredOutput | None:
+    if value is None:
+        return None
+    choices = tree_pb2.Choices(texts=value.choices) if value.choices else None
+    # False would be a form of its own.
+    return message_of(tree_pb2.StructuredOutput, value, choices=choices, json_object=value.json_object or None)
 
 
 def distributions_from_pb(

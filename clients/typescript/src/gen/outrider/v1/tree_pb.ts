@@ -12,7 +12,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file outrider/v1/tree.proto.
  */
 export const file_outrider_v1_tree: GenFile = /*@__PURE__*/
-  fileDesc("ChZvdXRyaWRlci92MS90cmVlLnByb3RvEgtvdXRyaWRlci52MSJTChFUeXBpY2FsQWNjZXB0YW5jZRIUCgdlcHNpbG9uGAEgASgBSACIAQESEgoFZGVsdGEYAiABKAFIAYgBAUIKCghfZXBzaWxvbkIICgZfZGVsdGEiRwoRRHJhZnREaXN0cmlidXRpb24SDgoGcGFyZW50GAEgASgNEhEKCXRva2VuX2lkcxgCIAMoDRIPCgd3ZWlnaHRzGAMgAygNInYKCVRva2VuVHJlZRIRCgl0b2tlbl9pZHMYASADKA0SDwoHcGFyZW50cxgCIAMoDRIOCgZzY29yZXMYAyADKAISNQoNZGlzdHJpYnV0aW9ucxgEIAMoCzIeLm91dHJpZGVyLnYxLkRyYWZ0RGlzdHJpYnV0aW9uIsUBCgZUZW5zb3ISKAoFZHR5cGUYASABKA4yGS5vdXRyaWRlci52MS5UZW5zb3IuRFR5cGUSDQoFc2hhcGUYAiADKA0SDAoEZGF0YRgDIAEoDBISCgpyb3dfc2NhbGVzGAQgAygCImAKBURUeXBlEhYKEkRfVFlQRV9VTlNQRUNJRklFRBAAEhIKDkRfVFlQRV9GTE9BVDMyEAESEwoPRF9UWVBFX0JGTE9BVDE2EAISFgoSRF9UWVBFX0ZMT0FUOF9FNE0zEAMi/gMKElNhbXBsaW5nUGFyYW1ldGVycxITCgt0ZW1wZXJhdHVyZRgBIAEoARINCgV0b3BfaxgCIAEoDRISCgV0b3BfcBgDIAEoAUgAiAEBEg0KBW1pbl9wGAQgASgBEh8KEnJlcGV0aXRpb25fcGVuYWx0eRgFIAEoAUgBiAEBEhgKEHByZXNlbmNlX3BlbmFsdHkYBiABKAESGQoRZnJlcXVlbmN5X3BlbmFsdHkYByABKAESQgoKbG9naXRfYmlhcxgIIAMoCzIuLm91dHJpZGVyLnYxLlNhbXBsaW5nUGFyYW1ldGVycy5Mb2dpdEJpYXNFbnRyeRISCgptaW5fdG9rZW5zGAkgASgNEhcKCm1heF90b2tlbnMYCiABKA1IAogBARIMCgRzdG9wGAsgAygJEhYKDnN0b3BfdG9rZW5faWRzGAwgAygNEhIKCmlnbm9yZV9lb3MYDSABKAgSEQoEc2VlZBgOIAEoBkgDiAEBEhUKCGxvZ3Byb2JzGA8gASgNSASIAQEaMAoOTG9naXRCaWFzRW50cnkSCwoDa2V5GAEgASgNEg0KBXZhbHVlGAIgASgCOgI4AUIICgZfdG9wX3BCFQoTX3JlcGV0aXRpb25fcGVuYWx0eUINCgtfbWF4X3Rva2Vuc0IHCgVfc2VlZEILCglfbG9ncHJvYnMiQQoHVGltaW5ncxIZChFxdWV1ZV9uYW5vc2Vjb25kcxgBIAEoBBIbChNjb21wdXRlX25hbm9zZWNvbmRzGAIgASgEKrIBChBWZXJpZmljYXRpb25Nb2RlEiEKHVZFUklGSUNBVElPTl9NT0RFX1VOU1BFQ0lGSUVEEAASHAoYVkVSSUZJQ0FUSU9OX01PREVfR1JFRURZEAESHQoZVkVSSUZJQ0FUSU9OX01PREVfQ09VUExFRBACEh8KG1ZFUklGSUNBVElPTl9NT0RFX1JFSkVDVElPThADEh0KGVZFUklGSUNBVElPTl9NT0RFX1RZUElDQUwQBEIrWilvdXRyaWRlci9jbGllbnRzL2dvL291dHJpZGVydjE7b3V0cmlkZXJ2MWIGcHJvdG8z");
+  fileDesc("ChZvdXRyaWRlci92MS90cmVlLnByb3RvEgtvdXRyaWRlci52MSJTChFUeXBpY2FsQWNjZXB0YW5jZRIUCgdlcHNpbG9uGAEgASgBSACIAQESEgoFZGVsdGEYAiABKAFIAYgBAUIKCghfZXBzaWxvbkIICgZfZGVsdGEiRwoRRHJhZnREaXN0cmlidXRpb24SDgoGcGFyZW50GAEgASgNEhEKCXRva2VuX2lkcxgCIAMoDRIPCgd3ZWlnaHRzGAMgAygNInYKCVRva2VuVHJlZRIRCgl0b2tlbl9pZHMYASADKA0SDwoHcGFyZW50cxgCIAMoDRIOCgZzY29yZXMYAyADKAISNQoNZGlzdHJpYnV0aW9ucxgEIAMoCzIeLm91dHJpZGVyLnYxLkRyYWZ0RGlzdHJpYnV0aW9uIsUBCgZUZW5zb3ISKAoFZHR5cGUYASABKA4yGS5vdXRyaWRlci52MS5UZW5zb3IuRFR5cGUSDQoFc2hhcGUYAiADKA0SDAoEZGF0YRgDIAEoDBISCgpyb3dfc2NhbGVzGAQgAygCImAKBURUeXBlEhYKEkRfVFlQRV9VTlNQRUNJRklFRBAAEhIKDkRfVFlQRV9GTE9BVDMyEAESEwoPRF9UWVBFX0JGTE9BVDE2EAISFgoSRF9UWVBFX0ZMT0FUOF9FNE0zEAMiuAQKElNhbXBsaW5nUGFyYW1ldGVycxITCgt0ZW1wZXJhdHVyZRgBIAEoARINCgV0b3BfaxgCIAEoDRISCgV0b3BfcBgDIAEoAUgAiAEBEg0KBW1pbl9wGAQgASgBEh8KEnJlcGV0aXRpb25fcGVuYWx0eRgFIAEoAUgBiAEBEhgKEHByZXNlbmNlX3BlbmFsdHkYBiABKAESGQoRZnJlcXVlbmN5X3BlbmFsdHkYByABKAESQgoKbG9naXRfYmlhcxgIIAMoCzIuLm91dHJpZGVyLnYxLlNhbXBsaW5nUGFyYW1ldGVycy5Mb2dpdEJpYXNFbnRyeRISCgptaW5fdG9rZW5zGAkgASgNEhcKCm1heF90b2tlbnMYCiABKA1IAogBARIMCgRzdG9wGAsgAygJEhYKDnN0b3BfdG9rZW5faWRzGAwgAygNEhIKCmlnbm9yZV9lb3MYDSABKAgSEQoEc2VlZBgOIAEoBkgDiAEBEhUKCGxvZ3Byb2JzGA8gASgNSASIAQESOAoRc3RydWN0dXJlZF9vdXRwdXQYECABKAsyHS5vdXRyaWRlci52MS5TdHJ1Y3R1cmVkT3V0cHV0GjAKDkxvZ2l0Qmlhc0VudHJ5EgsKA2tleRgBIAEoDRINCgV2YWx1ZRgCIAEoAjoCOAFCCAoGX3RvcF9wQhUKE19yZXBldGl0aW9uX3BlbmFsdHlCDQoLX21heF90b2tlbnNCBwoFX3NlZWRCCwoJX2xvZ3Byb2JzIq4BChBTdHJ1Y3R1cmVkT3V0cHV0EhUKC2pzb25fc2NoZW1hGAEgASgJSAASFQoLanNvbl9vYmplY3QYAiABKAhIABIPCgVyZWdleBgDIAEoCUgAEicKB2Nob2ljZXMYBCABKAsyFC5vdXRyaWRlci52MS5DaG9pY2VzSAASEQoHZ3JhbW1hchgFIAEoCUgAEhcKD2ZyZWVfd2hpdGVzcGFjZRgGIAEoCEIGCgRmb3JtIhgKB0Nob2ljZXMSDQoFdGV4dHMYASADKAkiQQoHVGltaW5ncxIZChFxdWV1ZV9uYW5vc2Vjb25kcxgBIAEoBBIbChNjb21wdXRlX25hbm9zZWNvbmRzGAIgASgEKrIBChBWZXJpZmljYXRpb25Nb2RlEiEKHVZFUklGSUNBVElPTl9NT0RFX1VOU1BFQ0lGSUVEEAASHAoYVkVSSUZJQ0FUSU9OX01PREVfR1JFRURZEAESHQoZVkVSSUZJQ0FUSU9OX01PREVfQ09VUExFRBACEh8KG1ZFUklGSUNBVElPTl9NT0RFX1JFSkVDVElPThADEh0KGVZFUklGSUNBVElPTl9NT0RFX1RZUElDQUwQBEIrWilvdXRyaWRlci9jbGllbnRzL2dvL291dHJpZGVydjE7b3V0cmlkZXJ2MWIGcHJvdG8z");
 
 /**
  * TypicalAcceptance is the rule of VERIFICATION_MODE_TYPICAL (Medusa, arXiv 2401.10774, section 2.3.2). A drafted token
@@ -332,6 +332,13 @@ export type SamplingParameters = Message<"outrider.v1.SamplingParameters"> & {
    * @generated from field: optional uint32 logprobs = 15;
    */
   logprobs?: number;
+
+  /**
+   * structured_output keeps the output to a given form. Default: any text. Not with ignore_eos.
+   *
+   * @generated from field: outrider.v1.StructuredOutput structured_output = 16;
+   */
+  structuredOutput?: StructuredOutput;
 };
 
 /**
@@ -340,6 +347,101 @@ export type SamplingParameters = Message<"outrider.v1.SamplingParameters"> & {
  */
 export const SamplingParametersSchema: GenMessage<SamplingParameters> = /*@__PURE__*/
   messageDesc(file_outrider_v1_tree, 4);
+
+/**
+ * StructuredOutput is the form that an output has: at every token, those that the form forbids have no probability. The
+ * output ends, as END_OF_SEQUENCE, where the form ends; end tokens are drawn nowhere else. An output that ends for
+ * another reason (max_tokens, stop, stop_token_ids) may be the beginning of one of that form. A form that cannot be
+ * used is INVALID_ARGUMENT, with the reason; FAILED_PRECONDITION where the model has no tokenizer or no end token.
+ *
+ * @generated from message outrider.v1.StructuredOutput
+ */
+export type StructuredOutput = Message<"outrider.v1.StructuredOutput"> & {
+  /**
+   * form is required: exactly one of these.
+   *
+   * @generated from oneof outrider.v1.StructuredOutput.form
+   */
+  form: {
+    /**
+     * json_schema is a JSON Schema (2020-12), as JSON, of the JSON text that the output is. At most 64 KiB, at most 64
+     * levels deep. Keywords that cannot be enforced are refused.
+     *
+     * @generated from field: string json_schema = 1;
+     */
+    value: string;
+    case: "jsonSchema";
+  } | {
+    /**
+     * json_object is true for any JSON object.
+     *
+     * @generated from field: bool json_object = 2;
+     */
+    value: boolean;
+    case: "jsonObject";
+  } | {
+    /**
+     * regex is a regular expression that the whole output matches, in the syntax of Rust's regex crate: without
+     * look-around and back-references. At most 64 KiB.
+     *
+     * @generated from field: string regex = 3;
+     */
+    value: string;
+    case: "regex";
+  } | {
+    /**
+     * choices are the texts of which the output is one.
+     *
+     * @generated from field: outrider.v1.Choices choices = 4;
+     */
+    value: Choices;
+    case: "choices";
+  } | {
+    /**
+     * grammar is a context-free grammar in the syntax of Lark, of llguidance's dialect; it begins with the rule `start`.
+     * At most 64 KiB.
+     *
+     * @generated from field: string grammar = 5;
+     */
+    value: string;
+    case: "grammar";
+  } | { case: undefined; value?: undefined };
+
+  /**
+   * free_whitespace lets JSON have whitespace between its parts as the model likes. Default false: there is none.
+   *
+   * @generated from field: bool free_whitespace = 6;
+   */
+  freeWhitespace: boolean;
+};
+
+/**
+ * Describes the message outrider.v1.StructuredOutput.
+ * Use `create(StructuredOutputSchema)` to create a new message.
+ */
+export const StructuredOutputSchema: GenMessage<StructuredOutput> = /*@__PURE__*/
+  messageDesc(file_outrider_v1_tree, 5);
+
+/**
+ * Choices are texts to choose among.
+ *
+ * @generated from message outrider.v1.Choices
+ */
+export type Choices = Message<"outrider.v1.Choices"> & {
+  /**
+   * texts are 1 to 1024 different texts, none of them empty, of at most 64 KiB together.
+   *
+   * @generated from field: repeated string texts = 1;
+   */
+  texts: string[];
+};
+
+/**
+ * Describes the message outrider.v1.Choices.
+ * Use `create(ChoicesSchema)` to create a new message.
+ */
+export const ChoicesSchema: GenMessage<Choices> = /*@__PURE__*/
+  messageDesc(file_outrider_v1_tree, 6);
 
 /**
  * Timings lets a client split network from compute without a tracer.
@@ -367,7 +469,7 @@ export type Timings = Message<"outrider.v1.Timings"> & {
  * Use `create(TimingsSchema)` to create a new message.
  */
 export const TimingsSchema: GenMessage<Timings> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_tree, 5);
+  messageDesc(file_outrider_v1_tree, 7);
 
 /**
  * VerificationMode says how the target decides which drafted tokens it keeps.

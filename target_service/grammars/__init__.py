@@ -1,0 +1,1 @@
+"""Grammars that outputs are kept to: compiled from their forms, and followed along the rows of trees."""

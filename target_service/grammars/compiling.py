@@ -1,0 +1,144 @@
+"""Compiles forms of output to grammars, and keeps those that each tenant used last."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from outrider.errors import InvalidField, NotSupported
+from outrider.structured_output import StructuredOutput
+from target_service.grammars.following import FollowedGrammar
+from target_service.grammars.vocabulary import grammar_tokenizer
+from target_service.text.tokenizer import ModelTokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits
+
+# Grammars kept for each tenant, and tenants that have some. Chosen: an application has a few forms, and a compiled one
+# takes tens of kilobytes and, used for long texts, some megabytes.
+GRAMMARS_PER_TENANT = 32
+MOST_TENANTS = 256
+# llguidance's own limits, by work and not by time: they refuse the same grammars on every machine. A tenth to a half of
+# its defaults. The schemas and expressions of the tests, and ones for addresses, dates and words, need less; of hostile
+# ones that are taken, none took more than 2 ms of a processor for a mask of 49,152 tokens, or 1.3 s to compile.
+_LEXER_FUEL = 500_000
+_STEP_LEXER_FUEL = 20_000
+_STEP_ITEMS = 20_000
+_LEXER_STATES = 10_000
+_GRAMMAR_SIZE = 100_000
+# Characters of a compiler's message that a caller is told; messages quote the grammar.
+_MOST_REASON = 300
+_FIELD_PATH = "sampling.structured_output"
+
+
+@dataclass(eq=False)
+class Grammars:
+    """The grammars of one model, for use from any thread.
+
+    Compiling takes milliseconds for usual forms, and up to about a second for the largest: never do it where others
+    wait.
+    """
+
+    # None where only token ids are taken.
+    tokenizer: ModelTokenizer | None
+    vocabulary_size: int
+    end_token_ids: tuple[int, ...]
+    _kept: OrderedDict[str, OrderedDict[StructuredOutput, LLMatcher]] = field(default_factory=OrderedDict, init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+
+    def keeps(self, form: StructuredOutput, tenant: str) -> bool:
+        """Whether a tenant's form is compiled."""
+        with self._lock:
+            return form in self._kept.get(tenant, ())
+
+    def compiled(
+        self, form: StructuredOutput, tenant: str, field_path: str = "sampling.structured_output"
+    ) -> LLMatcher:
+        """The matcher of a form at its beginning, to be copied. Raises `InvalidField` for a form that cannot be
+        compiled, and `NotSupported` where the model has no suitable tokenizer or no end token."""
+        with self._lock:
+            own = self._kept.get(tenant)
+            if own is not None and form in own:
+                self._kept.move_to_end(tenant)
+                own.move_to_end(form)
+                return own[form]
+        matcher = self._compile(form, f"{field_path}.{form.form}")
+        with self._lock:
+            own = self._kept.setdefault(tenant, OrderedDict())
+            own[form] = matcher
+            self._kept.move_to_end(tenant)
+            if len(own) > GRAMMARS_PER_TENANT:
+                own.popitem(last=False)
+            if len(self._kept) > MOST_TENANTS:
+                self._kept.popitem(last=False)
+        return matcher
+
+    def drop(self, form: StructuredOutput, tenant: str) -> None:
+        """Forget a form that has met a limit: copies of its matcher share what does not work any more."""
+        with self._lock:
+            self._kept.get(tenant, OrderedDict()).pop(form, None)
+
+    def followed(self, form: StructuredOutput, tenant: str) -> FollowedGrammar:
+        """A form to follow along one output. Raises what `compiled` does."""
+        matcher = self.compiled(form, tenant).deep_copy()
+        return FollowedGrammar(matcher, form, self.vocabulary_size, self.end_token_ids, lambda: self.drop(form, tenant))
+
+    def _compile(self, form: StructuredOutput, field_path: str) -> LLMatcher:
+        from llguidance import LLMatcher
+
+        if self.tokenizer is None:
+            raise NotSupported("the model has no tokenizer, which structured_output needs")
+        tokenizer = grammar_tokenizer(self.tokenizer, self.vocabulary_size, self.end_token_ids)
+        try:
+            matcher = LLMatcher(tokenizer, grammar_of(form), log_level=0, limits=_limits())
+        except ValueError as error:
+            raise _refused(field_path, str(error)) from None
+        # The first mask too, which some grammars fail to give.
+        if not matcher.is_error():
+            allowed = any(matcher.compute_bitmask())
+            if not matcher.is_error() and not allowed:
+                raise InvalidField(field_path, "no text of this model's tokens has this form")
+        if matcher.is_error():
+            raise _refused(field_path, matcher.get_error())
+        return matcher
+
+
+def grammar_of(form: StructuredOutput) -> str:
+    """A form in llguidance's own terms. Raises `ValueError` for JSON that is no schema."""
+    from llguidance import LLMatcher
+
+    if form.regex is not None:
+        return str(LLMatcher.grammar_from_regex(form.regex))
+    if form.grammar is not None:
+        return str(LLMatcher.grammar_from_lark(form.grammar))
+    if form.choices:
+        # Strings of Lark are written as those of JSON.
+        texts = [json.dumps(each, ensure_ascii=False) for each in form.choices]
+        return str(LLMatcher.grammar_from_lark("start: " + " | ".join(texts)))
+    schema = '{"type": "object"}' if form.json_schema is None else form.json_schema
+    # Over what a schema itself may ask for; a lenient compiler would pass over keywords that it does not enforce.
+    overrides = {"whitespace_flexible": form.free_whitespace, "lenient": False}
+    return str(LLMatcher.grammar_from_json_schema(schema, overrides=overrides))
+
+
+def _limits() -> LLParserLimits:
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        initial_lexer_fuel=_LEXER_FUEL,
+        step_lexer_fuel=_STEP_LEXER_FUEL,
+        step_max_items=_STEP_ITEMS,
+        max_lexer_states=_LEXER_STATES,
+        max_grammar_size=_GRAMMAR_SIZE,
+        verbose_errors=False,
+    )
+
+
+def _refused(field_path: str, message: str) -> InvalidField:
+    """The compiler's reason on one line."""
+    lines = [line.strip() for line in message.splitlines() if not line.startswith("<")]
+    reason = " ".join(filter(None, lines))
+    return InvalidField(field_path, f"cannot be compiled: {reason[:_MOST_REASON]}")

@@ -1,0 +1,253 @@
+"""Grammars of forms: what is compiled and kept, which tokens follow rows of a tree, and vocabularies of all kinds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from structured_forms import VOCABULARY, trained_tokenizer
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from outrider.errors import InvalidField, NotSupported
+from outrider.structured_output import StructuredOutput
+from outrider.tree import TokenTree
+from target_service.grammars import compiling
+from target_service.grammars.compiling import GRAMMARS_PER_TENANT, Grammars
+from target_service.grammars.following import TreeMasks, mask_logits
+from target_service.grammars.vocabulary import TokenWords, grammar_tokenizer
+from target_service.text.tokenizer import ModelTokenizer
+
+END = 2
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return Grammars(trained_tokenizer(), VOCABULARY, (END,))
+
+
+def tokens_of(text: str) -> list[int]:
+    return list(trained_tokenizer().encode(text))
+
+
+def allowed(masks: TreeMasks, row: int) -> set[int]:
+    bits = np.unpackbits(masks.words[row].view(np.uint8), bitorder="little")
+    return set(np.flatnonzero(bits).tolist())
+
+
+def chain(root: int, tokens: Sequence[int]) -> TokenTree:
+    rows = range(len(tokens) + 1)
+    return TokenTree((root, *tokens), tuple(max(row - 1, 0) for row in rows), (1.0,) * len(rows))
+
+
+class TestMasks:
+    def test_every_row_has_the_mask_of_its_own_path(self, grammars: Grammars) -> None:
+        form = StructuredOutput(regex="[ab](c|d)e?")
+        a, b, c, d, e, x = (tokens_of(letter)[0] for letter in "abcdex")
+        # Two branches, a row that is forbidden, one below it, and an end.
+        tree = TokenTree((9, a, b, x, c, d, e, c, END), (0, 0, 0, 0, 1, 2, 5, 3, 4), (1.0,) * 9)
+        followed = grammars.followed(form, "t")
+        for _ in range(2):
+            masks = followed.masks(tree, ())
+            assert [allowed(masks, row) for row in (0, 1, 2, 4, 5)] == [{a, b}, {c, d}, {c, d}, {e, END}, {e, END}]
+            # No walk comes to those: their logits need some distribution all the same.
+            assert [allowed(masks, row) for row in (6, 3, 7, 8)] == [{END}] * 4
+            assert masks.error is None
+        assert allowed(followed.masks(chain(b, [d, e]), (b,)), 1) == {e, END}
+        assert allowed(followed.masks(chain(d, []), (b, d)), 0) == {e, END}
+
+    def test_characters_may_be_cut_between_tokens(self, grammars: Grammars) -> None:
+        # Not forced, or it would come in the tokenizer's own tokens.
+        form = StructuredOutput(regex="[^a]{1,3}")
+        vocabulary = trained_tokenizer().get_vocab()
+        characters = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        for text in ("日本語", "🙂"):
+            ((shown, _),) = characters.pre_tokenize_str(text)
+            single = [vocabulary[byte] for byte in shown]
+            masks = grammars.followed(form, "t").masks(chain(9, single), ())
+            assert masks.error is None
+            for row, token in enumerate([*single, END]):
+                assert token in allowed(masks, row), (text, row)
+
+    def test_special_tokens_are_never_text(self, grammars: Grammars) -> None:
+        followed = grammars.followed(StructuredOutput(regex="[^x]+"), "t")
+        assert allowed(followed.masks(chain(9, []), ()), 0).isdisjoint({0, 1, END})
+        after = allowed(followed.masks(chain(9, []), tokens_of("a")), 0)
+        assert END in after
+        assert after.isdisjoint({0, 1})
+        # Nor are ids that the model has and the tokenizer has not.
+        assert max(after) < len(trained_tokenizer().get_vocab())
+
+    def test_work_without_end_is_an_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        form = StructuredOutput(grammar='start: "a" (hard | "c")\nhard: "b" /[^z]{1,400}/ "z"')
+        a, b, c = (tokens_of(letter)[0] for letter in "abc")
+        monkeypatch.setattr(compiling, "_STEP_LEXER_FUEL", 200)
+        own = Grammars(trained_tokenizer(), VOCABULARY, (END,))
+        followed = own.followed(form, "t")
+        assert followed.masks(chain(a, [c]), (a,)).error is None
+        assert own.keeps(form, "t")
+        error = followed.masks(chain(b, []), (a, b)).error
+        assert error is not None
+        assert error.field == "sampling.structured_output.grammar"
+        # Copies share what failed, so the next request begins anew.
+        assert not own.keeps(form, "t")
+        assert own.followed(form, "t").masks(chain(a, [c]), (a,)).error is None
+
+    def test_forbidden_tokens_have_no_probability(self) -> None:
+        logits = torch.tensor([[1.0, 2.0, 3.0], [-torch.inf, 5.0, -torch.inf], [1.0, torch.nan, 2.0], [4.0, 4.0, 4.0]])
+        words = torch.tensor([[0b011], [0b101], [0b001]], dtype=torch.int32)
+        mask_logits(logits, torch.tensor([0, 1, 2]), words)
+        inf = torch.inf
+        wanted = torch.tensor([[1.0, 2.0, -inf], [0.0, -inf, 0.0], [1.0, torch.nan, 2.0], [4.0, 4.0, 4.0]])
+        torch.testing.assert_close(logits, wanted, equal_nan=True)
+
+
+# Small texts that would take more than a machine has, or than others may wait for.
+HOSTILE = {
+    "nested-groups": StructuredOutput(regex="(" * 30000 + "a" + ")" * 30000),
+    "doubling": StructuredOutput(json_schema=json.dumps({
+        "$defs": {f"d{i}": {"allOf": [{"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"properties": {f"{i}{j}": {}}}]}
+                                      for j in range(9)]} for i in range(9)} | {"d9": {"type": "object"}},
+        "$ref": "#/$defs/d0"})),
+    "all-of-any-of": StructuredOutput(json_schema=json.dumps({"allOf": [
+        {"anyOf": [{"type": "object", "properties": {f"a{i}{j}": {"type": "string"}}} for j in range(9)]}
+        for i in range(9)]})),
+    "endless-reference": StructuredOutput(json_schema='{"$ref": "#"}'),
+    "endless-rule": StructuredOutput(grammar="start: start"),
+}  # fmt: skip
+# Grammars that other engines take long for, and this one does not.
+HARMLESS = {
+    "endless-object": StructuredOutput(
+        json_schema=json.dumps(
+            {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"], "additionalProperties": False}
+        )
+    ),
+    "backtracking": StructuredOutput(regex="(x+x+)+y"),
+    "ambiguous": StructuredOutput(grammar='start: start start | "a"'),
+    "long-enum": StructuredOutput(json_schema=json.dumps({"enum": [f"{i:x}" for i in range(2000)]})),
+    "deep": StructuredOutput(json_schema='{"type":"array","items":' * 60 + "{}" + "}" * 60),
+}
+
+
+class TestCompiling:
+    @pytest.mark.parametrize("name", HOSTILE)
+    def test_hostile_forms_are_refused(self, grammars: Grammars, name: str) -> None:
+        with pytest.raises(InvalidField) as raised:
+            grammars.compiled(HOSTILE[name], "t", "f")
+        assert raised.value.field == f"f.{HOSTILE[name].form}"
+        assert len(raised.value.problem) < 400
+
+    @pytest.mark.parametrize("name", HARMLESS)
+    def test_forms_that_look_worse_than_they_are(self, grammars: Grammars, name: str) -> None:
+        HARMLESS[name].check()
+        followed = grammars.followed(HARMLESS[name], "t")
+        assert followed.masks(chain(9, []), ()).error is None
+
+    def test_what_a_schema_says_to_the_compiler_does_not_loosen_it(self, grammars: Grammars) -> None:
+        for options in ({"lenient": True}, {"whitespace_flexible": True}):
+            text = json.dumps({"x-guidance": options, "type": "array", "uniqueItems": True})
+            with pytest.raises(InvalidField, match="uniqueItems"):
+                grammars.compiled(StructuredOutput(json_schema=text), "t")
+
+    def test_each_tenant_keeps_the_forms_it_used_last(self) -> None:
+        grammars = Grammars(trained_tokenizer(), VOCABULARY, (END,))
+        forms = [StructuredOutput(choices=(f"c{i}",)) for i in range(GRAMMARS_PER_TENANT + 1)]
+        first = grammars.compiled(forms[0], "a")
+        assert grammars.compiled(forms[0], "a") is first
+        assert not grammars.keeps(forms[0], "b")
+        for form in forms[1:-1]:
+            grammars.compiled(form, "a")
+        grammars.compiled(forms[0], "a")
+        grammars.compiled(forms[-1], "a")
+        assert [grammars.keeps(form, "a") for form in forms[:3]] == [True, False, True]
+
+    def test_tenants_are_bounded_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(compiling, "MOST_TENANTS", 2)
+        grammars = Grammars(trained_tokenizer(), VOCABULARY, (END,))
+        form = StructuredOutput(choices=("a",))
+        for tenant in ("a", "b", "a", "c"):
+            grammars.compiled(form, tenant)
+        assert [grammars.keeps(form, tenant) for tenant in "abc"] == [True, False, True]
+
+    def test_a_refused_form_is_not_kept(self, grammars: Grammars) -> None:
+        form = StructuredOutput(regex="(")
+        with pytest.raises(InvalidField):
+            grammars.compiled(form, "t")
+        assert not grammars.keeps(form, "t")
+
+
+def sentence_piece() -> ModelTokenizer:
+    """Words with a mark for the space before them, and bytes for what no token covers, as Llama 2's."""
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdenosty", "▁no", "yes"]
+    merges = [("▁", "n"), ("▁n", "o"), ("y", "e"), ("ye", "s")]
+    words += ["▁n", "ye"]
+    backend = Tokenizer(
+        models.BPE({word: i for i, word in enumerate(words)}, merges, byte_fallback=True, unk_token="<unk>")
+    )
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(parts)
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return ModelTokenizer(backend)
+
+
+class TestVocabularies:
+    def test_byte_level_behind_other_decoders(self) -> None:
+        """A file that was converted lists decoders for other vocabularies first, as SmolLM2's."""
+        backend = Tokenizer.from_str(trained_tokenizer().backend.to_str())
+        parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.ByteLevel()]
+        backend.decoder = decoders.Sequence(parts)
+        fast = ModelTokenizer(backend)
+        plain = TokenWords(trained_tokenizer(), VOCABULARY, (END,)).tokens
+        assert TokenWords(fast, VOCABULARY, (END,)).tokens == plain
+        text = 'a "Zoë" 日本語 🙂\n'
+        assert b"".join(plain[token] for token in tokens_of(text)) == text.encode()
+
+    def test_bytes_as_tokens(self) -> None:
+        tokenizer = sentence_piece()
+        size = len(tokenizer.get_vocab()) + 3
+        words = TokenWords(tokenizer, size, (END,))
+        vocabulary = tokenizer.get_vocab()
+        assert (words.tokens[vocabulary["▁no"]], words.tokens[vocabulary["<0xE6>"]]) == (b" no", b"\xe6")
+        assert words.tokens[-3:] == [b""] * 3
+        # The tokenizer would put a space in front.
+        assert words("yes no é".encode()) == [vocabulary[one] for one in ("yes", "▁no", "▁", "<0xC3>", "<0xA9>")]
+        assert words(b"\xa9no") == [vocabulary[one] for one in ("<0xA9>", "n", "o")]
+        followed = Grammars(tokenizer, size, (END,)).followed(StructuredOutput(regex="(yes|a) no[é日]"), "t")
+        path = [vocabulary[one] for one in ("a", "▁no", "<0xE6>", "<0x97>", "<0xA5>")]
+        masks = followed.masks(chain(5, path), ())
+        assert allowed(masks, 0) == {vocabulary[one] for one in ("y", "ye", "yes", "a", "<0x61>", "<0x79>")}
+        assert {vocabulary["<0xC3>"], vocabulary["<0xE6>"]} == allowed(masks, 2)
+        assert allowed(masks, 5) == {END}
+
+    def test_tokens_whose_text_depends_on_neighbours_are_refused(self) -> None:
+        backend = Tokenizer(models.BPE({"a": 0, "b</w>": 1, "</s>": 2, "c": 3}, []))
+        backend.decoder = decoders.BPEDecoder()
+        with pytest.raises(NotSupported, match="fixed bytes"):
+            grammar_tokenizer(ModelTokenizer(backend), 4, (END,))
+
+    def test_of_a_long_forced_text_only_the_beginning_is_cut(self) -> None:
+        words = TokenWords(trained_tokenizer(), VOCABULARY, (END,))
+        text = ("é日" * 20000).encode()
+        found = words(text)
+        assert 0 < len(found) <= 512
+        assert text.startswith(b"".join(words.tokens[token] for token in found))
+        short = b"null true"
+        assert words(short) == tokens_of("null true")
+
+    def test_a_long_constant_is_followed(self, grammars: Grammars) -> None:
+        # As deep as a client's tree may be, beyond what functions may call themselves.
+        text = "null日" * 1000
+        followed = grammars.followed(StructuredOutput(choices=(text,)), "t")
+        masks = followed.masks(chain(9, tokens_of(text)), ())
+        assert masks.error is None
+        assert allowed(masks, len(masks.words) - 1) == {END}
+
+    def test_an_end_token_that_has_text_is_the_end_alone(self) -> None:
+        end = tokens_of("x")[0]
+        grammars = Grammars(trained_tokenizer(), VOCABULARY, (END, end))
+        followed = grammars.followed(StructuredOutput(regex="[a-z]"), "t")
+        assert end not in allowed(followed.masks(chain(9, []), ()), 0)
+        assert allowed(followed.masks(chain(9, []), tokens_of("a")), 0) == {END, end}
