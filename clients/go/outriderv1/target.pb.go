@@ -587,7 +587,9 @@ type SpeculationOptions struct {
 	// typical is the rule of VERIFICATION_MODE_TYPICAL; INVALID_ARGUMENT beside another mode.
 	Typical *TypicalAcceptance `protobuf:"bytes,5,opt,name=typical,proto3" json:"typical,omitempty"`
 	// trees asks for GenerateChunk.tree, for those who show what was verified. It changes nothing else. Default false.
-	Trees         bool `protobuf:"varint,6,opt,name=trees,proto3" json:"trees,omitempty"`
+	Trees bool `protobuf:"varint,6,opt,name=trees,proto3" json:"trees,omitempty"`
+	// token_texts asks for GenerateChunk.token_texts, for those who show tokens. It changes nothing else. Default false.
+	TokenTexts    bool `protobuf:"varint,7,opt,name=token_texts,json=tokenTexts,proto3" json:"token_texts,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -660,6 +662,13 @@ func (x *SpeculationOptions) GetTypical() *TypicalAcceptance {
 func (x *SpeculationOptions) GetTrees() bool {
 	if x != nil {
 		return x.Trees
+	}
+	return false
+}
+
+func (x *SpeculationOptions) GetTokenTexts() bool {
+	if x != nil {
+		return x.TokenTexts
 	}
 	return false
 }
@@ -892,7 +901,10 @@ type GenerateChunk struct {
 	ModelVersion uint64 `protobuf:"varint,7,opt,name=model_version,json=modelVersion,proto3" json:"model_version,omitempty"`
 	// tree that the last step of the chunk verified, where SpeculationOptions.trees asks for it. Absent where the target's
 	// device chooses the rows of a step, and for steps that were launched at once: nobody but the device knows those.
-	Tree          *VerifiedTree `protobuf:"bytes,8,opt,name=tree,proto3" json:"tree,omitempty"`
+	Tree *VerifiedTree `protobuf:"bytes,8,opt,name=tree,proto3" json:"tree,omitempty"`
+	// token_texts of every token id in this chunk, by id, where SpeculationOptions.token_texts asks for them and the target
+	// has a tokenizer.
+	TokenTexts    map[uint32]*TokenText `protobuf:"bytes,9,rep,name=token_texts,json=tokenTexts,proto3" json:"token_texts,omitempty" protobuf_key:"varint,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -983,6 +995,69 @@ func (x *GenerateChunk) GetTree() *VerifiedTree {
 	return nil
 }
 
+func (x *GenerateChunk) GetTokenTexts() map[uint32]*TokenText {
+	if x != nil {
+		return x.TokenTexts
+	}
+	return nil
+}
+
+// TokenText is the text of one token by itself.
+type TokenText struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// text in UTF-8, as it is behind other text: bytes, since a token may be a part of a character.
+	Text []byte `protobuf:"bytes,1,opt,name=text,proto3" json:"text,omitempty"`
+	// special says that the token has no text in an answer unless GenerateRequest.show_special_tokens asks for it; text is
+	// its name.
+	Special       bool `protobuf:"varint,2,opt,name=special,proto3" json:"special,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *TokenText) Reset() {
+	*x = TokenText{}
+	mi := &file_outrider_v1_target_proto_msgTypes[9]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *TokenText) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*TokenText) ProtoMessage() {}
+
+func (x *TokenText) ProtoReflect() protoreflect.Message {
+	mi := &file_outrider_v1_target_proto_msgTypes[9]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use TokenText.ProtoReflect.Descriptor instead.
+func (*TokenText) Descriptor() ([]byte, []int) {
+	return file_outrider_v1_target_proto_rawDescGZIP(), []int{9}
+}
+
+func (x *TokenText) GetText() []byte {
+	if x != nil {
+		return x.Text
+	}
+	return nil
+}
+
+func (x *TokenText) GetSpecial() bool {
+	if x != nil {
+		return x.Special
+	}
+	return false
+}
+
 // VerifiedTree is what one step verified.
 type VerifiedTree struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -996,7 +1071,7 @@ type VerifiedTree struct {
 
 func (x *VerifiedTree) Reset() {
 	*x = VerifiedTree{}
-	mi := &file_outrider_v1_target_proto_msgTypes[9]
+	mi := &file_outrider_v1_target_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1008,7 +1083,7 @@ func (x *VerifiedTree) String() string {
 func (*VerifiedTree) ProtoMessage() {}
 
 func (x *VerifiedTree) ProtoReflect() protoreflect.Message {
-	mi := &file_outrider_v1_target_proto_msgTypes[9]
+	mi := &file_outrider_v1_target_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1021,7 +1096,7 @@ func (x *VerifiedTree) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VerifiedTree.ProtoReflect.Descriptor instead.
 func (*VerifiedTree) Descriptor() ([]byte, []int) {
-	return file_outrider_v1_target_proto_rawDescGZIP(), []int{9}
+	return file_outrider_v1_target_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *VerifiedTree) GetTree() *TokenTree {
@@ -1051,7 +1126,7 @@ type TokenLogprobs struct {
 
 func (x *TokenLogprobs) Reset() {
 	*x = TokenLogprobs{}
-	mi := &file_outrider_v1_target_proto_msgTypes[10]
+	mi := &file_outrider_v1_target_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1063,7 +1138,7 @@ func (x *TokenLogprobs) String() string {
 func (*TokenLogprobs) ProtoMessage() {}
 
 func (x *TokenLogprobs) ProtoReflect() protoreflect.Message {
-	mi := &file_outrider_v1_target_proto_msgTypes[10]
+	mi := &file_outrider_v1_target_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1076,7 +1151,7 @@ func (x *TokenLogprobs) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenLogprobs.ProtoReflect.Descriptor instead.
 func (*TokenLogprobs) Descriptor() ([]byte, []int) {
-	return file_outrider_v1_target_proto_rawDescGZIP(), []int{10}
+	return file_outrider_v1_target_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *TokenLogprobs) GetLogprob() float32 {
@@ -1106,7 +1181,7 @@ type TopLogprob struct {
 
 func (x *TopLogprob) Reset() {
 	*x = TopLogprob{}
-	mi := &file_outrider_v1_target_proto_msgTypes[11]
+	mi := &file_outrider_v1_target_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1118,7 +1193,7 @@ func (x *TopLogprob) String() string {
 func (*TopLogprob) ProtoMessage() {}
 
 func (x *TopLogprob) ProtoReflect() protoreflect.Message {
-	mi := &file_outrider_v1_target_proto_msgTypes[11]
+	mi := &file_outrider_v1_target_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1131,7 +1206,7 @@ func (x *TopLogprob) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TopLogprob.ProtoReflect.Descriptor instead.
 func (*TopLogprob) Descriptor() ([]byte, []int) {
-	return file_outrider_v1_target_proto_rawDescGZIP(), []int{11}
+	return file_outrider_v1_target_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *TopLogprob) GetTokenId() uint32 {
@@ -1172,7 +1247,7 @@ type GenerateFinished struct {
 
 func (x *GenerateFinished) Reset() {
 	*x = GenerateFinished{}
-	mi := &file_outrider_v1_target_proto_msgTypes[12]
+	mi := &file_outrider_v1_target_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1184,7 +1259,7 @@ func (x *GenerateFinished) String() string {
 func (*GenerateFinished) ProtoMessage() {}
 
 func (x *GenerateFinished) ProtoReflect() protoreflect.Message {
-	mi := &file_outrider_v1_target_proto_msgTypes[12]
+	mi := &file_outrider_v1_target_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1197,7 +1272,7 @@ func (x *GenerateFinished) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GenerateFinished.ProtoReflect.Descriptor instead.
 func (*GenerateFinished) Descriptor() ([]byte, []int) {
-	return file_outrider_v1_target_proto_rawDescGZIP(), []int{12}
+	return file_outrider_v1_target_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *GenerateFinished) GetFinishReason() FinishReason {
@@ -1299,7 +1374,7 @@ type Usage struct {
 
 func (x *Usage) Reset() {
 	*x = Usage{}
-	mi := &file_outrider_v1_target_proto_msgTypes[13]
+	mi := &file_outrider_v1_target_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1311,7 +1386,7 @@ func (x *Usage) String() string {
 func (*Usage) ProtoMessage() {}
 
 func (x *Usage) ProtoReflect() protoreflect.Message {
-	mi := &file_outrider_v1_target_proto_msgTypes[13]
+	mi := &file_outrider_v1_target_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1324,7 +1399,7 @@ func (x *Usage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Usage.ProtoReflect.Descriptor instead.
 func (*Usage) Descriptor() ([]byte, []int) {
-	return file_outrider_v1_target_proto_rawDescGZIP(), []int{13}
+	return file_outrider_v1_target_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *Usage) GetPromptTokens() uint32 {
@@ -1402,7 +1477,7 @@ type SpeculationTotals struct {
 
 func (x *SpeculationTotals) Reset() {
 	*x = SpeculationTotals{}
-	mi := &file_outrider_v1_target_proto_msgTypes[14]
+	mi := &file_outrider_v1_target_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1414,7 +1489,7 @@ func (x *SpeculationTotals) String() string {
 func (*SpeculationTotals) ProtoMessage() {}
 
 func (x *SpeculationTotals) ProtoReflect() protoreflect.Message {
-	mi := &file_outrider_v1_target_proto_msgTypes[14]
+	mi := &file_outrider_v1_target_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1427,7 +1502,7 @@ func (x *SpeculationTotals) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SpeculationTotals.ProtoReflect.Descriptor instead.
 func (*SpeculationTotals) Descriptor() ([]byte, []int) {
-	return file_outrider_v1_target_proto_rawDescGZIP(), []int{14}
+	return file_outrider_v1_target_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *SpeculationTotals) GetSteps() uint64 {
@@ -1501,7 +1576,7 @@ type RequestTimes struct {
 
 func (x *RequestTimes) Reset() {
 	*x = RequestTimes{}
-	mi := &file_outrider_v1_target_proto_msgTypes[15]
+	mi := &file_outrider_v1_target_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1513,7 +1588,7 @@ func (x *RequestTimes) String() string {
 func (*RequestTimes) ProtoMessage() {}
 
 func (x *RequestTimes) ProtoReflect() protoreflect.Message {
-	mi := &file_outrider_v1_target_proto_msgTypes[15]
+	mi := &file_outrider_v1_target_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1526,7 +1601,7 @@ func (x *RequestTimes) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RequestTimes.ProtoReflect.Descriptor instead.
 func (*RequestTimes) Descriptor() ([]byte, []int) {
-	return file_outrider_v1_target_proto_rawDescGZIP(), []int{15}
+	return file_outrider_v1_target_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *RequestTimes) GetQueueNanoseconds() uint64 {
@@ -1567,7 +1642,7 @@ type VerifyRequest struct {
 
 func (x *VerifyRequest) Reset() {
 	*x = VerifyRequest{}
-	mi := &file_outrider_v1_target_proto_msgTypes[16]
+	mi := &file_outrider_v1_target_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1579,7 +1654,7 @@ func (x *VerifyRequest) String() string {
 func (*VerifyRequest) ProtoMessage() {}
 
 func (x *VerifyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_outrider_v1_target_proto_msgTypes[16]
+	mi := &file_outrider_v1_target_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1592,7 +1667,7 @@ func (x *VerifyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VerifyRequest.ProtoReflect.Descriptor instead.
 func (*VerifyRequest) Descriptor() ([]byte, []int) {
-	return file_outrider_v1_target_proto_rawDescGZIP(), []int{16}
+	return file_outrider_v1_target_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *VerifyRequest) GetFrame() isVerifyRequest_Frame {
@@ -1673,7 +1748,7 @@ type OpenVerification struct {
 
 func (x *OpenVerification) Reset() {
 	*x = OpenVerification{}
-	mi := &file_outrider_v1_target_proto_msgTypes[17]
+	mi := &file_outrider_v1_target_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1685,7 +1760,7 @@ func (x *OpenVerification) String() string {
 func (*OpenVerification) ProtoMessage() {}
 
 func (x *OpenVerification) ProtoReflect() protoreflect.Message {
-	mi := &file_outrider_v1_target_proto_msgTypes[17]
+	mi := &file_outrider_v1_target_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1698,7 +1773,7 @@ func (x *OpenVerification) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OpenVerification.ProtoReflect.Descriptor instead.
 func (*OpenVerification) Descriptor() ([]byte, []int) {
-	return file_outrider_v1_target_proto_rawDescGZIP(), []int{17}
+	return file_outrider_v1_target_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *OpenVerification) GetClientTag() uint64 {
@@ -1752,7 +1827,7 @@ type VerifyTree struct {
 
 func (x *VerifyTree) Reset() {
 	*x = VerifyTree{}
-	mi := &file_outrider_v1_target_proto_msgTypes[18]
+	mi := &file_outrider_v1_target_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1764,7 +1839,7 @@ func (x *VerifyTree) String() string {
 func (*VerifyTree) ProtoMessage() {}
 
 func (x *VerifyTree) ProtoReflect() protoreflect.Message {
-	mi := &file_outrider_v1_target_proto_msgTypes[18]
+	mi := &file_outrider_v1_target_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1777,7 +1852,7 @@ func (x *VerifyTree) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VerifyTree.ProtoReflect.Descriptor instead.
 func (*VerifyTree) Descriptor() ([]byte, []int) {
-	return file_outrider_v1_target_proto_rawDescGZIP(), []int{18}
+	return file_outrider_v1_target_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *VerifyTree) GetSequenceId() uint64 {
@@ -1812,7 +1887,7 @@ type CloseVerification struct {
 
 func (x *CloseVerification) Reset() {
 	*x = CloseVerification{}
-	mi := &file_outrider_v1_target_proto_msgTypes[19]
+	mi := &file_outrider_v1_target_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1824,7 +1899,7 @@ func (x *CloseVerification) String() string {
 func (*CloseVerification) ProtoMessage() {}
 
 func (x *CloseVerification) ProtoReflect() protoreflect.Message {
-	mi := &file_outrider_v1_target_proto_msgTypes[19]
+	mi := &file_outrider_v1_target_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1837,7 +1912,7 @@ func (x *CloseVerification) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CloseVerification.ProtoReflect.Descriptor instead.
 func (*CloseVerification) Descriptor() ([]byte, []int) {
-	return file_outrider_v1_target_proto_rawDescGZIP(), []int{19}
+	return file_outrider_v1_target_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *CloseVerification) GetSequenceId() uint64 {
@@ -1866,7 +1941,7 @@ type VerifyResponse struct {
 
 func (x *VerifyResponse) Reset() {
 	*x = VerifyResponse{}
-	mi := &file_outrider_v1_target_proto_msgTypes[20]
+	mi := &file_outrider_v1_target_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1878,7 +1953,7 @@ func (x *VerifyResponse) String() string {
 func (*VerifyResponse) ProtoMessage() {}
 
 func (x *VerifyResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_outrider_v1_target_proto_msgTypes[20]
+	mi := &file_outrider_v1_target_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1891,7 +1966,7 @@ func (x *VerifyResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VerifyResponse.ProtoReflect.Descriptor instead.
 func (*VerifyResponse) Descriptor() ([]byte, []int) {
-	return file_outrider_v1_target_proto_rawDescGZIP(), []int{20}
+	return file_outrider_v1_target_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *VerifyResponse) GetFrame() isVerifyResponse_Frame {
@@ -1981,7 +2056,7 @@ type VerificationOpened struct {
 
 func (x *VerificationOpened) Reset() {
 	*x = VerificationOpened{}
-	mi := &file_outrider_v1_target_proto_msgTypes[21]
+	mi := &file_outrider_v1_target_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1993,7 +2068,7 @@ func (x *VerificationOpened) String() string {
 func (*VerificationOpened) ProtoMessage() {}
 
 func (x *VerificationOpened) ProtoReflect() protoreflect.Message {
-	mi := &file_outrider_v1_target_proto_msgTypes[21]
+	mi := &file_outrider_v1_target_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2006,7 +2081,7 @@ func (x *VerificationOpened) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VerificationOpened.ProtoReflect.Descriptor instead.
 func (*VerificationOpened) Descriptor() ([]byte, []int) {
-	return file_outrider_v1_target_proto_rawDescGZIP(), []int{21}
+	return file_outrider_v1_target_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *VerificationOpened) GetClientTag() uint64 {
@@ -2077,7 +2152,7 @@ type Verdict struct {
 
 func (x *Verdict) Reset() {
 	*x = Verdict{}
-	mi := &file_outrider_v1_target_proto_msgTypes[22]
+	mi := &file_outrider_v1_target_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2089,7 +2164,7 @@ func (x *Verdict) String() string {
 func (*Verdict) ProtoMessage() {}
 
 func (x *Verdict) ProtoReflect() protoreflect.Message {
-	mi := &file_outrider_v1_target_proto_msgTypes[22]
+	mi := &file_outrider_v1_target_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2102,7 +2177,7 @@ func (x *Verdict) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Verdict.ProtoReflect.Descriptor instead.
 func (*Verdict) Descriptor() ([]byte, []int) {
-	return file_outrider_v1_target_proto_rawDescGZIP(), []int{22}
+	return file_outrider_v1_target_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *Verdict) GetSequenceId() uint64 {
@@ -2178,7 +2253,7 @@ type VerificationStatus struct {
 
 func (x *VerificationStatus) Reset() {
 	*x = VerificationStatus{}
-	mi := &file_outrider_v1_target_proto_msgTypes[23]
+	mi := &file_outrider_v1_target_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2190,7 +2265,7 @@ func (x *VerificationStatus) String() string {
 func (*VerificationStatus) ProtoMessage() {}
 
 func (x *VerificationStatus) ProtoReflect() protoreflect.Message {
-	mi := &file_outrider_v1_target_proto_msgTypes[23]
+	mi := &file_outrider_v1_target_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2203,7 +2278,7 @@ func (x *VerificationStatus) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VerificationStatus.ProtoReflect.Descriptor instead.
 func (*VerificationStatus) Descriptor() ([]byte, []int) {
-	return file_outrider_v1_target_proto_rawDescGZIP(), []int{23}
+	return file_outrider_v1_target_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *VerificationStatus) GetSequenceId() uint64 {
@@ -2243,7 +2318,7 @@ type GetTargetInfoRequest struct {
 
 func (x *GetTargetInfoRequest) Reset() {
 	*x = GetTargetInfoRequest{}
-	mi := &file_outrider_v1_target_proto_msgTypes[24]
+	mi := &file_outrider_v1_target_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2255,7 +2330,7 @@ func (x *GetTargetInfoRequest) String() string {
 func (*GetTargetInfoRequest) ProtoMessage() {}
 
 func (x *GetTargetInfoRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_outrider_v1_target_proto_msgTypes[24]
+	mi := &file_outrider_v1_target_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2268,7 +2343,7 @@ func (x *GetTargetInfoRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetTargetInfoRequest.ProtoReflect.Descriptor instead.
 func (*GetTargetInfoRequest) Descriptor() ([]byte, []int) {
-	return file_outrider_v1_target_proto_rawDescGZIP(), []int{24}
+	return file_outrider_v1_target_proto_rawDescGZIP(), []int{25}
 }
 
 // GetTargetInfoResponse describes the target.
@@ -2335,7 +2410,7 @@ type GetTargetInfoResponse struct {
 
 func (x *GetTargetInfoResponse) Reset() {
 	*x = GetTargetInfoResponse{}
-	mi := &file_outrider_v1_target_proto_msgTypes[25]
+	mi := &file_outrider_v1_target_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2347,7 +2422,7 @@ func (x *GetTargetInfoResponse) String() string {
 func (*GetTargetInfoResponse) ProtoMessage() {}
 
 func (x *GetTargetInfoResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_outrider_v1_target_proto_msgTypes[25]
+	mi := &file_outrider_v1_target_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2360,7 +2435,7 @@ func (x *GetTargetInfoResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetTargetInfoResponse.ProtoReflect.Descriptor instead.
 func (*GetTargetInfoResponse) Descriptor() ([]byte, []int) {
-	return file_outrider_v1_target_proto_rawDescGZIP(), []int{25}
+	return file_outrider_v1_target_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *GetTargetInfoResponse) GetModel() string {
@@ -2561,7 +2636,7 @@ type UpdateWeightsRequest struct {
 
 func (x *UpdateWeightsRequest) Reset() {
 	*x = UpdateWeightsRequest{}
-	mi := &file_outrider_v1_target_proto_msgTypes[26]
+	mi := &file_outrider_v1_target_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2573,7 +2648,7 @@ func (x *UpdateWeightsRequest) String() string {
 func (*UpdateWeightsRequest) ProtoMessage() {}
 
 func (x *UpdateWeightsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_outrider_v1_target_proto_msgTypes[26]
+	mi := &file_outrider_v1_target_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2586,7 +2661,7 @@ func (x *UpdateWeightsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UpdateWeightsRequest.ProtoReflect.Descriptor instead.
 func (*UpdateWeightsRequest) Descriptor() ([]byte, []int) {
-	return file_outrider_v1_target_proto_rawDescGZIP(), []int{26}
+	return file_outrider_v1_target_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *UpdateWeightsRequest) GetPart() isUpdateWeightsRequest_Part {
@@ -2652,7 +2727,7 @@ type BeginUpdate struct {
 
 func (x *BeginUpdate) Reset() {
 	*x = BeginUpdate{}
-	mi := &file_outrider_v1_target_proto_msgTypes[27]
+	mi := &file_outrider_v1_target_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2664,7 +2739,7 @@ func (x *BeginUpdate) String() string {
 func (*BeginUpdate) ProtoMessage() {}
 
 func (x *BeginUpdate) ProtoReflect() protoreflect.Message {
-	mi := &file_outrider_v1_target_proto_msgTypes[27]
+	mi := &file_outrider_v1_target_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2677,7 +2752,7 @@ func (x *BeginUpdate) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use BeginUpdate.ProtoReflect.Descriptor instead.
 func (*BeginUpdate) Descriptor() ([]byte, []int) {
-	return file_outrider_v1_target_proto_rawDescGZIP(), []int{27}
+	return file_outrider_v1_target_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *BeginUpdate) GetSource() isBeginUpdate_Source {
@@ -2741,7 +2816,7 @@ type WeightFiles struct {
 
 func (x *WeightFiles) Reset() {
 	*x = WeightFiles{}
-	mi := &file_outrider_v1_target_proto_msgTypes[28]
+	mi := &file_outrider_v1_target_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2753,7 +2828,7 @@ func (x *WeightFiles) String() string {
 func (*WeightFiles) ProtoMessage() {}
 
 func (x *WeightFiles) ProtoReflect() protoreflect.Message {
-	mi := &file_outrider_v1_target_proto_msgTypes[28]
+	mi := &file_outrider_v1_target_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2766,7 +2841,7 @@ func (x *WeightFiles) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WeightFiles.ProtoReflect.Descriptor instead.
 func (*WeightFiles) Descriptor() ([]byte, []int) {
-	return file_outrider_v1_target_proto_rawDescGZIP(), []int{28}
+	return file_outrider_v1_target_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *WeightFiles) GetSizes() []uint64 {
@@ -2799,7 +2874,7 @@ type UpdateWeightsResponse struct {
 
 func (x *UpdateWeightsResponse) Reset() {
 	*x = UpdateWeightsResponse{}
-	mi := &file_outrider_v1_target_proto_msgTypes[29]
+	mi := &file_outrider_v1_target_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2811,7 +2886,7 @@ func (x *UpdateWeightsResponse) String() string {
 func (*UpdateWeightsResponse) ProtoMessage() {}
 
 func (x *UpdateWeightsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_outrider_v1_target_proto_msgTypes[29]
+	mi := &file_outrider_v1_target_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2824,7 +2899,7 @@ func (x *UpdateWeightsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UpdateWeightsResponse.ProtoReflect.Descriptor instead.
 func (*UpdateWeightsResponse) Descriptor() ([]byte, []int) {
-	return file_outrider_v1_target_proto_rawDescGZIP(), []int{29}
+	return file_outrider_v1_target_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *UpdateWeightsResponse) GetModelVersion() uint64 {
@@ -2946,7 +3021,7 @@ var file_outrider_v1_target_proto_rawDesc = string([]byte{
 	0x74, 0x18, 0x02, 0x20, 0x01, 0x28, 0x09, 0x52, 0x07, 0x63, 0x6f, 0x6e, 0x74, 0x65, 0x6e, 0x74,
 	0x22, 0x29, 0x0a, 0x0a, 0x54, 0x6f, 0x6b, 0x65, 0x6e, 0x49, 0x6e, 0x70, 0x75, 0x74, 0x12, 0x1b,
 	0x0a, 0x09, 0x74, 0x6f, 0x6b, 0x65, 0x6e, 0x5f, 0x69, 0x64, 0x73, 0x18, 0x01, 0x20, 0x03, 0x28,
-	0x0d, 0x52, 0x08, 0x74, 0x6f, 0x6b, 0x65, 0x6e, 0x49, 0x64, 0x73, 0x22, 0x8a, 0x02, 0x0a, 0x12,
+	0x0d, 0x52, 0x08, 0x74, 0x6f, 0x6b, 0x65, 0x6e, 0x49, 0x64, 0x73, 0x22, 0xab, 0x02, 0x0a, 0x12,
 	0x53, 0x70, 0x65, 0x63, 0x75, 0x6c, 0x61, 0x74, 0x69, 0x6f, 0x6e, 0x4f, 0x70, 0x74, 0x69, 0x6f,
 	0x6e, 0x73, 0x12, 0x1d, 0x0a, 0x07, 0x65, 0x6e, 0x61, 0x62, 0x6c, 0x65, 0x64, 0x18, 0x01, 0x20,
 	0x01, 0x28, 0x08, 0x48, 0x00, 0x52, 0x07, 0x65, 0x6e, 0x61, 0x62, 0x6c, 0x65, 0x64, 0x88, 0x01,
@@ -2961,57 +3036,73 @@ var file_outrider_v1_target_proto_rawDesc = string([]byte{
 	0x1e, 0x2e, 0x6f, 0x75, 0x74, 0x72, 0x69, 0x64, 0x65, 0x72, 0x2e, 0x76, 0x31, 0x2e, 0x54, 0x79,
 	0x70, 0x69, 0x63, 0x61, 0x6c, 0x41, 0x63, 0x63, 0x65, 0x70, 0x74, 0x61, 0x6e, 0x63, 0x65, 0x52,
 	0x07, 0x74, 0x79, 0x70, 0x69, 0x63, 0x61, 0x6c, 0x12, 0x14, 0x0a, 0x05, 0x74, 0x72, 0x65, 0x65,
-	0x73, 0x18, 0x06, 0x20, 0x01, 0x28, 0x08, 0x52, 0x05, 0x74, 0x72, 0x65, 0x65, 0x73, 0x42, 0x0a,
-	0x0a, 0x08, 0x5f, 0x65, 0x6e, 0x61, 0x62, 0x6c, 0x65, 0x64, 0x42, 0x0c, 0x0a, 0x0a, 0x5f, 0x6d,
-	0x61, 0x78, 0x5f, 0x6e, 0x6f, 0x64, 0x65, 0x73, 0x22, 0xf6, 0x01, 0x0a, 0x10, 0x47, 0x65, 0x6e,
-	0x65, 0x72, 0x61, 0x74, 0x65, 0x52, 0x65, 0x73, 0x70, 0x6f, 0x6e, 0x73, 0x65, 0x12, 0x38, 0x0a,
-	0x07, 0x73, 0x74, 0x61, 0x72, 0x74, 0x65, 0x64, 0x18, 0x01, 0x20, 0x01, 0x28, 0x0b, 0x32, 0x1c,
+	0x73, 0x18, 0x06, 0x20, 0x01, 0x28, 0x08, 0x52, 0x05, 0x74, 0x72, 0x65, 0x65, 0x73, 0x12, 0x1f,
+	0x0a, 0x0b, 0x74, 0x6f, 0x6b, 0x65, 0x6e, 0x5f, 0x74, 0x65, 0x78, 0x74, 0x73, 0x18, 0x07, 0x20,
+	0x01, 0x28, 0x08, 0x52, 0x0a, 0x74, 0x6f, 0x6b, 0x65, 0x6e, 0x54, 0x65, 0x78, 0x74, 0x73, 0x42,
+	0x0a, 0x0a, 0x08, 0x5f, 0x65, 0x6e, 0x61, 0x62, 0x6c, 0x65, 0x64, 0x42, 0x0c, 0x0a, 0x0a, 0x5f,
+	0x6d, 0x61, 0x78, 0x5f, 0x6e, 0x6f, 0x64, 0x65, 0x73, 0x22, 0xf6, 0x01, 0x0a, 0x10, 0x47, 0x65,
+	0x6e, 0x65, 0x72, 0x61, 0x74, 0x65, 0x52, 0x65, 0x73, 0x70, 0x6f, 0x6e, 0x73, 0x65, 0x12, 0x38,
+	0x0a, 0x07, 0x73, 0x74, 0x61, 0x72, 0x74, 0x65, 0x64, 0x18, 0x01, 0x20, 0x01, 0x28, 0x0b, 0x32,
+	0x1c, 0x2e, 0x6f, 0x75, 0x74, 0x72, 0x69, 0x64, 0x65, 0x72, 0x2e, 0x76, 0x31, 0x2e, 0x47, 0x65,
+	0x6e, 0x65, 0x72, 0x61, 0x74, 0x65, 0x53, 0x74, 0x61, 0x72, 0x74, 0x65, 0x64, 0x48, 0x00, 0x52,
+	0x07, 0x73, 0x74, 0x61, 0x72, 0x74, 0x65, 0x64, 0x12, 0x32, 0x0a, 0x05, 0x63, 0x68, 0x75, 0x6e,
+	0x6b, 0x18, 0x02, 0x20, 0x01, 0x28, 0x0b, 0x32, 0x1a, 0x2e, 0x6f, 0x75, 0x74, 0x72, 0x69, 0x64,
+	0x65, 0x72, 0x2e, 0x76, 0x31, 0x2e, 0x47, 0x65, 0x6e, 0x65, 0x72, 0x61, 0x74, 0x65, 0x43, 0x68,
+	0x75, 0x6e, 0x6b, 0x48, 0x00, 0x52, 0x05, 0x63, 0x68, 0x75, 0x6e, 0x6b, 0x12, 0x3b, 0x0a, 0x08,
+	0x66, 0x69, 0x6e, 0x69, 0x73, 0x68, 0x65, 0x64, 0x18, 0x03, 0x20, 0x01, 0x28, 0x0b, 0x32, 0x1d,
 	0x2e, 0x6f, 0x75, 0x74, 0x72, 0x69, 0x64, 0x65, 0x72, 0x2e, 0x76, 0x31, 0x2e, 0x47, 0x65, 0x6e,
-	0x65, 0x72, 0x61, 0x74, 0x65, 0x53, 0x74, 0x61, 0x72, 0x74, 0x65, 0x64, 0x48, 0x00, 0x52, 0x07,
-	0x73, 0x74, 0x61, 0x72, 0x74, 0x65, 0x64, 0x12, 0x32, 0x0a, 0x05, 0x63, 0x68, 0x75, 0x6e, 0x6b,
-	0x18, 0x02, 0x20, 0x01, 0x28, 0x0b, 0x32, 0x1a, 0x2e, 0x6f, 0x75, 0x74, 0x72, 0x69, 0x64, 0x65,
-	0x72, 0x2e, 0x76, 0x31, 0x2e, 0x47, 0x65, 0x6e, 0x65, 0x72, 0x61, 0x74, 0x65, 0x43, 0x68, 0x75,
-	0x6e, 0x6b, 0x48, 0x00, 0x52, 0x05, 0x63, 0x68, 0x75, 0x6e, 0x6b, 0x12, 0x3b, 0x0a, 0x08, 0x66,
-	0x69, 0x6e, 0x69, 0x73, 0x68, 0x65, 0x64, 0x18, 0x03, 0x20, 0x01, 0x28, 0x0b, 0x32, 0x1d, 0x2e,
-	0x6f, 0x75, 0x74, 0x72, 0x69, 0x64, 0x65, 0x72, 0x2e, 0x76, 0x31, 0x2e, 0x47, 0x65, 0x6e, 0x65,
-	0x72, 0x61, 0x74, 0x65, 0x46, 0x69, 0x6e, 0x69, 0x73, 0x68, 0x65, 0x64, 0x48, 0x00, 0x52, 0x08,
-	0x66, 0x69, 0x6e, 0x69, 0x73, 0x68, 0x65, 0x64, 0x12, 0x2e, 0x0a, 0x07, 0x74, 0x69, 0x6d, 0x69,
-	0x6e, 0x67, 0x73, 0x18, 0x04, 0x20, 0x01, 0x28, 0x0b, 0x32, 0x14, 0x2e, 0x6f, 0x75, 0x74, 0x72,
-	0x69, 0x64, 0x65, 0x72, 0x2e, 0x76, 0x31, 0x2e, 0x54, 0x69, 0x6d, 0x69, 0x6e, 0x67, 0x73, 0x52,
-	0x07, 0x74, 0x69, 0x6d, 0x69, 0x6e, 0x67, 0x73, 0x42, 0x07, 0x0a, 0x05, 0x65, 0x76, 0x65, 0x6e,
-	0x74, 0x22, 0xd6, 0x01, 0x0a, 0x0f, 0x47, 0x65, 0x6e, 0x65, 0x72, 0x61, 0x74, 0x65, 0x53, 0x74,
-	0x61, 0x72, 0x74, 0x65, 0x64, 0x12, 0x1f, 0x0a, 0x0b, 0x73, 0x65, 0x71, 0x75, 0x65, 0x6e, 0x63,
-	0x65, 0x5f, 0x69, 0x64, 0x18, 0x01, 0x20, 0x01, 0x28, 0x04, 0x52, 0x0a, 0x73, 0x65, 0x71, 0x75,
-	0x65, 0x6e, 0x63, 0x65, 0x49, 0x64, 0x12, 0x23, 0x0a, 0x0d, 0x70, 0x72, 0x6f, 0x6d, 0x70, 0x74,
-	0x5f, 0x74, 0x6f, 0x6b, 0x65, 0x6e, 0x73, 0x18, 0x02, 0x20, 0x01, 0x28, 0x0d, 0x52, 0x0c, 0x70,
-	0x72, 0x6f, 0x6d, 0x70, 0x74, 0x54, 0x6f, 0x6b, 0x65, 0x6e, 0x73, 0x12, 0x12, 0x0a, 0x04, 0x73,
-	0x65, 0x65, 0x64, 0x18, 0x03, 0x20, 0x01, 0x28, 0x06, 0x52, 0x04, 0x73, 0x65, 0x65, 0x64, 0x12,
-	0x31, 0x0a, 0x04, 0x6d, 0x6f, 0x64, 0x65, 0x18, 0x04, 0x20, 0x01, 0x28, 0x0e, 0x32, 0x1d, 0x2e,
-	0x6f, 0x75, 0x74, 0x72, 0x69, 0x64, 0x65, 0x72, 0x2e, 0x76, 0x31, 0x2e, 0x56, 0x65, 0x72, 0x69,
-	0x66, 0x69, 0x63, 0x61, 0x74, 0x69, 0x6f, 0x6e, 0x4d, 0x6f, 0x64, 0x65, 0x52, 0x04, 0x6d, 0x6f,
-	0x64, 0x65, 0x12, 0x20, 0x0a, 0x0b, 0x73, 0x70, 0x65, 0x63, 0x75, 0x6c, 0x61, 0x74, 0x69, 0x6e,
-	0x67, 0x18, 0x05, 0x20, 0x01, 0x28, 0x08, 0x52, 0x0b, 0x73, 0x70, 0x65, 0x63, 0x75, 0x6c, 0x61,
-	0x74, 0x69, 0x6e, 0x67, 0x12, 0x14, 0x0a, 0x05, 0x6d, 0x6f, 0x64, 0x65, 0x6c, 0x18, 0x06, 0x20,
-	0x01, 0x28, 0x09, 0x52, 0x05, 0x6d, 0x6f, 0x64, 0x65, 0x6c, 0x22, 0xad, 0x02, 0x0a, 0x0d, 0x47,
-	0x65, 0x6e, 0x65, 0x72, 0x61, 0x74, 0x65, 0x43, 0x68, 0x75, 0x6e, 0x6b, 0x12, 0x1b, 0x0a, 0x09,
-	0x74, 0x6f, 0x6b, 0x65, 0x6e, 0x5f, 0x69, 0x64, 0x73, 0x18, 0x01, 0x20, 0x03, 0x28, 0x0d, 0x52,
-	0x08, 0x74, 0x6f, 0x6b, 0x65, 0x6e, 0x49, 0x64, 0x73, 0x12, 0x12, 0x0a, 0x04, 0x74, 0x65, 0x78,
-	0x74, 0x18, 0x02, 0x20, 0x01, 0x28, 0x09, 0x52, 0x04, 0x74, 0x65, 0x78, 0x74, 0x12, 0x25, 0x0a,
-	0x0e, 0x64, 0x72, 0x61, 0x66, 0x74, 0x65, 0x64, 0x5f, 0x74, 0x6f, 0x6b, 0x65, 0x6e, 0x73, 0x18,
-	0x03, 0x20, 0x01, 0x28, 0x0d, 0x52, 0x0d, 0x64, 0x72, 0x61, 0x66, 0x74, 0x65, 0x64, 0x54, 0x6f,
-	0x6b, 0x65, 0x6e, 0x73, 0x12, 0x36, 0x0a, 0x08, 0x6c, 0x6f, 0x67, 0x70, 0x72, 0x6f, 0x62, 0x73,
-	0x18, 0x04, 0x20, 0x03, 0x28, 0x0b, 0x32, 0x1a, 0x2e, 0x6f, 0x75, 0x74, 0x72, 0x69, 0x64, 0x65,
-	0x72, 0x2e, 0x76, 0x31, 0x2e, 0x54, 0x6f, 0x6b, 0x65, 0x6e, 0x4c, 0x6f, 0x67, 0x70, 0x72, 0x6f,
-	0x62, 0x73, 0x52, 0x08, 0x6c, 0x6f, 0x67, 0x70, 0x72, 0x6f, 0x62, 0x73, 0x12, 0x12, 0x0a, 0x04,
-	0x73, 0x74, 0x65, 0x70, 0x18, 0x05, 0x20, 0x01, 0x28, 0x04, 0x52, 0x04, 0x73, 0x74, 0x65, 0x70,
-	0x12, 0x24, 0x0a, 0x0e, 0x64, 0x72, 0x61, 0x66, 0x74, 0x73, 0x5f, 0x62, 0x79, 0x5f, 0x73, 0x74,
-	0x65, 0x70, 0x18, 0x06, 0x20, 0x03, 0x28, 0x0d, 0x52, 0x0c, 0x64, 0x72, 0x61, 0x66, 0x74, 0x73,
-	0x42, 0x79, 0x53, 0x74, 0x65, 0x70, 0x12, 0x23, 0x0a, 0x0d, 0x6d, 0x6f, 0x64, 0x65, 0x6c, 0x5f,
-	0x76, 0x65, 0x72, 0x73, 0x69, 0x6f, 0x6e, 0x18, 0x07, 0x20, 0x01, 0x28, 0x04, 0x52, 0x0c, 0x6d,
-	0x6f, 0x64, 0x65, 0x6c, 0x56, 0x65, 0x72, 0x73, 0x69, 0x6f, 0x6e, 0x12, 0x2d, 0x0a, 0x04, 0x74,
-	0x72, 0x65, 0x65, 0x18, 0x08, 0x20, 0x01, 0x28, 0x0b, 0x32, 0x19, 0x2e, 0x6f, 0x75, 0x74, 0x72,
-	0x69, 0x64, 0x65, 0x72, 0x2e, 0x76, 0x31, 0x2e, 0x56, 0x65, 0x72, 0x69, 0x66, 0x69, 0x65, 0x64,
-	0x54, 0x72, 0x65, 0x65, 0x52, 0x04, 0x74, 0x72, 0x65, 0x65, 0x22, 0x5f, 0x0a, 0x0c, 0x56, 0x65,
+	0x65, 0x72, 0x61, 0x74, 0x65, 0x46, 0x69, 0x6e, 0x69, 0x73, 0x68, 0x65, 0x64, 0x48, 0x00, 0x52,
+	0x08, 0x66, 0x69, 0x6e, 0x69, 0x73, 0x68, 0x65, 0x64, 0x12, 0x2e, 0x0a, 0x07, 0x74, 0x69, 0x6d,
+	0x69, 0x6e, 0x67, 0x73, 0x18, 0x04, 0x20, 0x01, 0x28, 0x0b, 0x32, 0x14, 0x2e, 0x6f, 0x75, 0x74,
+	0x72, 0x69, 0x64, 0x65, 0x72, 0x2e, 0x76, 0x31, 0x2e, 0x54, 0x69, 0x6d, 0x69, 0x6e, 0x67, 0x73,
+	0x52, 0x07, 0x74, 0x69, 0x6d, 0x69, 0x6e, 0x67, 0x73, 0x42, 0x07, 0x0a, 0x05, 0x65, 0x76, 0x65,
+	0x6e, 0x74, 0x22, 0xd6, 0x01, 0x0a, 0x0f, 0x47, 0x65, 0x6e, 0x65, 0x72, 0x61, 0x74, 0x65, 0x53,
+	0x74, 0x61, 0x72, 0x74, 0x65, 0x64, 0x12, 0x1f, 0x0a, 0x0b, 0x73, 0x65, 0x71, 0x75, 0x65, 0x6e,
+	0x63, 0x65, 0x5f, 0x69, 0x64, 0x18, 0x01, 0x20, 0x01, 0x28, 0x04, 0x52, 0x0a, 0x73, 0x65, 0x71,
+	0x75, 0x65, 0x6e, 0x63, 0x65, 0x49, 0x64, 0x12, 0x23, 0x0a, 0x0d, 0x70, 0x72, 0x6f, 0x6d, 0x70,
+	0x74, 0x5f, 0x74, 0x6f, 0x6b, 0x65, 0x6e, 0x73, 0x18, 0x02, 0x20, 0x01, 0x28, 0x0d, 0x52, 0x0c,
+	0x70, 0x72, 0x6f, 0x6d, 0x70, 0x74, 0x54, 0x6f, 0x6b, 0x65, 0x6e, 0x73, 0x12, 0x12, 0x0a, 0x04,
+	0x73, 0x65, 0x65, 0x64, 0x18, 0x03, 0x20, 0x01, 0x28, 0x06, 0x52, 0x04, 0x73, 0x65, 0x65, 0x64,
+	0x12, 0x31, 0x0a, 0x04, 0x6d, 0x6f, 0x64, 0x65, 0x18, 0x04, 0x20, 0x01, 0x28, 0x0e, 0x32, 0x1d,
+	0x2e, 0x6f, 0x75, 0x74, 0x72, 0x69, 0x64, 0x65, 0x72, 0x2e, 0x76, 0x31, 0x2e, 0x56, 0x65, 0x72,
+	0x69, 0x66, 0x69, 0x63, 0x61, 0x74, 0x69, 0x6f, 0x6e, 0x4d, 0x6f, 0x64, 0x65, 0x52, 0x04, 0x6d,
+	0x6f, 0x64, 0x65, 0x12, 0x20, 0x0a, 0x0b, 0x73, 0x70, 0x65, 0x63, 0x75, 0x6c, 0x61, 0x74, 0x69,
+	0x6e, 0x67, 0x18, 0x05, 0x20, 0x01, 0x28, 0x08, 0x52, 0x0b, 0x73, 0x70, 0x65, 0x63, 0x75, 0x6c,
+	0x61, 0x74, 0x69, 0x6e, 0x67, 0x12, 0x14, 0x0a, 0x05, 0x6d, 0x6f, 0x64, 0x65, 0x6c, 0x18, 0x06,
+	0x20, 0x01, 0x28, 0x09, 0x52, 0x05, 0x6d, 0x6f, 0x64, 0x65, 0x6c, 0x22, 0xd1, 0x03, 0x0a, 0x0d,
+	0x47, 0x65, 0x6e, 0x65, 0x72, 0x61, 0x74, 0x65, 0x43, 0x68, 0x75, 0x6e, 0x6b, 0x12, 0x1b, 0x0a,
+	0x09, 0x74, 0x6f, 0x6b, 0x65, 0x6e, 0x5f, 0x69, 0x64, 0x73, 0x18, 0x01, 0x20, 0x03, 0x28, 0x0d,
+	0x52, 0x08, 0x74, 0x6f, 0x6b, 0x65, 0x6e, 0x49, 0x64, 0x73, 0x12, 0x12, 0x0a, 0x04, 0x74, 0x65,
+	0x78, 0x74, 0x18, 0x02, 0x20, 0x01, 0x28, 0x09, 0x52, 0x04, 0x74, 0x65, 0x78, 0x74, 0x12, 0x25,
+	0x0a, 0x0e, 0x64, 0x72, 0x61, 0x66, 0x74, 0x65, 0x64, 0x5f, 0x74, 0x6f, 0x6b, 0x65, 0x6e, 0x73,
+	0x18, 0x03, 0x20, 0x01, 0x28, 0x0d, 0x52, 0x0d, 0x64, 0x72, 0x61, 0x66, 0x74, 0x65, 0x64, 0x54,
+	0x6f, 0x6b, 0x65, 0x6e, 0x73, 0x12, 0x36, 0x0a, 0x08, 0x6c, 0x6f, 0x67, 0x70, 0x72, 0x6f, 0x62,
+	0x73, 0x18, 0x04, 0x20, 0x03, 0x28, 0x0b, 0x32, 0x1a, 0x2e, 0x6f, 0x75, 0x74, 0x72, 0x69, 0x64,
+	0x65, 0x72, 0x2e, 0x76, 0x31, 0x2e, 0x54, 0x6f, 0x6b, 0x65, 0x6e, 0x4c, 0x6f, 0x67, 0x70, 0x72,
+	0x6f, 0x62, 0x73, 0x52, 0x08, 0x6c, 0x6f, 0x67, 0x70, 0x72, 0x6f, 0x62, 0x73, 0x12, 0x12, 0x0a,
+	0x04, 0x73, 0x74, 0x65, 0x70, 0x18, 0x05, 0x20, 0x01, 0x28, 0x04, 0x52, 0x04, 0x73, 0x74, 0x65,
+	0x70, 0x12, 0x24, 0x0a, 0x0e, 0x64, 0x72, 0x61, 0x66, 0x74, 0x73, 0x5f, 0x62, 0x79, 0x5f, 0x73,
+	0x74, 0x65, 0x70, 0x18, 0x06, 0x20, 0x03, 0x28, 0x0d, 0x52, 0x0c, 0x64, 0x72, 0x61, 0x66, 0x74,
+	0x73, 0x42, 0x79, 0x53, 0x74, 0x65, 0x70, 0x12, 0x23, 0x0a, 0x0d, 0x6d, 0x6f, 0x64, 0x65, 0x6c,
+	0x5f, 0x76, 0x65, 0x72, 0x73, 0x69, 0x6f, 0x6e, 0x18, 0x07, 0x20, 0x01, 0x28, 0x04, 0x52, 0x0c,
+	0x6d, 0x6f, 0x64, 0x65, 0x6c, 0x56, 0x65, 0x72, 0x73, 0x69, 0x6f, 0x6e, 0x12, 0x2d, 0x0a, 0x04,
+	0x74, 0x72, 0x65, 0x65, 0x18, 0x08, 0x20, 0x01, 0x28, 0x0b, 0x32, 0x19, 0x2e, 0x6f, 0x75, 0x74,
+	0x72, 0x69, 0x64, 0x65, 0x72, 0x2e, 0x76, 0x31, 0x2e, 0x56, 0x65, 0x72, 0x69, 0x66, 0x69, 0x65,
+	0x64, 0x54, 0x72, 0x65, 0x65, 0x52, 0x04, 0x74, 0x72, 0x65, 0x65, 0x12, 0x4b, 0x0a, 0x0b, 0x74,
+	0x6f, 0x6b, 0x65, 0x6e, 0x5f, 0x74, 0x65, 0x78, 0x74, 0x73, 0x18, 0x09, 0x20, 0x03, 0x28, 0x0b,
+	0x32, 0x2a, 0x2e, 0x6f, 0x75, 0x74, 0x72, 0x69, 0x64, 0x65, 0x72, 0x2e, 0x76, 0x31, 0x2e, 0x47,
+	0x65, 0x6e, 0x65, 0x72, 0x61, 0x74, 0x65, 0x43, 0x68, 0x75, 0x6e, 0x6b, 0x2e, 0x54, 0x6f, 0x6b,
+	0x65, 0x6e, 0x54, 0x65, 0x78, 0x74, 0x73, 0x45, 0x6e, 0x74, 0x72, 0x79, 0x52, 0x0a, 0x74, 0x6f,
+	0x6b, 0x65, 0x6e, 0x54, 0x65, 0x78, 0x74, 0x73, 0x1a, 0x55, 0x0a, 0x0f, 0x54, 0x6f, 0x6b, 0x65,
+	0x6e, 0x54, 0x65, 0x78, 0x74, 0x73, 0x45, 0x6e, 0x74, 0x72, 0x79, 0x12, 0x10, 0x0a, 0x03, 0x6b,
+	0x65, 0x79, 0x18, 0x01, 0x20, 0x01, 0x28, 0x0d, 0x52, 0x03, 0x6b, 0x65, 0x79, 0x12, 0x2c, 0x0a,
+	0x05, 0x76, 0x61, 0x6c, 0x75, 0x65, 0x18, 0x02, 0x20, 0x01, 0x28, 0x0b, 0x32, 0x16, 0x2e, 0x6f,
+	0x75, 0x74, 0x72, 0x69, 0x64, 0x65, 0x72, 0x2e, 0x76, 0x31, 0x2e, 0x54, 0x6f, 0x6b, 0x65, 0x6e,
+	0x54, 0x65, 0x78, 0x74, 0x52, 0x05, 0x76, 0x61, 0x6c, 0x75, 0x65, 0x3a, 0x02, 0x38, 0x01, 0x22,
+	0x39, 0x0a, 0x09, 0x54, 0x6f, 0x6b, 0x65, 0x6e, 0x54, 0x65, 0x78, 0x74, 0x12, 0x12, 0x0a, 0x04,
+	0x74, 0x65, 0x78, 0x74, 0x18, 0x01, 0x20, 0x01, 0x28, 0x0c, 0x52, 0x04, 0x74, 0x65, 0x78, 0x74,
+	0x12, 0x18, 0x0a, 0x07, 0x73, 0x70, 0x65, 0x63, 0x69, 0x61, 0x6c, 0x18, 0x02, 0x20, 0x01, 0x28,
+	0x08, 0x52, 0x07, 0x73, 0x70, 0x65, 0x63, 0x69, 0x61, 0x6c, 0x22, 0x5f, 0x0a, 0x0c, 0x56, 0x65,
 	0x72, 0x69, 0x66, 0x69, 0x65, 0x64, 0x54, 0x72, 0x65, 0x65, 0x12, 0x2a, 0x0a, 0x04, 0x74, 0x72,
 	0x65, 0x65, 0x18, 0x01, 0x20, 0x01, 0x28, 0x0b, 0x32, 0x16, 0x2e, 0x6f, 0x75, 0x74, 0x72, 0x69,
 	0x64, 0x65, 0x72, 0x2e, 0x76, 0x31, 0x2e, 0x54, 0x6f, 0x6b, 0x65, 0x6e, 0x54, 0x72, 0x65, 0x65,
@@ -3347,7 +3438,7 @@ func file_outrider_v1_target_proto_rawDescGZIP() []byte {
 }
 
 var file_outrider_v1_target_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_outrider_v1_target_proto_msgTypes = make([]protoimpl.MessageInfo, 30)
+var file_outrider_v1_target_proto_msgTypes = make([]protoimpl.MessageInfo, 32)
 var file_outrider_v1_target_proto_goTypes = []any{
 	(FinishReason)(0),             // 0: outrider.v1.FinishReason
 	(RunningRequests)(0),          // 1: outrider.v1.RunningRequests
@@ -3360,91 +3451,95 @@ var file_outrider_v1_target_proto_goTypes = []any{
 	(*GenerateResponse)(nil),      // 8: outrider.v1.GenerateResponse
 	(*GenerateStarted)(nil),       // 9: outrider.v1.GenerateStarted
 	(*GenerateChunk)(nil),         // 10: outrider.v1.GenerateChunk
-	(*VerifiedTree)(nil),          // 11: outrider.v1.VerifiedTree
-	(*TokenLogprobs)(nil),         // 12: outrider.v1.TokenLogprobs
-	(*TopLogprob)(nil),            // 13: outrider.v1.TopLogprob
-	(*GenerateFinished)(nil),      // 14: outrider.v1.GenerateFinished
-	(*Usage)(nil),                 // 15: outrider.v1.Usage
-	(*SpeculationTotals)(nil),     // 16: outrider.v1.SpeculationTotals
-	(*RequestTimes)(nil),          // 17: outrider.v1.RequestTimes
-	(*VerifyRequest)(nil),         // 18: outrider.v1.VerifyRequest
-	(*OpenVerification)(nil),      // 19: outrider.v1.OpenVerification
-	(*VerifyTree)(nil),            // 20: outrider.v1.VerifyTree
-	(*CloseVerification)(nil),     // 21: outrider.v1.CloseVerification
-	(*VerifyResponse)(nil),        // 22: outrider.v1.VerifyResponse
-	(*VerificationOpened)(nil),    // 23: outrider.v1.VerificationOpened
-	(*Verdict)(nil),               // 24: outrider.v1.Verdict
-	(*VerificationStatus)(nil),    // 25: outrider.v1.VerificationStatus
-	(*GetTargetInfoRequest)(nil),  // 26: outrider.v1.GetTargetInfoRequest
-	(*GetTargetInfoResponse)(nil), // 27: outrider.v1.GetTargetInfoResponse
-	(*UpdateWeightsRequest)(nil),  // 28: outrider.v1.UpdateWeightsRequest
-	(*BeginUpdate)(nil),           // 29: outrider.v1.BeginUpdate
-	(*WeightFiles)(nil),           // 30: outrider.v1.WeightFiles
-	(*UpdateWeightsResponse)(nil), // 31: outrider.v1.UpdateWeightsResponse
-	(*SamplingParameters)(nil),    // 32: outrider.v1.SamplingParameters
-	(*structpb.Struct)(nil),       // 33: google.protobuf.Struct
-	(VerificationMode)(0),         // 34: outrider.v1.VerificationMode
-	(*TypicalAcceptance)(nil),     // 35: outrider.v1.TypicalAcceptance
-	(*Timings)(nil),               // 36: outrider.v1.Timings
-	(*TokenTree)(nil),             // 37: outrider.v1.TokenTree
-	(*status.Status)(nil),         // 38: google.rpc.Status
+	(*TokenText)(nil),             // 11: outrider.v1.TokenText
+	(*VerifiedTree)(nil),          // 12: outrider.v1.VerifiedTree
+	(*TokenLogprobs)(nil),         // 13: outrider.v1.TokenLogprobs
+	(*TopLogprob)(nil),            // 14: outrider.v1.TopLogprob
+	(*GenerateFinished)(nil),      // 15: outrider.v1.GenerateFinished
+	(*Usage)(nil),                 // 16: outrider.v1.Usage
+	(*SpeculationTotals)(nil),     // 17: outrider.v1.SpeculationTotals
+	(*RequestTimes)(nil),          // 18: outrider.v1.RequestTimes
+	(*VerifyRequest)(nil),         // 19: outrider.v1.VerifyRequest
+	(*OpenVerification)(nil),      // 20: outrider.v1.OpenVerification
+	(*VerifyTree)(nil),            // 21: outrider.v1.VerifyTree
+	(*CloseVerification)(nil),     // 22: outrider.v1.CloseVerification
+	(*VerifyResponse)(nil),        // 23: outrider.v1.VerifyResponse
+	(*VerificationOpened)(nil),    // 24: outrider.v1.VerificationOpened
+	(*Verdict)(nil),               // 25: outrider.v1.Verdict
+	(*VerificationStatus)(nil),    // 26: outrider.v1.VerificationStatus
+	(*GetTargetInfoRequest)(nil),  // 27: outrider.v1.GetTargetInfoRequest
+	(*GetTargetInfoResponse)(nil), // 28: outrider.v1.GetTargetInfoResponse
+	(*UpdateWeightsRequest)(nil),  // 29: outrider.v1.UpdateWeightsRequest
+	(*BeginUpdate)(nil),           // 30: outrider.v1.BeginUpdate
+	(*WeightFiles)(nil),           // 31: outrider.v1.WeightFiles
+	(*UpdateWeightsResponse)(nil), // 32: outrider.v1.UpdateWeightsResponse
+	nil,                           // 33: outrider.v1.GenerateChunk.TokenTextsEntry
+	(*SamplingParameters)(nil),    // 34: outrider.v1.SamplingParameters
+	(*structpb.Struct)(nil),       // 35: google.protobuf.Struct
+	(VerificationMode)(0),         // 36: outrider.v1.VerificationMode
+	(*TypicalAcceptance)(nil),     // 37: outrider.v1.TypicalAcceptance
+	(*Timings)(nil),               // 38: outrider.v1.Timings
+	(*TokenTree)(nil),             // 39: outrider.v1.TokenTree
+	(*status.Status)(nil),         // 40: google.rpc.Status
 }
 var file_outrider_v1_target_proto_depIdxs = []int32{
 	4,  // 0: outrider.v1.GenerateRequest.chat:type_name -> outrider.v1.ChatInput
 	6,  // 1: outrider.v1.GenerateRequest.tokens:type_name -> outrider.v1.TokenInput
-	32, // 2: outrider.v1.GenerateRequest.sampling:type_name -> outrider.v1.SamplingParameters
+	34, // 2: outrider.v1.GenerateRequest.sampling:type_name -> outrider.v1.SamplingParameters
 	7,  // 3: outrider.v1.GenerateRequest.speculation:type_name -> outrider.v1.SpeculationOptions
 	3,  // 4: outrider.v1.GenerateRequest.prediction:type_name -> outrider.v1.Prediction
 	6,  // 5: outrider.v1.Prediction.tokens:type_name -> outrider.v1.TokenInput
 	5,  // 6: outrider.v1.ChatInput.messages:type_name -> outrider.v1.ChatMessage
-	33, // 7: outrider.v1.ChatInput.template_arguments:type_name -> google.protobuf.Struct
-	34, // 8: outrider.v1.SpeculationOptions.mode:type_name -> outrider.v1.VerificationMode
-	35, // 9: outrider.v1.SpeculationOptions.typical:type_name -> outrider.v1.TypicalAcceptance
+	35, // 7: outrider.v1.ChatInput.template_arguments:type_name -> google.protobuf.Struct
+	36, // 8: outrider.v1.SpeculationOptions.mode:type_name -> outrider.v1.VerificationMode
+	37, // 9: outrider.v1.SpeculationOptions.typical:type_name -> outrider.v1.TypicalAcceptance
 	9,  // 10: outrider.v1.GenerateResponse.started:type_name -> outrider.v1.GenerateStarted
 	10, // 11: outrider.v1.GenerateResponse.chunk:type_name -> outrider.v1.GenerateChunk
-	14, // 12: outrider.v1.GenerateResponse.finished:type_name -> outrider.v1.GenerateFinished
-	36, // 13: outrider.v1.GenerateResponse.timings:type_name -> outrider.v1.Timings
-	34, // 14: outrider.v1.GenerateStarted.mode:type_name -> outrider.v1.VerificationMode
-	12, // 15: outrider.v1.GenerateChunk.logprobs:type_name -> outrider.v1.TokenLogprobs
-	11, // 16: outrider.v1.GenerateChunk.tree:type_name -> outrider.v1.VerifiedTree
-	37, // 17: outrider.v1.VerifiedTree.tree:type_name -> outrider.v1.TokenTree
-	13, // 18: outrider.v1.TokenLogprobs.top:type_name -> outrider.v1.TopLogprob
-	0,  // 19: outrider.v1.GenerateFinished.finish_reason:type_name -> outrider.v1.FinishReason
-	15, // 20: outrider.v1.GenerateFinished.usage:type_name -> outrider.v1.Usage
-	16, // 21: outrider.v1.GenerateFinished.speculation:type_name -> outrider.v1.SpeculationTotals
-	17, // 22: outrider.v1.GenerateFinished.times:type_name -> outrider.v1.RequestTimes
-	19, // 23: outrider.v1.VerifyRequest.open:type_name -> outrider.v1.OpenVerification
-	20, // 24: outrider.v1.VerifyRequest.tree:type_name -> outrider.v1.VerifyTree
-	21, // 25: outrider.v1.VerifyRequest.close:type_name -> outrider.v1.CloseVerification
-	32, // 26: outrider.v1.OpenVerification.sampling:type_name -> outrider.v1.SamplingParameters
-	34, // 27: outrider.v1.OpenVerification.mode:type_name -> outrider.v1.VerificationMode
-	35, // 28: outrider.v1.OpenVerification.typical:type_name -> outrider.v1.TypicalAcceptance
-	37, // 29: outrider.v1.VerifyTree.tree:type_name -> outrider.v1.TokenTree
-	23, // 30: outrider.v1.VerifyResponse.opened:type_name -> outrider.v1.VerificationOpened
-	24, // 31: outrider.v1.VerifyResponse.verdict:type_name -> outrider.v1.Verdict
-	25, // 32: outrider.v1.VerifyResponse.status:type_name -> outrider.v1.VerificationStatus
-	36, // 33: outrider.v1.VerifyResponse.timings:type_name -> outrider.v1.Timings
-	34, // 34: outrider.v1.VerificationOpened.mode:type_name -> outrider.v1.VerificationMode
-	0,  // 35: outrider.v1.Verdict.finish_reason:type_name -> outrider.v1.FinishReason
-	12, // 36: outrider.v1.Verdict.logprobs:type_name -> outrider.v1.TokenLogprobs
-	38, // 37: outrider.v1.VerificationStatus.status:type_name -> google.rpc.Status
-	34, // 38: outrider.v1.GetTargetInfoResponse.modes:type_name -> outrider.v1.VerificationMode
-	29, // 39: outrider.v1.UpdateWeightsRequest.begin:type_name -> outrider.v1.BeginUpdate
-	30, // 40: outrider.v1.BeginUpdate.files:type_name -> outrider.v1.WeightFiles
-	1,  // 41: outrider.v1.BeginUpdate.running:type_name -> outrider.v1.RunningRequests
-	2,  // 42: outrider.v1.TargetService.Generate:input_type -> outrider.v1.GenerateRequest
-	18, // 43: outrider.v1.TargetService.Verify:input_type -> outrider.v1.VerifyRequest
-	26, // 44: outrider.v1.TargetService.GetTargetInfo:input_type -> outrider.v1.GetTargetInfoRequest
-	28, // 45: outrider.v1.TargetService.UpdateWeights:input_type -> outrider.v1.UpdateWeightsRequest
-	8,  // 46: outrider.v1.TargetService.Generate:output_type -> outrider.v1.GenerateResponse
-	22, // 47: outrider.v1.TargetService.Verify:output_type -> outrider.v1.VerifyResponse
-	27, // 48: outrider.v1.TargetService.GetTargetInfo:output_type -> outrider.v1.GetTargetInfoResponse
-	31, // 49: outrider.v1.TargetService.UpdateWeights:output_type -> outrider.v1.UpdateWeightsResponse
-	46, // [46:50] is the sub-list for method output_type
-	42, // [42:46] is the sub-list for method input_type
-	42, // [42:42] is the sub-list for extension type_name
-	42, // [42:42] is the sub-list for extension extendee
-	0,  // [0:42] is the sub-list for field type_name
+	15, // 12: outrider.v1.GenerateResponse.finished:type_name -> outrider.v1.GenerateFinished
+	38, // 13: outrider.v1.GenerateResponse.timings:type_name -> outrider.v1.Timings
+	36, // 14: outrider.v1.GenerateStarted.mode:type_name -> outrider.v1.VerificationMode
+	13, // 15: outrider.v1.GenerateChunk.logprobs:type_name -> outrider.v1.TokenLogprobs
+	12, // 16: outrider.v1.GenerateChunk.tree:type_name -> outrider.v1.VerifiedTree
+	33, // 17: outrider.v1.GenerateChunk.token_texts:type_name -> outrider.v1.GenerateChunk.TokenTextsEntry
+	39, // 18: outrider.v1.VerifiedTree.tree:type_name -> outrider.v1.TokenTree
+	14, // 19: outrider.v1.TokenLogprobs.top:type_name -> outrider.v1.TopLogprob
+	0,  // 20: outrider.v1.GenerateFinished.finish_reason:type_name -> outrider.v1.FinishReason
+	16, // 21: outrider.v1.GenerateFinished.usage:type_name -> outrider.v1.Usage
+	17, // 22: outrider.v1.GenerateFinished.speculation:type_name -> outrider.v1.SpeculationTotals
+	18, // 23: outrider.v1.GenerateFinished.times:type_name -> outrider.v1.RequestTimes
+	20, // 24: outrider.v1.VerifyRequest.open:type_name -> outrider.v1.OpenVerification
+	21, // 25: outrider.v1.VerifyRequest.tree:type_name -> outrider.v1.VerifyTree
+	22, // 26: outrider.v1.VerifyRequest.close:type_name -> outrider.v1.CloseVerification
+	34, // 27: outrider.v1.OpenVerification.sampling:type_name -> outrider.v1.SamplingParameters
+	36, // 28: outrider.v1.OpenVerification.mode:type_name -> outrider.v1.VerificationMode
+	37, // 29: outrider.v1.OpenVerification.typical:type_name -> outrider.v1.TypicalAcceptance
+	39, // 30: outrider.v1.VerifyTree.tree:type_name -> outrider.v1.TokenTree
+	24, // 31: outrider.v1.VerifyResponse.opened:type_name -> outrider.v1.VerificationOpened
+	25, // 32: outrider.v1.VerifyResponse.verdict:type_name -> outrider.v1.Verdict
+	26, // 33: outrider.v1.VerifyResponse.status:type_name -> outrider.v1.VerificationStatus
+	38, // 34: outrider.v1.VerifyResponse.timings:type_name -> outrider.v1.Timings
+	36, // 35: outrider.v1.VerificationOpened.mode:type_name -> outrider.v1.VerificationMode
+	0,  // 36: outrider.v1.Verdict.finish_reason:type_name -> outrider.v1.FinishReason
+	13, // 37: outrider.v1.Verdict.logprobs:type_name -> outrider.v1.TokenLogprobs
+	40, // 38: outrider.v1.VerificationStatus.status:type_name -> google.rpc.Status
+	36, // 39: outrider.v1.GetTargetInfoResponse.modes:type_name -> outrider.v1.VerificationMode
+	30, // 40: outrider.v1.UpdateWeightsRequest.begin:type_name -> outrider.v1.BeginUpdate
+	31, // 41: outrider.v1.BeginUpdate.files:type_name -> outrider.v1.WeightFiles
+	1,  // 42: outrider.v1.BeginUpdate.running:type_name -> outrider.v1.RunningRequests
+	11, // 43: outrider.v1.GenerateChunk.TokenTextsEntry.value:type_name -> outrider.v1.TokenText
+	2,  // 44: outrider.v1.TargetService.Generate:input_type -> outrider.v1.GenerateRequest
+	19, // 45: outrider.v1.TargetService.Verify:input_type -> outrider.v1.VerifyRequest
+	27, // 46: outrider.v1.TargetService.GetTargetInfo:input_type -> outrider.v1.GetTargetInfoRequest
+	29, // 47: outrider.v1.TargetService.UpdateWeights:input_type -> outrider.v1.UpdateWeightsRequest
+	8,  // 48: outrider.v1.TargetService.Generate:output_type -> outrider.v1.GenerateResponse
+	23, // 49: outrider.v1.TargetService.Verify:output_type -> outrider.v1.VerifyResponse
+	28, // 50: outrider.v1.TargetService.GetTargetInfo:output_type -> outrider.v1.GetTargetInfoResponse
+	32, // 51: outrider.v1.TargetService.UpdateWeights:output_type -> outrider.v1.UpdateWeightsResponse
+	48, // [48:52] is the sub-list for method output_type
+	44, // [44:48] is the sub-list for method input_type
+	44, // [44:44] is the sub-list for extension type_name
+	44, // [44:44] is the sub-list for extension extendee
+	0,  // [0:44] is the sub-list for field type_name
 }
 
 func init() { file_outrider_v1_target_proto_init() }
@@ -3469,25 +3564,25 @@ func file_outrider_v1_target_proto_init() {
 		(*GenerateResponse_Chunk)(nil),
 		(*GenerateResponse_Finished)(nil),
 	}
-	file_outrider_v1_target_proto_msgTypes[12].OneofWrappers = []any{
+	file_outrider_v1_target_proto_msgTypes[13].OneofWrappers = []any{
 		(*GenerateFinished_StopTokenId)(nil),
 		(*GenerateFinished_StopString)(nil),
 	}
-	file_outrider_v1_target_proto_msgTypes[16].OneofWrappers = []any{
+	file_outrider_v1_target_proto_msgTypes[17].OneofWrappers = []any{
 		(*VerifyRequest_Open)(nil),
 		(*VerifyRequest_Tree)(nil),
 		(*VerifyRequest_Close)(nil),
 	}
-	file_outrider_v1_target_proto_msgTypes[20].OneofWrappers = []any{
+	file_outrider_v1_target_proto_msgTypes[21].OneofWrappers = []any{
 		(*VerifyResponse_Opened)(nil),
 		(*VerifyResponse_Verdict)(nil),
 		(*VerifyResponse_Status)(nil),
 	}
-	file_outrider_v1_target_proto_msgTypes[26].OneofWrappers = []any{
+	file_outrider_v1_target_proto_msgTypes[27].OneofWrappers = []any{
 		(*UpdateWeightsRequest_Begin)(nil),
 		(*UpdateWeightsRequest_Data)(nil),
 	}
-	file_outrider_v1_target_proto_msgTypes[27].OneofWrappers = []any{
+	file_outrider_v1_target_proto_msgTypes[28].OneofWrappers = []any{
 		(*BeginUpdate_Folder)(nil),
 		(*BeginUpdate_Files)(nil),
 	}
@@ -3497,7 +3592,7 @@ func file_outrider_v1_target_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_outrider_v1_target_proto_rawDesc), len(file_outrider_v1_target_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   30,
+			NumMessages:   32,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -17,7 +17,7 @@ import type { JsonObject, Message } from "@bufbuild/protobuf";
  * Describes the file outrider/v1/target.proto.
  */
 export const file_outrider_v1_target: GenFile = /*@__PURE__*/
-  fileDesc("ChhvdXRyaWRlci92MS90YXJnZXQucHJvdG8SC291dHJpZGVyLnYxIoMDCg9HZW5lcmF0ZVJlcXVlc3QSDQoFbW9kZWwYASABKAkSDgoEdGV4dBgCIAEoCUgAEiYKBGNoYXQYAyABKAsyFi5vdXRyaWRlci52MS5DaGF0SW5wdXRIABIpCgZ0b2tlbnMYBCABKAsyFy5vdXRyaWRlci52MS5Ub2tlbklucHV0SAASMQoIc2FtcGxpbmcYBSABKAsyHy5vdXRyaWRlci52MS5TYW1wbGluZ1BhcmFtZXRlcnMSNAoLc3BlY3VsYXRpb24YBiABKAsyHy5vdXRyaWRlci52MS5TcGVjdWxhdGlvbk9wdGlvbnMSMAoKcHJlZGljdGlvbhgHIAEoCzIXLm91dHJpZGVyLnYxLlByZWRpY3Rpb25IAYgBARIbChNzaG93X3NwZWNpYWxfdG9rZW5zGAggASgIEhsKDnNwZWNpYWxfdG9rZW5zGAkgASgISAKIAQFCBwoFaW5wdXRCDQoLX3ByZWRpY3Rpb25CEQoPX3NwZWNpYWxfdG9rZW5zIlIKClByZWRpY3Rpb24SDgoEdGV4dBgBIAEoCUgAEikKBnRva2VucxgCIAEoCzIXLm91dHJpZGVyLnYxLlRva2VuSW5wdXRIAEIJCgdjb250ZW50IsoBCglDaGF0SW5wdXQSKgoIbWVzc2FnZXMYASADKAsyGC5vdXRyaWRlci52MS5DaGF0TWVzc2FnZRIiChVhZGRfZ2VuZXJhdGlvbl9wcm9tcHQYAiABKAhIAIgBARIeChZjb250aW51ZV9maW5hbF9tZXNzYWdlGAMgASgIEjMKEnRlbXBsYXRlX2FyZ3VtZW50cxgEIAEoCzIXLmdvb2dsZS5wcm90b2J1Zi5TdHJ1Y3RCGAoWX2FkZF9nZW5lcmF0aW9uX3Byb21wdCIsCgtDaGF0TWVzc2FnZRIMCgRyb2xlGAEgASgJEg8KB2NvbnRlbnQYAiABKAkiHwoKVG9rZW5JbnB1dBIRCgl0b2tlbl9pZHMYASADKA0i2QEKElNwZWN1bGF0aW9uT3B0aW9ucxIUCgdlbmFibGVkGAEgASgISACIAQESKwoEbW9kZRgCIAEoDjIdLm91dHJpZGVyLnYxLlZlcmlmaWNhdGlvbk1vZGUSFgoJbWF4X25vZGVzGAMgASgNSAGIAQESDgoGY29ycHVzGAQgASgJEi8KB3R5cGljYWwYBSABKAsyHi5vdXRyaWRlci52MS5UeXBpY2FsQWNjZXB0YW5jZRINCgV0cmVlcxgGIAEoCEIKCghfZW5hYmxlZEIMCgpfbWF4X25vZGVzItMBChBHZW5lcmF0ZVJlc3BvbnNlEi8KB3N0YXJ0ZWQYASABKAsyHC5vdXRyaWRlci52MS5HZW5lcmF0ZVN0YXJ0ZWRIABIrCgVjaHVuaxgCIAEoCzIaLm91dHJpZGVyLnYxLkdlbmVyYXRlQ2h1bmtIABIxCghmaW5pc2hlZBgDIAEoCzIdLm91dHJpZGVyLnYxLkdlbmVyYXRlRmluaXNoZWRIABIlCgd0aW1pbmdzGAQgASgLMhQub3V0cmlkZXIudjEuVGltaW5nc0IHCgVldmVudCKcAQoPR2VuZXJhdGVTdGFydGVkEhMKC3NlcXVlbmNlX2lkGAEgASgEEhUKDXByb21wdF90b2tlbnMYAiABKA0SDAoEc2VlZBgDIAEoBhIrCgRtb2RlGAQgASgOMh0ub3V0cmlkZXIudjEuVmVyaWZpY2F0aW9uTW9kZRITCgtzcGVjdWxhdGluZxgFIAEoCBINCgVtb2RlbBgGIAEoCSLcAQoNR2VuZXJhdGVDaHVuaxIRCgl0b2tlbl9pZHMYASADKA0SDAoEdGV4dBgCIAEoCRIWCg5kcmFmdGVkX3Rva2VucxgDIAEoDRIsCghsb2dwcm9icxgEIAMoCzIaLm91dHJpZGVyLnYxLlRva2VuTG9ncHJvYnMSDAoEc3RlcBgFIAEoBBIWCg5kcmFmdHNfYnlfc3RlcBgGIAMoDRIVCg1tb2RlbF92ZXJzaW9uGAcgASgEEicKBHRyZWUYCCABKAsyGS5vdXRyaWRlci52MS5WZXJpZmllZFRyZWUiSwoMVmVyaWZpZWRUcmVlEiQKBHRyZWUYASABKAsyFi5vdXRyaWRlci52MS5Ub2tlblRyZWUSFQoNYWNjZXB0ZWRfcm93cxgCIAMoDSJGCg1Ub2tlbkxvZ3Byb2JzEg8KB2xvZ3Byb2IYASABKAISJAoDdG9wGAIgAygLMhcub3V0cmlkZXIudjEuVG9wTG9ncHJvYiIvCgpUb3BMb2dwcm9iEhAKCHRva2VuX2lkGAEgASgNEg8KB2xvZ3Byb2IYAiABKAIigQIKEEdlbmVyYXRlRmluaXNoZWQSMAoNZmluaXNoX3JlYXNvbhgBIAEoDjIZLm91dHJpZGVyLnYxLkZpbmlzaFJlYXNvbhIXCg1zdG9wX3Rva2VuX2lkGAIgASgNSAASFQoLc3RvcF9zdHJpbmcYAyABKAlIABIhCgV1c2FnZRgEIAEoCzISLm91dHJpZGVyLnYxLlVzYWdlEjMKC3NwZWN1bGF0aW9uGAUgASgLMh4ub3V0cmlkZXIudjEuU3BlY3VsYXRpb25Ub3RhbHMSKAoFdGltZXMYBiABKAsyGS5vdXRyaWRlci52MS5SZXF1ZXN0VGltZXNCCQoHbWF0Y2hlZCK9AQoFVXNhZ2USFQoNcHJvbXB0X3Rva2VucxgBIAEoDRIZChFjb21wbGV0aW9uX3Rva2VucxgCIAEoDRIiChphY2NlcHRlZF9wcmVkaWN0aW9uX3Rva2VucxgDIAEoDRIiChpyZWplY3RlZF9wcmVkaWN0aW9uX3Rva2VucxgEIAEoDRINCgVsb3NzeRgFIAEoCBIUCgxsb3NzeV90b2tlbnMYBiABKA0SFQoNY2FjaGVkX3Rva2VucxgHIAEoDSLXAQoRU3BlY3VsYXRpb25Ub3RhbHMSDQoFc3RlcHMYASABKAQSFQoNZHJhZnRlZF9zdGVwcxgCIAEoBBIWCg5kcmFmdGVkX3Rva2VucxgDIAEoBBIXCg9hY2NlcHRlZF90b2tlbnMYBCABKAQSGAoQZHJhZnRlZF9ieV9kZXB0aBgFIAMoBBIZChFhY2NlcHRlZF9ieV9kZXB0aBgGIAMoBBIeChZkcmFmdF93YWl0X25hbm9zZWNvbmRzGAcgASgEEhYKDmZhbGxiYWNrX3N0ZXBzGAggASgEImIKDFJlcXVlc3RUaW1lcxIZChFxdWV1ZV9uYW5vc2Vjb25kcxgBIAEoBBIbChNwcmVmaWxsX25hbm9zZWNvbmRzGAIgASgEEhoKEmRlY29kZV9uYW5vc2Vjb25kcxgDIAEoBCKhAQoNVmVyaWZ5UmVxdWVzdBItCgRvcGVuGAEgASgLMh0ub3V0cmlkZXIudjEuT3BlblZlcmlmaWNhdGlvbkgAEicKBHRyZWUYAiABKAsyFy5vdXRyaWRlci52MS5WZXJpZnlUcmVlSAASLwoFY2xvc2UYAyABKAsyHi5vdXRyaWRlci52MS5DbG9zZVZlcmlmaWNhdGlvbkgAQgcKBWZyYW1lIsoBChBPcGVuVmVyaWZpY2F0aW9uEhIKCmNsaWVudF90YWcYASABKAQSEQoJdG9rZW5faWRzGAIgAygNEjEKCHNhbXBsaW5nGAMgASgLMh8ub3V0cmlkZXIudjEuU2FtcGxpbmdQYXJhbWV0ZXJzEisKBG1vZGUYBCABKA4yHS5vdXRyaWRlci52MS5WZXJpZmljYXRpb25Nb2RlEi8KB3R5cGljYWwYBSABKAsyHi5vdXRyaWRlci52MS5UeXBpY2FsQWNjZXB0YW5jZSJVCgpWZXJpZnlUcmVlEhMKC3NlcXVlbmNlX2lkGAEgASgEEgwKBHN0ZXAYAiABKAQSJAoEdHJlZRgDIAEoCzIWLm91dHJpZGVyLnYxLlRva2VuVHJlZSIoChFDbG9zZVZlcmlmaWNhdGlvbhITCgtzZXF1ZW5jZV9pZBgBIAEoBCLPAQoOVmVyaWZ5UmVzcG9uc2USMQoGb3BlbmVkGAEgASgLMh8ub3V0cmlkZXIudjEuVmVyaWZpY2F0aW9uT3BlbmVkSAASJwoHdmVyZGljdBgCIAEoCzIULm91dHJpZGVyLnYxLlZlcmRpY3RIABIxCgZzdGF0dXMYAyABKAsyHy5vdXRyaWRlci52MS5WZXJpZmljYXRpb25TdGF0dXNIABIlCgd0aW1pbmdzGAQgASgLMhQub3V0cmlkZXIudjEuVGltaW5nc0IHCgVmcmFtZSKYAQoSVmVyaWZpY2F0aW9uT3BlbmVkEhIKCmNsaWVudF90YWcYASABKAQSEwoLc2VxdWVuY2VfaWQYAiABKAQSDAoEc3RlcBgDIAEoBBIMCgRzZWVkGAQgASgGEisKBG1vZGUYBSABKA4yHS5vdXRyaWRlci52MS5WZXJpZmljYXRpb25Nb2RlEhAKCG1heF9yb3dzGAYgASgNIuABCgdWZXJkaWN0EhMKC3NlcXVlbmNlX2lkGAEgASgEEgwKBHN0ZXAYAiABKAQSFQoNYWNjZXB0ZWRfcm93cxgDIAMoDRIRCgl0b2tlbl9pZHMYBCADKA0SEQoJbmV4dF9zdGVwGAUgASgEEjAKDWZpbmlzaF9yZWFzb24YBiABKA4yGS5vdXRyaWRlci52MS5GaW5pc2hSZWFzb24SLAoIbG9ncHJvYnMYByADKAsyGi5vdXRyaWRlci52MS5Ub2tlbkxvZ3Byb2JzEhUKDW1vZGVsX3ZlcnNpb24YCCABKAQibwoSVmVyaWZpY2F0aW9uU3RhdHVzEhMKC3NlcXVlbmNlX2lkGAEgASgEEhIKCmNsaWVudF90YWcYAiABKAQSDAoEc3RlcBgDIAEoBBIiCgZzdGF0dXMYBCABKAsyEi5nb29nbGUucnBjLlN0YXR1cyIWChRHZXRUYXJnZXRJbmZvUmVxdWVzdCLfBAoVR2V0VGFyZ2V0SW5mb1Jlc3BvbnNlEg0KBW1vZGVsGAEgASgJEhcKD3ZvY2FidWxhcnlfc2l6ZRgCIAEoDRIdChV0b2tlbml6ZXJfZmluZ2VycHJpbnQYAyABKAkSEwoLbWF4X2NvbnRleHQYBCABKA0SEAoIbWF4X3Jvd3MYBSABKA0SDQoFZHR5cGUYBiABKAkSEQoJcGFnZV9zaXplGAcgASgNEhEKCWt2X3Rva2VucxgIIAEoBBIsCgVtb2RlcxgJIAMoDjIdLm91dHJpZGVyLnYxLlZlcmlmaWNhdGlvbk1vZGUSDwoHZHJhZnRlchgKIAEoCRIVCg1lbmRfdG9rZW5faWRzGAsgAygNEg8KB3ZlcnNpb24YDCABKAkSFQoNdG9yY2hfdmVyc2lvbhgNIAEoCRIWCg50cml0b25fdmVyc2lvbhgOIAEoCRIOCgZkZXZpY2UYDyABKAkSEwoLZGV2aWNlX25hbWUYECABKAkSGwoTY2FwdHVyZWRfc3RlcF9zaXplcxgRIAEoDRIdChVjYXB0dXJhYmxlX3N0ZXBfc2l6ZXMYEiABKA0SDQoFZHJhZnQYEyABKAkSFwoPZHJhZnRfY29ubmVjdGVkGBQgASgIEhMKC3NwZWN1bGF0aW5nGBUgASgIEhoKEnNwZWN1bGF0aW9uX3JlYXNvbhgWIAEoCRIVCg1tb2RlbF92ZXJzaW9uGBcgASgEEhYKDmt2X3Rva2VuX2J5dGVzGBggASgEEhQKDHNlcnZlZF9uYW1lcxgZIAMoCRIOCgZ0ZW5hbnQYGiABKAkiWQoUVXBkYXRlV2VpZ2h0c1JlcXVlc3QSKQoFYmVnaW4YASABKAsyGC5vdXRyaWRlci52MS5CZWdpblVwZGF0ZUgAEg4KBGRhdGEYAiABKAxIAEIGCgRwYXJ0IoMBCgtCZWdpblVwZGF0ZRIQCgZmb2xkZXIYASABKAlIABIpCgVmaWxlcxgCIAEoCzIYLm91dHJpZGVyLnYxLldlaWdodEZpbGVzSAASLQoHcnVubmluZxgDIAEoDjIcLm91dHJpZGVyLnYxLlJ1bm5pbmdSZXF1ZXN0c0IICgZzb3VyY2UiHAoLV2VpZ2h0RmlsZXMSDQoFc2l6ZXMYASADKAQivgEKFVVwZGF0ZVdlaWdodHNSZXNwb25zZRIVCg1tb2RlbF92ZXJzaW9uGAEgASgEEg8KB3RlbnNvcnMYAiABKA0SDQoFYnl0ZXMYAyABKAQSGwoTcHJlcGFyZV9uYW5vc2Vjb25kcxgEIAEoBBIZChFwYXVzZV9uYW5vc2Vjb25kcxgFIAEoBBIZChFhYm9ydGVkX3NlcXVlbmNlcxgGIAEoDRIbChNjb250aW51ZWRfc2VxdWVuY2VzGAcgASgNKoIBCgxGaW5pc2hSZWFzb24SHQoZRklOSVNIX1JFQVNPTl9VTlNQRUNJRklFRBAAEiEKHUZJTklTSF9SRUFTT05fRU5EX09GX1NFUVVFTkNFEAESFgoSRklOSVNIX1JFQVNPTl9TVE9QEAISGAoURklOSVNIX1JFQVNPTl9MRU5HVEgQAyqKAQoPUnVubmluZ1JlcXVlc3RzEiAKHFJVTk5JTkdfUkVRVUVTVFNfVU5TUEVDSUZJRUQQABIaChZSVU5OSU5HX1JFUVVFU1RTX0RSQUlOEAESGgoWUlVOTklOR19SRVFVRVNUU19BQk9SVBACEh0KGVJVTk5JTkdfUkVRVUVTVFNfQ09OVElOVUUQAzLTAgoNVGFyZ2V0U2VydmljZRJJCghHZW5lcmF0ZRIcLm91dHJpZGVyLnYxLkdlbmVyYXRlUmVxdWVzdBodLm91dHJpZGVyLnYxLkdlbmVyYXRlUmVzcG9uc2UwARJFCgZWZXJpZnkSGi5vdXRyaWRlci52MS5WZXJpZnlSZXF1ZXN0Ghsub3V0cmlkZXIudjEuVmVyaWZ5UmVzcG9uc2UoATABElYKDUdldFRhcmdldEluZm8SIS5vdXRyaWRlci52MS5HZXRUYXJnZXRJbmZvUmVxdWVzdBoiLm91dHJpZGVyLnYxLkdldFRhcmdldEluZm9SZXNwb25zZRJYCg1VcGRhdGVXZWlnaHRzEiEub3V0cmlkZXIudjEuVXBkYXRlV2VpZ2h0c1JlcXVlc3QaIi5vdXRyaWRlci52MS5VcGRhdGVXZWlnaHRzUmVzcG9uc2UoAUIrWilvdXRyaWRlci9jbGllbnRzL2dvL291dHJpZGVydjE7b3V0cmlkZXJ2MWIGcHJvdG8z", [file_google_protobuf_struct, file_google_rpc_status, file_outrider_v1_tree]);
+  fileDesc("ChhvdXRyaWRlci92MS90YXJnZXQucHJvdG8SC291dHJpZGVyLnYxIoMDCg9HZW5lcmF0ZVJlcXVlc3QSDQoFbW9kZWwYASABKAkSDgoEdGV4dBgCIAEoCUgAEiYKBGNoYXQYAyABKAsyFi5vdXRyaWRlci52MS5DaGF0SW5wdXRIABIpCgZ0b2tlbnMYBCABKAsyFy5vdXRyaWRlci52MS5Ub2tlbklucHV0SAASMQoIc2FtcGxpbmcYBSABKAsyHy5vdXRyaWRlci52MS5TYW1wbGluZ1BhcmFtZXRlcnMSNAoLc3BlY3VsYXRpb24YBiABKAsyHy5vdXRyaWRlci52MS5TcGVjdWxhdGlvbk9wdGlvbnMSMAoKcHJlZGljdGlvbhgHIAEoCzIXLm91dHJpZGVyLnYxLlByZWRpY3Rpb25IAYgBARIbChNzaG93X3NwZWNpYWxfdG9rZW5zGAggASgIEhsKDnNwZWNpYWxfdG9rZW5zGAkgASgISAKIAQFCBwoFaW5wdXRCDQoLX3ByZWRpY3Rpb25CEQoPX3NwZWNpYWxfdG9rZW5zIlIKClByZWRpY3Rpb24SDgoEdGV4dBgBIAEoCUgAEikKBnRva2VucxgCIAEoCzIXLm91dHJpZGVyLnYxLlRva2VuSW5wdXRIAEIJCgdjb250ZW50IsoBCglDaGF0SW5wdXQSKgoIbWVzc2FnZXMYASADKAsyGC5vdXRyaWRlci52MS5DaGF0TWVzc2FnZRIiChVhZGRfZ2VuZXJhdGlvbl9wcm9tcHQYAiABKAhIAIgBARIeChZjb250aW51ZV9maW5hbF9tZXNzYWdlGAMgASgIEjMKEnRlbXBsYXRlX2FyZ3VtZW50cxgEIAEoCzIXLmdvb2dsZS5wcm90b2J1Zi5TdHJ1Y3RCGAoWX2FkZF9nZW5lcmF0aW9uX3Byb21wdCIsCgtDaGF0TWVzc2FnZRIMCgRyb2xlGAEgASgJEg8KB2NvbnRlbnQYAiABKAkiHwoKVG9rZW5JbnB1dBIRCgl0b2tlbl9pZHMYASADKA0i7gEKElNwZWN1bGF0aW9uT3B0aW9ucxIUCgdlbmFibGVkGAEgASgISACIAQESKwoEbW9kZRgCIAEoDjIdLm91dHJpZGVyLnYxLlZlcmlmaWNhdGlvbk1vZGUSFgoJbWF4X25vZGVzGAMgASgNSAGIAQESDgoGY29ycHVzGAQgASgJEi8KB3R5cGljYWwYBSABKAsyHi5vdXRyaWRlci52MS5UeXBpY2FsQWNjZXB0YW5jZRINCgV0cmVlcxgGIAEoCBITCgt0b2tlbl90ZXh0cxgHIAEoCEIKCghfZW5hYmxlZEIMCgpfbWF4X25vZGVzItMBChBHZW5lcmF0ZVJlc3BvbnNlEi8KB3N0YXJ0ZWQYASABKAsyHC5vdXRyaWRlci52MS5HZW5lcmF0ZVN0YXJ0ZWRIABIrCgVjaHVuaxgCIAEoCzIaLm91dHJpZGVyLnYxLkdlbmVyYXRlQ2h1bmtIABIxCghmaW5pc2hlZBgDIAEoCzIdLm91dHJpZGVyLnYxLkdlbmVyYXRlRmluaXNoZWRIABIlCgd0aW1pbmdzGAQgASgLMhQub3V0cmlkZXIudjEuVGltaW5nc0IHCgVldmVudCKcAQoPR2VuZXJhdGVTdGFydGVkEhMKC3NlcXVlbmNlX2lkGAEgASgEEhUKDXByb21wdF90b2tlbnMYAiABKA0SDAoEc2VlZBgDIAEoBhIrCgRtb2RlGAQgASgOMh0ub3V0cmlkZXIudjEuVmVyaWZpY2F0aW9uTW9kZRITCgtzcGVjdWxhdGluZxgFIAEoCBINCgVtb2RlbBgGIAEoCSLoAgoNR2VuZXJhdGVDaHVuaxIRCgl0b2tlbl9pZHMYASADKA0SDAoEdGV4dBgCIAEoCRIWCg5kcmFmdGVkX3Rva2VucxgDIAEoDRIsCghsb2dwcm9icxgEIAMoCzIaLm91dHJpZGVyLnYxLlRva2VuTG9ncHJvYnMSDAoEc3RlcBgFIAEoBBIWCg5kcmFmdHNfYnlfc3RlcBgGIAMoDRIVCg1tb2RlbF92ZXJzaW9uGAcgASgEEicKBHRyZWUYCCABKAsyGS5vdXRyaWRlci52MS5WZXJpZmllZFRyZWUSPwoLdG9rZW5fdGV4dHMYCSADKAsyKi5vdXRyaWRlci52MS5HZW5lcmF0ZUNodW5rLlRva2VuVGV4dHNFbnRyeRpJCg9Ub2tlblRleHRzRW50cnkSCwoDa2V5GAEgASgNEiUKBXZhbHVlGAIgASgLMhYub3V0cmlkZXIudjEuVG9rZW5UZXh0OgI4ASIqCglUb2tlblRleHQSDAoEdGV4dBgBIAEoDBIPCgdzcGVjaWFsGAIgASgIIksKDFZlcmlmaWVkVHJlZRIkCgR0cmVlGAEgASgLMhYub3V0cmlkZXIudjEuVG9rZW5UcmVlEhUKDWFjY2VwdGVkX3Jvd3MYAiADKA0iRgoNVG9rZW5Mb2dwcm9icxIPCgdsb2dwcm9iGAEgASgCEiQKA3RvcBgCIAMoCzIXLm91dHJpZGVyLnYxLlRvcExvZ3Byb2IiLwoKVG9wTG9ncHJvYhIQCgh0b2tlbl9pZBgBIAEoDRIPCgdsb2dwcm9iGAIgASgCIoECChBHZW5lcmF0ZUZpbmlzaGVkEjAKDWZpbmlzaF9yZWFzb24YASABKA4yGS5vdXRyaWRlci52MS5GaW5pc2hSZWFzb24SFwoNc3RvcF90b2tlbl9pZBgCIAEoDUgAEhUKC3N0b3Bfc3RyaW5nGAMgASgJSAASIQoFdXNhZ2UYBCABKAsyEi5vdXRyaWRlci52MS5Vc2FnZRIzCgtzcGVjdWxhdGlvbhgFIAEoCzIeLm91dHJpZGVyLnYxLlNwZWN1bGF0aW9uVG90YWxzEigKBXRpbWVzGAYgASgLMhkub3V0cmlkZXIudjEuUmVxdWVzdFRpbWVzQgkKB21hdGNoZWQivQEKBVVzYWdlEhUKDXByb21wdF90b2tlbnMYASABKA0SGQoRY29tcGxldGlvbl90b2tlbnMYAiABKA0SIgoaYWNjZXB0ZWRfcHJlZGljdGlvbl90b2tlbnMYAyABKA0SIgoacmVqZWN0ZWRfcHJlZGljdGlvbl90b2tlbnMYBCABKA0SDQoFbG9zc3kYBSABKAgSFAoMbG9zc3lfdG9rZW5zGAYgASgNEhUKDWNhY2hlZF90b2tlbnMYByABKA0i1wEKEVNwZWN1bGF0aW9uVG90YWxzEg0KBXN0ZXBzGAEgASgEEhUKDWRyYWZ0ZWRfc3RlcHMYAiABKAQSFgoOZHJhZnRlZF90b2tlbnMYAyABKAQSFwoPYWNjZXB0ZWRfdG9rZW5zGAQgASgEEhgKEGRyYWZ0ZWRfYnlfZGVwdGgYBSADKAQSGQoRYWNjZXB0ZWRfYnlfZGVwdGgYBiADKAQSHgoWZHJhZnRfd2FpdF9uYW5vc2Vjb25kcxgHIAEoBBIWCg5mYWxsYmFja19zdGVwcxgIIAEoBCJiCgxSZXF1ZXN0VGltZXMSGQoRcXVldWVfbmFub3NlY29uZHMYASABKAQSGwoTcHJlZmlsbF9uYW5vc2Vjb25kcxgCIAEoBBIaChJkZWNvZGVfbmFub3NlY29uZHMYAyABKAQioQEKDVZlcmlmeVJlcXVlc3QSLQoEb3BlbhgBIAEoCzIdLm91dHJpZGVyLnYxLk9wZW5WZXJpZmljYXRpb25IABInCgR0cmVlGAIgASgLMhcub3V0cmlkZXIudjEuVmVyaWZ5VHJlZUgAEi8KBWNsb3NlGAMgASgLMh4ub3V0cmlkZXIudjEuQ2xvc2VWZXJpZmljYXRpb25IAEIHCgVmcmFtZSLKAQoQT3BlblZlcmlmaWNhdGlvbhISCgpjbGllbnRfdGFnGAEgASgEEhEKCXRva2VuX2lkcxgCIAMoDRIxCghzYW1wbGluZxgDIAEoCzIfLm91dHJpZGVyLnYxLlNhbXBsaW5nUGFyYW1ldGVycxIrCgRtb2RlGAQgASgOMh0ub3V0cmlkZXIudjEuVmVyaWZpY2F0aW9uTW9kZRIvCgd0eXBpY2FsGAUgASgLMh4ub3V0cmlkZXIudjEuVHlwaWNhbEFjY2VwdGFuY2UiVQoKVmVyaWZ5VHJlZRITCgtzZXF1ZW5jZV9pZBgBIAEoBBIMCgRzdGVwGAIgASgEEiQKBHRyZWUYAyABKAsyFi5vdXRyaWRlci52MS5Ub2tlblRyZWUiKAoRQ2xvc2VWZXJpZmljYXRpb24SEwoLc2VxdWVuY2VfaWQYASABKAQizwEKDlZlcmlmeVJlc3BvbnNlEjEKBm9wZW5lZBgBIAEoCzIfLm91dHJpZGVyLnYxLlZlcmlmaWNhdGlvbk9wZW5lZEgAEicKB3ZlcmRpY3QYAiABKAsyFC5vdXRyaWRlci52MS5WZXJkaWN0SAASMQoGc3RhdHVzGAMgASgLMh8ub3V0cmlkZXIudjEuVmVyaWZpY2F0aW9uU3RhdHVzSAASJQoHdGltaW5ncxgEIAEoCzIULm91dHJpZGVyLnYxLlRpbWluZ3NCBwoFZnJhbWUimAEKElZlcmlmaWNhdGlvbk9wZW5lZBISCgpjbGllbnRfdGFnGAEgASgEEhMKC3NlcXVlbmNlX2lkGAIgASgEEgwKBHN0ZXAYAyABKAQSDAoEc2VlZBgEIAEoBhIrCgRtb2RlGAUgASgOMh0ub3V0cmlkZXIudjEuVmVyaWZpY2F0aW9uTW9kZRIQCghtYXhfcm93cxgGIAEoDSLgAQoHVmVyZGljdBITCgtzZXF1ZW5jZV9pZBgBIAEoBBIMCgRzdGVwGAIgASgEEhUKDWFjY2VwdGVkX3Jvd3MYAyADKA0SEQoJdG9rZW5faWRzGAQgAygNEhEKCW5leHRfc3RlcBgFIAEoBBIwCg1maW5pc2hfcmVhc29uGAYgASgOMhkub3V0cmlkZXIudjEuRmluaXNoUmVhc29uEiwKCGxvZ3Byb2JzGAcgAygLMhoub3V0cmlkZXIudjEuVG9rZW5Mb2dwcm9icxIVCg1tb2RlbF92ZXJzaW9uGAggASgEIm8KElZlcmlmaWNhdGlvblN0YXR1cxITCgtzZXF1ZW5jZV9pZBgBIAEoBBISCgpjbGllbnRfdGFnGAIgASgEEgwKBHN0ZXAYAyABKAQSIgoGc3RhdHVzGAQgASgLMhIuZ29vZ2xlLnJwYy5TdGF0dXMiFgoUR2V0VGFyZ2V0SW5mb1JlcXVlc3Qi3wQKFUdldFRhcmdldEluZm9SZXNwb25zZRINCgVtb2RlbBgBIAEoCRIXCg92b2NhYnVsYXJ5X3NpemUYAiABKA0SHQoVdG9rZW5pemVyX2ZpbmdlcnByaW50GAMgASgJEhMKC21heF9jb250ZXh0GAQgASgNEhAKCG1heF9yb3dzGAUgASgNEg0KBWR0eXBlGAYgASgJEhEKCXBhZ2Vfc2l6ZRgHIAEoDRIRCglrdl90b2tlbnMYCCABKAQSLAoFbW9kZXMYCSADKA4yHS5vdXRyaWRlci52MS5WZXJpZmljYXRpb25Nb2RlEg8KB2RyYWZ0ZXIYCiABKAkSFQoNZW5kX3Rva2VuX2lkcxgLIAMoDRIPCgd2ZXJzaW9uGAwgASgJEhUKDXRvcmNoX3ZlcnNpb24YDSABKAkSFgoOdHJpdG9uX3ZlcnNpb24YDiABKAkSDgoGZGV2aWNlGA8gASgJEhMKC2RldmljZV9uYW1lGBAgASgJEhsKE2NhcHR1cmVkX3N0ZXBfc2l6ZXMYESABKA0SHQoVY2FwdHVyYWJsZV9zdGVwX3NpemVzGBIgASgNEg0KBWRyYWZ0GBMgASgJEhcKD2RyYWZ0X2Nvbm5lY3RlZBgUIAEoCBITCgtzcGVjdWxhdGluZxgVIAEoCBIaChJzcGVjdWxhdGlvbl9yZWFzb24YFiABKAkSFQoNbW9kZWxfdmVyc2lvbhgXIAEoBBIWCg5rdl90b2tlbl9ieXRlcxgYIAEoBBIUCgxzZXJ2ZWRfbmFtZXMYGSADKAkSDgoGdGVuYW50GBogASgJIlkKFFVwZGF0ZVdlaWdodHNSZXF1ZXN0EikKBWJlZ2luGAEgASgLMhgub3V0cmlkZXIudjEuQmVnaW5VcGRhdGVIABIOCgRkYXRhGAIgASgMSABCBgoEcGFydCKDAQoLQmVnaW5VcGRhdGUSEAoGZm9sZGVyGAEgASgJSAASKQoFZmlsZXMYAiABKAsyGC5vdXRyaWRlci52MS5XZWlnaHRGaWxlc0gAEi0KB3J1bm5pbmcYAyABKA4yHC5vdXRyaWRlci52MS5SdW5uaW5nUmVxdWVzdHNCCAoGc291cmNlIhwKC1dlaWdodEZpbGVzEg0KBXNpemVzGAEgAygEIr4BChVVcGRhdGVXZWlnaHRzUmVzcG9uc2USFQoNbW9kZWxfdmVyc2lvbhgBIAEoBBIPCgd0ZW5zb3JzGAIgASgNEg0KBWJ5dGVzGAMgASgEEhsKE3ByZXBhcmVfbmFub3NlY29uZHMYBCABKAQSGQoRcGF1c2VfbmFub3NlY29uZHMYBSABKAQSGQoRYWJvcnRlZF9zZXF1ZW5jZXMYBiABKA0SGwoTY29udGludWVkX3NlcXVlbmNlcxgHIAEoDSqCAQoMRmluaXNoUmVhc29uEh0KGUZJTklTSF9SRUFTT05fVU5TUEVDSUZJRUQQABIhCh1GSU5JU0hfUkVBU09OX0VORF9PRl9TRVFVRU5DRRABEhYKEkZJTklTSF9SRUFTT05fU1RPUBACEhgKFEZJTklTSF9SRUFTT05fTEVOR1RIEAMqigEKD1J1bm5pbmdSZXF1ZXN0cxIgChxSVU5OSU5HX1JFUVVFU1RTX1VOU1BFQ0lGSUVEEAASGgoWUlVOTklOR19SRVFVRVNUU19EUkFJThABEhoKFlJVTk5JTkdfUkVRVUVTVFNfQUJPUlQQAhIdChlSVU5OSU5HX1JFUVVFU1RTX0NPTlRJTlVFEAMy0wIKDVRhcmdldFNlcnZpY2USSQoIR2VuZXJhdGUSHC5vdXRyaWRlci52MS5HZW5lcmF0ZVJlcXVlc3QaHS5vdXRyaWRlci52MS5HZW5lcmF0ZVJlc3BvbnNlMAESRQoGVmVyaWZ5Ehoub3V0cmlkZXIudjEuVmVyaWZ5UmVxdWVzdBobLm91dHJpZGVyLnYxLlZlcmlmeVJlc3BvbnNlKAEwARJWCg1HZXRUYXJnZXRJbmZvEiEub3V0cmlkZXIudjEuR2V0VGFyZ2V0SW5mb1JlcXVlc3QaIi5vdXRyaWRlci52MS5HZXRUYXJnZXRJbmZvUmVzcG9uc2USWAoNVXBkYXRlV2VpZ2h0cxIhLm91dHJpZGVyLnYxLlVwZGF0ZVdlaWdodHNSZXF1ZXN0GiIub3V0cmlkZXIudjEuVXBkYXRlV2VpZ2h0c1Jlc3BvbnNlKAFCK1opb3V0cmlkZXIvY2xpZW50cy9nby9vdXRyaWRlcnYxO291dHJpZGVydjFiBnByb3RvMw", [file_google_protobuf_struct, file_google_rpc_status, file_outrider_v1_tree]);
 
 /**
  * GenerateRequest asks for one continuation.
@@ -293,6 +293,13 @@ export type SpeculationOptions = Message<"outrider.v1.SpeculationOptions"> & {
    * @generated from field: bool trees = 6;
    */
   trees: boolean;
+
+  /**
+   * token_texts asks for GenerateChunk.token_texts, for those who show tokens. It changes nothing else. Default false.
+   *
+   * @generated from field: bool token_texts = 7;
+   */
+  tokenTexts: boolean;
 };
 
 /**
@@ -477,6 +484,14 @@ export type GenerateChunk = Message<"outrider.v1.GenerateChunk"> & {
    * @generated from field: outrider.v1.VerifiedTree tree = 8;
    */
   tree?: VerifiedTree;
+
+  /**
+   * token_texts of every token id in this chunk, by id, where SpeculationOptions.token_texts asks for them and the target
+   * has a tokenizer.
+   *
+   * @generated from field: map<uint32, outrider.v1.TokenText> token_texts = 9;
+   */
+  tokenTexts: { [key: number]: TokenText };
 };
 
 /**
@@ -485,6 +500,35 @@ export type GenerateChunk = Message<"outrider.v1.GenerateChunk"> & {
  */
 export const GenerateChunkSchema: GenMessage<GenerateChunk> = /*@__PURE__*/
   messageDesc(file_outrider_v1_target, 8);
+
+/**
+ * TokenText is the text of one token by itself.
+ *
+ * @generated from message outrider.v1.TokenText
+ */
+export type TokenText = Message<"outrider.v1.TokenText"> & {
+  /**
+   * text in UTF-8, as it is behind other text: bytes, since a token may be a part of a character.
+   *
+   * @generated from field: bytes text = 1;
+   */
+  text: Uint8Array;
+
+  /**
+   * special says that the token has no text in an answer unless GenerateRequest.show_special_tokens asks for it; text is
+   * its name.
+   *
+   * @generated from field: bool special = 2;
+   */
+  special: boolean;
+};
+
+/**
+ * Describes the message outrider.v1.TokenText.
+ * Use `create(TokenTextSchema)` to create a new message.
+ */
+export const TokenTextSchema: GenMessage<TokenText> = /*@__PURE__*/
+  messageDesc(file_outrider_v1_target, 9);
 
 /**
  * VerifiedTree is what one step verified.
@@ -512,7 +556,7 @@ export type VerifiedTree = Message<"outrider.v1.VerifiedTree"> & {
  * Use `create(VerifiedTreeSchema)` to create a new message.
  */
 export const VerifiedTreeSchema: GenMessage<VerifiedTree> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 9);
+  messageDesc(file_outrider_v1_target, 10);
 
 /**
  * TokenLogprobs are log-probabilities before penalties and filters.
@@ -540,7 +584,7 @@ export type TokenLogprobs = Message<"outrider.v1.TokenLogprobs"> & {
  * Use `create(TokenLogprobsSchema)` to create a new message.
  */
 export const TokenLogprobsSchema: GenMessage<TokenLogprobs> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 10);
+  messageDesc(file_outrider_v1_target, 11);
 
 /**
  * TopLogprob is one alternative.
@@ -568,7 +612,7 @@ export type TopLogprob = Message<"outrider.v1.TopLogprob"> & {
  * Use `create(TopLogprobSchema)` to create a new message.
  */
 export const TopLogprobSchema: GenMessage<TopLogprob> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 11);
+  messageDesc(file_outrider_v1_target, 12);
 
 /**
  * GenerateFinished ends a generation.
@@ -633,7 +677,7 @@ export type GenerateFinished = Message<"outrider.v1.GenerateFinished"> & {
  * Use `create(GenerateFinishedSchema)` to create a new message.
  */
 export const GenerateFinishedSchema: GenMessage<GenerateFinished> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 12);
+  messageDesc(file_outrider_v1_target, 13);
 
 /**
  * Usage counts tokens.
@@ -701,7 +745,7 @@ export type Usage = Message<"outrider.v1.Usage"> & {
  * Use `create(UsageSchema)` to create a new message.
  */
 export const UsageSchema: GenMessage<Usage> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 13);
+  messageDesc(file_outrider_v1_target, 14);
 
 /**
  * SpeculationTotals sum up what drafting did for one request. Mean accepted length counting the target's own token
@@ -772,7 +816,7 @@ export type SpeculationTotals = Message<"outrider.v1.SpeculationTotals"> & {
  * Use `create(SpeculationTotalsSchema)` to create a new message.
  */
 export const SpeculationTotalsSchema: GenMessage<SpeculationTotals> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 14);
+  messageDesc(file_outrider_v1_target, 15);
 
 /**
  * RequestTimes are the phases of one request.
@@ -807,7 +851,7 @@ export type RequestTimes = Message<"outrider.v1.RequestTimes"> & {
  * Use `create(RequestTimesSchema)` to create a new message.
  */
 export const RequestTimesSchema: GenMessage<RequestTimes> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 15);
+  messageDesc(file_outrider_v1_target, 16);
 
 /**
  * VerifyRequest is one frame from a client that drafts for itself.
@@ -852,7 +896,7 @@ export type VerifyRequest = Message<"outrider.v1.VerifyRequest"> & {
  * Use `create(VerifyRequestSchema)` to create a new message.
  */
 export const VerifyRequestSchema: GenMessage<VerifyRequest> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 16);
+  messageDesc(file_outrider_v1_target, 17);
 
 /**
  * OpenVerification starts a sequence.
@@ -901,7 +945,7 @@ export type OpenVerification = Message<"outrider.v1.OpenVerification"> & {
  * Use `create(OpenVerificationSchema)` to create a new message.
  */
 export const OpenVerificationSchema: GenMessage<OpenVerification> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 17);
+  messageDesc(file_outrider_v1_target, 18);
 
 /**
  * VerifyTree asks for one step.
@@ -937,7 +981,7 @@ export type VerifyTree = Message<"outrider.v1.VerifyTree"> & {
  * Use `create(VerifyTreeSchema)` to create a new message.
  */
 export const VerifyTreeSchema: GenMessage<VerifyTree> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 18);
+  messageDesc(file_outrider_v1_target, 19);
 
 /**
  * CloseVerification ends a sequence.
@@ -958,7 +1002,7 @@ export type CloseVerification = Message<"outrider.v1.CloseVerification"> & {
  * Use `create(CloseVerificationSchema)` to create a new message.
  */
 export const CloseVerificationSchema: GenMessage<CloseVerification> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 19);
+  messageDesc(file_outrider_v1_target, 20);
 
 /**
  * VerifyResponse is one frame to a client that drafts for itself.
@@ -1010,7 +1054,7 @@ export type VerifyResponse = Message<"outrider.v1.VerifyResponse"> & {
  * Use `create(VerifyResponseSchema)` to create a new message.
  */
 export const VerifyResponseSchema: GenMessage<VerifyResponse> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 20);
+  messageDesc(file_outrider_v1_target, 21);
 
 /**
  * VerificationOpened acknowledges an open.
@@ -1066,7 +1110,7 @@ export type VerificationOpened = Message<"outrider.v1.VerificationOpened"> & {
  * Use `create(VerificationOpenedSchema)` to create a new message.
  */
 export const VerificationOpenedSchema: GenMessage<VerificationOpened> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 21);
+  messageDesc(file_outrider_v1_target, 22);
 
 /**
  * Verdict is the result of one step.
@@ -1137,7 +1181,7 @@ export type Verdict = Message<"outrider.v1.Verdict"> & {
  * Use `create(VerdictSchema)` to create a new message.
  */
 export const VerdictSchema: GenMessage<Verdict> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 22);
+  messageDesc(file_outrider_v1_target, 23);
 
 /**
  * VerificationStatus reports that a frame failed.
@@ -1179,7 +1223,7 @@ export type VerificationStatus = Message<"outrider.v1.VerificationStatus"> & {
  * Use `create(VerificationStatusSchema)` to create a new message.
  */
 export const VerificationStatusSchema: GenMessage<VerificationStatus> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 23);
+  messageDesc(file_outrider_v1_target, 24);
 
 /**
  * GetTargetInfoRequest asks what is served.
@@ -1194,7 +1238,7 @@ export type GetTargetInfoRequest = Message<"outrider.v1.GetTargetInfoRequest"> &
  * Use `create(GetTargetInfoRequestSchema)` to create a new message.
  */
 export const GetTargetInfoRequestSchema: GenMessage<GetTargetInfoRequest> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 24);
+  messageDesc(file_outrider_v1_target, 25);
 
 /**
  * GetTargetInfoResponse describes the target.
@@ -1393,7 +1437,7 @@ export type GetTargetInfoResponse = Message<"outrider.v1.GetTargetInfoResponse">
  * Use `create(GetTargetInfoResponseSchema)` to create a new message.
  */
 export const GetTargetInfoResponseSchema: GenMessage<GetTargetInfoResponse> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 25);
+  messageDesc(file_outrider_v1_target, 26);
 
 /**
  * UpdateWeightsRequest is a piece of an update. The first message begins it, and all others carry data.
@@ -1430,7 +1474,7 @@ export type UpdateWeightsRequest = Message<"outrider.v1.UpdateWeightsRequest"> &
  * Use `create(UpdateWeightsRequestSchema)` to create a new message.
  */
 export const UpdateWeightsRequestSchema: GenMessage<UpdateWeightsRequest> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 26);
+  messageDesc(file_outrider_v1_target, 27);
 
 /**
  * BeginUpdate says where weights come from, and what becomes of running requests.
@@ -1476,7 +1520,7 @@ export type BeginUpdate = Message<"outrider.v1.BeginUpdate"> & {
  * Use `create(BeginUpdateSchema)` to create a new message.
  */
 export const BeginUpdateSchema: GenMessage<BeginUpdate> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 27);
+  messageDesc(file_outrider_v1_target, 28);
 
 /**
  * WeightFiles are safetensors files that a stream carries one after the other.
@@ -1497,7 +1541,7 @@ export type WeightFiles = Message<"outrider.v1.WeightFiles"> & {
  * Use `create(WeightFilesSchema)` to create a new message.
  */
 export const WeightFilesSchema: GenMessage<WeightFiles> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 28);
+  messageDesc(file_outrider_v1_target, 29);
 
 /**
  * UpdateWeightsResponse says what was exchanged, once the new weights are in force.
@@ -1560,7 +1604,7 @@ export type UpdateWeightsResponse = Message<"outrider.v1.UpdateWeightsResponse">
  * Use `create(UpdateWeightsResponseSchema)` to create a new message.
  */
 export const UpdateWeightsResponseSchema: GenMessage<UpdateWeightsResponse> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 29);
+  messageDesc(file_outrider_v1_target, 30);
 
 /**
  * FinishReason says why a sequence ended.
