@@ -122,7 +122,7 @@ class GrpcServer:
             ("grpc.keepalive_timeout_ms", 5_000),
             ("grpc.http2.ping_timeout_ms", 5_000),
             ("grpc.keepalive_permit_without_calls", 1),
-            ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
             ("grpc.http2.max_ping_strikes", self.options.ping_strikes),
             # A second server on the same port must fail, not share its traffic.
             ("grpc.so_reuseport", 0),
