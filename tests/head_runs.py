@@ -55,7 +55,8 @@ def check_chunks_and_preemption(
     wanted = [request_of(prompt, SAMPLINGS["greedy"]) for prompt in prompts()]
     said = said_plainly(teacher, wanted)
     runner = make_runner(model, page_size=4, kv_tokens=kv_tokens)
-    config = engine_config(prefill_chunk=prefill_chunk)
+    # Few pages are too few only where prompts that come twice share none.
+    config = replace(engine_config(prefill_chunk=prefill_chunk), prefix_cache=kv_tokens == 2048)
     outcomes = run(runner, [*wanted, *wanted], connect=connect, config=config)
     assert [outcome.token_ids for outcome in outcomes] == [*said, *said]
     assert accepted_in(outcomes) > 80
