@@ -59,7 +59,7 @@ class PrefixTree:
     def __init__(self, pages: Pages) -> None:
         self._pages = pages
         self._roots: dict[str, PrefixNode] = {}
-        # All nodes, the least recently used first. A node is always used after those behind it.
+        # All nodes, the least recently used first. A node that nobody holds comes after those behind it.
         self._by_use: OrderedDict[PrefixNode, None] = OrderedDict()
         # Bytes of the hidden states of all nodes.
         self.state_bytes = 0
@@ -95,8 +95,9 @@ class PrefixTree:
         if node is None:
             self._pages.cache(page)
             node = above.children[key] = PrefixNode(above, key, page, tenant)
+            # Whoever inserts a node holds its path, and counts all of it as used at its end: not for each page, since a
+            # path of n pages would take n * n moves.
             self._by_use[node] = None
-            self.use(node)
         return node
 
     def keep_states(self, node: PrefixNode, states: PageStates) -> None:
