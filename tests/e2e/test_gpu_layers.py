@@ -95,12 +95,15 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 def test_layers_of_many_rows_take_cublas(runners: tuple[ModelRunner, ModelRunner, ModelRunner]) -> None:
     from tree_kernels.linear.cublas_backend import CublasLinears
+    from tree_models.layers.decoder import Decoder
 
     _, own, many = runners
-    for layer in many.model.model.layers:
-        assert isinstance(layer.linears.of(65), CublasLinears)
-    for layer in own.model.model.layers:
-        assert layer.linears.of(64) is not None and layer.linears.of(65) is None
+    assert isinstance(many.network, Decoder) and all(many.network.forms)
+    assert isinstance(own.network, Decoder) and all(own.network.forms)
+    for form in filter(None, many.network.forms):
+        assert isinstance(form.linears.of(65), CublasLinears)
+    for form in filter(None, own.network.forms):
+        assert form.linears.of(64) is not None and form.linears.of(65) is None
 
 
 @pytest.mark.parametrize("rows", ROWS)
