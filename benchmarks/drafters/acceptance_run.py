@@ -165,6 +165,6 @@ class Talk:
         self.outputs[turn.index, turn.number] = output
         following = turn.number + 1
         if following < len(conversation.turns):
-            answer = {"role": "assistant", "content": self._tokenizer.decode(output, skip_special_tokens=True)}
+            answer = {"role": "assistant", "content": self._tokenizer.decode(output)}
             question = {"role": "user", "content": conversation.turns[following]}
             yield _Turn(turn.index, following, (*turn.messages, answer, question))

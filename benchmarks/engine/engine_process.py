@@ -63,7 +63,7 @@ class SharedHost:
         self._engine = engine
 
     async def load(self) -> ServedModel:
-        return replace(SERVED, tokenizer=byte_tokenizer())
+        return replace(SERVED, tokenizer=model_tokenizer())
 
     async def engine(self, _observer: Any) -> SteppingEngine:
         return self._engine
@@ -75,7 +75,7 @@ class SharedHost:
         await asyncio.to_thread(self._engine.stop)
 
 
-def byte_tokenizer() -> ModelTokenizer:
+def model_tokenizer() -> ModelTokenizer:
     """A tokenizer of single bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -105,7 +105,7 @@ def serve(arrangement: str, step_ms: float, port: int) -> int:
     )
     if arrangement == "shared":
         return run(serve_target(config, SharedHost(SteppingEngine(step_seconds(config)))))
-    link = EngineLink(config, (sys.executable, *_SCRIPT, "--engine"), byte_tokenizer)
+    link = EngineLink(config, (sys.executable, *_SCRIPT, "--engine"), model_tokenizer)
     return run(serve_target(config, link))
 
 

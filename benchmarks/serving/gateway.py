@@ -77,9 +77,9 @@ class Figure:
 async def serve(step_ms: float) -> None:
     """The target's process: prints its address, and serves until it is killed."""
     from scripted_engine import SERVED, ScriptedEngine
-    from scripted_service import byte_tokenizer, target_over
+    from scripted_service import model_tokenizer, target_over
 
-    served = replace(SERVED, name=MODEL, max_context=4096, tokenizer=byte_tokenizer())
+    served = replace(SERVED, name=MODEL, max_context=4096, tokenizer=model_tokenizer())
     engine = ScriptedEngine(tick=step_ms / 1e3, max_sequences=1024)
     async with target_over(engine, served) as target:
         sys.stdout.write(f"{target.server.address}\n")

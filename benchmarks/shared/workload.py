@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from collections import Counter
@@ -9,6 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from target_service.text.prompt_encoder import PromptEncoder
+from target_service.text.tokenizer import ModelTokenizer
 
 TASK_FILE = Path(__file__).parents[1] / "prompts.jsonl"
 LONGEST_PROMPT = 3500
@@ -36,9 +40,17 @@ def read_conversations() -> list[PromptTurns]:
 
 
 def chat_tokens(tokenizer: Any, messages: Sequence[dict[str, str]]) -> Prompt:
-    """Token ids of a conversation, up to where the model's answer begins."""
+    """Token ids of a conversation, up to where the model's answer begins; `tokenizer` is a target's, or of
+    transformers."""
+    if isinstance(tokenizer, ModelTokenizer):
+        return tuple(_encoder_of(tokenizer).chat(messages))
     ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)["input_ids"]
     return tuple(ids)
+
+
+@functools.cache
+def _encoder_of(tokenizer: ModelTokenizer) -> PromptEncoder:
+    return PromptEncoder(tokenizer)
 
 
 def first_turn_tokens(tokenizer: Any, conversation: PromptTurns) -> Prompt:

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 
 from outrider.errors import InvalidField, NotSupported
 from outrider.structured_output import StructuredOutput
-from target_service.grammars.following import FollowedGrammar
 from target_service.grammars.vocabulary import grammar_tokenizer
 from target_service.text.tokenizer import ModelTokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits
+
+    from target_service.grammars.following import FollowedGrammar
 
 # Grammars kept for each tenant, and tenants that have some. Chosen: an application has a few forms, and a compiled one
 # takes tens of kilobytes and, used for long texts, some megabytes.
@@ -84,6 +85,9 @@ class Grammars:
     def followed(self, form: StructuredOutput, tenant: str) -> FollowedGrammar:
         """A form to follow along one output. Raises what `compiled` does."""
         matcher = self.compiled(form, tenant).deep_copy()
+        # Late: the serving process compiles grammars, and imports no PyTorch.
+        from target_service.grammars.following import FollowedGrammar
+
         return FollowedGrammar(matcher, form, self.vocabulary_size, self.end_token_ids, lambda: self.drop(form, tenant))
 
     def _compile(self, form: StructuredOutput, field_path: str) -> LLMatcher:

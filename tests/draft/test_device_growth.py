@@ -40,7 +40,7 @@ class PathNetwork:
         if mapped:
             self.token_ids = (np.arange(vocabulary, dtype=np.int32) * 3 + 1).astype(np.int32)
 
-    def read(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, attend: Attend) -> RowOutput:  # noqa: ARG002
+    def forward_rows(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, attend: Attend) -> RowOutput:  # noqa: ARG002
         assert carried is not None
         codes = (carried[:, 0] * 31 + token_ids + positions) % TABLE
         return RowOutput(codes[:, None], codes[:, None])

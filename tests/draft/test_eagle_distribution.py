@@ -45,7 +45,7 @@ class PathNetwork:
     dtype, device = torch.float32, torch.device("cpu")
     token_ids: npt.NDArray[np.int32] | None = None
 
-    def read(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, attend: Attend) -> RowOutput:  # noqa: ARG002
+    def forward_rows(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, attend: Attend) -> RowOutput:  # noqa: ARG002
         assert carried is not None
         codes = torch.where(carried[:, 0] < 0, torch.ones_like(carried[:, 0]), carried[:, 0] * VOCABULARY + token_ids)
         return RowOutput(codes[:, None], codes[:, None])

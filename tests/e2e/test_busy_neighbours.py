@@ -47,7 +47,9 @@ def test_idle_verify_sequences_that_hold_every_page_do_not_delay_a_request(tiny_
     runner = make_runner(tiny_model, kv_tokens=512)
     loop = EngineLoop(runner, engine_config(max_running=8, max_step_rows=64), steps=HostSteps(runner))
     for number in range(1, 41):
-        loop.add(loop.make(number, replace(request(range(1, 34), 16, tenant="idler"), external=True)))
+        # Each its own text, so that they share no page.
+        prompt = [100 + number, *range(2, 34)]
+        loop.add(loop.make(number, replace(request(prompt, 16, tenant="idler"), external=True)))
     for _ in range(80):
         loop.step()
     assert runner.cache.free_pages <= 3

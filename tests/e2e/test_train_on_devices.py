@@ -155,12 +155,12 @@ def test_an_interrupted_run_goes_on(
     whole = replace(config, out=str(tmp_path / "whole"))
     measure, measured = Validator.measure, 0
 
-    def interrupted(self: Validator, head: Any) -> Any:
+    def interrupted(self: Validator, head: Any, *within: float) -> Any:
         nonlocal measured
         measured += 1
         if measured == 3:
             raise KeyboardInterrupt
-        return measure(self, head)
+        return measure(self, head, *within)
 
     with monkeypatch.context() as patched:
         patched.setattr(Validator, "measure", interrupted)
