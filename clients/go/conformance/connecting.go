@@ -63,6 +63,6 @@ func reasons(*Input) any {
 		outrider.WrongRoot, outrider.WrongVocabulary, outrider.NotSupported, outrider.QuotaExceeded,
 		outrider.CreditExceeded, outrider.Unauthenticated, outrider.PermissionDenied, outrider.DeadlineExceeded,
 		outrider.Draining, outrider.WeightsChanged, outrider.DraftUnavailable, outrider.EngineDead,
-		outrider.Loading,
+		outrider.LogitsNotFinite, outrider.Loading,
 	}
 }
