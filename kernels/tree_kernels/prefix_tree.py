@@ -123,18 +123,24 @@ class PrefixTree:
 
     def _take_back(self, count: int) -> None:
         wanted = max(count, _BATCH)
-        # In this order a node comes behind its children: its last child has left it by then.
-        spare = (node for node in self._by_use if self._pages.is_spare(node.page))
+        # One pass takes all that are spare, in the order of their use; until none is left, whatever that order.
+        while wanted > 0 and (taken := self._detach_spare(wanted)):
+            for node in taken:
+                del self._by_use[node]
+                self._pages.uncache(node.page)
+            wanted -= len(taken)
+
+    def _detach_spare(self, most: int) -> list[PrefixNode]:
+        """Take up to `most` nodes out of the tree that nobody holds, the least recently used first."""
         taken: list[PrefixNode] = []
-        for node in spare:
-            if not node.children:
+        for node in self._by_use:
+            # A node comes behind its children: its last child has left it by then.
+            if self._pages.is_spare(node.page) and not node.children:
                 self._detach(node)
                 taken.append(node)
-                if len(taken) == wanted:
+                if len(taken) == most:
                     break
-        for node in taken:
-            del self._by_use[node]
-            self._pages.uncache(node.page)
+        return taken
 
     def _detach(self, node: PrefixNode) -> None:
         assert node.parent is not None
