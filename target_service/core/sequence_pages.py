@@ -125,7 +125,8 @@ class SequencePages:
     def resume(self, sequence: Sequence) -> None:
         """Share the pages that hold the sequence's first tokens. Its last token is always read: a pass makes the next
         one of it. Only for a sequence that holds no pages."""
-        if self.prefixes is None:
+        if self.prefixes is None or sequence.pending is not None:
+            # Its tokens are not all known: the step under way samples more.
             return
         tokens, tenant = sequence.token_ids, sequence.request.tenant
         nodes = list(self.prefixes.match(tenant, tokens, len(tokens) - 1))
