@@ -176,10 +176,10 @@ async def test_model_without_a_template(targets: Any, model_tokenizer: Any) -> N
 
 
 async def test_a_request_is_a_line_in_the_log(
-    targets: Any, byte_tokenizer: Any, caplog: pytest.LogCaptureFixture
+    targets: Any, model_tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Finished, refused, and cancelled: who, how much, how long; and no text."""
-    served = replace(SERVED, tokenizer=byte_tokenizer)
+    served = replace(SERVED, tokenizer=model_tokenizer)
     async with targets(served=served, config=replace(CONFIG, log_requests=True)) as target:
         with caplog.at_level("INFO", "target_service.telemetry.request_log"):
             await spoken(target, text="opensesame", sampling={"max_tokens": 3})
