@@ -23,6 +23,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 from readiness import ready
 from safetensors.torch import save_file
+from scripted_service import byte_tokenizer
 from waits import HUNG_SECONDS
 
 from outrider.v1 import target_pb2 as pb
@@ -201,7 +202,8 @@ import os, pathlib, sys, time
 
 class Stuck:
     def find_spec(self, name, path=None, target=None):
-        if name == "transformers":
+        # Not the package itself: whether that is there is asked before anything is loaded.
+        if name == "transformers.utils":
             pathlib.Path(__file__).with_name(f"{os.getpid()}.stuck").touch()
             time.sleep(600)
 
@@ -215,6 +217,7 @@ async def stuck(folder: Path, arrangement: str) -> AsyncIterator[tuple[asyncio.s
     (folder / "sitecustomize.py").write_text(NEVER_LOADED)
     (folder / "config.json").write_text('{"model_type": "llama"}')
     save_file({"a": torch.ones(1)}, folder / "model.safetensors")
+    byte_tokenizer().save_pretrained(folder)
     command = [sys.executable, "-m", "target_service", "--model", str(folder), "--engine-process", arrangement]
     command += ["--listen", "127.0.0.1:0", "--threads", "1"]
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
