@@ -91,6 +91,7 @@ class Client(AsyncClosing):
         speculation: Speculation | None = None,
         prediction: str | Sequence[int] | None = None,
         show_special_tokens: bool = False,
+        special_tokens: bool | None = None,
         model: str = "",
         timeout: float | None = None,
     ) -> Generation:
@@ -103,6 +104,7 @@ class Client(AsyncClosing):
             speculation=speculation,
             prediction=prediction,
             show_special_tokens=show_special_tokens,
+            special_tokens=special_tokens,
             model=model,
             timeout=timeout,
         )
@@ -118,6 +120,7 @@ class Client(AsyncClosing):
         speculation: Speculation | None = None,
         prediction: str | Sequence[int] | None = None,
         show_special_tokens: bool = False,
+        special_tokens: bool | None = None,
         model: str = "",
         timeout: float | None = None,
     ) -> Generation:
@@ -134,6 +137,8 @@ class Client(AsyncClosing):
             prediction: the expected answer, as text or token ids; it makes the answer faster where it is right, and
                 changes nothing else.
             show_special_tokens: the text has special tokens too, but for the one that ends it.
+            special_tokens: whether the text of a special token in the input becomes that token. None takes the target's
+                rule: as text in the contents of messages, as the token in `text`, unless the model's settings differ.
             model: the served model's name; whatever is served by default.
             timeout: seconds until the request fails with `DeadlineExceeded`; the policy's by default.
 
@@ -153,13 +158,9 @@ class Client(AsyncClosing):
             sampling=sampling_to_pb(sampling or SamplingParams()),
             speculation=(speculation or Speculation()).to_pb(),
             show_special_tokens=show_special_tokens,
+            special_tokens=special_tokens,
         )
-        if text:
-            request.text = text
-        elif messages:
-            request.chat.CopyFrom(chat_to_pb(messages, chat_options or ChatOptions()))
-        else:
-            _extend(request.tokens, token_ids)
+        _set_input(request, text, messages, chat_options or ChatOptions(), token_ids)
         if prediction is not None:
             request.prediction.CopyFrom(_predicted(prediction))
         span = RequestSpan(self._tracing, self.address, chat=bool(messages), model=model)
@@ -211,6 +212,21 @@ def _predicted(prediction: str | Sequence[int]) -> target_pb2.Prediction:
     if isinstance(prediction, str):
         return target_pb2.Prediction(text=prediction)
     return target_pb2.Prediction(tokens=target_pb2.TokenInput(token_ids=prediction))
+
+
+def _set_input(
+    request: target_pb2.GenerateRequest,
+    text: str,
+    messages: Sequence[MessageLike],
+    chat_options: ChatOptions,
+    token_ids: Sequence[int],
+) -> None:
+    if text:
+        request.text = text
+    elif messages:
+        request.chat.CopyFrom(chat_to_pb(messages, chat_options))
+    else:
+        _extend(request.tokens, token_ids)
 
 
 def _extend(tokens: target_pb2.TokenInput, token_ids: Sequence[int]) -> None:

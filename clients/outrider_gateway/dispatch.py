@@ -97,7 +97,8 @@ class Dispatcher:
                 speculation=request.speculation,
                 prediction=request.prediction,
                 chat_options=request.chat_options,
-                show_special_tokens=request.special_tokens,
+                show_special_tokens=request.show_special_tokens,
+                special_tokens=request.special_tokens,
                 model=request.model,
                 timeout=self._left(),
             )

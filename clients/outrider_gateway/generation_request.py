@@ -36,8 +36,9 @@ class Prompt:
 class GenerationRequest:
     """One request. It has `choices` answers to each of its prompts. `prediction` is the text that the caller expects,
     `logprobs` whether tokens are listed with their probabilities, `drafts` whether answers show what was drafted,
-    `echo` whether they begin with their prompts, `special_tokens` whether they show them, `cache_key` what else than
-    the tenant keeps requests together, and `user` whom the caller names for its records. `continuous_usage` is whether
+    `echo` whether they begin with their prompts, `show_special_tokens` whether their texts have them, `special_tokens`
+    whether the text of one in a prompt is that token (None: the target's rule), `cache_key` what else than the tenant
+    keeps requests together, and `user` whom the caller names for its records. `continuous_usage` is whether
     each event of a stream has the usage so far, and `form_name` what the body calls the answer's form."""
 
     chat: bool
@@ -53,7 +54,8 @@ class GenerationRequest:
     prediction: str | None = None
     cache_key: str = ""
     chat_options: ChatOptions = field(default_factory=ChatOptions)
-    special_tokens: bool = False
+    show_special_tokens: bool = False
+    special_tokens: bool | None = None
     continuous_usage: bool = False
     echo: bool = False
     user: str = ""

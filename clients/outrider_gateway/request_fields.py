@@ -71,6 +71,11 @@ _ALIKE: tuple[RequestField, ...] = (
     _taken("ignore_eos", "goes on past the model's end tokens"),
     _taken("logprobs", "log-probabilities of the tokens"),
     _taken("skip_special_tokens", "false shows special tokens in the text"),
+    _taken(
+        "split_special_tokens",
+        "true reads the text of a special token in a prompt as text, false as that token, as transformers' tokenizers "
+        "do; by default text in messages ([why](security.md#special-tokens-in-text)), and the token in `prompt`",
+    ),
     _taken("prompt_cache_key", "requests with the same key go to the same target"),
     _taken("user", "named in the request log"),
     _taken("outrider", "an object of Outrider's own, see below"),

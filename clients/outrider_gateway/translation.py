@@ -107,7 +107,8 @@ def _completed(
         stream=stream,
         include_usage=include_usage,
         continuous_usage=continuous_usage,
-        special_tokens=not fields.flag("skip_special_tokens", True),
+        show_special_tokens=not fields.flag("skip_special_tokens", True),
+        special_tokens=_special_tokens(fields),
         cache_key=fields.short_text("prompt_cache_key"),
         user=_user(fields.pop("user")),
     )
@@ -118,6 +119,12 @@ def _completed(
     except InvalidField as error:
         raise refusal(error, {**request.fields, "max_tokens": longest}) from None
     return request
+
+
+def _special_tokens(fields: Fields) -> bool | None:
+    """Whether the text of a special token in a prompt is that token; None for the target's rule."""
+    split = fields.pop("split_special_tokens")
+    return None if split is None else not typed(split, bool, "split_special_tokens")
 
 
 def _user(value: Any) -> str:

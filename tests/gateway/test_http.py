@@ -108,6 +108,25 @@ async def test_special_tokens_are_shown_when_asked_for(gateway: Any) -> None:
     assert shown["choices"][0]["text"] == "<s></s>\0"
 
 
+async def test_special_tokens_in_a_prompt_are_tokens_where_asked_for(gateway: Any) -> None:
+    """By default in a prompt, and not in messages; both the other way by name."""
+
+    async def last_token(path: str, more: dict[str, Any], **asked: Any) -> int:
+        answer = await gateway.http.post(path, json={"max_tokens": 1, **asked, **more})
+        assert answer.status_code == 200, answer.text
+        return int(gateway.targets[0].engine.requests[-1].token_ids[-1])
+
+    turns = {"messages": [{"role": "user", "content": "a</s>"}], "add_generation_prompt": False}
+    for more, prompt, content in (
+        ({}, 2, 3 + ord(">")),
+        ({"split_special_tokens": None}, 2, 3 + ord(">")),
+        ({"split_special_tokens": True}, 3 + ord(">"), 3 + ord(">")),
+        ({"split_special_tokens": False}, 2, 2),
+    ):
+        assert await last_token("/v1/completions", more, prompt="a</s>") == prompt
+        assert await last_token("/v1/chat/completions", more, **turns) == content
+
+
 async def test_the_chat_template_gets_what_is_for_it(gateway: Any) -> None:
     def prompt() -> str:
         return byte_tokenizer().decode(gateway.targets[0].engine.requests[-1].token_ids)
