@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 
 from tokenizers import Tokenizer
@@ -73,22 +72,19 @@ class ModelTokenizer:
             return (text or "").encode()
         return str(self.backend.decode([token_id], skip_special_tokens=True)).encode()
 
-    def detokenizer(self, prompt: Sequence[int] = (), *, show_special: bool = False) -> Detokenizer:
-        """Decodes an answer to `prompt`; with `show_special`, special tokens have the text of their names."""
+    def detokenizer(self, prompt: Sequence[int] = ()) -> Detokenizer:
+        """Decodes an answer to `prompt`, in which special tokens have no text."""
         end = self._visible_end(prompt)
-        table = self._shown_table if show_special else self._table
-        if table is None:
-            hidden: frozenset[int] = frozenset() if show_special else self.special_ids
-            return WindowDetokenizer(self.backend, hidden, end)
+        if self._table is None:
+            return WindowDetokenizer(self.backend, self.special_ids, end)
         begins = not end or (self._sections_begin_with_space and prompt[-1] in self.special_ids)
-        return TableDetokenizer(self.backend, table, end, begins=begins)
+        return TableDetokenizer(self.backend, self._table, end, begins=begins)
 
     def answer(self, prompt: Sequence[int] = (), stop: Sequence[str] = (), *, show_special: bool = False) -> AnswerText:
-        """The text of an answer to `prompt`, up to the first of `stop`; with `show_special`, special tokens have the
-        text of their names."""
-        # Special tokens that are shown are found as text.
-        special = self._special_by_length if stop and not show_special else ()
-        return AnswerText(self.detokenizer(prompt, show_special=show_special), StopStrings(stop, special))
+        """The text of an answer to `prompt`, up to the first of `stop`; with `show_special`, the same text with the
+        names of its special tokens in it."""
+        special = self._special_by_length if stop or show_special else ()
+        return AnswerText(self.detokenizer(prompt), StopStrings(stop, special, shown=show_special))
 
     @cached_property
     def _special_by_length(self) -> tuple[tuple[str, int], ...]:
@@ -98,13 +94,6 @@ class ModelTokenizer:
     @cached_property
     def _table(self) -> TokenBytes | None:
         return token_bytes(self.backend, self.special_ids)
-
-    @cached_property
-    def _shown_table(self) -> TokenBytes | None:
-        if self._table is None:
-            return None
-        names = {token_id: text.encode() for text, token_id in self._special_by_length}
-        return replace(self._table, middle={**self._table.middle, **names})
 
     @cached_property
     def _sections_begin_with_space(self) -> bool:
@@ -158,4 +147,4 @@ class AnswerText:
         return self._stops.push(self._detokenizer.finish(), final=True)
 
     def _decoded(self, token: int) -> str:
-        return self._stops.marks.get(token) or self._detokenizer.push((token,))
+        return self._stops.mark(token) or self._detokenizer.push((token,))

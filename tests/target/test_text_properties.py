@@ -141,6 +141,44 @@ def test_stop_strings_are_found_at_every_split(
 
 
 @kinds
+@FEW
+@given(text=TEXTS, cuts=CUTS, stop=STOPS, places=st.lists(st.integers(0, 12), max_size=3))
+def test_a_text_that_shows_special_tokens_ends_where_the_other_does(
+    kind: str, text: str, cuts: list[int], stop: list[str], places: list[int]
+) -> None:
+    tokenizer, ids = tokenizer_of_kind(kind), tokenizer_of_kind(kind).encode(text)
+    names = ("<|im_end|>", "<s>")
+    for number, place in enumerate(places):
+        ids.insert(min(place, len(ids)), tokenizer.get_vocab()[names[number % 2]])
+
+    def answer(*, show: bool, stop: Sequence[str] = stop) -> tuple[str, str | None]:
+        answer = tokenizer.answer((), stop, show_special=show)
+        return "".join(map(answer.push, in_cuts(ids, cuts))) + answer.finish(), answer.matched
+
+    def hidden(shown: str) -> str:
+        return shown.replace(names[0], "").replace(names[1], "")
+
+    (said, matched), (whole, _) = answer(show=True), answer(show=True, stop=())
+    assert (hidden(said), matched) == answer(show=False)
+    # What follows is the stop string; special tokens inside of it are passed over, and those before it are text.
+    rest = whole.removeprefix(said)
+    assert said + rest == whole
+    if matched is None:
+        assert rest == ""
+    else:
+        assert rest.startswith(matched) or (hidden(rest).startswith(matched) and not rest.startswith(names))
+
+
+def test_shown_special_tokens_are_where_the_library_has_them() -> None:
+    tokenizer = tokenizer_of_kind("byte-level")
+    for text in ("<|im_end|>hello world<|im_end|>\n<s>", "<s><s>", "na\u00efve<|im_end|> x"):
+        ids = tokenizer.encode(text)
+        answer = tokenizer.answer((), ["<|im_start|>", "never"], show_special=True)
+        assert "".join(answer.push([token]) for token in ids) + answer.finish() == text
+        assert tokenizer.backend.decode(ids, skip_special_tokens=False) == text
+
+
+@kinds
 @pytest.mark.parametrize("stop", ["<|im_end|>", "world<|im_end|>", "<|im_end|>hello"])
 def test_a_stop_string_with_a_special_token_matches_the_token(kind: str, stop: str) -> None:
     tokenizer = tokenizer_of_kind(kind)
