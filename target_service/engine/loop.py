@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
 import torch
@@ -234,9 +235,7 @@ class EngineLoop:
         clock, running = StepClock(), self.scheduler.running
         self._update_drafting()
         # Neither host nor client needs a sequence's tokens before they are fed.
-        ahead = step.launched.can_launch_before_results and all(
-            [not one.request.external and self.live[one.sequence_id].verifier.on_device for one in running]
-        )
+        ahead = step.launched.can_launch_before_results and self._all_chosen_by_device(running)
         use = self.gathering.choose(running, ahead=ahead)
         self._mode = self._choose_mode(running) if ahead and use is LaunchMode.RUN_AHEAD else LaunchMode.RUN_AHEAD
         if (
@@ -272,9 +271,15 @@ class EngineLoop:
         # Where a pass behind drafts begins, only the device can find out.
         several = behind is not None and (device_rows is not None or not behind.has_drafts)
         several = several and gathered.use is LaunchMode.RUN_AHEAD and not fed
+        # A newcomer that begins behind shared pages, or with one token, may have its whole prompt in this launch.
+        several = several and self._all_chosen_by_device(chunk.sequence for chunk in schedule.chunks)
         return self._policy_updates.multi_step.choose(
             schedule, self.scheduler, self._runner.max_context, device_rows, several=several
         )
+
+    def _all_chosen_by_device(self, sequences: Iterable[Sequence]) -> bool:
+        """Whether neither the host nor a client is needed for the tokens of any of them."""
+        return all([not one.request.external and self.live[one.sequence_id].verifier.on_device for one in sequences])
 
     def _choose_mode(self, running: SequenceOf[Sequence]) -> LaunchMode:
         """Whether the next pass is held for the draft's answer to the one under way."""

@@ -48,6 +48,8 @@ REQUESTS = (
     request([40, 41], 12, sampling=SamplingParams(temperature=0.9, seed=3, ignore_eos=True)),
     request([8, 9, 10, 11], 10, sampling=SamplingParams(repetition_penalty=1.4, ignore_eos=True)),
     request([3], 1),
+    # Its first step samples a token already, and only the host can.
+    request([3], 9, sampling=SamplingParams(repetition_penalty=1.4, ignore_eos=True)),
 )
 
 
@@ -126,13 +128,14 @@ class ServiceMachine(RuleBasedStateMachine):
         device=st.sampled_from(["host", "host, ahead", "itself", "itself, looking up"]),
         passes=st.sampled_from([1, 2, 4]),
         kept=st.sampled_from([0, 3, 100]),
+        shares=st.booleans(),
     )
-    def begin(self, page_size: int, chunk: int, seed: int, device: str, passes: int, kept: int) -> None:
+    def begin(self, page_size: int, chunk: int, seed: int, device: str, passes: int, kept: int, shares: bool) -> None:
         """Steps are verified by the host, or by the device itself, which may draft too."""
         self.runner = make_runner(make_tiny(), page_size, kv_tokens=128)
         config = engine_config(prefill_chunk=chunk, max_step_rows=96, max_running=3, disable_above=2)
         # Nothing arrives while the machine's own thread waits, so it does not.
-        config = replace(config, draft_wait_ms=0.0, feature_window=kept)
+        config = replace(config, draft_wait_ms=0.0, feature_window=kept, prefix_cache=shares)
         steps: Steps = HostSteps(self.runner, can_launch_before_results=device == "host, ahead")
         if device == "itself, looking up":
             self.runner.enable_device_row_selection(3, 7)
