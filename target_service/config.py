@@ -87,7 +87,7 @@ class TargetConfig(ServiceSettings):
         ge=0,
     )
     prefix_cache: bool = setting(
-        False,
+        True,
         "share pages between sequences of a tenant that begin with the same text, and keep them when those end until "
         "their memory is needed",
     )

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from conftest import make_tiny
-from engine_harness import engine_config as default_config
-from engine_harness import make_runner, plain, random_tree, request, run
+from engine_harness import engine_config, make_runner, plain, random_tree, request, run
 from hidden_states import states_of
 
 from draft_service.drafters.hidden_states import read_vectors
@@ -32,11 +30,6 @@ from target_service.model.runner import ModelRunner
 
 SHARED = [(7 * i) % 200 + 3 for i in range(40)]
 FEATURES = FeatureRequest((0, 2), 96, "float32")
-
-
-def engine_config(**options: Any) -> TargetConfig:
-    """With shared pages, which are off unless asked for."""
-    return replace(default_config(**options), prefix_cache=True)
 
 
 class Engine:
@@ -166,14 +159,7 @@ def test_other_weights_find_nothing() -> None:
 def test_drafts_behind_a_hit_are_verified_as_ever(on_device: bool) -> None:
     model = make_tiny()
     requests = [request([*SHARED, *tail], 25) for tail in ([1], [2], [1, 3])]
-    outcomes = run(
-        make_runner(make_tiny()),
-        requests,
-        propose=random_tree(211, 12),
-        stagger=6,
-        on_device=on_device,
-        config=engine_config(),
-    )
+    outcomes = run(make_runner(make_tiny()), requests, propose=random_tree(211, 12), stagger=6, on_device=on_device)
     assert [one.token_ids for one in outcomes] == [plain(model, wanted) for wanted in requests]
     assert [one.finished.totals.cached_tokens for one in outcomes] == [0, 32, 32]
 

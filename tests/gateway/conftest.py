@@ -114,7 +114,7 @@ def real_target(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             draft = await stack.start("draft", "draft_service", "--drafter", "trie")
             flags = ("--model", model, "--dtype", "float32", "--threads", "1", "--draft", draft)
             # A tiny model is faster than any draft: without this nothing would be drafted.
-            flags += ("--row-budget", "all", "--draft-wait-ms", "200", "--prefix-cache")
+            flags += ("--row-budget", "all", "--draft-wait-ms", "200")
             target = await stack.start("target", "target_service", *flags)
             async with Client.connect(target) as client:
                 assert await wait_for_drafter(client) == "trie"
