@@ -92,6 +92,7 @@ class Client(AsyncClosing):
         prediction: str | Sequence[int] | None = None,
         show_special_tokens: bool = False,
         special_tokens: bool | None = None,
+        answer_parts: bool = False,
         model: str = "",
         timeout: float | None = None,
     ) -> Generation:
@@ -105,6 +106,7 @@ class Client(AsyncClosing):
             prediction=prediction,
             show_special_tokens=show_special_tokens,
             special_tokens=special_tokens,
+            answer_parts=answer_parts,
             model=model,
             timeout=timeout,
         )
@@ -121,6 +123,7 @@ class Client(AsyncClosing):
         prediction: str | Sequence[int] | None = None,
         show_special_tokens: bool = False,
         special_tokens: bool | None = None,
+        answer_parts: bool = False,
         model: str = "",
         timeout: float | None = None,
     ) -> Generation:
@@ -128,17 +131,16 @@ class Client(AsyncClosing):
 
         Args:
             text: tokenised without a chat template.
-            messages: dicts with role and content, or (role, content) pairs, put through the model's chat template.
-                Roles: system, user, assistant.
+            messages: OpenAI's dicts, (role, content) pairs, or `ChatTurn`s, put through the model's chat template.
             token_ids: used unchanged.
             chat_options: how the chat template renders the messages.
             sampling: how tokens are drawn; greedy by default.
             speculation: how drafts are used.
-            prediction: the expected answer, as text or token ids; it makes the answer faster where it is right, and
-                changes nothing else.
+            prediction: the expected answer, as text or token ids: faster where it is right, and nothing else changes.
             show_special_tokens: the text has special tokens too, but for the one that ends it.
             special_tokens: whether the text of a special token in the input becomes that token. None takes the target's
                 rule: as text in the contents of messages, as the token in `text`, unless the model's settings differ.
+            answer_parts: chunks tell the text of a chat's answer from the model's reasoning and its tool calls.
             model: the served model's name; whatever is served by default.
             timeout: seconds until the request fails with `DeadlineExceeded`; the policy's by default.
 
@@ -149,8 +151,8 @@ class Client(AsyncClosing):
             InvalidField: no input, or more than one; token ids that are negative or no 32 bits.
             TypeError: messages of another shape, or options of another type.
         """
-        _check_options(text=(text, str), sampling=(sampling, SamplingParams), speculation=(speculation, Speculation))
-        _check_options(chat_options=(chat_options, ChatOptions))
+        typed = {"sampling": (sampling, SamplingParams), "speculation": (speculation, Speculation)}
+        _check_options(text=(text, str), chat_options=(chat_options, ChatOptions), **typed)
         if (bool(messages) + bool(text) + bool(len(token_ids))) != 1:
             raise InvalidField("input", "needs exactly one of messages, text and token_ids, and not empty")
         request = target_pb2.GenerateRequest(
@@ -159,6 +161,7 @@ class Client(AsyncClosing):
             speculation=(speculation or Speculation()).to_pb(),
             show_special_tokens=show_special_tokens,
             special_tokens=special_tokens,
+            answer_parts=answer_parts,
         )
         _set_input(request, text, messages, chat_options or ChatOptions(), token_ids)
         if prediction is not None:

@@ -17,6 +17,7 @@ from outrider.sampling import TypicalAcceptance, VerificationMode
 from outrider.v1 import target_pb2
 from outrider.wire.same_names import message_of, value_of
 from outrider.wire.trees import DRAFT_REFUSED_KEY, mode_to_pb, typical_to_pb
+from outrider_client.answers import Answer
 from outrider_client.failures import ServiceUnreachable, typed_error
 from outrider_client.policy import Policy
 from outrider_client.results import Chunk, RequestTimes, Result, SpeculationTotals, Started, reason_from_pb
@@ -82,7 +83,7 @@ class Generation:
         self.started: Started | None = None
         # The output so far, and when it began.
         self._token_ids: list[int] = []
-        self._text: list[str] = []
+        self._answer = Answer()
         self._first_token_at: float | None = None
         self._result: Result | None = None
         self.draft_refused = ""
@@ -113,7 +114,7 @@ class Generation:
                 if self._first_token_at is None and chunk.token_ids:
                     self._first_token_at = time.perf_counter()
                 self._token_ids.extend(chunk.token_ids)
-                self._text.append(chunk.text)
+                self._answer.add(chunk.parts)
                 yield chunk
             elif kind == "finished":
                 self._finish(event.finished)
@@ -186,7 +187,9 @@ class Generation:
         self._result = value_of(
             Result,
             pb.usage,
-            text="".join(self._text),
+            text=self._answer.text,
+            reasoning=self._answer.reasoning,
+            tool_calls=self._answer.tool_calls,
             token_ids=tuple(self._token_ids),
             finish_reason=reason_from_pb(pb.finish_reason),
             stop_token_id=pb.stop_token_id if matched == "stop_token_id" else None,

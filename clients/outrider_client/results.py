@@ -10,6 +10,7 @@ from outrider.tree import VerifiedTree
 from outrider.v1 import target_pb2, tree_pb2
 from outrider.wire.same_names import value_of
 from outrider.wire.trees import mode_from_pb
+from outrider_client.answers import AnswerPart, ContentPart, ToolCall, part_from_pb
 
 _REASONS = {target_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}"): reason for reason in FinishReason}
 
@@ -58,10 +59,11 @@ class Chunk:
 
     `drafted_tokens` of `token_ids` were drafted (`drafted` has which); the rest are the model's own. `step` is the
     last step. `drafts_by_step` has the drafted tokens of each step, where steps after the first have some. `text` is
-    the text completed by these tokens; it may lag behind them by part of a character or of a stop string. `queue_ns`
-    and `compute_ns` are measured by the target. `tree` is what the last step verified, where `Speculation.trees` is
-    set and the target has it. `token_texts` are those of all token ids in the chunk, where `Speculation.token_texts` is
-    set and the target has a tokenizer.
+    the text completed by these tokens; it may lag behind them by part of a character or of a stop string. `parts` are
+    the same and, where `Client.generate` asked for `answer_parts` and the target can tell them apart, the reasoning and
+    the tool calls that `text` is without. `queue_ns` and `compute_ns` are measured by the target. `tree` is what the
+    last step verified, where `Speculation.trees` is set and the target has it. `token_texts` are those of all token ids
+    in the chunk, where `Speculation.token_texts` is set and the target has a tokenizer.
     """
 
     token_ids: tuple[int, ...]
@@ -76,6 +78,7 @@ class Chunk:
     model_version: int = 0
     tree: VerifiedTree | None = None
     token_texts: Mapping[int, TokenText] = field(default_factory=dict)
+    parts: tuple[AnswerPart, ...] = ()
 
     @property
     def drafted(self) -> tuple[bool, ...]:
@@ -87,9 +90,16 @@ class Chunk:
 
     @classmethod
     def from_pb(cls, pb: target_pb2.GenerateChunk, timings: tree_pb2.Timings) -> Chunk:
+        text = pb.text
+        if pb.parts:
+            parts = tuple(map(part_from_pb, pb.parts))
+            text = "".join([part.text for part in parts if isinstance(part, ContentPart)])
+        else:
+            parts = (ContentPart(text),) if text else ()
         return cls(
             token_ids=tuple(pb.token_ids),
-            text=pb.text,
+            text=text,
+            parts=parts,
             drafted_tokens=pb.drafted_tokens,
             step=pb.step,
             logprobs=_logprobs_from_pb(pb.logprobs) if pb.logprobs else (),
@@ -135,7 +145,8 @@ class RequestTimes:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A finished generation. `time_to_first_token` and `duration` are seconds on the client's clock."""
+    """A finished generation. `text`, `reasoning` and `tool_calls` are the parts of its chunks, added up.
+    `time_to_first_token` and `duration` are seconds on the client's clock."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -159,6 +170,8 @@ class Result:
     lossy_tokens: int = 0
     # Why the draft service did not draft for the request, or not to its end: a reason such as "UNKNOWN_CORPUS".
     draft_refused: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
     @property
     def tokens_per_second(self) -> float:

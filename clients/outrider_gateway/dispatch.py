@@ -99,6 +99,7 @@ class Dispatcher:
                 chat_options=request.chat_options,
                 show_special_tokens=request.show_special_tokens,
                 special_tokens=request.special_tokens,
+                answer_parts=request.chat,
                 model=request.model,
                 timeout=self._left(),
             )

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from outrider.sampling import SamplingParams
-from outrider_client.client import Message
 from outrider_client.generation import Speculation
-from outrider_client.messages import ChatOptions
+from outrider_client.messages import ChatOptions, ChatTurn
 
 # What each endpoint calls the contract's fields; `input` is what is continued.
 CHAT_NAMES = {
@@ -17,6 +16,10 @@ CHAT_NAMES = {
     "chat.add_generation_prompt": "add_generation_prompt",
     "chat.continue_final_message": "continue_final_message",
     "chat.template_arguments": "chat_template_kwargs",
+    "chat.tools": "tools",
+    "chat.tools.definitions": "tools",
+    "chat.tools.name": "tool_choice",
+    "chat.tools.choice": "tool_choice",
     "logprobs": "top_logprobs",
     "speculation": "outrider",
 }
@@ -27,7 +30,7 @@ COMPLETION_NAMES = {"input": "prompt", "text": "prompt", "tokens.token_ids": "pr
 class Prompt:
     """What is continued: exactly one of the three is set."""
 
-    messages: tuple[Message, ...] = ()
+    messages: tuple[ChatTurn, ...] = ()
     text: str = ""
     token_ids: tuple[int, ...] = ()
 
@@ -38,8 +41,9 @@ class GenerationRequest:
     `logprobs` whether tokens are listed with their probabilities, `drafts` whether answers show what was drafted,
     `echo` whether they begin with their prompts, `show_special_tokens` whether their texts have them, `special_tokens`
     whether the text of one in a prompt is that token (None: the target's rule), `cache_key` what else than the tenant
-    keeps requests together, and `user` whom the caller names for its records. `continuous_usage` is whether
-    each event of a stream has the usage so far, and `form_name` what the body calls the answer's form."""
+    keeps requests together, and `user` whom the caller names for its records. `continuous_usage` is whether each event
+    of a stream has the usage so far, and `form_name` what the body calls the answer's form. A chat's answer is told
+    apart in text, reasoning and tool calls; `shows_reasoning` is whether the reasoning is sent."""
 
     chat: bool
     prompts: tuple[Prompt, ...]
@@ -60,6 +64,7 @@ class GenerationRequest:
     echo: bool = False
     user: str = ""
     form_name: str = ""
+    shows_reasoning: bool = True
 
     @property
     def answers(self) -> int:

@@ -47,7 +47,7 @@ def _refused(name: str, note: str, *harmless: Any) -> RequestField:
     return RequestField(name, Use.REFUSED, note, harmless)
 
 
-_NO_TOOLS = "tools and functions are not supported"
+_TOOLS = "the names here are tools and tool_choice"
 _FORM = "the names here are response_format and structured_outputs"
 _MAX_TOKENS = "the name here is max_tokens"
 _ALIKE: tuple[RequestField, ...] = (
@@ -92,7 +92,6 @@ _ALIKE: tuple[RequestField, ...] = (
     _ignored("prompt_cache_retention", "for a provider's own books"),
     _ignored("service_tier", "there is one tier"),
     _ignored("spaces_between_special_tokens", "the model's tokenizer decides this"),
-    _ignored("parallel_tool_calls", "there are no tools"),
     _ignored("cache_prompt", "a cache changes no answer"),
     _ignored("cache_salt", "a cache changes no answer"),
     _ignored("priority", "tenants' shares decide who comes first"),
@@ -129,7 +128,13 @@ _ALIKE: tuple[RequestField, ...] = (
 )
 _BEGINNING = "the target decides with which special tokens a prompt begins"
 _CHAT: tuple[RequestField, ...] = (
-    _taken("messages", "roles system (or developer), user and assistant; contents are text, parts joined by newlines"),
+    _taken(
+        "messages", "roles system (or developer), user, assistant and tool; contents are text, parts joined by newlines"
+    ),
+    _taken("tools", "functions that the answer may call, see below"),
+    _taken("tool_choice", "`auto`, `none`, `required`, or the function that is called"),
+    _taken("parallel_tool_calls", "false keeps the answer to one call"),
+    _taken("include_reasoning", "false leaves the reasoning out of the answer"),
     _taken("max_completion_tokens", "as max_tokens, and wins over it"),
     _taken("top_logprobs", "alternatives to each token; needs logprobs"),
     _taken("prediction", "the expected answer ([predicted outputs](predicted_outputs.md))"),
@@ -140,19 +145,16 @@ _CHAT: tuple[RequestField, ...] = (
     _taken("verbosity", "given to the model's chat template; without effect where it does not read it"),
     _taken("enable_thinking", "given to the model's chat template; without effect where it does not read it"),
     _refused("add_special_tokens", _BEGINNING, False),
-    _refused("tools", _NO_TOOLS, []),
-    _refused("tool_choice", _NO_TOOLS, "none", "auto"),
-    _refused("functions", _NO_TOOLS, []),
-    _refused("function_call", _NO_TOOLS, "none", "auto"),
+    _refused("functions", _TOOLS, []),
+    _refused("function_call", _TOOLS, "none", "auto"),
     _refused("modalities", "answers are text", ["text"]),
     _refused("audio", "answers are text"),
     _refused("web_search_options", "there is no search"),
     _refused("documents", "put them into a message", []),
     _refused("chat_template", "the model's own is used"),
     _refused("mm_processor_kwargs", "prompts are text", {}),
-    _refused("include_reasoning", "reasoning is not told from the answer", True),
-    _refused("separate_reasoning", "reasoning is not told from the answer", True, False),
-    _refused("stream_reasoning", "reasoning is not told from the answer", True, False),
+    _refused("separate_reasoning", "reasoning stands apart from the answer", True),
+    _refused("stream_reasoning", "reasoning is streamed as the answer is", True),
     _refused("reasoning", "chat_template_kwargs and reasoning_effort are taken"),
     _refused("thinking", "chat_template_kwargs and reasoning_effort are taken"),
     _refused("store", "nothing is stored", False),

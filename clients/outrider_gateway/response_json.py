@@ -11,8 +11,10 @@ import orjson
 
 import outrider
 from outrider.sampling import FinishReason
+from outrider_client.answers import AnswerPart, ContentPart, ReasoningPart
 from outrider_client.results import Chunk, Result, Started
 from outrider_client.terminal.painting import Painter
+from outrider_gateway.chat_json import chat_delta, chat_message
 from outrider_gateway.generation_request import GenerationRequest
 from outrider_gateway.http import event_bytes
 from outrider_gateway.token_texts import TokenTexts, merged
@@ -58,19 +60,23 @@ class ResponseBuilder:
         """The events of a chunk; empty for one without text or anything else that was asked for."""
         pieces = self._pieces[index]
         self._completion_tokens[index] += len(chunk.token_ids)
+        parts: Sequence[AnswerPart] = chunk.parts
+        if not self._request.shows_reasoning:
+            parts = [part for part in parts if not isinstance(part, ReasoningPart)]
         if pieces is None and not self._request.logprobs and not self._request.continuous_usage:
             # The common case, of which nothing but the text changes from event to event.
-            if not chunk.text:
+            if not parts:
                 return b""
-            before, after = self._frames[index] or self._frame(index)
-            return self._opening(index) + before + orjson.dumps(chunk.text) + after
+            return self._opening(index) + b"".join([self._part_event(index, part) for part in parts])
         listed = self._list(index, chunk)
-        if not chunk.text and not listed and pieces is None:
+        if not parts and not listed and pieces is None:
             return b""
-        event = self._text_event(index, chunk.text, listed)
+        first, *others = [self._part(index, self._delta(part)) for part in parts or (ContentPart(""),)]
+        # What is said of the whole chunk.
+        first["choices"][0]["logprobs"] = listed
         if pieces is not None:
-            event["outrider"] = self._drafting(chunk, pieces)
-        return self._opening(index) + event_bytes(event)
+            first["outrider"] = self._drafting(chunk, pieces)
+        return self._opening(index) + b"".join(map(event_bytes, (first, *others)))
 
     def last(self, index: int, result: Result) -> bytes:
         """The events that end an answer."""
@@ -94,15 +100,25 @@ class ResponseBuilder:
             return event_bytes(self._part(index, {"text": self._request.prompt(index).text}))
         return event_bytes(self._part(index, {"delta": {"role": "assistant", "content": ""}}))
 
+    def _part_event(self, index: int, part: AnswerPart) -> bytes:
+        if not isinstance(part, ContentPart):
+            return event_bytes(self._part(index, self._delta(part)))
+        before, after = self._frames[index] or self._frame(index)
+        return before + orjson.dumps(part.text) + after
+
     def _frame(self, index: int) -> tuple[bytes, bytes]:
         """What stands before and behind the text in an event of text alone."""
         # The last of them: what follows the text is of our own making, and holds none.
-        before, _, after = event_bytes(self._text_event(index, _TEXT, None)).rpartition(orjson.dumps(_TEXT))
+        event = self._part(index, self._delta(ContentPart(_TEXT)))
+        before, _, after = event_bytes(event).rpartition(orjson.dumps(_TEXT))
         self._frames[index] = frame = before, after
         return frame
 
-    def _text_event(self, index: int, text: str, listed: Any) -> dict[str, Any]:
-        return self._part(index, {"delta": {"content": text}} if self._request.chat else {"text": text}, listed)
+    def _delta(self, part: AnswerPart) -> dict[str, Any]:
+        """What an event adds to an answer. A completion is text alone."""
+        if self._request.chat:
+            return {"delta": chat_delta(part)}
+        return {"text": part.text if isinstance(part, ContentPart) else ""}
 
     async def keep(self, index: int, chunk: Chunk) -> None:
         """Note a chunk of an answer that is sent whole."""
@@ -127,7 +143,7 @@ class ResponseBuilder:
         listed = None
         if self._request.logprobs:
             listed = {"content": [entry for part in parts for entry in part["content"]], "refusal": None}
-        message = {"role": "assistant", "content": result.text, "refusal": None}
+        message = chat_message(result, shows_reasoning=self._request.shows_reasoning)
         return {"index": index, "message": message, "logprobs": listed, "finish_reason": _finish(result)}
 
     def _list(self, index: int, chunk: Chunk) -> Any:
@@ -205,4 +221,7 @@ def totals(result: Result) -> dict[str, Any]:
 
 
 def _finish(result: Result) -> str | None:
-    return None if result.finish_reason is None else _FINISH[result.finish_reason]
+    if result.finish_reason is None:
+        return None
+    reason = _FINISH[result.finish_reason]
+    return "tool_calls" if result.tool_calls and reason == "stop" else reason

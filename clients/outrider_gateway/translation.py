@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from outrider.admission.prompt_limits import MAX_MESSAGES, MAX_TEMPLATE_BYTES, MOST_CONTEXT, check_bytes, check_tokens
+from outrider.admission.prompt_limits import MAX_TEMPLATE_BYTES, MOST_CONTEXT, check_bytes, check_tokens
 from outrider.errors import InvalidField, PositionOutOfRange
 from outrider.sampling import (
     MAX_LOGIT_BIAS,
@@ -16,35 +16,30 @@ from outrider.sampling import (
     SamplingParams,
     VerificationMode,
 )
-from outrider_client.client import Message
 from outrider_client.generation import Speculation
 from outrider_client.messages import ChatOptions
+from outrider_gateway.chat_messages import chat_turns, content_text
 from outrider_gateway.failures import BadField, refusal
 from outrider_gateway.fields import Fields, bounded, json_bytes, number, typed, whole, whole_numbers
 from outrider_gateway.generation_request import GenerationRequest, Prompt
 from outrider_gateway.request_fields import CHAT_FIELDS, COMPLETION_FIELDS, RequestField
 from outrider_gateway.structured import structured_output
+from outrider_gateway.tools import tool_options
 
 # As OpenAI: the answers of /v1/completions are short unless asked to be long.
 _COMPLETION_TOKENS = 16
-# What OpenAI calls roles, and what the contract does.
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _MAX_UINT32 = 2**32 - 1
 _MAX_TOKEN = 2**31 - 1
 # Fields of the top level that are given to the chat template under their own names.
 _TEMPLATE_FIELDS = ("reasoning_effort", "verbosity", "enable_thinking")
-# What comes back with an answer, or is a hint to other servers; no chat template of a target reads it.
-_MESSAGE_IGNORED = ("name", "annotations", "refusal", "cache_control", "provider_specific_fields")
-# Likewise, but content that the model would have to see.
-_MESSAGE_REFUSED = ("tool_calls", "tool_call_id", "function_call", "audio", "reasoning", "reasoning_content")
 
 
 def chat_request(body: Mapping[str, Any], max_choices: int, max_prompt: int = MOST_CONTEXT) -> GenerationRequest:
     """The body of /v1/chat/completions. Raises `Refused`, also for a text that cannot have as few as `max_prompt`
     tokens."""
     fields = Fields(body)
-    prompt = Prompt(messages=_messages(fields.pop("messages")))
-    size = sum(len(content.encode()) for _, content in prompt.messages)
+    prompt = Prompt(messages=chat_turns(fields.pop("messages")))
+    size = sum(len(turn.content.encode()) for turn in prompt.messages)
     _fitting(check_bytes, size, max_prompt, "messages")
     template = _chat_options(fields)
     longest = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
@@ -57,7 +52,13 @@ def chat_request(body: Mapping[str, Any], max_choices: int, max_prompt: int = MO
         raise BadField("top_logprobs", "needs logprobs to be true", "invalid_value")
     sampling = _sampling(fields, older if max_tokens is None else max_tokens, (top or 0) if logprobs else None)
     request = GenerationRequest(
-        True, (prompt,), sampling, logprobs=logprobs, prediction=_prediction(fields), chat_options=template
+        True,
+        (prompt,),
+        sampling,
+        logprobs=logprobs,
+        prediction=_prediction(fields),
+        chat_options=template,
+        shows_reasoning=fields.flag("include_reasoning", True),
     )
     return _completed(request, fields, max_choices, longest, CHAT_FIELDS)
 
@@ -140,6 +141,9 @@ def _chat_options(fields: Fields) -> ChatOptions:
         # The field that is made for it wins.
         if value is not None:
             arguments.setdefault(name, value)
+    if arguments.get("reasoning_effort") == "none":
+        # Templates without efforts have this switch.
+        arguments.setdefault("enable_thinking", False)
     # The target counts exactly; this is before anything is made of it.
     if arguments and len(json_bytes(arguments, "chat_template_kwargs")) > 2 * MAX_TEMPLATE_BYTES:
         raise BadField("chat_template_kwargs", f"has more than {MAX_TEMPLATE_BYTES} bytes", "invalid_value")
@@ -149,50 +153,8 @@ def _chat_options(fields: Fields) -> ChatOptions:
         add_generation_prompt=None if begins is None else typed(begins, bool, "add_generation_prompt"),
         continue_final_message=goes_on,
         template_arguments=arguments,
+        tools=tool_options(fields),
     )
-
-
-def _messages(value: Any) -> tuple[Message, ...]:
-    if value is None:
-        raise BadField("messages", "is missing", "missing_required_parameter")
-    turns = typed(value, list, "messages")
-    if not 1 <= len(turns) <= MAX_MESSAGES:
-        raise BadField("messages", f"must have 1 to {MAX_MESSAGES} entries", "invalid_value")
-    return tuple(_message(turn, f"messages[{i}]") for i, turn in enumerate(turns))
-
-
-def _message(turn: Any, path: str) -> Message:
-    fields = Fields(typed(turn, dict, path), path)
-    role = fields.text("role")
-    if role not in _ROLES:
-        raise BadField(fields.path("role"), f"must be one of {', '.join(_ROLES)}", "invalid_value")
-    content = _content_text(fields.pop("content"), fields.path("content"))
-    fields.ignore(_MESSAGE_IGNORED)
-    for name in _MESSAGE_REFUSED:
-        if fields.pop(name):
-            raise BadField(fields.path(name), "is not supported: messages have text alone", "unsupported_parameter")
-    fields.end()
-    return _ROLES[role], content
-
-
-def _content_text(content: Any, path: str) -> str:
-    """The text of a content: a string, or parts of type text, which stand on lines of their own."""
-    if isinstance(content, str):
-        return content
-    if content is None:
-        raise BadField(path, "is missing", "missing_required_parameter")
-    parts = bounded(typed(content, list, path), MAX_MESSAGES, path)
-    return "\n".join(_part(part, f"{path}[{i}]") for i, part in enumerate(parts))
-
-
-def _part(part: Any, path: str) -> str:
-    fields = Fields(typed(part, dict, path), path)
-    if fields.pop("type") != "text":
-        raise BadField(f"{path}.type", "must be text: this server reads nothing else", "invalid_value")
-    text: str = typed(fields.pop("text"), str, f"{path}.text")
-    fields.ignore(_MESSAGE_IGNORED)
-    fields.end()
-    return text
 
 
 def _prompts(value: Any, max_choices: int, max_prompt: int) -> tuple[Prompt, ...]:
@@ -313,6 +275,6 @@ def _prediction(fields: Fields) -> str | None:
         return None
     if inner.text("type", "content") != "content":
         raise BadField(inner.path("type"), "must be content", "invalid_value")
-    expected = _content_text(inner.pop("content"), inner.path("content"))
+    expected = content_text(inner.pop("content"), inner.path("content"))
     inner.end()
     return expected

@@ -103,6 +103,8 @@ class Prompts:
 
     async def _chat(self, chat: target_pb2.ChatInput, special: bool | None, tenant: str) -> tuple[int, ...]:
         """The conversation in the model's chat template, up to the beginning of the assistant's answer."""
+        if chat.HasField("tools"):
+            raise NotSupported("tools are not supported by this target")
         field_path, count = "chat.messages", len(chat.messages)
         if not count:
             raise InvalidField(field_path, "is empty")

@@ -272,7 +272,7 @@ async def test_models(gateway: Any) -> None:
 @pytest.mark.parametrize(
     ("path", "asked", "status", "param", "code"),
     [
-        ("chat/completions", {**CHAT, "tools": [{}]}, 400, "tools", "unsupported_parameter"),
+        ("chat/completions", {**CHAT, "functions": [{}]}, 400, "functions", "unsupported_parameter"),
         ("chat/completions", {**CHAT, "model": "other"}, 404, "model", "model_not_found"),
         ("chat/completions", {**CHAT, "logit_bias": {"5000": 1}}, 400, "logit_bias[5000]", "invalid_value"),
         ("chat/completions", {**CHAT, "outrider": {"mode": "coupled"}}, 400, "outrider.mode", "invalid_value"),

@@ -11,8 +11,9 @@ import pytest
 from outrider.errors import InvalidField, QuotaExceeded
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.structured_output import StructuredOutput
+from outrider_client.answers import ToolCall
 from outrider_client.generation import Speculation
-from outrider_client.messages import ChatOptions
+from outrider_client.messages import ChatOptions, ChatTurn, ToolChoice, ToolOptions
 from outrider_gateway.failures import Refused, refusal
 from outrider_gateway.generation_request import CHAT_NAMES, GenerationRequest, Prompt
 from outrider_gateway.request_fields import CHAT_FIELDS, COMPLETION_FIELDS, Use, render
@@ -45,7 +46,7 @@ def turn(**fields: Any) -> dict[str, Any]:
 
 def test_bare_requests_have_openais_defaults() -> None:
     asked = chat()
-    assert asked.prompts == (Prompt(messages=(("user", "hello"),)),)
+    assert asked.prompts == (Prompt(messages=(ChatTurn("user", "hello"),)),)
     assert asked.sampling == SamplingParams(temperature=1.0)
     assert asked.speculation == Speculation()
     assert (asked.model, asked.choices, asked.stream, asked.logprobs) == ("m", 1, False, False)
@@ -80,12 +81,27 @@ def test_drafting_options_arrive() -> None:
 )
 def test_contents(content: Any, said: str) -> None:
     turns = [{"role": "developer", "content": "brief"}, {"role": "user", "content": content, "name": "ann"}]
-    assert chat(messages=turns).prompts[0].messages == (("system", "brief"), ("user", said))
+    assert chat(messages=turns).prompts[0].messages == (ChatTurn("system", "brief"), ChatTurn("user", said))
 
 
 def test_an_answer_can_be_sent_back_as_it_came() -> None:
     answer = {"role": "assistant", "content": "yes", "refusal": None, "annotations": [], "tool_calls": None}
-    assert chat(messages=[*HELLO["messages"], answer]).prompts[0].messages[1] == ("assistant", "yes")
+    assert chat(messages=[*HELLO["messages"], answer]).prompts[0].messages[1] == ChatTurn("assistant", "yes")
+
+
+def test_tools_and_the_history_of_their_calls() -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
+    turns = [
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "hm", "reasoning_content": "hm"},
+        {"role": "tool", "tool_call_id": "a", "content": "2"},
+    ]
+    chosen = {"type": "function", "function": {"name": "add"}}
+    asked = chat(messages=[*HELLO["messages"], *turns], tools=[TOOL], tool_choice=chosen, parallel_tool_calls=False)
+    assert asked.prompts[0].messages[1:] == (
+        ChatTurn("assistant", "", (ToolCall("a", "add", '{"x": 1}'),), reasoning="hm"),
+        ChatTurn("tool", "2", tool_call_id="a"),
+    )
+    assert asked.chat_options.tools == ToolOptions((TOOL,), ToolChoice.REQUIRED, "add", single_call=True)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +129,8 @@ HARMLESS: list[dict[str, Any]] = [
     {"modalities": ["text"]}, {"store": False}, {"metadata": {"a": "b"}}, {"service_tier": "flex"},
     {"safety_identifier": "x"}, {"stop": []}, {"user": {"name": "ann"}},
     {"stop": None}, {"top_k": -1}, {"prediction": None}, {"n": None}, {"parallel_tool_calls": True},
-    {"parallel_tool_calls": False}, {"spaces_between_special_tokens": False}, {"cache_prompt": True}, {"priority": 3},
+    {"parallel_tool_calls": False}, {"tool_choice": "auto"},
+    {"spaces_between_special_tokens": False}, {"cache_prompt": True}, {"priority": 3},
     {"top_logprobs": 0}, {"logprobs": False, "top_logprobs": 0}, {"stream_options": {}}, {"length_penalty": 1.0},
     {"stream_options": {"include_usage": False}}, {"add_special_tokens": False}, {"include_reasoning": True},
     {"separate_reasoning": True}, {"extra_body": {}}, {"documents": []}, {"detokenize": True}, {"mystery": None},
@@ -127,6 +144,7 @@ def test_harmless_fields_are_taken(harmless: dict[str, Any]) -> None:
     assert chat(**harmless) == replace(chat(), stream=stream, include_usage=stream)
 
 
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 # A value of every field that is taken, which makes the request another than without it.
 TAKEN: dict[str, Any] = {
     "model": "other", "stream": True, "stream_options": {"include_usage": True}, "n": 2, "max_tokens": 5,
@@ -142,10 +160,12 @@ TAKEN: dict[str, Any] = {
     "prompt": "other", "echo": True, "best_of": 2,
     "response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}, "guided_json": {"type": "null"},
     "guided_regex": "a", "guided_choice": ["a"], "guided_grammar": 'start: "a"',
+    "tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "include_reasoning": False,
 }  # fmt: skip
 # What some of them need beside them.
 BESIDE: dict[str, dict[str, Any]] = {
-    "stream_options": {"stream": True}, "top_logprobs": {"logprobs": True}, "best_of": {"n": 2}
+    "stream_options": {"stream": True}, "top_logprobs": {"logprobs": True}, "best_of": {"n": 2},
+    "tool_choice": {"tools": [TOOL]}, "parallel_tool_calls": {"tools": [TOOL]},
 }  # fmt: skip
 
 
@@ -229,12 +249,14 @@ def test_template_arguments_have_one_place() -> None:
         ({"messages": []}, "messages"),
         ({"messages": "hello"}, "messages"),
         ({"messages": ["hello"]}, "messages[0]"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "user", "content": "x", "tool_call_id": "a"}]}, "messages[0].tool_call_id"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
-        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        (turn(content="", tool_calls=[{}]), "messages[0].tool_calls[0].function"),
         ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages[0].mood"),
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": -1}, "temperature"),
@@ -270,8 +292,13 @@ def test_template_arguments_have_one_place() -> None:
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"other": 1}}, "stream_options.other"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [TOOL] * 129}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "any", "tools": [TOOL]}, "tool_choice"),
+        ({"tool_choice": {"type": "custom"}, "tools": [TOOL]}, "tool_choice.type"),
+        ({"tool_choice": {"type": "function"}, "tools": [TOOL]}, "tool_choice.function.name"),
+        ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
         ({"functions": [{}]}, "functions"),
         ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, FORMAT_SCHEMA),
@@ -295,7 +322,8 @@ def test_template_arguments_have_one_place() -> None:
         ({"continue_final_message": 1}, "continue_final_message"),
         ({"skip_special_tokens": "no"}, "skip_special_tokens"),
         ({"split_special_tokens": 0}, "split_special_tokens"),
-        ({"include_reasoning": False}, "include_reasoning"),
+        ({"include_reasoning": 0}, "include_reasoning"),
+        ({"separate_reasoning": False}, "separate_reasoning"),
         ({"grammar": "start: \"a\""}, "grammar"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"length_penalty": 0.5}, "length_penalty"),
@@ -303,7 +331,8 @@ def test_template_arguments_have_one_place() -> None:
         ({"store": 0}, "store"),
         ({"prompt": "x"}, "prompt"),
         (turn(content=[{"type": "text", "text": "x", "mood": 1}]), "messages[0].content[0].mood"),
-        (turn(content="x", reasoning_content="y"), "messages[0].reasoning_content"),
+        (turn(content="x", reasoning_content=5), "messages[0].reasoning_content"),
+        (turn(content="x", function_call={"name": "f"}), "messages[0].function_call"),
         ({"store": True}, "store"),
         ({"web_search_options": {}}, "web_search_options"),
         ({"prediction": "x"}, "prediction"),

@@ -50,6 +50,38 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 3
 """FINISH_REASON_LENGTH means that max_tokens, or the model's context, was reached."""
 global___FinishReason = FinishReason
 
+class _ToolChoice:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _ToolChoiceEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_ToolChoice.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    TOOL_CHOICE_UNSPECIFIED: _ToolChoice.ValueType  # 0
+    """TOOL_CHOICE_UNSPECIFIED is AUTO."""
+    TOOL_CHOICE_AUTO: _ToolChoice.ValueType  # 1
+    """TOOL_CHOICE_AUTO leaves it to the model. The arguments are what the model writes."""
+    TOOL_CHOICE_NONE: _ToolChoice.ValueType  # 2
+    """TOOL_CHOICE_NONE shows the tools to the model, and takes what it writes as text."""
+    TOOL_CHOICE_REQUIRED: _ToolChoice.ValueType  # 3
+    """TOOL_CHOICE_REQUIRED keeps the answer to calls of tools, whose arguments match their schemas.
+    INVALID_ARGUMENT for schemas that SamplingParameters.structured_output would refuse, and beside one of those.
+    """
+
+class ToolChoice(_ToolChoice, metaclass=_ToolChoiceEnumTypeWrapper):
+    """ToolChoice says whether an answer calls tools."""
+
+TOOL_CHOICE_UNSPECIFIED: ToolChoice.ValueType  # 0
+"""TOOL_CHOICE_UNSPECIFIED is AUTO."""
+TOOL_CHOICE_AUTO: ToolChoice.ValueType  # 1
+"""TOOL_CHOICE_AUTO leaves it to the model. The arguments are what the model writes."""
+TOOL_CHOICE_NONE: ToolChoice.ValueType  # 2
+"""TOOL_CHOICE_NONE shows the tools to the model, and takes what it writes as text."""
+TOOL_CHOICE_REQUIRED: ToolChoice.ValueType  # 3
+"""TOOL_CHOICE_REQUIRED keeps the answer to calls of tools, whose arguments match their schemas.
+INVALID_ARGUMENT for schemas that SamplingParameters.structured_output would refuse, and beside one of those.
+"""
+global___ToolChoice = ToolChoice
+
 class _RunningRequests:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -103,6 +135,7 @@ class GenerateRequest(google.protobuf.message.Message):
     PREDICTION_FIELD_NUMBER: builtins.int
     SHOW_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
     SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
+    ANSWER_PARTS_FIELD_NUMBER: builtins.int
     model: builtins.str
     """model is a served name of the model, or the part of one behind its last slash. Default: whatever is served;
     NOT_FOUND when it is another.
@@ -118,6 +151,8 @@ class GenerateRequest(google.protobuf.message.Message):
     unless the model's own settings say otherwise, and false for the contents of a chat, where special tokens come from
     the chat template alone.
     """
+    answer_parts: builtins.bool
+    """answer_parts asks for GenerateChunk.parts of the answer to a chat. Default false."""
     @property
     def chat(self) -> global___ChatInput:
         """chat is put through the model's chat template."""
@@ -155,9 +190,10 @@ class GenerateRequest(google.protobuf.message.Message):
         prediction: global___Prediction | None = ...,
         show_special_tokens: builtins.bool = ...,
         special_tokens: builtins.bool | None = ...,
+        answer_parts: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_prediction", b"_prediction", "_special_tokens", b"_special_tokens", "chat", b"chat", "input", b"input", "prediction", b"prediction", "sampling", b"sampling", "special_tokens", b"special_tokens", "speculation", b"speculation", "text", b"text", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_prediction", b"_prediction", "_special_tokens", b"_special_tokens", "chat", b"chat", "input", b"input", "model", b"model", "prediction", b"prediction", "sampling", b"sampling", "show_special_tokens", b"show_special_tokens", "special_tokens", b"special_tokens", "speculation", b"speculation", "text", b"text", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_prediction", b"_prediction", "_special_tokens", b"_special_tokens", "answer_parts", b"answer_parts", "chat", b"chat", "input", b"input", "model", b"model", "prediction", b"prediction", "sampling", b"sampling", "show_special_tokens", b"show_special_tokens", "special_tokens", b"special_tokens", "speculation", b"speculation", "text", b"text", "tokens", b"tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_prediction", b"_prediction"]) -> typing.Literal["prediction"] | None: ...
     @typing.overload
@@ -203,6 +239,7 @@ class ChatInput(google.protobuf.message.Message):
     ADD_GENERATION_PROMPT_FIELD_NUMBER: builtins.int
     CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: builtins.int
     TEMPLATE_ARGUMENTS_FIELD_NUMBER: builtins.int
+    TOOLS_FIELD_NUMBER: builtins.int
     add_generation_prompt: builtins.bool
     """add_generation_prompt ends the conversation with the beginning of the assistant's answer, as the template has it.
     Default true, but false with continue_final_message; true beside it is INVALID_ARGUMENT.
@@ -220,6 +257,10 @@ class ChatInput(google.protobuf.message.Message):
         more than 16 KiB.
         """
 
+    @property
+    def tools(self) -> global___Tools:
+        """tools that the answer may call. Default none. FAILED_PRECONDITION where nobody knows how the model calls tools."""
+
     def __init__(
         self,
         *,
@@ -227,9 +268,10 @@ class ChatInput(google.protobuf.message.Message):
         add_generation_prompt: builtins.bool | None = ...,
         continue_final_message: builtins.bool = ...,
         template_arguments: google.protobuf.struct_pb2.Struct | None = ...,
+        tools: global___Tools | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "template_arguments", b"template_arguments"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "messages", b"messages", "template_arguments", b"template_arguments"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "template_arguments", b"template_arguments", "tools", b"tools"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "messages", b"messages", "template_arguments", b"template_arguments", "tools", b"tools"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]) -> typing.Literal["add_generation_prompt"] | None: ...
 
 global___ChatInput = ChatInput
@@ -242,19 +284,96 @@ class ChatMessage(google.protobuf.message.Message):
 
     ROLE_FIELD_NUMBER: builtins.int
     CONTENT_FIELD_NUMBER: builtins.int
+    TOOL_CALLS_FIELD_NUMBER: builtins.int
+    TOOL_CALL_ID_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    REASONING_FIELD_NUMBER: builtins.int
     role: builtins.str
-    """role is "system", "user" or "assistant"."""
+    """role is "system", "user", "assistant" or "tool"."""
     content: builtins.str
-    """content of the turn."""
+    """content of the turn; of a tool's what its call returned."""
+    tool_call_id: builtins.str
+    """tool_call_id names the call that a tool's turn answers. INVALID_ARGUMENT in another role's."""
+    name: builtins.str
+    """name of the tool whose turn it is. Default: that of the call. INVALID_ARGUMENT in another role's."""
+    reasoning: builtins.str
+    """reasoning of the assistant before its answer; chat templates may leave it out. INVALID_ARGUMENT in another role's."""
+    @property
+    def tool_calls(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ToolCall]:
+        """tool_calls that the assistant made in this turn. INVALID_ARGUMENT in another role's."""
+
     def __init__(
         self,
         *,
         role: builtins.str = ...,
         content: builtins.str = ...,
+        tool_calls: collections.abc.Iterable[global___ToolCall] | None = ...,
+        tool_call_id: builtins.str = ...,
+        name: builtins.str = ...,
+        reasoning: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["content", b"content", "role", b"role"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["content", b"content", "name", b"name", "reasoning", b"reasoning", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]) -> None: ...
 
 global___ChatMessage = ChatMessage
+
+@typing.final
+class ToolCall(google.protobuf.message.Message):
+    """ToolCall is a call of a tool in the history."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ID_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    ARGUMENTS_FIELD_NUMBER: builtins.int
+    id: builtins.str
+    """id of the call, which the tool's turn names."""
+    name: builtins.str
+    """name of the tool, not empty."""
+    arguments: builtins.str
+    """arguments as JSON. The chat template gets an object where they are one, and the text as it stands where not."""
+    def __init__(
+        self,
+        *,
+        id: builtins.str = ...,
+        name: builtins.str = ...,
+        arguments: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arguments", b"arguments", "id", b"id", "name", b"name"]) -> None: ...
+
+global___ToolCall = ToolCall
+
+@typing.final
+class Tools(google.protobuf.message.Message):
+    """Tools are what an answer may call."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DEFINITIONS_FIELD_NUMBER: builtins.int
+    CHOICE_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    SINGLE_CALL_FIELD_NUMBER: builtins.int
+    definitions: builtins.str
+    """definitions as JSON: a list of {"type": "function", "function": {"name", "description", "parameters"}}, in which
+    parameters are a JSON Schema of an object. The chat template gets them as they stand. At most 128 tools of different
+    names, at most 256 KiB.
+    """
+    choice: global___ToolChoice.ValueType
+    """choice says whether tools are called. Default AUTO."""
+    name: builtins.str
+    """name of the one tool that is called, with TOOL_CHOICE_REQUIRED. Default: any of them."""
+    single_call: builtins.bool
+    """single_call keeps the answer to one call at most. Default false."""
+    def __init__(
+        self,
+        *,
+        definitions: builtins.str = ...,
+        choice: global___ToolChoice.ValueType = ...,
+        name: builtins.str = ...,
+        single_call: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["choice", b"choice", "definitions", b"definitions", "name", b"name", "single_call", b"single_call"]) -> None: ...
+
+global___Tools = Tools
 
 @typing.final
 class TokenInput(google.protobuf.message.Message):
@@ -438,6 +557,7 @@ class GenerateChunk(google.protobuf.message.Message):
     MODEL_VERSION_FIELD_NUMBER: builtins.int
     TREE_FIELD_NUMBER: builtins.int
     TOKEN_TEXTS_FIELD_NUMBER: builtins.int
+    PARTS_FIELD_NUMBER: builtins.int
     text: builtins.str
     """text that is complete with these tokens. Text of a token can arrive with a later chunk, when it ends inside a
     character or might begin a stop string.
@@ -477,6 +597,13 @@ class GenerateChunk(google.protobuf.message.Message):
         has a tokenizer.
         """
 
+    @property
+    def parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___AnswerPart]:
+        """parts of the answer, in order, where GenerateRequest.answer_parts asks for them and the model's way of marking its
+        reasoning or its tool calls is known; text is empty then. Where it is not, and for an answer that cannot have any,
+        text has it all.
+        """
+
     def __init__(
         self,
         *,
@@ -489,11 +616,74 @@ class GenerateChunk(google.protobuf.message.Message):
         model_version: builtins.int = ...,
         tree: global___VerifiedTree | None = ...,
         token_texts: collections.abc.Mapping[builtins.int, global___TokenText] | None = ...,
+        parts: collections.abc.Iterable[global___AnswerPart] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["tree", b"tree"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["drafted_tokens", b"drafted_tokens", "drafts_by_step", b"drafts_by_step", "logprobs", b"logprobs", "model_version", b"model_version", "step", b"step", "text", b"text", "token_ids", b"token_ids", "token_texts", b"token_texts", "tree", b"tree"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["drafted_tokens", b"drafted_tokens", "drafts_by_step", b"drafts_by_step", "logprobs", b"logprobs", "model_version", b"model_version", "parts", b"parts", "step", b"step", "text", b"text", "token_ids", b"token_ids", "token_texts", b"token_texts", "tree", b"tree"]) -> None: ...
 
 global___GenerateChunk = GenerateChunk
+
+@typing.final
+class AnswerPart(google.protobuf.message.Message):
+    """AnswerPart is a piece of an answer. Pieces of one kind in a row belong together."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: builtins.int
+    REASONING_FIELD_NUMBER: builtins.int
+    TOOL_CALL_FIELD_NUMBER: builtins.int
+    text: builtins.str
+    """text for the reader."""
+    reasoning: builtins.str
+    """reasoning before or between the text."""
+    @property
+    def tool_call(self) -> global___ToolCallPiece:
+        """tool_call of the answer."""
+
+    def __init__(
+        self,
+        *,
+        text: builtins.str = ...,
+        reasoning: builtins.str = ...,
+        tool_call: global___ToolCallPiece | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["part", b"part", "reasoning", b"reasoning", "text", b"text", "tool_call", b"tool_call"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["part", b"part", "reasoning", b"reasoning", "text", b"text", "tool_call", b"tool_call"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["part", b"part"]) -> typing.Literal["text", "reasoning", "tool_call"] | None: ...
+
+global___AnswerPart = AnswerPart
+
+@typing.final
+class ToolCallPiece(google.protobuf.message.Message):
+    """ToolCallPiece is a piece of a tool call."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: builtins.int
+    ID_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    ARGUMENTS_FIELD_NUMBER: builtins.int
+    index: builtins.int
+    """index of the call in the answer, from 0."""
+    id: builtins.str
+    """id of the call; set with its first piece alone."""
+    name: builtins.str
+    """name of the tool; set with its first piece alone."""
+    arguments: builtins.str
+    """arguments are the next piece of the call's JSON. With TOOL_CHOICE_AUTO the whole is what the model wrote, and may be
+    no JSON.
+    """
+    def __init__(
+        self,
+        *,
+        index: builtins.int = ...,
+        id: builtins.str = ...,
+        name: builtins.str = ...,
+        arguments: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arguments", b"arguments", "id", b"id", "index", b"index", "name", b"name"]) -> None: ...
+
+global___ToolCallPiece = ToolCallPiece
 
 @typing.final
 class TokenText(google.protobuf.message.Message):

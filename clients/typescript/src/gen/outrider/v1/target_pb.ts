@@ -17,7 +17,7 @@ import type { JsonObject, Message } from "@bufbuild/protobuf";
  * Describes the file outrider/v1/target.proto.
  */
 export const file_outrider_v1_target: GenFile = /*@__PURE__*/
-  fileDesc("ChhvdXRyaWRlci92MS90YXJnZXQucHJvdG8SC291dHJpZGVyLnYxIoMDCg9HZW5lcmF0ZVJlcXVlc3QSDQoFbW9kZWwYASABKAkSDgoEdGV4dBgCIAEoCUgAEiYKBGNoYXQYAyABKAsyFi5vdXRyaWRlci52MS5DaGF0SW5wdXRIABIpCgZ0b2tlbnMYBCABKAsyFy5vdXRyaWRlci52MS5Ub2tlbklucHV0SAASMQoIc2FtcGxpbmcYBSABKAsyHy5vdXRyaWRlci52MS5TYW1wbGluZ1BhcmFtZXRlcnMSNAoLc3BlY3VsYXRpb24YBiABKAsyHy5vdXRyaWRlci52MS5TcGVjdWxhdGlvbk9wdGlvbnMSMAoKcHJlZGljdGlvbhgHIAEoCzIXLm91dHJpZGVyLnYxLlByZWRpY3Rpb25IAYgBARIbChNzaG93X3NwZWNpYWxfdG9rZW5zGAggASgIEhsKDnNwZWNpYWxfdG9rZW5zGAkgASgISAKIAQFCBwoFaW5wdXRCDQoLX3ByZWRpY3Rpb25CEQoPX3NwZWNpYWxfdG9rZW5zIlIKClByZWRpY3Rpb24SDgoEdGV4dBgBIAEoCUgAEikKBnRva2VucxgCIAEoCzIXLm91dHJpZGVyLnYxLlRva2VuSW5wdXRIAEIJCgdjb250ZW50IsoBCglDaGF0SW5wdXQSKgoIbWVzc2FnZXMYASADKAsyGC5vdXRyaWRlci52MS5DaGF0TWVzc2FnZRIiChVhZGRfZ2VuZXJhdGlvbl9wcm9tcHQYAiABKAhIAIgBARIeChZjb250aW51ZV9maW5hbF9tZXNzYWdlGAMgASgIEjMKEnRlbXBsYXRlX2FyZ3VtZW50cxgEIAEoCzIXLmdvb2dsZS5wcm90b2J1Zi5TdHJ1Y3RCGAoWX2FkZF9nZW5lcmF0aW9uX3Byb21wdCIsCgtDaGF0TWVzc2FnZRIMCgRyb2xlGAEgASgJEg8KB2NvbnRlbnQYAiABKAkiHwoKVG9rZW5JbnB1dBIRCgl0b2tlbl9pZHMYASADKA0i7gEKElNwZWN1bGF0aW9uT3B0aW9ucxIUCgdlbmFibGVkGAEgASgISACIAQESKwoEbW9kZRgCIAEoDjIdLm91dHJpZGVyLnYxLlZlcmlmaWNhdGlvbk1vZGUSFgoJbWF4X25vZGVzGAMgASgNSAGIAQESDgoGY29ycHVzGAQgASgJEi8KB3R5cGljYWwYBSABKAsyHi5vdXRyaWRlci52MS5UeXBpY2FsQWNjZXB0YW5jZRINCgV0cmVlcxgGIAEoCBITCgt0b2tlbl90ZXh0cxgHIAEoCEIKCghfZW5hYmxlZEIMCgpfbWF4X25vZGVzItMBChBHZW5lcmF0ZVJlc3BvbnNlEi8KB3N0YXJ0ZWQYASABKAsyHC5vdXRyaWRlci52MS5HZW5lcmF0ZVN0YXJ0ZWRIABIrCgVjaHVuaxgCIAEoCzIaLm91dHJpZGVyLnYxLkdlbmVyYXRlQ2h1bmtIABIxCghmaW5pc2hlZBgDIAEoCzIdLm91dHJpZGVyLnYxLkdlbmVyYXRlRmluaXNoZWRIABIlCgd0aW1pbmdzGAQgASgLMhQub3V0cmlkZXIudjEuVGltaW5nc0IHCgVldmVudCKcAQoPR2VuZXJhdGVTdGFydGVkEhMKC3NlcXVlbmNlX2lkGAEgASgEEhUKDXByb21wdF90b2tlbnMYAiABKA0SDAoEc2VlZBgDIAEoBhIrCgRtb2RlGAQgASgOMh0ub3V0cmlkZXIudjEuVmVyaWZpY2F0aW9uTW9kZRITCgtzcGVjdWxhdGluZxgFIAEoCBINCgVtb2RlbBgGIAEoCSLoAgoNR2VuZXJhdGVDaHVuaxIRCgl0b2tlbl9pZHMYASADKA0SDAoEdGV4dBgCIAEoCRIWCg5kcmFmdGVkX3Rva2VucxgDIAEoDRIsCghsb2dwcm9icxgEIAMoCzIaLm91dHJpZGVyLnYxLlRva2VuTG9ncHJvYnMSDAoEc3RlcBgFIAEoBBIWCg5kcmFmdHNfYnlfc3RlcBgGIAMoDRIVCg1tb2RlbF92ZXJzaW9uGAcgASgEEicKBHRyZWUYCCABKAsyGS5vdXRyaWRlci52MS5WZXJpZmllZFRyZWUSPwoLdG9rZW5fdGV4dHMYCSADKAsyKi5vdXRyaWRlci52MS5HZW5lcmF0ZUNodW5rLlRva2VuVGV4dHNFbnRyeRpJCg9Ub2tlblRleHRzRW50cnkSCwoDa2V5GAEgASgNEiUKBXZhbHVlGAIgASgLMhYub3V0cmlkZXIudjEuVG9rZW5UZXh0OgI4ASIqCglUb2tlblRleHQSDAoEdGV4dBgBIAEoDBIPCgdzcGVjaWFsGAIgASgIIksKDFZlcmlmaWVkVHJlZRIkCgR0cmVlGAEgASgLMhYub3V0cmlkZXIudjEuVG9rZW5UcmVlEhUKDWFjY2VwdGVkX3Jvd3MYAiADKA0iRgoNVG9rZW5Mb2dwcm9icxIPCgdsb2dwcm9iGAEgASgCEiQKA3RvcBgCIAMoCzIXLm91dHJpZGVyLnYxLlRvcExvZ3Byb2IiLwoKVG9wTG9ncHJvYhIQCgh0b2tlbl9pZBgBIAEoDRIPCgdsb2dwcm9iGAIgASgCIoECChBHZW5lcmF0ZUZpbmlzaGVkEjAKDWZpbmlzaF9yZWFzb24YASABKA4yGS5vdXRyaWRlci52MS5GaW5pc2hSZWFzb24SFwoNc3RvcF90b2tlbl9pZBgCIAEoDUgAEhUKC3N0b3Bfc3RyaW5nGAMgASgJSAASIQoFdXNhZ2UYBCABKAsyEi5vdXRyaWRlci52MS5Vc2FnZRIzCgtzcGVjdWxhdGlvbhgFIAEoCzIeLm91dHJpZGVyLnYxLlNwZWN1bGF0aW9uVG90YWxzEigKBXRpbWVzGAYgASgLMhkub3V0cmlkZXIudjEuUmVxdWVzdFRpbWVzQgkKB21hdGNoZWQivQEKBVVzYWdlEhUKDXByb21wdF90b2tlbnMYASABKA0SGQoRY29tcGxldGlvbl90b2tlbnMYAiABKA0SIgoaYWNjZXB0ZWRfcHJlZGljdGlvbl90b2tlbnMYAyABKA0SIgoacmVqZWN0ZWRfcHJlZGljdGlvbl90b2tlbnMYBCABKA0SDQoFbG9zc3kYBSABKAgSFAoMbG9zc3lfdG9rZW5zGAYgASgNEhUKDWNhY2hlZF90b2tlbnMYByABKA0i1wEKEVNwZWN1bGF0aW9uVG90YWxzEg0KBXN0ZXBzGAEgASgEEhUKDWRyYWZ0ZWRfc3RlcHMYAiABKAQSFgoOZHJhZnRlZF90b2tlbnMYAyABKAQSFwoPYWNjZXB0ZWRfdG9rZW5zGAQgASgEEhgKEGRyYWZ0ZWRfYnlfZGVwdGgYBSADKAQSGQoRYWNjZXB0ZWRfYnlfZGVwdGgYBiADKAQSHgoWZHJhZnRfd2FpdF9uYW5vc2Vjb25kcxgHIAEoBBIWCg5mYWxsYmFja19zdGVwcxgIIAEoBCJiCgxSZXF1ZXN0VGltZXMSGQoRcXVldWVfbmFub3NlY29uZHMYASABKAQSGwoTcHJlZmlsbF9uYW5vc2Vjb25kcxgCIAEoBBIaChJkZWNvZGVfbmFub3NlY29uZHMYAyABKAQioQEKDVZlcmlmeVJlcXVlc3QSLQoEb3BlbhgBIAEoCzIdLm91dHJpZGVyLnYxLk9wZW5WZXJpZmljYXRpb25IABInCgR0cmVlGAIgASgLMhcub3V0cmlkZXIudjEuVmVyaWZ5VHJlZUgAEi8KBWNsb3NlGAMgASgLMh4ub3V0cmlkZXIudjEuQ2xvc2VWZXJpZmljYXRpb25IAEIHCgVmcmFtZSLKAQoQT3BlblZlcmlmaWNhdGlvbhISCgpjbGllbnRfdGFnGAEgASgEEhEKCXRva2VuX2lkcxgCIAMoDRIxCghzYW1wbGluZxgDIAEoCzIfLm91dHJpZGVyLnYxLlNhbXBsaW5nUGFyYW1ldGVycxIrCgRtb2RlGAQgASgOMh0ub3V0cmlkZXIudjEuVmVyaWZpY2F0aW9uTW9kZRIvCgd0eXBpY2FsGAUgASgLMh4ub3V0cmlkZXIudjEuVHlwaWNhbEFjY2VwdGFuY2UiVQoKVmVyaWZ5VHJlZRITCgtzZXF1ZW5jZV9pZBgBIAEoBBIMCgRzdGVwGAIgASgEEiQKBHRyZWUYAyABKAsyFi5vdXRyaWRlci52MS5Ub2tlblRyZWUiKAoRQ2xvc2VWZXJpZmljYXRpb24SEwoLc2VxdWVuY2VfaWQYASABKAQizwEKDlZlcmlmeVJlc3BvbnNlEjEKBm9wZW5lZBgBIAEoCzIfLm91dHJpZGVyLnYxLlZlcmlmaWNhdGlvbk9wZW5lZEgAEicKB3ZlcmRpY3QYAiABKAsyFC5vdXRyaWRlci52MS5WZXJkaWN0SAASMQoGc3RhdHVzGAMgASgLMh8ub3V0cmlkZXIudjEuVmVyaWZpY2F0aW9uU3RhdHVzSAASJQoHdGltaW5ncxgEIAEoCzIULm91dHJpZGVyLnYxLlRpbWluZ3NCBwoFZnJhbWUimAEKElZlcmlmaWNhdGlvbk9wZW5lZBISCgpjbGllbnRfdGFnGAEgASgEEhMKC3NlcXVlbmNlX2lkGAIgASgEEgwKBHN0ZXAYAyABKAQSDAoEc2VlZBgEIAEoBhIrCgRtb2RlGAUgASgOMh0ub3V0cmlkZXIudjEuVmVyaWZpY2F0aW9uTW9kZRIQCghtYXhfcm93cxgGIAEoDSLgAQoHVmVyZGljdBITCgtzZXF1ZW5jZV9pZBgBIAEoBBIMCgRzdGVwGAIgASgEEhUKDWFjY2VwdGVkX3Jvd3MYAyADKA0SEQoJdG9rZW5faWRzGAQgAygNEhEKCW5leHRfc3RlcBgFIAEoBBIwCg1maW5pc2hfcmVhc29uGAYgASgOMhkub3V0cmlkZXIudjEuRmluaXNoUmVhc29uEiwKCGxvZ3Byb2JzGAcgAygLMhoub3V0cmlkZXIudjEuVG9rZW5Mb2dwcm9icxIVCg1tb2RlbF92ZXJzaW9uGAggASgEIm8KElZlcmlmaWNhdGlvblN0YXR1cxITCgtzZXF1ZW5jZV9pZBgBIAEoBBISCgpjbGllbnRfdGFnGAIgASgEEgwKBHN0ZXAYAyABKAQSIgoGc3RhdHVzGAQgASgLMhIuZ29vZ2xlLnJwYy5TdGF0dXMiFgoUR2V0VGFyZ2V0SW5mb1JlcXVlc3Qi3wQKFUdldFRhcmdldEluZm9SZXNwb25zZRINCgVtb2RlbBgBIAEoCRIXCg92b2NhYnVsYXJ5X3NpemUYAiABKA0SHQoVdG9rZW5pemVyX2ZpbmdlcnByaW50GAMgASgJEhMKC21heF9jb250ZXh0GAQgASgNEhAKCG1heF9yb3dzGAUgASgNEg0KBWR0eXBlGAYgASgJEhEKCXBhZ2Vfc2l6ZRgHIAEoDRIRCglrdl90b2tlbnMYCCABKAQSLAoFbW9kZXMYCSADKA4yHS5vdXRyaWRlci52MS5WZXJpZmljYXRpb25Nb2RlEg8KB2RyYWZ0ZXIYCiABKAkSFQoNZW5kX3Rva2VuX2lkcxgLIAMoDRIPCgd2ZXJzaW9uGAwgASgJEhUKDXRvcmNoX3ZlcnNpb24YDSABKAkSFgoOdHJpdG9uX3ZlcnNpb24YDiABKAkSDgoGZGV2aWNlGA8gASgJEhMKC2RldmljZV9uYW1lGBAgASgJEhsKE2NhcHR1cmVkX3N0ZXBfc2l6ZXMYESABKA0SHQoVY2FwdHVyYWJsZV9zdGVwX3NpemVzGBIgASgNEg0KBWRyYWZ0GBMgASgJEhcKD2RyYWZ0X2Nvbm5lY3RlZBgUIAEoCBITCgtzcGVjdWxhdGluZxgVIAEoCBIaChJzcGVjdWxhdGlvbl9yZWFzb24YFiABKAkSFQoNbW9kZWxfdmVyc2lvbhgXIAEoBBIWCg5rdl90b2tlbl9ieXRlcxgYIAEoBBIUCgxzZXJ2ZWRfbmFtZXMYGSADKAkSDgoGdGVuYW50GBogASgJIlkKFFVwZGF0ZVdlaWdodHNSZXF1ZXN0EikKBWJlZ2luGAEgASgLMhgub3V0cmlkZXIudjEuQmVnaW5VcGRhdGVIABIOCgRkYXRhGAIgASgMSABCBgoEcGFydCKDAQoLQmVnaW5VcGRhdGUSEAoGZm9sZGVyGAEgASgJSAASKQoFZmlsZXMYAiABKAsyGC5vdXRyaWRlci52MS5XZWlnaHRGaWxlc0gAEi0KB3J1bm5pbmcYAyABKA4yHC5vdXRyaWRlci52MS5SdW5uaW5nUmVxdWVzdHNCCAoGc291cmNlIhwKC1dlaWdodEZpbGVzEg0KBXNpemVzGAEgAygEIr4BChVVcGRhdGVXZWlnaHRzUmVzcG9uc2USFQoNbW9kZWxfdmVyc2lvbhgBIAEoBBIPCgd0ZW5zb3JzGAIgASgNEg0KBWJ5dGVzGAMgASgEEhsKE3ByZXBhcmVfbmFub3NlY29uZHMYBCABKAQSGQoRcGF1c2VfbmFub3NlY29uZHMYBSABKAQSGQoRYWJvcnRlZF9zZXF1ZW5jZXMYBiABKA0SGwoTY29udGludWVkX3NlcXVlbmNlcxgHIAEoDSqCAQoMRmluaXNoUmVhc29uEh0KGUZJTklTSF9SRUFTT05fVU5TUEVDSUZJRUQQABIhCh1GSU5JU0hfUkVBU09OX0VORF9PRl9TRVFVRU5DRRABEhYKEkZJTklTSF9SRUFTT05fU1RPUBACEhgKFEZJTklTSF9SRUFTT05fTEVOR1RIEAMqigEKD1J1bm5pbmdSZXF1ZXN0cxIgChxSVU5OSU5HX1JFUVVFU1RTX1VOU1BFQ0lGSUVEEAASGgoWUlVOTklOR19SRVFVRVNUU19EUkFJThABEhoKFlJVTk5JTkdfUkVRVUVTVFNfQUJPUlQQAhIdChlSVU5OSU5HX1JFUVVFU1RTX0NPTlRJTlVFEAMy0wIKDVRhcmdldFNlcnZpY2USSQoIR2VuZXJhdGUSHC5vdXRyaWRlci52MS5HZW5lcmF0ZVJlcXVlc3QaHS5vdXRyaWRlci52MS5HZW5lcmF0ZVJlc3BvbnNlMAESRQoGVmVyaWZ5Ehoub3V0cmlkZXIudjEuVmVyaWZ5UmVxdWVzdBobLm91dHJpZGVyLnYxLlZlcmlmeVJlc3BvbnNlKAEwARJWCg1HZXRUYXJnZXRJbmZvEiEub3V0cmlkZXIudjEuR2V0VGFyZ2V0SW5mb1JlcXVlc3QaIi5vdXRyaWRlci52MS5HZXRUYXJnZXRJbmZvUmVzcG9uc2USWAoNVXBkYXRlV2VpZ2h0cxIhLm91dHJpZGVyLnYxLlVwZGF0ZVdlaWdodHNSZXF1ZXN0GiIub3V0cmlkZXIudjEuVXBkYXRlV2VpZ2h0c1Jlc3BvbnNlKAFCK1opb3V0cmlkZXIvY2xpZW50cy9nby9vdXRyaWRlcnYxO291dHJpZGVydjFiBnByb3RvMw", [file_google_protobuf_struct, file_google_rpc_status, file_outrider_v1_tree]);
+  fileDesc("ChhvdXRyaWRlci92MS90YXJnZXQucHJvdG8SC291dHJpZGVyLnYxIpkDCg9HZW5lcmF0ZVJlcXVlc3QSDQoFbW9kZWwYASABKAkSDgoEdGV4dBgCIAEoCUgAEiYKBGNoYXQYAyABKAsyFi5vdXRyaWRlci52MS5DaGF0SW5wdXRIABIpCgZ0b2tlbnMYBCABKAsyFy5vdXRyaWRlci52MS5Ub2tlbklucHV0SAASMQoIc2FtcGxpbmcYBSABKAsyHy5vdXRyaWRlci52MS5TYW1wbGluZ1BhcmFtZXRlcnMSNAoLc3BlY3VsYXRpb24YBiABKAsyHy5vdXRyaWRlci52MS5TcGVjdWxhdGlvbk9wdGlvbnMSMAoKcHJlZGljdGlvbhgHIAEoCzIXLm91dHJpZGVyLnYxLlByZWRpY3Rpb25IAYgBARIbChNzaG93X3NwZWNpYWxfdG9rZW5zGAggASgIEhsKDnNwZWNpYWxfdG9rZW5zGAkgASgISAKIAQESFAoMYW5zd2VyX3BhcnRzGAogASgIQgcKBWlucHV0Qg0KC19wcmVkaWN0aW9uQhEKD19zcGVjaWFsX3Rva2VucyJSCgpQcmVkaWN0aW9uEg4KBHRleHQYASABKAlIABIpCgZ0b2tlbnMYAiABKAsyFy5vdXRyaWRlci52MS5Ub2tlbklucHV0SABCCQoHY29udGVudCLtAQoJQ2hhdElucHV0EioKCG1lc3NhZ2VzGAEgAygLMhgub3V0cmlkZXIudjEuQ2hhdE1lc3NhZ2USIgoVYWRkX2dlbmVyYXRpb25fcHJvbXB0GAIgASgISACIAQESHgoWY29udGludWVfZmluYWxfbWVzc2FnZRgDIAEoCBIzChJ0ZW1wbGF0ZV9hcmd1bWVudHMYBCABKAsyFy5nb29nbGUucHJvdG9idWYuU3RydWN0EiEKBXRvb2xzGAUgASgLMhIub3V0cmlkZXIudjEuVG9vbHNCGAoWX2FkZF9nZW5lcmF0aW9uX3Byb21wdCKOAQoLQ2hhdE1lc3NhZ2USDAoEcm9sZRgBIAEoCRIPCgdjb250ZW50GAIgASgJEikKCnRvb2xfY2FsbHMYAyADKAsyFS5vdXRyaWRlci52MS5Ub29sQ2FsbBIUCgx0b29sX2NhbGxfaWQYBCABKAkSDAoEbmFtZRgFIAEoCRIRCglyZWFzb25pbmcYBiABKAkiNwoIVG9vbENhbGwSCgoCaWQYASABKAkSDAoEbmFtZRgCIAEoCRIRCglhcmd1bWVudHMYAyABKAkiaAoFVG9vbHMSEwoLZGVmaW5pdGlvbnMYASABKAkSJwoGY2hvaWNlGAIgASgOMhcub3V0cmlkZXIudjEuVG9vbENob2ljZRIMCgRuYW1lGAMgASgJEhMKC3NpbmdsZV9jYWxsGAQgASgIIh8KClRva2VuSW5wdXQSEQoJdG9rZW5faWRzGAEgAygNIu4BChJTcGVjdWxhdGlvbk9wdGlvbnMSFAoHZW5hYmxlZBgBIAEoCEgAiAEBEisKBG1vZGUYAiABKA4yHS5vdXRyaWRlci52MS5WZXJpZmljYXRpb25Nb2RlEhYKCW1heF9ub2RlcxgDIAEoDUgBiAEBEg4KBmNvcnB1cxgEIAEoCRIvCgd0eXBpY2FsGAUgASgLMh4ub3V0cmlkZXIudjEuVHlwaWNhbEFjY2VwdGFuY2USDQoFdHJlZXMYBiABKAgSEwoLdG9rZW5fdGV4dHMYByABKAhCCgoIX2VuYWJsZWRCDAoKX21heF9ub2RlcyLTAQoQR2VuZXJhdGVSZXNwb25zZRIvCgdzdGFydGVkGAEgASgLMhwub3V0cmlkZXIudjEuR2VuZXJhdGVTdGFydGVkSAASKwoFY2h1bmsYAiABKAsyGi5vdXRyaWRlci52MS5HZW5lcmF0ZUNodW5rSAASMQoIZmluaXNoZWQYAyABKAsyHS5vdXRyaWRlci52MS5HZW5lcmF0ZUZpbmlzaGVkSAASJQoHdGltaW5ncxgEIAEoCzIULm91dHJpZGVyLnYxLlRpbWluZ3NCBwoFZXZlbnQinAEKD0dlbmVyYXRlU3RhcnRlZBITCgtzZXF1ZW5jZV9pZBgBIAEoBBIVCg1wcm9tcHRfdG9rZW5zGAIgASgNEgwKBHNlZWQYAyABKAYSKwoEbW9kZRgEIAEoDjIdLm91dHJpZGVyLnYxLlZlcmlmaWNhdGlvbk1vZGUSEwoLc3BlY3VsYXRpbmcYBSABKAgSDQoFbW9kZWwYBiABKAkikAMKDUdlbmVyYXRlQ2h1bmsSEQoJdG9rZW5faWRzGAEgAygNEgwKBHRleHQYAiABKAkSFgoOZHJhZnRlZF90b2tlbnMYAyABKA0SLAoIbG9ncHJvYnMYBCADKAsyGi5vdXRyaWRlci52MS5Ub2tlbkxvZ3Byb2JzEgwKBHN0ZXAYBSABKAQSFgoOZHJhZnRzX2J5X3N0ZXAYBiADKA0SFQoNbW9kZWxfdmVyc2lvbhgHIAEoBBInCgR0cmVlGAggASgLMhkub3V0cmlkZXIudjEuVmVyaWZpZWRUcmVlEj8KC3Rva2VuX3RleHRzGAkgAygLMioub3V0cmlkZXIudjEuR2VuZXJhdGVDaHVuay5Ub2tlblRleHRzRW50cnkSJgoFcGFydHMYCiADKAsyFy5vdXRyaWRlci52MS5BbnN3ZXJQYXJ0GkkKD1Rva2VuVGV4dHNFbnRyeRILCgNrZXkYASABKA0SJQoFdmFsdWUYAiABKAsyFi5vdXRyaWRlci52MS5Ub2tlblRleHQ6AjgBImoKCkFuc3dlclBhcnQSDgoEdGV4dBgBIAEoCUgAEhMKCXJlYXNvbmluZxgCIAEoCUgAEi8KCXRvb2xfY2FsbBgDIAEoCzIaLm91dHJpZGVyLnYxLlRvb2xDYWxsUGllY2VIAEIGCgRwYXJ0IksKDVRvb2xDYWxsUGllY2USDQoFaW5kZXgYASABKA0SCgoCaWQYAiABKAkSDAoEbmFtZRgDIAEoCRIRCglhcmd1bWVudHMYBCABKAkiKgoJVG9rZW5UZXh0EgwKBHRleHQYASABKAwSDwoHc3BlY2lhbBgCIAEoCCJLCgxWZXJpZmllZFRyZWUSJAoEdHJlZRgBIAEoCzIWLm91dHJpZGVyLnYxLlRva2VuVHJlZRIVCg1hY2NlcHRlZF9yb3dzGAIgAygNIkYKDVRva2VuTG9ncHJvYnMSDwoHbG9ncHJvYhgBIAEoAhIkCgN0b3AYAiADKAsyFy5vdXRyaWRlci52MS5Ub3BMb2dwcm9iIi8KClRvcExvZ3Byb2ISEAoIdG9rZW5faWQYASABKA0SDwoHbG9ncHJvYhgCIAEoAiKBAgoQR2VuZXJhdGVGaW5pc2hlZBIwCg1maW5pc2hfcmVhc29uGAEgASgOMhkub3V0cmlkZXIudjEuRmluaXNoUmVhc29uEhcKDXN0b3BfdG9rZW5faWQYAiABKA1IABIVCgtzdG9wX3N0cmluZxgDIAEoCUgAEiEKBXVzYWdlGAQgASgLMhIub3V0cmlkZXIudjEuVXNhZ2USMwoLc3BlY3VsYXRpb24YBSABKAsyHi5vdXRyaWRlci52MS5TcGVjdWxhdGlvblRvdGFscxIoCgV0aW1lcxgGIAEoCzIZLm91dHJpZGVyLnYxLlJlcXVlc3RUaW1lc0IJCgdtYXRjaGVkIr0BCgVVc2FnZRIVCg1wcm9tcHRfdG9rZW5zGAEgASgNEhkKEWNvbXBsZXRpb25fdG9rZW5zGAIgASgNEiIKGmFjY2VwdGVkX3ByZWRpY3Rpb25fdG9rZW5zGAMgASgNEiIKGnJlamVjdGVkX3ByZWRpY3Rpb25fdG9rZW5zGAQgASgNEg0KBWxvc3N5GAUgASgIEhQKDGxvc3N5X3Rva2VucxgGIAEoDRIVCg1jYWNoZWRfdG9rZW5zGAcgASgNItcBChFTcGVjdWxhdGlvblRvdGFscxINCgVzdGVwcxgBIAEoBBIVCg1kcmFmdGVkX3N0ZXBzGAIgASgEEhYKDmRyYWZ0ZWRfdG9rZW5zGAMgASgEEhcKD2FjY2VwdGVkX3Rva2VucxgEIAEoBBIYChBkcmFmdGVkX2J5X2RlcHRoGAUgAygEEhkKEWFjY2VwdGVkX2J5X2RlcHRoGAYgAygEEh4KFmRyYWZ0X3dhaXRfbmFub3NlY29uZHMYByABKAQSFgoOZmFsbGJhY2tfc3RlcHMYCCABKAQiYgoMUmVxdWVzdFRpbWVzEhkKEXF1ZXVlX25hbm9zZWNvbmRzGAEgASgEEhsKE3ByZWZpbGxfbmFub3NlY29uZHMYAiABKAQSGgoSZGVjb2RlX25hbm9zZWNvbmRzGAMgASgEIqEBCg1WZXJpZnlSZXF1ZXN0Ei0KBG9wZW4YASABKAsyHS5vdXRyaWRlci52MS5PcGVuVmVyaWZpY2F0aW9uSAASJwoEdHJlZRgCIAEoCzIXLm91dHJpZGVyLnYxLlZlcmlmeVRyZWVIABIvCgVjbG9zZRgDIAEoCzIeLm91dHJpZGVyLnYxLkNsb3NlVmVyaWZpY2F0aW9uSABCBwoFZnJhbWUiygEKEE9wZW5WZXJpZmljYXRpb24SEgoKY2xpZW50X3RhZxgBIAEoBBIRCgl0b2tlbl9pZHMYAiADKA0SMQoIc2FtcGxpbmcYAyABKAsyHy5vdXRyaWRlci52MS5TYW1wbGluZ1BhcmFtZXRlcnMSKwoEbW9kZRgEIAEoDjIdLm91dHJpZGVyLnYxLlZlcmlmaWNhdGlvbk1vZGUSLwoHdHlwaWNhbBgFIAEoCzIeLm91dHJpZGVyLnYxLlR5cGljYWxBY2NlcHRhbmNlIlUKClZlcmlmeVRyZWUSEwoLc2VxdWVuY2VfaWQYASABKAQSDAoEc3RlcBgCIAEoBBIkCgR0cmVlGAMgASgLMhYub3V0cmlkZXIudjEuVG9rZW5UcmVlIigKEUNsb3NlVmVyaWZpY2F0aW9uEhMKC3NlcXVlbmNlX2lkGAEgASgEIs8BCg5WZXJpZnlSZXNwb25zZRIxCgZvcGVuZWQYASABKAsyHy5vdXRyaWRlci52MS5WZXJpZmljYXRpb25PcGVuZWRIABInCgd2ZXJkaWN0GAIgASgLMhQub3V0cmlkZXIudjEuVmVyZGljdEgAEjEKBnN0YXR1cxgDIAEoCzIfLm91dHJpZGVyLnYxLlZlcmlmaWNhdGlvblN0YXR1c0gAEiUKB3RpbWluZ3MYBCABKAsyFC5vdXRyaWRlci52MS5UaW1pbmdzQgcKBWZyYW1lIpgBChJWZXJpZmljYXRpb25PcGVuZWQSEgoKY2xpZW50X3RhZxgBIAEoBBITCgtzZXF1ZW5jZV9pZBgCIAEoBBIMCgRzdGVwGAMgASgEEgwKBHNlZWQYBCABKAYSKwoEbW9kZRgFIAEoDjIdLm91dHJpZGVyLnYxLlZlcmlmaWNhdGlvbk1vZGUSEAoIbWF4X3Jvd3MYBiABKA0i4AEKB1ZlcmRpY3QSEwoLc2VxdWVuY2VfaWQYASABKAQSDAoEc3RlcBgCIAEoBBIVCg1hY2NlcHRlZF9yb3dzGAMgAygNEhEKCXRva2VuX2lkcxgEIAMoDRIRCgluZXh0X3N0ZXAYBSABKAQSMAoNZmluaXNoX3JlYXNvbhgGIAEoDjIZLm91dHJpZGVyLnYxLkZpbmlzaFJlYXNvbhIsCghsb2dwcm9icxgHIAMoCzIaLm91dHJpZGVyLnYxLlRva2VuTG9ncHJvYnMSFQoNbW9kZWxfdmVyc2lvbhgIIAEoBCJvChJWZXJpZmljYXRpb25TdGF0dXMSEwoLc2VxdWVuY2VfaWQYASABKAQSEgoKY2xpZW50X3RhZxgCIAEoBBIMCgRzdGVwGAMgASgEEiIKBnN0YXR1cxgEIAEoCzISLmdvb2dsZS5ycGMuU3RhdHVzIhYKFEdldFRhcmdldEluZm9SZXF1ZXN0It8EChVHZXRUYXJnZXRJbmZvUmVzcG9uc2USDQoFbW9kZWwYASABKAkSFwoPdm9jYWJ1bGFyeV9zaXplGAIgASgNEh0KFXRva2VuaXplcl9maW5nZXJwcmludBgDIAEoCRITCgttYXhfY29udGV4dBgEIAEoDRIQCghtYXhfcm93cxgFIAEoDRINCgVkdHlwZRgGIAEoCRIRCglwYWdlX3NpemUYByABKA0SEQoJa3ZfdG9rZW5zGAggASgEEiwKBW1vZGVzGAkgAygOMh0ub3V0cmlkZXIudjEuVmVyaWZpY2F0aW9uTW9kZRIPCgdkcmFmdGVyGAogASgJEhUKDWVuZF90b2tlbl9pZHMYCyADKA0SDwoHdmVyc2lvbhgMIAEoCRIVCg10b3JjaF92ZXJzaW9uGA0gASgJEhYKDnRyaXRvbl92ZXJzaW9uGA4gASgJEg4KBmRldmljZRgPIAEoCRITCgtkZXZpY2VfbmFtZRgQIAEoCRIbChNjYXB0dXJlZF9zdGVwX3NpemVzGBEgASgNEh0KFWNhcHR1cmFibGVfc3RlcF9zaXplcxgSIAEoDRINCgVkcmFmdBgTIAEoCRIXCg9kcmFmdF9jb25uZWN0ZWQYFCABKAgSEwoLc3BlY3VsYXRpbmcYFSABKAgSGgoSc3BlY3VsYXRpb25fcmVhc29uGBYgASgJEhUKDW1vZGVsX3ZlcnNpb24YFyABKAQSFgoOa3ZfdG9rZW5fYnl0ZXMYGCABKAQSFAoMc2VydmVkX25hbWVzGBkgAygJEg4KBnRlbmFudBgaIAEoCSJZChRVcGRhdGVXZWlnaHRzUmVxdWVzdBIpCgViZWdpbhgBIAEoCzIYLm91dHJpZGVyLnYxLkJlZ2luVXBkYXRlSAASDgoEZGF0YRgCIAEoDEgAQgYKBHBhcnQigwEKC0JlZ2luVXBkYXRlEhAKBmZvbGRlchgBIAEoCUgAEikKBWZpbGVzGAIgASgLMhgub3V0cmlkZXIudjEuV2VpZ2h0RmlsZXNIABItCgdydW5uaW5nGAMgASgOMhwub3V0cmlkZXIudjEuUnVubmluZ1JlcXVlc3RzQggKBnNvdXJjZSIcCgtXZWlnaHRGaWxlcxINCgVzaXplcxgBIAMoBCK+AQoVVXBkYXRlV2VpZ2h0c1Jlc3BvbnNlEhUKDW1vZGVsX3ZlcnNpb24YASABKAQSDwoHdGVuc29ycxgCIAEoDRINCgVieXRlcxgDIAEoBBIbChNwcmVwYXJlX25hbm9zZWNvbmRzGAQgASgEEhkKEXBhdXNlX25hbm9zZWNvbmRzGAUgASgEEhkKEWFib3J0ZWRfc2VxdWVuY2VzGAYgASgNEhsKE2NvbnRpbnVlZF9zZXF1ZW5jZXMYByABKA0qggEKDEZpbmlzaFJlYXNvbhIdChlGSU5JU0hfUkVBU09OX1VOU1BFQ0lGSUVEEAASIQodRklOSVNIX1JFQVNPTl9FTkRfT0ZfU0VRVUVOQ0UQARIWChJGSU5JU0hfUkVBU09OX1NUT1AQAhIYChRGSU5JU0hfUkVBU09OX0xFTkdUSBADKm8KClRvb2xDaG9pY2USGwoXVE9PTF9DSE9JQ0VfVU5TUEVDSUZJRUQQABIUChBUT09MX0NIT0lDRV9BVVRPEAESFAoQVE9PTF9DSE9JQ0VfTk9ORRACEhgKFFRPT0xfQ0hPSUNFX1JFUVVJUkVEEAMqigEKD1J1bm5pbmdSZXF1ZXN0cxIgChxSVU5OSU5HX1JFUVVFU1RTX1VOU1BFQ0lGSUVEEAASGgoWUlVOTklOR19SRVFVRVNUU19EUkFJThABEhoKFlJVTk5JTkdfUkVRVUVTVFNfQUJPUlQQAhIdChlSVU5OSU5HX1JFUVVFU1RTX0NPTlRJTlVFEAMy0wIKDVRhcmdldFNlcnZpY2USSQoIR2VuZXJhdGUSHC5vdXRyaWRlci52MS5HZW5lcmF0ZVJlcXVlc3QaHS5vdXRyaWRlci52MS5HZW5lcmF0ZVJlc3BvbnNlMAESRQoGVmVyaWZ5Ehoub3V0cmlkZXIudjEuVmVyaWZ5UmVxdWVzdBobLm91dHJpZGVyLnYxLlZlcmlmeVJlc3BvbnNlKAEwARJWCg1HZXRUYXJnZXRJbmZvEiEub3V0cmlkZXIudjEuR2V0VGFyZ2V0SW5mb1JlcXVlc3QaIi5vdXRyaWRlci52MS5HZXRUYXJnZXRJbmZvUmVzcG9uc2USWAoNVXBkYXRlV2VpZ2h0cxIhLm91dHJpZGVyLnYxLlVwZGF0ZVdlaWdodHNSZXF1ZXN0GiIub3V0cmlkZXIudjEuVXBkYXRlV2VpZ2h0c1Jlc3BvbnNlKAFCK1opb3V0cmlkZXIvY2xpZW50cy9nby9vdXRyaWRlcnYxO291dHJpZGVydjFiBnByb3RvMw", [file_google_protobuf_struct, file_google_rpc_status, file_outrider_v1_tree]);
 
 /**
  * GenerateRequest asks for one continuation.
@@ -105,6 +105,13 @@ export type GenerateRequest = Message<"outrider.v1.GenerateRequest"> & {
    * @generated from field: optional bool special_tokens = 9;
    */
   specialTokens?: boolean;
+
+  /**
+   * answer_parts asks for GenerateChunk.parts of the answer to a chat. Default false.
+   *
+   * @generated from field: bool answer_parts = 10;
+   */
+  answerParts: boolean;
 };
 
 /**
@@ -188,6 +195,13 @@ export type ChatInput = Message<"outrider.v1.ChatInput"> & {
    * @generated from field: google.protobuf.Struct template_arguments = 4;
    */
   templateArguments?: JsonObject;
+
+  /**
+   * tools that the answer may call. Default none. FAILED_PRECONDITION where nobody knows how the model calls tools.
+   *
+   * @generated from field: outrider.v1.Tools tools = 5;
+   */
+  tools?: Tools;
 };
 
 /**
@@ -204,18 +218,46 @@ export const ChatInputSchema: GenMessage<ChatInput> = /*@__PURE__*/
  */
 export type ChatMessage = Message<"outrider.v1.ChatMessage"> & {
   /**
-   * role is "system", "user" or "assistant".
+   * role is "system", "user", "assistant" or "tool".
    *
    * @generated from field: string role = 1;
    */
   role: string;
 
   /**
-   * content of the turn.
+   * content of the turn; of a tool's what its call returned.
    *
    * @generated from field: string content = 2;
    */
   content: string;
+
+  /**
+   * tool_calls that the assistant made in this turn. INVALID_ARGUMENT in another role's.
+   *
+   * @generated from field: repeated outrider.v1.ToolCall tool_calls = 3;
+   */
+  toolCalls: ToolCall[];
+
+  /**
+   * tool_call_id names the call that a tool's turn answers. INVALID_ARGUMENT in another role's.
+   *
+   * @generated from field: string tool_call_id = 4;
+   */
+  toolCallId: string;
+
+  /**
+   * name of the tool whose turn it is. Default: that of the call. INVALID_ARGUMENT in another role's.
+   *
+   * @generated from field: string name = 5;
+   */
+  name: string;
+
+  /**
+   * reasoning of the assistant before its answer; chat templates may leave it out. INVALID_ARGUMENT in another role's.
+   *
+   * @generated from field: string reasoning = 6;
+   */
+  reasoning: string;
 };
 
 /**
@@ -224,6 +266,85 @@ export type ChatMessage = Message<"outrider.v1.ChatMessage"> & {
  */
 export const ChatMessageSchema: GenMessage<ChatMessage> = /*@__PURE__*/
   messageDesc(file_outrider_v1_target, 3);
+
+/**
+ * ToolCall is a call of a tool in the history.
+ *
+ * @generated from message outrider.v1.ToolCall
+ */
+export type ToolCall = Message<"outrider.v1.ToolCall"> & {
+  /**
+   * id of the call, which the tool's turn names.
+   *
+   * @generated from field: string id = 1;
+   */
+  id: string;
+
+  /**
+   * name of the tool, not empty.
+   *
+   * @generated from field: string name = 2;
+   */
+  name: string;
+
+  /**
+   * arguments as JSON. The chat template gets an object where they are one, and the text as it stands where not.
+   *
+   * @generated from field: string arguments = 3;
+   */
+  arguments: string;
+};
+
+/**
+ * Describes the message outrider.v1.ToolCall.
+ * Use `create(ToolCallSchema)` to create a new message.
+ */
+export const ToolCallSchema: GenMessage<ToolCall> = /*@__PURE__*/
+  messageDesc(file_outrider_v1_target, 4);
+
+/**
+ * Tools are what an answer may call.
+ *
+ * @generated from message outrider.v1.Tools
+ */
+export type Tools = Message<"outrider.v1.Tools"> & {
+  /**
+   * definitions as JSON: a list of {"type": "function", "function": {"name", "description", "parameters"}}, in which
+   * parameters are a JSON Schema of an object. The chat template gets them as they stand. At most 128 tools of different
+   * names, at most 256 KiB.
+   *
+   * @generated from field: string definitions = 1;
+   */
+  definitions: string;
+
+  /**
+   * choice says whether tools are called. Default AUTO.
+   *
+   * @generated from field: outrider.v1.ToolChoice choice = 2;
+   */
+  choice: ToolChoice;
+
+  /**
+   * name of the one tool that is called, with TOOL_CHOICE_REQUIRED. Default: any of them.
+   *
+   * @generated from field: string name = 3;
+   */
+  name: string;
+
+  /**
+   * single_call keeps the answer to one call at most. Default false.
+   *
+   * @generated from field: bool single_call = 4;
+   */
+  singleCall: boolean;
+};
+
+/**
+ * Describes the message outrider.v1.Tools.
+ * Use `create(ToolsSchema)` to create a new message.
+ */
+export const ToolsSchema: GenMessage<Tools> = /*@__PURE__*/
+  messageDesc(file_outrider_v1_target, 5);
 
 /**
  * TokenInput is a text in token ids.
@@ -244,7 +365,7 @@ export type TokenInput = Message<"outrider.v1.TokenInput"> & {
  * Use `create(TokenInputSchema)` to create a new message.
  */
 export const TokenInputSchema: GenMessage<TokenInput> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 4);
+  messageDesc(file_outrider_v1_target, 6);
 
 /**
  * SpeculationOptions say how drafts are used for one request.
@@ -307,7 +428,7 @@ export type SpeculationOptions = Message<"outrider.v1.SpeculationOptions"> & {
  * Use `create(SpeculationOptionsSchema)` to create a new message.
  */
 export const SpeculationOptionsSchema: GenMessage<SpeculationOptions> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 5);
+  messageDesc(file_outrider_v1_target, 7);
 
 /**
  * GenerateResponse is one event of a generation.
@@ -359,7 +480,7 @@ export type GenerateResponse = Message<"outrider.v1.GenerateResponse"> & {
  * Use `create(GenerateResponseSchema)` to create a new message.
  */
 export const GenerateResponseSchema: GenMessage<GenerateResponse> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 6);
+  messageDesc(file_outrider_v1_target, 8);
 
 /**
  * GenerateStarted tells what was accepted.
@@ -415,7 +536,7 @@ export type GenerateStarted = Message<"outrider.v1.GenerateStarted"> & {
  * Use `create(GenerateStartedSchema)` to create a new message.
  */
 export const GenerateStartedSchema: GenMessage<GenerateStarted> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 7);
+  messageDesc(file_outrider_v1_target, 9);
 
 /**
  * GenerateChunk carries the tokens of one step, or of several steps in a row: where they were launched at once, or for
@@ -492,6 +613,15 @@ export type GenerateChunk = Message<"outrider.v1.GenerateChunk"> & {
    * @generated from field: map<uint32, outrider.v1.TokenText> token_texts = 9;
    */
   tokenTexts: { [key: number]: TokenText };
+
+  /**
+   * parts of the answer, in order, where GenerateRequest.answer_parts asks for them and the model's way of marking its
+   * reasoning or its tool calls is known; text is empty then. Where it is not, and for an answer that cannot have any,
+   * text has it all.
+   *
+   * @generated from field: repeated outrider.v1.AnswerPart parts = 10;
+   */
+  parts: AnswerPart[];
 };
 
 /**
@@ -499,7 +629,95 @@ export type GenerateChunk = Message<"outrider.v1.GenerateChunk"> & {
  * Use `create(GenerateChunkSchema)` to create a new message.
  */
 export const GenerateChunkSchema: GenMessage<GenerateChunk> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 8);
+  messageDesc(file_outrider_v1_target, 10);
+
+/**
+ * AnswerPart is a piece of an answer. Pieces of one kind in a row belong together.
+ *
+ * @generated from message outrider.v1.AnswerPart
+ */
+export type AnswerPart = Message<"outrider.v1.AnswerPart"> & {
+  /**
+   * part is what the piece belongs to.
+   *
+   * @generated from oneof outrider.v1.AnswerPart.part
+   */
+  part: {
+    /**
+     * text for the reader.
+     *
+     * @generated from field: string text = 1;
+     */
+    value: string;
+    case: "text";
+  } | {
+    /**
+     * reasoning before or between the text.
+     *
+     * @generated from field: string reasoning = 2;
+     */
+    value: string;
+    case: "reasoning";
+  } | {
+    /**
+     * tool_call of the answer.
+     *
+     * @generated from field: outrider.v1.ToolCallPiece tool_call = 3;
+     */
+    value: ToolCallPiece;
+    case: "toolCall";
+  } | { case: undefined; value?: undefined };
+};
+
+/**
+ * Describes the message outrider.v1.AnswerPart.
+ * Use `create(AnswerPartSchema)` to create a new message.
+ */
+export const AnswerPartSchema: GenMessage<AnswerPart> = /*@__PURE__*/
+  messageDesc(file_outrider_v1_target, 11);
+
+/**
+ * ToolCallPiece is a piece of a tool call.
+ *
+ * @generated from message outrider.v1.ToolCallPiece
+ */
+export type ToolCallPiece = Message<"outrider.v1.ToolCallPiece"> & {
+  /**
+   * index of the call in the answer, from 0.
+   *
+   * @generated from field: uint32 index = 1;
+   */
+  index: number;
+
+  /**
+   * id of the call; set with its first piece alone.
+   *
+   * @generated from field: string id = 2;
+   */
+  id: string;
+
+  /**
+   * name of the tool; set with its first piece alone.
+   *
+   * @generated from field: string name = 3;
+   */
+  name: string;
+
+  /**
+   * arguments are the next piece of the call's JSON. With TOOL_CHOICE_AUTO the whole is what the model wrote, and may be
+   * no JSON.
+   *
+   * @generated from field: string arguments = 4;
+   */
+  arguments: string;
+};
+
+/**
+ * Describes the message outrider.v1.ToolCallPiece.
+ * Use `create(ToolCallPieceSchema)` to create a new message.
+ */
+export const ToolCallPieceSchema: GenMessage<ToolCallPiece> = /*@__PURE__*/
+  messageDesc(file_outrider_v1_target, 12);
 
 /**
  * TokenText is the text of one token by itself.
@@ -528,7 +746,7 @@ export type TokenText = Message<"outrider.v1.TokenText"> & {
  * Use `create(TokenTextSchema)` to create a new message.
  */
 export const TokenTextSchema: GenMessage<TokenText> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 9);
+  messageDesc(file_outrider_v1_target, 13);
 
 /**
  * VerifiedTree is what one step verified.
@@ -556,7 +774,7 @@ export type VerifiedTree = Message<"outrider.v1.VerifiedTree"> & {
  * Use `create(VerifiedTreeSchema)` to create a new message.
  */
 export const VerifiedTreeSchema: GenMessage<VerifiedTree> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 10);
+  messageDesc(file_outrider_v1_target, 14);
 
 /**
  * TokenLogprobs are log-probabilities before penalties and filters.
@@ -584,7 +802,7 @@ export type TokenLogprobs = Message<"outrider.v1.TokenLogprobs"> & {
  * Use `create(TokenLogprobsSchema)` to create a new message.
  */
 export const TokenLogprobsSchema: GenMessage<TokenLogprobs> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 11);
+  messageDesc(file_outrider_v1_target, 15);
 
 /**
  * TopLogprob is one alternative.
@@ -612,7 +830,7 @@ export type TopLogprob = Message<"outrider.v1.TopLogprob"> & {
  * Use `create(TopLogprobSchema)` to create a new message.
  */
 export const TopLogprobSchema: GenMessage<TopLogprob> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 12);
+  messageDesc(file_outrider_v1_target, 16);
 
 /**
  * GenerateFinished ends a generation.
@@ -677,7 +895,7 @@ export type GenerateFinished = Message<"outrider.v1.GenerateFinished"> & {
  * Use `create(GenerateFinishedSchema)` to create a new message.
  */
 export const GenerateFinishedSchema: GenMessage<GenerateFinished> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 13);
+  messageDesc(file_outrider_v1_target, 17);
 
 /**
  * Usage counts tokens.
@@ -745,7 +963,7 @@ export type Usage = Message<"outrider.v1.Usage"> & {
  * Use `create(UsageSchema)` to create a new message.
  */
 export const UsageSchema: GenMessage<Usage> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 14);
+  messageDesc(file_outrider_v1_target, 18);
 
 /**
  * SpeculationTotals sum up what drafting did for one request. Mean accepted length counting the target's own token
@@ -816,7 +1034,7 @@ export type SpeculationTotals = Message<"outrider.v1.SpeculationTotals"> & {
  * Use `create(SpeculationTotalsSchema)` to create a new message.
  */
 export const SpeculationTotalsSchema: GenMessage<SpeculationTotals> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 15);
+  messageDesc(file_outrider_v1_target, 19);
 
 /**
  * RequestTimes are the phases of one request.
@@ -851,7 +1069,7 @@ export type RequestTimes = Message<"outrider.v1.RequestTimes"> & {
  * Use `create(RequestTimesSchema)` to create a new message.
  */
 export const RequestTimesSchema: GenMessage<RequestTimes> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 16);
+  messageDesc(file_outrider_v1_target, 20);
 
 /**
  * VerifyRequest is one frame from a client that drafts for itself.
@@ -896,7 +1114,7 @@ export type VerifyRequest = Message<"outrider.v1.VerifyRequest"> & {
  * Use `create(VerifyRequestSchema)` to create a new message.
  */
 export const VerifyRequestSchema: GenMessage<VerifyRequest> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 17);
+  messageDesc(file_outrider_v1_target, 21);
 
 /**
  * OpenVerification starts a sequence.
@@ -945,7 +1163,7 @@ export type OpenVerification = Message<"outrider.v1.OpenVerification"> & {
  * Use `create(OpenVerificationSchema)` to create a new message.
  */
 export const OpenVerificationSchema: GenMessage<OpenVerification> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 18);
+  messageDesc(file_outrider_v1_target, 22);
 
 /**
  * VerifyTree asks for one step.
@@ -981,7 +1199,7 @@ export type VerifyTree = Message<"outrider.v1.VerifyTree"> & {
  * Use `create(VerifyTreeSchema)` to create a new message.
  */
 export const VerifyTreeSchema: GenMessage<VerifyTree> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 19);
+  messageDesc(file_outrider_v1_target, 23);
 
 /**
  * CloseVerification ends a sequence.
@@ -1002,7 +1220,7 @@ export type CloseVerification = Message<"outrider.v1.CloseVerification"> & {
  * Use `create(CloseVerificationSchema)` to create a new message.
  */
 export const CloseVerificationSchema: GenMessage<CloseVerification> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 20);
+  messageDesc(file_outrider_v1_target, 24);
 
 /**
  * VerifyResponse is one frame to a client that drafts for itself.
@@ -1054,7 +1272,7 @@ export type VerifyResponse = Message<"outrider.v1.VerifyResponse"> & {
  * Use `create(VerifyResponseSchema)` to create a new message.
  */
 export const VerifyResponseSchema: GenMessage<VerifyResponse> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 21);
+  messageDesc(file_outrider_v1_target, 25);
 
 /**
  * VerificationOpened acknowledges an open.
@@ -1110,7 +1328,7 @@ export type VerificationOpened = Message<"outrider.v1.VerificationOpened"> & {
  * Use `create(VerificationOpenedSchema)` to create a new message.
  */
 export const VerificationOpenedSchema: GenMessage<VerificationOpened> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 22);
+  messageDesc(file_outrider_v1_target, 26);
 
 /**
  * Verdict is the result of one step.
@@ -1181,7 +1399,7 @@ export type Verdict = Message<"outrider.v1.Verdict"> & {
  * Use `create(VerdictSchema)` to create a new message.
  */
 export const VerdictSchema: GenMessage<Verdict> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 23);
+  messageDesc(file_outrider_v1_target, 27);
 
 /**
  * VerificationStatus reports that a frame failed.
@@ -1223,7 +1441,7 @@ export type VerificationStatus = Message<"outrider.v1.VerificationStatus"> & {
  * Use `create(VerificationStatusSchema)` to create a new message.
  */
 export const VerificationStatusSchema: GenMessage<VerificationStatus> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 24);
+  messageDesc(file_outrider_v1_target, 28);
 
 /**
  * GetTargetInfoRequest asks what is served.
@@ -1238,7 +1456,7 @@ export type GetTargetInfoRequest = Message<"outrider.v1.GetTargetInfoRequest"> &
  * Use `create(GetTargetInfoRequestSchema)` to create a new message.
  */
 export const GetTargetInfoRequestSchema: GenMessage<GetTargetInfoRequest> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 25);
+  messageDesc(file_outrider_v1_target, 29);
 
 /**
  * GetTargetInfoResponse describes the target.
@@ -1437,7 +1655,7 @@ export type GetTargetInfoResponse = Message<"outrider.v1.GetTargetInfoResponse">
  * Use `create(GetTargetInfoResponseSchema)` to create a new message.
  */
 export const GetTargetInfoResponseSchema: GenMessage<GetTargetInfoResponse> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 26);
+  messageDesc(file_outrider_v1_target, 30);
 
 /**
  * UpdateWeightsRequest is a piece of an update. The first message begins it, and all others carry data.
@@ -1474,7 +1692,7 @@ export type UpdateWeightsRequest = Message<"outrider.v1.UpdateWeightsRequest"> &
  * Use `create(UpdateWeightsRequestSchema)` to create a new message.
  */
 export const UpdateWeightsRequestSchema: GenMessage<UpdateWeightsRequest> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 27);
+  messageDesc(file_outrider_v1_target, 31);
 
 /**
  * BeginUpdate says where weights come from, and what becomes of running requests.
@@ -1520,7 +1738,7 @@ export type BeginUpdate = Message<"outrider.v1.BeginUpdate"> & {
  * Use `create(BeginUpdateSchema)` to create a new message.
  */
 export const BeginUpdateSchema: GenMessage<BeginUpdate> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 28);
+  messageDesc(file_outrider_v1_target, 32);
 
 /**
  * WeightFiles are safetensors files that a stream carries one after the other.
@@ -1541,7 +1759,7 @@ export type WeightFiles = Message<"outrider.v1.WeightFiles"> & {
  * Use `create(WeightFilesSchema)` to create a new message.
  */
 export const WeightFilesSchema: GenMessage<WeightFiles> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 29);
+  messageDesc(file_outrider_v1_target, 33);
 
 /**
  * UpdateWeightsResponse says what was exchanged, once the new weights are in force.
@@ -1604,7 +1822,7 @@ export type UpdateWeightsResponse = Message<"outrider.v1.UpdateWeightsResponse">
  * Use `create(UpdateWeightsResponseSchema)` to create a new message.
  */
 export const UpdateWeightsResponseSchema: GenMessage<UpdateWeightsResponse> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 30);
+  messageDesc(file_outrider_v1_target, 34);
 
 /**
  * FinishReason says why a sequence ended.
@@ -1648,6 +1866,48 @@ export const FinishReasonSchema: GenEnum<FinishReason> = /*@__PURE__*/
   enumDesc(file_outrider_v1_target, 0);
 
 /**
+ * ToolChoice says whether an answer calls tools.
+ *
+ * @generated from enum outrider.v1.ToolChoice
+ */
+export enum ToolChoice {
+  /**
+   * TOOL_CHOICE_UNSPECIFIED is AUTO.
+   *
+   * @generated from enum value: TOOL_CHOICE_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * TOOL_CHOICE_AUTO leaves it to the model. The arguments are what the model writes.
+   *
+   * @generated from enum value: TOOL_CHOICE_AUTO = 1;
+   */
+  AUTO = 1,
+
+  /**
+   * TOOL_CHOICE_NONE shows the tools to the model, and takes what it writes as text.
+   *
+   * @generated from enum value: TOOL_CHOICE_NONE = 2;
+   */
+  NONE = 2,
+
+  /**
+   * TOOL_CHOICE_REQUIRED keeps the answer to calls of tools, whose arguments match their schemas.
+   * INVALID_ARGUMENT for schemas that SamplingParameters.structured_output would refuse, and beside one of those.
+   *
+   * @generated from enum value: TOOL_CHOICE_REQUIRED = 3;
+   */
+  REQUIRED = 3,
+}
+
+/**
+ * Describes the enum outrider.v1.ToolChoice.
+ */
+export const ToolChoiceSchema: GenEnum<ToolChoice> = /*@__PURE__*/
+  enumDesc(file_outrider_v1_target, 1);
+
+/**
  * RunningRequests says what becomes of requests that have begun when weights are exchanged. Those that still wait run
  * with the new weights, whatever it is.
  *
@@ -1689,7 +1949,7 @@ export enum RunningRequests {
  * Describes the enum outrider.v1.RunningRequests.
  */
 export const RunningRequestsSchema: GenEnum<RunningRequests> = /*@__PURE__*/
-  enumDesc(file_outrider_v1_target, 1);
+  enumDesc(file_outrider_v1_target, 2);
 
 /**
  * TargetService generates text, and verifies trees for clients that draft for themselves.
