@@ -74,7 +74,7 @@ class Generation:
         request, and again as `policy` allows, within `timeout` seconds in all."""
         self._policy = policy
         self._timeout = timeout
-        self._cancelled = False
+        self._cancelled = asyncio.Event()
         self._begin = begin
         self._address = address
         self._span = span
@@ -96,7 +96,7 @@ class Generation:
 
     def cancel(self) -> None:
         """End the request. Does nothing once it has finished."""
-        self._cancelled = True
+        self._cancelled.set()
         if self._call is not None and self._result is None:
             self._call.cancel()
             self._span.end("CANCELLED")
@@ -146,7 +146,7 @@ class Generation:
         self._begun_at = time.perf_counter()
 
         async def attempt(left: float | None) -> object:
-            if self._cancelled:
+            if self._cancelled.is_set():
                 raise asyncio.CancelledError
             self._call = self._begin(timeout=left)
             try:
@@ -155,7 +155,8 @@ class Generation:
                 raise typed_error(error, self._address) from error
 
         try:
-            return await self._policy.call(math.inf if self._timeout is None else self._timeout, attempt)
+            timeout = math.inf if self._timeout is None else self._timeout
+            return await self._policy.call(timeout, attempt, self._cancelled)
         except (OutriderError, ServiceUnreachable) as error:
             raise self._failed(error) from error.__cause__
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import random
 from collections.abc import Awaitable, Callable
@@ -37,9 +38,15 @@ class Policy:
         if self.attempts < 1:
             raise ValueError(f"attempts: expected at least 1, got {self.attempts}")
 
-    async def call(self, timeout: float | None, begin: Callable[[float | None], Awaitable[Answer]]) -> Answer:
+    async def call(
+        self,
+        timeout: float | None,
+        begin: Callable[[float | None], Awaitable[Answer]],
+        cancelled: asyncio.Event | None = None,
+    ) -> Answer:
         """The result of `begin`, which gets a timeout in seconds and raises errors of `outrider.errors`. `timeout` is
-        for all attempts: `call_timeout` if None, and infinite for none."""
+        for all attempts: `call_timeout` if None, and infinite for none. A wait for the next attempt ends early when
+        `cancelled` is set; `begin` then has to raise."""
         now = asyncio.get_running_loop().time
         seconds = self.call_timeout if timeout is None else timeout
         end = math.inf if seconds is None else now() + seconds
@@ -54,7 +61,8 @@ class Policy:
                 wait = error.retry_after * 2 ** (made - 1) * (1 + random.uniform(0, _SPREAD))
                 if wait >= end - now():
                     raise
-            await asyncio.sleep(wait)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for((cancelled or asyncio.Event()).wait(), wait)
 
 
 # For programs that set their own deadlines for generations and handle refusals themselves.

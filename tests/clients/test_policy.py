@@ -8,12 +8,14 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from waits import HUNG_SECONDS
+from waits import HUNG_SECONDS, until
 
 from outrider import errors
 from outrider_client import Client, FinishReason, Policy, SamplingParams, ServiceUnreachable, SyncClient, TokenTree
 
 SHORT = 0.1
+# Waits between two attempts, with `long_waits`.
+PATIENT = Policy(call_timeout=10 * HUNG_SECONDS, generate_timeout=10 * HUNG_SECONDS)
 CALLS: dict[str, Callable[[Client], Awaitable[object]]] = {
     "info": lambda client: client.info(),
     "generate": lambda client: client.generate(text="x").result(),
@@ -24,6 +26,12 @@ CALLS: dict[str, Callable[[Client], Awaitable[object]]] = {
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Services that ask to wait for a moment only."""
     monkeypatch.setattr(errors.QuotaExceeded, "retry_after", SHORT)
+
+
+@pytest.fixture
+def long_waits(monkeypatch: pytest.MonkeyPatch, short_waits: None) -> None:  # noqa: ARG001
+    """Services that ask to wait for longer than any test does."""
+    monkeypatch.setattr(errors.QuotaExceeded, "retry_after", 2 * HUNG_SECONDS)
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
@@ -43,9 +51,10 @@ class TestRetries:
                 await call(client)
         assert len(running.target.came) == 2
 
+    @pytest.mark.usefixtures("long_waits")
     async def test_no_wait_past_the_deadline(self, running: Any, call: Callable[[Client], Awaitable[object]]) -> None:
         running.target.refusals = 9
-        policy = Policy(call_timeout=SHORT * 0.9, generate_timeout=SHORT * 0.9)
+        policy = Policy(call_timeout=HUNG_SECONDS, generate_timeout=HUNG_SECONDS)
         async with Client.connect(running.address, policy=policy) as client:
             with pytest.raises(errors.QuotaExceeded):
                 await call(client)
@@ -67,13 +76,13 @@ async def test_a_refusal_that_stays_is_not_tried_again(running: Any) -> None:
     assert len(running.target.came) == 1
 
 
+@pytest.mark.usefixtures("long_waits")
 async def test_cancelled_while_it_waits(running: Any) -> None:
     running.target.refusals = 1
-    async with Client.connect(running.address) as client:
+    async with Client.connect(running.address, policy=PATIENT) as client:
         generation = client.generate(text="x")
         reading = asyncio.create_task(generation.result())
-        while not running.target.came:
-            await asyncio.sleep(0.01)
+        await until(lambda: running.target.came)
         generation.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reading
@@ -156,9 +165,10 @@ class TestSynchronous:
 
         await asyncio.to_thread(program)
 
+    @pytest.mark.usefixtures("long_waits")
     @pytest.mark.parametrize("work", ["verify", "generate", "retry"])
     async def test_closing_ends_the_calls_of_other_threads(self, running: Any, work: str) -> None:
-        running.target.step_seconds = 60.0
+        running.target.step_seconds = HUNG_SECONDS
         running.target.refusals = 4 if work == "retry" else 0
 
         def call(client: SyncClient) -> None:
@@ -171,7 +181,7 @@ class TestSynchronous:
             else:
                 client.info()
 
-        client = SyncClient.connect(running.address)
+        client = SyncClient.connect(running.address, policy=PATIENT)
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[BaseException | None] = loop.create_future()
 
@@ -185,7 +195,7 @@ class TestSynchronous:
 
         # A daemon, since the interpreter waits for other threads at its end.
         threading.Thread(target=program, daemon=True).start()
-        await asyncio.sleep(0.3)
+        await until(lambda: running.target.trees if work == "verify" else running.target.came)
         await asyncio.to_thread(client.close)
         error = await asyncio.wait_for(ended, HUNG_SECONDS)
         assert isinstance(error, RuntimeError) and str(error) == "the client is closed"
@@ -222,9 +232,7 @@ class TestSynchronous:
         client = await asyncio.to_thread(SyncClient.connect, running.address)
         try:
             await asyncio.to_thread(program)
-            async with asyncio.timeout(HUNG_SECONDS):
-                while not running.target.cancelled:
-                    await asyncio.sleep(0.02)
+            await until(lambda: running.target.cancelled)
         finally:
             await asyncio.to_thread(client.close)
 
