@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -20,3 +22,9 @@ async def ready(channel: grpc.aio.Channel, service: str = "") -> None:
             continue
         finally:
             watch.cancel()
+
+
+async def becomes(watch: Any, status: Any) -> None:
+    """Return once a health watch says `status`, whatever it says before."""
+    while (await watch.read()).status != status:
+        pass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 # Far longer than anything takes on a machine that ten others use as well, and far shorter than pytest's own limit.
 HUNG_SECONDS = 300.0
@@ -24,3 +24,9 @@ def wait_until(condition: Callable[[], object], problem: str = "it did not come 
     while not condition():
         assert time.monotonic() < hung, problem
         time.sleep(_PAUSE_SECONDS)
+
+
+def ever_longer() -> Iterator[float]:
+    """Seconds for a limit that has to pass only after something was done in time: each is tried once the one before
+    was too short for that, and the last is `HUNG_SECONDS`."""
+    yield from (0.5, 4.0, 32.0, HUNG_SECONDS)

@@ -27,12 +27,12 @@ class _Verification:
 
     trace: RequestTrace
     length: int
+    active_at: float
     step: int = 0
     pending: bytes | None = None
     answered: bytes | None = None
     answer: pb.VerifyResponse | None = None
     ended: bool = False
-    active_at: float = field(default_factory=time.monotonic)
 
 
 @dataclass(eq=False)
@@ -123,7 +123,7 @@ class VerifyStream:
             trace.failed(error)
             raise
         trace.accepted(sequence_id, request, served.name)
-        self._verifications[sequence_id] = _Verification(trace, len(request.token_ids))
+        self._verifications[sequence_id] = _Verification(trace, len(request.token_ids), time.monotonic())
         self._send(replies.opened(frame.client_tag, sequence_id, request, served.max_rows))
 
     def _verify(self, frame: pb.VerifyTree) -> None:

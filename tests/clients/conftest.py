@@ -59,6 +59,9 @@ class ScriptedTarget(target_pb2_grpc.TargetServiceServicer):
     lingers: float = 0.0
     came: list[float] = field(default_factory=list)
     deadlines: list[float | None] = field(default_factory=list)
+    # How many sequences and trees came on Verify streams.
+    opens: int = 0
+    trees: int = 0
     # The answers of Verify streams wait for it.
     answering: asyncio.Event = field(default_factory=asyncio.Event)
     # Sequences of Verify streams that their clients have closed.
@@ -121,6 +124,8 @@ class ScriptedTarget(target_pb2_grpc.TargetServiceServicer):
     async def Verify(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
         sequences: dict[int, int] = {}
         async for frame in request_iterator:
+            self.opens += frame.HasField("open")
+            self.trees += frame.HasField("tree")
             response = self._verify(frame, sequences)
             await self.answering.wait()
             if response is not None:

@@ -359,7 +359,7 @@ async def test_closing_ends_the_steps_under_way(running: Any, ending: str) -> No
         sequence = await session.open([1])
         running.target.answering.clear()
         step = asyncio.create_task(sequence.verify(TokenTree.root_only(1)))
-        await asyncio.sleep(0.1)
+        await until(lambda: running.target.trees)
         await {"client": client, "session": session, "sequence": sequence}[ending].close()
         with pytest.raises(errors.UnknownSequence if ending == "sequence" else ServiceUnreachable):
             await asyncio.wait_for(step, HUNG_SECONDS)
@@ -380,8 +380,10 @@ async def test_the_verdict_of_a_cancelled_step_is_not_the_next_ones(running: Any
     async with Client.connect(running.address) as client, client.verify() as session:
         sequence, other = await session.open([1]), await session.open([2])
         running.target.answering.clear()
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(sequence.verify(TokenTree((1, 3), (0, 0), (1.0, 1.0))), 0.1)
+        step = asyncio.create_task(sequence.verify(TokenTree((1, 3), (0, 0), (1.0, 1.0))))
+        await until(lambda: running.target.trees)
+        step.cancel()
+        await asyncio.wait([step])
         with pytest.raises(RuntimeError, match="one tree at a time"):
             await sequence.verify(TokenTree.root_only(1))
         running.target.answering.set()
@@ -409,13 +411,13 @@ async def test_a_step_cancelled_as_its_frame_is_written_leaves_the_stream(runnin
 async def test_a_cancelled_open_leaves_nothing_at_the_target(running: Any) -> None:
     async with Client.connect(running.address) as client, client.verify() as session:
         running.target.answering.clear()
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(session.open([1]), 0.1)
+        opening = asyncio.create_task(session.open([1]))
+        await until(lambda: running.target.opens)
+        opening.cancel()
+        await asyncio.wait([opening])
         running.target.answering.set()
         kept = await session.open([2])
-        async with asyncio.timeout(HUNG_SECONDS):
-            while not running.target.closed:
-                await asyncio.sleep(0.01)
+        await until(lambda: running.target.closed)
         assert (running.target.closed, kept.sequence_id) == ([1], 2)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import grpc
 import pytest
 from draft_harness import Draft, draft_over
 from scripted_drafter import CORPUS_QUOTA, opening
+from waits import ever_longer
 
 from draft_service.drafters.base import create
 from draft_service.server import MAX_CORPUS_TOKENS, SERVICE_NAME
@@ -95,10 +97,15 @@ class TestFirstMessages:
                 assert isinstance(error_of_rpc(caught.value), DeadlineExceeded)
 
     async def test_a_stream_that_has_begun_may_be_silent(self) -> None:
-        async with draft_over(first_message_seconds=1.0) as draft, draft.stream() as stream:
-            await asyncio.sleep(1.5)
-            await stream.open(opening())
-            await stream.opened()
+        for seconds in ever_longer():
+            # Where its first frame came too late for the limit.
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                async with draft_over(first_message_seconds=seconds) as draft, draft.stream() as stream:
+                    await asyncio.sleep(1.5 * seconds)
+                    await stream.open(opening())
+                    await stream.opened()
+                return
+        pytest.fail("no limit was long enough")
 
 
 class TestTokens:

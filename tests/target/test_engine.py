@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from engine_harness import ScriptedDraft, engine_config, make_runner, random_tree, request
@@ -18,8 +19,24 @@ from outrider.errors import Draining, EngineDead, PositionOutOfRange, QuotaExcee
 from outrider.tree import TokenTree
 from target_service.core.sequence import SequenceEvent, SequenceFailed, SequenceFinished, StepVerdict
 from target_service.engine.engine import Engine
+from target_service.model.runner import ModelRunner
 
 Started = Callable[..., tuple[Engine, "queue.Queue[SequenceEvent]"]]
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Passes of the model begin while it is set, and whoever clears it sets it before an engine is stopped."""
+    gate, forward = threading.Event(), ModelRunner.forward
+
+    def waiting(self: ModelRunner, *arguments: Any, **options: Any) -> Any:
+        assert gate.wait(HUNG_SECONDS)
+        return forward(self, *arguments, **options)
+
+    monkeypatch.setattr(ModelRunner, "forward", waiting)
+    gate.set()
+    yield gate
+    gate.set()
 
 
 @pytest.fixture
@@ -52,9 +69,7 @@ def until_last(events: queue.Queue[SequenceEvent], sequence_id: int) -> list[Seq
 
 
 def settle(engine: Engine) -> None:
-    deadline = time.monotonic() + HUNG_SECONDS
-    while engine.snapshot().sequences and time.monotonic() < deadline:
-        time.sleep(0.005)
+    wait_until(lambda: not engine.snapshot().sequences)
 
 
 def test_a_request_runs_to_its_end(start: Started) -> None:
@@ -89,19 +104,21 @@ def test_cancelling_twice_or_the_unknown_is_nothing(start: Started) -> None:
     assert isinstance(until_last(events, other)[-1], SequenceFinished)
 
 
-def test_a_full_queue_refuses(start: Started) -> None:
+def test_a_full_queue_refuses(start: Started, gate: threading.Event) -> None:
     engine, _ = start(max_waiting=2, max_running=1)
+    gate.clear()
     with pytest.raises(QuotaExceeded):
         for _ in range(6):
             engine.submit(request([5], 400))
 
 
-def test_half_of_the_queue_is_out_of_reach_for_callers_who_draft(start: Started) -> None:
+def test_half_of_the_queue_is_out_of_reach_for_callers_who_draft(start: Started, gate: threading.Event) -> None:
     """Their sequences wait for a tree as long as they like: other tenants' requests were refused meanwhile."""
     engine, events = start(max_waiting=8, max_running=1)
     engine.submit(request([5], 400))
     # It runs, and all others wait.
     events.get(timeout=HUNG_SECONDS)
+    gate.clear()
     for _ in range(4):
         engine.submit(request([5] * 20, 400, external=True))
     with pytest.raises(QuotaExceeded):
@@ -124,10 +141,16 @@ def test_draining_refuses_newcomers_and_lets_the_others_end(start: Started) -> N
     assert isinstance(until_last(events, sequence_id)[-1], SequenceFinished)
 
 
-def test_stopping_without_grace_fails_what_is_left(start: Started) -> None:
+def test_stopping_without_grace_fails_what_is_left(start: Started, gate: threading.Event) -> None:
     engine, events = start()
+    gate.clear()
     sequence_id = engine.submit(request([5, 6], 480))
-    engine.stop()
+    # It waits for the step under way.
+    stopping = threading.Thread(target=engine.stop)
+    stopping.start()
+    wait_until(lambda: engine._stopping)
+    gate.set()
+    stopping.join()
     last = until_last(events, sequence_id)[-1]
     assert isinstance(last, SequenceFailed)
     assert isinstance(last.error, Draining)

@@ -18,7 +18,7 @@ import grpc
 import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from readiness import ready
+from readiness import becomes, ready
 from scripted_engine_process import FATAL, GARBLED, HANGS
 from waits import HUNG_SECONDS, until
 
@@ -64,8 +64,7 @@ class Service:
     async def watch(self) -> Any:
         """A health watch that has seen SERVING."""
         watch = health_pb2_grpc.HealthStub(self.channel).Watch(health_pb2.HealthCheckRequest())
-        while (await watch.read()).status != SERVING:
-            pass
+        await becomes(watch, SERVING)
         return watch
 
     async def empty(self) -> None:
@@ -192,9 +191,10 @@ class TestEnds:
         call = service.stub.Generate(pb.GenerateRequest(tokens={"token_ids": [5]}, sampling=LONG))
         await call.read()
         service.stopping.set()
-        await asyncio.sleep(0.05)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await service.tokens(5, max_tokens=2)
+            # Until it has heard of it.
+            while True:
+                await service.tokens(5, max_tokens=2)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         while (response := await call.read()) is not grpc.aio.EOF:
             last = response
@@ -227,12 +227,12 @@ class TestEnds:
         assert len(await service.tokens(5, **LONG)) == 200
 
     async def test_stopped_engine_is_not_serving(self, tmp_path: Path) -> None:
-        async with served_apart(tmp_path, heartbeat_seconds=2.0) as service:
+        async with served_apart(tmp_path, heartbeat_seconds=0.5) as service:
             watch = await service.watch()
             os.kill(service.link.pid, signal.SIGSTOP)
-            assert (await watch.read()).status == NOT_SERVING
+            await becomes(watch, NOT_SERVING)
             os.kill(service.link.pid, signal.SIGCONT)
-            assert (await watch.read()).status == SERVING
+            await becomes(watch, SERVING)
             assert len(await service.tokens(5, **LONG)) == 200
             watch.cancel()
 

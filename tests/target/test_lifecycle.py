@@ -18,7 +18,7 @@ import pytest
 from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from readiness import ready
+from readiness import becomes, ready
 from waits import HUNG_SECONDS, until
 
 from outrider.settings import SettingsError
@@ -223,8 +223,7 @@ class TestEnds:
     async def test_dead_engine_ends_the_process(self, running: Any) -> None:
         async with running() as service:
             watch = health_pb2_grpc.HealthStub(service.channel).Watch(health_pb2.HealthCheckRequest())
-            while (await watch.read()).status != SERVING:
-                pass
+            await becomes(watch, SERVING)
             service.runner.failure = RuntimeError("a kernel failed")
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await service.tokens(tokens=PROMPT, sampling=FIFTY)
@@ -234,16 +233,17 @@ class TestEnds:
             assert await asyncio.wait_for(service.task, HUNG_SECONDS) == 1
 
     async def test_hung_step_is_not_serving(self, running: Any) -> None:
-        async with running(heartbeat_seconds=2.0) as service:
+        async with running(heartbeat_seconds=0.5) as service:
             watch = health_pb2_grpc.HealthStub(service.channel).Watch(health_pb2.HealthCheckRequest())
-            while (await watch.read()).status != SERVING:
-                pass
+            await becomes(watch, SERVING)
             service.runner.may_go_on.clear()
+            service.runner.in_pass.clear()
             request = asyncio.create_task(service.tokens(tokens=PROMPT, sampling=FIFTY))
-            assert (await watch.read()).status == NOT_SERVING
+            await until(service.runner.in_pass.is_set)
+            await becomes(watch, NOT_SERVING)
             service.runner.may_go_on.set()
             assert len(await request) == 50
-            assert (await watch.read()).status == SERVING
+            await becomes(watch, SERVING)
             watch.cancel()
 
     async def test_hung_step_does_not_hold_the_process(

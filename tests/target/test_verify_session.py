@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 from conversation import Conversation, close, tree
+from fake_clock import FakeClock
 from scripted_engine import END_TOKEN, SERVED, VOCABULARY, ScriptedEngine
-from waits import HUNG_SECONDS
+from waits import HUNG_SECONDS, ever_longer
 
 from outrider.errors import (
     DeadlineExceeded,
@@ -22,6 +25,7 @@ from outrider.telemetry.tracing import Tracing
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import tree_pb2
 from outrider.wire.trees import error_of
+from target_service.api import verify_session
 from target_service.api.admission import Admission
 from target_service.api.verify_session import VerifyStream
 from target_service.config import TargetConfig
@@ -170,10 +174,10 @@ class TestEnds:
         target = replace(target, channel=channel)
         talk = Conversation(target)
         if how == "deadline":
-            # Long enough for three to be opened.
-            talk.call = target.stub.Verify(timeout=3.0)
-        for _ in range(3):
-            await talk.open()
+            await self._open_before_a_deadline(target)
+        else:
+            for _ in range(3):
+                await talk.open()
         if how == "cancel":
             talk.call.cancel()
         elif how == "half-close":
@@ -183,24 +187,35 @@ class TestEnds:
         elif how == "channel":
             await channel.close()
         await target.idle()
-        assert sorted(target.engine.cancelled) == [1, 2, 3]
+        opened = len(target.engine.requests)
+        assert opened >= 3 and sorted(target.engine.cancelled) == list(range(1, opened + 1))
         await channel.close()
 
-    async def test_idle_sequence_is_ended(self, targets: Any) -> None:
-        async with targets(config=TargetConfig(verify_idle_seconds=3.0)) as target:
+    async def _open_before_a_deadline(self, target: Any) -> None:
+        """Three on one stream, whose deadline then passes."""
+        for seconds in ever_longer():
+            talk = Conversation(target, timeout=seconds)
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                for _ in range(3):
+                    await talk.open()
+                return
+        pytest.fail("no deadline was long enough")
+
+    async def test_idle_sequence_is_ended(self, targets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        clock = FakeClock()
+        monkeypatch.setattr(verify_session, "time", SimpleNamespace(monotonic=clock))
+        # Sequences are looked at every hundredth of a second, by a clock that the test sets.
+        async with targets(config=TargetConfig(verify_idle_seconds=0.04)) as target:
             talk = Conversation(target)
             idle, busy = await talk.open(10), await talk.open(10)
-            step, failed = 0, None
-            while failed is None:
-                answer = await talk.ask(tree(busy.sequence_id, step, 10 + step))
-                if answer.HasField("status"):
-                    failed = answer.status
-                else:
-                    step += 1
-                    await asyncio.sleep(0.02)
+            for step in range(4):
+                clock.pass_by(0.009)
+                await talk.ask(tree(busy.sequence_id, step, 10 + step))
+            clock.pass_by(0.01)
+            failed = (await talk.hear()).status
             assert failed.sequence_id == idle.sequence_id
             assert isinstance(error_of(failed.status), DeadlineExceeded)
-            assert step > 3
+            assert (await talk.ask(tree(busy.sequence_id, 4, 14))).verdict.step == 4
             talk.call.cancel()
             await target.idle()
 
