@@ -13,7 +13,7 @@ from random_steps import DEVICE, integers, random_step
 
 from tree_kernels.node_table import Mailboxes, NodeTable, StepIntegers, recycling
 from tree_kernels.node_table.layout import LOOKUP, NODES, REPORT_ROWS, REPORT_TOKENS
-from tree_kernels.verification import RECORD, Mode, Verdicts
+from tree_kernels.verification import RECORD, Mode, Verdicts, keep_accepted
 from tree_kernels.verification.records import MODE, ROWS
 
 MAX_SEQUENCES = 8
@@ -244,7 +244,7 @@ def run_pass(
     kept = {slot: token for slot, token in zip(step.slots.tolist(), step.token_ids.tolist(), strict=True) if slot >= 0}
     slots = torch.tensor(list(kept), device=table.tokens.device)
     table.tokens[slots] = torch.tensor(list(kept.values()), dtype=torch.int32, device=table.tokens.device)
-    table.keep_accepted(step.token_ids, step.slots, step.parameters, verdicts)
+    keep_accepted(table.tokens, step.token_ids, step.slots, step.parameters, verdicts, table.backend)
     logits = random_logits(len(step.token_ids), vocabulary + 3, int(step.prefix_lengths[0])).to(slots.device)
     table.recycle(step, logits, vocabulary, verdicts)
     if last:

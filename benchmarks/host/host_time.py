@@ -57,6 +57,7 @@ from target_service.speculation.policy.step_cost import StepCost
 from target_service.telemetry.metrics import PrometheusObserver
 from tree_kernels.attention.triton_backend import TritonAttention
 from tree_kernels.attention.triton_planning import TritonSettings
+from tree_kernels.logit_shaping import SequenceTexts
 from tree_kernels.node_table import StepIntegers
 from tree_kernels.node_table.layout import EXPECTED_UNIT, PROSPECTS, REPORT_ROWS, REPORT_TOKENS, ReportField
 
@@ -133,7 +134,8 @@ class HostRunner(ModelRunner):
         self._planner = TritonAttention(torch.device("cpu"), TritonSettings(processors=132))
         nothing = torch.zeros(1, dtype=torch.int32)
         step = StepIntegers(*[nothing] * 11)
-        self._done = ForwardPass(torch.zeros(1, 1), nothing, nothing, nothing, nothing, step=step)
+        texts = SequenceTexts(nothing, 1, nothing, nothing, nothing, nothing)
+        self._done = ForwardPass(torch.zeros(1, 1), nothing, nothing, nothing, nothing, texts, step=step)
 
     def run_pass(self, batch: ForwardInput, parameters: NDArray[numpy.int32]) -> ForwardPass:
         """See `ModelRunner.run_pass`."""

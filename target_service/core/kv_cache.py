@@ -25,7 +25,7 @@ class KVCache(Pages):
 
     `keys[layer]` is [num_pages, page_size, kv_heads, key_width], `values[layer]` the same with value_width, which is 0
     where values are a part of the keys; they are views of `key_pool` [layers, num_pages, ...] and `value_pool`.
-    `tokens` [slots] int32 are the tokens of these keys, where a runner keeps them.
+    `tokens` [slots] int32 are the tokens of these keys, where passes are verified on the device.
     """
 
     def __init__(

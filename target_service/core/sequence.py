@@ -49,6 +49,18 @@ class SequenceRequest:
     traceparent: str = ""
 
     @property
+    def awaits_results(self) -> bool:
+        """Whether its next pass can be laid out only when the tokens of its last one are on the host: its client
+        drafts, or a grammar follows its output."""
+        return self.external or self.sampling.structured_output is not None
+
+    @property
+    def device_rows(self) -> bool:
+        """Whether the device may choose its drafted rows: it does so by tokens, which rejection sampling does not
+        allow."""
+        return not self.awaits_results and self.mode is not VerificationMode.REJECTION
+
+    @property
     def lossy(self) -> bool:
         """Whether the output may differ from the model's own distribution. At temperature 0 TYPICAL is GREEDY."""
         return self.mode is VerificationMode.TYPICAL and not self.sampling.greedy

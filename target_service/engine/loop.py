@@ -279,7 +279,7 @@ class EngineLoop:
 
     def _all_chosen_by_device(self, sequences: Iterable[Sequence]) -> bool:
         """Whether neither the host nor a client is needed for the tokens of any of them."""
-        return all([not one.request.external and self.live[one.sequence_id].verifier.on_device for one in sequences])
+        return all([not one.request.awaits_results for one in sequences])
 
     def _choose_mode(self, running: SequenceOf[Sequence]) -> LaunchMode:
         """Whether the next pass is held for the draft's answer to the one under way."""

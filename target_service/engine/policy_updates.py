@@ -102,7 +102,9 @@ class PolicyUpdates:
         self.compared += 1
         verdict = verdicts[self.compared % len(verdicts)]
         live = self.gathering.live.get(verdict.sequence_id)
-        if live is None or self.gathering.drafting.is_open(live.sequence) != with_draft or not live.verifier.on_device:
+        if live is None or live.sequence.request.awaits_results:
+            return
+        if self.gathering.drafting.is_open(live.sequence) != with_draft:
             return
         # Of passes launched at once the first: what the others begin with depends on it.
         accepted = verdict.drafts_by_step[0] if verdict.drafts_by_step else verdict.drafted_tokens

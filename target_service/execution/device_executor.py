@@ -1,12 +1,10 @@
-"""Steps that the device verifies: the host only reads back which rows were accepted, and the next tokens.
-
-Sequences for which more than logits and parameters is needed (penalties, biases, log-probabilities) are verified
-together when the pass has ended, from the same logits: what their tokens were is known to the host alone.
-"""
+"""Steps that the device verifies: the host only reads back which rows were accepted, the next tokens, and
+log-probabilities where they were asked for."""
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Literal
@@ -16,20 +14,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from target_service.core.kv_cache import KVCache
+from outrider.errors import OutriderError
 from target_service.core.sequence import MAX_PASSES
 from target_service.execution import node_tables
 from target_service.execution.batch import StepBatch, StepItem
 from target_service.execution.device_rows import TableStep
 from target_service.execution.device_time import DeviceSpan, device_spans
-from target_service.execution.host_executor import CopiedLater, HostSteps, Launched, Ready, Steps, move_on_host
+from target_service.execution.host_executor import CopiedLater, HostSteps, Launched, Ready, Steps
 from target_service.execution.node_tables import NodeTables
+from target_service.execution.pass_extras import PassExtras, WantedExtras
 from target_service.execution.post_pass import PostPass, PostPassWork, TableWork
 from target_service.execution.pre_pass import PrePass
+from target_service.execution.shaped_logits import ShapedLogits
 from target_service.model.forward import ForwardPass
 from target_service.model.runner import ModelRunner
-from target_service.sampling.batch_verifier import Asked, BatchVerifier
 from target_service.sampling.verifier import SequenceVerifier, Verified
+from tree_kernels.logit_shaping import DeviceShaper
+from tree_kernels.logprobs import DeviceLogprobs
+from tree_kernels.logprobs.layout import WIDTH as LOGPROBS_WIDTH
 from tree_kernels.node_table import Mailboxes, NodeTable, StepIntegers
 from tree_kernels.node_table.layout import REPORT
 from tree_kernels.verification import DeviceVerifier, Mode, RowsToVerify, Verdicts, Walk, records_of
@@ -66,7 +68,8 @@ class DeviceSteps:
         self.in_background = self._pins = on_gpu = runner.device.type == "cuda"
         bounds = (runner.device, runner.vocabulary_size, max_sequences, max_rows)
         self._verifier = DeviceVerifier(*bounds, backend)
-        self._batch_verifier = BatchVerifier(DeviceVerifier(*bounds, backend), typical=typical)
+        self._shaper, self._logprobs = DeviceShaper(*bounds, backend), DeviceLogprobs(*bounds, backend)
+        self._shaped = ShapedLogits(self._shaper)
         table = runner.node_table
         if table is not None and table.max_sequences != max_sequences:
             raise ValueError(f"drafts are looked up for steps of {table.max_sequences}, not {max_sequences}")
@@ -77,6 +80,9 @@ class DeviceSteps:
         self._following = torch.zeros(_RESULTS, MAX_PASSES - 1, max_sequences, dtype=torch.int32, pin_memory=on_gpu)
         # Of each pass in flight, where any sequence is TYPICAL: see `DeviceVerifier.lossy_rows`.
         self._lossy = torch.zeros(_RESULTS, MAX_PASSES, max_rows, dtype=torch.int32, pin_memory=on_gpu)
+        # Of each pass in flight, where any sequence has them returned: see `DeviceLogprobs.found`.
+        sizes = _RESULTS, MAX_PASSES, max_rows, LOGPROBS_WIDTH
+        self._found = torch.zeros(sizes, dtype=torch.int32, pin_memory=on_gpu)
         # Each as `NodeTable.reports`.
         self._reports = torch.zeros(_RESULTS, max_sequences, MAX_PASSES, REPORT, dtype=torch.int32, pin_memory=on_gpu)
         self.tables: NodeTables | None = None
@@ -91,12 +97,13 @@ class DeviceSteps:
         self._nothing = torch.zeros(max_sequences, dtype=torch.int32, device=runner.device)
         # Drafted rows that it accepts, by place in the batch; None where the device chose its rows.
         self._moves: Tensor | None = self._nothing
-        self._post_pass = PostPass(runner, self._verifier, backend, typical)
+        self._post_pass = PostPass(runner, self._verifier, self._shaper, self._logprobs, backend, typical)
 
     def warm_up(self) -> None:
         """Compile every kernel that a request may need, so that none waits for it. Takes seconds for each, once."""
         self._verifier.warm_up(self._runner.dtype, typical=(False, True) if self._typical else (False,))
-        self._batch_verifier.warm_up()
+        # Of shaped logits.
+        self._verifier.warm_up(torch.float32, filtered=(True,), typical=(self._typical,))
         self._post_pass.capture_ahead()
         if self._pre_pass is not None:
             self._pre_pass.capture_ahead()
@@ -104,14 +111,15 @@ class DeviceSteps:
 
     def launch(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier], passes: int, ready: Ready) -> Launched:
         """See `Steps.launch`."""
-        pairs = zip(batch.items, verifiers, strict=True)
-        rows = [_on_device(item, verifier) or RowsToVerify(0, 0) for item, verifier in pairs]
+        places = self._shaped.write(batch, verifiers)
+        rows = [_to_verify(*each) for each in zip(batch.items, verifiers, places, strict=True)]
+        errors = self._shaped.mask(batch, verifiers)
         parameters = self._verifier.pack(rows)
         moves, table = self._moves, self._runner.node_table
         if batch.device_rows is not None:
             # What each sequence may get; the device finds behind every pass how many rows it has.
             records_of(parameters, len(rows))["rows"] += batch.device_rows.limits
-            return self._launch_device_rows(batch, rows, parameters, passes, ready)
+            return self._launch_device_rows(batch, verifiers, rows, parameters, passes, ready)
         ready()
         span = next(self._spans).record_start() if self._spans is not None else None
         if moves is not self._nothing and min(batch.input.token_ids) < 0:
@@ -129,27 +137,30 @@ class DeviceSteps:
         place = self._count % _RESULTS
         result = self._results[place]
         result.tensor.copy_(verdicts.tensor, non_blocking=True)
-        lossy = self._lossy_of(rows, place, 0)
+        extras = [self._extras_of(rows, place, 0)]
         following = self._following[place, : passes - 1, :count]
         for later in range(1, passes):
             done = self._runner.run_later(batch.input, later, parameters)
             self._conclude(batch, rows, done)
             following[later - 1].copy_(verdicts.next_tokens[:count], non_blocking=True)
-        cache, apart = self._runner.cache, self._batch_verifier
-        return _OnDevice(cache, apart, batch, verifiers, done.logits, result, lossy, following, span)
+            extras.append(self._extras_of(rows, place, later))
+        return _OnDevice(done.logits, batch, verifiers, errors, result, extras, following, span)
 
-    def _lossy_of(self, rows: SequenceOf[RowsToVerify], place: int, number: int) -> Tensor | None:
-        """[max_rows] on the host: receives `DeviceVerifier.lossy_rows` of the launch's `number`th pass. None where no
-        sequence is TYPICAL."""
-        if not any(map(_is_typical, rows)):
-            return None
-        lossy = self._lossy[place, number]
-        lossy.copy_(self._verifier.lossy_rows, non_blocking=True)
-        return lossy
+    def _extras_of(self, rows: SequenceOf[RowsToVerify], place: int, number: int) -> PassExtras:
+        """On the host, receives what of the launch's `number`th pass only some requests need."""
+        lossy = logprobs = None
+        if any(map(_is_typical, rows)):
+            lossy = self._lossy[place, number]
+            lossy.copy_(self._verifier.lossy_rows, non_blocking=True)
+        if any(one.logprobs for one in rows):
+            logprobs = self._found[place, number]
+            logprobs.copy_(self._logprobs.found, non_blocking=True)
+        return PassExtras(lossy, logprobs)
 
     def _launch_device_rows(
         self,
         batch: StepBatch,
+        verifiers: SequenceOf[SequenceVerifier],
         rows: SequenceOf[RowsToVerify],
         parameters: NDArray[numpy.int32],
         passes: int,
@@ -172,19 +183,21 @@ class DeviceSteps:
         self._count += 1
         place = self._count % _RESULTS
         done = self._runner.run_device_rows(batch.input, parameters, begin)
-        lossy: list[Tensor | None] = []
+        extras: list[PassExtras] = []
         for number in range(1, passes):
             # Growth that was published while the pass ran.
             table.copy_tables(tables.mail)
             self._conclude(batch, rows, done, TableWork.REPORT_AND_CHOOSE_ROWS)
-            lossy.append(self._lossy_of(rows, place, number - 1))
+            extras.append(self._extras_of(rows, place, number - 1))
             done = self._runner.run_again(batch.input, done)
         self._conclude(batch, rows, done, TableWork.REPORT)
-        lossy.append(self._lossy_of(rows, place, passes - 1))
+        extras.append(self._extras_of(rows, place, passes - 1))
         self._moves = None
-        prefilling = [item.tree is not None for item in batch.items[: batch.input.prefilling]]
-        typical = [_is_typical(one) for one in rows]
-        return TableStep(len(rows), passes, table, self._reports[place], span, prefilling, typical, lossy)
+        roots = [item.first_row if item.tree is not None else None for item in batch.items[: batch.input.prefilling]]
+        wanted = [
+            WantedExtras(_is_typical(one), verifier.logprobs) for one, verifier in zip(rows, verifiers, strict=True)
+        ]
+        return TableStep(len(rows), passes, table, self._reports[place], span, roots, wanted, extras)
 
     def _seat(self, batch: StepBatch, table: NodeTable) -> None:
         """Publish the growth received by now, and which table and owner each sequence of the step has."""
@@ -204,6 +217,7 @@ class DeviceSteps:
     ) -> None:
         """Launch what follows a pass: verification, accepted keys and values into place, tokens for the next pass."""
         typical = any(map(_is_typical, rows))
+        shaped, logprobs = any(one.shaping for one in rows), any(one.logprobs for one in rows)
         distributions = {
             item.first_row + row: (drawn.token_ids, drawn.weights)
             for item in batch.items
@@ -212,12 +226,14 @@ class DeviceSteps:
         }
         if distributions:
             packed = torch.from_numpy(self._verifier.pack_distributions(distributions))
-            self._post_pass.launch(PostPassWork(batch.drafted, typical=typical), done, packed.to(done.logits.device))
+            work = PostPassWork(batch.drafted, typical=typical, shaped=shaped, logprobs=logprobs)
+            self._post_pass.launch(work, done, packed.to(done.logits.device))
             return
         greedy = all(one.mode is Mode.GREEDY for one in rows)
-        filtered = not greedy and any(one.filtered for one in rows)
+        # Of shaped logits always the same kernels, which are compiled.
+        filtered = not greedy and (shaped or any(one.filtered for one in rows))
         drafted = batch.drafted or table is not TableWork.NONE
-        self._post_pass.launch(PostPassWork(drafted, greedy, filtered, table, typical), done)
+        self._post_pass.launch(PostPassWork(drafted, greedy, filtered, table, typical, shaped, logprobs), done)
 
 
 def _is_typical(rows: RowsToVerify) -> bool:
@@ -227,64 +243,53 @@ def _is_typical(rows: RowsToVerify) -> bool:
 
 @dataclass(eq=False)
 class _OnDevice(CopiedLater):
-    """A step of `DeviceSteps`. Its result is valid until the next but one is launched, its logits until the next one:
-    where sequences are verified from them later, `can_launch_before_results` is False, so that none is launched before
-    they are."""
+    """A step of `DeviceSteps` whose rows the host laid out. Its result is valid until the next but one is launched."""
 
-    _cache: KVCache
-    _batch_verifier: BatchVerifier
+    _logits: Tensor
     _batch: StepBatch
     _verifiers: SequenceOf[SequenceVerifier]
-    _logits: Tensor
+    _errors: Mapping[int, OutriderError]  # by place in the batch
     _result: Verdicts
-    _lossy: Tensor | None  # [max_rows], receives what `DeviceVerifier.lossy_rows` had; None where none is TYPICAL
+    _extras: SequenceOf[PassExtras]
     _following: Tensor  # [passes after the first, sequences], receives the tokens of those passes
     span: DeviceSpan | None
+    can_launch_before_results = True
 
     def __post_init__(self) -> None:
         super().__init__(self._logits)
 
-    @property
-    def can_launch_before_results(self) -> bool:
-        """Whether every sequence is verified right behind the pass."""
-        return all(verifier.on_device for verifier in self._verifiers)
-
     def outcomes(self) -> list[Verified | None]:
         """See `Launched.outcomes`."""
         self.wait()
-        result, pairs = self._result, list(zip(self._batch.items, self._verifiers, strict=True))
-        outcomes = self._verified_apart(pairs)
-        move_on_host(self._batch.items, outcomes, self._cache)
-        counts, tokens = result.accepted_counts[: len(pairs)].tolist(), result.next_tokens[: len(pairs)].tolist()
+        result, items = self._result, self._batch.items
+        outcomes: list[Verified | None] = [None] * len(items)
+        counts, tokens = result.accepted_counts[: len(items)].tolist(), result.next_tokens[: len(items)].tolist()
         accepted = result.accepted_rows[: len(self._batch.input.token_ids)].tolist() if any(counts) else []
         following = self._following.T.tolist()
-        for place, (item, verifier) in enumerate(pairs):
-            if item.tree is not None and verifier.on_device:
-                at = slice(item.first_row, item.first_row + counts[place])
-                lossy = self._lossy[at].tolist() if self._lossy is not None and verifier.lossy else ()
-                walk = Walk(tuple(accepted[at]), tokens[place])
-                outcomes[place] = Verified(walk, (), tuple(following[place]), lossy=tuple(map(bool, lossy)))
-        return outcomes
-
-    def _verified_apart(self, pairs: SequenceOf[tuple[StepItem, SequenceVerifier]]) -> list[Verified | None]:
-        """Outcomes of the sequences that the pass itself did not verify; None for the others."""
-        asked = {
-            place: Asked(verifier, item.tree, item.first_row, item.sequence.output, item.sequence.step)
-            for place, (item, verifier) in enumerate(pairs)
-            if item.tree is not None and not verifier.on_device
-        }
-        outcomes: list[Verified | None] = [None] * len(pairs)
-        for place, outcome in zip(asked, self._batch_verifier.verify(list(asked.values()), self._logits), strict=True):
-            outcomes[place] = outcome
+        for place, (item, verifier) in enumerate(zip(items, self._verifiers, strict=True)):
+            if item.tree is None:
+                continue
+            first, count = item.first_row, counts[place]
+            logprobs = tuple(
+                entry
+                for number, extras in enumerate(self._extras)
+                for entry in extras.logprobs_of(first, 0 if number else count, verifier.logprobs)
+            )
+            lossy = self._extras[0].lossy_of(first, count) if verifier.lossy else ()
+            walk = Walk(tuple(accepted[first : first + count]), tokens[place])
+            error = self._errors.get(place)
+            outcomes[place] = Verified(walk, logprobs, tuple(following[place]), lossy=lossy, error=error)
         return outcomes
 
 
-def _on_device(item: StepItem, verifier: SequenceVerifier) -> RowsToVerify | None:
-    """What is to be verified of a sequence right behind the pass; None where there is nothing, or `BatchVerifier` does
-    it once the pass has ended."""
-    if item.tree is None or not verifier.on_device:
-        return None
+def _to_verify(item: StepItem, verifier: SequenceVerifier, place: int) -> RowsToVerify:
+    """What is to be verified of a sequence; no rows where there is nothing. `place` as in `RowsToVerify.shaping`."""
+    if item.tree is None:
+        return RowsToVerify(0, 0)
     sequence = item.sequence
     # Each pending token is that of one step.
     step = sequence.step + sequence.pending_tokens
-    return verifier.rows_to_verify(item.tree, item.first_row, sequence.length, step)
+    rows = verifier.rows_to_verify(item.tree, item.first_row, sequence.length, step)
+    if place or verifier.logprobs is not None:
+        return rows._replace(shaping=place, logprobs=0 if verifier.logprobs is None else 1 + verifier.logprobs)
+    return rows

@@ -10,15 +10,18 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from outrider.sampling import TokenLogprobs
 from target_service.core.sequence import DevicePass
 from target_service.execution.device_time import DeviceSpan
 from target_service.execution.host_executor import CopiedLater
+from target_service.execution.pass_extras import PassExtras, WantedExtras
 from target_service.sampling.verifier import Verified
 from tree_kernels.node_table import NodeTable
 from tree_kernels.node_table.layout import EXPECTED_UNIT, PROSPECTS, REPORT_ROWS, REPORT_TOKENS, ReportField
 from tree_kernels.verification import Walk
 
 Ints = npt.NDArray[np.int32]
+_NO_EXTRAS = WantedExtras(lossy=False, logprobs=None)
 
 
 @dataclass(eq=False)
@@ -31,11 +34,11 @@ class TableStep(CopiedLater):
     table: NodeTable
     host: Tensor  # [max_sequences, max_passes, REPORT], receives the table's reports of this step's passes
     span: DeviceSpan | None = None
-    # Of the first sequences, which read their prompts: whether they come to its end, which a token follows.
-    prefilling: SequenceOf[bool] = ()
-    typical: SequenceOf[bool] = ()  # whether sequences are verified by typical acceptance
-    # If any is, for each pass [max_rows] int32, which receives what `DeviceVerifier.lossy_rows` had.
-    lossy: SequenceOf[Tensor | None] = ()
+    # Of the first sequences, which read their prompts: the row of the root; None where they do not come to their end,
+    # which a token follows.
+    prefilling: SequenceOf[int | None] = ()
+    wanted: SequenceOf[WantedExtras] = ()
+    extras: SequenceOf[PassExtras] = ()  # of each pass
     can_launch_before_results = True
 
     def __post_init__(self) -> None:
@@ -48,23 +51,35 @@ class TableStep(CopiedLater):
         self.wait()
         reports, prefilling = self._reports.numpy(), len(self.prefilling)
         outcomes: list[Verified | None] = []
-        for token, ends in zip(reports[:prefilling, 0, REPORT_TOKENS].tolist(), self.prefilling, strict=True):
-            outcomes.append(Verified(Walk((), token), ()) if ends else None)
+        for place, (token, root) in enumerate(
+            zip(reports[:prefilling, 0, REPORT_TOKENS].tolist(), self.prefilling, strict=True)
+        ):
+            wanted = self._wanted_of(place).logprobs if root is not None else None
+            logprobs = self.extras[0].logprobs_of(root, 0, wanted) if root is not None and wanted is not None else ()
+            outcomes.append(None if root is None else Verified(Walk((), token), logprobs))
         for place, (figures, made, rows) in enumerate(_read(reports[prefilling:, : self.passes]), start=prefilling):
             passes, tokens = tuple(map(_pass_of, figures, rows)), list[int]()
             for one, of_pass in zip(passes, made, strict=True):
                 tokens += of_pass[: one.accepted + 1]
-            lossy = self._lossy_rows(passes) if self.lossy and self.typical[place] else ()
-            outcomes.append(Verified(Walk((), tokens[0]), (), tuple(tokens[1:]), passes, lossy))
+            lossy, logprobs = self._extras_of(place, passes)
+            outcomes.append(Verified(Walk((), tokens[0]), logprobs, tuple(tokens[1:]), passes, lossy))
         return outcomes
 
-    def _lossy_rows(self, passes: SequenceOf[DevicePass]) -> tuple[bool, ...]:
-        """Of the rows that passes accepted of a sequence, whether the model would have drawn another token."""
-        lossy: list[bool] = []
-        for one, rows in zip(passes, self.lossy, strict=True):
-            assert rows is not None, "a sequence is verified by typical acceptance"
-            lossy += [bool(each) for each in rows[one.root_row : one.root_row + one.accepted].tolist()]
-        return tuple(lossy)
+    def _wanted_of(self, place: int) -> WantedExtras:
+        return self.wanted[place] if self.wanted else _NO_EXTRAS
+
+    def _extras_of(
+        self, place: int, passes: SequenceOf[DevicePass]
+    ) -> tuple[tuple[bool, ...], tuple[TokenLogprobs, ...]]:
+        """What passes of a sequence brought that only some requests need."""
+        wanted = self._wanted_of(place)
+        lossy, logprobs = list[bool](), list[TokenLogprobs]()
+        if wanted.lossy or wanted.logprobs is not None:
+            for one, extras in zip(passes, self.extras, strict=True):
+                if wanted.lossy:
+                    lossy += extras.lossy_of(one.root_row, one.accepted)
+                logprobs += extras.logprobs_of(one.root_row, one.accepted, wanted.logprobs)
+        return tuple(lossy), tuple(logprobs)
 
 
 def _read(reports: Ints) -> Iterator[tuple[list[list[int]], list[list[int]], list[list[int]]]]:

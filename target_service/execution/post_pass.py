@@ -19,7 +19,9 @@ from torch import Tensor
 from target_service.execution.pass_graphs import PassGraphs
 from target_service.model.forward import ForwardPass
 from target_service.model.runner import ModelRunner
-from tree_kernels.verification import TOKEN_BITS, DeviceVerifier, move_accepted
+from tree_kernels.logit_shaping import DeviceShaper
+from tree_kernels.logprobs import DeviceLogprobs
+from tree_kernels.verification import TOKEN_BITS, DeviceVerifier, keep_accepted, move_accepted
 
 log = logging.getLogger(__name__)
 # For capturing ahead; the rest is captured when first used.
@@ -37,13 +39,16 @@ class TableWork(Enum):
 
 class PostPassWork(NamedTuple):
     """What is done after a pass: whether accepted rows are moved (any tree was `drafted`), how trees are verified, and
-    what is done with the node table."""
+    what is done with the node table. What is not captured ahead, of shaped logits and log-probabilities, is captured
+    when first used."""
 
     drafted: bool
     greedy: bool = False
     filtered: bool = True
     table: TableWork = TableWork.NONE
     typical: bool = False
+    shaped: bool = False  # logits of some sequences are shaped first
+    logprobs: bool = False  # log-probabilities are gathered
 
 
 @dataclass(eq=False)
@@ -53,6 +58,8 @@ class PostPass:
 
     _runner: ModelRunner
     _verifier: DeviceVerifier
+    _shaper: DeviceShaper
+    _logprobs: DeviceLogprobs
     _backend: Literal["triton", "torch"] | None  # that of the verifier
     _typical: bool  # capture ahead what typical acceptance needs too
 
@@ -80,16 +87,19 @@ class PostPass:
             log.info("captured what follows steps of %d sizes in %.1f s", sizes, time.monotonic() - start)
 
     def _launch(self, work: PostPassWork, done: ForwardPass, distributions: Tensor | None) -> None:
-        step = (done.logits, done.token_ids, done.parents, done.parameters)
+        rows = done.token_ids, done.parents, done.parameters
+        logits = self._shaper.shape(done.logits, *rows, done.texts) if work.shaped else done.logits
+        step = (logits, *rows)
         if work.greedy:
             self._verifier.greedy(*step)
         else:
             self._verifier.sampled(*step, distributions, filtered=work.filtered, typical=work.typical)
         cache, verdicts, table = self._runner.cache, self._verifier.verdicts, self._runner.node_table
+        if work.logprobs:
+            self._logprobs.gather(done.logits, done.token_ids, done.parameters, verdicts)
         if work.drafted:
             move_accepted(cache.key_pool, cache.value_pool, done.slots, done.parameters, verdicts, self._backend)
-            if table is not None:
-                table.keep_accepted(done.token_ids, done.slots, done.parameters, verdicts)
+            keep_accepted(cache.tokens, done.token_ids, done.slots, done.parameters, verdicts, self._backend)
         torch.bitwise_and(verdicts.next_tokens, TOKEN_BITS, out=self._runner.pending[: len(verdicts.next_tokens)])
         if work.table is not TableWork.NONE:
             assert table is not None and done.step is not None

@@ -7,9 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from outrider.errors import InvalidField
 from outrider.structured_output import StructuredOutput
@@ -100,17 +98,3 @@ class FollowedGrammar:
     def _goes_on(self, mask: NDArray[np.int32], token: int) -> bool:
         """Whether a mask allows a token, and there is something behind it."""
         return bool(mask[token // _WORD] >> (token % _WORD) & 1) and token not in self._ends
-
-
-def mask_logits(logits: Tensor, rows: Tensor, words: Tensor) -> None:
-    """Give the tokens that are not allowed in `rows` [n] int64 of logits [rows, V] fp32 no probability, by `words` [n,
-    V / 32] of `TreeMasks`; all on one device. Where min_tokens holds all allowed ones back, the form comes first: they
-    are equally probable. Rows that are no finite numbers stay so."""
-    bits = torch.arange(_WORD, dtype=torch.int32, device=logits.device)
-    allowed = (words[:, :, None] >> bits & 1).bool().flatten(1)[:, : logits.shape[1]]
-    given = logits[rows]
-    values = torch.where(allowed, given, -torch.inf)
-    none = torch.isneginf(values).all(1, keepdim=True)
-    values = torch.where(none & allowed, 0.0, values)
-    # The greatest is NaN where any is.
-    logits[rows] = torch.where(torch.isfinite(given.amax(1, keepdim=True)), values, given)

@@ -12,6 +12,7 @@ from torch import Tensor
 from target_service.core.kv_cache import KVCache
 from tree_kernels.attention import AttentionBatch, AttentionPlan, TreeAttention
 from tree_kernels.latent_attention import LatentAttention
+from tree_kernels.logit_shaping import SequenceTexts
 from tree_kernels.node_table import StepIntegers
 from tree_kernels.pages import Pages
 
@@ -103,6 +104,7 @@ class ForwardPass:
     parents: Tensor  # [rows] int32, relative to each sequence's first row
     slots: Tensor  # [rows] int32
     parameters: Tensor  # [any] int32, as the caller gave them
+    texts: SequenceTexts  # of its sequences
     graph_buffers: object | None = None  # what owns these tensors, pass after pass; None where they are new each time
     step: StepIntegers | None = None  # the step's integers, of a captured pass or one whose rows were drafted there
 

@@ -24,8 +24,9 @@ from target_service.model.network import TargetNetwork
 from target_service.model.support import description_of
 from target_service.model.transformers_network import TransformersNetwork, pack_linears
 from target_service.text.tokenizer import ModelTokenizer
-from tree_kernels.attention import Backend, TreeAttention
+from tree_kernels.attention import AttentionBatch, Backend, TreeAttention
 from tree_kernels.latent_attention import LatentAttention, LatentBackend
+from tree_kernels.logit_shaping import SequenceTexts
 from tree_kernels.node_table import NodeTable, StepIntegers, fill_pending
 from tree_kernels.node_table.layout import LOOKUP
 from tree_kernels.verification import DRAWN_BY_POSITION, RECORD, records_of
@@ -106,9 +107,8 @@ class ModelRunner:
         *,
         recycles: bool = True,
     ) -> None:
-        """Keep every token beside its key from now on, and let the device choose rows for steps of up to
-        `max_sequences`; `lookup_tokens` and `backend` are those of `NodeTable`, which `recycles` only where
-        tokens are looked up."""
+        """Let the device choose rows from now on, for steps of up to `max_sequences`; `lookup_tokens` and `backend` are
+        those of `NodeTable`, which `recycles` only where tokens are looked up."""
         self.node_table = NodeTable(
             self.cache.tokens,
             self.cache.page_size,
@@ -133,12 +133,11 @@ class ModelRunner:
         Does not wait for the device. The result may be overwritten by the next pass.
         """
         slots = self._to_device(batch.slots)
-        kept = (slots, self.cache.tokens) if self.node_table is not None else ()
-        token_ids = fill_pending(self._to_device(batch.token_ids), self.pending, *kept)
+        token_ids = fill_pending(self._to_device(batch.token_ids), self.pending, slots, self.cache.tokens)
         trees = zip(batch.attention.parents, batch.attention.row_counts, strict=True)
-        parents = [parent for tree, rows in trees for parent in tree or (0,) * rows]
+        parents = self._to_device([parent for tree, rows in trees for parent in tree or (0,) * rows])
         logits, on_device = self._logits(batch, token_ids.long(), 0), torch.from_numpy(parameters).to(self.device)
-        return ForwardPass(logits, token_ids, self._to_device(parents), slots, on_device)
+        return ForwardPass(logits, token_ids, parents, slots, on_device, self._texts(batch.attention))
 
     def run_later(self, first: ForwardInput, passes: int, parameters: NDArray[numpy.int32]) -> ForwardPass:
         """Run `first.advanced_by(passes)` right after the pass before that one, which left the pending tokens.
@@ -172,18 +171,18 @@ class ModelRunner:
         """
         table, attention = self.node_table, batch.attention
         assert table is not None, "tokens are kept by then"
-        page_counts = [len(held) for held in attention.pages]
         free = (0,) * (batch.room - len(batch.token_ids))
         on_device = torch.from_numpy(parameters).to(self.device)
+        texts = self._texts(attention)
         step = StepIntegers(
             self._to_device(batch.token_ids + free),
             self._to_device(batch.positions + free),
             self._to_device(batch.slots + free),
             on_device,
-            self._to_device(attention.query_starts),
-            self._to_device(attention.prefix_lengths),
-            self._to_device([0, *accumulate(page_counts[:-1])]),
-            self._to_device([page for held in attention.pages for page in held]),
+            texts.query_starts,
+            texts.prefix_lengths,
+            texts.page_starts,
+            texts.page_table,
             on_device[RECORD * table.max_sequences :],
             self._to_device([0] * batch.room),
             self._to_device([int(b < batch.prefilling) for b in range(attention.sequences)]),
@@ -212,6 +211,19 @@ class ModelRunner:
         attention = replace(batch.attention, query_starts=starts, prefix_lengths=prefixes, parents=trees)
         laid_out = replace(batch, token_ids=token_ids, positions=positions, slots=slots, attention=attention)
         return replace(self.run_pass(laid_out, step.parameters.cpu().numpy()), step=step)
+
+    def _texts(self, attention: AttentionBatch) -> SequenceTexts:
+        """Where the texts of a pass's sequences lie, the tables on the device."""
+        pages = attention.pages
+        page_starts = accumulate(map(len, pages[:-1]), initial=0)
+        return SequenceTexts(
+            self.cache.tokens,
+            self.cache.page_size,
+            self._to_device(attention.query_starts),
+            self._to_device(attention.prefix_lengths),
+            self._to_device(list(page_starts)),
+            self._to_device([page for held in pages for page in held]),
+        )
 
     def _to_device(self, integers: Sequence[int]) -> Tensor:
         return torch.tensor(integers, dtype=torch.int32).to(self.device)

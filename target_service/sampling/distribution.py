@@ -1,7 +1,6 @@
 """From a row of logits to the distribution the next token is drawn from.
 
-Order, as in vLLM (v1/sample/sampler.py): logit bias, repetition penalty over prompt and output, presence and frequency
-penalties over the output, end tokens held back until min_tokens, temperature, min_p, top_k, top_p. transformers differs
+Logits are shaped first (`tree_kernels.logit_shaping`), then come temperature, min_p, top_k, top_p. transformers differs
 in one place: it applies min_p last.
 """
 
@@ -12,10 +11,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.sampling import SamplingParams, TokenLogprobs
-from target_service.sampling.adjustments import Adjustments, adjusted
+from tree_kernels.logit_shaping import Shaping, mask_row, pack_shaping, shape_row
 
 # Candidates beyond those asked for: logits in bf16 are often equal, and of equals the device takes any. Chosen.
 _SPARE = 32
@@ -25,24 +25,38 @@ class LogitShaper:
     """One request's parameters, applied to rows of logits. Symbols: V is the vocabulary size."""
 
     def __init__(self, params: SamplingParams, prompt_ids: Sequence[int], end_token_ids: Sequence[int]) -> None:
-        self._params = params
-        held_back = {*params.stop_token_ids, *(() if params.ignore_eos else end_token_ids)}
-        self._held_back = np.array(sorted(held_back), np.int64)
-        self._prompt_ids = np.array(sorted(set(prompt_ids)), np.int64)
+        self._shapes = params.shapes_logits
+        # Only until enough is generated.
+        held = {*params.stop_token_ids, *(() if params.ignore_eos else end_token_ids)} if params.min_tokens else set()
+        penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty
+        minimum = params.min_tokens, tuple(sorted(held))
+        self._shaping = Shaping(len(prompt_ids), *penalties, params.logit_bias, *minimum)
+        self._prompt_ids = tuple(prompt_ids)
 
-    def shaped(self, logits_row: Tensor, output_ids: Sequence[int]) -> Tensor:
-        """Logits [V] in fp32 after bias, min_tokens and penalties; `output_ids` includes the row's own path."""
-        logits = logits_row.float()
-        if not self._params.shapes_logits:
-            return logits
-        logits = logits.clone()
-        wanted = self.adjustments(output_ids).of_row(0, ())
-        adjusted(logits[None], torch.from_numpy(wanted.view(np.uint8)).to(logits.device))
-        return logits
+    def packed(self) -> NDArray[np.int32]:
+        """The same for the device; see `pack_shaping`."""
+        return pack_shaping(self._shaping)
 
-    def adjustments(self, output_ids: Sequence[int]) -> Adjustments:
-        """What `shaped` does to rows after `output_ids` and a path, for many rows at once."""
-        return Adjustments(self._params, self._prompt_ids, self._held_back, output_ids)
+    def shaped(self, logits_row: Tensor, output_ids: Sequence[int], mask: NDArray[np.int32] | None = None) -> Tensor:
+        """Logits [V] in fp32 after bias, min_tokens and penalties, and a grammar's `mask` [words] if there is one;
+        `output_ids` includes the row's own path."""
+        if not self._shapes:
+            return logits_row.float()
+        text = torch.tensor([*self._prompt_ids, *output_ids], dtype=torch.int64, device=logits_row.device)
+        holds = mask is None or not self.allows_held_alone(mask, len(output_ids))
+        shaped = shape_row(logits_row, self._shaping, text, holds=holds)
+        return shaped if mask is None else mask_row(shaped, torch.from_numpy(mask).to(shaped.device))
+
+    def allows_held_alone(self, mask: NDArray[np.int32], generated: int) -> bool:
+        """Whether a mask [words] allows only tokens that min_tokens would hold back after so many: the form comes
+        first then."""
+        held = self._shaping.held
+        if not held or generated >= self._shaping.min_tokens:
+            return False
+        rest = mask.copy()
+        for token in held:
+            rest[token // 32] &= np.int32(~np.array(1 << token % 32, np.int64).astype(np.int32))
+        return not rest.any()
 
 
 def logprobs_of(logits: Tensor, token_ids: Tensor, tops: Sequence[int]) -> list[TokenLogprobs]:

@@ -7,17 +7,14 @@ import secrets
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.errors import OutriderError
-from outrider.sampling import TokenLogprobs, VerificationMode
+from outrider.sampling import TokenLogprobs
 from outrider.tree import TokenTree
 from target_service.core.sequence import DevicePass, SequenceRequest
-from target_service.grammars.following import FollowedGrammar, TreeMasks, mask_logits
-from target_service.sampling.adjustments import ADJUSTMENT
+from target_service.grammars.following import FollowedGrammar, TreeMasks
 from target_service.sampling.distribution import LogitShaper, logprobs_of
 from tree_kernels.verification import NOT_FINITE, Mode, RowsToVerify, Walk
 from tree_kernels.verification.torch_backend import walk_of
@@ -75,12 +72,8 @@ class SequenceVerifier:
         self._typical = request.typical
         self._distribution = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
         self.logprobs = sampling.logprobs
-        self._shapes_logits = sampling.shapes_logits
-        # Whether `DeviceVerifier` supports all that this sequence's distribution depends on.
-        self.on_device = not sampling.shapes_logits and sampling.logprobs is None
-        # Whether the device may choose its drafted rows: it does so by tokens, which rejection sampling does not allow.
-        self.device_rows = self.on_device and request.mode is not VerificationMode.REJECTION
-        self._shaper = LogitShaper(sampling, request.token_ids, end_token_ids)
+        self.shapes_logits = sampling.shapes_logits
+        self.shaper = LogitShaper(sampling, request.token_ids, end_token_ids)
         self.prompt_length = len(request.token_ids)
         # Of requests with structured output: compiled before the first step.
         self._has_form = sampling.structured_output is not None
@@ -89,7 +82,7 @@ class SequenceVerifier:
         self._coin_seed = int.from_bytes(digest, "little")
 
     def rows_to_verify(self, tree: TokenTree, first_row: int, length: int, step: int) -> RowsToVerify:
-        """What `DeviceVerifier` needs for the same outcome as `verify`, given logits that are shaped already: of the
+        """What `DeviceVerifier` needs for the same outcome as `verify`, given logits that are shaped: of the
         tree with its root at `first_row` of the step, and `length` tokens of the sequence, the root included."""
         rejects = self._mode is Mode.REJECTION
         seed, position = (self._coin_seed, step) if rejects else (self._seed, length)
@@ -99,14 +92,6 @@ class SequenceVerifier:
             return rows
         rule = self._typical
         return rows._replace(begins=self.prompt_length, epsilon=rule.epsilon, delta=rule.delta)
-
-    def adjustments(self, tree: TokenTree, output: Sequence[int]) -> NDArray[np.void]:
-        """[any] of type `ADJUSTMENT`: what is done to the logits of the tree's rows before they are verified."""
-        if not self._shapes_logits:
-            return np.empty(0, ADJUSTMENT)
-        shaping = self._shaper.adjustments(output)
-        paths = ([tree.token_ids[node] for node in path_to(tree.parents, row)] for row in range(len(tree)))
-        return np.concatenate([shaping.of_row(row, path) for row, path in enumerate(paths)])
 
     def masks(self, tree: TokenTree, output: Sequence[int]) -> TreeMasks | None:
         """Which tokens may follow each of the tree's rows; None where any may."""
@@ -124,11 +109,7 @@ class SequenceVerifier:
 
         def logits_of(row: int) -> Tensor:
             path = [tree.token_ids[node] for node in path_to(tree.parents, row)]
-            shaped = self._shaper.shaped(logits[row], output + path)
-            if masks is not None:
-                words = torch.from_numpy(masks.words[row : row + 1]).to(shaped.device)
-                mask_logits(shaped[None], torch.zeros(1, dtype=torch.int64, device=shaped.device), words)
-            return shaped
+            return self.shaper.shaped(logits[row], output + path, None if masks is None else masks.words[row])
 
         walk, lossy = walk_of(asked, tree.parents, tree.token_ids, drafts, logits_of)
         error = None if masks is None else masks.error

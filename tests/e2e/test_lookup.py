@@ -175,3 +175,33 @@ def test_only_for_those_who_want_drafts_and_whose_distribution_allows_it(tiny_mo
         outcomes = run(runner, wanted, on_device=True, passes=4)
         assert accepted(outcomes) == 0
         assert all(one.finished.totals.drafted_tokens == 0 for one in outcomes)
+
+
+@pytest.mark.parametrize("passes", [1, 4])
+@pytest.mark.parametrize("device_chooses", [False, True], ids=["roots", "looked up"])
+@pytest.mark.parametrize("kv_tokens", [2048, 240], ids=["roomy", "preempting"])
+def test_log_probabilities_come_with_their_tokens(
+    tiny_model: PreTrainedModel, passes: int, device_chooses: bool, kv_tokens: int
+) -> None:
+    """Of some of the requests, beside penalties, biases and the end's minimum; the same as the host reads."""
+    listed = (3, None, 0, None, 20)
+    sampling = [
+        SamplingParams(logprobs=count, min_tokens=30, logit_bias={9: 1.5}, frequency_penalty=-0.05 * (count or 0))
+        for count in listed
+    ]
+    wanted = [replace(one, sampling=own) for one, own in zip(requests(SAMPLINGS["greedy"], 60), sampling, strict=True)]
+    expected = run(make_runner(tiny_model), wanted)
+    runner = make_runner(tiny_model, page_size=4, kv_tokens=kv_tokens)
+    if device_chooses:
+        runner.enable_device_row_selection(DEVICE_SEQUENCES, 7)
+    found = run(runner, wanted, on_device=True, passes=passes, stagger=3)
+    for one, other, count in zip(expected, found, listed, strict=True):
+        assert one.token_ids == other.token_ids
+        own, others = ([entry for v in each.verdicts for entry in v.logprobs] for each in (one, other))
+        assert len(others) == (0 if count is None else len(one.token_ids))
+        for entry, same in zip(own, others, strict=True):
+            assert [token for token, _ in entry.top] == [token for token, _ in same.top] and len(entry.top) == count
+            numbers = [[each.logprob, *(value for _, value in each.top)] for each in (entry, same)]
+            assert numbers[0] == pytest.approx(numbers[1], abs=1e-4)
+    assert accepted(found) > 0 or not device_chooses
+    assert kv_tokens > 240 or any(one.finished.totals.preemptions for one in found)

@@ -48,8 +48,13 @@ REQUESTS = (
     request([40, 41], 12, sampling=SamplingParams(temperature=0.9, seed=3, ignore_eos=True)),
     request([8, 9, 10, 11], 10, sampling=SamplingParams(repetition_penalty=1.4, ignore_eos=True)),
     request([3], 1),
-    # Its first step samples a token already, and only the host can.
+    # Its first step samples a token already.
     request([3], 9, sampling=SamplingParams(repetition_penalty=1.4, ignore_eos=True)),
+    request(
+        [12, 12, 12],
+        13,
+        sampling=SamplingParams(frequency_penalty=-0.5, logit_bias={12: 1.0}, min_tokens=6, logprobs=2),
+    ),
 )
 
 

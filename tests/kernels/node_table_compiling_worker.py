@@ -14,8 +14,10 @@ from random_tables import CASES, Case, assign_slots, given_for, random_verdicts,
 
 from tree_kernels.node_table import triton_backend as _triton_node_table
 from tree_kernels.node_table import triton_recycling as _triton_recycling
+from tree_kernels.verification import keep_accepted
+from tree_kernels.verification import triton_move as _triton_move
 
-KERNELS = ("_choose_rows_kernel", "_report_kernel", "lay_out_kernel", "keep_kernel", "copy_tables_kernel")
+KERNELS = ("_choose_rows_kernel", "_report_kernel", "lay_out_kernel", "copy_tables_kernel")
 RECYCLING = ("likeliest_kernel", "enter_kernel")
 VOCABULARY = 49152
 MAX_SEQUENCES = 256
@@ -29,7 +31,8 @@ def launch(case: Case, needed: dict[str, int]) -> list[str]:
     warmed = set(needed)
     assign_slots(table, given.table_slots, given.tables)
     table.choose_rows(given.step, given.pending, given.moves)
-    table.keep_accepted(given.step.token_ids, given.step.slots, given.step.parameters, verdicts)
+    step = given.step
+    keep_accepted(table.tokens, step.token_ids, step.slots, step.parameters, verdicts, "triton")
     table.recycle(
         given.step, torch.zeros(len(given.step.token_ids), VOCABULARY, dtype=torch.bfloat16), VOCABULARY, verdicts
     )
@@ -42,6 +45,7 @@ def main() -> None:
     needed: dict[str, int] = {}
     for name in KERNELS:
         setattr(_triton_node_table, name, Compiling(getattr(_triton_node_table, name), needed))
+    _triton_move.keep_kernel = Compiling(_triton_move.keep_kernel, needed)
     for name in RECYCLING:
         setattr(_triton_recycling, name, Compiling(getattr(_triton_recycling, name), needed))
     random_tables.MAX_SEQUENCES = MAX_SEQUENCES

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-import torch
 from structured_forms import VOCABULARY, trained_tokenizer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -16,7 +15,7 @@ from outrider.structured_output import StructuredOutput
 from outrider.tree import TokenTree
 from target_service.grammars import compiling
 from target_service.grammars.compiling import GRAMMARS_PER_TENANT, Grammars
-from target_service.grammars.following import TreeMasks, mask_logits
+from target_service.grammars.following import TreeMasks
 from target_service.grammars.vocabulary import TokenWords, grammar_tokenizer
 from target_service.text.tokenizer import ModelTokenizer
 
@@ -94,14 +93,6 @@ class TestMasks:
         # Copies share what failed, so the next request begins anew.
         assert not own.keeps(form, "t")
         assert own.followed(form, "t").masks(chain(a, [c]), (a,)).error is None
-
-    def test_forbidden_tokens_have_no_probability(self) -> None:
-        logits = torch.tensor([[1.0, 2.0, 3.0], [-torch.inf, 5.0, -torch.inf], [1.0, torch.nan, 2.0], [4.0, 4.0, 4.0]])
-        words = torch.tensor([[0b011], [0b101], [0b001]], dtype=torch.int32)
-        mask_logits(logits, torch.tensor([0, 1, 2]), words)
-        inf = torch.inf
-        wanted = torch.tensor([[1.0, 2.0, -inf], [0.0, -inf, 0.0], [1.0, torch.nan, 2.0], [4.0, 4.0, 4.0]])
-        torch.testing.assert_close(logits, wanted, equal_nan=True)
 
 
 # Small texts that would take more than a machine has, or than others may wait for.

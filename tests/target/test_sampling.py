@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from engine_harness import probs_of
@@ -177,3 +178,14 @@ def test_logprobs_are_of_the_raw_row_and_ranked() -> None:
     assert [token for token, _ in entry.top] == [1, 3, 4, 0, 2]
     assert [value for _, value in entry.top] == pytest.approx([float(expected[token]) for token in (1, 3, 4, 0, 2)])
     assert logprobs_of(row[None], torch.tensor([0]), [0])[0].top == ()
+
+
+def test_a_form_comes_before_tokens_that_are_held_back() -> None:
+    shaper = LogitShaper(SamplingParams(min_tokens=3, stop_token_ids=(1,)), (), (33,))
+    ends, more = (np.array(words, np.int32) for words in ([0b10, 0b10], [0b110, 0b10]))
+    assert shaper.allows_held_alone(ends, 2)
+    assert not shaper.allows_held_alone(more, 2) and not shaper.allows_held_alone(ends, 3)
+    logits = torch.arange(40.0)
+    found = shaper.shaped(logits, [5, 5], ends)
+    assert torch.isfinite(found).nonzero().flatten().tolist() == [1, 33], "both may come, by their own logits"
+    assert torch.isfinite(shaper.shaped(logits, [5, 5], more)).nonzero().flatten().tolist() == [2]

@@ -190,7 +190,6 @@ class TestVerifier:
             sampling = SamplingParams(temperature=0.8, seed=seed)
             asked = request([4, 0], sampling=sampling, mode=TYPICAL, typical=rule)
             verifier = SequenceVerifier(asked, ())
-            assert verifier.on_device
             expected = verifier.verify(tree, logits, output, 0)
             device = DeviceVerifier("cpu", VOCABULARY, 1, len(tree))
             packed = torch.from_numpy(device.pack([verifier.rows_to_verify(tree, 0, 2 + len(output), 0)]))

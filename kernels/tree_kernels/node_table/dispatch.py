@@ -173,19 +173,14 @@ class NodeTable:
 
     def report_and_choose_rows(self, step: StepIntegers, verdicts: Verdicts) -> None:
         """Report what a pass of `step` generated, turn the step into the next pass of its sequences, and choose its
-        rows. In place, after `keep_accepted`, and at most P times after a `choose_rows`, for which `reports` has room.
-        The step is as `choose_rows` or the last call left it, and as it was run."""
+        rows. In place, after `verification.keep_accepted`, and at most P times after a `choose_rows`, for which
+        `reports` has room. The step is as `choose_rows` or the last call left it, and as it was run."""
         self._backend.report_and_choose_rows(self, step, verdicts, last=False)
 
     def report(self, step: StepIntegers, verdicts: Verdicts) -> None:
         """Report what a pass of `step` generated, as `report_and_choose_rows` does, and choose no rows: `choose_rows`
         comes next. The step is not changed."""
         self._backend.report_and_choose_rows(self, step, verdicts, last=True)
-
-    def keep_accepted(self, token_ids: Tensor, slots: Tensor, parameters: Tensor, verdicts: Verdicts) -> None:
-        """After a pass with trees, whose accepted keys were moved right behind their roots, write their tokens there:
-        of `token_ids` and `slots` [R] int32 as the pass read and wrote them, by the parameters of its verification."""
-        self._backend.keep_accepted(self, token_ids, slots, parameters, verdicts)
 
     def recycle(self, step: StepIntegers, logits: Tensor, vocabulary: int, verdicts: Verdicts) -> None:
         """After a pass, keep what the target says behind the tokens that it accepted, and behind each root: of `logits`

@@ -161,17 +161,6 @@ def recycle(table: NodeTable, step: StepIntegers, logits: Tensor, vocabulary: in
             table.entries[recycling.place_of(owner, token)] = entry.to(table.entries.device)
 
 
-def keep_accepted(table: NodeTable, token_ids: Tensor, slots: Tensor, parameters: Tensor, verdicts: Verdicts) -> None:
-    """See `NodeTable.keep_accepted`."""
-    for b, count in enumerate(verdicts.accepted_counts.tolist()):
-        if not count:
-            continue
-        first = int(parameters[b * RECORD + FIRST_ROW])
-        rows = first + verdicts.accepted_rows[first : first + count]
-        places = slots[first + 1 : first + 1 + count]
-        table.tokens[places.long()] = token_ids[rows.long()]
-
-
 def nodes_of(table: Tensor) -> Nodes:
     """The nodes of a table [TABLE] int32."""
     base, count = table[:2].tolist()

@@ -20,7 +20,6 @@ from tree_kernels.node_table.triton_rows import (
     TAKING_WARPS,
     bound_for,
     copy_tables_kernel,
-    keep_kernel,
     lay_out_kernel,
 )
 from tree_kernels.verification.triton_rows import (
@@ -437,13 +436,6 @@ def report_and_choose_rows(table: NodeTable, step: StepIntegers, verdicts: Verdi
     )  # fmt: skip
     if not last:
         _lay_out(table, step)
-
-
-def keep_accepted(table: NodeTable, token_ids: Tensor, slots: Tensor, parameters: Tensor, verdicts: Verdicts) -> None:
-    """See `NodeTable.keep_accepted`."""
-    keep_kernel[(len(verdicts.accepted_counts),)](
-        token_ids, slots, parameters, verdicts.accepted_counts, verdicts.accepted_rows, table.tokens
-    )
 
 
 def _tensors(table: NodeTable, step: StepIntegers) -> tuple[Tensor, ...]:

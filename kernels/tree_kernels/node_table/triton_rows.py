@@ -1,11 +1,10 @@
-"""The kernels of `tree_kernels.node_table` that choose rows and lay them out, and two that copy."""
+"""The kernels of `tree_kernels.node_table` that choose rows and lay them out, and the one that copies tables."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from tree_kernels.attention.tree_mask import MAX_TREE_ROWS
 from tree_kernels.node_table import layout, mailboxes
 from tree_kernels.verification.triton_rows import FIRST_ROW, IS_CHAIN, ROWS, record_of
 
@@ -14,7 +13,6 @@ NO_KEY = tl.constexpr(layout.NO_KEY)
 KEPT_ROWS = tl.constexpr(layout.KEPT + 1)
 _PROSPECTS, _PROSPECT_COUNT = tl.constexpr(layout.PROSPECTS), tl.constexpr(len(layout.PROSPECTS))
 _EXPECTED = tl.constexpr(layout.SURE // layout.EXPECTED_UNIT)
-_TREE_ROWS = tl.constexpr(MAX_TREE_ROWS)
 _TURNS = tl.constexpr(mailboxes.TURNS)
 _TABLE, _TABLE_BLOCK = tl.constexpr(layout.TABLE), tl.constexpr(triton.next_power_of_2(layout.TABLE))
 # Of a program that takes a table. Chosen, not measured: ten integers a thread.
@@ -113,21 +111,6 @@ def lay_out_kernel(  # type: ignore[no-untyped-def]
             tl.store(positions + at, zeros, mask=at < rows_in_all)
             tl.store(slots + at, zeros - 1, mask=at < rows_in_all)
             tl.store(owners + at, zeros - 1, mask=at < rows_in_all)
-
-
-@triton.jit
-def keep_kernel(  # type: ignore[no-untyped-def]
-    token_ids, slots, records, accepted_counts, accepted_rows, tokens
-):
-    """One sequence a program; see `NodeTable.keep_accepted`."""
-    b = tl.program_id(0)
-    count = tl.load(accepted_counts + b)
-    first = tl.load(record_of(records, b) + FIRST_ROW, mask=count > 0, other=0)
-    k = tl.arange(0, _TREE_ROWS)
-    row = tl.load(accepted_rows + first + k, mask=k < count, other=0)
-    token = tl.load(token_ids + first + row, mask=k < count, other=0)
-    slot = tl.load(slots + first + 1 + k, mask=k < count, other=-1)
-    tl.store(tokens + slot, token, mask=slot >= 0)
 
 
 @triton.jit

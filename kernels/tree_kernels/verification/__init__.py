@@ -1,7 +1,7 @@
 """Verification of token trees: its parameters, its definition, and its kernels."""
 
 from tree_kernels.verification.dispatch import DeviceVerifier, Verdicts
-from tree_kernels.verification.kv_move import move_accepted, move_kv
+from tree_kernels.verification.kv_move import keep_accepted, move_accepted, move_kv
 from tree_kernels.verification.records import (
     DRAWN_BY_POSITION,
     NOT_FINITE,
@@ -27,6 +27,7 @@ __all__ = [
     "Verdicts",
     "Walk",
     "coupled_token",
+    "keep_accepted",
     "match_walk",
     "move_accepted",
     "move_kv",

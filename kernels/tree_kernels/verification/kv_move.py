@@ -1,4 +1,4 @@
-"""Moves the accepted path's keys and values to their slots in the paged cache.
+"""Moves the accepted path's keys and values to their slots in the paged cache, and writes its tokens beside them.
 
 A slot is `page * page_size + offset`.
 """
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tree_kernels.verification.dispatch import Verdicts
-from tree_kernels.verification.records import unpack_parameters
+from tree_kernels.verification.records import FIRST_ROW, RECORD, unpack_parameters
 
 
 def move_kv(
@@ -70,6 +70,35 @@ def move_accepted(
     moves = _accepted_moves(slots.tolist(), parameters, verdicts)
     for pool in (keys, values):
         move_kv(list(pool), [source for source, _ in moves], [target for _, target in moves])
+
+
+def keep_accepted(
+    tokens: Tensor,
+    token_ids: Tensor,
+    slots: Tensor,
+    parameters: Tensor,
+    verdicts: Verdicts,
+    backend: Literal["triton", "torch"] | None = None,
+) -> None:
+    """Write the tokens of every accepted path beside its keys, which were moved right behind its root, in place.
+
+    Args:
+        tokens: [slots] int32, the token of each key of the cache.
+        token_ids: [R] int32, as the step read them.
+        slots, parameters, verdicts, backend: as in `move_accepted`.
+    """
+    if (backend or ("triton" if tokens.is_cuda else "torch")) == "triton":
+        # Only here: Triton may be absent.
+        from tree_kernels.verification.triton_move import keep_rows
+
+        keep_rows(tokens, token_ids, slots, parameters, verdicts.accepted_counts, verdicts.accepted_rows)
+        return
+    for b, count in enumerate(verdicts.accepted_counts.tolist()):
+        if count:
+            first = int(parameters[b * RECORD + FIRST_ROW])
+            rows = first + verdicts.accepted_rows[first : first + count]
+            places = slots[first + 1 : first + 1 + count]
+            tokens[places.long()] = token_ids[rows.long()]
 
 
 def _accepted_moves(slots: list[int], parameters: Tensor, verdicts: Verdicts) -> list[tuple[int, int]]:

@@ -33,6 +33,7 @@ _MASK = 2**64 - 1
 _FIELDS = {
     "first_row": "i", "rows": "i", "mode": "i", "is_chain": "i", "seed": "Q", "position": "Q", "top_k": "i",
     "filtered": "i", "temperature": "d", "top_p": "d", "min_p": "d", "begins": "Q", "epsilon": "d", "delta": "d",
+    "shaping": "i", "logprobs": "i",
 }  # fmt: skip
 _RECORD_TYPE = np.dtype([(name, f"<{kind}") for name, kind in _FIELDS.items()])
 # The same for one record. For a few sequences an array of records costs several times as much.
@@ -41,7 +42,7 @@ _INTEGER_BYTES = 4
 # Where each field begins in a record, and where the record ends, in integers.
 *PLACES, RECORD = accumulate((struct.calcsize(kind) // _INTEGER_BYTES for kind in _FIELDS.values()), initial=0)
 FIRST_ROW, ROWS, MODE, IS_CHAIN, SEED, POSITION, TOP_K, FILTERED = PLACES[:8]
-TEMPERATURE, TOP_P, MIN_P, BEGINS, EPSILON, DELTA = PLACES[8:]
+TEMPERATURE, TOP_P, MIN_P, BEGINS, EPSILON, DELTA, SHAPING, LOGPROBS = PLACES[8:]
 
 
 class Mode(IntEnum):
@@ -85,6 +86,11 @@ class RowsToVerify(NamedTuple):
     begins: int = 0
     epsilon: float = 0.0
     delta: float = 0.0
+    # Before its logits are verified they are shaped, by this place of `DeviceShaper.table` counted from 1; 0: they are
+    # not.
+    shaping: int = 0
+    # How many log-probabilities are returned for each of its tokens beside the token's own, counted from 1; 0: none.
+    logprobs: int = 0
 
     @property
     def filtered(self) -> bool:
@@ -109,7 +115,7 @@ def pack_parameters(
     rows.fill(-1)
     data, size = packed.data, _RECORD_BYTES.size
     for b, sequence in enumerate(sequences):
-        first_row, count, mode, seed, position, temperature, top_k, top_p, min_p, is_chain, *typical = sequence
+        first_row, count, mode, seed, position, temperature, top_k, top_p, min_p, is_chain, *others = sequence
         end = first_row + count
         if not (0 <= count <= MAX_TREE_ROWS and first_row >= 0 and end <= max_rows):
             raise ValueError(f"sequence {b} has rows {first_row}..{end} of {max_rows}")
@@ -120,7 +126,7 @@ def pack_parameters(
         filtered = drawn > 0 and (top_k > 0 or top_p < 1 or min_p > 0)
         _RECORD_BYTES.pack_into(
             data, size * b, first_row, count, drawn, is_chain, seed & _MASK, position & _MASK,
-            top_k, filtered, temperature, top_p, min_p, *typical,
+            top_k, filtered, temperature, top_p, min_p, *others,
         )  # fmt: skip
     return packed
 

@@ -1,4 +1,4 @@
-"""Triton: moves the accepted path's keys and values to their slots, in one launch for all layers."""
+"""Triton: moves the accepted path's keys and values to their slots, in one launch for all layers, and its tokens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tree_kernels.attention.tree_mask import MAX_TREE_ROWS
 from tree_kernels.verification.triton_rows import FIRST_ROW, record_of
+
+_TREE_ROWS = tl.constexpr(MAX_TREE_ROWS)
 
 
 @triton.jit(do_not_specialize=["sequences", "layer_slots"])
@@ -51,3 +54,23 @@ def move_rows(
         keys, values, slots, parameters, verdicts, sequences, pages * page_size,
         KEY_WIDTH=key_width, VALUE_WIDTH=value_width, BLOCK=block, num_warps=2, num_stages=1,
     )  # fmt: skip
+
+
+@triton.jit
+def keep_kernel(token_ids, slots, records, accepted_counts, accepted_rows, tokens):  # type: ignore[no-untyped-def]
+    """One sequence a program; see `kv_move.keep_accepted`."""
+    b = tl.program_id(0)
+    count = tl.load(accepted_counts + b)
+    first = tl.load(record_of(records, b) + FIRST_ROW, mask=count > 0, other=0)
+    k = tl.arange(0, _TREE_ROWS)
+    row = tl.load(accepted_rows + first + k, mask=k < count, other=0)
+    token = tl.load(token_ids + first + row, mask=k < count, other=0)
+    slot = tl.load(slots + first + 1 + k, mask=k < count, other=-1)
+    tl.store(tokens + slot, token, mask=slot >= 0)
+
+
+def keep_rows(
+    tokens: Tensor, token_ids: Tensor, slots: Tensor, parameters: Tensor, accepted_counts: Tensor, accepted_rows: Tensor
+) -> None:
+    """See `kv_move.keep_accepted`."""
+    keep_kernel[(len(accepted_counts),)](token_ids, slots, parameters, accepted_counts, accepted_rows, tokens)

@@ -25,6 +25,7 @@ from target_service.model.forward import ForwardInput, ForwardPass, PassContext,
 from target_service.model.hidden_state_hooks import LayerHooks
 from target_service.model.preparing import prepare_network
 from target_service.model.runner import Begin, ModelRunner
+from tree_kernels.logit_shaping import SequenceTexts
 from tree_kernels.node_table import NodeTable, fill_pending
 from tree_models.fused.preparing import LayerOptions
 
@@ -108,7 +109,7 @@ class CapturedRunner(ModelRunner):
         if captured is None:
             with torch.compiler.set_stance("force_eager"):
                 return super().run_pass(batch, parameters)
-        return _pass_of(captured)
+        return _pass_of(captured, self.cache)
 
     @torch.inference_mode()
     def run_later(self, first: ForwardInput, passes: int, parameters: NDArray[numpy.int32]) -> ForwardPass:
@@ -119,20 +120,24 @@ class CapturedRunner(ModelRunner):
             return super().run_later(first, passes, parameters)
         captured.buffer.advance_one_token(self._last_position)
         captured.graph.replay()
-        return _pass_of(captured)
+        return _pass_of(captured, self.cache)
 
     @torch.inference_mode()
     def run_after(self, batch: ForwardInput, accepted_counts: Tensor, parameters: NDArray[numpy.int32]) -> ForwardPass:
         """See `ModelRunner.run_after`. The step moves on in device memory, and the host does not wait."""
         last = self._last_position
         captured = self._replay(batch, parameters, lambda step: step.buffer.shift_by_accepted(accepted_counts, last))
-        return super().run_after(batch, accepted_counts, parameters) if captured is None else _pass_of(captured)
+        return (
+            super().run_after(batch, accepted_counts, parameters)
+            if captured is None
+            else _pass_of(captured, self.cache)
+        )
 
     @torch.inference_mode()
     def run_device_rows(self, batch: ForwardInput, parameters: NDArray[numpy.int32], begin: Begin) -> ForwardPass:
         """See `ModelRunner.run_device_rows`. The host does not wait."""
         captured = self._replay(batch, parameters, lambda step: begin(step.buffer.step, step))
-        return super().run_device_rows(batch, parameters, begin) if captured is None else _pass_of(captured)
+        return super().run_device_rows(batch, parameters, begin) if captured is None else _pass_of(captured, self.cache)
 
     @torch.inference_mode()
     def run_again(self, batch: ForwardInput, done: ForwardPass) -> ForwardPass:
@@ -146,7 +151,7 @@ class CapturedRunner(ModelRunner):
     def empty_passes(self) -> Iterator[ForwardPass]:
         for captured in self._captured.values():
             captured.buffer.integers.zero_()
-            yield _pass_of(captured)
+            yield _pass_of(captured, self.cache)
 
     def drop_captures(self) -> None:
         """Drop every graph and its memory."""
@@ -236,12 +241,15 @@ class CapturedRunner(ModelRunner):
     def _run(self, buffer: StepBuffer) -> tuple[Tensor, Tensor]:
         """Logits and token ids of all rows of the bucket."""
         step = PassContext(self._attention, buffer.plan, buffer.slots, self.cache)
-        kept = (buffer.slots, self.cache.tokens) if self.node_table is not None else ()
-        token_ids = fill_pending(buffer.token_ids, self.pending, *kept)
+        token_ids = fill_pending(buffer.token_ids, self.pending, buffer.slots, self.cache.tokens)
         return self._compute(token_ids, buffer.positions, step), token_ids
 
 
-def _pass_of(captured: _Captured) -> ForwardPass:
+def _pass_of(captured: _Captured, cache: KVCache) -> ForwardPass:
     buffer = captured.buffer
+    step = buffer.step
+    texts = SequenceTexts(
+        cache.tokens, cache.page_size, step.query_starts, step.prefix_lengths, step.page_starts, step.page_table
+    )
     parents, slots, parameters = buffer.plan.parents, buffer.slots, buffer.parameters
-    return ForwardPass(captured.logits, captured.token_ids, parents, slots, parameters, captured, buffer.step)
+    return ForwardPass(captured.logits, captured.token_ids, parents, slots, parameters, texts, captured, buffer.step)

@@ -175,7 +175,7 @@ class Gathering:
 
     def _device_chooses(self, sequences: SequenceOf[Sequence]) -> bool:
         """Whether the device chooses the rows of all sequences, predicted ones too."""
-        return self.policy.on and all([live.verifier.device_rows for live in self._lives(sequences)])
+        return self.policy.on and all([one.request.device_rows for one in sequences])
 
     def _lives(self, sequences: SequenceOf[Sequence]) -> list[LiveSequence]:
         live = self.live

@@ -128,7 +128,7 @@ class RowPolicy:
             return None
         live, chunks, prefilling = self._live, schedule.chunks, schedule.prefilling
         lives = [live[chunk.sequence.sequence_id] for chunk in chunks]
-        free = [one.verifier.device_rows and not one.sequence.request.external for one in lives]
+        free = [one.sequence.request.device_rows for one in lives]
         if len(lives) > self._disable_above or not all(free):
             return None
         limits = [self._max_rows(one) for one in lives[prefilling:]]

@@ -1,0 +1,76 @@
+"""What the device needs to shape a step's logits: a place of its table for each sequence, and masks of grammars."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.errors import OutriderError
+from target_service.execution.batch import StepBatch, StepItem
+from target_service.sampling.verifier import SequenceVerifier
+from tree_kernels.logit_shaping import DeviceShaper
+
+
+class ShapedLogits:
+    """Writes to the table of a `DeviceShaper`, as steps are launched.
+
+    A place is overwritten when another sequence needs it, the one that was used longest ago first. All writes are in
+    stream order, so steps under way read what they were launched with.
+    """
+
+    def __init__(self, shaper: DeviceShaper) -> None:
+        self._shaper = shaper
+        self._free = list(range(len(shaper.table)))
+        # By sequence id, the one used last at the end.
+        self._places: OrderedDict[int, int] = OrderedDict()
+
+    def write(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier]) -> list[int]:
+        """The place of each sequence of a step that is launched next, counted from 1; 0 where nothing shapes logits."""
+        shaped = {
+            item.sequence.sequence_id: verifier
+            for item, verifier in zip(batch.items, verifiers, strict=True)
+            if verifier.shapes_logits and item.tree is not None
+        }
+        if not shaped:
+            return [0] * len(batch.items)
+        for sequence_id in shaped:
+            if sequence_id in self._places:
+                self._places.move_to_end(sequence_id)
+        for sequence_id, verifier in shaped.items():
+            if sequence_id not in self._places:
+                place = self._free.pop() if self._free else self._places.popitem(last=False)[1]
+                self._places[sequence_id] = place
+                self._shaper.place(place, verifier.shaper.packed())
+        ids = [item.sequence.sequence_id for item in batch.items]
+        return [1 + self._places[sequence_id] if sequence_id in shaped else 0 for sequence_id in ids]
+
+    def mask(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier]) -> dict[int, OutriderError]:
+        """Compute the masks of the step that is launched next. Returns by place in the batch why sequences cannot go
+        on."""
+        errors: dict[int, OutriderError] = {}
+        mask_rows, words, count = np.zeros(len(batch.input.token_ids), np.int32), list[NDArray[np.int32]](), 0
+        for place, (item, verifier) in enumerate(zip(batch.items, verifiers, strict=True)):
+            if verifier.grammar is None or item.tree is None:
+                continue
+            masks = verifier.masks(item.tree, item.sequence.output)
+            assert masks is not None, "it has a grammar"
+            if masks.error is not None:
+                errors[place] = masks.error
+            rows = slice(item.first_row, item.first_row + len(masks.words))
+            mask_rows[rows] = np.arange(count + 1, count + 1 + len(masks.words)) * _signs(item, verifier, masks.words)
+            words.append(masks.words)
+            count += len(masks.words)
+        self._shaper.mask(np.concatenate(words) if words else np.zeros((0, 0), np.int32), mask_rows)
+        return errors
+
+
+def _signs(item: StepItem, verifier: SequenceVerifier, words: NDArray[np.int32]) -> NDArray[np.int32]:
+    """-1 for each row of a tree whose mask allows only tokens that are held back, else 1; see
+    `DeviceShaper.mask_rows`."""
+    assert item.tree is not None, "it is masked"
+    generated, depths = len(item.sequence.output), item.tree.depths
+    alone = [verifier.shaper.allows_held_alone(words[row], generated + depth) for row, depth in enumerate(depths)]
+    return np.where(alone, -1, 1).astype(np.int32)
