@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from outrider.admission.text_pool import TextPool
 from outrider.errors import InvalidField, NotSupported, UnknownModel
@@ -13,13 +14,18 @@ from outrider.model_names import answers_to
 from outrider.sampling import LOSSLESS_MODES, SamplingParams, TypicalAcceptance, VerificationMode
 from outrider.v1 import target_pb2
 from outrider.wire.trees import mode_from_pb, name_from_pb, sampling_from_pb, typical_from_pb
+from target_service.api.chat_answers import ChatAnswers
 from target_service.api.prompts import Lines, Prompts
 from target_service.api.structured import FormCompiler
+from target_service.api.tools import ToolSet, tool_set
 from target_service.core.quotas import TenantQuotas
 from target_service.core.sequence import SequenceRequest
 from target_service.grammars.compiling import Grammars
 from target_service.text.processes import TextProcess
 from target_service.text.tokenizer import ModelTokenizer
+
+if TYPE_CHECKING:
+    from target_service.text.answer_parser import AnswerParser
 
 # Most output tokens of a request that sets no limit.
 DEFAULT_MAX_TOKENS = 1024
@@ -74,6 +80,13 @@ class ServedModel:
         return (*LOSSLESS_MODES, VerificationMode.TYPICAL) if self.lossy else LOSSLESS_MODES
 
 
+class AdmittedGeneration(NamedTuple):
+    """A `Generate` call as the engine runs it. `parser` tells the parts of its answer apart; None for text alone."""
+
+    sequence: SequenceRequest
+    parser: AnswerParser | None
+
+
 class Admission:
     """Checks requests against the served model, so that the engine can run what it returns."""
 
@@ -91,10 +104,14 @@ class Admission:
         )
         grammars = Grammars(tokenizer, served.vocabulary_size, served.end_token_ids)
         self._forms = FormCompiler(grammars, lines.long)
+        self._chats = None if tokenizer is None else ChatAnswers(tokenizer)
 
-    async def generation(self, request: target_pb2.GenerateRequest, tenant: str, traceparent: str) -> SequenceRequest:
-        """The engine request of a `Generate` call. Raises `UnknownModel`, `NotSupported`, `InvalidField` with the
-        field's path, `PositionOutOfRange`, and `QuotaExceeded` for a tenant with too many requests."""
+    async def generation(
+        self, request: target_pb2.GenerateRequest, tenant: str, traceparent: str
+    ) -> AdmittedGeneration:
+        """The engine request of a `Generate` call, and how its answer is read. Raises `UnknownModel`, `NotSupported`,
+        `InvalidField` with the field's path, `PositionOutOfRange`, and `QuotaExceeded` for a tenant with too many
+        requests."""
         self.quotas.request(tenant)
         served, options = self.served, request.speculation
         if request.model and not answers_to(served.names, request.model):
@@ -105,10 +122,14 @@ class Admission:
             raise InvalidField("speculation.max_nodes", f"must be at most {served.max_rows - 1}")
         corpus = name_from_pb(options.corpus, "speculation.corpus")
         await self._forms.check(rules[0].structured_output, tenant, "sampling.structured_output")
-        prompt = await self._prompts.token_ids(request, tenant)
+        tools = tool_set(request.chat) if request.HasField("chat") else None
+        if self._chats is not None and tools is not None:
+            await self._chats.check(tools)
+        prompt = await self._prompts.token_ids(request, tenant, tools)
+        rules = (await self._calling(rules[0], tools, prompt, tenant), *rules[1:])
         prediction = await self._prompts.prediction(request, tenant)
         enabled = options.enabled if options.HasField("enabled") else True
-        return replace(
+        sequence = replace(
             self._request(prompt, rules, tenant, traceparent),
             speculate=enabled and served.speculation and max_nodes > 0,
             max_draft_nodes=max_nodes,
@@ -116,6 +137,34 @@ class Admission:
             prediction=prediction if enabled and served.predictions and max_nodes > 0 else (),
             trees=options.trees,
         )
+        return AdmittedGeneration(sequence, self._parser(request, rules[0], tools, prompt))
+
+    async def _calling(
+        self, sampling: SamplingParams, tools: ToolSet | None, prompt: Sequence[int], tenant: str
+    ) -> SamplingParams:
+        """The sampling parameters of an answer that calls tools for certain; the same for any other."""
+        form = None if self._chats is None else self._chats.form(tools, prompt)
+        if form is None:
+            return sampling
+        if sampling.structured_output is not None:
+            raise InvalidField("chat.tools.choice", "must not be TOOL_CHOICE_REQUIRED beside structured_output")
+        await self._forms.check(form, tenant, "chat.tools.definitions")
+        return replace(sampling, structured_output=form)
+
+    def _parser(
+        self,
+        request: target_pb2.GenerateRequest,
+        sampling: SamplingParams,
+        tools: ToolSet | None,
+        prompt: Sequence[int],
+    ) -> AnswerParser | None:
+        """What tells the parts of the answer apart, where they are asked for."""
+        if self._chats is None or not request.answer_parts or not request.HasField("chat"):
+            return None
+        if sampling.structured_output is not None and (tools is None or not tools.required):
+            # The form is the whole answer's, which has no place for other parts.
+            return None
+        return self._chats.parser(tools, prompt)
 
     async def verification(
         self, request: target_pb2.OpenVerification, tenant: str, traceparent: str

@@ -13,12 +13,14 @@ from outrider.errors import InvalidField, NotSupported, PositionOutOfRange
 from outrider.v1 import target_pb2
 from outrider.wire.trees import check_token_ids
 from target_service.api.template_arguments import template_arguments
+from target_service.api.tools import ToolSet
+from target_service.api.turns import check_turn, turns_of
 from target_service.text.chat_template import Ending
 from target_service.text.jobs import EncodeChat, EncodePrediction, EncodeText, Job
 from target_service.text.processes import TextRefused
 from target_service.text.tokenizer import SPECIAL_NAMES, ModelTokenizer
+from target_service.text.tool_turns import plain_turns
 
-ROLES = ("system", "user", "assistant")
 # Longer texts and conversations wait in their own line, so that short ones pass them.
 _LONG_TEXT, _LONG_CHAT = 2048, 16
 # Most bytes of a predicted text for each token of the context.
@@ -26,6 +28,8 @@ _PREDICTED_BYTES_PER_TOKEN = 16
 # What a template may add to a conversation, in characters: some for each message, and a preamble. Chosen; published
 # ones add at most a page.
 _TEMPLATE_PER_MESSAGE, _TEMPLATE_PREAMBLE = 1024, 65536
+# And how much longer it may write what it is given.
+_TEMPLATE_EXPANSION = 4
 
 
 class TextEncoder(Protocol):
@@ -54,8 +58,10 @@ class Prompts:
     max_prompt: int
     lines: Lines
 
-    async def token_ids(self, request: target_pb2.GenerateRequest, tenant: str) -> tuple[int, ...]:
-        """The prompt of `request`. Lengths and counts are checked first.
+    async def token_ids(
+        self, request: target_pb2.GenerateRequest, tenant: str, tools: ToolSet | None = None
+    ) -> tuple[int, ...]:
+        """The prompt of `request`, whose conversation has `tools`. Lengths and counts are checked first.
 
         Raises `InvalidField`, `QuotaExceeded` where too many long texts wait, `NotSupported` for text without a
         tokenizer or a chat without a template, and `PositionOutOfRange` without room for one more token.
@@ -72,7 +78,7 @@ class Prompts:
             encoded = await self._run(tenant, len(request.text) > _LONG_TEXT, job, "text")
             return self._fitting(encoded, "text")
         if kind == "chat":
-            encoded = await self._chat(request.chat, special, tenant)
+            encoded = await self._chat(request.chat, special, tenant, tools)
             return self._fitting(encoded, "chat.messages")
         raise InvalidField("input", "one of text, chat and tokens must be set")
 
@@ -101,18 +107,17 @@ class Prompts:
         check_token_ids(prompt, self.vocabulary_size, field_path)
         return prompt
 
-    async def _chat(self, chat: target_pb2.ChatInput, special: bool | None, tenant: str) -> tuple[int, ...]:
+    async def _chat(
+        self, chat: target_pb2.ChatInput, special: bool | None, tenant: str, tools: ToolSet | None
+    ) -> tuple[int, ...]:
         """The conversation in the model's chat template, up to the beginning of the assistant's answer."""
-        if chat.HasField("tools"):
-            raise NotSupported("tools are not supported by this target")
         field_path, count = "chat.messages", len(chat.messages)
         if not count:
             raise InvalidField(field_path, "is empty")
         check_messages(count, field_path)
         for i, message in enumerate(chat.messages):
-            if message.role not in ROLES:
-                raise InvalidField(f"{field_path}[{i}].role", f"is not one of {', '.join(ROLES)}")
-        size = sum(len(message.content.encode()) for message in chat.messages)
+            check_turn(message, f"{field_path}[{i}]")
+        size = sum(message.ByteSize() for message in chat.messages)
         check_bytes(size, self.max_prompt, field_path)
         tokenizer = self.tokenizer
         if tokenizer is None:
@@ -120,11 +125,15 @@ class Prompts:
         if not tokenizer.chat_template:
             raise NotSupported("the model has no chat template; send text or tokens")
         arguments = template_arguments(chat.template_arguments, SPECIAL_NAMES)
-        turns = [{"role": message.role, "content": message.content} for message in chat.messages]
-        # A template may repeat what it is given.
-        most = 2 * size + _TEMPLATE_PER_MESSAGE * count + _TEMPLATE_PREAMBLE
+        turns, definitions = turns_of(chat), () if tools is None else tools.definitions
+        if not tokenizer.reads_tools:
+            turns = plain_turns(turns, definitions if tools is not None and tools.callable else ())
+            definitions = ()
+        size += len(chat.tools.definitions)
+        # A template may repeat what it is given, and write JSON on many lines.
+        most = _TEMPLATE_EXPANSION * size + _TEMPLATE_PER_MESSAGE * count + _TEMPLATE_PREAMBLE
         long = size > _LONG_TEXT or count > _LONG_CHAT
-        job = EncodeChat(turns, special, most, _ending(chat), arguments)
+        job = EncodeChat(turns, special, most, _ending(chat), arguments, [*map(dict, definitions)])
         return await self._run(tenant, long, job, field_path)
 
     def _fitting(self, prompt: tuple[int, ...], field_path: str) -> tuple[int, ...]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from outrider.answer_parts import AnswerPart, ReasoningPart, ToolCallPart
 from outrider.errors import OutriderError
 from outrider.sampling import FinishReason, TokenLogprobs
 from outrider.tree import VerifiedTree
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import tree_pb2
 from outrider.weight_updates import WeightsUpdated
-from outrider.wire.same_names import shared_fields
+from outrider.wire.same_names import message_of, shared_fields
 from outrider.wire.trees import DRAFT_REFUSED_KEY, mode_to_pb, status_of
 from target_service.core.sequence import SequenceFinished, SequenceRequest, StepVerdict
 from target_service.text.tokenizer import ModelTokenizer
@@ -32,12 +33,11 @@ def started(sequence_id: int, request: SequenceRequest, model: str) -> pb.Genera
     )
 
 
-def chunk(verdict: StepVerdict, text: str) -> pb.GenerateResponse:
-    """One step's tokens, with the text that is complete with them."""
+def chunk(verdict: StepVerdict) -> pb.GenerateResponse:
+    """One step's tokens."""
     return pb.GenerateResponse(
         chunk=pb.GenerateChunk(
             token_ids=verdict.token_ids,
-            text=text,
             drafted_tokens=verdict.drafted_tokens,
             logprobs=_logprobs(verdict.logprobs),
             step=verdict.step,
@@ -47,6 +47,15 @@ def chunk(verdict: StepVerdict, text: str) -> pb.GenerateResponse:
         ),
         timings=_timings(verdict),
     )
+
+
+def part(value: AnswerPart) -> pb.AnswerPart:
+    """A part of an answer."""
+    if isinstance(value, ToolCallPart):
+        return pb.AnswerPart(tool_call=message_of(pb.ToolCallPiece, value))
+    if isinstance(value, ReasoningPart):
+        return pb.AnswerPart(reasoning=value.text)
+    return pb.AnswerPart(text=value.text)
 
 
 def add_token_texts(response: pb.GenerateResponse, tokenizer: ModelTokenizer) -> None:

@@ -21,6 +21,7 @@ from outrider.wire.same_names import shared_fields
 from outrider.wire.trees import mode_to_pb
 from target_service.api import replies
 from target_service.api.admission import Admission, ServedModel
+from target_service.api.answer_reader import AnswerReader
 from target_service.api.event_queue import EventQueue, joined
 from target_service.api.verify_session import VerifyStream
 from target_service.api.weights import WeightUpdates
@@ -29,7 +30,7 @@ from target_service.core.events import Sequences
 from target_service.core.sequence import SequenceFinished, SequenceRequest, StepVerdict
 from target_service.speculation_state import SpeculationState, speculation_state
 from target_service.telemetry.tracing import RequestTrace
-from target_service.text.tokenizer import AnswerText, ModelTokenizer
+from target_service.text.tokenizer import ModelTokenizer
 
 SERVICE_NAME: str = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
 
@@ -68,7 +69,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         logs, tenant = self.config.log_requests, current_tenant()
         trace = RequestTrace(self.tracing, context.invocation_metadata(), logs=logs)
         with _ending(trace, context), self.sequences.quotas.counted(tenant, "streams"):
-            admitted = await self._admission.generation(request, tenant, trace.traceparent)
+            admitted, parser = await self._admission.generation(request, tenant, trace.traceparent)
             queue = EventQueue(UNREAD_STEPS, self.sequences.cancel)
             sequence_id = self.sequences.submit(admitted, queue.put)
             try:
@@ -77,8 +78,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
                 await context.write(replies.started(sequence_id, admitted, model))
                 text = None
                 if (tokenizer := self.served.tokenizer) is not None:
-                    stop, shown = admitted.sampling.stop, request.show_special_tokens
-                    text = tokenizer.answer(admitted.token_ids, stop, show_special=shown)
+                    text = AnswerReader(tokenizer, admitted, parser, show_special=request.show_special_tokens)
                 names = tokenizer if request.speculation.token_texts else None
                 await self._stream(admitted, text, names, queue, context, trace)
             finally:
@@ -87,7 +87,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     async def _stream(
         self,
         request: SequenceRequest,
-        text: AnswerText | None,
+        text: AnswerReader | None,
         names: ModelTokenizer | None,
         queue: EventQueue,
         context: GenerateContext,
@@ -103,7 +103,9 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
                         trace.step(event)
             for event in joined(events):
                 if isinstance(event, StepVerdict):
-                    response = replies.chunk(event, "" if text is None else _text_of(event, text))
+                    response = replies.chunk(event)
+                    if text is not None:
+                        text.add_text(response.chunk, event)
                     if names is not None:
                         replies.add_token_texts(response, names)
                     await context.write(response)
@@ -160,16 +162,6 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         self, request_iterator: AsyncIterator[target_pb2.UpdateWeightsRequest], _context: Any
     ) -> target_pb2.UpdateWeightsResponse:
         return replies.updated(await self._weights.update(current_caller.get(), request_iterator))
-
-
-def _text_of(verdict: StepVerdict, text: AnswerText) -> str:
-    """Text that is certain with this verdict; all of it with the last one. A stop or end token has no text."""
-    finish, token_ids = verdict.finish, verdict.token_ids
-    if finish is None:
-        return text.push(token_ids)
-    if finish.stop_token_id is not None:
-        token_ids = token_ids[:-1]
-    return text.push(token_ids) + text.finish()
 
 
 @contextmanager

@@ -78,9 +78,11 @@ class ChatTemplate:
         most: int = 1 << 30,
         ending: Ending = Ending.ANSWER,
         arguments: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        """The conversation. `now` is the time that templates write, and `arguments` are what the caller gives to it by
-        name. Raises `TemplateFailed`, `NotContinued`, and `RenderedTooLong` for more than `most` characters."""
+        """The conversation. `now` is the time that templates write, `arguments` are what the caller gives to it by
+        name, and `tools` what the answer may call. Raises `TemplateFailed`, `NotContinued`, and `RenderedTooLong` for
+        more than `most` characters."""
         messages = [dict(turn) for turn in turns]
         if ending is Ending.CONTINUED:
             messages[-1]["content"] = f"{messages[-1]['content']}{_END_MARK} "
@@ -89,7 +91,7 @@ class ChatTemplate:
             "messages": messages,
             "add_generation_prompt": ending is Ending.ANSWER,
             # None, as transformers has it: templates ask `if tools` and `is not none`.
-            "tools": None,
+            "tools": list(tools) or None,
             "documents": None,
             "strftime_now": now.strftime,
             **self._special_tokens,
@@ -100,7 +102,7 @@ class ChatTemplate:
             raise
         # Templates raise what their code raises: of Jinja, of Python, and of their own.
         except Exception as error:
-            reason = self._reason(error, turns)
+            reason = self._reason(error, [*turns, *tools])
             raise TemplateFailed(f"the model's chat template does not take these turns{reason}") from None
         return _open_end(text, str(turns[-1]["content"])) if ending is Ending.CONTINUED else text
 
@@ -114,7 +116,7 @@ class ChatTemplate:
         return "".join(parts)
 
     def _reason(self, error: Exception, turns: Sequence[Turn]) -> str:
-        """What the template says of it; nothing where that quotes the turns, since errors are logged."""
+        """What the template says of it; nothing where that quotes the turns or tools, since errors are logged."""
         reason = _line(error)
         said = " ".join(str(value) for turn in turns for name, value in turn.items() if name != "role")
         words = (word for word in reason.split() if len(word) >= _TELLING_WORD)

@@ -40,6 +40,7 @@ class EncodeChat(msgspec.Struct, tag=True):
     most: int = 1 << 30
     ending: Ending = Ending.ANSWER
     arguments: dict[str, Any] = {}
+    tools: list[dict[str, Any]] = []
 
 
 class Encoded(msgspec.Struct, tag=True):

@@ -51,7 +51,11 @@ def load_tokenizer(folder: Path) -> ModelTokenizer:
         backend = _converted(folder)
     split = settings.get("split_special_tokens") is True
     return ModelTokenizer(
-        backend, chat_template=_chat_template(folder, settings), special_tokens=special, split_special=split
+        backend,
+        chat_template=_chat_template(folder, settings),
+        special_tokens=special,
+        split_special=split,
+        response_template=_response_template(settings),
     )
 
 
@@ -59,7 +63,12 @@ def tokenizer_of(converted: Any) -> ModelTokenizer:
     """The same of a fast tokenizer of transformers that is loaded already."""
     special = {name: str(text) for name in SPECIAL_NAMES if (text := getattr(converted, name, None))}
     backend = Tokenizer.from_str(converted.backend_tokenizer.to_str())
-    return ModelTokenizer(backend, chat_template=converted.chat_template or "", special_tokens=special)
+    return ModelTokenizer(
+        backend,
+        chat_template=converted.chat_template or "",
+        special_tokens=special,
+        response_template=getattr(converted, "response_template", None),
+    )
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -168,6 +177,21 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str:
         named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
         found = named.get(_DEFAULT_TEMPLATE)
     return found if isinstance(found, str) else ""
+
+
+def _response_template(settings: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """How the model marks the parts of its answers; None where the settings do not say."""
+    found = settings.get("response_template")
+    if found is None:
+        return None
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+
+    try:
+        load_response_template(found)
+    except (ValueError, TypeError, KeyError) as error:
+        raise TokenizerRefused(f"{_SETTINGS}: response_template cannot be read: {error}") from None
+    template: Mapping[str, Any] = found
+    return template
 
 
 def _converted(folder: Path) -> Tokenizer:

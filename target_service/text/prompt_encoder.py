@@ -49,17 +49,20 @@ class PromptEncoder:
         *,
         ending: Ending = Ending.ANSWER,
         arguments: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
-        """A conversation. `special` says whether the text of a special token in a content, or in an argument, becomes
-        that token. Raises what `ChatTemplate.render` does."""
+        """A conversation. `special` says whether the text of a special token in a content, an argument or a tool
+        becomes that token. Raises what `ChatTemplate.render` does."""
         if self._template is None:
             self._template = ChatTemplate(self._tokenizer.chat_template, self._tokenizer.special_tokens)
         template, now = self._template, datetime.now()
 
         def render(given: _Given) -> str:
-            return template.render(given.turns, now=now, most=most, ending=ending, arguments=given.arguments)
+            return template.render(
+                given.turns, now=now, most=most, ending=ending, arguments=given.arguments, tools=given.tools
+            )
 
-        whole = _Given(turns, arguments or {})
+        whole = _Given(turns, arguments or {}, tools)
         plain = render(whole)
         if special or not self._may_hold_special(whole):
             return self._all_meant(plain)
@@ -106,7 +109,9 @@ class PromptEncoder:
                 _mapped(turn, table, kept if keeps is None or turn.get("role") in keeps else ()) for turn in given.turns
             ]
             try:
-                masked = render(_Given(turns, _mapped(given.arguments, table, kept if keeps is None else ())))
+                others = kept if keeps is None else ()
+                arguments, tools = (_mapped(each, table, others) for each in (given.arguments, given.tools))
+                masked = render(_Given(turns, arguments, tools))
             except TemplateFailed:
                 # It takes the turns as they are, so it looks for what is masked.
                 continue
@@ -122,6 +127,7 @@ class _Given(NamedTuple):
 
     turns: Sequence[Turn]
     arguments: Mapping[str, Any]
+    tools: Sequence[Mapping[str, Any]]
 
 
 def _telling_characters(texts: Mapping[str, int]) -> frozenset[str]:
@@ -136,11 +142,12 @@ def _telling_characters(texts: Mapping[str, int]) -> frozenset[str]:
 
 
 def _contents(turns: Any) -> list[str]:
-    """Every text of the turns that a caller wrote."""
+    """Every text of the turns that a caller wrote, names of arguments included."""
     if isinstance(turns, str):
         return [turns]
     if isinstance(turns, Mapping):
-        return [text for name, value in turns.items() if name != "role" for text in _contents(value)]
+        names = [name for name in turns if not name.isidentifier()]
+        return names + [text for name, value in turns.items() if name != "role" for text in _contents(value)]
     if isinstance(turns, Sequence):
         return [text for value in turns for text in _contents(value)]
     return []
@@ -154,7 +161,9 @@ def _mapped(value: Any, table: dict[int, str], kept: Sequence[str] | frozenset[s
                 return text.join(_mapped(part, table, kept) for part in value.split(text))
         return value.translate(table)
     if isinstance(value, Mapping):
-        return {name: each if name == "role" else _mapped(each, table, kept) for name, each in value.items()}
+        # Templates look for names that are identifiers; others are a caller's.
+        names = {name: name if name.isidentifier() else name.translate(table) for name in value}
+        return {names[name]: each if name == "role" else _mapped(each, table, kept) for name, each in value.items()}
     if isinstance(value, Sequence):
         return [_mapped(each, table, kept) for each in value]
     return value

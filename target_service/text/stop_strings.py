@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 # Stand for special tokens inside a text: surrogates, which no decoded text has. The last one for those that are in no
 # stop string.
@@ -21,10 +21,10 @@ class StopStrings:
     """
 
     def __init__(
-        self, stop: Sequence[str] = (), special: Sequence[tuple[str, int]] = (), *, shown: bool = False
+        self, stop: Sequence[str] = (), special: Sequence[tuple[str, int]] = (), *, shown: Collection[int] = ()
     ) -> None:
-        """`special` has texts and ids of special tokens, the longest first; with `shown` they are part of the text."""
-        self._names = {token_id: name for name, token_id in special} if shown else {}
+        """`special` has texts and ids of special tokens, the longest first; those in `shown` are part of the text."""
+        self._names = {token_id: name for name, token_id in special if token_id in shown}
         # By the token's id, the character that stands for it.
         self._marks: dict[int, str] = {}
         # Stop strings as they are searched for, and as they were given.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 from tokenizers import Tokenizer
 
+from target_service.text.answer_format import AnswerFormat, answer_format
 from target_service.text.detokenizer import PROMPT_TOKENS, Detokenizer, TableDetokenizer, WindowDetokenizer
 from target_service.text.stop_strings import StopStrings
 from target_service.text.token_bytes import TokenBytes, token_bytes
@@ -23,6 +26,8 @@ class ModelTokenizer:
         chat_template: in Jinja; empty for a model without one.
         special_tokens: texts of the model's special tokens by their names, such as "bos_token".
         split_special: the text of a special token in a prompt is text, unless a request asks for another way.
+        response_template: how the model marks the parts of its answers, as transformers reads it; None for a tokenizer
+            that does not say.
     """
 
     def __init__(
@@ -32,11 +37,13 @@ class ModelTokenizer:
         chat_template: str = "",
         special_tokens: Mapping[str, str] | None = None,
         split_special: bool = False,
+        response_template: Mapping[str, Any] | None = None,
     ) -> None:
         self.backend = backend
         self.chat_template = chat_template
         self.special_tokens = dict(special_tokens or {})
         self.split_special = split_special
+        self.response_template = response_template
         backend.no_truncation()
         backend.no_padding()
 
@@ -46,6 +53,16 @@ class ModelTokenizer:
         added = self.backend.get_added_tokens_decoder()
         named = set(self.special_tokens.values())
         return frozenset(each for each, token in added.items() if token.special or token.content in named)
+
+    @cached_property
+    def answer_format(self) -> AnswerFormat | None:
+        """How the model marks the parts of its answers; None where they are text alone, as far as is known."""
+        return answer_format(self.chat_template, self.response_template)
+
+    @cached_property
+    def reads_tools(self) -> bool:
+        """Whether the chat template tells the model of tools."""
+        return re.search(r"\btools\b", self.chat_template) is not None
 
     def get_vocab(self) -> dict[str, int]:
         """Every token's id, by its text."""
@@ -80,11 +97,23 @@ class ModelTokenizer:
         begins = not end or (self._sections_begin_with_space and prompt[-1] in self.special_ids)
         return TableDetokenizer(self.backend, self._table, end, begins=begins)
 
-    def answer(self, prompt: Sequence[int] = (), stop: Sequence[str] = (), *, show_special: bool = False) -> AnswerText:
+    def answer(
+        self,
+        prompt: Sequence[int] = (),
+        stop: Sequence[str] = (),
+        *,
+        show_special: bool = False,
+        shown: Collection[int] = (),
+    ) -> AnswerText:
         """The text of an answer to `prompt`, up to the first of `stop`; with `show_special`, the same text with the
-        names of its special tokens in it."""
-        special = self._special_by_length if stop or show_special else ()
-        return AnswerText(self.detokenizer(prompt), StopStrings(stop, special, shown=show_special))
+        names of its special tokens in it, and with `shown` those of these."""
+        special = self._special_by_length if stop or show_special or shown else ()
+        visible = self.special_ids if show_special else shown
+        return AnswerText(self.detokenizer(prompt), StopStrings(stop, special, shown=visible))
+
+    def special_in(self, answer_format: AnswerFormat) -> frozenset[int]:
+        """Special tokens that mark parts of answers."""
+        return frozenset(token for name, token in self._special_by_length if answer_format.mentions(name))
 
     @cached_property
     def _special_by_length(self) -> tuple[tuple[str, int], ...]:

@@ -119,12 +119,13 @@ def _encode(encoder: PromptEncoder, job: Job) -> list[int]:
         return encoder.text(job.text, job.special)
     if isinstance(job, EncodePrediction):
         return encoder.prediction(job.text)
-    return encoder.chat(job.turns, job.special, job.most, ending=job.ending, arguments=job.arguments)
+    return encoder.chat(job.turns, job.special, job.most, ending=job.ending, arguments=job.arguments, tools=job.tools)
 
 
 def _size(job: Job) -> int:
     if isinstance(job, EncodeChat):
-        return len(str(job.arguments)) + sum(len(str(value)) for turn in job.turns for value in turn.values())
+        given = len(str(job.arguments)) + len(str(job.tools))
+        return given + sum(len(str(value)) for turn in job.turns for value in turn.values())
     return len(job.text)
 
 

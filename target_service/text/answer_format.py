@@ -1,0 +1,142 @@
+"""How a model marks its reasoning and its tool calls: found by its chat template, and described by data.
+
+The parts of an answer are told apart by transformers' response templates: by the one that a tokenizer's settings carry
+(`response_template`), else by one of `answer_formats/`, chosen by what the chat template writes.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+# Names of fields in response templates, and what their regions are.
+CONTENT, CALLS, REASONING = "content", "tool_calls", ("thinking", "reasoning", "reasoning_content")
+# The form of calls that are explained to a model whose template knows none, and that every model can be held to.
+DEFAULT = "hermes"
+# Reasoning is marked like this where a format does not say otherwise. Spaces around it are neither's.
+_THINKING = {"open_pattern": r"<think>\n?", "close_pattern": r"\s*</think>\s*"}
+# Written by chat templates where the assistant's turn begins; what follows is the beginning of the answer.
+_TURN_BEGINS = (
+    *("<|im_start|>assistant\n", "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|start|>assistant", "[/INST]"),
+    *(
+        "<|assistant|>",
+        "<\uff5cAssistant\uff5c>",
+        "<start_of_turn>model\n",
+        "<|turn>model\n",
+        "<|im_assistant|>assistant",
+    ),
+    *("<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>", "<|start_of_role|>assistant<|end_of_role|>", "[/TOOL_RESULTS]"),
+)
+# A region's text as it stands: it can be streamed.
+_AS_IT_STANDS = {"content": "text", "content_args": {"strip": False}}
+_CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+
+
+@dataclass(frozen=True, slots=True)
+class CallText:
+    """The text of tool calls, for answers that are held to them: `begin`, then `text` for each call, of which
+    `separator` stands between two, and `end`. In `text`, `$name` is the tool's name as JSON, `$bare_name` as it stands,
+    `$index` the call's place and `$arguments` the JSON of its arguments. `single` formats have one call an answer."""
+
+    text: str
+    begin: str = ""
+    separator: str = ""
+    end: str = ""
+    single: bool = False
+
+
+@dataclass(frozen=True)
+class AnswerFormat:
+    """A response template, and how calls are written.
+
+    Attributes:
+        response_template: as transformers reads it.
+        call: None where no call can be forced in this format.
+        call_id_length: letters and digits of a call's id, which some chat templates count; 0 for any.
+    """
+
+    response_template: Mapping[str, Any]
+    call: CallText | None = None
+    call_id_length: int = 0
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """The template's fields by name."""
+        fields: Mapping[str, Any] = self.response_template["fields"]
+        return fields
+
+    @property
+    def calls(self) -> bool:
+        """Whether answers in this format may call tools."""
+        return CALLS in self.fields
+
+    def without(self, *names: str) -> AnswerFormat | None:
+        """The format without some fields; None where nothing but text is left."""
+        left = {name: field for name, field in self.fields.items() if name not in names}
+        if not left.keys() - {CONTENT}:
+            return None
+        return replace(self, response_template={**self.response_template, "fields": left})
+
+    def mentions(self, text: str) -> bool:
+        """Whether a token's text is one that the format looks for."""
+        # Patterns escape what means something in them.
+        return text in json.dumps(self.fields, ensure_ascii=False).replace("\\", "")
+
+
+def answer_format(chat_template: str, response_template: Mapping[str, Any] | None = None) -> AnswerFormat | None:
+    """The format of a model's answers; None for one whose answers are text alone, as far as is known.
+    `response_template` is that of the model's own tokenizer, which goes before what the chat template shows."""
+    found = next((found for found, markers in _formats().values() if _written_by(chat_template, markers)), None)
+    if response_template is not None:
+        call, length = (found.call, found.call_id_length) if found else (None, 0)
+        return AnswerFormat(response_template, call, length)
+    thinks = "</think>" in chat_template
+    if found is None:
+        return _template({"thinking": _THINKING}) if thinks else None
+    if found.fields.get("thinking") == _field(_THINKING) and not thinks:
+        return found.without("thinking")
+    return found
+
+
+def default_format() -> AnswerFormat:
+    """The format of calls that every model can be held to."""
+    found, _ = _formats()[DEFAULT]
+    return found
+
+
+def _written_by(chat_template: str, markers: list[list[str]]) -> bool:
+    return any(all(marker in chat_template for marker in group) for group in markers)
+
+
+@cache
+def _formats() -> Mapping[str, tuple[AnswerFormat, list[list[str]]]]:
+    """All formats by name, each with the texts by which chat templates show it; narrower ones before wider ones."""
+    return dict(sorted(_read(), key=lambda pair: -max(sum(map(len, group)) for group in pair[1][1])))
+
+
+def _read() -> Iterator[tuple[str, tuple[AnswerFormat, list[list[str]]]]]:
+    for file in files(__package__).joinpath("answer_formats").iterdir():
+        if file.name.endswith(".toml"):
+            data = tomllib.loads(file.read_text(encoding="utf-8"))
+            call = CallText(**data["call"]) if "call" in data else None
+            made = _template({"thinking": _THINKING, **data["fields"]}, call, data.get("call_id_length", 0))
+            yield file.name.removesuffix(".toml"), (made, data["markers"])
+
+
+def _template(fields: Mapping[str, Any], call: CallText | None = None, call_id_length: int = 0) -> AnswerFormat:
+    """A format of fields that say what is theirs alone."""
+    made = {name: _field(field) for name, field in {CONTENT: {}, **fields}.items()}
+    if CALLS in made:
+        made[CALLS] = {"transform": _CALL, **made[CALLS], "repeats": True}
+    template = {"start_anchor": list(_TURN_BEGINS), "fields": made}
+    return AnswerFormat(template, call, call_id_length)
+
+
+def _field(field: Mapping[str, Any]) -> dict[str, Any]:
+    return copy.deepcopy({**field} if "content" in field else {**_AS_IT_STANDS, **field})
