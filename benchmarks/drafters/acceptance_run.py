@@ -37,7 +37,7 @@ class Distribution:
 
 
 @dataclass
-class Tally:
+class AcceptanceTally:
     """Sums over answers, without the step that ends a prompt and its token, which have no drafts."""
 
     answers: int = 0
@@ -52,7 +52,7 @@ class Tally:
     decode_ns: int = 0
 
     @classmethod
-    def of(cls, totals: SequenceTotals) -> Tally:
+    def of(cls, totals: SequenceTotals) -> AcceptanceTally:
         """Of one answer."""
         return cls(
             answers=1,
@@ -65,7 +65,7 @@ class Tally:
             decode_ns=totals.finished_ns - totals.first_token_ns,
         )
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: AcceptanceTally) -> None:
         reached = [a + b for a, b in itertools.zip_longest(self.reached, other.reached, fillvalue=0)]
         for name, value in vars(other).items():
             setattr(self, name, reached if name == "reached" else getattr(self, name) + value)
@@ -110,15 +110,15 @@ class Talk:
         self._engine = Engine(runner, config)
         self._link = InprocessLink(drafter, self._engine.drafting)
         self._engine.drafting.attach(self._link)
-        self.tallies = {one.task: Tally() for one in conversations}
+        self.tallies = {one.task: AcceptanceTally() for one in conversations}
         self.drafter_stats: dict[str, float] = {}
         # Tokens by (conversation, turn), to compare with another run's.
         self.outputs: dict[tuple[int, int], list[int]] = {}
 
     @property
-    def total(self) -> Tally:
+    def total(self) -> AcceptanceTally:
         """The tallies of all tasks together."""
-        total = Tally()
+        total = AcceptanceTally()
         for tally in self.tallies.values():
             total.add(tally)
         return total
@@ -161,7 +161,7 @@ class Talk:
         finished = self._events.wait()
         turn, output = self._turns.pop(finished.sequence_id), self._outputs.pop(finished.sequence_id)
         conversation = self._conversations[turn.index]
-        self.tallies[conversation.task].add(Tally.of(finished.totals))
+        self.tallies[conversation.task].add(AcceptanceTally.of(finished.totals))
         self.outputs[turn.index, turn.number] = output
         following = turn.number + 1
         if following < len(conversation.turns):

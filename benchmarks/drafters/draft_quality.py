@@ -34,7 +34,7 @@ class Trace:
 
 
 @dataclass
-class Tally:
+class QualityTally:
     """Sums over the steps of one task."""
 
     steps: int = 0
@@ -43,7 +43,7 @@ class Tally:
     cost: float = 0.0
     propose_seconds: float = 0.0
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: QualityTally) -> None:
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
 
@@ -82,9 +82,9 @@ def walk(tree: TokenTree, rows: int, future: Sequence[int]) -> int:
     return len(future)
 
 
-def replay(drafter: Drafter, trace: Trace, rows: int | None, slope: float, sequence_id: int) -> Tally:
+def replay(drafter: Drafter, trace: Trace, rows: int | None, slope: float, sequence_id: int) -> QualityTally:
     """Draft one trace to its end, with `rows` rows a step, or for None with the rows that pay."""
-    tally = Tally()
+    tally = QualityTally()
     sequence = DraftSequence(sequence_id, list(trace.prompt), len(trace.prompt), 1 << 20)
     drafter.open(sequence)
     done = 0
@@ -113,17 +113,17 @@ def replay(drafter: Drafter, trace: Trace, rows: int | None, slope: float, seque
     return tally
 
 
-def score(drafter: Drafter, traces: Iterable[Trace], rows: int | None, slope: float) -> dict[str, Tally]:
+def score(drafter: Drafter, traces: Iterable[Trace], rows: int | None, slope: float) -> dict[str, QualityTally]:
     """Replay all traces in order. Returns sums by task."""
-    tallies: dict[str, Tally] = defaultdict(Tally)
+    tallies: dict[str, QualityTally] = defaultdict(QualityTally)
     for sequence_id, trace in enumerate(traces, start=1):
         tallies[trace.task].add(replay(drafter, trace, rows, slope, sequence_id))
     return tallies
 
 
-def report(tallies: dict[str, Tally]) -> dict[str, dict[str, float]]:
+def report(tallies: dict[str, QualityTally]) -> dict[str, dict[str, float]]:
     """By task, and over all: tokens and rows per step, tokens per cost of a plain step, and the time of drafting."""
-    total = Tally()
+    total = QualityTally()
     for tally in tallies.values():
         total.add(tally)
     return {

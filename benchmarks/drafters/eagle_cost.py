@@ -71,7 +71,7 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Figure:
+class EagleCostFigure:
     """Milliseconds for the trees of all sequences: the median and the quartiles. Without graphs there are no parts."""
 
     shape: str
@@ -97,7 +97,7 @@ def make_head(config: HeadConfig, device: str, dtype: torch.dtype) -> EagleHead:
     return head
 
 
-class Load:
+class DraftLoad:
     """Sequences with random tokens and features."""
 
     def __init__(self, drafter: EagleDrafter, count: int, mode: VerificationMode) -> None:
@@ -161,8 +161,10 @@ def synchronize(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def measure(drafter: EagleDrafter, names: tuple[str, str], mode: VerificationMode, count: int, graphs: bool) -> Figure:
-    load = Load(drafter, count, mode)
+def measure(
+    drafter: EagleDrafter, names: tuple[str, str], mode: VerificationMode, count: int, graphs: bool
+) -> EagleCostFigure:
+    load = DraftLoad(drafter, count, mode)
     first, _ = load.round()
     # For capturing, and for clocks to settle.
     for _ in range(3):
@@ -176,7 +178,7 @@ def measure(drafter: EagleDrafter, names: tuple[str, str], mode: VerificationMod
     low, median, high = statistics.quantiles([seconds * 1e3 for seconds, _ in rounds], n=4)
     nodes = statistics.mean(tree.drafted for _, trees in rounds for tree in trees)
     first_ms, low, median, high = (round(milliseconds, 3) for milliseconds in (first * 1e3, low, median, high))
-    return Figure(*names, mode.value, count, graphs, nodes, first_ms, low, median, high, parts)
+    return EagleCostFigure(*names, mode.value, count, graphs, nodes, first_ms, low, median, high, parts)
 
 
 def paths_of(tree: TokenTree) -> set[tuple[int, ...]]:
@@ -194,7 +196,7 @@ def check(eager: EagleDrafter, captured: EagleDrafter) -> None:
         SystemExit: fewer than `LEAST_SAME` of the nodes are the same.
     """
     for mode in LOSSLESS_MODES:
-        trees = [Load(drafter, 3, mode).round()[1] for drafter in (eager, captured)]
+        trees = [DraftLoad(drafter, 3, mode).round()[1] for drafter in (eager, captured)]
         both = [(paths_of(one), paths_of(other)) for one, other in zip(*trees, strict=True)]
         same = sum(len(one & other) for one, other in both) / sum(len(one) for one, _ in both)
         show(f"{mode.value}: graphs draft {same:.0%} of the nodes that eager passes draft")
@@ -226,7 +228,7 @@ def make_drafters(head: EagleHead, tree: str, options: argparse.Namespace) -> di
     return drafters
 
 
-def line_of(figure: Figure) -> str:
+def line_of(figure: EagleCostFigure) -> str:
     """One line of text."""
     how = "at once" if figure.graphs else "by level"
     line = f"{figure.shape} {figure.tree} {figure.mode} x{figure.sequences} {how}: {figure.median_ms} ms"
@@ -250,7 +252,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
-    figures: list[Figure] = []
+    figures: list[EagleCostFigure] = []
     for shape in options.shapes:
         head = make_head(SHAPES[shape], options.device, getattr(torch, options.dtype))
         for tree in options.trees:

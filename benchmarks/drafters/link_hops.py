@@ -67,7 +67,7 @@ class Hop:
     p99: float
 
 
-class Receiver(LinkEvents):
+class HopReceiver(LinkEvents):
     """Receives each growth of the newest step, with its time."""
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ def vectors(count: int) -> Vectors:
     return Vectors("bfloat16", WIDTH, bytes(count * WIDTH * 2))
 
 
-def measure(link: StoppableLink, receiver: Receiver, options: argparse.Namespace) -> dict[str, list[float]]:
+def measure(link: StoppableLink, receiver: HopReceiver, options: argparse.Namespace) -> dict[str, list[float]]:
     """Microseconds of each hop, by its name."""
     hops: dict[str, list[float]] = {}
     open_sequence(link, 1, PROMPT_TOKENS)
@@ -117,7 +117,7 @@ def measure(link: StoppableLink, receiver: Receiver, options: argparse.Namespace
 
 
 def run_one(name: str, transport: str, address: str, options: argparse.Namespace) -> list[Hop]:
-    receiver = Receiver()
+    receiver = HopReceiver()
     service = ["-m", "draft_service", "--listen", address, "--log-level", "warning"]
     service += ["--drafter", "benchmarks.drafters.stamping:Stamping", "--busy-poll-ms", str(options.busy_poll_ms)]
     times = ["--early-ms", str(options.early_ms), "--whole-ms", str(options.whole_ms)]

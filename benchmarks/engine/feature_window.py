@@ -76,7 +76,7 @@ class MeteredLink:
 
 
 @dataclass(frozen=True)
-class Figure:
+class WindowFigure:
     """One run: tokens per step of a sequence, and bytes of all advances and feature frames."""
 
     window: int
@@ -94,7 +94,7 @@ class Figure:
 
 def run(
     runner: ModelRunner, config: TargetConfig, drafter: EagleDrafter, requests: SequenceOf[SequenceRequest], every: int
-) -> Figure:
+) -> WindowFigure:
     """Decode all requests, restarting the draft every `every` steps; never for 0."""
     loop = EngineLoop(runner, config, steps=HostSteps(runner))
     link = MeteredLink(drafter, loop.drafting)
@@ -110,7 +110,7 @@ def run(
         if every and count % every == 0:
             link.restart()
     features = loop.features
-    return Figure(
+    return WindowFigure(
         window=config.feature_window,
         restart_every=every,
         sequences=len(requests),

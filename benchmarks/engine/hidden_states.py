@@ -70,7 +70,7 @@ INFO = DraftInfo("eagle", VOCABULARY_SIZE, "", TreeLimits(), 1 << 20, "0", REQUE
 
 
 @dataclass(frozen=True)
-class Figure:
+class HiddenStateFigure:
     """Microseconds of the engine's thread for one kind of step, over `n` of them: medians, distances between quartiles,
     and the longest. `send_commits` includes no wait for the reader."""
 
@@ -107,7 +107,7 @@ class RunnerWithoutModel:
         """Nothing: the states are made up."""
 
 
-class Receiver(LinkEvents):
+class FeatureReceiver(LinkEvents):
     """Receives the events of a link whose draft sends no growth."""
 
     def grow(self, growths: SequenceOf[SequenceGrowth]) -> None:
@@ -163,15 +163,15 @@ class EngineWithoutModel:
         return (between - begin) / 1e3, (time.perf_counter_ns() - between) / 1e3
 
 
-def figure(step: str, rows: int, times: list[tuple[float, float]]) -> Figure:
+def figure(step: str, rows: int, times: list[tuple[float, float]]) -> HiddenStateFigure:
     """The figure of the times of both parts behind the warm-up."""
     parts = []
     for part in zip(*times[WARM_UP:], strict=True):
         parts += [*(round(value, 1) for value in median_and_spread(part)), round(max(part), 1)]
-    return Figure(step, rows, len(times) - WARM_UP, *parts)
+    return HiddenStateFigure(step, rows, len(times) - WARM_UP, *parts)
 
 
-def prompts(engine: EngineWithoutModel, tokens: int, count: int, pause: float) -> Figure:
+def prompts(engine: EngineWithoutModel, tokens: int, count: int, pause: float) -> HiddenStateFigure:
     """Steps that read one prompt each, of which the link's process has read everything before the next."""
     times: list[tuple[float, float]] = []
     going: deque[Sequence] = deque()
@@ -187,7 +187,7 @@ def prompts(engine: EngineWithoutModel, tokens: int, count: int, pause: float) -
     return figure("prompt", tokens, times)
 
 
-def steps(engine: EngineWithoutModel, sequences: int, count: int, pause: float) -> Figure:
+def steps(engine: EngineWithoutModel, sequences: int, count: int, pause: float) -> HiddenStateFigure:
     """Steps of so many sequences, each of which commits two tokens."""
     going = [engine.add(TEXT) for _ in range(sequences)]
     for sequence in going:
@@ -221,14 +221,14 @@ def drain(descriptor: int) -> None:
             return
 
 
-def measure(options: argparse.Namespace) -> list[Figure]:
+def measure(options: argparse.Namespace) -> list[HiddenStateFigure]:
     """All figures, over one link."""
     features = Features(cast(ModelRunner, RunnerWithoutModel()), KEEP)
     config = TargetConfig(
         draft="the link", speculative_disable_queue_size=10**6, draft_wait_ms=0.0, draft_failures_to_open=1
     )
     drafting = DraftTrees(config, VOCABULARY_SIZE, features)
-    receiver = Receiver()
+    receiver = FeatureReceiver()
     command = (sys.executable, "-m", "benchmarks.engine.hidden_states", "--drain")
     link = LinkProcess("", receiver, VOCABULARY_SIZE, "", command=command)
     try:

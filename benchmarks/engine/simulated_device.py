@@ -67,7 +67,7 @@ class DeviceTimes:
         return StepCost([(rows, self.of_step(rows, 1, 1)) for rows in _ROWS])
 
 
-class _Running:
+class _DeviceStep:
     """A step under way; see `Launched`."""
 
     on_device = can_launch_before_results = True
@@ -105,7 +105,7 @@ class SimulatedSteps:
         """Set the output of a sequence that will run."""
         self._expected[sequence_id] = list(output)
 
-    def launch(self, batch: StepBatch, verifiers: Sequence[SequenceVerifier], passes: int, ready: Ready) -> _Running:
+    def launch(self, batch: StepBatch, verifiers: Sequence[SequenceVerifier], passes: int, ready: Ready) -> _DeviceStep:
         """See `Steps.launch`. Verifies by the expected output, not by `verifiers`."""
         del verifiers
         ready()
@@ -118,7 +118,7 @@ class SimulatedSteps:
             None if item.tree is None else self._verify(item.sequence.sequence_id, item.tree, passes)
             for item in batch.items
         ]
-        return _Running(outcomes, self._free_at)
+        return _DeviceStep(outcomes, self._free_at)
 
     def _verify(self, sequence_id: int, tree: TokenTree, passes: int) -> Verified:
         expected = self._expected[sequence_id]
@@ -151,7 +151,7 @@ def empty_runner(vocabulary_size: int, tokens: int) -> ModelRunner:
     )
 
 
-class Bench:
+class SimulatedBench:
     """One engine, whose policies keep what they learned from load to load."""
 
     def __init__(self, times: DeviceTimes, draft: str, vocabulary_size: int, most: int, tokens: int) -> None:
@@ -184,7 +184,9 @@ class Bench:
         return time.perf_counter() - begin, launches
 
 
-def measure(bench: Bench, traces: Sequence[Trace], concurrency: int, repeats: int, tokens: int) -> dict[str, Any]:
+def measure(
+    bench: SimulatedBench, traces: Sequence[Trace], concurrency: int, repeats: int, tokens: int
+) -> dict[str, Any]:
     seconds, launches, decoded = {False: 0.0, True: 0.0}, {False: 0, True: 0}, 0
     for repeat in range(-1, repeats):
         for begin in range(0, len(traces) - concurrency + 1, concurrency):
@@ -219,7 +221,7 @@ def main() -> None:
     traces = load(options.traces, "all")
     vocabulary_size = 1 + max(max(*trace.prompt, *trace.output) for trace in traces)
     times = DeviceTimes(options.pass_ms * 1e-3, options.row_ms * 1e-3, options.host_ms * 1e-3)
-    bench = Bench(times, options.draft, vocabulary_size, max(options.concurrency), options.tokens)
+    bench = SimulatedBench(times, options.draft, vocabulary_size, max(options.concurrency), options.tokens)
     rows = []
     for concurrency in options.concurrency:
         rows.append(measure(bench, traces, concurrency, options.repeats, options.tokens))

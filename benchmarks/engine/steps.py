@@ -87,7 +87,7 @@ TOLERANCE = 0.15
 
 
 @dataclass(frozen=True)
-class Load:
+class StepLoad:
     """Rows of each sequence of a step; more than one are a random tree."""
 
     rows: tuple[int, ...]
@@ -96,9 +96,9 @@ class Load:
         return f"c={len(self.rows)} rows={'/'.join(map(str, sorted(set(self.rows))))}"
 
 
-TIMED = (Load((1,)), Load((1,) * 4), Load((1,) * 16), Load((1,) * 64), Load((16,)), Load((64,)))
+TIMED = (StepLoad((1,)), StepLoad((1,) * 4), StepLoad((1,) * 16), StepLoad((1,) * 64), StepLoad((16,)), StepLoad((64,)))
 # Steps that fill a captured size only in part.
-CHECKED = (Load((3, 1, 9)), Load((1,) * 5), Load((37,)), Load((2, 60)))
+CHECKED = (StepLoad((3, 1, 9)), StepLoad((1,) * 5), StepLoad((37,)), StepLoad((2, 60)))
 
 
 def config_of(shape: str, layers: int | None = None) -> PretrainedConfig:
@@ -135,7 +135,7 @@ def runner_of(config: PretrainedConfig, dtype: torch.dtype, attention: Backend, 
     return runner_over(decoder, None, num_pages=num_pages, page_size=PAGE_SIZE, end_token_ids=(), attention=attention)
 
 
-def step(load: Load, vocabulary: int, seed: int) -> ForwardInput:
+def step(load: StepLoad, vocabulary: int, seed: int) -> ForwardInput:
     """A step of random tokens and trees after `CONTEXT` keys of each sequence, over shuffled pages."""
     rng = random.Random(seed)
     per_sequence = -(-(CONTEXT + max(load.rows)) // PAGE_SIZE)
@@ -204,7 +204,7 @@ def likeliest(logits: Tensor) -> Tensor:
     return (indices.gather(1, best) + best * (vocabulary // parts)).squeeze(1)
 
 
-def time_step(runner: ModelRunner, load: Load, seconds: float) -> dict[str, Any]:
+def time_step(runner: ModelRunner, load: StepLoad, seconds: float) -> dict[str, Any]:
     """Milliseconds of a step until its tokens are on the host, on the device, and until the host is free."""
     batches = [step(load, runner.vocabulary_size, seed) for seed in range(8)]
     wall, device, host = [], [], []
@@ -232,7 +232,7 @@ def time_step(runner: ModelRunner, load: Load, seconds: float) -> dict[str, Any]
 
 
 @torch.inference_mode()
-def replay_ms(runner: CapturedRunner, load: Load, replays: int = 30) -> float:
+def replay_ms(runner: CapturedRunner, load: StepLoad, replays: int = 30) -> float:
     """Milliseconds of a captured step without the host: the mean of consecutive replays."""
     captured = runner._replay(step(load, runner.vocabulary_size, 1))
     assert captured is not None
@@ -245,7 +245,7 @@ def replay_ms(runner: CapturedRunner, load: Load, replays: int = 30) -> float:
     return float(start.elapsed_time(end)) / replays
 
 
-def kernels_of(runner: ModelRunner, load: Load) -> list[dict[str, Any]]:
+def kernels_of(runner: ModelRunner, load: StepLoad) -> list[dict[str, Any]]:
     """Device time of one step by kernel, the longest first."""
     batch = step(load, runner.vocabulary_size, 1)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -256,7 +256,7 @@ def kernels_of(runner: ModelRunner, load: Load) -> list[dict[str, Any]]:
     return [{"kernel": one.key[:90], "us": one.self_device_time_total / 5, "launches": one.count / 5} for one in found]
 
 
-def floor_ms(decoder: Decoder, config: PretrainedConfig, load: Load, bytes_per_ms: float) -> float:
+def floor_ms(decoder: Decoder, config: PretrainedConfig, load: StepLoad, bytes_per_ms: float) -> float:
     """Milliseconds to read each weight that a step needs, and the cache, once at the memory's speed."""
     rows = sum(load.rows)
     specs = specs_of(decoder.slots()).items()
@@ -276,7 +276,7 @@ def share_read(name: str, config: PretrainedConfig, rows: int) -> float:
     return float(1.0 - (1.0 - any_config.num_experts_per_tok / experts) ** rows)
 
 
-def time_load(runner: ModelRunner, load: Load, seconds: float, floor: float) -> dict[str, Any]:
+def time_load(runner: ModelRunner, load: StepLoad, seconds: float, floor: float) -> dict[str, Any]:
     """What `time_step` finds, the floor, and replays where steps are captured."""
     times = time_step(runner, load, seconds)
     medians = " ".join(f"{name} {times[name]['median']:.3f}" for name in times)
@@ -291,7 +291,7 @@ def time_load(runner: ModelRunner, load: Load, seconds: float, floor: float) -> 
 def run_shape(
     shape: str,
     modes: list[str],
-    loads: Sequence[Load],
+    loads: Sequence[StepLoad],
     seconds: float,
     *,
     layers: int | None,
@@ -359,7 +359,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="also device time by kernel")
     arguments = parser.parse_args()
     results: list[dict[str, Any]] = []
-    timed = tuple(Load((rows,)) for rows in arguments.trees) if arguments.trees else TIMED
+    timed = tuple(StepLoad((rows,)) for rows in arguments.trees) if arguments.trees else TIMED
     loads = [asdict(load) for load in timed]
     bytes_per_ms = copied_bytes_per_us() * 1e3
     show(f"a copy reads and writes {bytes_per_ms / 1e9:.3f} TB/s")

@@ -93,7 +93,7 @@ class Times:
         return run
 
 
-class _Running:
+class _TimedStep:
     """A step of `HostOnly`; see `Launched`. It has ended at a time."""
 
     on_device = True
@@ -212,7 +212,7 @@ class HostOnly(DeviceSteps):
         self.launched()
         rows = batch.device_rows.rows if batch.device_rows is not None else len(batch.input.token_ids)
         self._free_at = max(self._free_at, time.perf_counter()) + passes * self._one_pass(rows)
-        return _Running(launched, self._free_at, self._times)
+        return _TimedStep(launched, self._free_at, self._times)
 
     def _launch_device_rows(self, *arguments: Any) -> Launched:
         self._times.ns["launch"].append(time.perf_counter_ns() - self._begun)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from benchmarks.engine.steps import CONTEXT, PAGE_SIZE, SHAPES, Load, decoder_of, step
+from benchmarks.engine.steps import CONTEXT, PAGE_SIZE, SHAPES, StepLoad, decoder_of, step
 from benchmarks.shared.gpu_timing import captured_us
 from benchmarks.shared.machine import describe
 from benchmarks.shared.report import parser_of, settings_of, show, write_json
@@ -105,9 +105,9 @@ class Layers:
         return {"us": (time.perf_counter() - begin) * 1e6 / count, "spread": 0.0}
 
 
-def load_of(rows: int, sequences: int) -> Load:
+def load_of(rows: int, sequences: int) -> StepLoad:
     each, more = divmod(rows, sequences)
-    return Load(tuple(each + (index < more) for index in range(sequences)))
+    return StepLoad(tuple(each + (index < more) for index in range(sequences)))
 
 
 @torch.inference_mode()

@@ -62,7 +62,7 @@ TOLERANCE = 2e-2
 TIES = 2e-3
 
 
-class Layers:
+class ExpertLayers:
     """Layers of a shape with random weights, and rows for each."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
@@ -104,7 +104,7 @@ class Layers:
         return self.routers[layer].nbytes + len(torch.unique(chosen.experts)) * one
 
 
-def grouped(layers: Layers, layer: int, chosen: Chosen) -> Tensor:
+def grouped(layers: ExpertLayers, layer: int, chosen: Chosen) -> Tensor:
     """[R, H] by torch's product of groups of rows: what a model's own code can do at best."""
     weights, rows = layers.weights[layer], layers.rows[layer]
     normed = (rows.rows.float() * rows.scale).to(layers.dtype)
@@ -121,7 +121,7 @@ def grouped(layers: Layers, layer: int, chosen: Chosen) -> Tensor:
     return layers.residual + (back.view(shape) * chosen.weights[..., None]).sum(1).to(layers.dtype)
 
 
-def check(layers: Layers, experts: RowExperts, rows: int) -> dict[str, float]:
+def check(layers: ExpertLayers, experts: RowExperts, rows: int) -> dict[str, float]:
     """Relative errors against the definition in fp32, of a few rows at a time; raises `ValueError` for more."""
     chosen = layers.route(experts, 0)
     found, scaled = layers.mix(experts, 0, chosen)
@@ -142,7 +142,7 @@ def check(layers: Layers, experts: RowExperts, rows: int) -> dict[str, float]:
     return {"error": error, "norm_error": norm_error, "other_experts": different}
 
 
-def expected_rows(layers: Layers, chosen: Chosen, some: slice) -> Tensor:
+def expected_rows(layers: ExpertLayers, chosen: Chosen, some: slice) -> Tensor:
     """[rows, H] fp32: what experts add to some rows, by the definition."""
     rows, weights = layers.rows[0], layers.weights[0]
     squares = None if rows.squares is None else rows.squares[some]
@@ -164,7 +164,7 @@ def timed(launches: list[Callable[[], object]], device: torch.device) -> dict[st
     return {"us": (time.perf_counter() - begin) * 1e6 / len(launches), "spread": 0.0}
 
 
-def measure(layers: Layers, rows: int, bytes_per_us: float, sweep: bool) -> dict[str, Any]:
+def measure(layers: ExpertLayers, rows: int, bytes_per_us: float, sweep: bool) -> dict[str, Any]:
     """Errors and times of so many rows."""
     layers.load(rows)
     experts = TritonExperts(layers.device)
@@ -195,7 +195,7 @@ def measure(layers: Layers, rows: int, bytes_per_us: float, sweep: bool) -> dict
     return result
 
 
-def swept(layers: Layers, chosen: list[Chosen]) -> Iterator[dict[str, Any]]:
+def swept(layers: ExpertLayers, chosen: list[Chosen]) -> Iterator[dict[str, Any]]:
     """Times of `mix` by the tiling of one product, the other's as it is chosen."""
     rows, top_k = chosen[0].experts.shape
     usual = choose_expert_tilings(rows, top_k, layers.shape.experts)
@@ -240,7 +240,7 @@ def main() -> None:
     show(f"a copy reads and writes {bytes_per_us / 1e6:.3f} TB/s; microseconds of one layer")
     found: dict[str, list[dict[str, Any]]] = {}
     for name, shape in shapes.items():
-        layers = Layers(shape, device)
+        layers = ExpertLayers(shape, device)
         found[name] = []
         for rows in options.rows:
             found[name].append(measure(layers, rows, bytes_per_us, options.sweep))

@@ -44,7 +44,7 @@ _PAGES, _PAGE_SIZE = 256, 16
 TOLERANCE = 2e-2
 
 
-class Inputs(NamedTuple):
+class WritingInputs(NamedTuple):
     rows: LatentRows
     rotary: RotaryAngles
     # [n, pages, page_size, L + P].
@@ -54,7 +54,7 @@ class Inputs(NamedTuple):
     absorbed: Tensor
 
 
-def draw(count: int, heads: int, pairs_out: bool, device: torch.device) -> Inputs:
+def draw(count: int, heads: int, pairs_out: bool, device: torch.device) -> WritingInputs:
     """Random rows at random positions, for shuffled slots."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     copies, pages = (_COPIES, _PAGES) if device.type == "cuda" else (2, 8)
@@ -68,10 +68,10 @@ def draw(count: int, heads: int, pairs_out: bool, device: torch.device) -> Input
     slots = torch.randperm(pages * _PAGE_SIZE, device=device)[:count].to(torch.int32)
     caches = normal(copies, pages, _PAGE_SIZE, LATENT + ROTARY)
     rotary = RotaryAngles(angles.cos(), angles.sin(), True, pairs_out)
-    return Inputs(rows, rotary, caches, slots, normal(count, heads, LATENT + ROTARY))
+    return WritingInputs(rows, rotary, caches, slots, normal(count, heads, LATENT + ROTARY))
 
 
-def as_models_have_it(inputs: Inputs) -> Callable[[Tensor], None]:
+def as_models_have_it(inputs: WritingInputs) -> Callable[[Tensor], None]:
     """Norm, rotary embedding and new rows of a cache, by the code of transformers' models."""
     from transformers.models.deepseek_v2.modeling_deepseek_v2 import apply_rotary_emb
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
@@ -96,7 +96,7 @@ def as_models_have_it(inputs: Inputs) -> Callable[[Tensor], None]:
     return run
 
 
-def worst_error(inputs: Inputs, run: Callable[[Tensor], None]) -> float:
+def worst_error(inputs: WritingInputs, run: Callable[[Tensor], None]) -> float:
     """The larger error of vectors and of queries against the definition in fp32; infinite if other rows changed."""
     rows, cache = inputs.rows, inputs.caches[-1]
     wide = replace(rows, vectors=rows.vectors.float(), queries=rows.queries.float(), weight=rows.weight.float())
@@ -116,7 +116,7 @@ def worst_error(inputs: Inputs, run: Callable[[Tensor], None]) -> float:
     return max(float((mine - own).norm() / own.norm()) for mine, own in pairs)
 
 
-def measured(inputs: Inputs, run: Callable[[Tensor], None]) -> dict[str, float]:
+def measured(inputs: WritingInputs, run: Callable[[Tensor], None]) -> dict[str, float]:
     """Error, and median and spread of the time; a wrong result is not timed, nor is anything on a CPU."""
     error = worst_error(inputs, run)
     if not error < TOLERANCE or inputs.caches.device.type == "cpu":
@@ -139,7 +139,7 @@ def main() -> int:
     for count, width, pairs_out in ((r, h, p) for p in (True, False) for h in heads for r in ROWS):
         inputs = draw(count, width, pairs_out, device)
 
-        def one_launch(cache: Tensor, inputs: Inputs = inputs) -> None:
+        def one_launch(cache: Tensor, inputs: WritingInputs = inputs) -> None:
             norm_rope_write_rows(inputs.rows, inputs.rotary, cache, inputs.slots, inputs.absorbed)
 
         found = {"one_launch": measured(inputs, one_launch)}

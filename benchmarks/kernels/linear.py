@@ -136,7 +136,7 @@ def worth_trying(tiling: LinearTiling, layer: LinearLayer, weight_bytes: int) ->
     return programs <= 900 or (layer.inner <= 2048 and splits > 1)
 
 
-class Chain:
+class LinearChain:
     """Launches of one layer, one after the other, over different weights."""
 
     def __init__(self, layer: LinearLayer, rows: int, int8: bool, most: int = 200) -> None:
@@ -188,11 +188,11 @@ class Chain:
 
 def compile_some(work: list[tuple[LinearLayer, int, LinearTiling]], int8: bool) -> None:
     """Compile tilings into Triton's cache on disk."""
-    chains: dict[tuple[LinearLayer, int], Chain] = {}
+    chains: dict[tuple[LinearLayer, int], LinearChain] = {}
     for layer, rows, tiling in work:
         chain = chains.get((layer, rows))
         if chain is None:
-            chains = {(layer, rows): (chain := Chain(layer, rows, int8, most=1))}
+            chains = {(layer, rows): (chain := LinearChain(layer, rows, int8, most=1))}
         with contextlib.suppress(OutOfResources, PTXASError):
             chain.launch(chain.weights[0], TritonLinears(DEVICE, tiling=tiling))
 
@@ -206,7 +206,7 @@ def compile_all(work: list[tuple[LinearLayer, int, LinearTiling]], int8: bool) -
 def measure(
     layer: LinearLayer, rows: int, tried: list[LinearTiling], int8: bool, bytes_per_us: float
 ) -> dict[str, Any]:
-    chain = Chain(layer, rows, int8)
+    chain = LinearChain(layer, rows, int8)
     floor = ((1 if int8 else 2) * layer.outputs * layer.inner) / bytes_per_us
     result: dict[str, Any] = {"layer": layer.name, "rows": rows, "floor_us": floor, "tilings": []}
     result["cublas"] = chain.time(lambda weight: functional.linear(chain.input, weight), chain.plain)

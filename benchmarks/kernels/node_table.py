@@ -30,7 +30,7 @@ _PAGE, _VOCABULARY = 16, 49152
 
 
 @dataclass(frozen=True)
-class Case:
+class NodeTableCase:
     """`sequences` of `text` tokens, each with a tree of so many `nodes`, in a pass of `rows`."""
 
     sequences: int
@@ -40,7 +40,7 @@ class Case:
 
 
 CASES = tuple(
-    Case(sequences, nodes, rows)
+    NodeTableCase(sequences, nodes, rows)
     for sequences, rows in ((1, 24), (8, 64), (32, 128), (128, 256))
     for nodes in (0, 59, 239, 479, NODES - 1)
 )
@@ -49,7 +49,7 @@ CASES = tuple(
 class RootStep:
     """A step of roots at fixed addresses, its text, and the tables of its sequences."""
 
-    def __init__(self, case: Case, device: torch.device, backend: Literal["triton", "torch"]) -> None:
+    def __init__(self, case: NodeTableCase, device: torch.device, backend: Literal["triton", "torch"]) -> None:
         generator, rng = torch.Generator().manual_seed(case.nodes), random.Random(case.nodes)
         count, pages = case.sequences, (case.text + 64) // _PAGE + 1
 
@@ -94,7 +94,7 @@ class RootStep:
         self.table.choose_rows(self.step, self._pending)
 
 
-def _draw(rng: random.Random, root: int, case: Case, table: Any) -> None:
+def _draw(rng: random.Random, root: int, case: NodeTableCase, table: Any) -> None:
     """Write a random tree below `root`, likelier near it, as the target does."""
     nodes, scores = np.zeros((4, 1 + case.nodes), np.int32), np.ones(1 + case.nodes)
     nodes[0, 0] = root
@@ -105,7 +105,7 @@ def _draw(rng: random.Random, root: int, case: Case, table: Any) -> None:
     build_table(nodes, scores, 1 + case.nodes if case.nodes else 0, 1.0, case.text + 1, table)
 
 
-def run_case(case: Case) -> dict[str, Any]:
+def run_case(case: NodeTableCase) -> dict[str, Any]:
     """Check and time a case."""
     chosen = []
     for made in (RootStep(case, torch.device("cpu"), "torch"), RootStep(case, torch.device("cuda"), "triton")):

@@ -36,7 +36,7 @@ DISTRIBUTIONS = {
 
 
 @dataclass(frozen=True)
-class Case:
+class VerificationCase:
     """`sequences` trees of `rows` rows each. Logits are `text`, by Zipf's law (1.5) as words are, or `flat`: normal."""
 
     distribution: str
@@ -46,19 +46,22 @@ class Case:
     logits: str = "text"
 
 
-def cases() -> list[Case]:
+def cases() -> list[VerificationCase]:
     found = [
-        Case(distribution, rows, v) for distribution in DISTRIBUTIONS for v in (49152, 128256) for rows in (1, 16, 64)
+        VerificationCase(distribution, rows, v)
+        for distribution in DISTRIBUTIONS
+        for v in (49152, 128256)
+        for rows in (1, 16, 64)
     ]
-    found += [Case(distribution, 8, 128256, sequences=32) for distribution in DISTRIBUTIONS]
+    found += [VerificationCase(distribution, 8, 128256, sequences=32) for distribution in DISTRIBUTIONS]
     return [
         *found,
-        Case("coupled, top_p 0.9", 1, 128256, logits="flat"),
-        Case("coupled, top_p 0.9", 64, 128256, 1, "flat"),
+        VerificationCase("coupled, top_p 0.9", 1, 128256, logits="flat"),
+        VerificationCase("coupled, top_p 0.9", 64, 128256, 1, "flat"),
     ]
 
 
-def draw(case: Case) -> tuple[Tensor, Tensor, Tensor, list[RowsToVerify]]:
+def draw(case: VerificationCase) -> tuple[Tensor, Tensor, Tensor, list[RowsToVerify]]:
     """Logits [R, V], token ids and parents [R] of random trees of likely tokens, and the rows to verify."""
     total = case.rows * case.sequences
     if case.logits == "flat":
@@ -96,7 +99,7 @@ def accepted(verdicts: Verdicts, to_verify: list[RowsToVerify]) -> list[tuple[li
     ]
 
 
-def run_case(case: Case) -> dict[str, Any]:
+def run_case(case: VerificationCase) -> dict[str, Any]:
     logits, token_ids, parents, to_verify = draw(case)
 
     def verifier(backend: Any) -> Callable[[], Verdicts]:

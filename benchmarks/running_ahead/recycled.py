@@ -51,7 +51,7 @@ _NO_TREE = Nodes(1, [], [], [], [], [])
 _ROWS = "1x8,1x16,1x32,1x48,8x32,8x64,32x64,32x96,32x128"
 
 
-class Answer(NamedTuple):
+class RecordedAnswer(NamedTuple):
     """A prompt and the tokens behind it, and the entry [ENTRY] of every token that one of these follows."""
 
     prompt: Sequence[int]
@@ -60,7 +60,7 @@ class Answer(NamedTuple):
 
 
 @torch.inference_mode()
-def recorded(model: Any, prompt: Sequence[int], count: int) -> Answer:
+def recorded(model: Any, prompt: Sequence[int], count: int) -> RecordedAnswer:
     """`count` greedy tokens."""
     tokens, entries, past, fed = list[int](), list[Tensor](), None, list(prompt)
     for _ in range(count):
@@ -69,10 +69,10 @@ def recorded(model: Any, prompt: Sequence[int], count: int) -> Answer:
         entries.append(recycling.entry_of(_OWNER, fed[-1], logits))
         fed = [int(logits.argmax())]
         tokens += fed
-    return Answer(prompt, tokens, entries)
+    return RecordedAnswer(prompt, tokens, entries)
 
 
-def drafted(answers: Sequence[Answer]) -> list[list[Nodes]]:
+def drafted(answers: Sequence[RecordedAnswer]) -> list[list[Nodes]]:
     """A trie's tree behind every token of each answer; all are one tenant's, in their order."""
     drafter, trees = NgramDrafter(TrieConfig()), list[list[Nodes]]()
     drafter.start()
@@ -101,11 +101,11 @@ def nodes_from(tree: TokenTree, base: int) -> Nodes:
 
 
 @dataclass
-class _Running:
+class _ReplayedAnswer:
     """An answer that is decoded once more, a trie's trees behind each of its tokens if it has any, and the tree that
     the next pass has, one pass late."""
 
-    answer: Answer
+    answer: RecordedAnswer
     trees: Sequence[Nodes]
     done: int = 1
     nodes: Nodes = _NO_TREE
@@ -134,10 +134,10 @@ class _Running:
         return made
 
 
-def tokens_a_pass(waiting: Iterable[_Running], sequences: int, rows: int, entries: Tensor | None) -> float:
+def tokens_a_pass(waiting: Iterable[_ReplayedAnswer], sequences: int, rows: int, entries: Tensor | None) -> float:
     """Tokens of a sequence in a pass of so many sequences, which share `rows` rows with their roots; until fewer are
     left."""
-    line, running, passes, tokens = iter(waiting), list[_Running](), 0, 0
+    line, running, passes, tokens = iter(waiting), list[_ReplayedAnswer](), 0, 0
     while True:
         running = [one for one in running if one.done < len(one.answer.tokens)]
         running += itertools.islice(line, sequences - len(running))
@@ -152,7 +152,9 @@ def tokens_a_pass(waiting: Iterable[_Running], sequences: int, rows: int, entrie
         passes += sequences
 
 
-def measure(answers: Sequence[Answer], trees: Sequence[Sequence[Nodes]], sequences: int, rows: int) -> dict[str, Any]:
+def measure(
+    answers: Sequence[RecordedAnswer], trees: Sequence[Sequence[Nodes]], sequences: int, rows: int
+) -> dict[str, Any]:
     """Tokens of a sequence in a pass, by what drafts."""
     found: dict[str, Any] = {"sequences": sequences, "rows": rows}
     for name, recycles, drafts in (
@@ -162,7 +164,7 @@ def measure(answers: Sequence[Answer], trees: Sequence[Sequence[Nodes]], sequenc
         ("trie, recycled", True, True),
     ):
         entries = recycling.empty_entries(_CPU) if recycles else None
-        line = (_Running(one, own if drafts else ()) for one, own in zip(answers, trees, strict=True))
+        line = (_ReplayedAnswer(one, own if drafts else ()) for one, own in zip(answers, trees, strict=True))
         found[name] = tokens_a_pass(line, sequences, rows, entries)
     return found
 

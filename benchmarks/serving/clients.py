@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from benchmarks.serving.figures import Answer, Share
+from benchmarks.serving.figures import Share, TimedAnswer
 from benchmarks.shared.workload import Prompt
 
 _JOIN_SECONDS = 10.0
@@ -38,7 +38,7 @@ class Reply(NamedTuple):
     """An answer, the slot of its request, the verified steps that the target counted for it, and how many of its tokens
     were drafts that the model would not have drawn there."""
 
-    answer: Answer
+    answer: TimedAnswer
     slot: int
     steps: int
     lossy_tokens: int = 0
@@ -92,7 +92,7 @@ class Clients:
 
     def wave(
         self, prompts: Sequence[Prompt], max_tokens: int, *, speculate: bool, tenant: str
-    ) -> tuple[float, list[Answer]]:
+    ) -> tuple[float, list[TimedAnswer]]:
         """Send all at once. Returns seconds until the last answer has ended, and the answers. Raises `ServiceLost`."""
         begin = time.perf_counter()
         shares = self.closed([(ids, max_tokens) for ids in prompts], len(prompts), speculate=speculate, tenant=tenant)
@@ -202,7 +202,7 @@ async def _reply(stub: Any, slot: int, request: ServingRequest, seconds: float |
     if request.verification:
         mode = f"VERIFICATION_MODE_{request.verification.upper()}"
         message.speculation.mode = tree_pb2.VerificationMode.Value(mode)
-    answer, steps, lossy_tokens = Answer(time.monotonic(), [], []), 0, 0
+    answer, steps, lossy_tokens = TimedAnswer(time.monotonic(), [], []), 0, 0
     metadata = (("outrider-tenant", request.tenant),)
     async for response in stub.Generate(message, metadata=metadata, timeout=seconds):
         if response.chunk.token_ids:

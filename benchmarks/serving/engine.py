@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Sequence
 
-from benchmarks.serving.figures import Answer, Share
+from benchmarks.serving.figures import Share, TimedAnswer
 from benchmarks.shared.engine_events import EngineEvents
 from benchmarks.shared.step_recorder import StepRecorder
 from benchmarks.shared.workload import Prompt
@@ -23,7 +23,7 @@ class EngineAlone:
     def __init__(self, config: TargetConfig) -> None:
         self.steps = StepRecorder()
         self._numbers = itertools.count(1)
-        self._answers: dict[int, Answer] = {}
+        self._answers: dict[int, TimedAnswer] = {}
         self._events = EngineEvents(self._record)
         self._engine = Engine(load_model(config), config, observer=self.steps)
         self._engine.start(self._events.deliver)
@@ -33,7 +33,7 @@ class EngineAlone:
         answer.times.append(time.monotonic())
         answer.counts.append(len(verdict.token_ids))
 
-    def wave(self, prompts: Sequence[Prompt], max_tokens: int, **_how: object) -> tuple[float, list[Answer]]:
+    def wave(self, prompts: Sequence[Prompt], max_tokens: int, **_how: object) -> tuple[float, list[TimedAnswer]]:
         """Submit all at once. Returns seconds until the last answer has ended, and the answers."""
         begin = time.perf_counter()
         begun = [self._begin(ids, max_tokens) for ids in prompts]
@@ -59,5 +59,5 @@ class EngineAlone:
         sampling = SamplingParams(ignore_eos=True, max_tokens=max_tokens)
         request = SequenceRequest(ids, sampling, VerificationMode.GREEDY, 0, max_tokens)
         number = next(self._numbers)
-        self._answers[number] = Answer(time.monotonic(), [], [])
+        self._answers[number] = TimedAnswer(time.monotonic(), [], [])
         return self._engine.submit(request, number)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from benchmarks.shared.report import percentile
 
 
-class Answer(NamedTuple):
+class TimedAnswer(NamedTuple):
     """One request as its client saw it: when it was sent, and when how many tokens arrived. Monotonic seconds."""
 
     begin: float
@@ -30,7 +30,7 @@ class Share(NamedTuple):
     """The part of a closed loop that one client process ran, with `slots` requests in flight."""
 
     slots: int
-    answers: list[Answer]
+    answers: list[TimedAnswer]
 
 
 class Window(NamedTuple):
@@ -61,7 +61,7 @@ def _spread(seconds: Sequence[float]) -> dict[str, float] | None:
     }
 
 
-def latencies(answers: Iterable[Answer], window: Window | None = None) -> dict[str, Any]:
+def latencies(answers: Iterable[TimedAnswer], window: Window | None = None) -> dict[str, Any]:
     """Latencies within the window, or of all answers without one.
 
     `first_token_ms` is from sending to the first tokens; `message_gap_ms` between messages, each with the tokens of one
@@ -84,7 +84,7 @@ def latencies(answers: Iterable[Answer], window: Window | None = None) -> dict[s
     return {"first_token_ms": _spread(firsts), "message_gap_ms": _spread(gaps), "token_ms": _spread(each)}
 
 
-def wave_figures(waves: Sequence[tuple[float, list[Answer]]]) -> dict[str, Any]:
+def wave_figures(waves: Sequence[tuple[float, list[TimedAnswer]]]) -> dict[str, Any]:
     """Of (seconds, answers) by wave: tokens of all over the time of all, and the median of the waves."""
     tokens = [sum(answer.tokens for answer in answers) for _, answers in waves]
     rates = [count / seconds for count, (seconds, _) in zip(tokens, waves, strict=True)]

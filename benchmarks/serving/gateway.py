@@ -59,7 +59,7 @@ Pair = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Figure:
+class GatewayFigure:
     """The medians of both paths with their quartiles, and their comparison with its interval of 95 %.
 
     `processor_us` is the median processor time of each token, by path and process.
@@ -180,7 +180,7 @@ def share(pairs: Sequence[Pair]) -> float:
     return statistics.median(web / direct for direct, web in pairs)
 
 
-async def measure_first_token(options: argparse.Namespace) -> Figure:
+async def measure_first_token(options: argparse.Namespace) -> GatewayFigure:
     pauses = random.Random(0)
     async with services(1.0) as (address, processes, web), Client.connect(address) as client:
         http = HttpReader(web)
@@ -202,7 +202,7 @@ async def measure_first_token(options: argparse.Namespace) -> Figure:
     return figure("first token, one request at a time", "ms", pairs, added, processor)
 
 
-async def measure_throughput(options: argparse.Namespace, step_ms: float) -> Figure:
+async def measure_throughput(options: argparse.Namespace, step_ms: float) -> GatewayFigure:
     async with services(step_ms) as (address, processes, web), Client.connect(address) as client:
         readers = [HttpReader(web) for _ in range(options.streams)]
 
@@ -252,10 +252,10 @@ def figure(
     pairs: Sequence[Pair],
     compare: Callable[[Sequence[Pair]], float],
     processor: dict[str, float],
-) -> Figure:
+) -> GatewayFigure:
     """The figure of measured pairs."""
     direct, web = (quartiles(values) for values in zip(*pairs, strict=True))
-    return Figure(what, unit, len(pairs), direct, web, compared(pairs, compare), processor)
+    return GatewayFigure(what, unit, len(pairs), direct, web, compared(pairs, compare), processor)
 
 
 def table(document: dict[str, Any]) -> str:

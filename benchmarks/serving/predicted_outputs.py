@@ -48,7 +48,7 @@ Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
-class Case:
+class PredictedCase:
     """A text, and the instruction to edit it."""
 
     id: str
@@ -86,10 +86,10 @@ class Sample:
         return (self.tokens - 1) / self.decode_seconds
 
 
-def read_cases() -> list[Case]:
+def read_cases() -> list[PredictedCase]:
     """All cases of the file beside this folder."""
     lines = map(json.loads, CASES.read_text(encoding="utf-8").splitlines())
-    return [Case(line["id"], line["kind"], line["before"], line["instruction"]) for line in lines]
+    return [PredictedCase(line["id"], line["kind"], line["before"], line["instruction"]) for line in lines]
 
 
 def edited(tokens: Sequence[int], seed: int) -> list[int]:
@@ -111,7 +111,9 @@ def another(items: Sequence[Item], place: int) -> Item:
     return items[(place + max(1, int(ANOTHER * len(items)))) % len(items)]
 
 
-def predictions(cases: Sequence[Case], answers: Sequence[Result], place: int) -> dict[str, str | list[int] | None]:
+def predictions(
+    cases: Sequence[PredictedCase], answers: Sequence[Result], place: int
+) -> dict[str, str | list[int] | None]:
     """The prediction of a case's request, by mode."""
     own = list(answers[place].token_ids)
     return {
@@ -154,12 +156,12 @@ async def measure(options: argparse.Namespace) -> list[Sample]:
 
 
 async def measure_target(
-    client: Client, cases: Sequence[Case], drafter: str, options: argparse.Namespace
+    client: Client, cases: Sequence[PredictedCase], drafter: str, options: argparse.Namespace
 ) -> list[Sample]:
     """One target's samples: first the plain answers, which the predictions are made of, then rounds of all modes."""
     sampling = SamplingParams(max_tokens=options.max_tokens)
 
-    async def answer(case: Case, mode: str, prediction: str | Sequence[int] | None) -> Result:
+    async def answer(case: PredictedCase, mode: str, prediction: str | Sequence[int] | None) -> Result:
         speculation = Speculation(enabled=False if mode == PLAIN else None)
         return await client.generate(
             messages=case.messages, sampling=sampling, prediction=prediction, speculation=speculation
@@ -182,7 +184,7 @@ async def measure_target(
     return samples
 
 
-def sample_of(result: Result, case: Case, drafter: str, mode: str, turn: int, *, same: bool) -> Sample:
+def sample_of(result: Result, case: PredictedCase, drafter: str, mode: str, turn: int, *, same: bool) -> Sample:
     """The sample of an answer."""
     return Sample(
         case=case.id,

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.serving.figures import LONG, SHORT, Answer, Share, closed_figures, line, step_figures, wave_figures
+from benchmarks.serving.figures import LONG, SHORT, Share, TimedAnswer, closed_figures, line, step_figures, wave_figures
 from benchmarks.shared.report import comma_separated, parser_of, settings_of, show, write_json
 from benchmarks.shared.workload import Prompt, closed_requests, random_prompts, read_prompts, wave
 
@@ -69,18 +69,18 @@ class Peer:
         self._llm, self._params, self._delta, self._detokenize = llm, params, delta, detokenize
         self._number = 0
 
-    def wave(self, prompts: Sequence[Prompt], max_tokens: int) -> tuple[float, list[Answer]]:
+    def wave(self, prompts: Sequence[Prompt], max_tokens: int) -> tuple[float, list[TimedAnswer]]:
         """Seconds for all, and their answers, of which only the end is known."""
         inputs = [{"prompt_token_ids": list(ids)} for ids in prompts]
         begin, started = time.perf_counter(), time.monotonic()
         outputs = self._llm.generate(inputs, self._sampling(max_tokens), use_tqdm=False)
         seconds, ended = time.perf_counter() - begin, time.monotonic()
-        return seconds, [Answer(started, [ended], [len(one.outputs[0].token_ids)]) for one in outputs]
+        return seconds, [TimedAnswer(started, [ended], [len(one.outputs[0].token_ids)]) for one in outputs]
 
     def closed(self, requests: Sequence[tuple[Prompt, int]], concurrency: int) -> list[Share]:
         """Keep `concurrency` requests in flight: when an answer ends, the next request begins."""
         waiting = iter(requests)
-        answers: dict[str, Answer] = {}
+        answers: dict[str, TimedAnswer] = {}
         for _ in range(concurrency):
             self._add(*next(waiting), answers)
         remaining = len(requests)
@@ -99,10 +99,10 @@ class Peer:
                         self._add(*following, answers)
         return [Share(concurrency, list(answers.values()))]
 
-    def _add(self, ids: Prompt, max_tokens: int, answers: dict[str, Answer]) -> None:
+    def _add(self, ids: Prompt, max_tokens: int, answers: dict[str, TimedAnswer]) -> None:
         self._number += 1
         name = str(self._number)
-        answers[name] = Answer(time.monotonic(), [], [])
+        answers[name] = TimedAnswer(time.monotonic(), [], [])
         params = self._sampling(max_tokens, output_kind=self._delta)
         self._llm.llm_engine.add_request(name, {"prompt_token_ids": list(ids)}, params)
 

@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 
-from benchmarks.serving.predicted_outputs import SHORTEST, Case, another, read_cases, target_with
+from benchmarks.serving.predicted_outputs import SHORTEST, PredictedCase, another, read_cases, target_with
 from benchmarks.shared.processes import processor_seconds
 from benchmarks.shared.report import comma_separated, interval_95, parser_of, provenance, record_table, write_json
 from outrider.sampling import SamplingParams
@@ -91,12 +91,12 @@ async def measure(options: argparse.Namespace) -> list[Pair]:
 
 
 async def measure_target(
-    client: Client, pid: int, cases: Sequence[Case], drafter: str, options: argparse.Namespace
+    client: Client, pid: int, cases: Sequence[PredictedCase], drafter: str, options: argparse.Namespace
 ) -> list[Pair]:
     """One target's pairs; the plain answers, which wrong predictions are made of, come first."""
     sampling = SamplingParams(max_tokens=options.max_tokens)
 
-    async def answer(case: Case, prediction: Sequence[int] | None) -> tuple[Result, Half]:
+    async def answer(case: PredictedCase, prediction: Sequence[int] | None) -> tuple[Result, Half]:
         before = processor_seconds(pid)
         result = await client.generate(messages=case.messages, sampling=sampling, prediction=prediction).result()
         used = processor_seconds(pid) - before

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.serving.clients import Clients, Reply
-from benchmarks.serving.figures import Answer
+from benchmarks.serving.figures import TimedAnswer
 from benchmarks.shared.report import show
 from benchmarks.widened.run import REQUEST_SECONDS, Record, Tasks, named, parse, plan_of
 from benchmarks.widened.runs import Measuring, PromptCursor, decoding_rate, read_tasks
@@ -27,7 +27,7 @@ from benchmarks.widened.services import Subject, SweepPlan, started, subjects_of
 COLD_SECONDS = 2.0
 
 
-def cold_figures(cold: Sequence[Answer], settled: Sequence[Answer]) -> dict[str, Any]:
+def cold_figures(cold: Sequence[TimedAnswer], settled: Sequence[TimedAnswer]) -> dict[str, Any]:
     """Decoding of the same requests, one at a time, in both runs; parted where the cold one was `COLD_SECONDS` old."""
     first = sum(one.begin - cold[0].begin < COLD_SECONDS for one in cold)
     return {
@@ -36,7 +36,7 @@ def cold_figures(cold: Sequence[Answer], settled: Sequence[Answer]) -> dict[str,
     }
 
 
-def _compared(cold: Sequence[Answer], settled: Sequence[Answer]) -> dict[str, Any]:
+def _compared(cold: Sequence[TimedAnswer], settled: Sequence[TimedAnswer]) -> dict[str, Any]:
     rates = decoding_rate(cold, 1).per_second, decoding_rate(settled, 1).per_second
     ratio = round(rates[0] / rates[1], 4) if rates[0] and rates[1] else None
     return {"answers": len(cold), "cold_per_second": rates[0], "settled_per_second": rates[1], "ratio": ratio}

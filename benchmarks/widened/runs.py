@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.serving.clients import Clients, Reply, ServingRequest
-from benchmarks.serving.figures import Answer, Window
+from benchmarks.serving.figures import TimedAnswer, Window
 from benchmarks.shared.report import percentile
 from benchmarks.shared.workload import Prompt, chat_tokens
 from benchmarks.widened.metrics import CONNECTED, SPECULATING, Key, Page, difference, fetch, step_figures, total, value
@@ -116,7 +116,7 @@ def sum_of(rates: Iterable[Rate]) -> Rate:
     return Rate(sum(one.tokens for one in each), sum(one.seconds for one in each))
 
 
-def busy_spans(answers: Iterable[Answer], concurrency: int) -> list[Window]:
+def busy_spans(answers: Iterable[TimedAnswer], concurrency: int) -> list[Window]:
     """When `concurrency` answers at once were between their first and their last message."""
     edges = [edge for one in answers if len(one.times) > 1 for edge in ((one.times[0], 1), (one.end, -1))]
     spans, active, since = list[Window](), 0, 0.0
@@ -130,7 +130,7 @@ def busy_spans(answers: Iterable[Answer], concurrency: int) -> list[Window]:
     return spans
 
 
-def decoding_rate(answers: Sequence[Answer], concurrency: int) -> Rate:
+def decoding_rate(answers: Sequence[TimedAnswer], concurrency: int) -> Rate:
     """Tokens that arrived while all streams were decoding.
 
     With one stream that is every answer from its first message to its last. With several, messages of one step arrive
@@ -161,7 +161,7 @@ def in_flight_rates(replies: Sequence[Reply], concurrency: int) -> tuple[Rate, R
     The first has the streams' tokens over the time that they were decoding, `concurrency` of them side by side; reading
     others' prompts in between slows it. The second is of the whole service, with the time of prompts.
     """
-    slots: dict[int, list[Answer]] = {}
+    slots: dict[int, list[TimedAnswer]] = {}
     for one in replies:
         slots.setdefault(one.slot, []).append(one.answer)
     begin = max(min(answer.times[0] for answer in answers) for answers in slots.values())

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.serving.clients import Reply
-from benchmarks.serving.figures import Answer, Window
+from benchmarks.serving.figures import TimedAnswer, Window
 from benchmarks.serving.services import flags_of
 from benchmarks.widened import metrics as widened_metrics
 from benchmarks.widened.cold import cold_figures
@@ -63,9 +63,9 @@ def page(**figures: float) -> dict:  # type: ignore[type-arg]
     return read_page(PAGE.format(**(none | figures)))
 
 
-def steady(begin: float, count: int, each: int = 1) -> Answer:
+def steady(begin: float, count: int, each: int = 1) -> TimedAnswer:
     """A message a second, the first after a second."""
-    return Answer(begin, [begin + 1.0 + i for i in range(count)], [each] * count)
+    return TimedAnswer(begin, [begin + 1.0 + i for i in range(count)], [each] * count)
 
 
 def test_what_a_run_added_is_a_difference() -> None:
@@ -180,14 +180,22 @@ def test_typical_acceptance_is_measured_where_it_differs(capsys: pytest.CaptureF
 
 
 def test_one_stream_is_measured_from_first_message_to_last() -> None:
-    answers = [Answer(0.0, [1.0, 2.0, 4.0], [2, 3, 5]), Answer(10.0, [10.5, 12.5], [1, 4]), Answer(20.0, [21.0], [1])]
+    answers = [
+        TimedAnswer(0.0, [1.0, 2.0, 4.0], [2, 3, 5]),
+        TimedAnswer(10.0, [10.5, 12.5], [1, 4]),
+        TimedAnswer(20.0, [21.0], [1]),
+    ]
     assert decoding_rate(answers, 1) == (12, 5.0)
 
 
 def test_a_cold_start_is_compared_with_the_same_prompts_once_settled() -> None:
     # Answers of a second each, half as fast in the first two seconds.
-    cold = [Answer(0.0, [0.1, 1.0], [1, 9]), Answer(1.0, [1.1, 2.0], [1, 9]), Answer(2.0, [2.1, 3.0], [1, 18])]
-    settled = [Answer(at, [at + 0.1, at + 1.0], [1, 18]) for at in (7.0, 8.0, 9.0)]
+    cold = [
+        TimedAnswer(0.0, [0.1, 1.0], [1, 9]),
+        TimedAnswer(1.0, [1.1, 2.0], [1, 9]),
+        TimedAnswer(2.0, [2.1, 3.0], [1, 18]),
+    ]
+    settled = [TimedAnswer(at, [at + 0.1, at + 1.0], [1, 18]) for at in (7.0, 8.0, 9.0)]
     figures = cold_figures(cold, settled)
     assert figures["first"] == {"answers": 2, "cold_per_second": 10.0, "settled_per_second": 20.0, "ratio": 0.5}
     assert figures["later"] == {"answers": 1, "cold_per_second": 20.0, "settled_per_second": 20.0, "ratio": 1.0}
@@ -203,7 +211,7 @@ def test_several_streams_are_measured_while_all_of_them_decode() -> None:
 
 def test_steps_are_counted_whole_though_their_messages_spread() -> None:
     """Streams in step, 30 ms apart: a rate of two tokens a second and stream."""
-    answers = [Answer(0.0, [1 + i + late for i in range(20)], [2] * 20) for late in (0.0, 0.03, 0.06)]
+    answers = [TimedAnswer(0.0, [1 + i + late for i in range(20)], [2] * 20) for late in (0.0, 0.03, 0.06)]
     rate = decoding_rate(answers, 3)
     assert rate.per_second == pytest.approx(6.0, rel=0.01)
 
@@ -218,7 +226,7 @@ def test_streams_and_service_are_measured_while_all_are_in_flight() -> None:
 
 def test_a_row_has_all_repeats_and_their_spread() -> None:
     def run(count: int, seconds: float) -> Run:
-        answer = Answer(0.0, [1.0 + seconds * i for i in range(count)], [1] * count)
+        answer = TimedAnswer(0.0, [1.0 + seconds * i for i in range(count)], [1] * count)
         return Run(((Reply(answer, 0, 1 + (count - 1) // 2),),), 10.0, page(steps=count, all=count, waited=0.01))
 
     figures = run_figures([run(11, 0.1), run(5, 0.2)], 1)

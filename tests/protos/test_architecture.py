@@ -250,7 +250,8 @@ def test_functions_are_short() -> None:
 
 def test_no_class_name_is_used_twice() -> None:
     """What a search for a class finds is that class."""
-    names = Counter(node.name for source in MODULES for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef))
+    sources = MODULES + SCRIPTS
+    names = Counter(node.name for source in sources for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef))
     assert {name for name, count in names.items() if count > 1} == set()
 
 
