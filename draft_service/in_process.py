@@ -154,7 +154,7 @@ class InprocessLink:
             self._events.receive(SequenceFailure(sequence_id, refusal.reason, refusal.message))
 
     def _answer(self, session: ProposeSession) -> None:
-        """Deliver all owed growth. Credit bounds a queue, and there is none here."""
+        """Deliver all growth that is due. Credit bounds a queue, and there is none here."""
         while session.awaits_growth:
             session.grant(1 - session.credit)
             try:

@@ -259,7 +259,7 @@ class _ProposeStream:
         return [response for frame in frames for response in self.handle_frame(frame)]
 
     def take_and_grow(self, frames: Iterable[draft_pb2.ProposeRequest]) -> list[draft_pb2.ProposeResponse]:
-        """Handle frames in order; returns their immediate responses, or else a frame of growth, if any is owed.
+        """Handle frames in order; returns their immediate responses, or else a frame of growth, if any is due.
 
         Both in one call on the drafter's thread, and without looking for further frames: with eight sequences one was
         always waiting, and growth that waited for the last never came.
@@ -288,7 +288,7 @@ class _ProposeStream:
         raise InvalidField("frame", "is not set, or of a kind unknown here")
 
     def grow(self) -> list[draft_pb2.ProposeResponse]:
-        """One frame of owed growth, if there is any and credit for it; statuses of sequences whose growth failed."""
+        """One frame of growth, if any is due and there is credit for it; statuses of sequences whose growth failed."""
         awaiting_since, started = self._session.awaiting_since_ns, time.monotonic_ns()
         try:
             growths = self._session.take_packed()

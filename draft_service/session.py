@@ -1,4 +1,4 @@
-"""One target's sequences on one `Propose` stream: which are open, at which step, and which are owed growth.
+"""One target's sequences on one `Propose` stream: which are open, at which step, and which await growth.
 
 No gRPC and no protobuf here: the server translates, and an in-process draft calls the same methods
 (`draft_service.in_process`).
@@ -127,8 +127,8 @@ class ProposeSession:
     """The state of one stream. An error that `open` or `advance` raises is about one sequence, which the caller must
     close, whatever the error. `DrafterFailed`, from `absorb` and from taking growth, names the sequences.
 
-    Every open and every advance is owed one growth. Growth is made when it is taken, so a target that grants credit
-    slowly gets one growth per sequence, for the newest step, and not a queue of stale ones.
+    Every open and every advance is answered by one growth. Growth is made when it is taken, so a target that grants
+    credit slowly gets one growth per sequence, for the newest step, and not a queue of stale ones.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class ProposeSession:
         self._admission = admission
         self._caller = caller
         self._open: dict[int, Tracked] = {}
-        # Sequences that are owed a growth, and since when (monotonic nanoseconds); oldest first.
+        # Sequences that await growth, and since when (monotonic nanoseconds); oldest first.
         self._due: dict[int, int] = {}
         self.credit = 0
 
@@ -158,7 +158,7 @@ class ProposeSession:
 
     @property
     def awaiting_since_ns(self) -> int:
-        """Since when the oldest owed growth is owed; now, if none is."""
+        """Since when the oldest growth is due; now, if none is."""
         return next(iter(self._due.values()), None) or time.monotonic_ns()
 
     def vocabulary_of(self, sequence_id: int) -> int:
@@ -216,7 +216,7 @@ class ProposeSession:
 
     def take_features(self, features: SequenceFeatures) -> None:
         """Add features of known tokens. Raises `UnknownSequence`, and `InvalidField` for features that do not fit. When
-        they complete what a tree needs, a growth is owed, since no advance may follow."""
+        they complete what a tree needs, a growth is due, since no advance may follow."""
         draft = self._find(features.sequence_id).draft
         _append(draft, features.vectors, features.position)
         if draft.features is not None and draft.features.end == len(draft.token_ids) - 1:
@@ -255,14 +255,14 @@ class ProposeSession:
         self.credit += frames
 
     def take_growth(self) -> list[SequenceGrowth]:
-        """One frame of owed growth, for one credit; empty if nothing is owed or no credit is left."""
+        """One frame of growth that is due, for one credit; empty if none is due or no credit is left."""
         taken = self._take()
         return self._proposed(taken) if taken else []
 
     def take_packed(self) -> PackedGrowth | list[SequenceGrowth]:
-        """One frame of owed growth, for one credit, encoded if trees are arrays; empty if nothing is owed or no credit
-        is left. A drafter whose first levels are ready sooner returns them alone; a later call returns the whole trees,
-        for another credit, unless other growth is owed by then."""
+        """One frame of growth that is due, for one credit, encoded if trees are arrays; empty if none is due or no
+        credit is left. A drafter whose first levels are ready sooner returns them alone; a later call returns the whole
+        trees, for another credit, unless other growth is due by then."""
         taken = self._take()
         if not taken:
             return self._take_rest()

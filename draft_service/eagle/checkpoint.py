@@ -57,7 +57,7 @@ def make_head(
     offsets = tensors.pop("d2t", None)
     token_ids = None if offsets is None else ids_of(offsets)
     config, token_ids = restrict(config, token_ids, token_map, tensors, [LM_HEAD])
-    _borrow(tensors, config, token_ids, target)
+    _add_shared_weights(tensors, config, token_ids, target)
     head = EagleHead(config, token_ids)
     fill(head, {module_name(name, config): tensor for name, tensor in tensors.items()})
     return head.requires_grad_(False).eval()
@@ -79,7 +79,7 @@ def save_head(
     return write_folder(folder, published_config(config), "model.safetensors", tensors, record)
 
 
-def _borrow(
+def _add_shared_weights(
     tensors: dict[str, Tensor], config: HeadConfig, token_ids: Tensor | None, target: TargetCheckpoint | None
 ) -> None:
     """Add the target's embedding and lm_head where the head has none."""

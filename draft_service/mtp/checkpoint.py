@@ -53,9 +53,9 @@ class MtpCheckpoint:
                 tensors["fc.weight"] = torch.cat([embedding, state], dim=1)
             head = make_head(config, tensors, self._target, token_map)
             for name, part in ((EMBEDDING, "embed_tokens"), (LM_HEAD, "lm_head")):
-                lender = next((i for i, own in enumerate(self._names[: len(heads)]) if name not in own), None)
-                if name not in names and lender is not None:
-                    setattr(head, part, getattr(heads[lender], part))
+                other = next((i for i, own in enumerate(self._names[: len(heads)]) if name not in own), None)
+                if name not in names and other is not None:
+                    setattr(head, part, getattr(heads[other], part))
             heads.append(head)
         return heads
 
@@ -67,8 +67,8 @@ class MtpCheckpoint:
                 raise HeadRefused(f"an MTP module with quantised weights ({name} is {kind}) is not served")
         shapes = weights.shapes(names)
         config = mtp_config(self._layout, weights.config, shapes)
-        for lent in {EMBEDDING, LM_HEAD} - names.keys():
-            shapes[lent] = weights.shape(self._target.name_of(lent))
+        for shared in {EMBEDDING, LM_HEAD} - names.keys():
+            shapes[shared] = weights.shape(self._target.name_of(shared))
         with torch.device("meta"):
             check_shapes(EagleHead(config), shapes)
         return config

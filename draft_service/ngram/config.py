@@ -35,7 +35,7 @@ class TrieConfig(Settings):
     learn_outputs: bool = setting(True, "teach committed output to the tenant's trie")
     output_weight: int = setting(2, "occurrences that one in an output counts as, against one in a prompt", ge=1)
     half_life_tokens: int = setting(
-        1 << 20, "tokens learnt until an old count is halved; a power of two", ge=1, le=1 << 30
+        1 << 20, "tokens inserted until an old count is halved; a power of two", ge=1, le=1 << 30
     )
 
     capacity: int = setting(16_000_000, "nodes over all tenants and corpora, at about 50 bytes", ge=1, le=2**31 - 1)
@@ -46,7 +46,7 @@ class TrieConfig(Settings):
         16_000_000, "nodes over the own tries of all open sequences; past it, they forget", ge=128
     )
     max_context: int = setting(131_072, "longest sequence followed, in tokens", ge=1, le=MAX_CONTEXT)
-    max_backlog: int = setting(1_000_000, "tokens that may wait to be learnt; past it, new ones are not learnt", ge=0)
+    max_backlog: int = setting(1_000_000, "tokens that may wait to be inserted; past it, new ones are dropped", ge=0)
 
     snapshot: str = setting("", "folder to keep tries in across restarts; none when empty")
     snapshot_seconds: float = setting(300.0, "time between snapshots; one is also written at the end", gt=0)

@@ -32,7 +32,7 @@ _DOCUMENT_SHARE = 0.5
 
 @dataclass(slots=True)
 class _OwnedTrie:
-    """A tenant's own trie, or a shared corpus: who made it, documents learnt, and nodes made by them."""
+    """A tenant's own trie, or a shared corpus: who made it, documents inserted, and nodes made by them."""
 
     owner: str
     trie: NgramTrie
@@ -46,8 +46,8 @@ class _OwnedTrie:
 
 @dataclass(frozen=True, slots=True)
 class StoredTrie:
-    """The used rows of one trie, [n, COLUMNS] int32, and the documents it has learnt; `corpus` is empty for a tenant's
-    own."""
+    """The used rows of one trie, [n, COLUMNS] int32, and the documents inserted into it; `corpus` is empty for a
+    tenant's own."""
 
     tenant: str
     corpus: str
@@ -69,7 +69,7 @@ class Corpora:
         self.dropped_tenants = 0
 
     def find_tenant(self, name: str) -> NgramTrie | None:
-        """The tenant's trie; None if it has learnt nothing (any more)."""
+        """The tenant's trie; None if nothing is inserted in it (any more)."""
         with self._lock:
             if name not in self._tenants:
                 return None
@@ -99,14 +99,14 @@ class Corpora:
         owned = self._made_by(tenant, corpus) if corpus else self._of_tenant(tenant)
         trie = owned.trie
         rows_before, room = len(trie.rows), self._document_room(owned, corpus)
-        learnt, made = trie.insert(token_ids, weight=UNIT, most_nodes=room)
+        inserted, made = trie.insert(token_ids, weight=UNIT, most_nodes=room)
         with self._lock:
-            owned.documents += learnt > 0
+            owned.documents += inserted > 0
             owned.document_nodes += made
         self._settle(trie, rows_before, keep=tenant)
-        if learnt < len(token_ids):
-            raise QuotaExceeded("the corpus quota is used up", learnt_tokens=learnt, nodes=trie.nodes)
-        return CorpusGrowth(learnt, trie.nodes)
+        if inserted < len(token_ids):
+            raise QuotaExceeded("the corpus quota is used up", learnt_tokens=inserted, nodes=trie.nodes)
+        return CorpusGrowth(inserted, trie.nodes)
 
     def delete(self, tenant: str | None, name: str) -> CorpusInfo:
         """Delete a shared corpus. See `CorpusDrafter.delete_corpus`. On the learning thread."""
@@ -197,7 +197,7 @@ class Corpora:
 
     def restore(self, stored: Sequence[StoredTrie]) -> list[tuple[str, str]]:
         """Load a snapshot; returns tenant and corpus of entries that are no valid trie, which are skipped. Call before
-        anything is learnt."""
+        anything is inserted."""
         config = self._config
         tenants: OrderedDict[str, _OwnedTrie] = OrderedDict()
         shared: dict[str, _OwnedTrie] = {}

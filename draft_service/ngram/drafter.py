@@ -80,7 +80,7 @@ class NgramDrafter(Drafter):
             self._claim.release()
 
     def flush(self) -> None:
-        """Wait until all tokens committed so far are learnt. For tests and benchmarks."""
+        """Wait until all tokens committed so far are inserted. For tests and benchmarks."""
         self._worker.flush()
 
     def open(self, sequence: DraftSequence) -> None:

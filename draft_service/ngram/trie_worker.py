@@ -53,7 +53,7 @@ class TrieWorker:
         return self._thread.submit(work).result()
 
     def ask_for_chore(self, seconds: float) -> None:
-        """Run the chore within `seconds`, once for all requests, also if nothing is learnt meanwhile."""
+        """Run the chore within `seconds`, once for all requests, also if nothing is inserted meanwhile."""
         with self._count:
             if self._chore is None or self._asked is not None or self._stopped:
                 return

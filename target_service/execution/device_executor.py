@@ -177,7 +177,7 @@ class DeviceSteps:
                 ready()
                 # Not sooner, or time in which the device is idle would be measured as busy.
                 span = next(self._spans).record_start() if self._spans is not None else None
-                self._seat(batch, table)
+                self._assign_slots(batch, table)
             pre_pass.launch(step, graph_buffers, self._moves, batch.input.prefilling)
 
         self._count += 1
@@ -199,7 +199,7 @@ class DeviceSteps:
         ]
         return TableStep(len(rows), passes, table, self._reports[place], span, roots, wanted, extras)
 
-    def _seat(self, batch: StepBatch, table: NodeTable) -> None:
+    def _assign_slots(self, batch: StepBatch, table: NodeTable) -> None:
         """Publish the growth received by now, and which table and owner each sequence of the step has."""
         assert self.tables is not None, "there is one where the runner has a table"
         self.tables.publish()

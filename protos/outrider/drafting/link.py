@@ -84,7 +84,7 @@ class LinkOptions:
     fault_backoff: float = 1.0
     max_fault_backoff: float = 60.0
     connect_timeout: float = 2.0
-    # A draft that owes an answer for longer is stuck, even if its transport still answers pings.
+    # A draft whose answer is overdue by more is stuck, even if its transport still answers pings.
     answer_timeout: float = 5.0
     keepalive: float = 10.0
     ping_timeout: float = 2.0

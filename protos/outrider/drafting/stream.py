@@ -35,7 +35,7 @@ GROWTHS_PER_FRAME = 4
 # Most credit that is saved: a draft that rarely sends must not save up for a flood.
 MAX_ALLOWANCE = 256
 # Growths, nodes and distributions that one open, advance or piece of features allows: those of four whole trees, where
-# a draft owes one and may send another once it has more. Credit in frames does not bound them.
+# one is due from a draft, which may send another once it has more. Credit in frames does not bound them.
 WORK_PER_ANSWER = 4 * (1 + 2 * MAX_NODES)
 # Work that is saved is at most that of this many answers, or of one per open sequence. With trees of 1,023 nodes 16
 # save as much as 64 did with 255: what a burst may cost the engine.
@@ -62,7 +62,7 @@ class DraftConversation:
         # Acknowledgements and failures that the draft may still send: one per advance and piece of features, and two
         # per open, since a drafter may fail at the tree of a sequence that is acknowledged already.
         self._answers = 0
-        # Since when the draft owes an answer, on the monotonic clock.
+        # Since when an answer of the draft is due, on the monotonic clock.
         self._owing_since: float | None = None
         # Longest sequence that the draft follows; 0 if unknown. A longer one is not sent: a message past the draft's
         # size limit would end the stream of all sequences.
@@ -73,7 +73,7 @@ class DraftConversation:
 
     @property
     def silence(self) -> float:
-        """Seconds for which the draft has owed an answer and sent nothing."""
+        """Seconds for which an answer of the draft was due and nothing came."""
         return 0.0 if self._owing_since is None else time.monotonic() - self._owing_since
 
     def open(self, sequence: OpenSequence) -> None:
@@ -103,7 +103,7 @@ class DraftConversation:
     def send_features(self, features: Iterable[SequenceFeatures]) -> None:
         """Send features of tokens sent before. Sequences that the draft has closed are left out."""
         for chunk in _in_frames(self._under_wire_ids(map(features_to_pb, features))):
-            # No answer is owed, but a failure may come, and growth once there are enough features.
+            # No answer is due, but a failure may come, and growth once there are enough features.
             self._allow(len(chunk))
             self.outgoing.append(draft_pb2.ProposeRequest(features=draft_pb2.SendFeatures(sequences=chunk)))
 
@@ -173,7 +173,7 @@ class DraftConversation:
         return open_parts
 
     def _request(self, frame: draft_pb2.ProposeRequest, answers: int) -> None:
-        """Send a frame that the draft owes answers to."""
+        """Send a frame that the draft has to answer."""
         self._allow(answers)
         self.outgoing.append(frame)
         if self._owing_since is None:
