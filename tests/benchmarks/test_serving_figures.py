@@ -7,8 +7,8 @@ import pytest
 from benchmarks.serving.figures import (
     LONG,
     SHORT,
-    Answer,
     Share,
+    TimedAnswer,
     closed_figures,
     full_window,
     latencies,
@@ -19,9 +19,9 @@ from benchmarks.serving.figures import (
 from benchmarks.shared.report import percentile
 
 
-def steady(begin: float, count: int, each: int = 1) -> Answer:
+def steady(begin: float, count: int, each: int = 1) -> TimedAnswer:
     """One message a second, the first after a second."""
-    return Answer(begin, [begin + 1.0 + i for i in range(count)], [each] * count)
+    return TimedAnswer(begin, [begin + 1.0 + i for i in range(count)], [each] * count)
 
 
 def test_a_closed_loop_is_measured_while_all_of_it_is_in_flight() -> None:
