@@ -55,7 +55,7 @@ def test_no_row_depends_on_how_many_there_are(interpreted: dict[str, Any]) -> No
 def test_every_case_holds_on_a_gpu() -> None:
     found = work(WORKER, TRITON_INTERPRET="0")
     check(found, 5e-6)
-    assert len(found["changed"]) > 4
+    assert len(found["changed"]) > 2
     assert not any(found["changed"].values())
 
 
