@@ -31,8 +31,9 @@ from benchmarks.shared.machine import describe
 from benchmarks.shared.report import markdown_table, parser_of, settings_of, show, write_json
 from tree_kernels.experts import Chosen, ExpertWeights, Routing, RowExperts
 from tree_kernels.experts.triton_backend import TritonExperts
-from tree_kernels.experts.triton_tiling import ExpertTiling, choose_expert_tilings
+from tree_kernels.experts.triton_tiling import ExpertTiling, ExpertVectorTilings, choose_expert_tilings
 from tree_kernels.linear import Norm, RowLinears, ScaledRows
+from tree_kernels.linear.vector_tiling import VectorTiling
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ SHAPES = {
     "olmoe-1b-7b": Shape(2048, 1024, 64, Routing(8, renormalised=False)),
 }
 TINY = Shape(64, 48, 16, Routing(4))
+# Rows for which tilings of products through registers are swept.
+MAX_SWEPT_ROWS = 4
 # Weights of all layers of a chain, which an H100 has room for.
 CHAIN_BYTES = 24e9
 MAX_LAYERS = 16
@@ -190,7 +193,8 @@ def measure(layers: ExpertLayers, rows: int, bytes_per_us: float, sweep: bool) -
             for layer in every
         ]
         result["grouped_mm"] = timed(launches, layers.device)
-    result["tilings"] = list(swept(layers, chosen)) if sweep else []
+    tried = vectors_swept if rows <= MAX_SWEPT_ROWS else swept
+    result["tilings"] = list(tried(layers, chosen)) if sweep else []
     result["tilings"].sort(key=lambda one: one["us"])
     return result
 
@@ -210,6 +214,23 @@ def swept(layers: ExpertLayers, chosen: list[Chosen]) -> Iterator[dict[str, Any]
         tiling = ExpertTiling(block_rows, outputs, inner, warps, stages)
         for product in ("gated", "down"):
             experts = TritonExperts(layers.device, tilings=replace(usual, **{product: tiling}))
+            launches: list[Callable[[], object]] = [
+                lambda layer=layer, experts=experts: layers.mix(experts, layer, chosen[layer])  # type: ignore[misc]
+                for layer in range(len(chosen))
+            ]
+            with contextlib.suppress(OutOfResources, PTXASError):
+                yield {"product": product} | asdict(tiling) | timed(launches, layers.device)
+
+
+def vectors_swept(layers: Layers, chosen: list[Chosen]) -> Iterator[dict[str, Any]]:
+    """Times of `mix` through registers by the tiling of one product, the other's as first guessed."""
+    usual = ExpertVectorTilings(VectorTiling(2, 2, 4), VectorTiling(2, 1, 4))
+    sizes = (1, 2, 4), (2, 1, 4), (2, 2, 4), (4, 1, 4), (4, 2, 4), (2, 1, 8), (4, 1, 8)
+    gated = [VectorTiling(*each) for each in sizes]
+    down = [VectorTiling(outputs, 1, warps) for outputs in (1, 2, 4) for warps in (1, 2, 4)]
+    for product, tilings in (("gated", gated), ("down", down)):
+        for tiling in tilings:
+            experts = TritonExperts(layers.device, vectors=replace(usual, **{product: tiling}))
             launches: list[Callable[[], object]] = [
                 lambda layer=layer, experts=experts: layers.mix(experts, layer, chosen[layer])  # type: ignore[misc]
                 for layer in range(len(chosen))

@@ -32,6 +32,8 @@ from benchmarks.shared.report import parser_of, show, write_json
 from tree_kernels.linear import HeadForm, HeadRows, Int8Weight, Norm, RowLinears, ScaledRows, Weight
 from tree_kernels.linear.triton_backend import TritonLinears
 from tree_kernels.linear.triton_tiling import LinearTiling, choose_linear_tiling
+from tree_kernels.linear.vector_backend import VectorLinears
+from tree_kernels.linear.vector_tiling import MIN_INNER, VectorTiling
 
 # Relative error in bf16: one rounding, and sums in another order.
 TOLERANCE = 1e-2
@@ -67,6 +69,7 @@ LAYERS = (
     LinearLayer("qwen3 8b qkv", "rotary", 6144, 4096, normed=True),
     LinearLayer("qwen3 8b gate_up", "gated", 24576, 4096),
     LinearLayer("qwen3 8b down", "add", 4096, 12288),
+    LinearLayer("qwen3 8b lm_head", "plain", 151936, 4096),
     LinearLayer("qwen3 30b-a3b qkv", "rotary", 5120, 2048, kv_heads=4, normed=True),
     LinearLayer("qwen3 30b-a3b o", "add", 2048, 4096),
     # Of an EAGLE-3 head for an 8B model; its other layers have the shapes above.
@@ -80,8 +83,31 @@ LAYERS = (
 )
 
 
-def tilings(layer: LinearLayer, rows: int, weight_bytes: int = 2) -> Iterator[LinearTiling]:
+# Of a product through matrix units, or of one row's through registers.
+Tiling = LinearTiling | VectorTiling
+
+
+def linears_of(tiling: Tiling) -> TritonLinears:
+    if isinstance(tiling, VectorTiling):
+        return VectorLinears(DEVICE, vectors=tiling)
+    return TritonLinears(DEVICE, tiling=tiling)
+
+
+def vector_tilings(layer: LinearLayer) -> Iterator[VectorTiling]:
+    """Tilings of one row for `--sweep`."""
+    for outputs, chunks, warps in itertools.product((1, 2, 4, 8), (1, 2, 4), (4, 8)):
+        tiling = VectorTiling(outputs, chunks, warps)
+        # Loads of 16 bytes that a thread has in flight: each takes four registers.
+        loads = outputs * chunks * (2 if layer.kind == "gated" else 1)
+        if 4 <= loads <= 16 and chunks * tiling.block_inner <= layer.inner:
+            yield tiling
+
+
+def tilings(layer: LinearLayer, rows: int, weight_bytes: int = 2) -> Iterator[Tiling]:
     """Tilings for `--sweep`."""
+    if rows == 1 and weight_bytes == 2 and layer.inner >= MIN_INNER:
+        yield from vector_tilings(layer)
+        return
     block_rows = choose_linear_tiling(rows, layer.outputs, layer.inner).block_rows
     outputs: tuple[int, ...] = (32, 64, 128, 256)
     splits: tuple[int, ...] = (1, 2)
@@ -186,7 +212,7 @@ class LinearChain:
         return {"us": median, "spread": spread}
 
 
-def compile_some(work: list[tuple[LinearLayer, int, LinearTiling]], int8: bool) -> None:
+def compile_some(work: list[tuple[LinearLayer, int, Tiling]], int8: bool) -> None:
     """Compile tilings into Triton's cache on disk."""
     chains: dict[tuple[LinearLayer, int], LinearChain] = {}
     for layer, rows, tiling in work:
@@ -194,42 +220,41 @@ def compile_some(work: list[tuple[LinearLayer, int, LinearTiling]], int8: bool) 
         if chain is None:
             chains = {(layer, rows): (chain := LinearChain(layer, rows, int8, most=1))}
         with contextlib.suppress(OutOfResources, PTXASError):
-            chain.launch(chain.weights[0], TritonLinears(DEVICE, tiling=tiling))
+            chain.launch(chain.weights[0], linears_of(tiling))
 
 
-def compile_all(work: list[tuple[LinearLayer, int, LinearTiling]], int8: bool) -> None:
+def compile_all(work: list[tuple[LinearLayer, int, Tiling]], int8: bool) -> None:
     processes = max(1, (os.cpu_count() or 4) - 2)
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         pool.map(partial(compile_some, int8=int8), [work[index::processes] for index in range(processes)])
 
 
-def measure(
-    layer: LinearLayer, rows: int, tried: list[LinearTiling], int8: bool, bytes_per_us: float
-) -> dict[str, Any]:
+def measure(layer: LinearLayer, rows: int, tried: list[Tiling], int8: bool, bytes_per_us: float) -> dict[str, Any]:
     chain = LinearChain(layer, rows, int8)
     floor = ((1 if int8 else 2) * layer.outputs * layer.inner) / bytes_per_us
     result: dict[str, Any] = {"layer": layer.name, "rows": rows, "floor_us": floor, "tilings": []}
     result["cublas"] = chain.time(lambda weight: functional.linear(chain.input, weight), chain.plain)
-    chosen = TritonLinears(DEVICE)
+    chosen = VectorLinears(DEVICE) if rows == 1 else TritonLinears(DEVICE)
+    if rows == 1:
+        by_units = partial(chain.launch, linears=TritonLinears(DEVICE))
+        result["matrix_units"] = chain.time(by_units, chain.weights)
     result["error"] = chain.error(chosen)
     if not result["error"] <= TOLERANCE:
         raise ValueError(f"{layer.name} of {rows} rows: an error of {result['error']:.3g}")
     result["ours"] = chain.time(lambda weight: chain.launch(weight, chosen), chain.weights)
     for tiling in tried:
-        linears = TritonLinears(DEVICE, tiling=tiling)
         try:
-            found = chain.time(partial(chain.launch, linears=linears), chain.weights)
+            found = chain.time(partial(chain.launch, linears=linears_of(tiling)), chain.weights)
         except (OutOfResources, PTXASError):
             continue
         result["tilings"].append({**asdict(tiling), **found})
     result["tilings"].sort(key=lambda one: one["us"])
     ours, cublas = result["ours"]["us"], result["cublas"]["us"]
-    show(f"{layer.name:16s} rows {rows:3d} floor {floor:7.2f} cuBLAS {cublas:7.2f} ours {ours:7.2f} us")
+    units = f", by matrix units {result['matrix_units']['us']:7.2f}" if rows == 1 else ""
+    show(f"{layer.name:16s} rows {rows:3d} floor {floor:7.2f} cuBLAS {cublas:7.2f} ours {ours:7.2f} us{units}")
     for one in result["tilings"][:5]:
-        sizes = " ".join(
-            str(one[name]) for name in ("block_outputs", "block_inner", "splits", "stages", "warps", "ahead")
-        )
-        show(f"    {one['us']:7.2f} ± {one['spread']:.2f}  outputs, inner, splits, stages, warps, ahead: {sizes}")
+        sizes = ", ".join(f"{name} {value}" for name, value in one.items() if name not in ("us", "spread", "mapped"))
+        show(f"    {one['us']:7.2f} ± {one['spread']:.2f}  {sizes}")
     return result
 
 

@@ -12,15 +12,20 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from tree_kernels.experts import triton_kernels, triton_routing
-from tree_kernels.experts.triton_tiling import MAX_PAIRS, choose_expert_tilings
+from tree_kernels.experts import triton_kernels, triton_routing, triton_vectors
+from tree_kernels.experts.triton_tiling import (
+    MAX_PAIRS,
+    ROUTER_VECTORS,
+    choose_expert_tilings,
+    choose_expert_vectors,
+)
 
-HALF = ("rows", "weight", "following", "output", "residual", "norm_weight", "norm_bias", "scaled", "right")
+HALF = ("rows", "weight", "following", "output", "residual", "norm_weight", "norm_bias", "scaled", "right", "gated")
 OTHERS = {
     "squares": "*fp32", "correction": "*fp32", "partials": "*fp32", "counters": "*i32", "experts": "*i32",
     "weights": "*fp32", "order": "*i32", "sizes": "*i32", "parameters": "*fp32", "parts": "*fp32", "epsilon": "fp32",
     "least_sum": "fp32", "clamped_sum": "fp32", "scaling": "fp32", "count": "i32", "pairs": "i32", "capacity": "i32",
-    "row_stride": "i32",
+    "row_stride": "i32", "shares": "*fp32", "logits": "*fp32",
 }  # fmt: skip
 # Hidden size, width of an expert, experts, experts of a row.
 SHAPES = {"qwen3": (2048, 768, 128, 8)}
@@ -30,10 +35,11 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
     """Name, kernel, constants and options."""
     parts = {"PARTS": 64, "BLOCK_PARTS": 64}
     for name, (hidden, inner, experts, top_k) in SHAPES.items():
-        for rows in (1, 8, 64, 256):
+        yield from vector_kernels(name, hidden, inner, experts, top_k)
+        for rows in (5, 8, 64, 256):
             tilings = choose_expert_tilings(rows, top_k, experts)
             pairs = rows * top_k
-            listed = 1 if rows == 1 else triton.next_power_of_2(pairs) if pairs <= MAX_PAIRS else 0
+            listed = triton.next_power_of_2(pairs) if pairs <= MAX_PAIRS else 0
             gated = {"OUTPUTS": inner, "INNER": hidden, "TOP_K": top_k, "ACTIVATION": "silu", "PIECE": 1024} | parts
             down = {"OUTPUTS": hidden, "INNER": inner}
             for kind, kernel, own, tiling in (
@@ -58,6 +64,27 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
     for kind in ("none", "half", "whole"):
         own = {"NORM": kind, "CENTERED": kind == "whole"}
         yield f"combine {kind}", triton_kernels.combine_kernel, sizes | own, {"num_warps": 4}
+
+
+def vector_kernels(
+    name: str, hidden: int, inner: int, experts: int, top_k: int
+) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
+    """Of one row."""
+    tilings, parts = choose_expert_vectors(1, hidden, inner, itemsize=2), {"PARTS": 512, "BLOCK_PARTS": 512}
+    assert tilings is not None
+    down = {"OUTPUTS": hidden, "INNER": inner, "BLOCK_E": top_k, "MULTIPLIER": 1.0, "ADDS": True, "SCALES": True}
+    route = {"INNER": hidden, "EXPERTS": experts, "BLOCK_E": experts, "BLOCK_TOP_K": top_k, "SIGMOID": False}
+    route |= {"CORRECTS": False, "GROUPS": 1, "TOP_GROUPS": 1, "TOP2": False, "RENORMALISES": True, "ROUNDS": False}
+    route |= {"TILES": experts // ROUTER_VECTORS.block_outputs} | parts
+    gated = {"OUTPUTS": inner, "INNER": hidden, "ACTIVATION": "silu"} | parts
+    for kind, kernel, own, tiling in (
+        ("gated", triton_vectors.expert_gated_vector_kernel, gated, tilings.gated),
+        ("down", triton_vectors.expert_down_vector_kernel, down, tilings.down),
+        ("route", triton_routing.route_vector_kernel, route, ROUTER_VECTORS),
+    ):
+        sizes = {"TOP_K": top_k, "BLOCK_N": tiling.block_outputs, "BLOCK_T": tiling.block_inner}
+        sizes |= {} if kind == "down" else {"CHUNKS": tiling.chunks}
+        yield f"vectors {kind} {name}", kernel, sizes | own, {"num_warps": tiling.warps}
 
 
 def compiled(name: str, kernel: Any, constants: dict[str, Any], options: dict[str, int]) -> int:

@@ -18,7 +18,8 @@ from tree_kernels import linear
 from tree_kernels.experts import Chosen, ExpertWeights, Routing, RowExperts
 from tree_kernels.experts.torch_backend import GroupedExperts
 from tree_kernels.experts.triton_backend import TritonExperts
-from tree_kernels.experts.triton_tiling import ExpertTiling, ExpertTilings
+from tree_kernels.experts.triton_tiling import ExpertTiling, ExpertTilings, ExpertVectorTilings
+from tree_kernels.linear.vector_tiling import VectorTiling
 
 INTERPRETED = not torch.cuda.is_available()
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -41,6 +42,8 @@ class Sizes:
     routing: Routing
     dtype: torch.dtype = torch.float32
     tilings: ExpertTilings | None = SMALL
+    # Weights go through registers.
+    vectors: ExpertVectorTilings | None = None
     corrects: bool = False
     # The router multiplies in fp32.
     wide: bool = False
@@ -54,7 +57,7 @@ class Sizes:
     invariant: bool = False
 
     def kernels(self) -> TritonExperts:
-        return TritonExperts(DEVICE, tilings=self.tilings, invariant=self.invariant)
+        return TritonExperts(DEVICE, tilings=self.tilings, vectors=self.vectors, invariant=self.invariant)
 
 
 def cases() -> dict[str, Sizes]:
@@ -79,6 +82,7 @@ def cases() -> dict[str, Sizes]:
     found["ernie"] = replace(qwen, rows=4, routing=Routing(4, clamped_sum=0.9), corrects=True, residual=False)
     found["granite"] = replace(qwen, rows=4, multiplier=0.22, activation=linear.ActivationKind.GELU_TANH)
     found["own tiling"] = replace(qwen, rows=40, hidden=128, tilings=None)
+    found |= vector_cases(qwen)
     found["half precision"] = replace(qwen, rows=5, dtype=torch.float16)
     if not INTERPRETED:
         real = Sizes(1, 2048, 768, 128, Routing(8), torch.bfloat16, None)
@@ -93,6 +97,21 @@ def cases() -> dict[str, Sizes]:
                 rows, 4096, 1408, 128, glm, torch.bfloat16, None, corrects=True, wide=True
             )
     return found
+
+
+def vector_cases(qwen: Sizes) -> dict[str, Sizes]:
+    """Through registers: blocks that end past the edges, several blocks a row, and what families do differently."""
+    base = replace(qwen, vectors=ExpertVectorTilings(VectorTiling(4, 1, 1), VectorTiling(2, 1, 1)))
+    large = ExpertVectorTilings(VectorTiling(2, 2, 1), VectorTiling(4, 1, 1))
+    own = {
+        "1 row": base,
+        "3 rows": replace(base, rows=3),
+        "odd sizes": replace(base, rows=2, hidden=41, inner=25, experts=11, routing=Routing(3)),
+        "several blocks": replace(base, hidden=600, inner=300, vectors=large),
+        "layer norms": replace(base, layer_norm=True),
+        "granite": replace(base, multiplier=0.22, activation=linear.ActivationKind.GELU_TANH, residual=False),
+    }
+    return {f"vectors: {kind}": sizes for kind, sizes in own.items()}
 
 
 class Inputs:

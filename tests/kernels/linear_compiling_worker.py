@@ -15,11 +15,13 @@ from triton.compiler import ASTSource, compile
 
 from tree_kernels.linear import triton_epilogues as epilogues
 from tree_kernels.linear import triton_kernels as few_rows
+from tree_kernels.linear import triton_vectors as one_row
 from tree_kernels.linear.triton_tiling import choose_linear_tiling, choose_mapped_tiling, whole_head_tiling
+from tree_kernels.linear.vector_tiling import choose_vector_tiling
 
 HALF = (
     "product", "rows", "scaled", "following", "bias", "residual", "norm_weight", "normed", "output", "cosines", "sines",
-    "query", "key_cache", "value_cache", "norm_bias", "post_weight", "post_bias", "query_norm", "key_norm",
+    "query", "key_cache", "row", "value_cache", "norm_bias", "post_weight", "post_bias", "query_norm", "key_norm",
 )  # fmt: skip
 OTHERS = {
     "slots": "*i32", "counters": "*i32", "weight": "*i16", "row_scales": "*fp32", "squares": "*fp32",
@@ -60,6 +62,7 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
         if hidden >= 2048:
             yield from new(mapped_kernels(f"mapped {name}", hidden, inner), seen)
     yield from form_kernels()
+    yield from vector_kernels()
 
 
 def new(
@@ -122,6 +125,23 @@ def form_kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
         yield kind, few_rows.activated_kernel, sizes | pieces | {"ACTIVATION": kind}, options
 
 
+def vector_kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
+    """Of one row of Qwen3-8B's shape."""
+    heads = {"HEADS": 32, "KV_HEADS": 8, "WIDTH": 128, "ROTARY": 128, "NORMS": True}
+    parts = {"PARTS": 1024, "BLOCK_PARTS": 1024}
+    for kind, kernel, outputs, inner, more in (
+        ("add", one_row.add_vector_kernel, 4096, 12288, {"ADDS": True, "SCALES": True}),
+        ("gated", one_row.activated_vector_kernel, 24576, 4096, parts),
+        ("rotary", one_row.rotary_vector_kernel, 6144, 4096, parts | heads),
+    ):
+        tiling = choose_vector_tiling(outputs, inner, itemsize=2, gated=kind == "gated", scaled=kind == "add")
+        assert tiling is not None
+        sizes = {"INNER": inner, "BLOCK_N": tiling.block_outputs, "CHUNKS": tiling.chunks}
+        sizes |= {"BLOCK_T": tiling.block_inner}
+        sizes |= {} if kind == "rotary" else {"OUTPUTS": outputs // (2 if kind == "gated" else 1)}
+        yield f"vectors {kind}", kernel, sizes | more, {"num_warps": tiling.warps}
+
+
 def mapped_kernels(name: str, hidden: int, inner: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
     """Those that read by tensor maps."""
     for kind, kernel, outputs, numbers, more in (
@@ -149,6 +169,8 @@ def compiled(name: str, kernel: Any, constants: dict[str, Any], options: dict[st
         types["weight"] = "*bf16"
     if not name.startswith("int8"):
         types["weight"] = "*bf16"
+    if name.startswith("vectors"):
+        types["product"] = "*fp32"
     signature = {each: "constexpr" if each in constants else types[each] for each in names}
     aligned = {
         (place,): [["tt.divisibility", 16]]
@@ -159,6 +181,9 @@ def compiled(name: str, kernel: Any, constants: dict[str, Any], options: dict[st
     found = compile(source, target=GPUTarget("cuda", 90, 32), options=options | {"launch_pdl": True})
     # It waits for the launch before, and takes words apart on their way from shared memory to the matrix units.
     assert "griddepcontrol.wait" in found.asm["ptx"]
+    if name.startswith("vectors"):
+        # The first weights are in flight before it waits, 16 bytes a thread.
+        assert ".v4.b32" in found.asm["ptx"].partition("griddepcontrol.wait")[0]
     assert ("min.bf16x2" in found.asm["ptx"]) == name.startswith("int8")
     assert ("cp.async.bulk.tensor" in found.asm["ptx"]) == name.startswith("mapped")
     return int(found.metadata.shared)

@@ -20,6 +20,8 @@ from tree_kernels import linear
 from tree_kernels.linear.cublas_backend import CublasLinears
 from tree_kernels.linear.triton_backend import TritonLinears
 from tree_kernels.linear.triton_tiling import LinearTiling
+from tree_kernels.linear.vector_backend import VectorLinears
+from tree_kernels.linear.vector_tiling import VectorTiling
 
 INTERPRETED = not torch.cuda.is_available()
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -44,6 +46,9 @@ class Sizes:
     invariant: bool = False
     # The products are the library's.
     cublas: bool = False
+    # One row's, through registers; by this tiling or by its own.
+    one_row: bool = False
+    vectors: VectorTiling | None = None
     # Weights are in int8.
     int8: bool = False
     # What families do differently; see `tree_kernels.linear.forms`.
@@ -58,6 +63,8 @@ class Sizes:
     def linears(self) -> TritonLinears:
         if self.cublas:
             return CublasLinears(DEVICE)
+        if self.one_row:
+            return VectorLinears(DEVICE, vectors=self.vectors)
         return TritonLinears(DEVICE, invariant=self.invariant, tiling=self.tiling)
 
 
@@ -82,6 +89,7 @@ def cases() -> dict[str, Sizes]:
     found["half precision, int8"] = replace(tiny, dtype=torch.float16, int8=True)
     found |= form_cases(tiny)
     found |= cublas_cases()
+    found |= vector_cases(tiny)
     if not INTERPRETED:
         small, large = Sizes(1, 576, 9, 3, 64, 1536), Sizes(1, 4096, 32, 8, 128, 14336)
         for name, sizes in (("smollm2", small), ("llama", large)):
@@ -134,6 +142,32 @@ def form_cases(tiny: Sizes) -> dict[str, Sizes]:
         found["bf16 qwen3 64, invariant"] = replace(qwen, rows=64, invariant=True)
         found["bf16 cublas qwen3 130"] = replace(qwen, rows=130, cublas=True)
         found["bf16 olmo2 32"] = replace(qwen, rows=32, head_norms="all", post_norm=True)
+    return found
+
+
+def vector_cases(tiny: Sizes) -> dict[str, Sizes]:
+    """Of one row: blocks that end past the edges, several blocks a row, and what families do differently."""
+    kinds = linear.ActivationKind
+    base = replace(tiny, rows=1, heads=4, kv_heads=2, width=32, one_row=True, vectors=VectorTiling(4, 1, 1))
+    own = {
+        "past the edges": replace(base, hidden=40, inner=73),
+        "several blocks": replace(base, hidden=600, inner=1100, vectors=VectorTiling(2, 2, 1), bias=True),
+        "whole blocks": replace(base, hidden=512, inner=512, vectors=VectorTiling(8, 1, 1)),
+        "qwen3": replace(base, head_norms="heads", hidden=64),
+        "norms of all heads": replace(base, head_norms="all", post_norm=True, bias=True),
+        "partly rotated": replace(base, rotary=8, interleaved=True, head_norms="heads"),
+        "no rotary embedding": replace(base, rotary=0),
+        "layer norms": replace(base, layer_norm=True, bias=True, activation=kinds.GELU_TANH),
+        "granite": replace(base, multiplier=0.22, bias=True, activation=kinds.XIELU),
+        "int8": replace(base, int8=True),
+        "not of two rows": replace(base, rows=2),
+    }
+    found = {f"vectors: {kind}": sizes for kind, sizes in own.items()}
+    if not INTERPRETED:
+        large = Sizes(1, 4096, 32, 8, 128, 14336, False, torch.bfloat16, None, one_row=True)
+        found["bf16 vectors llama"] = large
+        found["bf16 vectors llama, bias"] = replace(large, bias=True)
+        found["bf16 vectors qwen3"] = replace(large, hidden=2048, kv_heads=4, inner=12288, head_norms="heads")
     return found
 
 

@@ -111,8 +111,8 @@ def test_rows_choose_what_computes_them() -> None:
     runner = runner_of()
     assert prepare_network(runner.network, UNCOMPILED) == 2
     for form in forms_of(runner):
-        few, many = form.linears.of(1), form.linears.of(MAX_ROWS + 1)
-        assert few is not many and None not in (few, many)
+        one, few, many = (form.linears.of(rows) for rows in (1, 2, MAX_ROWS + 1))
+        assert None not in (one, few, many) and len({id(one), id(few), id(many)}) == 3
         assert form.linears.of(MAX_ROWS) is few and form.linears.of(MANY_ROWS) is many
         assert form.linears.of(0) is form.linears.of(MANY_ROWS + 1) is None
     prepare_network(runner.network, LayerOptions(compiled=False, many=False))

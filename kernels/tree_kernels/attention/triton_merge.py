@@ -118,6 +118,8 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     head = tl.load(record + 7, mask=there, other=0) // 2
     most = tl.load(totals + 1)
     if EARLY:
+        # What follows may bring its weights while attention runs.
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     first = first_tile // per_chunk
     # Of no partials beyond the room for chunks.

@@ -5,15 +5,27 @@ Nothing waits for the host, and shapes of launches follow from the number of row
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
 
 from tree_kernels.experts.layers import RowExperts, check_mix, check_router, choose
 from tree_kernels.experts.triton_kernels import combine_kernel, expert_down_kernel, expert_gated_kernel
-from tree_kernels.experts.triton_routing import order_kernel, route_kernel
-from tree_kernels.experts.triton_tiling import MAX_PAIRS, ExpertTiling, ExpertTilings, choose_expert_tilings
+from tree_kernels.experts.triton_routing import order_kernel, route_kernel, route_vector_kernel
+from tree_kernels.experts.triton_tiling import (
+    MAX_PAIRS,
+    ROUTER_VECTORS,
+    ExpertTiling,
+    ExpertTilings,
+    ExpertVectorTilings,
+    choose_expert_tilings,
+    choose_expert_vectors,
+    reads_few_rows,
+)
 from tree_kernels.experts.types import Chosen, ExpertWeights, Routing
+from tree_kernels.experts.vector_backend import mix_vectors
 from tree_kernels.linear import Norm, ScaledRows
 from tree_kernels.linear.triton_backend import check_contiguous, or_other, parts_of_rows
 
@@ -31,9 +43,17 @@ _FOUR_WARPS = 2048
 class TritonExperts(RowExperts):
     """See `tree_kernels.experts.RowExperts`. Launches of one object must not run concurrently."""
 
-    def __init__(self, device: torch.device, *, invariant: bool = False, tilings: ExpertTilings | None = None) -> None:
-        """Without `tilings` they are chosen by the number of rows."""
-        self._invariant, self._tilings = invariant, tilings
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        invariant: bool = False,
+        tilings: ExpertTilings | None = None,
+        vectors: ExpertVectorTilings | None = None,
+    ) -> None:
+        """Without `tilings` and `vectors` they are chosen by the number of rows. With `vectors`, which go before
+        `tilings`, weights go through registers wherever a norm allows it."""
+        self._invariant, self._tilings, self._vectors = invariant, tilings, vectors
         # Every launch leaves them at zero.
         self._counters = torch.zeros(_MAX_BLOCKS, dtype=torch.int32, device=device)
         # Programmatic dependent launch, which came with Hopper.
@@ -53,23 +73,71 @@ class TritonExperts(RowExperts):
             torch.empty(count, routing.top_k, dtype=torch.int32, device=weight.device),
             torch.empty(count, routing.top_k, dtype=torch.float32, device=weight.device),
         )
-        splits, tiles = 1, triton.cdiv(experts, _ROUTER_OUTPUTS)
+        options = {
+            "INNER": inner,
+            "EXPERTS": experts,
+            "BLOCK_E": max(_ROUTER_OUTPUTS, triton.next_power_of_2(experts)),
+            "TOP_K": routing.top_k,
+            "BLOCK_TOP_K": triton.next_power_of_2(routing.top_k),
+            "SIGMOID": routing.scores == "sigmoid",
+            "CORRECTS": correction is not None,
+            "GROUPS": routing.groups,
+            "TOP_GROUPS": routing.top_groups,
+            "TOP2": routing.group_score == "top2",
+            "RENORMALISES": routing.renormalised,
+            "ROUNDS": routing.rounded,
+            **parts_of_rows(rows),
+            **self._order(),
+        }
+        if self._vectors is not None or (not self._invariant and reads_few_rows(count, inner)):
+            self._route_vectors(rows, weight, correction, routing, found, options)
+        else:
+            self._route_blocks(rows, weight, correction, routing, found, options, block_rows)
+        return found
+
+    def _route_vectors(
+        self,
+        rows: ScaledRows,
+        weight: Tensor,
+        correction: Tensor | None,
+        routing: Routing,
+        found: Chosen,
+        options: dict[str, Any],
+    ) -> None:
+        """Write the choice to `found`, each row by itself."""
+        count, experts, tiling = len(rows.rows), len(weight), ROUTER_VECTORS
+        tiles = triton.cdiv(experts, tiling.block_outputs)
+        route_vector_kernel[(tiles, count)](
+            rows.rows, or_other(rows.squares, found.weights), weight, or_other(correction, weight),
+            torch.empty(count, experts, dtype=torch.float32, device=weight.device), self._counters, found.experts,
+            found.weights, rows.rows.stride(0), rows.epsilon, routing.least_sum, routing.clamped_sum, routing.scaling,
+            TILES=tiles, BLOCK_N=tiling.block_outputs, CHUNKS=tiling.chunks, BLOCK_T=tiling.block_inner,
+            num_warps=tiling.warps, **options,
+        )  # fmt: skip
+
+    def _route_blocks(
+        self,
+        rows: ScaledRows,
+        weight: Tensor,
+        correction: Tensor | None,
+        routing: Routing,
+        found: Chosen,
+        options: dict[str, Any],
+        block_rows: int,
+    ) -> None:
+        """Write the choice to `found`, so many rows at a time."""
+        (count, inner), experts = rows.rows.shape, len(weight)
+        blocks, tiles, splits = triton.cdiv(count, block_rows), triton.cdiv(experts, _ROUTER_OUTPUTS), 1
         while splits < _ROUTER_SPLITS and inner % (2 * splits * _ROUTER_INNER) == 0:
             splits *= 2
-        block_experts = max(_ROUTER_OUTPUTS, triton.next_power_of_2(experts))
-        numbers = blocks * splits * block_experts * block_rows
+        numbers = blocks * splits * options["BLOCK_E"] * block_rows
         route_kernel[(blocks, tiles, splits)](
             rows.rows, or_other(rows.squares, found.weights), weight, or_other(correction, weight),
             torch.empty(numbers, dtype=torch.float32, device=weight.device), self._counters, found.experts,
             found.weights, count, rows.rows.stride(0), rows.epsilon, routing.least_sum, routing.clamped_sum,
-            routing.scaling, INNER=inner, EXPERTS=experts, BLOCK_E=block_experts, TOP_K=routing.top_k,
-            BLOCK_TOP_K=triton.next_power_of_2(routing.top_k), SIGMOID=routing.scores == "sigmoid",
-            CORRECTS=correction is not None, GROUPS=routing.groups, TOP_GROUPS=routing.top_groups,
-            TOP2=routing.group_score == "top2", RENORMALISES=routing.renormalised, ROUNDS=routing.rounded, TILES=tiles,
-            SPLITS=splits, BLOCK_M=block_rows, BLOCK_N=_ROUTER_OUTPUTS, BLOCK_K=_ROUTER_INNER,
-            AHEAD=4 if inner % 512 == 0 else 0, num_warps=4, num_stages=4, **parts_of_rows(rows), **self._order(),
+            routing.scaling, TILES=tiles, SPLITS=splits, BLOCK_M=block_rows, BLOCK_N=_ROUTER_OUTPUTS,
+            BLOCK_K=_ROUTER_INNER, AHEAD=4 if inner % 512 == 0 else 0, num_warps=4, num_stages=4, **options,
         )  # fmt: skip
-        return found
 
     def mix(
         self,
@@ -87,6 +155,11 @@ class TritonExperts(RowExperts):
         )  # fmt: skip
         if rows.rows.stride(1) != 1:
             raise ValueError("expected rows whose last dimension is contiguous")
+        vectors = self._vectors
+        if vectors is None and self._tilings is None and not self._invariant:
+            vectors = choose_expert_vectors(len(rows.rows), *weights.down.shape[1:], itemsize=weights.down.itemsize)
+        if vectors is not None and (norm is None or norm.halves):
+            return mix_vectors(rows, chosen, weights, residual, norm, multiplier, vectors, self._order())
         parts = self._outputs_of_pairs(rows, chosen, weights)
         return self._combine(parts, chosen, rows.rows.dtype, residual, norm, multiplier)
 

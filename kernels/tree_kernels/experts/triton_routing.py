@@ -7,6 +7,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tree_kernels.linear.triton_kernels import await_inputs, finish_norm, load_squares
+from tree_kernels.linear.triton_vectors import dot_rest, load_weights, norm_factor
 
 # Below every key of a score.
 _NO_KEY = tl.constexpr(-(1 << 63))
@@ -141,6 +142,43 @@ def route_kernel(  # type: ignore[no-untyped-def]
         _choose(
             logits, correction, experts, weights, row, there, least_sum, clamped_sum, scaling, rows,
             EXPERTS, BLOCK_E, BLOCK_M, TOP_K, BLOCK_TOP_K, SIGMOID, CORRECTS, GROUPS, TOP_GROUPS, TOP2, RENORMALISES,
+            ROUNDS,
+        )  # fmt: skip
+
+
+@triton.jit
+def route_vector_kernel(  # type: ignore[no-untyped-def]
+    rows, squares, weight, correction, logits, counters, experts, weights, row_stride, epsilon, least_sum,
+    clamped_sum, scaling,
+    PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, INNER: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr,
+    TOP_K: tl.constexpr, BLOCK_TOP_K: tl.constexpr, SIGMOID: tl.constexpr, CORRECTS: tl.constexpr,
+    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr, RENORMALISES: tl.constexpr,
+    ROUNDS: tl.constexpr, TILES: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_T: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """As `route_kernel`, of one row, through registers."""
+    row = tl.program_id(1)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    read = tl.minimum(column, EXPERTS - 1)
+    if DEPENDENT:
+        gdc_launch_dependents()
+    loaded = load_weights(weight, read, 0, INNER, CHUNKS, BLOCK_T)
+    if DEPENDENT:
+        gdc_wait()
+    numbers = rows + row.to(tl.int64) * row_stride
+    own = logits + row * EXPERTS
+    tl.store(own + column, dot_rest(loaded, numbers, weight, read, INNER, CHUNKS, BLOCK_T), mask=column < EXPERTS)
+    tl.debug_barrier()
+    arrived = tl.atomic_add(counters + row, 1, sem="acq_rel")
+    if arrived == TILES - 1:
+        tl.store(counters + row, 0)
+        expert = tl.arange(0, BLOCK_E)[None, :]
+        found = tl.load(own + expert, mask=expert < EXPERTS, other=0.0, cache_modifier=".cg")
+        found *= norm_factor(squares + row * PARTS, epsilon, PARTS, BLOCK_PARTS, INNER)
+        line = tl.arange(0, 1)
+        _choose(
+            found, correction, experts, weights, row + line, line == 0, least_sum, clamped_sum, scaling, rows,
+            EXPERTS, BLOCK_E, 1, TOP_K, BLOCK_TOP_K, SIGMOID, CORRECTS, GROUPS, TOP_GROUPS, TOP2, RENORMALISES,
             ROUNDS,
         )  # fmt: skip
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tree_kernels.linear.vector_tiling import VectorTiling
+
 _MIN_BLOCK_ROWS, _MAX_BLOCK_ROWS = 8, 64
 # Pairs of a row and an expert up to which a program looks for its own among all, in place of a launch that lists them.
 # Chosen, not measured: one load of each thread.
@@ -31,6 +33,23 @@ class ExpertTilings:
     down: ExpertTiling
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertVectorTilings:
+    """Of both products for very few rows. A program of `down` loads all experts of a row together, whatever its
+    `chunks`."""
+
+    gated: VectorTiling
+    down: VectorTiling
+
+
+# Rows up to which weights go through registers: those that were tried.
+MAX_VECTOR_ROWS = 4
+# Shorter rows of a weight leave threads without work. Chosen.
+_MIN_VECTOR_HIDDEN, _MIN_VECTOR_INNER = 2048, 512
+# Each the fastest with 1, 2 and 4 rows of Qwen3-30B-A3B's shape on an H100, or within 1 % of it:
+# benchmarks/results/2026-11-27-h100-vectors.json.
+ROUTER_VECTORS = VectorTiling(2, 2, 4)
+_VECTORS = ExpertVectorTilings(VectorTiling(4, 1, 4), VectorTiling(2, 1, 1))
 _SAME_16, _SAME_32 = ExpertTiling(16, 64, 128, 4, 4), ExpertTiling(32, 128, 128, 4, 3)
 _SAME_64 = ExpertTiling(64, 128, 128, 8, 3)
 # By rows of a block. For 8, each the fastest of 65 with one row of Qwen3-30B-A3B's shape on an H100:
@@ -56,3 +75,13 @@ def rows_of_a_block(rows: int, top_k: int, experts: int) -> int:
 def choose_expert_tilings(rows: int, top_k: int, experts: int, *, invariant: bool = False) -> ExpertTilings:
     """The tilings of `rows` that choose `top_k` of so many experts. `invariant` makes them the same for any number."""
     return _TILINGS[16 if invariant else rows_of_a_block(rows, top_k, experts)]
+
+
+def reads_few_rows(rows: int, hidden: int) -> bool:
+    """Whether so many rows of a hidden size go through registers."""
+    return 0 < rows <= MAX_VECTOR_ROWS and hidden >= _MIN_VECTOR_HIDDEN
+
+
+def choose_expert_vectors(rows: int, hidden: int, inner: int, *, itemsize: int) -> ExpertVectorTilings | None:
+    """The tilings for so many rows of experts of widths `hidden` and `inner`; None where matrix units multiply."""
+    return _VECTORS if reads_few_rows(rows, hidden) and inner >= _MIN_VECTOR_INNER and itemsize == 2 else None

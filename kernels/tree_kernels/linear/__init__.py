@@ -1,11 +1,13 @@
 """Linear layers together with what a decoder layer does before and after them."""
 
 import torch
+from torch import Tensor
 
 from tree_kernels.linear.forms import Activation, ActivationKind, HeadForm, SumForm
 from tree_kernels.linear.int8_weight import Int8Weight, Weight
 from tree_kernels.linear.layers import RowLinears
 from tree_kernels.linear.rows import HeadInput, HeadInputs, HeadRows, Norm, ScaledRows
+from tree_kernels.linear.vector_tiling import choose_vector_tiling
 
 __all__ = [
     "Activation",
@@ -31,6 +33,20 @@ def row_linears(device: torch.device, *, invariant: bool = False) -> RowLinears:
     from tree_kernels.linear.triton_backend import TritonLinears
 
     return TritonLinears(device, invariant=invariant)
+
+
+def single_row_linears(device: torch.device) -> RowLinears:
+    """The layers for one row, whose weights need no matrix units."""
+    if device.type != "cuda":
+        return RowLinears()
+    from tree_kernels.linear.vector_backend import VectorLinears
+
+    return VectorLinears(device)
+
+
+def reads_in_registers(weight: Tensor) -> bool:
+    """Whether `single_row_linears` reads a weight [N, K] through registers."""
+    return weight.is_cuda and choose_vector_tiling(*weight.shape, itemsize=weight.element_size()) is not None
 
 
 def many_row_linears(device: torch.device) -> RowLinears:

@@ -153,7 +153,7 @@ class TritonLinears(RowLinears):
             cosines=heads.cosines, sines=heads.sines, slots=heads.slots, query=query, key_cache=heads.key_cache,
             value_cache=heads.value_cache, count=count, epsilon=rows.epsilon, HAS_BIAS=bias is not None,
             NORMS=norms == "heads", HEADS=query_heads, KV_HEADS=kv_heads, WIDTH=width,
-            **_head_options(form, heads, query), **parts_of_rows(rows), **options,
+            **head_options(form, heads, query), **parts_of_rows(rows), **options,
         )  # fmt: skip
         return query
 
@@ -258,7 +258,7 @@ class TritonLinears(RowLinears):
             value_cache=heads.value_cache, epsilon=rows.epsilon, INNER=rows.rows.shape[1], HAS_BIAS=bias is not None,
             NORMS=norms_of(form, width), HEADS=total - 2 * kv_heads, KV_HEADS=kv_heads, WIDTH=width,
             BLOCK_HEADS=block_heads, BLOCK_HALF=block_half, num_warps=4,
-            **_head_options(form, heads, query), **parts_of_rows(rows), **self._order(),
+            **head_options(form, heads, query), **parts_of_rows(rows), **self._order(),
         )  # fmt: skip
         return query
 
@@ -416,7 +416,7 @@ def parts_of_rows(rows: ScaledRows) -> dict[str, int]:
     return {"PARTS": parts, "BLOCK_PARTS": triton.next_power_of_2(max(1, parts))}
 
 
-def _head_options(form: HeadForm, heads: HeadRows, other: Tensor) -> dict[str, Any]:
+def head_options(form: HeadForm, heads: HeadRows, other: Tensor) -> dict[str, Any]:
     """The arguments of a form; `other` stands for norms that are not read."""
     query, key = form.query_norm, form.key_norm
     return {

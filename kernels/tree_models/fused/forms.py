@@ -209,8 +209,10 @@ class FusedForm:
 class FinalRows:
     """The last norm in one launch, and perhaps the head; see `tree_models.layers.decoder.FinalForm`."""
 
-    def __init__(self, norm: Norm, linears: LinearsByRows, head: tuple[RowLinears, PlainWeight] | None = None) -> None:
-        """With `head`, every product with the head runs so, and no result depends on the number of rows."""
+    def __init__(
+        self, norm: Norm, linears: LinearsByRows, head: tuple[LinearsByRows, PlainWeight] | None = None
+    ) -> None:
+        """With `head`, its product is computed so for the numbers of rows that are named there."""
         self._norm, self._linears, self._head = norm, linears, head
 
     def norm(self, hidden: Tensor) -> Tensor | None:
@@ -220,10 +222,11 @@ class FinalRows:
 
     def head(self, rows: Tensor) -> Tensor | None:
         """See `tree_models.layers.decoder.FinalForm`."""
-        if self._head is None or not len(rows):
+        if self._head is None:
             return None
-        linears, product = self._head
-        return linears.add_linear(rows, product.weight, product.bias)[0]
+        by_rows, product = self._head
+        linears = by_rows.of(len(rows))
+        return None if linears is None else linears.add_linear(rows, product.weight, product.bias)[0]
 
 
 def _fed(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from math import inf
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tree_kernels.experts import RowExperts, row_experts
-from tree_kernels.linear import RowLinears, many_row_linears, row_linears
+from tree_kernels.linear import RowLinears, many_row_linears, reads_in_registers, row_linears, single_row_linears
 from tree_models.agreement import agree
 from tree_models.fused.forms import FinalRows, FusedForm, LayerParts, LinearsByRows, norm_of, parts_of
 from tree_models.layers.decoder import Decoder
@@ -54,8 +55,9 @@ def prepare_decoder(decoder: Decoder, options: LayerOptions) -> int:
     """
     linears = row_linears(decoder.device, invariant=options.invariant)
     ranges: list[tuple[float, RowLinears]] = [(inf if options.invariant else MAX_ROWS, linears)]
-    if options.many and not options.invariant:
-        ranges.append((MANY_ROWS, many_row_linears(decoder.device)))
+    if not options.invariant:
+        ranges.insert(0, (1, single_row_linears(decoder.device)))
+        ranges += [(MANY_ROWS, many_row_linears(decoder.device))] if options.many else []
     by_rows = LinearsByRows(tuple(ranges))
     for rotary in decoder.rotaries:
         rotary.tabulate(decoder.longest_context)
@@ -65,9 +67,11 @@ def prepare_decoder(decoder: Decoder, options: LayerOptions) -> int:
     if options.invariant:
         if fused < decoder.layer_count or final is None or head is None:
             raise ValueError("its layers cannot be made independent of the batch")
-        decoder.final_form = FinalRows(final, by_rows, (linears, head))
+        decoder.final_form = FinalRows(final, by_rows, (by_rows, head))
     elif fused and final is not None:
-        decoder.final_form = FinalRows(final, by_rows)
+        # Of one row it is read faster than by cuBLAS.
+        single = None if head is None or not reads_in_registers(head.weight) else LinearsByRows(by_rows.ranges[:1])
+        decoder.final_form = FinalRows(final, by_rows, None if head is None or single is None else (single, head))
     if options.compiled and not options.invariant:
         for layer in (*decoder.layers, decoder.norm):
             layer.compile(dynamic=False)
@@ -103,21 +107,14 @@ def computes_the_same(decoder: Decoder, index: int, form: FusedForm) -> bool:
     """Whether a layer's form, by each of its linears, and its plain form agree on random rows: output, keys and
     values. False where a kernel fails."""
     layer: Any = decoder.layers[index]
-    weight = form.parts.qkv.weight
-    generator = torch.Generator().manual_seed(0)
-    # Small beside what the layer adds, which is what is compared.
-    hidden = 0.05 * torch.randn(_PROBE_ROWS, weight.shape[1], generator=generator)
-    hidden = hidden.to(weight.device, weight.dtype)
-    positions = _PROBE_STRIDE * torch.arange(_PROBE_ROWS, device=weight.device)
-    positions = positions.clamp(max=decoder.longest_context - 1)
-    angles = decoder.angles_of(index, positions)
-    spec = layer.attention.spec
+    weight, spec = form.parts.qkv.weight, layer.attention.spec
     with torch.compiler.set_stance("force_eager"):
-        expected = _outcome(lambda step: layer(hidden, angles, step), hidden, spec, index)
-        for _, linears in form.linears.ranges:
+        for most, linears in form.linears.ranges:
+            hidden, angles = _probe_rows(decoder, index, weight, int(min(_PROBE_ROWS, most)))
+            expected = _outcome(partial(layer, hidden, angles), hidden, spec, index)
             alone = FusedForm(form.parts, LinearsByRows(((inf, linears),)), form.experts)
             try:
-                found = _outcome(lambda step, alone=alone: _run(alone, hidden, angles, step), hidden, spec, index)
+                found = _outcome(partial(_run, alone, hidden, angles), hidden, spec, index)
             except Exception:
                 # A device or a compiler may not take the kernels: the plain form serves.
                 log.warning("layer %d cannot be fused on %s", index, weight.device, exc_info=True)
@@ -126,6 +123,16 @@ def computes_the_same(decoder: Decoder, index: int, form: FusedForm) -> bool:
                 log.warning("layer %d computes something else in fused form, and stays plain", index)
                 return False
     return True
+
+
+def _probe_rows(decoder: Decoder, index: int, weight: Tensor, rows: int) -> tuple[Tensor, Angles | None]:
+    """Random rows, and the angles of a layer at positions of theirs."""
+    generator = torch.Generator().manual_seed(0)
+    # Small beside what the layer adds, which is what is compared.
+    hidden = 0.05 * torch.randn(rows, weight.shape[1], generator=generator)
+    positions = _PROBE_STRIDE * torch.arange(1, rows + 1, device=weight.device)
+    positions = positions.clamp(max=decoder.longest_context - 1)
+    return hidden.to(weight.device, weight.dtype), decoder.angles_of(index, positions)
 
 
 def _run(form: FusedForm, hidden: Tensor, angles: Angles | None, step: Any) -> Tensor:
@@ -155,7 +162,8 @@ class _ProbeAttention:
 
 def _probe_step(hidden: Tensor, spec: AttentionSpec, index: int) -> SimpleNamespace:
     """A `PagedPass` with empty caches, and slots in another order than the rows'."""
-    keys, values = (hidden.new_zeros(1, _PROBE_ROWS, spec.kv_heads, spec.head_width) for _ in range(2))
-    slots = torch.arange(_PROBE_ROWS, device=hidden.device).flip(0)
+    rows = len(hidden)
+    keys, values = (hidden.new_zeros(1, rows, spec.kv_heads, spec.head_width) for _ in range(2))
+    slots = torch.arange(rows, device=hidden.device).flip(0)
     cache = SimpleNamespace(keys={index: keys}, values={index: values})
     return SimpleNamespace(attention=_ProbeAttention(slots), plan=None, slots=slots, cache=cache)

@@ -1,0 +1,50 @@
+"""How the kernels for a single row cut their work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Numbers of a thread's load, 16 bytes in half precision, and threads of a warp.
+_LOAD, _WARP = 8, 32
+# Shorter rows are left to the matrix units' kernels, whose tilings were measured for them.
+MIN_INNER = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class VectorTiling:
+    """Sizes of one program's blocks."""
+
+    block_outputs: int  # rows of the weight; a power of two
+    chunks: int  # loads of each thread and row of the weight that are in flight together; a power of two
+    warps: int
+
+    @property
+    def block_inner(self) -> int:
+        """Numbers of a row that all threads of a program load at a time."""
+        return _LOAD * _WARP * self.warps
+
+
+# The fastest of 13 to 16 with one row of the shapes of Qwen3-8B, Qwen3-30B-A3B and Llama-8B on an H100, or near it:
+# benchmarks/results/2026-11-27-h100-vectors.json. Where a sum is scaled for a norm, each program leaves a part of the
+# squares, and every program of the next launch reads all parts: those have four outputs or more.
+_GATED = VectorTiling(8, 1, 4)
+_SHORT, _MIDDLE, _LONG = VectorTiling(8, 1, 4), VectorTiling(2, 2, 4), VectorTiling(4, 1, 4)
+_SCALED, _SCALED_FEW = VectorTiling(4, 2, 8), VectorTiling(4, 1, 8)
+# Of long rows, which fill the device's last wave of programs or leave it half empty.
+_LONG_BY_INNER = {12288: VectorTiling(4, 4, 8), 14336: VectorTiling(4, 1, 8)}
+
+
+def choose_vector_tiling(
+    outputs: int, inner: int, *, itemsize: int, gated: bool = False, scaled: bool = False
+) -> VectorTiling | None:
+    """The tiling for one row times a weight [outputs, inner] of numbers of `itemsize` bytes; None where matrix units
+    multiply. `gated` for gate and up together, `scaled` where the sum is scaled for a norm."""
+    if inner < MIN_INNER or itemsize != 2:
+        return None
+    if gated:
+        return _GATED
+    if inner < 4096:
+        return _SHORT
+    if inner < 8192:
+        return _MIDDLE if not scaled else _SCALED if outputs >= 4096 else _SCALED_FEW
+    return _LONG_BY_INNER.get(inner, _LONG)
