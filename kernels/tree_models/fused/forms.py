@@ -189,8 +189,9 @@ class FusedForm:
         keys, values = step.cache.keys[parts.index], step.cache.values[parts.index]
         angles = angles or self._unturned(len(scaled.rows))
         heads = HeadRows(angles.cosines, angles.sines, step.slots, keys, values)
-        # Attention leaves the memory idle: the weight that is multiplied after it is fetched meanwhile.
-        query = linears.rotary_linear(scaled, parts.qkv.weight, parts.qkv.bias, heads, parts.out.weight, parts.heads)
+        # The weight behind attention is not prefetched: that slows this product by more than it saves there, 3 % of a
+        # layer of 1 to 64 rows (benchmarks/results/2026-11-27-h100-vectors.md).
+        query = linears.rotary_linear(scaled, parts.qkv.weight, parts.qkv.bias, heads, form=parts.heads)
         if angles.query_scale is not None:
             query = scaled_queries(query, angles.query_scale)
         attended: Tensor = step.attention.run(step.plan, query, keys, values, parts.scaling)
