@@ -222,7 +222,7 @@ def swept(layers: ExpertLayers, chosen: list[Chosen]) -> Iterator[dict[str, Any]
                 yield {"product": product} | asdict(tiling) | timed(launches, layers.device)
 
 
-def vectors_swept(layers: Layers, chosen: list[Chosen]) -> Iterator[dict[str, Any]]:
+def vectors_swept(layers: ExpertLayers, chosen: list[Chosen]) -> Iterator[dict[str, Any]]:
     """Times of `mix` through registers by the tiling of one product, the other's as first guessed."""
     usual = ExpertVectorTilings(VectorTiling(2, 2, 4), VectorTiling(2, 1, 4))
     sizes = (1, 2, 4), (2, 1, 4), (2, 2, 4), (4, 1, 4), (4, 2, 4), (2, 1, 8), (4, 1, 8)
