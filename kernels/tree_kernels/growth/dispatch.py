@@ -167,8 +167,8 @@ def make_kept(growth: Growth, nodes: int) -> Tensor:
 
 
 def keep(growth: Growth, kept: Tensor) -> None:
-    """Write each tree's best items to `kept`, see `make_kept`: likeliest first, so that parents come before children.
-    What follows a tree's last row is undefined."""
+    """Write each tree's best items to `kept`, [B, 1 + 3 * N] int32 of `make_kept`: likeliest first, so that
+    parents come before children. What follows a tree's last row is undefined."""
     if kept.is_cuda:
         from tree_kernels.growth import triton_backend
 

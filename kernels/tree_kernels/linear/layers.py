@@ -145,7 +145,7 @@ def normed(rows: Tensor, norm: Norm) -> Tensor:
 
 
 def activated(numbers: Tensor, activation: Activation) -> Tensor:
-    """The activation of fp32 `numbers`."""
+    """The activation of `numbers`, fp32 of any shape; the result has the same."""
     kind = activation.kind
     if kind is ActivationKind.SILU:
         return functional.silu(numbers)

@@ -52,8 +52,8 @@ def shift_by_accepted(step: StepIntegers, accepted_counts: Tensor, page_size: in
     """Move every row that feeds a pending token on by the drafted rows that the step before accepted. In place.
 
     The step is laid out as if nothing had been accepted. A sequence without a pending token, or with more than one row,
-    is not moved. `accepted_counts` are by the sequences' places in the step before, see `Verdicts`; the pages hold the
-    keys that may come.
+    is not moved. `accepted_counts`, [B] int32, are by the sequences' places in the step before, see `Verdicts`; the
+    pages hold the keys that may come.
     """
     if step.token_ids.is_cuda:
         # Only here: Triton may be absent.

@@ -17,11 +17,11 @@ class PagedCache(Protocol):
 
     @property
     def keys(self) -> Sequence[Tensor]:
-        """By layer."""
+        """Of each layer, [pages, page_size, heads, width]."""
 
     @property
     def values(self) -> Sequence[Tensor]:
-        """By layer."""
+        """Of each layer, [pages, page_size, heads, width]."""
 
 
 class PagedPass(Protocol):
