@@ -22,6 +22,8 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from waits import HUNG_SECONDS
+
 from outrider.ports import free_port
 
 ROOT = Path(__file__).parent.parent
@@ -215,7 +217,7 @@ class ComposeStack:
     def prometheus(self, path: str, **parameters: str) -> Any:
         """The `data` of an answer of Prometheus's API."""
         url = f"http://127.0.0.1:{self.prometheus_port}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
-        with urllib.request.urlopen(url, timeout=10) as response:
+        with urllib.request.urlopen(url, timeout=HUNG_SECONDS) as response:
             return json.load(response)["data"]
 
     def values(self, expression: str) -> list[float]:

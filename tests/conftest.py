@@ -21,9 +21,14 @@ pytest_plugins = ("rerun",)
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 # The same examples on every machine, however fast it is. `make test-full` looks for others.
 settings.register_profile(
-    "same", deadline=None, derandomize=True, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+    "same",
+    deadline=None,
+    derandomize=True,
+    max_examples=50,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
 )
-settings.register_profile("others", settings.get_profile("same"), derandomize=False)
+settings.register_profile("others", settings.get_profile("same"), derandomize=False, max_examples=100)
 settings.load_profile("same")
 # Small enough for a step of a millisecond, odd enough (grouped heads, vocabulary not a power of two) to catch mistakes.
 TINY: dict[str, Any] = {

@@ -24,6 +24,7 @@ from typing import Any
 
 import psutil
 from waits import HUNG_SECONDS
+from warm_python import OF_SERVICES
 
 from outrider.runtime import prepare_grpc, prepare_onednn
 
@@ -32,18 +33,6 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _PR_SET_PDEATHSIG = 1
 # Children are started from threads too, and two that change PYTHONPATH at once would leave it changed.
 _STARTING = threading.Lock()
-# What a service imports and compiles before it serves.
-PRELOADED = (
-    "draft_service.service",
-    "draft_service.drafters.merged",
-    "draft_service.eagle.drafter",
-    "draft_service.ngram.drafter",
-    "target_service.assembly",
-    "target_service.lifecycle",
-    "target_service.shared_engine",
-    "transformers.models.llama.modeling_llama",
-    "compiled",
-)
 
 
 class Clocks:
@@ -109,7 +98,7 @@ def _start_fork_server() -> None:
     passes over what it does not find."""
     prepare_grpc()
     prepare_onednn()
-    _CONTEXT.set_forkserver_preload(list(PRELOADED))
+    _CONTEXT.set_forkserver_preload(list(OF_SERVICES))
     with _STARTING:
         own = os.environ.get("PYTHONPATH")
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))

@@ -10,6 +10,7 @@ import gc
 import math
 import runpy
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -231,4 +232,5 @@ if __name__ == "__main__":
     # Nothing here is garbage but by its count: what libraries leave lives on, and a kernel's values have no cycles.
     gc.set_threshold(100_000, 50, 1000)
     leave_out()
+    warnings.simplefilter("ignore")
     runpy.run_path(script, run_name="__main__")

@@ -13,17 +13,22 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+from warm_python import shared_python
+
 FOLDER = Path(__file__).with_name("kernels")
 INTERPRETED = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
 def work(script: str, **environment: str) -> dict[str, Any]:
     """What the script wrote to standard output, as JSON."""
-    runner = [str(FOLDER.with_name("interpreted.py"))] if environment.get("TRITON_INTERPRET") == "1" else []
+    command = [sys.executable, "-W", "ignore"]
+    if environment.get("TRITON_INTERPRET") == "1":
+        # Forked from one that has imported Triton with its interpreter.
+        command = [str(shared_python("interpreter") / "python"), str(FOLDER.with_name("interpreted.py"))]
     # What workers and tests have in common.
     path = os.pathsep.join([str(FOLDER.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", *runner, str(FOLDER / script)],
+        [*command, str(FOLDER / script)],
         env={**os.environ, "PYTHONPATH": path, **environment},
         stdout=subprocess.PIPE,
         text=True,

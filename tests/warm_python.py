@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
+import functools
 import json
 import os
 import runpy
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -48,17 +52,68 @@ os._exit(status)
 """
 
 
+# What a service imports and compiles before it serves.
+OF_SERVICES = (
+    "draft_service.service",
+    "draft_service.drafters.merged",
+    "draft_service.eagle.drafter",
+    "draft_service.ngram.drafter",
+    "target_service.assembly",
+    "target_service.lifecycle",
+    "target_service.shared_engine",
+    "transformers.models.llama.modeling_llama",
+    "compiled",
+)
+# Every process of a run that uses a shared one holds it open.
+_LEASE = "lease"
+# What services, training and commands import, and what kernels in Triton's interpreter do.
+_PRELOADED = {
+    "services": (*OF_SERVICES, "draft_service.training.run", "target_service.distillation"),
+    "interpreter": ("torch", "triton.language", "triton.runtime.interpreter", "tree_kernels.verification"),
+}
+_ENVIRONMENTS = {
+    "services": {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    "interpreter": {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+}
+
+
 @contextmanager
-def warm_executable(folder: Path, preload: Sequence[str]) -> Iterator[None]:
-    """What this process starts as `sys.executable` for as long as the block is starts in a moment, with one thread."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    real = sys.executable
-    with warm_python(folder, environment, preload) as programs:
-        sys.executable = str(programs / "python")
-        try:
-            yield
-        finally:
-            sys.executable = real
+def warm_executable(programs: Path) -> Iterator[None]:
+    """What this process starts as `sys.executable` is `python` of `programs`, for as long as the block is."""
+    real, sys.executable = sys.executable, str(programs / "python")
+    try:
+        yield
+    finally:
+        sys.executable = real
+
+
+@functools.cache
+def shared_python(kind: str) -> Path:
+    """As `warm_python`, for all workers of a run: the first that asks starts the process that others are forked from,
+    and it ends with the last that has asked. `kind` is one of `_PRELOADED`."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+    folder = Path(tempfile.gettempdir()) / f"outrider-{run}-{kind}"
+    with _locked():
+        if not folder.exists():
+            folder.mkdir(mode=0o700)
+            os.mkfifo(folder / _LEASE)
+            _write_programs(folder)
+            server = _start(folder, {**os.environ, **_ENVIRONMENTS[kind]}, _PRELOADED[kind], shared=True)
+            assert server.stdout is not None and server.stdout.read(1)
+            server.stdout.close()
+            # It may outlive this process, and is not waited for.
+            server.returncode = 0
+        # Held until this process ends. To read as well, so that it waits for nobody.
+        os.open(folder / _LEASE, os.O_RDWR)
+    return folder / "bin"
+
+
+@contextmanager
+def _locked() -> Iterator[None]:
+    """While workers look for what they share, and while it ends."""
+    with Path(__file__).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @contextmanager
@@ -67,20 +122,11 @@ def warm_python(folder: Path, environment: Mapping[str, str], preload: Sequence[
 
     `environment` is what modules read while they are imported; `preload` names the modules.
     """
-    address, programs = str(folder / "python.sock"), folder / "bin"
-    programs.mkdir()
-    for name, first in (("python", []), ("outrider", ["-m", "outrider_client.cli"])):
-        text = _STAND_IN.format(
-            python=sys.executable, address=address, first=first, forwarded=[int(number) for number in _FORWARDED]
-        )
-        (programs / name).write_text(text)
-        (programs / name).chmod(0o755)
-    command = [sys.executable, __file__, address, str(programs / "python"), *preload]
-    paths = os.pathsep.join(filter(None, sys.path))
-    server = subprocess.Popen(command, env={**environment, "PYTHONPATH": paths}, stdout=subprocess.PIPE)
+    programs = _write_programs(folder)
+    server = _start(folder, environment, preload)
     assert server.stdout is not None
     try:
-        # It says so once all is imported.
+        # It writes once all is imported.
         assert server.stdout.read(1)
         yield programs
     finally:
@@ -89,12 +135,36 @@ def warm_python(folder: Path, environment: Mapping[str, str], preload: Sequence[
         server.stdout.close()
 
 
-class _Server:
-    """Forks a process for each connection, and ends with whoever started it."""
+def _write_programs(folder: Path) -> Path:
+    programs = folder / "bin"
+    programs.mkdir()
+    for name, first in (("python", []), ("outrider", ["-m", "outrider_client.cli"])):
+        text = _STAND_IN.format(
+            python=sys.executable, address=str(folder / "python.sock"), first=first, forwarded=[*map(int, _FORWARDED)]
+        )
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    return programs
 
-    def __init__(self, address: str) -> None:
+
+def _start(
+    folder: Path, environment: Mapping[str, str], preload: Sequence[str], *, shared: bool = False
+) -> subprocess.Popen[bytes]:
+    """The process that others are forked from."""
+    command = [sys.executable, __file__, str(folder), "shared" if shared else "own", *preload]
+    paths = os.pathsep.join(filter(None, sys.path))
+    own = {**environment, "PYTHONPATH": paths}
+    return subprocess.Popen(command, env=own, stdout=subprocess.PIPE, start_new_session=shared)
+
+
+class _Server:
+    """Forks a process for each connection, and ends with whoever started it, or with the last who holds its lease."""
+
+    def __init__(self, folder: Path, shared: bool) -> None:
+        self._folder = folder
+        self._lease = os.open(folder / _LEASE, os.O_RDONLY | os.O_NONBLOCK) if shared else None
         self._listening = socket.socket(socket.AF_UNIX)
-        self._listening.bind(address)
+        self._listening.bind(str(folder / "python.sock"))
         self._listening.listen(64)
         self._selector = selectors.DefaultSelector()
         self._processes: dict[int, socket.socket] = {}
@@ -107,17 +177,31 @@ class _Server:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for source in (self._listening, self._woken):
             self._selector.register(source, selectors.EVENT_READ)
+        if self._lease is not None:
+            self._selector.register(self._lease, selectors.EVENT_READ)
 
     def run(self) -> None:
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is self._listening:
                     self._start(self._listening.accept()[0])
+                elif key.fileobj == self._lease:
+                    if self._is_left():
+                        return
                 elif key.fileobj is self._woken:
                     self._woken.recv(4096)
                     self._reap()
                 else:
                     self._pass_on(key.fileobj, key.data)
+
+    def _is_left(self) -> bool:
+        """Whether nobody holds the lease any more; then its folder is gone for who comes later."""
+        assert self._lease is not None
+        with _locked(), selectors.DefaultSelector() as again:
+            again.register(self._lease, selectors.EVENT_READ)
+            if left := bool(again.select(0)):
+                shutil.rmtree(self._folder)
+            return left
 
     def _start(self, connection: socket.socket) -> None:
         header, files, _, _ = socket.recv_fds(connection, 4, 64)
@@ -227,20 +311,21 @@ if __name__ == "__main__":
     import gc
     import importlib
 
-    _, _address, _stand_in, *_preload = sys.argv
-    # The tests' process; and what is forked here ends with this one.
-    _end_with_parent()
+    _folder, _shared = Path(sys.argv[1]), sys.argv[2] == "shared"
+    if not _shared:
+        # The tests' process; and what is forked here ends with this one.
+        _end_with_parent()
     sys.path.pop(0)
     from outrider.runtime import prepare_grpc
 
     prepare_grpc()
     # Modules make commands of it while they are imported.
-    sys.executable = _stand_in
-    for _module in _preload:
+    sys.executable = str(_folder / "bin" / "python")
+    for _module in sys.argv[3:]:
         importlib.import_module(_module)
     # What is never looked at stays in memory that all share.
     gc.collect()
     gc.freeze()
-    _server = _Server(_address)
+    _server = _Server(_folder, _shared)
     os.write(1, b".")
     _server.run()

@@ -97,7 +97,8 @@ def test_slots_ask_one_request_after_the_other(target: ScriptedTarget, clients: 
 
 def test_no_request_begins_after_the_time_is_up(target: ScriptedTarget, clients: Clients) -> None:
     replies = clients.streams([ServingRequest((1,), 1, "one")] * 200, 2, seconds=3 * SECONDS)
-    assert 2 <= len(replies) == len(target.requests) <= 8
+    # Of each slot one at every twentieth of a second; a busy machine takes longer.
+    assert len(replies) == len(target.requests) <= 8
 
 
 def test_a_closed_loop_shares_its_requests_among_slots(target: ScriptedTarget, clients: Clients) -> None:

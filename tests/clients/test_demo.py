@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
-from forked import PRELOADED
 from rich.console import Console
-from warm_python import warm_python
+from waits import HUNG_SECONDS
+from warm_python import shared_python
 
 from outrider.telemetry import names as telemetry
 from outrider.telemetry.tracing import set_up_tracing
@@ -65,7 +63,7 @@ async def test_sink_receives_what_the_exporter_sends(running: Any) -> None:
     async with Client.connect(running.address, tracing=tracing) as client:
         result = await client.generate(text="x", sampling=SamplingParams(max_tokens=3)).result()
     await asyncio.to_thread(tracing.shutdown)
-    (received,) = await sink.wait(result.trace_id, [telemetry.CLIENT], 10.0)
+    (received,) = await sink.wait(result.trace_id, [telemetry.CLIENT], HUNG_SECONDS)
     await sink.stop()
     assert (received.name, received.service) == (telemetry.GENERATE, telemetry.CLIENT)
     assert received.attributes["gen_ai.usage.output_tokens"] == 3
@@ -73,11 +71,10 @@ async def test_sink_receives_what_the_exporter_sends(running: Any) -> None:
 
 
 @pytest.mark.model
-async def test_the_demo_itself(start_with: Any, tmp_path: Path) -> None:
+async def test_the_demo_itself(start_with: Any) -> None:
     """It starts three services, which would import for longer than they serve."""
-    with warm_python(tmp_path, {**os.environ, "OMP_NUM_THREADS": "1"}, PRELOADED) as programs:
-        python = str(programs / "python")
-        status, out, err = await start_with("demo", "--max-tokens", "24", python=python, seconds=580)
+    python = str(shared_python("services") / "python")
+    status, out, err = await start_with("demo", "--max-tokens", "24", python=python)
     assert status == 0, out + err
     assert "yes, all" in out
     for service in ("client", "target", "draft"):

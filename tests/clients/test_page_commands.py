@@ -19,7 +19,6 @@ import httpx
 import pytest
 import torch
 from conftest import make_tiny
-from forked import PRELOADED
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from medusa_heads import make_heads
 from mtp_modules import module_weights
@@ -28,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from taught_heads import HIDDEN, KINDS, LAYERS, MTP, new_head
 from teaching_model import VOCABULARY, chat_tokenizer
 from waits import HUNG_SECONDS
-from warm_python import warm_python
+from warm_python import shared_python
 
 from draft_service.eagle.checkpoint import save_head
 from draft_service.medusa.checkpoint import save_heads
@@ -301,10 +300,8 @@ class Place:
 
 
 @pytest.fixture(scope="module")
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    with warm_python(tmp_path_factory.mktemp("python"), environment, PRELOADED) as programs:
-        yield programs
+def warm() -> Path:
+    return shared_python("services")
 
 
 @pytest.fixture(scope="module")
@@ -454,5 +451,16 @@ def test_every_benchmark_says_how_it_is_run(warm: Path, words: dict[str, str], t
     """As benchmarks/README.md says: each script that it names explains itself."""
     place = Place(tmp_path, warm, words)
     assert len(SCRIPTS) > 30
-    for script in SCRIPTS:
-        assert "usage:" in place.run(f"python -m benchmarks.{script.replace('/', '.')} --help"), script
+    asked = [f"benchmarks.{script.replace('/', '.')}" for script in SCRIPTS]
+    # In one process, which has much to import.
+    (tmp_path / "ask.py").write_text(
+        "import contextlib, runpy, sys\n"
+        "for sys.argv in [[name, '--help'] for name in sys.argv[1:]]:\n"
+        "    print('about', sys.argv[0])\n"
+        "    with contextlib.suppress(SystemExit):\n"
+        "        runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)\n"
+    )
+    _, *said = place.run(f"python ask.py {' '.join(asked)}").split("about ")
+    assert [each.split()[0] for each in said] == asked
+    for each in said:
+        assert "usage:" in each, each

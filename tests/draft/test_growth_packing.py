@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from draft_service.drafters.base import DraftSequence
@@ -46,7 +47,7 @@ def packed(drawn: Sequence[tuple[TokenTree, int, int, int]], vocabulary_size: in
     return None if size < 0 else out[:size].tobytes()
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(st.lists(st.tuples(trees(), ids, steps, first_ids), min_size=1, max_size=6))
 def test_bytes_say_what_messages_say(drawn: list[tuple[TokenTree, int, int, int]]) -> None:
     expected = draft_pb2.GrowSequences(

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from trie_checks import check_integrity, count, longest_match
 
@@ -32,7 +33,7 @@ def windows(tokens: Sequence[int], depth: int) -> Counter[tuple[int, ...]]:
     )
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(documents)
 def test_counts_are_those_of_a_dictionary(texts: list[list[int]]) -> None:
     trie, expected = NgramTrie(DEPTH, 100_000), Counter[tuple[int, ...]]()
@@ -45,7 +46,7 @@ def test_counts_are_those_of_a_dictionary(texts: list[list[int]]) -> None:
     check_integrity(trie)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=60), st.data())
 def test_pieces_with_context_count_as_the_whole(text: list[int], data: st.DataObject) -> None:
     whole, pieces = NgramTrie(DEPTH, 100_000), NgramTrie(DEPTH, 100_000)
@@ -58,7 +59,7 @@ def test_pieces_with_context_count_as_the_whole(text: list[int], data: st.DataOb
     check_integrity(pieces)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(documents, st.lists(st.integers(0, 5), max_size=10), st.integers(1, DEPTH))
 def test_the_longest_match_is_the_longest_known_suffix(
     texts: list[list[int]], context: list[int], longest: int
@@ -71,7 +72,7 @@ def test_the_longest_match_is_the_longest_known_suffix(
     assert longest_match(trie, context, longest) == max(suffixes, default=0)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(documents, st.integers(10, 200))
 def test_eviction_keeps_the_bound_and_the_structure(texts: list[list[int]], capacity: int) -> None:
     trie = NgramTrie(DEPTH, capacity)

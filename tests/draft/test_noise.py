@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from draft_service.noise import exponential, noise_word
 from outrider import noise
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(
     seed=st.integers(0, 2**64 - 1),
     position=st.integers(0, 2**40),

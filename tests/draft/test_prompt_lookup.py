@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from draft_service.drafters.base import CorpusDrafter, DraftSequence
@@ -27,7 +28,7 @@ def expected(tokens: Sequence[int], config: PromptLookupConfig) -> list[int]:
     return []
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(
     st.lists(st.integers(0, 3), min_size=1, max_size=30),
     st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), max_size=6),

@@ -14,7 +14,7 @@ import pytest
 from draft_harness import PROPOSE, Draft, becomes, build_server, draft_over
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from scripted_drafter import VOCABULARY, ScriptedDrafter, opening
-from waits import HUNG_SECONDS
+from waits import HUNG_SECONDS, until
 
 from draft_service.config import DraftConfig
 from draft_service.drafters.base import DraftSequence, info_of
@@ -133,6 +133,12 @@ def noting_threads(drafter: ScriptedDrafter) -> list[threading.Thread]:
     return threads
 
 
+async def wait_for_frames(draft: Draft, streams: int) -> None:
+    """Until the server has so many streams, and each waits for its next frame."""
+    inboxes = draft.worker._streams
+    await until(lambda: len(inboxes) == streams and all(inbox._queue._getters for inbox in inboxes))  # type: ignore
+
+
 async def test_a_commit_that_was_waited_for_wakes_no_thread() -> None:
     drafter = ScriptedDrafter()
     threads = noting_threads(drafter)
@@ -141,8 +147,7 @@ async def test_a_commit_that_was_waited_for_wakes_no_thread() -> None:
         await stream.opened()
         await stream.growth()
         for number in range(1, 4):
-            # Until the stream waits for it.
-            await asyncio.sleep(0.02)
+            await wait_for_frames(draft, 1)
             await stream.advance((1, number, [20]))
             await stream.growth()
     assert threads[1:] == [threading.current_thread()] * 3
@@ -162,13 +167,12 @@ async def test_what_may_take_long_is_not_drafted_on_the_loop() -> None:
             await other.growth()
             for number in range(1, 4):
                 for stream in (one, other):
-                    # Until the stream waits for it.
-                    await asyncio.sleep(0.02)
+                    await wait_for_frames(draft, 2)
                     await stream.advance((1, number, [20]))
                     await stream.growth()
         assert len(threads) == 8 and all(thread.name.startswith("drafter") for thread in threads)
         # The other stream has ended.
-        await asyncio.sleep(0.1)
+        await wait_for_frames(draft, 1)
         await one.advance((1, 4, [20]))
         await one.growth()
     assert threads[8:] == [threading.current_thread()]
@@ -195,7 +199,7 @@ async def test_nothing_is_drafted_on_the_loop_while_the_thread_is_at_work() -> N
 
     try:
         first = asyncio.create_task(servicer._on_drafter(slow))
-        await asyncio.to_thread(working.wait, 10)
+        await asyncio.to_thread(working.wait, HUNG_SECONDS)
         first.cancel()
         later = asyncio.create_task(servicer._at_once(done.append, "later"))
         await asyncio.sleep(0.02)
@@ -519,7 +523,7 @@ async def test_a_stream_that_ends_while_its_drafter_works_is_counted_out(monkeyp
     async with draft_over(drafter) as draft:
         async with draft.stream() as stream:
             await stream.open(opening(1))
-            assert await asyncio.to_thread(working.wait, 10)
+            assert await asyncio.to_thread(working.wait, HUNG_SECONDS)
             assert figure(draft, "outrider_draft_streams") == 1
         # The cancellation has come by the time that a later call is answered.
         await draft.stub.GetDraftInfo(draft_pb2.GetDraftInfoRequest())
@@ -550,7 +554,7 @@ async def test_the_drafter_is_stopped_behind_its_last_call(monkeypatch: pytest.M
         await stream.open(opening(1))
         await stream.opened()
         await stream.send(close=draft_pb2.CloseSequences(sequence_ids=[1]))
-        assert await asyncio.to_thread(working.wait, 10)
+        assert await asyncio.to_thread(working.wait, HUNG_SECONDS)
         draft.worker.close()
         assert calls == ["closed"]
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from scripted_drafter import VOCABULARY, ScriptedDrafter, opening, step
 
@@ -229,7 +230,7 @@ frames = st.lists(
 )
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(frames)
 def test_whatever_comes_in_whatever_order_the_books_balance(events: list[tuple[str, int, int]]) -> None:
     """Random frames against the random drafter: ids never repeat, growth is sound, counts agree."""

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -60,7 +61,7 @@ def test_only_the_owner_may_read(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(data=st.data())
 def test_a_changed_byte_costs_one_trie_or_all(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     folder = tmp_path_factory.mktemp("snapshot")

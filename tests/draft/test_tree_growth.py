@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from chi_squared import chi_squared
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from trie_trees import build_tree
 
@@ -73,7 +74,7 @@ def path_probs(tree: TokenTree) -> list[float]:
 texts = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=80)
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(texts, texts, MODES, st.integers(0, 2**64 - 1), st.integers(1, 40), st.integers(1, 10), st.integers(1, 4))
 def test_every_tree_is_well_formed(
     own: list[int], tenant: list[int], mode: VerificationMode, seed: int, nodes: int, depth: int, breadth: int

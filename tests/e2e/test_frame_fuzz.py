@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from scripted_drafter import Listener, opening, step
 
@@ -112,7 +113,7 @@ def trie() -> NgramDrafter:
     return drafter
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(frames=st.lists(requests, max_size=8))
 def test_a_draft_bears_any_frame(trie: NgramDrafter, frames: list[draft_pb2.ProposeRequest]) -> None:
     admission = SequenceAdmission(4)
@@ -140,7 +141,7 @@ def test_a_draft_bears_any_frame(trie: NgramDrafter, frames: list[draft_pb2.Prop
     assert admission.sequences == 0 and bugs == []
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(frames=st.lists(responses, max_size=8))
 def test_a_target_bears_any_frame(frames: list[draft_pb2.ProposeResponse]) -> None:
     heard = Listener()

@@ -68,7 +68,8 @@ def check(
 
 
 def test_a_handful_of_prompts(runner: ModelRunner) -> None:
-    check(runner, wanted(runner, 1, 10, GREEDY), ("trie", "random"))
+    # Trees that nothing is accepted of are those of small models, everywhere else.
+    check(runner, wanted(runner, 1, 10, GREEDY), ("trie",))
 
 
 @pytest.mark.full

@@ -14,8 +14,9 @@ from dataclasses import replace
 import torch
 from conftest import make_tiny
 from engine_harness import engine_config, grow, make_runner, plain, request
+from examples import examples
 from hidden_states import states_of
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 from torch import Tensor
@@ -258,7 +259,5 @@ class ServiceMachine(RuleBasedStateMachine):
         assert self.runner.cache.used_pages == 0
 
 
-ServiceMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=30, suppress_health_check=list(HealthCheck)
-)
+ServiceMachine.TestCase.settings = examples(60, stateful_step_count=30, suppress_health_check=list(HealthCheck))
 TestServiceMachine = ServiceMachine.TestCase

@@ -17,7 +17,7 @@ from fake_clock import FakeClock
 from safetensors.torch import load_file
 from teaching_model import VOCABULARY, save_teaching_model
 from torch import Tensor
-from warm_python import warm_executable
+from warm_python import shared_python, warm_executable
 
 from draft_service.drafters.base import DraftSequence
 from draft_service.eagle.checkpoint import EagleCheckpoint
@@ -49,15 +49,13 @@ SMALL: dict[str, Any] = {
 }
 COMMAND = ("outrider", "train-head")
 PYTHON = sys.executable
-# What the command and its writers import.
-IMPORTED = ("draft_service.training.run", "target_service.distillation", "transformers.models.llama.modeling_llama")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def started_in_a_moment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def started_in_a_moment() -> Iterator[None]:
     """What this process starts as `sys.executable` is forked; `PYTHON` starts as a user's does, as in
     `test_train_on_devices.py` a whole training does."""
-    with warm_executable(tmp_path_factory.mktemp("python"), IMPORTED):
+    with warm_executable(shared_python("services")):
         yield
 
 
@@ -271,7 +269,7 @@ def test_minutes_bound_the_whole_where_every_pass_is_slow(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Validations took as long as they do, and one more step was begun whatever the last one took."""
-    clock = FakeClock(1e-3).install(monkeypatch)
+    clock = FakeClock(1e-2).install(monkeypatch)
     matches, step = Validator._matches, Trainer._step
 
     def slow_matches(self: Validator, *given: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from safetensors.torch import load_file
 from teaching_model import save_teaching_model
 from torch import Tensor
 from waits import HUNG_SECONDS
-from warm_python import warm_executable
+from warm_python import warm_executable, warm_python
 
 from draft_service.training import trainer as trainer_module
 from draft_service.training.batches import BatchPlan, make_batch
@@ -64,7 +65,9 @@ IMPORTED = ("draft_service.training.run", "target_service.distillation", "transf
 @pytest.fixture(scope="module", autouse=True)
 def started_in_a_moment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What this process starts as `sys.executable` is forked; `PYTHON` starts as a user's does."""
-    with warm_executable(tmp_path_factory.mktemp("python"), IMPORTED):
+    # One of its own, among whose children those of a run are looked for.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with warm_python(tmp_path_factory.mktemp("python"), environment, IMPORTED) as programs, warm_executable(programs):
         yield
 
 

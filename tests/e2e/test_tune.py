@@ -7,9 +7,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from forked import PRELOADED
 from scripted_service import byte_tokenizer
-from warm_python import warm_python
+from warm_python import shared_python
 
 from draft_service.config import drafter_config
 from outrider.settings import load
@@ -30,10 +29,9 @@ def test_a_tiny_model_is_tuned(tiny_model: Any, tmp_path: Path) -> None:
     # Where services take all of it to start, the settings in force are measured alone.
     words += ["--minutes", "0.2", "--concurrency", "1,2", "--config", str(own), "--out", str(out)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with warm_python(tmp_path, environment, PRELOADED) as programs:
-        argv = [str(programs / "outrider"), "tune", *words]
-        done = subprocess.run(argv, capture_output=True, text=True, env=environment)
-        again = subprocess.run(argv, capture_output=True, text=True)
+    argv = [str(shared_python("services") / "outrider"), "tune", *words]
+    done = subprocess.run(argv, capture_output=True, text=True, env=environment)
+    again = subprocess.run(argv, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "measuring the settings in force against plain decoding" in done.stderr
     assert "The settings in force make" in done.stdout and "Tuning adds" in done.stdout

@@ -37,7 +37,7 @@ class Gateway:
         return f"http://{self.server.address}"
 
     async def idle(self) -> None:
-        """Wait until no answer is being written, or fail after five seconds."""
+        """Wait until no answer is being written, or fail."""
         async with asyncio.timeout(HUNG_SECONDS):
             while any(target.running for target in self.server.application.targets.all):
                 await asyncio.sleep(0.005)

@@ -7,7 +7,8 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from kernel_worker import INTERPRETED, work
 from preorder_tables import preorder
@@ -304,7 +305,7 @@ def test_a_bound_is_the_largest_with_room(keys: list[int], room: int) -> None:
     assert bound == NO_KEY or sum(key <= bound for key in keys) > room
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(SEEDS, st.sampled_from(CASES))
 def test_steps_are_laid_out_as_trees(seed: int, case: Case) -> None:
     case = case._replace(longest=min(case.longest, 300))
@@ -396,7 +397,7 @@ def one_sequence(rows: int, prefix: int) -> tuple[StepIntegers, torch.Tensor]:
     return step, torch.arange(1000, 1000 + 4 * pages).int()
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(SEEDS)
 def test_a_tree_keeps_what_hangs_below_what_was_said(seed: int) -> None:
     rng = random.Random(seed)

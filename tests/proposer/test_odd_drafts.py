@@ -39,14 +39,18 @@ async def answered(runner: Runner, prompt: list[int], max_tokens: int, pause: fl
 async def test_a_draft_that_is_too_slow_is_waited_for_a_few_times_only() -> None:
     fake = FakeDraft()
 
-    async def slowly(frame: draft_pb2.ProposeRequest, context: Any) -> object:
-        await asyncio.sleep(0.05)
+    released = asyncio.Event()
+
+    async def too_late(frame: draft_pb2.ProposeRequest, context: Any) -> object:
+        if frame.HasField("advance"):
+            await released.wait()
         return await fake.answer(frame, context)
 
-    fake.behave = slowly
+    fake.behave = too_late
     async with proposing(fake, wait_ms=20, failures_to_open=2) as (runner, proposer):
         await answered(runner, [3, 4], 100)
         assert proposer._drafting.late == 2
+        released.set()
 
 
 async def test_a_draft_that_needs_hidden_states_is_left_alone() -> None:

@@ -42,13 +42,13 @@ class Services:
         return float(found[1])
 
     async def until(self, name: str, value: float) -> None:
-        """Wait until a series has this value, or fail after five seconds."""
+        """Wait until a series has this value, or fail."""
         async with asyncio.timeout(HUNG_SECONDS):
             while await asyncio.to_thread(self.gauge, name) != value:
                 await asyncio.sleep(0.02)
 
     async def idle(self) -> None:
-        """Wait until nothing runs or waits and no page is in use, or fail after five seconds."""
+        """Wait until nothing runs or waits and no page is in use, or fail."""
         for name in ("outrider_requests_running", "outrider_requests_waiting", 'outrider_kv_pages{state="used"}'):
             await self.until(name, 0)
 

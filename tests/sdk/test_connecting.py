@@ -13,6 +13,7 @@ import pytest
 from sdk.certificates import Certificates
 from sdk.toolchains import EXAMPLES
 from tcp_server import answering
+from waits import HUNG_SECONDS
 
 from outrider.errors import OutriderError, QuotaExceeded, UnknownModel, all_errors
 from outrider.ports import free_port
@@ -44,7 +45,7 @@ class ScriptedTarget(target_pb2_grpc.TargetServiceServicer):
         if self.refusals >= len(self.came):
             raise self.refusal
         if self.silent:
-            await asyncio.sleep(60)
+            await asyncio.sleep(HUNG_SECONDS)
 
     async def GetTargetInfo(self, _request: Any, context: Any) -> pb.GetTargetInfoResponse:  # type: ignore[override]
         await self._receive(context)
@@ -94,9 +95,9 @@ class TestRetries:
         assert len(target.came) == 2
 
     async def test_no_wait_past_the_deadline(self, sdk: Any, case: str) -> None:
-        target = ScriptedTarget(refusals=9)
+        target = ScriptedTarget(QuotaExceeded("the queue is full").after(2 * HUNG_SECONDS), refusals=9)
         async with serving(target) as address:
-            problem = await sdk.run(case, target=address, timeoutMs=900)
+            problem = await sdk.run(case, target=address, timeoutMs=int(1000 * HUNG_SECONDS))
         assert problem["reason"] == "QUOTA_EXCEEDED"
         assert len(target.came) == 1
 
@@ -115,7 +116,8 @@ class TestDeadlines:
         target = ScriptedTarget()
         async with serving(target) as address:
             await sdk.run(case, target=address)
-        assert seconds - 5 < target.deadlines[0] <= seconds
+        # Of which its way takes a part.
+        assert 0.3 * seconds < target.deadlines[0] <= seconds
 
     @CALLS
     async def test_passes(self, sdk: Any, case: str) -> None:
@@ -128,9 +130,8 @@ class TestUnreachable:
     @CALLS
     async def test_refused_connection(self, sdk: Any, case: str) -> None:
         address = f"127.0.0.1:{free_port()}"
-        began = time.monotonic()
-        problem = await sdk.run(case, target=address)
-        assert time.monotonic() - began < 5
+        # At its deadline it would be another code.
+        problem = await sdk.run(case, target=address, timeoutMs=int(1000 * HUNG_SECONDS))
         assert (problem["code"], problem["reason"]) == (UNAVAILABLE, "UNREACHABLE")
         assert problem["line"].startswith(f"cannot reach {address}: ")
         assert "refused" in problem["line"].lower()

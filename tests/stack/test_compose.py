@@ -18,6 +18,7 @@ import grpc
 import pytest
 from compose_stack import SERVICES, ComposeStack, StackFailed, healthy, run
 from dashboard import METRIC, alerts, answerable, queries, rules
+from waits import HUNG_SECONDS, wait_until
 
 from outrider.errors import InvalidField
 from outrider.ports import free_port
@@ -92,9 +93,7 @@ async def traffic(port: int, until: float) -> None:
 def after_traffic(stack: ComposeStack) -> ComposeStack:
     """The stack once Prometheus has scraped some traffic, and has evaluated its rules on it."""
     asyncio.run(traffic(stack.port, time.monotonic() + TRAFFIC_SECONDS))
-    deadline = time.monotonic() + 60
-    while not stack.values("outrider:acceptance_by_depth:rate5m >= 0") and time.monotonic() < deadline:
-        time.sleep(2)
+    wait_until(lambda: stack.values("outrider:acceptance_by_depth:rate5m >= 0"))
     return stack
 
 
@@ -111,7 +110,7 @@ def test_the_gateway_answers_through_its_port(stack: ComposeStack) -> None:
         json.dumps({"prompt": PROMPT, "max_tokens": 8}).encode(),
         {"content-type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=120) as response:
+    with urllib.request.urlopen(request, timeout=HUNG_SECONDS) as response:
         answer = json.load(response)
     assert answer["usage"]["completion_tokens"] == 8 and answer["choices"][0]["text"]
 
@@ -197,9 +196,7 @@ def test_latency_buckets_carry_trace_ids(after_traffic: ComposeStack) -> None:
         return {exemplar["labels"]["trace_id"] for series in found for exemplar in series["exemplars"]}
 
     # The traced request may have been the last, and the next scrape is to come.
-    deadline = time.monotonic() + 30
-    while not ids() and time.monotonic() < deadline:
-        time.sleep(1)
+    wait_until(ids)
     assert TRACEPARENT.split("-")[1] in ids()
 
 
@@ -209,10 +206,7 @@ def test_a_stopped_draft_shows_and_harms_nothing(after_traffic: ComposeStack) ->
     stack.compose("stop", "draft")
     without = asyncio.run(generate(stack.port))
     assert without.token_ids == before.token_ids
-    deadline = time.monotonic() + 30
-    while stack.values("outrider_draft_connected") != [0.0] and time.monotonic() < deadline:
-        time.sleep(1)
-    assert stack.values("outrider_draft_connected") == [0.0]
+    wait_until(lambda: stack.values("outrider_draft_connected") == [0.0])
     stack.compose("start", "draft")
     stack.wait_until_healthy("draft")
 
@@ -253,17 +247,14 @@ def test_each_of_two_targets_has_a_port(after_traffic: ComposeStack) -> None:
 def test_a_target_starts_without_its_draft(after_traffic: ComposeStack) -> None:
     """One that never becomes healthy; the target finds the next."""
     stack = after_traffic
-    stack.compose("rm", "--stop", "--force", "target", "draft", timeout=90)
+    stack.compose("rm", "--stop", "--force", "target", "draft", timeout=HUNG_SECONDS)
     stack.compose("up", "--detach", "--no-build", "draft", "target", OUTRIDER_DRAFTER="absent")
     stack.wait_until_healthy("target")
     assert asyncio.run(generate(stack.port)).speculation.accepted_tokens == 0
     assert not all(map(healthy, stack.containers("draft")))
     stack.compose("up", "--detach", "--no-build", "--no-deps", "draft")
     stack.wait_until_healthy("draft", "target")
-    deadline = time.monotonic() + 30
-    while not asyncio.run(generate(stack.port)).speculation.accepted_tokens and time.monotonic() < deadline:
-        time.sleep(1)
-    assert asyncio.run(generate(stack.port)).speculation.accepted_tokens > 0
+    wait_until(lambda: asyncio.run(generate(stack.port)).speculation.accepted_tokens)
 
 
 def test_a_stopped_target_finishes_what_it_began(after_traffic: ComposeStack) -> None:
@@ -284,10 +275,10 @@ def test_a_stopped_target_finishes_what_it_began(after_traffic: ComposeStack) ->
     first.clear()
     client = threading.Thread(target=lambda: asyncio.run(read(tokens)))
     client.start()
-    assert first.wait(60)
+    assert first.wait(HUNG_SECONDS)
     stopped = time.monotonic()
-    stack.compose("stop", "target", timeout=90)
-    client.join(timeout=60)
+    stack.compose("stop", "target", timeout=HUNG_SECONDS)
+    client.join(timeout=HUNG_SECONDS)
     assert [result.completion_tokens for result, _ in ended] == [16, tokens]
     assert ended[1][1] > stopped + 1, "it ended before the target was told to stop"
     assert stack.inspect("target")["State"]["ExitCode"] == 0

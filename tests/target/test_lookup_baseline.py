@@ -10,8 +10,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from engine_harness import ScriptedDraft, engine_config, knowing_tree, make_runner, plain, request
+from examples import examples
 from fake_clock import FakeClock
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
@@ -51,7 +52,7 @@ def by_the_rule(text: list[int], known: int) -> int:
     return count
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=60), st.data())
 def test_a_chain_is_followed_as_far_as_the_text_says_it(text: list[int], data: st.DataObject) -> None:
     known = data.draw(st.integers(1, len(text)))

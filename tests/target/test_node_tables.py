@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from preorder_tables import preorder
 
@@ -132,7 +133,7 @@ def trees(draw: st.DrawFn, most: int = 40) -> tuple[list[int], list[int], list[f
     return parents, tokens, scores
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(trees(), st.floats(0.05, 1.25), st.integers(1, 500))
 def test_a_growth_becomes_the_table_of_its_tree(
     tree: tuple[list[int], list[int], list[float]], trust: float, first: int
@@ -176,7 +177,7 @@ class PathModel:
                 self.ids[node_id] = (*above, token)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.data())
 def test_growths_land_where_the_paths_say(data: st.DataObject) -> None:
     """Replacing and not, of ids that are known or not, from roots that the tree holds or not."""

@@ -7,7 +7,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.drafting.draft_tree import GrowingTree
@@ -106,7 +107,7 @@ def test_offers_that_fail_take_ever_longer_runs() -> None:
     assert answer.has_offer
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.integers(0, 10**6))
 def test_an_edited_text_is_found_again(seed: int) -> None:
     """Whatever was edited, a run of eight tokens that stand in it once leads back."""

@@ -6,7 +6,8 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.drafting.draft_tree import MEMORY_STEPS, MEMORY_UNUSED, GrowingTree
@@ -71,7 +72,7 @@ def graft(tree: GrowingTree, sent: SequenceGrowth) -> None:
     tree.settle()
 
 
-@settings(max_examples=600)
+@examples(600)
 @given(st.data())
 def test_late_and_crossing_growth_lands_where_the_paths_say(data: st.DataObject) -> None:
     tokens = st.integers(0, 2)

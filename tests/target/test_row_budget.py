@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.drafting.draft_tree import GrowingTree
@@ -41,7 +42,7 @@ def trees(draw: st.DrawFn) -> GrowingTree:
     return grown(parents, [draw(st.floats(0, 1)) for _ in range(count)])
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(trees(), st.floats(0.0, 0.6), st.floats(1.0, 4.0))
 def test_the_cut_is_the_best_of_all_subtrees(tree: GrowingTree, per_row: float, gain: float) -> None:
     """Against every ancestor-closed set of nodes: expected tokens less what their time earns elsewhere."""

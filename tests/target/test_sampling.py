@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 from engine_harness import probs_of
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.sampling import SamplingParams
@@ -77,7 +78,7 @@ PARAMS = st.builds(
 )
 
 
-@settings(max_examples=400)
+@examples(400)
 @given(params=PARAMS, logits=LOGITS, prompt=st.lists(TOKENS, max_size=4), output=st.lists(TOKENS, max_size=6))
 def test_shaped_logits_and_distribution_equal_the_definition(
     params: SamplingParams, logits: list[float], prompt: list[int], output: list[int]

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from examples import examples
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from outrider.sampling import FinishReason, SamplingParams
@@ -19,7 +20,7 @@ END = 2
 # Few letters and whole characters of two to four bytes, so that stops, their beginnings and split characters abound.
 TEXTS = st.text(alphabet="ab é€🙂", max_size=40)
 STOPS = st.lists(st.text(alphabet="ab é", min_size=1, max_size=4), max_size=3, unique=True).map(tuple)
-HYPOTHESIS = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+HYPOTHESIS = examples(150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def grouped(ids: Sequence[int], seed: int) -> list[list[int]]:

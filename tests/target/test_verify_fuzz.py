@@ -7,6 +7,7 @@ import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
+from examples import examples
 from generation import answers, asking
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -93,7 +94,7 @@ async def replay(script: list[pb.VerifyRequest]) -> list[pb.VerifyResponse]:
     return heard
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.lists(frames, max_size=12))
 def test_any_frames(script: list[pb.VerifyRequest]) -> None:
     for response in run(replay(script)):
