@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from waits import HUNG_SECONDS
 
 from tree_kernels.verification import (
     DRAWN_BY_POSITION,
@@ -322,7 +323,7 @@ def rows_of_nothing() -> list[str]:
     """Steps whose logits are no finite numbers somewhere, and that do not say so, say what is no token, or change what
     other sequences say. A whole row, or one number of it; of the root, or of a row below."""
     # Ends this process where a kernel does not end.
-    signal.alarm(60 if INTERPRETED else 200)
+    signal.alarm(int(HUNG_SECONDS))
     wrong = []
     for mode, vocabulary in itertools.product(Mode, (50, 2048)):
         for filtered in (False, True) if mode is not Mode.GREEDY else (False,):
