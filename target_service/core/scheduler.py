@@ -16,6 +16,7 @@ from target_service.config import TargetConfig
 from target_service.core.fairness import FairShare, TimeShares
 from target_service.core.kv_cache import KVCache
 from target_service.core.preemption import order_of_preemption
+from target_service.core.prefix_waits import PrefixWaits
 from target_service.core.schedule import Schedule, SequenceChunk
 from target_service.core.sequence import Sequence, SequenceState
 from target_service.core.sequence_pages import SequencePages
@@ -56,6 +57,7 @@ class Scheduler:
         self._max_running, self._prefill_chunk = config.max_running, config.chunk_rows
         self._cache = cache
         self.pages = SequencePages(cache, shares=config.prefix_cache)
+        self._prefix_waits = PrefixWaits(self.pages, cache.page_size)
         # Times of steps, observed by the engine. Without any, time is not shared.
         self.times = StepTimes()
         self._waiting: dict[str, deque[Sequence]] = {}
@@ -142,13 +144,15 @@ class Scheduler:
         elif sequence.state is SequenceState.EVICTED:
             del self._evicted[sequence.sequence_id]
         else:
-            self.running.remove(sequence)
+            self._stop(sequence)
         self.pages.release(sequence)
 
     def schedule(self) -> Schedule:
         """The next step, for `count_launched` once it is launched. Empty when nothing can run."""
         rows = self.max_step_rows
         chunks: list[SequenceChunk] = []
+        for sequence in self._prefix_waits.take_ready():
+            self.pages.resume(sequence)
         decoding, prefilling, free_places, seconds = self._share_places()
         own = seconds == math.inf
         # Decoding first, so that long prompts cannot starve it.
@@ -182,6 +186,8 @@ class Scheduler:
 
     def _due(self, sequence: Sequence) -> int:
         """Known tokens to feed next. The root of a client that drafts is fed with its tree only."""
+        if sequence in self._prefix_waits:
+            return 0
         known = len(sequence.token_ids) + sequence.pending_tokens - sequence.kv_length
         if sequence.request.external:
             if known == 1:
@@ -324,7 +330,8 @@ class Scheduler:
                 if places[tenant]:
                     turns.append(tenant)
             sequence.state = SequenceState.PREFILL
-            self.pages.resume(sequence)
+            if not self._prefix_waits.begin(sequence, self.running):
+                self.pages.resume(sequence)
             self.running.append(sequence)
             admitted.append(sequence)
             reserved += self._pages_wanted(sequence) - len(sequence.pages)
@@ -420,7 +427,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         evicted = self._idle(sequence)
-        self.running.remove(sequence)
+        self._stop(sequence)
         self.pages.release(sequence)
         sequence.totals.preemptions += 1
         if evicted:
@@ -429,6 +436,12 @@ class Scheduler:
         else:
             sequence.state = SequenceState.WAITING
             self._requeue(sequence)
+
+    def _stop(self, sequence: Sequence) -> None:
+        """Take it out of the running ones. Those that waited for its keys begin with what it has computed of them."""
+        self.running.remove(sequence)
+        for freed in self._prefix_waits.forget(sequence):
+            self.pages.resume(freed)
 
     def _requeue(self, sequence: Sequence) -> None:
         """Put it first in its queue, and its tenant first: it was served before all that wait."""

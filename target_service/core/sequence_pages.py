@@ -122,6 +122,13 @@ class SequencePages:
             self._cache.release(sequence.pages[keep:])
             del sequence.pages[keep:]
 
+    def cached_pages(self, sequence: Sequence) -> int:
+        """Pages that `resume` would find."""
+        if self.prefixes is None:
+            return 0
+        tokens = sequence.token_ids
+        return sum(1 for _ in self.prefixes.match(sequence.request.tenant, tokens, len(tokens) - 1))
+
     def resume(self, sequence: Sequence) -> None:
         """Share the pages that hold the sequence's first tokens. Its last token is always read: a pass makes the next
         one of it. Only for a sequence that holds no pages."""

@@ -42,9 +42,15 @@ class Engine:
 
     def answer(self, *requests: SequenceRequest) -> tuple[list[tuple[int, ...]], list[int]]:
         """The output of each request, all run together, and how many tokens of each prompt were cached."""
-        ids = [next(self._ids) for _ in requests]
-        for sequence_id, wanted in zip(ids, requests, strict=True):
-            self.loop.add(self.loop.make(sequence_id, wanted))
+        return self.finish([self.add(wanted) for wanted in requests])
+
+    def add(self, wanted: SequenceRequest) -> int:
+        sequence_id = next(self._ids)
+        self.loop.add(self.loop.make(sequence_id, wanted))
+        return sequence_id
+
+    def finish(self, ids: list[int]) -> tuple[list[tuple[int, ...]], list[int]]:
+        """The outputs of running requests, and how many tokens of each prompt were cached."""
         said: dict[int, list[int]] = {sequence_id: [] for sequence_id in ids}
         cached: dict[int, int] = {}
         while len(cached) < len(ids):
@@ -92,17 +98,42 @@ def test_a_conversation_finds_its_own_answers() -> None:
     assert cached == (len(SHARED) + 29) // 16 * 16
 
 
-def test_those_that_begin_together_share_what_both_read() -> None:
+def test_those_that_begin_together_read_it_once() -> None:
+    """The `n` choices of one request, or many requests behind one system prompt."""
+    model = make_tiny()
+    for chunk in (7, 64):
+        engine = Engine(make_runner(make_tiny()), engine_config(prefill_chunk=chunk))
+        requests = [request([*SHARED, *tail], 40) for tail in ([1], [1], [2, 3])]
+        said, cached = engine.answer(*requests)
+        assert said == [plain(model, wanted) for wanted in requests] and cached == [0, 32, 32]
+
+
+def test_a_short_common_beginning_is_not_waited_for() -> None:
+    """Each reads it, and one page stays."""
     model = make_tiny()
     engine = Engine(make_runner(make_tiny()))
-    requests = [request([*SHARED, place], 40) for place in range(3)]
+    requests = [request([*SHARED, *[place + 1] * 70], 10) for place in range(3)]
     said, cached = engine.answer(*requests)
     assert said == [plain(model, wanted) for wanted in requests] and cached == [0, 0, 0]
-    # Two pages of the shared prompt, and whole ones behind it of each: 40 + 1 + 40 - 1 tokens in five pages.
-    assert engine.runner.cache.spare_pages == 2 + 3 * 3
+    # Two pages of the shared prompt, and whole ones behind it of each: 40 + 70 + 10 - 1 tokens in seven pages.
+    assert engine.runner.cache.spare_pages == 2 + 3 * 5
     for wanted, before in zip(requests, said, strict=True):
         following = request([*wanted.token_ids, *before], 3)
-        assert engine.answer(following) == ([plain(model, following)], [80])
+        assert engine.answer(following) == ([plain(model, following)], [112])
+
+
+@pytest.mark.parametrize("tenants", [("a", "a"), ("a", "b")])
+def test_who_waits_for_a_cancelled_one_begins(tenants: tuple[str, str]) -> None:
+    model = make_tiny()
+    engine = Engine(make_runner(make_tiny()), engine_config(prefill_chunk=17))
+    first, second = (replace(request([*SHARED, place], 10), tenant=tenants[place]) for place in range(2))
+    ids = [engine.add(first), engine.add(second)]
+    engine.loop.step()
+    waits = engine.loop.live[ids[1]].sequence.kv_length == 0
+    assert waits == (tenants == ("a", "a"))
+    engine.loop.end(ids[0], "cancelled")
+    # What the first had computed of it is used.
+    assert engine.finish(ids[1:]) == ([plain(model, second)], [16 if waits else 0])
 
 
 def test_tenants_share_nothing() -> None:
