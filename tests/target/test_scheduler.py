@@ -33,7 +33,8 @@ def scheduler(pages: KVCache, running: int = 8, rows: int = 64, chunk: int = 32)
 def sequence(
     number: int, prompt: int = 8, tenant: str = "default", external: bool = False, limits: TenantLimits | None = None
 ) -> Sequence:
-    tokens = tuple(range(1, prompt + 1))
+    # Nothing in common, so that no page is shared.
+    tokens = tuple(range(1_000 * number, 1_000 * number + prompt))
     wanted = SequenceRequest(
         tokens,
         SamplingParams(),
