@@ -24,9 +24,9 @@ class HttpCaller:
     tenant: str
     context: Context
 
-    def key(self, cache_key: str) -> str:
-        """What keeps the caller's requests on one target."""
-        return f"{self.token}\0{self.tenant}\0{cache_key}"
+    def key(self, conversation: str) -> str:
+        """What keeps the requests of one of the caller's conversations on one target."""
+        return f"{self.token}\0{self.tenant}\0{conversation}"
 
 
 def caller_from(headers: Headers) -> HttpCaller:

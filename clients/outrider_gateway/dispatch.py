@@ -54,7 +54,7 @@ class Dispatcher:
             await end_tasks(*tasks)
 
     async def _answer(self, index: int, on_started: OnStarted, on_chunk: OnChunk, on_result: OnResult | None) -> Result:
-        tried, key = list[Target](), self._caller.key(self.request.cache_key)
+        tried, key = list[Target](), self._caller.key(self.request.conversation(index))
         while True:
             target = self._targets.pick(key, self.request.model, tried)
             begun = False

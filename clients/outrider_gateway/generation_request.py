@@ -26,6 +26,10 @@ CHAT_NAMES = {
 COMPLETION_NAMES = {"input": "prompt", "text": "prompt", "tokens.token_ids": "prompt", "speculation": "outrider"}
 
 
+# Characters or tokens of a message that tell conversations apart. Chosen: some pages of tokens.
+_BEGINNING = 1_024
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """What is continued: exactly one of the three is set."""
@@ -34,16 +38,25 @@ class Prompt:
     text: str = ""
     token_ids: tuple[int, ...] = ()
 
+    @property
+    def beginning(self) -> str:
+        """What every later turn of the same conversation begins with: all up to its first question, cut after
+        `_BEGINNING` characters or tokens."""
+        if not self.messages:
+            return self.text[:_BEGINNING] or repr(self.token_ids[:_BEGINNING])
+        asked = next((place for place, one in enumerate(self.messages) if one.role == "user"), 0)
+        return "\0".join([one.content[:_BEGINNING] for one in self.messages[: asked + 1]])
+
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One request. It has `choices` answers to each of its prompts. `prediction` is the text that the caller expects,
     `logprobs` whether tokens are listed with their probabilities, `drafts` whether answers show what was drafted,
     `echo` whether they begin with their prompts, `show_special_tokens` whether their texts have them, `special_tokens`
-    whether the text of one in a prompt is that token (None: the target's rule), `cache_key` what else than the tenant
-    keeps requests together, and `user` whom the caller names for its records. `continuous_usage` is whether each event
-    of a stream has the usage so far, and `form_name` what the body calls the answer's form. A chat's answer is told
-    apart in text, reasoning and tool calls; `shows_reasoning` is whether the reasoning is sent."""
+    whether the text of one in a prompt is that token (None: the target's rule), `cache_key` the body's name for
+    requests that belong together, and `user` whom the caller names for its records. `continuous_usage` is whether each
+    event of a stream has the usage so far, and `form_name` what the body calls the answer's form. A chat's answer is
+    told apart in text, reasoning and tool calls; `shows_reasoning` is whether the reasoning is sent."""
 
     chat: bool
     prompts: tuple[Prompt, ...]
@@ -82,6 +95,11 @@ class GenerationRequest:
     def prompt(self, index: int) -> Prompt:
         """What the answer of this index continues."""
         return self.prompts[index // self.choices]
+
+    def conversation(self, index: int) -> str:
+        """What else than the caller keeps the answer of this index on one target: the key that the body names, or what
+        the whole conversation begins with, whose keys and values that target may have."""
+        return self.cache_key or self.prompt(index).beginning
 
     def seeded(self, index: int) -> SamplingParams:
         """How the answer of this index is drawn: with a seed, each choice has its own, the first the one given."""

@@ -29,7 +29,7 @@ class PrefixWaits:
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence.sequence_id in self._waits
 
-    def begin(self, sequence: Sequence, running: Iterable[Sequence]) -> bool:
+    def hold(self, sequence: Sequence, running: Iterable[Sequence]) -> bool:
         """Whether the sequence, which holds no pages, has to wait for one of `running`: for the one that is about to
         fill most of the pages that it needs."""
         if self._pages.prefixes is None or sequence.pending is not None:

@@ -15,11 +15,10 @@ from outrider.tree import TokenTree
 from target_service.config import TargetConfig
 from target_service.core.fairness import FairShare, TimeShares
 from target_service.core.kv_cache import KVCache
-from target_service.core.preemption import order_of_preemption
 from target_service.core.prefix_waits import PrefixWaits
 from target_service.core.schedule import Schedule, SequenceChunk
 from target_service.core.sequence import Sequence, SequenceState
-from target_service.core.sequence_pages import SequencePages
+from target_service.core.sequence_pages import SequencePages, order_of_preemption
 from target_service.core.step_times import StepTimes
 from tree_kernels.pages import OutOfPages
 
@@ -330,7 +329,7 @@ class Scheduler:
                 if places[tenant]:
                     turns.append(tenant)
             sequence.state = SequenceState.PREFILL
-            if not self._prefix_waits.begin(sequence, self.running):
+            if not self._prefix_waits.hold(sequence, self.running):
                 self.pages.resume(sequence)
             self.running.append(sequence)
             admitted.append(sequence)

@@ -1,8 +1,9 @@
-"""Pages that sequences hold, those that they share, and how many of the free ones drafted rows may take."""
+"""Pages that sequences hold and share, how many of the free ones drafted rows may take, and who gives way."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from typing import Protocol
 
@@ -210,3 +211,34 @@ class SequencePages:
     def _unread(self, sequence: Sequence) -> int:
         """Pages that a sequence that reads lacks for its known tokens."""
         return max(0, self._missing(sequence, len(sequence.token_ids)))
+
+
+def order_of_preemption(
+    running: SequenceOf[Sequence], is_idle: Callable[[Sequence], bool]
+) -> Iterator[tuple[Sequence, float]]:
+    """Running sequences with pages in the order in which they give way, and the pages that their tenant holds for its
+    weight without them.
+
+    Idle ones go first, which wait for their client's tree; then always the youngest of the tenant that holds most for
+    its weight. The oldest of all that are not idle is not among them, so that it ends some day.
+    """
+    for idle in (True, False):
+        held = Counter[str]()
+        lines: dict[str, list[Sequence]] = defaultdict(list)
+        for sequence in running:
+            held[sequence.request.tenant] += len(sequence.pages)
+            if is_idle(sequence) is idle:
+                lines[sequence.request.tenant].append(sequence)
+        if not idle and lines:
+            # Ids rise in order of arrival.
+            oldest = min((line[0] for line in lines.values()), key=lambda one: one.sequence_id)
+            lines[oldest.request.tenant].remove(oldest)
+        weights = {tenant: line[0].request.limits.weight for tenant, line in lines.items() if line}
+        while weights:
+            tenant = max(weights, key=lambda name: held[name] / weights[name])
+            victim = lines[tenant].pop()
+            held[tenant] -= len(victim.pages)
+            if victim.pages:
+                yield victim, held[tenant] / weights[tenant]
+            if not lines[tenant]:
+                del weights[tenant]

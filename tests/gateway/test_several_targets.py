@@ -20,7 +20,7 @@ def series(page: str, name: str) -> float:
     return float(next(line.rpartition(" ")[2] for line in page.splitlines() if line.startswith(name)))
 
 
-async def test_a_tenant_stays_and_load_is_bounded(gateways: Any) -> None:
+async def test_a_conversation_stays_and_load_is_bounded(gateways: Any) -> None:
     engines = [ScriptedEngine(tick=0.005) for _ in range(3)]
     async with gateways(*engines) as gateway:
         for _ in range(6):
@@ -39,6 +39,26 @@ async def test_a_tenant_stays_and_load_is_bounded(gateways: Any) -> None:
         counts = sorted(len(engine.requests) for engine in engines)
         assert sum(counts) == 18
         assert counts[0] >= 2
+
+
+async def test_conversations_are_spread(gateways: Any) -> None:
+    """Each stays where its first turn was; one that has another's key goes where that is."""
+    engines = [ScriptedEngine() for _ in range(3)]
+    async with gateways(*engines) as gateway:
+
+        async def ask(*contents: str, **more: str) -> int:
+            """Which engine answered."""
+            before = [len(engine.requests) for engine in engines]
+            roles = ("system", "user", "assistant", "user")
+            messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
+            body = {"model": "counter", "messages": messages, "max_tokens": 1, **more}
+            assert (await gateway.http.post("/v1/chat/completions", json=body)).status_code == 200
+            return next(place for place, engine in enumerate(engines) if len(engine.requests) > before[place])
+
+        first = [await ask("be brief", f"question {number}") for number in range(24)]
+        assert set(first) == {0, 1, 2}
+        assert first == [await ask("be brief", f"question {number}", "answer", "why?") for number in range(24)]
+        assert len({await ask("be brief", f"question {number}", prompt_cache_key="same") for number in range(24)}) == 1
 
 
 async def test_target_that_goes_before_the_first_token_is_replaced(gateways: Any) -> None:

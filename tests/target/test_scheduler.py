@@ -16,10 +16,10 @@ from outrider.tree import TokenTree
 from target_service.config import TargetConfig
 from target_service.core import scheduler as scheduler_module
 from target_service.core.kv_cache import KVCache
-from target_service.core.preemption import order_of_preemption
 from target_service.core.schedule import Schedule
 from target_service.core.scheduler import Scheduler
 from target_service.core.sequence import Sequence, SequenceRequest, SequenceState, SequenceTotals
+from target_service.core.sequence_pages import order_of_preemption
 
 
 def cache(pages: int = 64, page_size: int = 16) -> KVCache:
