@@ -24,7 +24,7 @@ class FormCompiler:
     seconds: float = COMPILE_SECONDS
 
     async def check(self, form: StructuredOutput | None, tenant: str, field_path: str) -> None:
-        """Raise what `Grammars.compiled` does, `InvalidField` for a form that takes too long to compile, and
+        """Raise what `Grammars.check` does, `InvalidField` for a form that takes too long to compile, and
         `QuotaExceeded` where too many texts of the tenant's, or of all, wait."""
         if form is None or self.grammars.keeps(form, tenant):
             return
@@ -33,7 +33,7 @@ class FormCompiler:
         def compile_form() -> None:
             # A loop that has ended needs no grammar.
             loop.call_soon_threadsafe(begun.set)
-            self.grammars.compiled(form, tenant, field_path)
+            self.grammars.check(form, tenant, field_path)
 
         compiling = asyncio.ensure_future(self.pool.call(tenant, compile_form))
         turn = asyncio.ensure_future(begun.wait())

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
     from target_service.grammars.following import FollowedGrammar
 
-# Grammars kept for each tenant, and tenants that have some. Chosen: an application has a few forms, and a compiled one
-# takes tens of kilobytes and, used for long texts, some megabytes.
+# Grammars kept for each tenant, and tenants that have some. Chosen: an application has a few forms.
 GRAMMARS_PER_TENANT = 32
 MOST_TENANTS = 256
 # llguidance's own limits, by work and not by time: they refuse the same grammars on every machine. A tenth to a half of
@@ -32,7 +31,6 @@ _LEXER_STATES = 10_000
 _GRAMMAR_SIZE = 100_000
 # Characters of a compiler's message that a caller is told; messages quote the grammar.
 _MOST_REASON = 300
-_FIELD_PATH = "sampling.structured_output"
 
 
 @dataclass(eq=False)
@@ -40,36 +38,51 @@ class Grammars:
     """The grammars of one model, for use from any thread.
 
     Compiling takes milliseconds for usual forms, and up to about a second for the largest: never do it where others
-    wait.
+    wait. Kept are grammars, and not their matchers: copies of a matcher share its lexer, whose states count against one
+    limit, so that an output would fail by what others of its tenant made.
     """
 
     # None where only token ids are taken.
     tokenizer: ModelTokenizer | None
     vocabulary_size: int
     end_token_ids: tuple[int, ...]
-    _kept: OrderedDict[str, OrderedDict[StructuredOutput, LLMatcher]] = field(default_factory=OrderedDict, init=False)
+    _kept: OrderedDict[str, OrderedDict[StructuredOutput, str]] = field(default_factory=OrderedDict, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def keeps(self, form: StructuredOutput, tenant: str) -> bool:
-        """Whether a tenant's form is compiled."""
+        """Whether a tenant's form is known to compile."""
         with self._lock:
             return form in self._kept.get(tenant, ())
 
-    def compiled(
-        self, form: StructuredOutput, tenant: str, field_path: str = "sampling.structured_output"
-    ) -> LLMatcher:
-        """The matcher of a form at its beginning, to be copied. Raises `InvalidField` for a form that cannot be
-        compiled, and `NotSupported` where the model has no suitable tokenizer or no end token."""
+    def check(self, form: StructuredOutput, tenant: str, field_path: str = "sampling.structured_output") -> None:
+        """Compile a form, unless it is known to compile. Raises `InvalidField` for one that cannot be compiled, and
+        `NotSupported` where the model has no suitable tokenizer or no end token, or llguidance is not installed."""
+        if self._kept_grammar(form, tenant) is None:
+            self._compiled(form, tenant, field_path)
+
+    def followed(self, form: StructuredOutput, tenant: str) -> FollowedGrammar:
+        """A form to follow along one output. Raises what `check` does."""
+        matcher = self._compiled(form, tenant, "sampling.structured_output")
+        # Late: the serving process compiles grammars, and imports no PyTorch.
+        from target_service.grammars.following import FollowedGrammar
+
+        return FollowedGrammar(matcher, form, self.vocabulary_size, self.end_token_ids)
+
+    def _kept_grammar(self, form: StructuredOutput, tenant: str) -> str | None:
         with self._lock:
             own = self._kept.get(tenant)
-            if own is not None and form in own:
-                self._kept.move_to_end(tenant)
-                own.move_to_end(form)
-                return own[form]
-        matcher = self._compile(form, f"{field_path}.{form.form}")
+            if own is None or form not in own:
+                return None
+            self._kept.move_to_end(tenant)
+            own.move_to_end(form)
+            return own[form]
+
+    def _compiled(self, form: StructuredOutput, tenant: str, field_path: str) -> LLMatcher:
+        """A matcher at the beginning of a form, which nothing else uses. Keeps the grammar."""
+        matcher, grammar = self._compile(form, self._kept_grammar(form, tenant), f"{field_path}.{form.form}")
         with self._lock:
             own = self._kept.setdefault(tenant, OrderedDict())
-            own[form] = matcher
+            own[form] = grammar
             self._kept.move_to_end(tenant)
             if len(own) > GRAMMARS_PER_TENANT:
                 own.popitem(last=False)
@@ -77,27 +90,20 @@ class Grammars:
                 self._kept.popitem(last=False)
         return matcher
 
-    def drop(self, form: StructuredOutput, tenant: str) -> None:
-        """Forget a form that has met a limit: copies of its matcher share what does not work any more."""
-        with self._lock:
-            self._kept.get(tenant, OrderedDict()).pop(form, None)
-
-    def followed(self, form: StructuredOutput, tenant: str) -> FollowedGrammar:
-        """A form to follow along one output. Raises what `compiled` does."""
-        matcher = self.compiled(form, tenant).deep_copy()
-        # Late: the serving process compiles grammars, and imports no PyTorch.
-        from target_service.grammars.following import FollowedGrammar
-
-        return FollowedGrammar(matcher, form, self.vocabulary_size, self.end_token_ids, lambda: self.drop(form, tenant))
-
-    def _compile(self, form: StructuredOutput, field_path: str) -> LLMatcher:
-        from llguidance import LLMatcher
-
+    def _compile(self, form: StructuredOutput, grammar: str | None, field_path: str) -> tuple[LLMatcher, str]:
         if self.tokenizer is None:
             raise NotSupported("the model has no tokenizer, which structured_output needs")
+        try:
+            from llguidance import LLMatcher
+        except ImportError:
+            # Of an environment that is older than forms of output.
+            raise NotSupported(
+                "structured_output needs llguidance on the target: pip install 'outrider[target]'"
+            ) from None
         tokenizer = grammar_tokenizer(self.tokenizer, self.vocabulary_size, self.end_token_ids)
         try:
-            matcher = LLMatcher(tokenizer, grammar_of(form), log_level=0, limits=_limits())
+            grammar = grammar_of(form) if grammar is None else grammar
+            matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=_limits())
         except ValueError as error:
             raise _refused(field_path, str(error)) from None
         # The first mask too, which some grammars fail to give.
@@ -107,7 +113,7 @@ class Grammars:
                 raise InvalidField(field_path, "no text of this model's tokens has this form")
         if matcher.is_error():
             raise _refused(field_path, matcher.get_error())
-        return matcher
+        return matcher, grammar
 
 
 def grammar_of(form: StructuredOutput) -> str:

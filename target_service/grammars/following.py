@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -36,13 +36,10 @@ class FollowedGrammar:
         form: StructuredOutput,
         vocabulary_size: int,
         end_token_ids: Sequence[int],
-        failed: Callable[[], None],
     ) -> None:
-        """`matcher` is at its beginning, and nothing else uses it. `failed` is called where it meets a limit, which it
-        does not get over. Symbols: V is the vocabulary size."""
+        """`matcher` is at its beginning, and nothing else uses it. Symbols: V is the vocabulary size."""
         self._matcher = matcher
         self._form = form
-        self._failed = failed
         # Tokens of the output that the matcher has read.
         self._length = 0
         self._words = -(-vocabulary_size // _WORD)
@@ -63,7 +60,6 @@ class FollowedGrammar:
             children[parent].append(row)
         if self._walk(tree, children, words):
             return TreeMasks(words)
-        self._failed()
         problem = "is too complex: a token of this output takes more work than is allowed"
         return TreeMasks(words, InvalidField(f"sampling.structured_output.{self._form.form}", problem))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -86,13 +88,30 @@ class TestMasks:
         own = Grammars(trained_tokenizer(), VOCABULARY, (END,))
         followed = own.followed(form, "t")
         assert followed.masks(chain(a, [c]), (a,)).error is None
-        assert own.keeps(form, "t")
+        other = own.followed(form, "t")
         error = followed.masks(chain(b, []), (a, b)).error
         assert error is not None
         assert error.field == "sampling.structured_output.grammar"
-        # Copies share what failed, so the next request begins anew.
-        assert not own.keeps(form, "t")
-        assert own.followed(form, "t").masks(chain(a, [c]), (a,)).error is None
+        # Nobody else has met it.
+        for later in (other, own.followed(form, "t")):
+            assert later.masks(chain(a, [c]), (a,)).error is None
+
+    def test_a_limit_that_one_output_meets_is_that_outputs_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of states of the lexer, which outputs of one matcher would share."""
+        monkeypatch.setattr(compiling, "_LEXER_STATES", 300)
+        own, form = Grammars(trained_tokenizer(), VOCABULARY, (END,)), StructuredOutput(regex="[ab]*a[ab]{14}c")
+        broken, other = own.followed(form, "t"), own.followed(form, "t")
+        letters = [tokens_of(letter)[0] for letter in random.Random(1).choices("ab", k=400)]
+        errors = [broken.masks(chain(0, []), letters[:length]).error for length in range(len(letters))]
+        assert errors[0] is None and errors[-1] is not None
+        for fine in (other, own.followed(form, "t")):
+            assert fine.masks(chain(0, []), letters[:20]).error is None
+
+    def test_without_its_library_a_form_is_refused_with_what_to_install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "llguidance", None)
+        own = Grammars(trained_tokenizer(), VOCABULARY, (END,))
+        with pytest.raises(NotSupported, match=r"llguidance on the target: pip install 'outrider\[target\]'"):
+            own.check(StructuredOutput(json_object=True), "t")
 
 
 # Small texts that would take more than a machine has, or than others may wait for.
@@ -126,7 +145,7 @@ class TestCompiling:
     @pytest.mark.parametrize("name", HOSTILE)
     def test_hostile_forms_are_refused(self, grammars: Grammars, name: str) -> None:
         with pytest.raises(InvalidField) as raised:
-            grammars.compiled(HOSTILE[name], "t", "f")
+            grammars.check(HOSTILE[name], "t", "f")
         assert raised.value.field == f"f.{HOSTILE[name].form}"
         assert len(raised.value.problem) < 400
 
@@ -140,18 +159,18 @@ class TestCompiling:
         for options in ({"lenient": True}, {"whitespace_flexible": True}):
             text = json.dumps({"x-guidance": options, "type": "array", "uniqueItems": True})
             with pytest.raises(InvalidField, match="uniqueItems"):
-                grammars.compiled(StructuredOutput(json_schema=text), "t")
+                grammars.check(StructuredOutput(json_schema=text), "t")
 
     def test_each_tenant_keeps_the_forms_it_used_last(self) -> None:
         grammars = Grammars(trained_tokenizer(), VOCABULARY, (END,))
         forms = [StructuredOutput(choices=(f"c{i}",)) for i in range(GRAMMARS_PER_TENANT + 1)]
-        first = grammars.compiled(forms[0], "a")
-        assert grammars.compiled(forms[0], "a") is first
+        grammars.check(forms[0], "a")
+        assert grammars.keeps(forms[0], "a")
         assert not grammars.keeps(forms[0], "b")
         for form in forms[1:-1]:
-            grammars.compiled(form, "a")
-        grammars.compiled(forms[0], "a")
-        grammars.compiled(forms[-1], "a")
+            grammars.check(form, "a")
+        grammars.check(forms[0], "a")
+        grammars.check(forms[-1], "a")
         assert [grammars.keeps(form, "a") for form in forms[:3]] == [True, False, True]
 
     def test_tenants_are_bounded_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,13 +178,13 @@ class TestCompiling:
         grammars = Grammars(trained_tokenizer(), VOCABULARY, (END,))
         form = StructuredOutput(choices=("a",))
         for tenant in ("a", "b", "a", "c"):
-            grammars.compiled(form, tenant)
+            grammars.check(form, tenant)
         assert [grammars.keeps(form, tenant) for tenant in "abc"] == [True, False, True]
 
     def test_a_refused_form_is_not_kept(self, grammars: Grammars) -> None:
         form = StructuredOutput(regex="(")
         with pytest.raises(InvalidField):
-            grammars.compiled(form, "t")
+            grammars.check(form, "t")
         assert not grammars.keeps(form, "t")
 
 

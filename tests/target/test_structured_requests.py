@@ -198,13 +198,13 @@ class TestService:
     async def test_compiling_has_a_limit_and_holds_up_nobody(
         self, targets: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        release, compiled = threading.Event(), structured.Grammars.compiled
+        release, check = threading.Event(), structured.Grammars.check
 
         def stuck(self: Any, form: StructuredOutput, *rest: Any) -> Any:
             assert form.regex != "stuck" or release.wait(HUNG_SECONDS)
-            return compiled(self, form, *rest)
+            return check(self, form, *rest)
 
-        monkeypatch.setattr(structured.Grammars, "compiled", stuck)
+        monkeypatch.setattr(structured.Grammars, "check", stuck)
         monkeypatch.setattr(structured.FormCompiler, "seconds", 0.01)
         async with targets(served=SERVED_TEXT) as target:
             error = await refusal(target, generate({"regex": "stuck"}))
