@@ -114,6 +114,11 @@ class Scheduler:
         """Sequences that have begun, whether they hold pages now or not."""
         return [sequence for sequence in self.sequences() if sequence.begun]
 
+    def preempt(self, sequence: Sequence) -> None:
+        """Preempt a sequence, if it is running: its pages are read again from its tokens."""
+        if sequence.state in _RUNS:
+            self._preempt(sequence)
+
     def preempt_all(self) -> None:
         """Preempt every running sequence; the oldest is read again first: ids rise in order of arrival."""
         for sequence in sorted(self.running, key=lambda one: one.sequence_id, reverse=True):

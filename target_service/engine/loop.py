@@ -12,7 +12,7 @@ from collections.abc import Sequence as SequenceOf
 
 import torch
 
-from outrider.errors import LogitsNotFinite, OutriderError, QuotaExceeded
+from outrider.errors import OutriderError, QuotaExceeded
 from outrider.wire.frames import DraftInfo
 from target_service.config import TargetConfig
 from target_service.core.events import EngineObserver
@@ -28,6 +28,7 @@ from target_service.core.sequence import (
     StepVerdict,
 )
 from target_service.core.weights import FIRST_VERSION
+from target_service.engine.broken import logits_not_finite, may_be_the_drafts
 from target_service.engine.commit import commit
 from target_service.engine.policy_updates import PolicyUpdates
 from target_service.engine.step import Step, StepClock
@@ -421,22 +422,31 @@ class EngineLoop:
             self.drafting.open_newcomers()
 
     def _without_broken(self, step: Step, outcomes: list[Verified | None]) -> list[Verified | None]:
-        """The outcomes, None for sequences that end with an error: their logits are no finite numbers, or their form
-        took too much work."""
+        """The outcomes, None for those that do not count, and for sequences that end with an error: their logits are no
+        finite numbers, or their form took too much work."""
         for place, (item, outcome) in enumerate(zip(step.batch.items, outcomes, strict=True)):
-            if outcome is None or (outcome.finite and outcome.error is None):
+            if outcome is None or (item.tree is not None and outcome.finite and outcome.error is None):
                 continue
             outcomes[place] = None
             sequence = item.sequence
-            if sequence.sequence_id in self.live:
-                error = self._not_finite(sequence) if outcome.error is None else outcome.error
+            if item.tree is None or sequence.sequence_id not in self.live:
+                continue
+            if outcome.error is None and may_be_the_drafts(item, outcome):
+                self._continue_undrafted(sequence)
+            else:
+                error = logits_not_finite(sequence, self._runner.dtype) if outcome.error is None else outcome.error
                 self._failed.append(self.fail(sequence, error))
         return outcomes
 
-    def _not_finite(self, sequence: Sequence) -> LogitsNotFinite:
-        length, kind = len(sequence.token_ids), str(self._runner.dtype).removeprefix("torch.")
-        log.error("request %d ended: logits behind %d tokens are not finite", sequence.sequence_id, length)
-        return LogitsNotFinite(f"the model's logits are not finite numbers in {kind}", tokens=length)
+    def _continue_undrafted(self, sequence: Sequence) -> None:
+        """Read a sequence again from its tokens, and draft nothing for it any more."""
+        log.warning("request %d goes on without drafts: logits of a drafted pass are not finite", sequence.sequence_id)
+        self.live[sequence.sequence_id].stop_drafting()
+        self.drafting.remove(sequence.sequence_id)
+        self.scheduler.preempt(sequence)
+        if self._ahead is not None:
+            # Its rows went on with what those logits gave.
+            self._ahead = self._ahead.without(sequence)
 
     def _commit(self, step: Step, outcomes: SequenceOf[Verified | None]) -> list[StepVerdict]:
         """Commit the outcomes. Sequences that ended since the launch are skipped."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 
-from target_service.core.sequence import StepStats, StepVerdict
+from target_service.core.sequence import Sequence, StepStats, StepVerdict
 from target_service.execution.batch import StepBatch
 from target_service.execution.host_executor import Launched
 from target_service.sampling.verifier import Verified
@@ -100,6 +100,10 @@ class Step:
         executor has moved them."""
         counts = [0 if outcome is None else outcome.accepted for outcome in before]
         return replace(self, batch=self.batch.items_shifted(counts)) if any(counts) else self
+
+    def without(self, sequence: Sequence) -> Step:
+        """This step, of which the outcome for a sequence does not count."""
+        return replace(self, batch=self.batch.without(sequence))
 
     def stats(
         self,

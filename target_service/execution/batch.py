@@ -69,6 +69,11 @@ class StepBatch:
             rows = item.known + (item.tree.drafted if item.tree is not None else 0)
             yield item, item.start + keys_of(rows, passes, limit if item.tree is not None and item.known == 1 else None)
 
+    def without(self, sequence: Sequence) -> StepBatch:
+        """The batch, of which the outcome for a sequence does not count."""
+        items = tuple(item._replace(tree=None) if item.sequence is sequence else item for item in self.items)
+        return replace(self, items=items)
+
     def items_shifted(self, accepted_counts: SequenceOf[int]) -> StepBatch:
         """The batch, laid out as if the step before had accepted no drafted row, its items moved on by what that one
         accepted, by place in it. Not its rows, which a device that runs it has moved."""

@@ -132,6 +132,25 @@ def test_tokens_before_a_broken_one_are_delivered(kind: str, passes: int, drafte
     assert [tokens for tokens, _ in others] == answers[1:]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_drafted_token_with_a_broken_embedding_harms_nobody(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Its values are NaN, and 0 times NaN is NaN: its siblings' logits are not finite either. Plain decoding, which
+    would not read it, goes on."""
+    model, sampled = poisoned(POISON), SamplingParams(temperature=0.9, top_p=0.9, seed=3, ignore_eos=True)
+    predicted = request_of(PROMPTS[1], TOKENS, sampling=GREEDY, prediction=[POISON, 3, POISON])
+    wanted = [request_of(PROMPTS[0], TOKENS, sampling=sampled), predicted]
+
+    def beside(tokens: Sequence[int], _random: random.Random) -> TokenTree:
+        return TokenTree((tokens[-1], 40, POISON), (0, 0, 0), (1.0, 0.5, 0.5))
+
+    found = outcomes_of(make_runner(model), wanted, kind, beside)
+    assert [tokens for tokens, _ in found] == [plain(model, one) for one in wanted]
+    assert all(isinstance(event, SequenceFinished) for _, event in found)
+    assert sorted(record.getMessage() for record in caplog.records if "finite" in record.getMessage()) == [
+        f"request {number} goes on without drafts: logits of a drafted pass are not finite" for number in (1, 2)
+    ]
+
+
 def test_it_is_logged_and_counted_once(caplog: pytest.LogCaptureFixture) -> None:
     runner = make_runner(poisoned(POISON))
     observer = PrometheusObserver("tiny", "float32", "0")

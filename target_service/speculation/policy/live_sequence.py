@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from target_service.core.sequence import Sequence, SequenceRequest, SequenceTotals
 from target_service.core.stopping import StopChecker
@@ -37,3 +37,8 @@ class LiveSequence:
             SequenceRecord(),
             PredictedAnswer(prediction, token_ids, len(token_ids)) if prediction else None,
         )
+
+    def stop_drafting(self) -> None:
+        """Allow no drafted rows from now on, nor those of a prediction."""
+        self.sequence.request = replace(self.sequence.request, speculate=False, prediction=())
+        self.prediction = None
