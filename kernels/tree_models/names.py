@@ -57,6 +57,11 @@ class WeightNames:
     ignored: tuple[str, ...] = (r"(.*\.)?(rotary_emb\.inv_freq|position_ids|masked_bias)", r"(model\.)?mtp(_\w+)?\..*")
     joining: str = "eh_proj.weight"
 
+    @property
+    def of_body(self) -> tuple[str, ...]:
+        """Names below the body, which is what the head reads."""
+        return self.embedding, self.final_norm, self.layer
+
     def in_layer(self, name: str, layer: int, expert: int = 0) -> str:
         """The whole name of what `name` is in a layer."""
         return (self.layer + name).format(layer=layer, expert=expert)

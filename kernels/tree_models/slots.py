@@ -17,7 +17,8 @@ Copy = Callable[[Tensor, Tensor], object]
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape and type of a model's tensor. `tied_to` names the tensor with which it shares memory, if any."""
+    """Shape and type of a model's tensor. `tied_to` names the tensor with which it shares memory, if any: of the two
+    a checkpoint may have one or both."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -23,7 +23,7 @@ from tree_models.layers.linear import Linear
 from tree_models.layers.placing import Placement
 from tree_models.reference import published_tensors
 from tree_models.spec import AttentionSpec, FamilyRefused
-from tree_models.weights.checkpoint import TensorsInMemory, TextPart, WeightsRefused
+from tree_models.weights.checkpoint import TensorsInMemory, TextPart, WeightsRefused, WholeNames
 
 CPU = Placement(torch.device("cpu"), torch.float32)
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -127,6 +127,41 @@ def test_a_tied_head_that_differs_is_refused() -> None:
     tensors["lm_head.weight"][3, 4] += 1
     with pytest.raises(WeightsRefused, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
         decoder_of(model.config, tensors)
+
+
+def test_of_two_tied_tensors_one_is_enough() -> None:
+    model = make_tiny(tie_word_embeddings=True)
+    tensors = tensors_of(model)
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    assert torch.equal(decoder_of(model.config, tensors).embedding, tensors.pop("lm_head.weight"))
+    with pytest.raises(WeightsRefused, match=r"missing are lm_head\.weight, model\.embed_tokens\.weight"):
+        decoder_of(model.config, tensors)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("model_type", ["llama", "glm4", "deepseek_v3"])
+def test_a_body_that_was_written_by_itself_has_names_without_its_prefix(model_type: str, tied: bool) -> None:
+    settings: dict[str, Any] = {"glm4": {"head_dim": 16}, "deepseek_v3": V3}.get(model_type, {})
+    model = make_tiny(model_type, **settings, tie_word_embeddings=tied)
+    description = describe(model.config)
+    assert description is not None
+    tensors = tensors_of(model)
+    bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    bare["layers.2.eh_proj.weight"] = bare["layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(6)
+
+    def read(found: dict[str, Tensor]) -> Decoder:
+        return build(description, WholeNames(TensorsInMemory(found), description.names), CPU)
+
+    expected = build(description, TensorsInMemory(tensors), CPU)
+    for (name, tensor), own in zip(read(bare).named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(tensor, own), name
+    with pytest.raises(WeightsRefused, match=r"with and without 'model\.' before their names: model\.norm\.weight$"):
+        read(bare | {"model.norm.weight": bare["norm.weight"]})
+    with pytest.raises(WeightsRefused, match=r"left over are bias, model\.layers\.0\.other\.weight$"):
+        read(bare | {"layers.0.other.weight": torch.zeros(1), "bias": torch.zeros(1)})
+    del bare["norm.weight"]
+    with pytest.raises(WeightsRefused, match=r"missing are model\.norm\.weight$"):
+        read(bare)
 
 
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model.", "model.text_model."])

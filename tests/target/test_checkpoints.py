@@ -157,6 +157,12 @@ class TestWhole:
         change(folder, strip)
         assert all(torch.equal(tensor, expected[name]) for name, tensor in load(folder).state_dict().items())
 
+    def test_of_two_tied_tensors_one_is_enough(self, folder_of: FolderOf) -> None:
+        folder = folder_of(tie_word_embeddings=True)
+        expected = load(folder).state_dict()
+        change(folder, lambda tensors: tensors.update({LM_HEAD: tensors.pop(EMBEDDING)}))
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in load(folder).state_dict().items())
+
 
 class TestTensors:
     @pytest.mark.parametrize("name", [LM_HEAD, EMBEDDING, NORM, MATRIX, "model.norm.weight"])

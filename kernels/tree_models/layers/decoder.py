@@ -244,18 +244,15 @@ class Decoder(nn.Module):
     def slots(self, copy: Copy = Tensor.copy_) -> list[WeightSlot]:
         """Slots of every tensor of a checkpoint, by the names of the decoder's family."""
         names = self.names
-        slots = [in_place(f"{names.embedding}.weight", self.embedding, copy)]
+        slots = [self._tied(in_place(f"{names.embedding}.weight", self.embedding, copy), names.embedding, names.head)]
         for index, layer in enumerate(self.layers):
             slots += layer.slots(names, index, copy)
         slots += self.norm.slots(names.final_norm, copy)
-        return slots + self._head_slots(copy)
+        return slots + [self._tied(slot, names.head, names.embedding) for slot in self.head.slots([names.head], copy)]
 
-    def _head_slots(self, copy: Copy) -> list[WeightSlot]:
-        """Slots of the head. A tied one may be missing in a checkpoint, and then is the embedding."""
-        slots = list(self.head.slots([self.names.head], copy))
-        if not self.spec.tied:
-            return slots
-        name, tied = f"{self.names.head}.weight", f"{self.names.embedding}.weight"
-        (slot,) = [slot for slot in slots if name in slot.specs]
-        specs = {own: replace(one, tied_to=tied if own == name else "") for own, one in slot.specs.items()}
-        return [WeightSlot(specs, slot.write), *(other for other in slots if other is not slot)]
+    def _tied(self, slot: WeightSlot, name: str, other: str) -> WeightSlot:
+        """The slot, in which the weight of the module `name` is tied to that of `other`, where the decoder's are."""
+        own, tied = f"{name}.weight", f"{other}.weight"
+        if not self.spec.tied or own not in slot.specs:
+            return slot
+        return WeightSlot({**slot.specs, own: replace(slot.specs[own], tied_to=tied)}, slot.write)

@@ -12,6 +12,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from tree_models.names import WeightNames
+
 # Types that can be rounded to those of weights, as safetensors' headers name them.
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 # Prefixes of a text part, and what its names begin with elsewhere.
@@ -78,6 +80,25 @@ class TextPart:
     def read(self, name: str) -> Tensor:
         """See `TensorSource.read`."""
         return self._whole.read(self._own[name])
+
+
+class WholeNames:
+    """A checkpoint with the body's prefix before the names of its body: `layers.0...` is `model.layers.0...`. A body
+    that was written by itself has names without it."""
+
+    def __init__(self, checkpoint: TensorSource, names: WeightNames) -> None:
+        """Raises `WeightsRefused` for tensors that are there with and without the prefix."""
+        self._checkpoint = checkpoint
+        prefix = names.embedding.partition(".")[0] + "."
+        parts = tuple(f"{name.removeprefix(prefix).partition('.')[0]}." for name in names.of_body)
+        if twice := {prefix + name for name in checkpoint.stored if name.startswith(parts)} & checkpoint.stored.keys():
+            raise WeightsRefused(f"tensors are there with and without {prefix!r} before their names: {some(twice)}")
+        self._own = {prefix + name if name.startswith(parts) else name: name for name in checkpoint.stored}
+        self.stored = {name: checkpoint.stored[own] for name, own in self._own.items()}
+
+    def read(self, name: str) -> Tensor:
+        """See `TensorSource.read`."""
+        return self._checkpoint.read(self._own[name])
 
 
 def some(names: Iterable[str], most: int = 10) -> str:

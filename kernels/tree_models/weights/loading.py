@@ -14,7 +14,7 @@ from tree_models.weights.checkpoint import FLOATS, TensorSource, WeightsRefused,
 
 
 def load_slots(slots: Sequence[WeightSlot], checkpoint: TensorSource, names: WeightNames) -> None:
-    """Write every slot, one tensor at a time. A tied tensor may be missing, and then is the one to which it is tied.
+    """Write every slot, one tensor at a time. Of two that are tied one may be missing.
 
     Args:
         slots: of all tensors of a model.
@@ -57,7 +57,8 @@ def check_names(wanted: Mapping[str, TensorSpec], checkpoint: TensorSource, name
 
 def _read(checkpoint: TensorSource, name: str, spec: TensorSpec) -> Tensor:
     both = spec.tied_to in checkpoint.stored and name in checkpoint.stored
-    if both and not torch.equal(checkpoint.read(name), checkpoint.read(spec.tied_to)):
+    # Once for the two.
+    if both and name < spec.tied_to and not torch.equal(checkpoint.read(name), checkpoint.read(spec.tied_to)):
         raise WeightsRefused(
             f"{name} differs from {spec.tied_to}, and config.json ties them: set tie_word_embeddings to false, or "
             "remove one"

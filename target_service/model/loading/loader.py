@@ -33,7 +33,7 @@ from tree_models.layers.decoder import Decoder
 from tree_models.layers.linear import can_pack
 from tree_models.layers.placing import Placement
 from tree_models.reference import layers_that_differ
-from tree_models.weights.checkpoint import Stored, TensorSource, TextPart, WeightsRefused
+from tree_models.weights.checkpoint import Stored, TensorSource, TextPart, WeightsRefused, WholeNames
 
 log = logging.getLogger(__name__)
 # Default context, chosen so that a laptop stays usable with models of a million tokens; `--max-context` sets more.
@@ -156,6 +156,7 @@ def _decoder(
         source: TensorSource = CheckpointTensors(checkpoint)
         if is_part:
             source = TextPart(source)
+        source = WholeNames(source, description.names)
         decoder = build(description, source, place)
         differing = layers_that_differ(decoder, settings, source)
     except WeightsRefused as error:

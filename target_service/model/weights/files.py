@@ -27,8 +27,8 @@ _FLOATS = ("F32", "F16", "BF16")
 def read_weights(folder: Path, wanted: Mapping[str, TensorSpec], room: HostRoom | None = None) -> dict[str, Tensor]:
     """Every wanted tensor of the folder's `*.safetensors`, on the CPU and in its wanted type.
 
-    Tensors are copied out of the files, into `room` if it is given; nothing may have been taken of that yet. A tied
-    tensor may be missing, and then is the tensor to which it is tied. Raises `InvalidField` where there are no such
+    Tensors are copied out of the files, into `room` if it is given; nothing may have been taken of that yet. Of two
+    that are tied one may be missing. Raises `InvalidField` where there are no such
     files, or they cannot be read; names are missing, unknown or there twice; a tensor has another shape, a type that is
     no floating point number of 16 or 32 bits, or a value that is not finite; tied tensors differ. The message has the
     name.
@@ -93,7 +93,8 @@ def _finite(tensor: Tensor) -> bool:
 
 def _with_tied(found: dict[str, Tensor], wanted: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
     for name, spec in wanted.items():
-        if not spec.tied_to:
+        # Once for the two.
+        if not spec.tied_to or spec.tied_to < name:
             continue
         own, other = found.get(name), found.get(spec.tied_to)
         if own is not None and other is not None and not torch.equal(own, other):
