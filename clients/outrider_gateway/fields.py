@@ -98,7 +98,9 @@ def typed(value: Any, kind: type[Json], path: str) -> Json:
 
 
 def whole(value: Any, path: str, low: int, high: int) -> int:
-    """`value` as a whole number in [low, high]."""
+    """`value` as a whole number in [low, high]. JSON has one kind of number, and some languages write 2 as 2.0."""
+    if type(value) is float and value.is_integer():
+        value = int(value)
     if not low <= (found := typed(value, int, path)) <= high:
         raise BadField(path, f"must be in {low}..{high}", "invalid_value")
     return found
@@ -109,7 +111,7 @@ def whole_numbers(values: Sequence[Any], path: str, low: int, high: int) -> tupl
     for index, value in enumerate(values):
         # A path for each of a million would take seconds.
         if type(value) is not int or not low <= value <= high:
-            whole(value, f"{path}[{index}]", low, high)
+            whole(typed(value, int, f"{path}[{index}]"), f"{path}[{index}]", low, high)
     return tuple(values)
 
 

@@ -34,6 +34,10 @@ async def read_body(
     # Browsers ask before they send JSON to another origin, and send plain text without asking.
     if headers.get(b"content-type", b"").partition(b";")[0].strip().lower() != JSON_TYPE.encode():
         raise Refused(415, f"the body must be {JSON_TYPE}")
+    if (coding := headers.get(b"content-encoding", b"identity").strip().lower()) != b"identity":
+        raise Refused(
+            415, f"the body must not be compressed, and its content-encoding is {coding[:40].decode('latin-1')}"
+        )
     length = headers.get(b"content-length", b"0")
     if length.isdigit() and int(length) > limit:
         raise TooLarge(limit)

@@ -219,7 +219,9 @@ def _sampling(fields: Fields, max_tokens: int | None, logprobs: int | None) -> S
 def _stop(value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
         return (value,)
-    stops = bounded(typed(value, list, "stop"), MAX_STOP_STRINGS, "stop")
+    if not isinstance(value, list):
+        raise BadField("stop", "must be a string or a list of strings", "invalid_type")
+    stops = bounded(value, MAX_STOP_STRINGS, "stop")
     return tuple(typed(stop, str, f"stop[{i}]") for i, stop in enumerate(stops))
 
 
