@@ -45,6 +45,7 @@ from target_service.execution.batch import StepBatch
 from target_service.execution.device_executor import DeviceSteps
 from target_service.execution.device_time import DeviceSpan
 from target_service.execution.host_executor import Launched, Ready
+from target_service.execution.prompt_scores import ScoredPrompt
 from target_service.model.cuda_graphs.sizes import row_sizes
 from target_service.model.forward import ForwardInput
 from target_service.model.runner import ModelRunner
@@ -133,6 +134,11 @@ class _SimulatedStep:
         self.wait()
         assert self.launched is not None, "it has run"
         return self.launched.outcomes()
+
+    def prompt_logprobs(self) -> list[ScoredPrompt]:
+        """See `Launched.prompt_logprobs`."""
+        assert self.launched is not None, "it has run"
+        return self.launched.prompt_logprobs()
 
 
 class SimulatedDevice:

@@ -40,6 +40,7 @@ from target_service.engine.loop import EngineLoop  # noqa: E402
 from target_service.execution.batch import StepBatch  # noqa: E402
 from target_service.execution.device_time import DeviceSpan  # noqa: E402
 from target_service.execution.host_executor import Ready  # noqa: E402
+from target_service.execution.prompt_scores import ScoredPrompt  # noqa: E402
 from target_service.model.runner import ModelRunner, runner_for  # noqa: E402
 from target_service.sampling.verifier import SequenceVerifier, Verified  # noqa: E402
 from target_service.speculation.policy.step_cost import StepCost  # noqa: E402
@@ -89,6 +90,10 @@ class _DeviceStep:
     def outcomes(self) -> list[Verified | None]:
         self.wait()
         return self._outcomes
+
+    def prompt_logprobs(self) -> list[ScoredPrompt]:
+        """See `Launched.prompt_logprobs`: no request here asks for any."""
+        return []
 
 
 class SimulatedSteps:

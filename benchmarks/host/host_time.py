@@ -48,6 +48,7 @@ from target_service.execution.device_time import DeviceSpan
 from target_service.execution.host_executor import Launched, Ready
 from target_service.execution.post_pass import TableWork
 from target_service.execution.pre_pass import PrePass
+from target_service.execution.prompt_scores import ScoredPrompt
 from target_service.model.cuda_graphs.sizes import buckets_up_to, choose_bucket
 from target_service.model.cuda_graphs.step_buffer import StepBuffer
 from target_service.model.forward import ForwardInput, ForwardPass
@@ -118,6 +119,10 @@ class _TimedStep:
         self.wait()
         outcomes: list[Verified | None] = self._outcomes()
         return outcomes
+
+    def prompt_logprobs(self) -> list[ScoredPrompt]:
+        """See `Launched.prompt_logprobs`."""
+        return self._launched.prompt_logprobs()
 
 
 class HostRunner(ModelRunner):

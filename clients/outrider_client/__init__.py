@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from outrider_client.generation import Generation, Speculation
     from outrider_client.messages import ChatOptions
     from outrider_client.policy import Policy
-    from outrider_client.results import Chunk, Result, Started, Verdict
+    from outrider_client.results import Chunk, PromptToken, Result, Started, Tokenized, Verdict
     from outrider_client.synchronous import SyncClient, SyncGeneration, SyncVerifySession
     from outrider_client.verification import VerifySession
 
@@ -41,7 +41,7 @@ _HOMES = {
     "outrider_client.generation": "Generation Speculation",
     "outrider_client.messages": "ChatOptions",
     "outrider_client.policy": "Policy",
-    "outrider_client.results": "Chunk Result Started Verdict",
+    "outrider_client.results": "Chunk PromptToken Result Started Tokenized Verdict",
     "outrider_client.synchronous": "SyncClient SyncGeneration SyncVerifySession",
     "outrider_client.verification": "VerifySession",
     "outrider.weight_updates": "RunningRequests WeightsUpdated",
@@ -56,6 +56,7 @@ __all__ = [
     "Generation",
     "OutriderError",
     "Policy",
+    "PromptToken",
     "Result",
     "RunningRequests",
     "SamplingParams",
@@ -69,6 +70,7 @@ __all__ = [
     "Tls",
     "TlsProblem",
     "TokenTree",
+    "Tokenized",
     "TypicalAcceptance",
     "Verdict",
     "VerificationMode",

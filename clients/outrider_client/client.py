@@ -18,7 +18,7 @@ from outrider_client.generation import Generation, Speculation
 from outrider_client.messages import ChatOptions, MessageLike, chat_to_pb
 from outrider_client.messages import Message as Message
 from outrider_client.policy import SINGLE_ATTEMPT, Policy
-from outrider_client.results import TargetInfo
+from outrider_client.results import TargetInfo, Tokenized
 from outrider_client.tracing import RequestSpan
 from outrider_client.verification import VerifySession
 from outrider_client.weights import update_requests, updated_from_pb
@@ -200,6 +200,56 @@ class Client(AsyncClosing):
         """
         requests = update_requests(folder, files, running)
         return updated_from_pb(await self._connection.call_with_all(self._stub.UpdateWeights, requests, timeout))
+
+    async def tokenize(
+        self,
+        text: str = "",
+        *,
+        messages: Sequence[MessageLike] = (),
+        chat_options: ChatOptions | None = None,
+        add_special_tokens: bool = True,
+        special_tokens: bool | None = None,
+        token_texts: bool = False,
+        model: str = "",
+        timeout: float | None = None,
+    ) -> Tokenized:
+        """The token ids of a text, or of a conversation in the model's chat template, as `generate` would read it.
+
+        Args:
+            text, messages, chat_options, special_tokens, model: as in `generate`.
+            add_special_tokens: begin and end a text as the tokenizer does with a prompt; a chat template decides that
+                for a conversation.
+            token_texts: also return the text of each token.
+            timeout: seconds until the call fails with `DeadlineExceeded`; the policy's by default.
+
+        Raises:
+            InvalidField: neither a text nor messages, or both.
+            PositionOutOfRange: it is longer than the model's context.
+        """
+        _check_options(text=(text, str), chat_options=(chat_options, ChatOptions))
+        if bool(messages) + bool(text) != 1:
+            raise InvalidField("input", "needs exactly one of messages and text, and not empty")
+        request = target_pb2.TokenizeRequest(
+            model=model,
+            add_special_tokens=add_special_tokens,
+            special_tokens=special_tokens,
+            token_texts=token_texts,
+        )
+        if text:
+            request.text = text
+        else:
+            request.chat.CopyFrom(chat_to_pb(messages, chat_options or ChatOptions()))
+        ask = partial(self._connection.call, self._stub.Tokenize, request)
+        return Tokenized.from_pb(await self._policy.call(timeout, ask))
+
+    async def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout: float | None = None) -> str:
+        """The text of tokens, special ones by their names. Raises `InvalidField` for ids that are no tokens."""
+        try:
+            request = target_pb2.DetokenizeRequest(model=model, token_ids=token_ids)
+        except ValueError as error:
+            raise InvalidField("token_ids", str(error)) from None
+        ask = partial(self._connection.call, self._stub.Detokenize, request)
+        return (await self._policy.call(timeout, ask)).text
 
     async def info(self, timeout: float | None = None) -> TargetInfo:
         """What the target serves, and its limits. Without a timeout the policy's deadline holds."""

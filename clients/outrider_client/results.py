@@ -24,6 +24,10 @@ def _logprobs_from_pb(pbs: Iterable[target_pb2.TokenLogprobs]) -> tuple[TokenLog
     return tuple([TokenLogprobs(pb.logprob, tuple((top.token_id, top.logprob) for top in pb.top)) for pb in pbs])
 
 
+def _token_texts_from_pb(pbs: Mapping[int, target_pb2.TokenText]) -> dict[int, TokenText]:
+    return {token_id: TokenText(each.text, each.special) for token_id, each in pbs.items()}
+
+
 def _tree_from_pb(pb: target_pb2.VerifiedTree) -> VerifiedTree:
     return VerifiedTree(tuple(pb.tree.token_ids), tuple(pb.tree.parents), tuple(pb.accepted_rows))
 
@@ -54,6 +58,38 @@ class TokenText:
 
 
 @dataclass(frozen=True, slots=True)
+class Tokenized:
+    """The tokens of a text; `token_texts` are their own texts by id, where they were asked for."""
+
+    token_ids: tuple[int, ...]
+    token_texts: Mapping[int, TokenText] = field(default_factory=dict)
+
+    @classmethod
+    def from_pb(cls, pb: target_pb2.TokenizeResponse) -> Tokenized:
+        return cls(tuple(pb.token_ids), _token_texts_from_pb(pb.token_texts))
+
+
+@dataclass(frozen=True, slots=True)
+class PromptToken:
+    """A token of the prompt, and its log-probability given the tokens before it: None for the first, which has none
+    before it."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+    @classmethod
+    def from_pb(cls, pb: target_pb2.PromptLogprobs) -> tuple[PromptToken, ...]:
+        """The tokens of a piece of a prompt."""
+        count, found = pb.alternatives, list[TokenLogprobs | None]()
+        for place, logprob in enumerate(pb.logprobs):
+            at = slice(place * count, (place + 1) * count)
+            top = zip(pb.top_token_ids[at], pb.top_logprobs[at], strict=True)
+            found.append(TokenLogprobs(logprob, tuple(top)))
+        first = [None] * (len(pb.token_ids) - len(found))
+        return tuple([cls(*pair) for pair in zip(pb.token_ids, first + found, strict=True)])
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """The tokens of one step, or of several consecutive ones.
 
@@ -63,7 +99,8 @@ class Chunk:
     the same and, where `Client.generate` asked for `answer_parts` and the target can tell them apart, the reasoning and
     the tool calls that `text` is without. `queue_ns` and `compute_ns` are measured by the target. `tree` is what the
     last step verified, where `Speculation.trees` is set and the target has it. `token_texts` are those of all token ids
-    in the chunk, where `Speculation.token_texts` is set and the target has a tokenizer.
+    in the chunk, where `Speculation.token_texts` is set and the target has a tokenizer. `prompt` are the next
+    tokens of the prompt, where `SamplingParams.prompt_logprobs` is set: all of them before the first of `token_ids`.
     """
 
     token_ids: tuple[int, ...]
@@ -79,6 +116,7 @@ class Chunk:
     tree: VerifiedTree | None = None
     token_texts: Mapping[int, TokenText] = field(default_factory=dict)
     parts: tuple[AnswerPart, ...] = ()
+    prompt: tuple[PromptToken, ...] = ()
 
     @property
     def drafted(self) -> tuple[bool, ...]:
@@ -108,7 +146,8 @@ class Chunk:
             drafts_by_step=tuple(pb.drafts_by_step),
             model_version=pb.model_version,
             tree=_tree_from_pb(pb.tree) if pb.HasField("tree") else None,
-            token_texts={token_id: TokenText(each.text, each.special) for token_id, each in pb.token_texts.items()},
+            token_texts=_token_texts_from_pb(pb.token_texts),
+            prompt=PromptToken.from_pb(pb.prompt_logprobs) if pb.HasField("prompt_logprobs") else (),
         )
 
 

@@ -210,6 +210,8 @@ class SyncClient(_Facade[Client]):
     chat = _as_in(Client.chat, SyncGeneration)
     generate = _as_in(Client.generate, SyncGeneration)
     update_weights = _as_in(Client.update_weights, _LoopThread.run_coroutine)
+    tokenize = _as_in(Client.tokenize, _LoopThread.run_coroutine)
+    detokenize = _as_in(Client.detokenize, _LoopThread.run_coroutine)
     info = _as_in(Client.info, _LoopThread.run_coroutine)
     serving = _as_in(Client.serving, _LoopThread.run_coroutine)
 

@@ -59,7 +59,8 @@ class TypicalAcceptance:
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is drawn. Limits and meaning: `SamplingParameters` in tree.proto. `max_tokens` of None means
-    the rest of the model's context, at most 1024; `logprobs` of None means none, and so does `structured_output`."""
+    the rest of the model's context, at most 1024; None of `logprobs`, `prompt_logprobs` and `structured_output` means
+    none."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -77,6 +78,7 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     structured_output: StructuredOutput | None = None
+    prompt_logprobs: int | None = None
 
     @property
     def greedy(self) -> bool:
@@ -91,6 +93,11 @@ class SamplingParams:
         """Whether logits must be changed before the argmax of greedy decoding."""
         structured = self.structured_output is not None
         return self.has_penalties or bool(self.logit_bias) or self.min_tokens > 0 or structured
+
+    @property
+    def returns_logprobs(self) -> bool:
+        """Whether log-probabilities are returned, of the output or the prompt."""
+        return self.logprobs is not None or self.prompt_logprobs is not None
 
     def mode(self, asked: VerificationMode | None = None) -> VerificationMode:
         """The mode to use: `asked`, or the temperature's default. Raises `InvalidField` if they do not fit."""
@@ -129,7 +136,9 @@ class SamplingParams:
         for i, token in enumerate(self.stop_token_ids):
             need(0 <= token < vocabulary_size, f"stop_token_ids[{i}]", f"is not below {vocabulary_size}")
         need(self.seed is None or 0 <= self.seed <= MAX_SEED, "seed", "must fit 64 bits")
-        need(self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", f"must be 0..{MAX_LOGPROBS}")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            need(count is None or 0 <= count <= MAX_LOGPROBS, name, f"must be 0..{MAX_LOGPROBS}")
         if self.structured_output is not None:
             self.structured_output.check(f"{field_path}.structured_output")
             need(not self.ignore_eos, "ignore_eos", "is not for structured_output, which ends where its form does")

@@ -112,19 +112,15 @@ class Admission:
         """The engine request of a `Generate` call, and how its answer is read. Raises `UnknownModel`, `NotSupported`,
         `InvalidField` with the field's path, `PositionOutOfRange`, and `QuotaExceeded` for a tenant with too many
         requests."""
-        self.quotas.request(tenant)
+        self._check(request.model, tenant)
         served, options = self.served, request.speculation
-        if request.model and not answers_to(served.names, request.model):
-            raise UnknownModel("another model is served", served=", ".join(served.names))
         rules = self._rules(request.sampling, "sampling", options, "speculation")
         max_nodes = options.max_nodes if options.HasField("max_nodes") else served.max_rows - 1
         if max_nodes > served.max_rows - 1:
             raise InvalidField("speculation.max_nodes", f"must be at most {served.max_rows - 1}")
         corpus = name_from_pb(options.corpus, "speculation.corpus")
         await self._forms.check(rules[0].structured_output, tenant, "sampling.structured_output")
-        tools = tool_set(request.chat) if request.HasField("chat") else None
-        if self._chats is not None and tools is not None:
-            await self._chats.check(tools)
+        tools = await self._tools(request)
         prompt = await self._prompts.token_ids(request, tenant, tools)
         rules = (await self._calling(rules[0], tools, prompt, tenant), *rules[1:])
         prediction = await self._prompts.prediction(request, tenant)
@@ -138,6 +134,13 @@ class Admission:
             trees=options.trees,
         )
         return AdmittedGeneration(sequence, self._parser(request, rules[0], tools, prompt))
+
+    async def _tools(self, request: target_pb2.GenerateRequest | target_pb2.TokenizeRequest) -> ToolSet | None:
+        """The tools of a chat."""
+        tools = tool_set(request.chat) if request.HasField("chat") else None
+        if self._chats is not None and tools is not None:
+            await self._chats.check(tools)
+        return tools
 
     async def _calling(
         self, sampling: SamplingParams, tools: ToolSet | None, prompt: Sequence[int], tenant: str
@@ -166,16 +169,35 @@ class Admission:
             return None
         return self._chats.parser(tools, prompt)
 
+    async def tokens(self, request: target_pb2.TokenizeRequest, tenant: str) -> tuple[int, ...]:
+        """The token ids that a `Tokenize` call asks for. Raises what `generation` does."""
+        self._check(request.model, tenant)
+        return await self._prompts.token_ids(request, tenant, await self._tools(request))
+
+    async def text(self, request: target_pb2.DetokenizeRequest, tenant: str) -> str:
+        """The text that a `Detokenize` call asks for. Raises what `generation` does."""
+        self._check(request.model, tenant)
+        return await self._prompts.text(request.token_ids, tenant)
+
     async def verification(
         self, request: target_pb2.OpenVerification, tenant: str, traceparent: str
     ) -> SequenceRequest:
         """The engine request of an `open` frame of `Verify`. Raises what `generation` does."""
         self.quotas.request(tenant)
         rules = self._rules(request.sampling, "open.sampling", request, "open")
+        if rules[0].prompt_logprobs is not None:
+            raise InvalidField("open.sampling.prompt_logprobs", "is for Generate")
         prompt = self._prompts.checked(request.token_ids, "open.token_ids")
         await self._forms.check(rules[0].structured_output, tenant, "open.sampling.structured_output")
         common = self._request(prompt, rules, tenant, traceparent)
         return replace(common, speculate=False, max_draft_nodes=self.served.max_rows - 1, external=True)
+
+    def _check(self, model: str, tenant: str) -> None:
+        """Count a request. Raises `QuotaExceeded`, and `UnknownModel` where it names another model than the served."""
+        self.quotas.request(tenant)
+        names = self.served.names
+        if model and not answers_to(names, model):
+            raise UnknownModel("another model is served", served=", ".join(names))
 
     def _request(self, prompt: tuple[int, ...], rules: _Rules, tenant: str, traceparent: str) -> SequenceRequest:
         """What both calls have in common."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 import msgspec
 
 from outrider.errors import QuotaExceeded
-from target_service.core.sequence import SequenceEvent, StepVerdict
+from target_service.core.sequence import SequenceEnd, SequenceEvent, StepVerdict
 
 
 class EventQueue:
@@ -24,7 +24,7 @@ class EventQueue:
 
     def put(self, event: SequenceEvent) -> None:
         """Add an event. At the limit, drop the queued events and cancel the sequence, to free its memory at once."""
-        if isinstance(event, StepVerdict) and len(self._events) >= self._limit:
+        if not isinstance(event, SequenceEnd) and len(self._events) >= self._limit:
             self._overflowed = True
             self._events.clear()
             self._cancel(event.sequence_id)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+from google.protobuf.message import Message
 
 from outrider.admission.prompt_limits import check_bytes, check_messages, check_tokens
 from outrider.admission.text_pool import TextPool
@@ -21,6 +23,7 @@ from target_service.text.processes import TextRefused
 from target_service.text.tokenizer import SPECIAL_NAMES, ModelTokenizer
 from target_service.text.tool_turns import plain_turns
 
+Value = TypeVar("Value")
 # Longer texts and conversations wait in their own line, so that short ones pass them.
 _LONG_TEXT, _LONG_CHAT = 2048, 16
 # Most bytes of a predicted text for each token of the context.
@@ -59,7 +62,10 @@ class Prompts:
     lines: Lines
 
     async def token_ids(
-        self, request: target_pb2.GenerateRequest, tenant: str, tools: ToolSet | None = None
+        self,
+        request: target_pb2.GenerateRequest | target_pb2.TokenizeRequest,
+        tenant: str,
+        tools: ToolSet | None = None,
     ) -> tuple[int, ...]:
         """The prompt of `request`, whose conversation has `tools`. Lengths and counts are checked first.
 
@@ -67,20 +73,33 @@ class Prompts:
         tokenizer or a chat without a template, and `PositionOutOfRange` without room for one more token.
         """
         kind = request.WhichOneof("input")
-        special = request.special_tokens if request.HasField("special_tokens") else None
-        if kind == "tokens":
+        special = _set_or(request, "special_tokens", None)
+        if isinstance(request, target_pb2.GenerateRequest) and kind == "tokens":
             return self.checked(request.tokens.token_ids, "tokens.token_ids")
         if kind == "text":
             if not request.text:
                 raise InvalidField("text", "is empty")
             check_bytes(len(request.text.encode()), self.max_prompt, "text")
-            job = EncodeText(request.text, special)
+            begin = isinstance(request, target_pb2.GenerateRequest) or _set_or(request, "add_special_tokens", True)
+            job = EncodeText(request.text, special, begin)
             encoded = await self._run(tenant, len(request.text) > _LONG_TEXT, job, "text")
             return self._fitting(encoded, "text")
         if kind == "chat":
             encoded = await self._chat(request.chat, special, tenant, tools)
             return self._fitting(encoded, "chat.messages")
         raise InvalidField("input", "one of text, chat and tokens must be set")
+
+    async def text(self, token_ids: Sequence[int], tenant: str) -> str:
+        """The text of tokens, special ones by their names. Raises `NotSupported` without a tokenizer, `InvalidField`,
+        and `PositionOutOfRange` for more tokens than the context has."""
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise NotSupported("the model has no tokenizer")
+        if not token_ids:
+            return ""
+        known = self.checked(token_ids, "token_ids")
+        pool = self.lines.long if len(known) > _LONG_TEXT else self.lines.short
+        return await pool.call(tenant, partial(_decoded, tokenizer, known))
 
     async def prediction(self, request: target_pb2.GenerateRequest, tenant: str) -> tuple[int, ...]:
         """The prediction of `request`, empty without one; at most as long as the context. Raises `InvalidField`,
@@ -160,6 +179,16 @@ class Prompts:
             raise InvalidField(
                 "chat.continue_final_message" if refused.continuing else field_path, str(refused)
             ) from None
+
+
+def _set_or(request: Message, name: str, default: Value) -> Value:
+    """An optional field of a request."""
+    return getattr(request, name) if request.HasField(name) else default
+
+
+def _decoded(tokenizer: ModelTokenizer, token_ids: Sequence[int]) -> str:
+    text = tokenizer.answer(show_special=True)
+    return text.push(token_ids) + text.finish()
 
 
 def _ending(chat: target_pb2.ChatInput) -> Ending:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, MutableMapping, Sequence
 
 from outrider.answer_parts import AnswerPart, ReasoningPart, ToolCallPart
 from outrider.errors import OutriderError
@@ -13,7 +14,7 @@ from outrider.v1 import tree_pb2
 from outrider.weight_updates import WeightsUpdated
 from outrider.wire.same_names import message_of, shared_fields
 from outrider.wire.trees import DRAFT_REFUSED_KEY, mode_to_pb, status_of
-from target_service.core.sequence import SequenceFinished, SequenceRequest, StepVerdict
+from target_service.core.sequence import PromptLogprobs, SequenceFinished, SequenceRequest, StepVerdict
 from target_service.text.tokenizer import ModelTokenizer
 
 _REASONS = {reason: pb.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason}
@@ -58,14 +59,42 @@ def part(value: AnswerPart) -> pb.AnswerPart:
     return pb.AnswerPart(text=value.text)
 
 
+def prompt_chunk(event: PromptLogprobs, request: SequenceRequest, names: ModelTokenizer | None) -> pb.GenerateResponse:
+    """Log-probabilities of a piece of the prompt, with the texts of tokens where there are `names`."""
+    piece = pb.PromptLogprobs(
+        token_ids=request.token_ids[event.first : event.first + event.count],
+        logprobs=array("f", event.logprobs),
+        alternatives=event.alternatives,
+        top_token_ids=array("i", event.top_ids),
+        top_logprobs=array("f", event.top_logprobs),
+    )
+    response = pb.GenerateResponse(chunk=pb.GenerateChunk(prompt_logprobs=piece))
+    if names is not None:
+        add_token_texts(response, names)
+    return response
+
+
 def add_token_texts(response: pb.GenerateResponse, tokenizer: ModelTokenizer) -> None:
     """Add the text of every token of a chunk, of its log-probabilities and of its tree."""
     chunk = response.chunk
-    ids = {*chunk.token_ids, *chunk.tree.tree.token_ids}
+    ids = {*chunk.token_ids, *chunk.tree.tree.token_ids, *chunk.prompt_logprobs.token_ids}
     ids.update(top.token_id for entry in chunk.logprobs for top in entry.top)
+    ids.update(chunk.prompt_logprobs.top_token_ids)
+    _name_tokens(chunk.token_texts, ids, tokenizer)
+
+
+def tokenized(token_ids: Sequence[int], names: ModelTokenizer | None) -> pb.TokenizeResponse:
+    """The tokens of a text, with their own texts where there are `names`."""
+    response = pb.TokenizeResponse(token_ids=token_ids)
+    if names is not None:
+        _name_tokens(response.token_texts, set(token_ids), names)
+    return response
+
+
+def _name_tokens(texts: MutableMapping[int, pb.TokenText], ids: Iterable[int], tokenizer: ModelTokenizer) -> None:
     for token_id in ids:
-        texts = chunk.token_texts[token_id]
-        texts.text, texts.special = tokenizer.name(token_id), token_id in tokenizer.special_ids
+        text = texts[token_id]
+        text.text, text.special = tokenizer.name(token_id), token_id in tokenizer.special_ids
 
 
 def finished(event: SequenceFinished, request: SequenceRequest) -> pb.GenerateResponse:

@@ -27,7 +27,7 @@ from target_service.api.verify_session import VerifyStream
 from target_service.api.weights import WeightUpdates
 from target_service.config import TargetConfig
 from target_service.core.events import Sequences
-from target_service.core.sequence import SequenceFinished, SequenceRequest, StepVerdict
+from target_service.core.sequence import PromptLogprobs, SequenceFinished, SequenceRequest, StepVerdict
 from target_service.speculation_state import SpeculationState, speculation_state
 from target_service.telemetry.tracing import RequestTrace
 from target_service.text.tokenizer import ModelTokenizer
@@ -109,6 +109,8 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
                     if names is not None:
                         replies.add_token_texts(response, names)
                     await context.write(response)
+                elif isinstance(event, PromptLogprobs):
+                    await context.write(replies.prompt_chunk(event, request, names))
                 elif isinstance(event, SequenceFinished):
                     trace.finished(event.finish, event.totals)
                     context.set_trailing_metadata(replies.trailers(event.totals.draft_refused))
@@ -141,6 +143,13 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             finally:
                 session.abort()
                 await end_tasks(reader, reaper)
+
+    async def Tokenize(self, request: target_pb2.TokenizeRequest, _context: Any) -> target_pb2.TokenizeResponse:
+        token_ids = await self._admission.tokens(request, current_tenant())
+        return replies.tokenized(token_ids, self.served.tokenizer if request.token_texts else None)
+
+    async def Detokenize(self, request: target_pb2.DetokenizeRequest, _context: Any) -> target_pb2.DetokenizeResponse:
+        return target_pb2.DetokenizeResponse(text=await self._admission.text(request, current_tenant()))
 
     async def GetTargetInfo(
         self, _request: target_pb2.GetTargetInfoRequest, _context: Any

@@ -16,7 +16,7 @@ from target_service.api import replies
 from target_service.api.admission import Admission
 from target_service.config import TargetConfig
 from target_service.core.events import Sequences
-from target_service.core.sequence import SequenceEvent, SequenceFinished, StepVerdict
+from target_service.core.sequence import SequenceEvent, SequenceFailed, SequenceFinished, StepVerdict
 from target_service.telemetry.tracing import RequestTrace
 
 
@@ -179,7 +179,7 @@ class VerifyStream:
             self._send(verification.answer)
         elif isinstance(event, SequenceFinished):
             verification.trace.finished(event.finish, event.totals)
-        else:
+        elif isinstance(event, SequenceFailed):
             del self._verifications[event.sequence_id]
             verification.trace.failed(event.error)
             self._send(replies.failed(event.error, sequence_id=event.sequence_id, step=verification.step))

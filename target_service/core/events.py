@@ -11,7 +11,7 @@ from typing import Protocol
 from outrider.tree import TokenTree
 from outrider.wire.frames import DraftInfo
 from target_service.core.quotas import TenantQuotas
-from target_service.core.sequence import SequenceEvent, SequenceRequest, SequenceTotals, StepStats, StepVerdict
+from target_service.core.sequence import SequenceEnd, SequenceEvent, SequenceRequest, SequenceTotals, StepStats
 from target_service.core.weights import FIRST_VERSION, UpdateDone, WeightUpdate
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class Sequences:
     quotas: TenantQuotas = field(default_factory=TenantQuotas)
     # By id: the sink and the tenant.
     _open: dict[int, tuple[Sink, str]] = field(default_factory=dict, init=False)
-    # Ids of sequences without a verdict yet.
+    # Ids of sequences without an event yet.
     _waiting: set[int] = field(default_factory=set, init=False)
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop, init=False)
 
@@ -121,7 +121,7 @@ class Sequences:
             if event.sequence_id not in self._open:
                 continue
             sink, tenant = self._open[event.sequence_id]
-            if not isinstance(event, StepVerdict):
+            if isinstance(event, SequenceEnd):
                 self._forget(event.sequence_id)
             elif event.sequence_id in self._waiting:
                 self._waiting.discard(event.sequence_id)

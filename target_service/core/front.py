@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from outrider import errors
 from outrider.errors import OutriderError
 from outrider.tree import TokenTree
-from target_service.core.sequence import SequenceEvent, SequenceFailed, SequenceRequest, StepVerdict
+from target_service.core.sequence import SequenceEnd, SequenceEvent, SequenceFailed, SequenceRequest, StepVerdict
 
 
 class EngineFront:
@@ -84,9 +84,9 @@ class EngineFront:
     def _observe(self, events: Iterable[SequenceEvent]) -> None:
         """Update roots and remove ended sequences, before the events are delivered."""
         for event in events:
-            if not isinstance(event, StepVerdict):
+            if isinstance(event, SequenceEnd):
                 self._forget(event.sequence_id)
-            elif event.sequence_id in self._roots:
+            elif isinstance(event, StepVerdict) and event.sequence_id in self._roots:
                 self._roots[event.sequence_id] = event.token_ids[-1]
 
     def _failed(self, error: OutriderError) -> list[SequenceEvent]:

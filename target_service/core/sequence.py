@@ -136,6 +136,25 @@ class StepVerdict(_SequenceEventBase, frozen=True):
         return len(self.drafts_by_step) or max(1, len(self.token_ids) - self.drafted_tokens)
 
 
+class PromptLogprobs(_SequenceEventBase, frozen=True):
+    """Log-probabilities of the next tokens of a sequence's prompt, in arrays: as objects each would take 2 KB.
+
+    Attributes:
+        first: place in the prompt of the first of them. The prompt's first token has no log-probability.
+        count: how many tokens.
+        logprobs: float32 [count], or [count - 1] where `first` is 0.
+        top_ids, top_logprobs: int32 and float32 [those of `logprobs`, alternatives], the most probable first.
+        alternatives: to each token.
+    """
+
+    first: int
+    count: int
+    logprobs: bytes
+    top_ids: bytes
+    top_logprobs: bytes
+    alternatives: int
+
+
 @dataclass(slots=True)
 class SequenceTotals:
     """Sums over one sequence's life: plain integers, read once at its end. Times are monotonic nanoseconds."""
@@ -182,7 +201,9 @@ class SequenceFailed(_SequenceEventBase, frozen=True):
     draft_refused: str = ""
 
 
-SequenceEvent = StepVerdict | SequenceFinished | SequenceFailed
+# The last event of a sequence, and every event.
+SequenceEnd = SequenceFinished | SequenceFailed
+SequenceEvent = StepVerdict | PromptLogprobs | SequenceEnd
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,10 +289,25 @@ class Sequence:
     # Tokens that the step under way will sample, and drafted ones that it may accept besides.
     pending_tokens: int = 0
     pending_drafts: int = 0
+    # Tokens of the prompt whose log-probabilities were computed, where the request asks for them.
+    scored_tokens: int = 0
 
     @property
     def prompt_length(self) -> int:
         return len(self.request.token_ids)
+
+    @property
+    def unscored(self) -> bool:
+        """Whether log-probabilities of the prompt are still to be computed."""
+        wanted = self.request.sampling.prompt_logprobs is not None
+        return wanted and self.scored_tokens < self.prompt_length
+
+    def scores(self, start: int, count: int) -> range:
+        """Places in the prompt of the tokens that a chunk of `count` tokens from `start` on scores: each row scores the
+        token behind it, and none the first."""
+        if not self.unscored:
+            return range(0)
+        return range(self.scored_tokens, min(start + count + 1, self.prompt_length))
 
     @property
     def begun(self) -> bool:

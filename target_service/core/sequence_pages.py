@@ -137,7 +137,9 @@ class SequencePages:
             # Its tokens are not all known: the step under way samples more.
             return
         tokens, tenant = sequence.token_ids, sequence.request.tenant
-        nodes = list(self.prefixes.match(tenant, tokens, len(tokens) - 1))
+        # Log-probabilities of a prompt are made of its tokens' own rows.
+        most = max(0, sequence.scored_tokens - 1) if sequence.unscored else len(tokens) - 1
+        nodes = list(self.prefixes.match(tenant, tokens, most))
         nodes = self._with_states(sequence, nodes)
         if not sequence.totals.preemptions:
             # Later it finds pages of its own.

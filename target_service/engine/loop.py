@@ -31,6 +31,7 @@ from target_service.core.weights import FIRST_VERSION
 from target_service.engine.broken import logits_not_finite, may_be_the_drafts
 from target_service.engine.commit import commit
 from target_service.engine.policy_updates import PolicyUpdates
+from target_service.engine.prompt_events import prompt_events
 from target_service.engine.step import Step, StepClock
 from target_service.execution.batch import DeviceRows, StepBatch, lay_out
 from target_service.execution.device_executor import best_steps
@@ -197,6 +198,8 @@ class EngineLoop:
         step.launched.wait()
         step.clock.forwarded = time.monotonic_ns()
         outcomes = self._without_broken(step, step.launched.outcomes())
+        scores, broken = prompt_events(step, self.live)
+        self._failed += [self.fail(sequence, logits_not_finite(sequence, self._runner.dtype)) for sequence in broken]
         step.clock.verified = time.monotonic_ns()
         verdicts = self._commit(step, outcomes)
         if self._ahead is not None:
@@ -209,7 +212,7 @@ class EngineLoop:
             [(self.live[one.sequence_id].sequence, len(one.token_ids)) for one in verdicts if one.finish is None]
         )
         self._policy_updates.observe_outcomes(step, outcomes)
-        events = self._finish(verdicts)
+        events = [*scores, *self._finish(verdicts)]
         step.clock.committed = time.monotonic_ns()
         can_launch_before_results = step.launched.can_launch_before_results and not self.settling
         if self._ahead is None and can_launch_before_results and self.drafting.has_answered():
@@ -350,6 +353,7 @@ class EngineLoop:
         for item in batch.items:
             # For what runs after this step, their keys and values are computed.
             item.sequence.kv_length += item.known + passes - 1
+            item.sequence.scored_tokens += len(item.scores)
         return Step(
             batch,
             gathered,

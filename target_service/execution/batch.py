@@ -26,6 +26,7 @@ class StepItem(NamedTuple):
     first_row: int  # where the tree's rows begin among the step's rows
     first_logit: int  # and among those with logits
     preemptions: int  # how often the sequence had been preempted
+    scores: range = range(0)  # places in the prompt of the tokens whose log-probabilities its known tokens' rows have
 
     @property
     def kept(self) -> bool:
@@ -106,6 +107,7 @@ def lay_out(
     its root, sequences that read come first, and the pages hold what all passes may accept.
     """
     token_ids, positions, slots, logit_rows, prefixes = (list[int]() for _ in range(5))
+    decode_rows = 0
     starts, pages, drafted = [0], list[SequenceOf[int]](), False
     parents: list[tuple[int, ...] | None] = []
     items: list[StepItem] = []
@@ -118,8 +120,13 @@ def lay_out(
         root_row = end - 1
         token_ids += sequence.feed(start, count)
         positions += range(start, start + count)
-        items.append(StepItem(sequence, start, count, tree, root_row, len(logit_rows), sequence.totals.preemptions))
+        scores = sequence.scores(start, count)
+        if scores:
+            logit_rows += range(first_row, root_row if tree is not None else end)
+        preemptions = sequence.totals.preemptions
+        items.append(StepItem(sequence, start, count, tree, root_row, len(logit_rows), preemptions, scores))
         if tree is not None:
+            decode_rows += len(tree)
             if tree.drafted:
                 drafted, end = True, end + tree.drafted
                 token_ids += tree.token_ids[1:]
@@ -137,5 +144,5 @@ def lay_out(
     room, prefilling = (device_rows.rows, device_rows.prefilling) if device_rows is not None else (0, 0)
     rows_of_pass = tuple(token_ids), tuple(positions), tuple(slots)
     forward = ForwardInput(*rows_of_pass, attention, tuple(logit_rows), room, prefilling)
-    decode_rows, prefill_rows = len(logit_rows), len(token_ids) - len(logit_rows)
+    prefill_rows = len(token_ids) - decode_rows
     return StepBatch(tuple(items), forward, max(decode_rows, room - prefill_rows), prefill_rows, drafted, device_rows)

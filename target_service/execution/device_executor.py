@@ -25,6 +25,7 @@ from target_service.execution.node_tables import NodeTables
 from target_service.execution.pass_extras import PassExtras, WantedExtras
 from target_service.execution.post_pass import PostPass, PostPassWork, TableWork
 from target_service.execution.pre_pass import PrePass
+from target_service.execution.prompt_scores import ScoredPrompt, score_prompts
 from target_service.execution.shaped_logits import ShapedLogits
 from target_service.model.forward import ForwardPass
 from target_service.model.runner import ModelRunner
@@ -130,6 +131,7 @@ class DeviceSteps:
             done = self._runner.run_after(batch.input, moves, parameters)
         else:
             done = self._runner.run_pass(batch.input, parameters)
+        prompts = self._score_prompts(batch, done)
         self._moves = self._verdicts.accepted_counts if batch.drafted else self._nothing
         self._conclude(batch, rows, done)
         verdicts, count = self._verdicts, len(rows)
@@ -144,7 +146,12 @@ class DeviceSteps:
             self._conclude(batch, rows, done)
             following[later - 1].copy_(verdicts.next_tokens[:count], non_blocking=True)
             extras.append(self._extras_of(rows, place, later))
-        return _OnDevice(done.logits, batch, verifiers, errors, result, extras, following, span)
+        return _OnDevice(done.logits, batch, verifiers, errors, result, extras, following, span, prompts)
+
+    def _score_prompts(self, batch: StepBatch, done: ForwardPass) -> list[ScoredPrompt]:
+        """The log-probabilities of prompts that a pass has, before another overwrites its logits."""
+        ends = [item.first_row + 1 for item in batch.items]
+        return score_prompts(batch.items, ends, done.logits, self._runner.vocabulary_size)
 
     def _extras_of(self, rows: SequenceOf[RowsToVerify], place: int, number: int) -> PassExtras:
         """On the host, receives what of the launch's `number`th pass only some requests need."""
@@ -183,6 +190,7 @@ class DeviceSteps:
         self._count += 1
         place = self._count % _RESULTS
         done = self._runner.run_device_rows(batch.input, parameters, begin)
+        prompts = self._score_prompts(batch, done)
         extras: list[PassExtras] = []
         for number in range(1, passes):
             # Growth that was published while the pass ran.
@@ -197,7 +205,7 @@ class DeviceSteps:
         wanted = [
             WantedExtras(_is_typical(one), verifier.logprobs) for one, verifier in zip(rows, verifiers, strict=True)
         ]
-        return TableStep(len(rows), passes, table, self._reports[place], span, roots, wanted, extras)
+        return TableStep(len(rows), passes, table, self._reports[place], span, roots, wanted, extras, prompts)
 
     def _assign_slots(self, batch: StepBatch, table: NodeTable) -> None:
         """Publish the growth received by now, and which table and owner each sequence of the step has."""
@@ -253,10 +261,15 @@ class _OnDevice(CopiedLater):
     _extras: SequenceOf[PassExtras]
     _following: Tensor  # [passes after the first, sequences], receives the tokens of those passes
     span: DeviceSpan | None
+    _prompts: list[ScoredPrompt]
     can_launch_before_results = True
 
     def __post_init__(self) -> None:
         super().__init__(self._logits)
+
+    def prompt_logprobs(self) -> list[ScoredPrompt]:
+        """See `Launched.prompt_logprobs`."""
+        return self._prompts
 
     def outcomes(self) -> list[Verified | None]:
         """See `Launched.outcomes`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ from target_service.core.sequence import DevicePass
 from target_service.execution.device_time import DeviceSpan
 from target_service.execution.host_executor import CopiedLater
 from target_service.execution.pass_extras import PassExtras, WantedExtras
+from target_service.execution.prompt_scores import ScoredPrompt
 from target_service.sampling.verifier import Verified
 from tree_kernels.node_table import NodeTable
 from tree_kernels.node_table.layout import EXPECTED_UNIT, PROSPECTS, REPORT_ROWS, REPORT_TOKENS, ReportField
@@ -39,12 +40,17 @@ class TableStep(CopiedLater):
     prefilling: SequenceOf[int | None] = ()
     wanted: SequenceOf[WantedExtras] = ()
     extras: SequenceOf[PassExtras] = ()  # of each pass
+    prompts: list[ScoredPrompt] = field(default_factory=list)
     can_launch_before_results = True
 
     def __post_init__(self) -> None:
         self._reports = self.host[: self.sequences]
         self._reports.copy_(self.table.reports[: self.sequences], non_blocking=True)
         super().__init__(self.table.reports)
+
+    def prompt_logprobs(self) -> list[ScoredPrompt]:
+        """See `Launched.prompt_logprobs`."""
+        return self.prompts
 
     def outcomes(self) -> list[Verified | None]:
         """See `Launched.outcomes`."""

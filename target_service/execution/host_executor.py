@@ -16,6 +16,7 @@ from target_service.core.kv_cache import KVCache
 from target_service.execution.batch import StepBatch, StepItem
 from target_service.execution.device_time import DeviceSpan
 from target_service.execution.node_tables import NodeTables
+from target_service.execution.prompt_scores import ScoredPrompt, score_prompts
 from target_service.model.runner import ModelRunner
 from target_service.sampling.verifier import SequenceVerifier, Verified
 from tree_kernels.device_event import DeviceEvent
@@ -47,6 +48,9 @@ class Launched(Protocol):
     def outcomes(self) -> list[Verified | None]:
         """The outcome of each tree; None for prompts that are still being read. Waits for the results. The keys and
         values of accepted rows are in place then, or will be before any later step reads them."""
+
+    def prompt_logprobs(self) -> list[ScoredPrompt]:
+        """The log-probabilities of prompts that the step read."""
 
 
 class CopiedLater:
@@ -154,6 +158,12 @@ class _OnHost:
             for number in range(1, self._passes_at_once):
                 self._outcomes = self._run_later_pass(self._outcomes, number)
         return self._outcomes
+
+    def prompt_logprobs(self) -> list[ScoredPrompt]:
+        """See `Launched.prompt_logprobs`."""
+        # The root's row is the tree's.
+        ends = [item.first_logit + (item.tree is not None) for item in self._batch.items]
+        return score_prompts(self._batch.items, ends, self._logits, self._runner.vocabulary_size)
 
     def accepted_counts(self) -> list[int]:
         """Drafted rows accepted, by place in the batch."""

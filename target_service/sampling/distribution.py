@@ -64,23 +64,32 @@ def logprobs_of(logits: Tensor, token_ids: Tensor, tops: Sequence[int]) -> list[
     as many as its `top`."""
     logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
     own = logprobs.gather(1, token_ids[:, None])[:, 0].tolist()
-    listed = _most_probable(logprobs, min(max(tops), logprobs.shape[1]))
+    listed = _listed(logprobs, max(tops))
     rows = zip(own, listed, tops, strict=True)
     return [TokenLogprobs(logprob, tuple(entries[:top])) for logprob, entries, top in rows]
 
 
-def _most_probable(logprobs: Tensor, count: int) -> list[list[tuple[int, float]]]:
-    """Of each row of logprobs [rows, V] fp32 the ids and values of the `count` greatest, the lower ids first among
-    equals. Those of no probability are left out."""
+def most_probable(logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Of each row of logprobs [rows, V] fp32 the `count` greatest: values and ids (int64) [rows, at most count], the
+    lower ids first among equals."""
+    vocabulary = logprobs.shape[1]
+    count = min(count, vocabulary)
     if not count:
-        return [[]] * len(logprobs)
-    values, ids = torch.topk(logprobs, min(count + _SPARE, logprobs.shape[1]), dim=1)
-    found = []
-    for row, (own_values, own_ids) in enumerate(zip(values.tolist(), ids.tolist(), strict=True)):
-        if own_values[-1] == own_values[count - 1] and len(own_ids) < logprobs.shape[1]:
-            # More are as probable as the last one than were asked for: any of them may have come.
+        return logprobs[:, :0], torch.zeros(len(logprobs), 0, dtype=torch.int64, device=logprobs.device)
+    values, ids = torch.topk(logprobs, min(count + _SPARE, vocabulary), dim=1)
+    by_id = ids.argsort(dim=1)
+    values, ids = values.gather(1, by_id), ids.gather(1, by_id)
+    by_value = values.argsort(dim=1, descending=True, stable=True)
+    values, ids = values.gather(1, by_value), ids.gather(1, by_value)
+    if values.shape[1] < vocabulary:
+        # More may be as probable as the last one than were asked for: any of them may have come.
+        for row in (values[:, -1] == values[:, count - 1]).nonzero()[:, 0].tolist():
             ranked, order = torch.sort(logprobs[row], descending=True, stable=True)
-            own_values, own_ids = ranked[:count].tolist(), order[:count].tolist()
-        entries = sorted(zip(own_ids, own_values, strict=True), key=lambda entry: (-entry[1], entry[0]))
-        found.append([(token, value) for token, value in entries[:count] if math.exp(value) > 0])
-    return found
+            values[row, :count], ids[row, :count] = ranked[:count], order[:count]
+    return values[:, :count], ids[:, :count]
+
+
+def _listed(logprobs: Tensor, count: int) -> list[list[tuple[int, float]]]:
+    """`most_probable` as (id, value) of each row, without those of no probability."""
+    rows = zip(*(each.tolist() for each in most_probable(logprobs, count)), strict=True)
+    return [[(token, value) for value, token in zip(*row, strict=True) if math.exp(value) > 0] for row in rows]

@@ -24,6 +24,7 @@ class EncodeText(msgspec.Struct, tag=True):
 
     text: str
     special: bool | None = None
+    begin: bool = True
 
 
 class EncodePrediction(msgspec.Struct, tag=True):

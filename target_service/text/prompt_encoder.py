@@ -30,12 +30,13 @@ class PromptEncoder:
         # Compiled with the first conversation, within its limits.
         self._template: ChatTemplate | None = None
 
-    def text(self, text: str, special: bool | None = None) -> list[int]:
+    def text(self, text: str, special: bool | None = None, *, begin: bool = True) -> list[int]:
         """A text as it stands. `special` says whether the text of a special token becomes that token; None takes what
-        the model's settings say, which is true unless they say otherwise."""
+        the model's settings say, which is true unless they say otherwise. `begin` adds what stands before and behind a
+        prompt."""
         if not self._tokenizer.split_special if special is None else special:
-            return self._tokenizer.encode(text, begin=True)
-        return self._guarded.encode([(text, False)], begin=True)
+            return self._tokenizer.encode(text, begin=begin)
+        return self._guarded.encode([(text, False)], begin=begin)
 
     def prediction(self, text: str) -> list[int]:
         """A text that is expected somewhere in an answer."""

@@ -54,6 +54,7 @@ def refused(field: str, convert: Any, *arguments: Any) -> None:
         ignore_eos=st.booleans(),
         seed=st.none() | st.integers(0, 2**64 - 1),
         logprobs=st.none() | st.integers(0, 20),
+        prompt_logprobs=st.none() | st.integers(0, 20),
     )
 )
 def test_sampling_comes_back_equal(params: SamplingParams) -> None:
@@ -90,6 +91,7 @@ def test_an_empty_message_means_the_defaults() -> None:
         ({"stop_token_ids": [1, VOCABULARY]}, "stop_token_ids[1]"),
         ({"stop_token_ids": [1] * 65}, "stop_token_ids"),
         ({"logprobs": 21}, "logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
     ],
     ids=lambda value: "" if isinstance(value, str) else str(value)[:40],
 )

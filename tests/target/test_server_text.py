@@ -235,3 +235,32 @@ async def test_a_prediction_is_left_out_where_speculation_is_not_wanted(target: 
             target, text="a", prediction=pb.Prediction(text="bcd"), speculation=options, sampling={"max_tokens": 2}
         )
         assert target.engine.requests[-1].prediction == ()
+
+
+async def test_tokens_are_those_that_generate_reads(target: Any) -> None:
+    turns = chat(("user", "hé"))
+    for asked in ({"text": "hé<s>"}, {"text": "hé<s>", "special_tokens": False}, {"chat": turns}):
+        found = await target.stub.Tokenize(pb.TokenizeRequest(token_texts=True, **asked))
+        await spoken(target, sampling={"max_tokens": 1}, **asked)
+        assert tuple(found.token_ids) == target.engine.requests[-1].token_ids
+        texts = {token_id: text.text for token_id, text in found.token_texts.items()}
+        text = b"".join(texts[token_id] for token_id in found.token_ids)
+        assert (await target.stub.Detokenize(pb.DetokenizeRequest(token_ids=found.token_ids))).text == text.decode()
+    assert (await target.stub.Detokenize(pb.DetokenizeRequest())).text == ""
+
+
+@pytest.mark.parametrize(
+    ("call", "request_of", "reason"),
+    [
+        ("Tokenize", pb.TokenizeRequest(), "INVALID_FIELD"),
+        ("Tokenize", pb.TokenizeRequest(text="a", model="another"), "UNKNOWN_MODEL"),
+        ("Tokenize", pb.TokenizeRequest(text="a" * 20000), "POSITION_OUT_OF_RANGE"),
+        ("Detokenize", pb.DetokenizeRequest(token_ids=[5, 10**6]), "INVALID_FIELD"),
+        ("Detokenize", pb.DetokenizeRequest(token_ids=[5] * 20000), "POSITION_OUT_OF_RANGE"),
+        ("Detokenize", pb.DetokenizeRequest(token_ids=[5], model="another"), "UNKNOWN_MODEL"),
+    ],
+)
+async def test_tokens_that_are_refused(target: Any, call: str, request_of: Any, reason: str) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await getattr(target.stub, call)(request_of)
+    assert error_of_rpc(caught.value).reason == reason

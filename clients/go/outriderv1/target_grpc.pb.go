@@ -23,6 +23,8 @@ const _ = grpc.SupportPackageIsVersion8
 const (
 	TargetService_Generate_FullMethodName      = "/outrider.v1.TargetService/Generate"
 	TargetService_Verify_FullMethodName        = "/outrider.v1.TargetService/Verify"
+	TargetService_Tokenize_FullMethodName      = "/outrider.v1.TargetService/Tokenize"
+	TargetService_Detokenize_FullMethodName    = "/outrider.v1.TargetService/Detokenize"
 	TargetService_GetTargetInfo_FullMethodName = "/outrider.v1.TargetService/GetTargetInfo"
 	TargetService_UpdateWeights_FullMethodName = "/outrider.v1.TargetService/UpdateWeights"
 )
@@ -38,6 +40,10 @@ type TargetServiceClient interface {
 	// Generate's. A stream that ends without close frames aborts its sequences. DEADLINE_EXCEEDED for one without a first
 	// message within the service's time for it, 10 s unless it is configured otherwise.
 	Verify(ctx context.Context, opts ...grpc.CallOption) (TargetService_VerifyClient, error)
+	// Tokenize turns a text or a conversation into token ids, as Generate would.
+	Tokenize(ctx context.Context, in *TokenizeRequest, opts ...grpc.CallOption) (*TokenizeResponse, error)
+	// Detokenize turns token ids into text.
+	Detokenize(ctx context.Context, in *DetokenizeRequest, opts ...grpc.CallOption) (*DetokenizeResponse, error)
 	// GetTargetInfo says which model is served, and within which limits.
 	GetTargetInfo(ctx context.Context, in *GetTargetInfoRequest, opts ...grpc.CallOption) (*GetTargetInfoResponse, error)
 	// UpdateWeights exchanges the model's weights between two engine steps, for others of the same names and shapes: of a
@@ -121,6 +127,26 @@ func (x *targetServiceVerifyClient) Recv() (*VerifyResponse, error) {
 	return m, nil
 }
 
+func (c *targetServiceClient) Tokenize(ctx context.Context, in *TokenizeRequest, opts ...grpc.CallOption) (*TokenizeResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(TokenizeResponse)
+	err := c.cc.Invoke(ctx, TargetService_Tokenize_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *targetServiceClient) Detokenize(ctx context.Context, in *DetokenizeRequest, opts ...grpc.CallOption) (*DetokenizeResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(DetokenizeResponse)
+	err := c.cc.Invoke(ctx, TargetService_Detokenize_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *targetServiceClient) GetTargetInfo(ctx context.Context, in *GetTargetInfoRequest, opts ...grpc.CallOption) (*GetTargetInfoResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(GetTargetInfoResponse)
@@ -177,6 +203,10 @@ type TargetServiceServer interface {
 	// Generate's. A stream that ends without close frames aborts its sequences. DEADLINE_EXCEEDED for one without a first
 	// message within the service's time for it, 10 s unless it is configured otherwise.
 	Verify(TargetService_VerifyServer) error
+	// Tokenize turns a text or a conversation into token ids, as Generate would.
+	Tokenize(context.Context, *TokenizeRequest) (*TokenizeResponse, error)
+	// Detokenize turns token ids into text.
+	Detokenize(context.Context, *DetokenizeRequest) (*DetokenizeResponse, error)
 	// GetTargetInfo says which model is served, and within which limits.
 	GetTargetInfo(context.Context, *GetTargetInfoRequest) (*GetTargetInfoResponse, error)
 	// UpdateWeights exchanges the model's weights between two engine steps, for others of the same names and shapes: of a
@@ -197,6 +227,12 @@ func (UnimplementedTargetServiceServer) Generate(*GenerateRequest, TargetService
 }
 func (UnimplementedTargetServiceServer) Verify(TargetService_VerifyServer) error {
 	return status.Errorf(codes.Unimplemented, "method Verify not implemented")
+}
+func (UnimplementedTargetServiceServer) Tokenize(context.Context, *TokenizeRequest) (*TokenizeResponse, error) {
+	return nil, status.Errorf(codes.Unimplemented, "method Tokenize not implemented")
+}
+func (UnimplementedTargetServiceServer) Detokenize(context.Context, *DetokenizeRequest) (*DetokenizeResponse, error) {
+	return nil, status.Errorf(codes.Unimplemented, "method Detokenize not implemented")
 }
 func (UnimplementedTargetServiceServer) GetTargetInfo(context.Context, *GetTargetInfoRequest) (*GetTargetInfoResponse, error) {
 	return nil, status.Errorf(codes.Unimplemented, "method GetTargetInfo not implemented")
@@ -264,6 +300,42 @@ func (x *targetServiceVerifyServer) Recv() (*VerifyRequest, error) {
 	return m, nil
 }
 
+func _TargetService_Tokenize_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(TokenizeRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(TargetServiceServer).Tokenize(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: TargetService_Tokenize_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(TargetServiceServer).Tokenize(ctx, req.(*TokenizeRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _TargetService_Detokenize_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(DetokenizeRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(TargetServiceServer).Detokenize(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: TargetService_Detokenize_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(TargetServiceServer).Detokenize(ctx, req.(*DetokenizeRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _TargetService_GetTargetInfo_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(GetTargetInfoRequest)
 	if err := dec(in); err != nil {
@@ -315,6 +387,14 @@ var TargetService_ServiceDesc = grpc.ServiceDesc{
 	ServiceName: "outrider.v1.TargetService",
 	HandlerType: (*TargetServiceServer)(nil),
 	Methods: []grpc.MethodDesc{
+		{
+			MethodName: "Tokenize",
+			Handler:    _TargetService_Tokenize_Handler,
+		},
+		{
+			MethodName: "Detokenize",
+			Handler:    _TargetService_Detokenize_Handler,
+		},
 		{
 			MethodName: "GetTargetInfo",
 			Handler:    _TargetService_GetTargetInfo_Handler,

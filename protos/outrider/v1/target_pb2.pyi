@@ -558,6 +558,7 @@ class GenerateChunk(google.protobuf.message.Message):
     TREE_FIELD_NUMBER: builtins.int
     TOKEN_TEXTS_FIELD_NUMBER: builtins.int
     PARTS_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     text: builtins.str
     """text that is complete with these tokens. Text of a token can arrive with a later chunk, when it ends inside a
     character or might begin a stop string.
@@ -604,6 +605,12 @@ class GenerateChunk(google.protobuf.message.Message):
         text has it all.
         """
 
+    @property
+    def prompt_logprobs(self) -> global___PromptLogprobs:
+        """prompt_logprobs of the next piece of the prompt, where SamplingParameters.prompt_logprobs asks for them. All pieces
+        come before the first token id, most of them in chunks without one.
+        """
+
     def __init__(
         self,
         *,
@@ -617,11 +624,58 @@ class GenerateChunk(google.protobuf.message.Message):
         tree: global___VerifiedTree | None = ...,
         token_texts: collections.abc.Mapping[builtins.int, global___TokenText] | None = ...,
         parts: collections.abc.Iterable[global___AnswerPart] | None = ...,
+        prompt_logprobs: global___PromptLogprobs | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["tree", b"tree"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["drafted_tokens", b"drafted_tokens", "drafts_by_step", b"drafts_by_step", "logprobs", b"logprobs", "model_version", b"model_version", "parts", b"parts", "step", b"step", "text", b"text", "token_ids", b"token_ids", "token_texts", b"token_texts", "tree", b"tree"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["prompt_logprobs", b"prompt_logprobs", "tree", b"tree"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["drafted_tokens", b"drafted_tokens", "drafts_by_step", b"drafts_by_step", "logprobs", b"logprobs", "model_version", b"model_version", "parts", b"parts", "prompt_logprobs", b"prompt_logprobs", "step", b"step", "text", b"text", "token_ids", b"token_ids", "token_texts", b"token_texts", "tree", b"tree"]) -> None: ...
 
 global___GenerateChunk = GenerateChunk
+
+@typing.final
+class PromptLogprobs(google.protobuf.message.Message):
+    """PromptLogprobs are the log-probabilities of a piece of the prompt, before penalties and filters. They are arrays since
+    a prompt is long.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    LOGPROBS_FIELD_NUMBER: builtins.int
+    ALTERNATIVES_FIELD_NUMBER: builtins.int
+    TOP_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: builtins.int
+    alternatives: builtins.int
+    """alternatives to each token that has a logprob: as many as were asked for, at most the vocabulary."""
+    @property
+    def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """token_ids of the piece. Those of all pieces, in order, are the prompt."""
+
+    @property
+    def logprobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """logprobs of token_ids, each given the tokens before it. The first token of a prompt, which has none before it, has
+        no logprob: the first piece has one fewer.
+        """
+
+    @property
+    def top_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """top_token_ids are the alternatives to one token after the other, the most probable first."""
+
+    @property
+    def top_logprobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """top_logprobs of top_token_ids."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        logprobs: collections.abc.Iterable[builtins.float] | None = ...,
+        alternatives: builtins.int = ...,
+        top_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        top_logprobs: collections.abc.Iterable[builtins.float] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["alternatives", b"alternatives", "logprobs", b"logprobs", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids"]) -> None: ...
+
+global___PromptLogprobs = PromptLogprobs
 
 @typing.final
 class AnswerPart(google.protobuf.message.Message):
@@ -1246,6 +1300,143 @@ class VerificationStatus(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["client_tag", b"client_tag", "sequence_id", b"sequence_id", "status", b"status", "step", b"step"]) -> None: ...
 
 global___VerificationStatus = VerificationStatus
+
+@typing.final
+class TokenizeRequest(google.protobuf.message.Message):
+    """TokenizeRequest asks for the tokens of a text. Tokenize refuses what Generate refuses: FAILED_PRECONDITION without a
+    tokenizer or chat template, OUT_OF_RANGE past the model's context.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: builtins.int
+    TEXT_FIELD_NUMBER: builtins.int
+    CHAT_FIELD_NUMBER: builtins.int
+    SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
+    ADD_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
+    TOKEN_TEXTS_FIELD_NUMBER: builtins.int
+    model: builtins.str
+    """model as in GenerateRequest."""
+    text: builtins.str
+    """text is tokenised as it stands."""
+    special_tokens: builtins.bool
+    """special_tokens as in GenerateRequest."""
+    add_special_tokens: builtins.bool
+    """add_special_tokens puts those tokens before and behind a text that the tokenizer begins and ends a prompt with.
+    Default true, as Generate does. Not looked at for a chat, whose template decides that.
+    """
+    token_texts: builtins.bool
+    """token_texts asks for TokenizeResponse.token_texts. Default false."""
+    @property
+    def chat(self) -> global___ChatInput:
+        """chat is put through the model's chat template."""
+
+    def __init__(
+        self,
+        *,
+        model: builtins.str = ...,
+        text: builtins.str = ...,
+        chat: global___ChatInput | None = ...,
+        special_tokens: builtins.bool | None = ...,
+        add_special_tokens: builtins.bool | None = ...,
+        token_texts: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_add_special_tokens", b"_add_special_tokens", "_special_tokens", b"_special_tokens", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "input", b"input", "special_tokens", b"special_tokens", "text", b"text"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_add_special_tokens", b"_add_special_tokens", "_special_tokens", b"_special_tokens", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "input", b"input", "model", b"model", "special_tokens", b"special_tokens", "text", b"text", "token_texts", b"token_texts"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_add_special_tokens", b"_add_special_tokens"]) -> typing.Literal["add_special_tokens"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_special_tokens", b"_special_tokens"]) -> typing.Literal["special_tokens"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["input", b"input"]) -> typing.Literal["text", "chat"] | None: ...
+
+global___TokenizeRequest = TokenizeRequest
+
+@typing.final
+class TokenizeResponse(google.protobuf.message.Message):
+    """TokenizeResponse has the tokens of a text."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class TokenTextsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.int
+        @property
+        def value(self) -> global___TokenText: ...
+        def __init__(
+            self,
+            *,
+            key: builtins.int = ...,
+            value: global___TokenText | None = ...,
+        ) -> None: ...
+        def HasField(self, field_name: typing.Literal["value", b"value"]) -> builtins.bool: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    TOKEN_TEXTS_FIELD_NUMBER: builtins.int
+    @property
+    def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """token_ids of the text."""
+
+    @property
+    def token_texts(self) -> google.protobuf.internal.containers.MessageMap[builtins.int, global___TokenText]:
+        """token_texts of every token id, by id, where they are asked for."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        token_texts: collections.abc.Mapping[builtins.int, global___TokenText] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["token_ids", b"token_ids", "token_texts", b"token_texts"]) -> None: ...
+
+global___TokenizeResponse = TokenizeResponse
+
+@typing.final
+class DetokenizeRequest(google.protobuf.message.Message):
+    """DetokenizeRequest asks for the text of tokens."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: builtins.int
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    model: builtins.str
+    """model as in GenerateRequest."""
+    @property
+    def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """token_ids, each below the vocabulary size; at most as many as the model's context."""
+
+    def __init__(
+        self,
+        *,
+        model: builtins.str = ...,
+        token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["model", b"model", "token_ids", b"token_ids"]) -> None: ...
+
+global___DetokenizeRequest = DetokenizeRequest
+
+@typing.final
+class DetokenizeResponse(google.protobuf.message.Message):
+    """DetokenizeResponse has the text of tokens."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: builtins.int
+    text: builtins.str
+    """text of the tokens, special ones by their names."""
+    def __init__(
+        self,
+        *,
+        text: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["text", b"text"]) -> None: ...
+
+global___DetokenizeResponse = DetokenizeResponse
 
 @typing.final
 class GetTargetInfoRequest(google.protobuf.message.Message):

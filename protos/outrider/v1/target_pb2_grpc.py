@@ -45,6 +45,16 @@ class TargetServiceStub(object):
                 request_serializer=outrider_dot_v1_dot_target__pb2.VerifyRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_target__pb2.VerifyResponse.FromString,
                 _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/outrider.v1.TargetService/Tokenize',
+                request_serializer=outrider_dot_v1_dot_target__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_target__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/outrider.v1.TargetService/Detokenize',
+                request_serializer=outrider_dot_v1_dot_target__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_target__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
         self.GetTargetInfo = channel.unary_unary(
                 '/outrider.v1.TargetService/GetTargetInfo',
                 request_serializer=outrider_dot_v1_dot_target__pb2.GetTargetInfoRequest.SerializeToString,
@@ -73,6 +83,20 @@ class TargetServiceServicer(object):
         """Verify checks trees that the client drafts. One stream carries many sequences; they share batches with
         Generate's. A stream that ends without close frames aborts its sequences. DEADLINE_EXCEEDED for one without a first
         message within the service's time for it, 10 s unless it is configured otherwise.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Tokenize(self, request, context):
+        """Tokenize turns a text or a conversation into token ids, as Generate would.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """Detokenize turns token ids into text.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -108,6 +132,16 @@ def add_TargetServiceServicer_to_server(servicer, server):
                     servicer.Verify,
                     request_deserializer=outrider_dot_v1_dot_target__pb2.VerifyRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_target__pb2.VerifyResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=outrider_dot_v1_dot_target__pb2.TokenizeRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_target__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=outrider_dot_v1_dot_target__pb2.DetokenizeRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_target__pb2.DetokenizeResponse.SerializeToString,
             ),
             'GetTargetInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetTargetInfo,
@@ -175,6 +209,60 @@ class TargetService(object):
             '/outrider.v1.TargetService/Verify',
             outrider_dot_v1_dot_target__pb2.VerifyRequest.SerializeToString,
             outrider_dot_v1_dot_target__pb2.VerifyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.v1.TargetService/Tokenize',
+            outrider_dot_v1_dot_target__pb2.TokenizeRequest.SerializeToString,
+            outrider_dot_v1_dot_target__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.v1.TargetService/Detokenize',
+            outrider_dot_v1_dot_target__pb2.DetokenizeRequest.SerializeToString,
+            outrider_dot_v1_dot_target__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

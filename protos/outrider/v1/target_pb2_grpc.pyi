@@ -38,6 +38,18 @@ class TargetServiceStub:
     message within the service's time for it, 10 s unless it is configured otherwise.
     """
 
+    Tokenize: grpc.UnaryUnaryMultiCallable[
+        outrider.v1.target_pb2.TokenizeRequest,
+        outrider.v1.target_pb2.TokenizeResponse,
+    ]
+    """Tokenize turns a text or a conversation into token ids, as Generate would."""
+
+    Detokenize: grpc.UnaryUnaryMultiCallable[
+        outrider.v1.target_pb2.DetokenizeRequest,
+        outrider.v1.target_pb2.DetokenizeResponse,
+    ]
+    """Detokenize turns token ids into text."""
+
     GetTargetInfo: grpc.UnaryUnaryMultiCallable[
         outrider.v1.target_pb2.GetTargetInfoRequest,
         outrider.v1.target_pb2.GetTargetInfoResponse,
@@ -74,6 +86,18 @@ class TargetServiceAsyncStub:
     Generate's. A stream that ends without close frames aborts its sequences. DEADLINE_EXCEEDED for one without a first
     message within the service's time for it, 10 s unless it is configured otherwise.
     """
+
+    Tokenize: grpc.aio.UnaryUnaryMultiCallable[
+        outrider.v1.target_pb2.TokenizeRequest,
+        outrider.v1.target_pb2.TokenizeResponse,
+    ]
+    """Tokenize turns a text or a conversation into token ids, as Generate would."""
+
+    Detokenize: grpc.aio.UnaryUnaryMultiCallable[
+        outrider.v1.target_pb2.DetokenizeRequest,
+        outrider.v1.target_pb2.DetokenizeResponse,
+    ]
+    """Detokenize turns token ids into text."""
 
     GetTargetInfo: grpc.aio.UnaryUnaryMultiCallable[
         outrider.v1.target_pb2.GetTargetInfoRequest,
@@ -115,6 +139,22 @@ class TargetServiceServicer(metaclass=abc.ABCMeta):
         Generate's. A stream that ends without close frames aborts its sequences. DEADLINE_EXCEEDED for one without a first
         message within the service's time for it, 10 s unless it is configured otherwise.
         """
+
+    @abc.abstractmethod
+    def Tokenize(
+        self,
+        request: outrider.v1.target_pb2.TokenizeRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[outrider.v1.target_pb2.TokenizeResponse, collections.abc.Awaitable[outrider.v1.target_pb2.TokenizeResponse]]:
+        """Tokenize turns a text or a conversation into token ids, as Generate would."""
+
+    @abc.abstractmethod
+    def Detokenize(
+        self,
+        request: outrider.v1.target_pb2.DetokenizeRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[outrider.v1.target_pb2.DetokenizeResponse, collections.abc.Awaitable[outrider.v1.target_pb2.DetokenizeResponse]]:
+        """Detokenize turns token ids into text."""
 
     @abc.abstractmethod
     def GetTargetInfo(

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16outrider/v1/tree.proto\x12\x0boutrider.v1\"S\n\x11TypicalAcceptance\x12\x14\n\x07\x65psilon\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05\x64\x65lta\x18\x02 \x01(\x01H\x01\x88\x01\x01\x42\n\n\x08_epsilonB\x08\n\x06_delta\"G\n\x11\x44raftDistribution\x12\x0e\n\x06parent\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0f\n\x07weights\x18\x03 \x03(\r\"v\n\tTokenTree\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0f\n\x07parents\x18\x02 \x03(\r\x12\x0e\n\x06scores\x18\x03 \x03(\x02\x12\x35\n\rdistributions\x18\x04 \x03(\x0b\x32\x1e.outrider.v1.DraftDistribution\"\xc5\x01\n\x06Tensor\x12(\n\x05\x64type\x18\x01 \x01(\x0e\x32\x19.outrider.v1.Tensor.DType\x12\r\n\x05shape\x18\x02 \x03(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x12\n\nrow_scales\x18\x04 \x03(\x02\"`\n\x05\x44Type\x12\x16\n\x12\x44_TYPE_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x44_TYPE_FLOAT32\x10\x01\x12\x13\n\x0f\x44_TYPE_BFLOAT16\x10\x02\x12\x16\n\x12\x44_TYPE_FLOAT8_E4M3\x10\x03\"\xb8\x04\n\x12SamplingParameters\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x01\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x01\x12\x42\n\nlogit_bias\x18\x08 \x03(\x0b\x32..outrider.v1.SamplingParameters.LogitBiasEntry\x12\x12\n\nmin_tokens\x18\t \x01(\r\x12\x17\n\nmax_tokens\x18\n \x01(\rH\x02\x88\x01\x01\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x12\n\nignore_eos\x18\r \x01(\x08\x12\x11\n\x04seed\x18\x0e \x01(\x06H\x03\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x04\x88\x01\x01\x12\x38\n\x11structured_output\x18\x10 \x01(\x0b\x32\x1d.outrider.v1.StructuredOutput\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x08\n\x06_top_pB\x15\n\x13_repetition_penaltyB\r\n\x0b_max_tokensB\x07\n\x05_seedB\x0b\n\t_logprobs\"\xae\x01\n\x10StructuredOutput\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12\'\n\x07\x63hoices\x18\x04 \x01(\x0b\x32\x14.outrider.v1.ChoicesH\x00\x12\x11\n\x07grammar\x18\x05 \x01(\tH\x00\x12\x17\n\x0f\x66ree_whitespace\x18\x06 \x01(\x08\x42\x06\n\x04\x66orm\"\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\t\"A\n\x07Timings\x12\x19\n\x11queue_nanoseconds\x18\x01 \x01(\x04\x12\x1b\n\x13\x63ompute_nanoseconds\x18\x02 \x01(\x04*\xb2\x01\n\x10VerificationMode\x12!\n\x1dVERIFICATION_MODE_UNSPECIFIED\x10\x00\x12\x1c\n\x18VERIFICATION_MODE_GREEDY\x10\x01\x12\x1d\n\x19VERIFICATION_MODE_COUPLED\x10\x02\x12\x1f\n\x1bVERIFICATION_MODE_REJECTION\x10\x03\x12\x1d\n\x19VERIFICATION_MODE_TYPICAL\x10\x04\x42+Z)outrider/clients/go/outriderv1;outriderv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16outrider/v1/tree.proto\x12\x0boutrider.v1\"S\n\x11TypicalAcceptance\x12\x14\n\x07\x65psilon\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05\x64\x65lta\x18\x02 \x01(\x01H\x01\x88\x01\x01\x42\n\n\x08_epsilonB\x08\n\x06_delta\"G\n\x11\x44raftDistribution\x12\x0e\n\x06parent\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0f\n\x07weights\x18\x03 \x03(\r\"v\n\tTokenTree\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0f\n\x07parents\x18\x02 \x03(\r\x12\x0e\n\x06scores\x18\x03 \x03(\x02\x12\x35\n\rdistributions\x18\x04 \x03(\x0b\x32\x1e.outrider.v1.DraftDistribution\"\xc5\x01\n\x06Tensor\x12(\n\x05\x64type\x18\x01 \x01(\x0e\x32\x19.outrider.v1.Tensor.DType\x12\r\n\x05shape\x18\x02 \x03(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x12\n\nrow_scales\x18\x04 \x03(\x02\"`\n\x05\x44Type\x12\x16\n\x12\x44_TYPE_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x44_TYPE_FLOAT32\x10\x01\x12\x13\n\x0f\x44_TYPE_BFLOAT16\x10\x02\x12\x16\n\x12\x44_TYPE_FLOAT8_E4M3\x10\x03\"\xea\x04\n\x12SamplingParameters\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x01\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x01\x12\x42\n\nlogit_bias\x18\x08 \x03(\x0b\x32..outrider.v1.SamplingParameters.LogitBiasEntry\x12\x12\n\nmin_tokens\x18\t \x01(\r\x12\x17\n\nmax_tokens\x18\n \x01(\rH\x02\x88\x01\x01\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x12\n\nignore_eos\x18\r \x01(\x08\x12\x11\n\x04seed\x18\x0e \x01(\x06H\x03\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x04\x88\x01\x01\x12\x38\n\x11structured_output\x18\x10 \x01(\x0b\x32\x1d.outrider.v1.StructuredOutput\x12\x1c\n\x0fprompt_logprobs\x18\x11 \x01(\rH\x05\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x08\n\x06_top_pB\x15\n\x13_repetition_penaltyB\r\n\x0b_max_tokensB\x07\n\x05_seedB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\xae\x01\n\x10StructuredOutput\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12\'\n\x07\x63hoices\x18\x04 \x01(\x0b\x32\x14.outrider.v1.ChoicesH\x00\x12\x11\n\x07grammar\x18\x05 \x01(\tH\x00\x12\x17\n\x0f\x66ree_whitespace\x18\x06 \x01(\x08\x42\x06\n\x04\x66orm\"\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\t\"A\n\x07Timings\x12\x19\n\x11queue_nanoseconds\x18\x01 \x01(\x04\x12\x1b\n\x13\x63ompute_nanoseconds\x18\x02 \x01(\x04*\xb2\x01\n\x10VerificationMode\x12!\n\x1dVERIFICATION_MODE_UNSPECIFIED\x10\x00\x12\x1c\n\x18VERIFICATION_MODE_GREEDY\x10\x01\x12\x1d\n\x19VERIFICATION_MODE_COUPLED\x10\x02\x12\x1f\n\x1bVERIFICATION_MODE_REJECTION\x10\x03\x12\x1d\n\x19VERIFICATION_MODE_TYPICAL\x10\x04\x42+Z)outrider/clients/go/outriderv1;outriderv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,8 +34,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._serialized_options = b'Z)outrider/clients/go/outriderv1;outriderv1'
   _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_VERIFICATIONMODE']._serialized_start=1359
-  _globals['_VERIFICATIONMODE']._serialized_end=1537
+  _globals['_VERIFICATIONMODE']._serialized_start=1409
+  _globals['_VERIFICATIONMODE']._serialized_end=1587
   _globals['_TYPICALACCEPTANCE']._serialized_start=39
   _globals['_TYPICALACCEPTANCE']._serialized_end=122
   _globals['_DRAFTDISTRIBUTION']._serialized_start=124
@@ -47,13 +47,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TENSOR_DTYPE']._serialized_start=419
   _globals['_TENSOR_DTYPE']._serialized_end=515
   _globals['_SAMPLINGPARAMETERS']._serialized_start=518
-  _globals['_SAMPLINGPARAMETERS']._serialized_end=1086
-  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_start=968
-  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_end=1016
-  _globals['_STRUCTUREDOUTPUT']._serialized_start=1089
-  _globals['_STRUCTUREDOUTPUT']._serialized_end=1263
-  _globals['_CHOICES']._serialized_start=1265
-  _globals['_CHOICES']._serialized_end=1289
-  _globals['_TIMINGS']._serialized_start=1291
-  _globals['_TIMINGS']._serialized_end=1356
+  _globals['_SAMPLINGPARAMETERS']._serialized_end=1136
+  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_start=998
+  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_end=1046
+  _globals['_STRUCTUREDOUTPUT']._serialized_start=1139
+  _globals['_STRUCTUREDOUTPUT']._serialized_end=1313
+  _globals['_CHOICES']._serialized_start=1315
+  _globals['_CHOICES']._serialized_end=1339
+  _globals['_TIMINGS']._serialized_start=1341
+  _globals['_TIMINGS']._serialized_end=1406
 # @@protoc_insertion_point(module_scope)

@@ -17,7 +17,7 @@ import type { JsonObject, Message } from "@bufbuild/protobuf";
  * Describes the file outrider/v1/target.proto.
  */
 export const file_outrider_v1_target: GenFile = /*@__PURE__*/
-  fileDesc("ChhvdXRyaWRlci92MS90YXJnZXQucHJvdG8SC291dHJpZGVyLnYxIpkDCg9HZW5lcmF0ZVJlcXVlc3QSDQoFbW9kZWwYASABKAkSDgoEdGV4dBgCIAEoCUgAEiYKBGNoYXQYAyABKAsyFi5vdXRyaWRlci52MS5DaGF0SW5wdXRIABIpCgZ0b2tlbnMYBCABKAsyFy5vdXRyaWRlci52MS5Ub2tlbklucHV0SAASMQoIc2FtcGxpbmcYBSABKAsyHy5vdXRyaWRlci52MS5TYW1wbGluZ1BhcmFtZXRlcnMSNAoLc3BlY3VsYXRpb24YBiABKAsyHy5vdXRyaWRlci52MS5TcGVjdWxhdGlvbk9wdGlvbnMSMAoKcHJlZGljdGlvbhgHIAEoCzIXLm91dHJpZGVyLnYxLlByZWRpY3Rpb25IAYgBARIbChNzaG93X3NwZWNpYWxfdG9rZW5zGAggASgIEhsKDnNwZWNpYWxfdG9rZW5zGAkgASgISAKIAQESFAoMYW5zd2VyX3BhcnRzGAogASgIQgcKBWlucHV0Qg0KC19wcmVkaWN0aW9uQhEKD19zcGVjaWFsX3Rva2VucyJSCgpQcmVkaWN0aW9uEg4KBHRleHQYASABKAlIABIpCgZ0b2tlbnMYAiABKAsyFy5vdXRyaWRlci52MS5Ub2tlbklucHV0SABCCQoHY29udGVudCLtAQoJQ2hhdElucHV0EioKCG1lc3NhZ2VzGAEgAygLMhgub3V0cmlkZXIudjEuQ2hhdE1lc3NhZ2USIgoVYWRkX2dlbmVyYXRpb25fcHJvbXB0GAIgASgISACIAQESHgoWY29udGludWVfZmluYWxfbWVzc2FnZRgDIAEoCBIzChJ0ZW1wbGF0ZV9hcmd1bWVudHMYBCABKAsyFy5nb29nbGUucHJvdG9idWYuU3RydWN0EiEKBXRvb2xzGAUgASgLMhIub3V0cmlkZXIudjEuVG9vbHNCGAoWX2FkZF9nZW5lcmF0aW9uX3Byb21wdCKOAQoLQ2hhdE1lc3NhZ2USDAoEcm9sZRgBIAEoCRIPCgdjb250ZW50GAIgASgJEikKCnRvb2xfY2FsbHMYAyADKAsyFS5vdXRyaWRlci52MS5Ub29sQ2FsbBIUCgx0b29sX2NhbGxfaWQYBCABKAkSDAoEbmFtZRgFIAEoCRIRCglyZWFzb25pbmcYBiABKAkiNwoIVG9vbENhbGwSCgoCaWQYASABKAkSDAoEbmFtZRgCIAEoCRIRCglhcmd1bWVudHMYAyABKAkiaAoFVG9vbHMSEwoLZGVmaW5pdGlvbnMYASABKAkSJwoGY2hvaWNlGAIgASgOMhcub3V0cmlkZXIudjEuVG9vbENob2ljZRIMCgRuYW1lGAMgASgJEhMKC3NpbmdsZV9jYWxsGAQgASgIIh8KClRva2VuSW5wdXQSEQoJdG9rZW5faWRzGAEgAygNIu4BChJTcGVjdWxhdGlvbk9wdGlvbnMSFAoHZW5hYmxlZBgBIAEoCEgAiAEBEisKBG1vZGUYAiABKA4yHS5vdXRyaWRlci52MS5WZXJpZmljYXRpb25Nb2RlEhYKCW1heF9ub2RlcxgDIAEoDUgBiAEBEg4KBmNvcnB1cxgEIAEoCRIvCgd0eXBpY2FsGAUgASgLMh4ub3V0cmlkZXIudjEuVHlwaWNhbEFjY2VwdGFuY2USDQoFdHJlZXMYBiABKAgSEwoLdG9rZW5fdGV4dHMYByABKAhCCgoIX2VuYWJsZWRCDAoKX21heF9ub2RlcyLTAQoQR2VuZXJhdGVSZXNwb25zZRIvCgdzdGFydGVkGAEgASgLMhwub3V0cmlkZXIudjEuR2VuZXJhdGVTdGFydGVkSAASKwoFY2h1bmsYAiABKAsyGi5vdXRyaWRlci52MS5HZW5lcmF0ZUNodW5rSAASMQoIZmluaXNoZWQYAyABKAsyHS5vdXRyaWRlci52MS5HZW5lcmF0ZUZpbmlzaGVkSAASJQoHdGltaW5ncxgEIAEoCzIULm91dHJpZGVyLnYxLlRpbWluZ3NCBwoFZXZlbnQinAEKD0dlbmVyYXRlU3RhcnRlZBITCgtzZXF1ZW5jZV9pZBgBIAEoBBIVCg1wcm9tcHRfdG9rZW5zGAIgASgNEgwKBHNlZWQYAyABKAYSKwoEbW9kZRgEIAEoDjIdLm91dHJpZGVyLnYxLlZlcmlmaWNhdGlvbk1vZGUSEwoLc3BlY3VsYXRpbmcYBSABKAgSDQoFbW9kZWwYBiABKAkikAMKDUdlbmVyYXRlQ2h1bmsSEQoJdG9rZW5faWRzGAEgAygNEgwKBHRleHQYAiABKAkSFgoOZHJhZnRlZF90b2tlbnMYAyABKA0SLAoIbG9ncHJvYnMYBCADKAsyGi5vdXRyaWRlci52MS5Ub2tlbkxvZ3Byb2JzEgwKBHN0ZXAYBSABKAQSFgoOZHJhZnRzX2J5X3N0ZXAYBiADKA0SFQoNbW9kZWxfdmVyc2lvbhgHIAEoBBInCgR0cmVlGAggASgLMhkub3V0cmlkZXIudjEuVmVyaWZpZWRUcmVlEj8KC3Rva2VuX3RleHRzGAkgAygLMioub3V0cmlkZXIudjEuR2VuZXJhdGVDaHVuay5Ub2tlblRleHRzRW50cnkSJgoFcGFydHMYCiADKAsyFy5vdXRyaWRlci52MS5BbnN3ZXJQYXJ0GkkKD1Rva2VuVGV4dHNFbnRyeRILCgNrZXkYASABKA0SJQoFdmFsdWUYAiABKAsyFi5vdXRyaWRlci52MS5Ub2tlblRleHQ6AjgBImoKCkFuc3dlclBhcnQSDgoEdGV4dBgBIAEoCUgAEhMKCXJlYXNvbmluZxgCIAEoCUgAEi8KCXRvb2xfY2FsbBgDIAEoCzIaLm91dHJpZGVyLnYxLlRvb2xDYWxsUGllY2VIAEIGCgRwYXJ0IksKDVRvb2xDYWxsUGllY2USDQoFaW5kZXgYASABKA0SCgoCaWQYAiABKAkSDAoEbmFtZRgDIAEoCRIRCglhcmd1bWVudHMYBCABKAkiKgoJVG9rZW5UZXh0EgwKBHRleHQYASABKAwSDwoHc3BlY2lhbBgCIAEoCCJLCgxWZXJpZmllZFRyZWUSJAoEdHJlZRgBIAEoCzIWLm91dHJpZGVyLnYxLlRva2VuVHJlZRIVCg1hY2NlcHRlZF9yb3dzGAIgAygNIkYKDVRva2VuTG9ncHJvYnMSDwoHbG9ncHJvYhgBIAEoAhIkCgN0b3AYAiADKAsyFy5vdXRyaWRlci52MS5Ub3BMb2dwcm9iIi8KClRvcExvZ3Byb2ISEAoIdG9rZW5faWQYASABKA0SDwoHbG9ncHJvYhgCIAEoAiKBAgoQR2VuZXJhdGVGaW5pc2hlZBIwCg1maW5pc2hfcmVhc29uGAEgASgOMhkub3V0cmlkZXIudjEuRmluaXNoUmVhc29uEhcKDXN0b3BfdG9rZW5faWQYAiABKA1IABIVCgtzdG9wX3N0cmluZxgDIAEoCUgAEiEKBXVzYWdlGAQgASgLMhIub3V0cmlkZXIudjEuVXNhZ2USMwoLc3BlY3VsYXRpb24YBSABKAsyHi5vdXRyaWRlci52MS5TcGVjdWxhdGlvblRvdGFscxIoCgV0aW1lcxgGIAEoCzIZLm91dHJpZGVyLnYxLlJlcXVlc3RUaW1lc0IJCgdtYXRjaGVkIr0BCgVVc2FnZRIVCg1wcm9tcHRfdG9rZW5zGAEgASgNEhkKEWNvbXBsZXRpb25fdG9rZW5zGAIgASgNEiIKGmFjY2VwdGVkX3ByZWRpY3Rpb25fdG9rZW5zGAMgASgNEiIKGnJlamVjdGVkX3ByZWRpY3Rpb25fdG9rZW5zGAQgASgNEg0KBWxvc3N5GAUgASgIEhQKDGxvc3N5X3Rva2VucxgGIAEoDRIVCg1jYWNoZWRfdG9rZW5zGAcgASgNItcBChFTcGVjdWxhdGlvblRvdGFscxINCgVzdGVwcxgBIAEoBBIVCg1kcmFmdGVkX3N0ZXBzGAIgASgEEhYKDmRyYWZ0ZWRfdG9rZW5zGAMgASgEEhcKD2FjY2VwdGVkX3Rva2VucxgEIAEoBBIYChBkcmFmdGVkX2J5X2RlcHRoGAUgAygEEhkKEWFjY2VwdGVkX2J5X2RlcHRoGAYgAygEEh4KFmRyYWZ0X3dhaXRfbmFub3NlY29uZHMYByABKAQSFgoOZmFsbGJhY2tfc3RlcHMYCCABKAQiYgoMUmVxdWVzdFRpbWVzEhkKEXF1ZXVlX25hbm9zZWNvbmRzGAEgASgEEhsKE3ByZWZpbGxfbmFub3NlY29uZHMYAiABKAQSGgoSZGVjb2RlX25hbm9zZWNvbmRzGAMgASgEIqEBCg1WZXJpZnlSZXF1ZXN0Ei0KBG9wZW4YASABKAsyHS5vdXRyaWRlci52MS5PcGVuVmVyaWZpY2F0aW9uSAASJwoEdHJlZRgCIAEoCzIXLm91dHJpZGVyLnYxLlZlcmlmeVRyZWVIABIvCgVjbG9zZRgDIAEoCzIeLm91dHJpZGVyLnYxLkNsb3NlVmVyaWZpY2F0aW9uSABCBwoFZnJhbWUiygEKEE9wZW5WZXJpZmljYXRpb24SEgoKY2xpZW50X3RhZxgBIAEoBBIRCgl0b2tlbl9pZHMYAiADKA0SMQoIc2FtcGxpbmcYAyABKAsyHy5vdXRyaWRlci52MS5TYW1wbGluZ1BhcmFtZXRlcnMSKwoEbW9kZRgEIAEoDjIdLm91dHJpZGVyLnYxLlZlcmlmaWNhdGlvbk1vZGUSLwoHdHlwaWNhbBgFIAEoCzIeLm91dHJpZGVyLnYxLlR5cGljYWxBY2NlcHRhbmNlIlUKClZlcmlmeVRyZWUSEwoLc2VxdWVuY2VfaWQYASABKAQSDAoEc3RlcBgCIAEoBBIkCgR0cmVlGAMgASgLMhYub3V0cmlkZXIudjEuVG9rZW5UcmVlIigKEUNsb3NlVmVyaWZpY2F0aW9uEhMKC3NlcXVlbmNlX2lkGAEgASgEIs8BCg5WZXJpZnlSZXNwb25zZRIxCgZvcGVuZWQYASABKAsyHy5vdXRyaWRlci52MS5WZXJpZmljYXRpb25PcGVuZWRIABInCgd2ZXJkaWN0GAIgASgLMhQub3V0cmlkZXIudjEuVmVyZGljdEgAEjEKBnN0YXR1cxgDIAEoCzIfLm91dHJpZGVyLnYxLlZlcmlmaWNhdGlvblN0YXR1c0gAEiUKB3RpbWluZ3MYBCABKAsyFC5vdXRyaWRlci52MS5UaW1pbmdzQgcKBWZyYW1lIpgBChJWZXJpZmljYXRpb25PcGVuZWQSEgoKY2xpZW50X3RhZxgBIAEoBBITCgtzZXF1ZW5jZV9pZBgCIAEoBBIMCgRzdGVwGAMgASgEEgwKBHNlZWQYBCABKAYSKwoEbW9kZRgFIAEoDjIdLm91dHJpZGVyLnYxLlZlcmlmaWNhdGlvbk1vZGUSEAoIbWF4X3Jvd3MYBiABKA0i4AEKB1ZlcmRpY3QSEwoLc2VxdWVuY2VfaWQYASABKAQSDAoEc3RlcBgCIAEoBBIVCg1hY2NlcHRlZF9yb3dzGAMgAygNEhEKCXRva2VuX2lkcxgEIAMoDRIRCgluZXh0X3N0ZXAYBSABKAQSMAoNZmluaXNoX3JlYXNvbhgGIAEoDjIZLm91dHJpZGVyLnYxLkZpbmlzaFJlYXNvbhIsCghsb2dwcm9icxgHIAMoCzIaLm91dHJpZGVyLnYxLlRva2VuTG9ncHJvYnMSFQoNbW9kZWxfdmVyc2lvbhgIIAEoBCJvChJWZXJpZmljYXRpb25TdGF0dXMSEwoLc2VxdWVuY2VfaWQYASABKAQSEgoKY2xpZW50X3RhZxgCIAEoBBIMCgRzdGVwGAMgASgEEiIKBnN0YXR1cxgEIAEoCzISLmdvb2dsZS5ycGMuU3RhdHVzIhYKFEdldFRhcmdldEluZm9SZXF1ZXN0It8EChVHZXRUYXJnZXRJbmZvUmVzcG9uc2USDQoFbW9kZWwYASABKAkSFwoPdm9jYWJ1bGFyeV9zaXplGAIgASgNEh0KFXRva2VuaXplcl9maW5nZXJwcmludBgDIAEoCRITCgttYXhfY29udGV4dBgEIAEoDRIQCghtYXhfcm93cxgFIAEoDRINCgVkdHlwZRgGIAEoCRIRCglwYWdlX3NpemUYByABKA0SEQoJa3ZfdG9rZW5zGAggASgEEiwKBW1vZGVzGAkgAygOMh0ub3V0cmlkZXIudjEuVmVyaWZpY2F0aW9uTW9kZRIPCgdkcmFmdGVyGAogASgJEhUKDWVuZF90b2tlbl9pZHMYCyADKA0SDwoHdmVyc2lvbhgMIAEoCRIVCg10b3JjaF92ZXJzaW9uGA0gASgJEhYKDnRyaXRvbl92ZXJzaW9uGA4gASgJEg4KBmRldmljZRgPIAEoCRITCgtkZXZpY2VfbmFtZRgQIAEoCRIbChNjYXB0dXJlZF9zdGVwX3NpemVzGBEgASgNEh0KFWNhcHR1cmFibGVfc3RlcF9zaXplcxgSIAEoDRINCgVkcmFmdBgTIAEoCRIXCg9kcmFmdF9jb25uZWN0ZWQYFCABKAgSEwoLc3BlY3VsYXRpbmcYFSABKAgSGgoSc3BlY3VsYXRpb25fcmVhc29uGBYgASgJEhUKDW1vZGVsX3ZlcnNpb24YFyABKAQSFgoOa3ZfdG9rZW5fYnl0ZXMYGCABKAQSFAoMc2VydmVkX25hbWVzGBkgAygJEg4KBnRlbmFudBgaIAEoCSJZChRVcGRhdGVXZWlnaHRzUmVxdWVzdBIpCgViZWdpbhgBIAEoCzIYLm91dHJpZGVyLnYxLkJlZ2luVXBkYXRlSAASDgoEZGF0YRgCIAEoDEgAQgYKBHBhcnQigwEKC0JlZ2luVXBkYXRlEhAKBmZvbGRlchgBIAEoCUgAEikKBWZpbGVzGAIgASgLMhgub3V0cmlkZXIudjEuV2VpZ2h0RmlsZXNIABItCgdydW5uaW5nGAMgASgOMhwub3V0cmlkZXIudjEuUnVubmluZ1JlcXVlc3RzQggKBnNvdXJjZSIcCgtXZWlnaHRGaWxlcxINCgVzaXplcxgBIAMoBCK+AQoVVXBkYXRlV2VpZ2h0c1Jlc3BvbnNlEhUKDW1vZGVsX3ZlcnNpb24YASABKAQSDwoHdGVuc29ycxgCIAEoDRINCgVieXRlcxgDIAEoBBIbChNwcmVwYXJlX25hbm9zZWNvbmRzGAQgASgEEhkKEXBhdXNlX25hbm9zZWNvbmRzGAUgASgEEhkKEWFib3J0ZWRfc2VxdWVuY2VzGAYgASgNEhsKE2NvbnRpbnVlZF9zZXF1ZW5jZXMYByABKA0qggEKDEZpbmlzaFJlYXNvbhIdChlGSU5JU0hfUkVBU09OX1VOU1BFQ0lGSUVEEAASIQodRklOSVNIX1JFQVNPTl9FTkRfT0ZfU0VRVUVOQ0UQARIWChJGSU5JU0hfUkVBU09OX1NUT1AQAhIYChRGSU5JU0hfUkVBU09OX0xFTkdUSBADKm8KClRvb2xDaG9pY2USGwoXVE9PTF9DSE9JQ0VfVU5TUEVDSUZJRUQQABIUChBUT09MX0NIT0lDRV9BVVRPEAESFAoQVE9PTF9DSE9JQ0VfTk9ORRACEhgKFFRPT0xfQ0hPSUNFX1JFUVVJUkVEEAMqigEKD1J1bm5pbmdSZXF1ZXN0cxIgChxSVU5OSU5HX1JFUVVFU1RTX1VOU1BFQ0lGSUVEEAASGgoWUlVOTklOR19SRVFVRVNUU19EUkFJThABEhoKFlJVTk5JTkdfUkVRVUVTVFNfQUJPUlQQAhIdChlSVU5OSU5HX1JFUVVFU1RTX0NPTlRJTlVFEAMy0wIKDVRhcmdldFNlcnZpY2USSQoIR2VuZXJhdGUSHC5vdXRyaWRlci52MS5HZW5lcmF0ZVJlcXVlc3QaHS5vdXRyaWRlci52MS5HZW5lcmF0ZVJlc3BvbnNlMAESRQoGVmVyaWZ5Ehoub3V0cmlkZXIudjEuVmVyaWZ5UmVxdWVzdBobLm91dHJpZGVyLnYxLlZlcmlmeVJlc3BvbnNlKAEwARJWCg1HZXRUYXJnZXRJbmZvEiEub3V0cmlkZXIudjEuR2V0VGFyZ2V0SW5mb1JlcXVlc3QaIi5vdXRyaWRlci52MS5HZXRUYXJnZXRJbmZvUmVzcG9uc2USWAoNVXBkYXRlV2VpZ2h0cxIhLm91dHJpZGVyLnYxLlVwZGF0ZVdlaWdodHNSZXF1ZXN0GiIub3V0cmlkZXIudjEuVXBkYXRlV2VpZ2h0c1Jlc3BvbnNlKAFCK1opb3V0cmlkZXIvY2xpZW50cy9nby9vdXRyaWRlcnYxO291dHJpZGVydjFiBnByb3RvMw", [file_google_protobuf_struct, file_google_rpc_status, file_outrider_v1_tree]);
+  fileDesc("ChhvdXRyaWRlci92MS90YXJnZXQucHJvdG8SC291dHJpZGVyLnYxIpkDCg9HZW5lcmF0ZVJlcXVlc3QSDQoFbW9kZWwYASABKAkSDgoEdGV4dBgCIAEoCUgAEiYKBGNoYXQYAyABKAsyFi5vdXRyaWRlci52MS5DaGF0SW5wdXRIABIpCgZ0b2tlbnMYBCABKAsyFy5vdXRyaWRlci52MS5Ub2tlbklucHV0SAASMQoIc2FtcGxpbmcYBSABKAsyHy5vdXRyaWRlci52MS5TYW1wbGluZ1BhcmFtZXRlcnMSNAoLc3BlY3VsYXRpb24YBiABKAsyHy5vdXRyaWRlci52MS5TcGVjdWxhdGlvbk9wdGlvbnMSMAoKcHJlZGljdGlvbhgHIAEoCzIXLm91dHJpZGVyLnYxLlByZWRpY3Rpb25IAYgBARIbChNzaG93X3NwZWNpYWxfdG9rZW5zGAggASgIEhsKDnNwZWNpYWxfdG9rZW5zGAkgASgISAKIAQESFAoMYW5zd2VyX3BhcnRzGAogASgIQgcKBWlucHV0Qg0KC19wcmVkaWN0aW9uQhEKD19zcGVjaWFsX3Rva2VucyJSCgpQcmVkaWN0aW9uEg4KBHRleHQYASABKAlIABIpCgZ0b2tlbnMYAiABKAsyFy5vdXRyaWRlci52MS5Ub2tlbklucHV0SABCCQoHY29udGVudCLtAQoJQ2hhdElucHV0EioKCG1lc3NhZ2VzGAEgAygLMhgub3V0cmlkZXIudjEuQ2hhdE1lc3NhZ2USIgoVYWRkX2dlbmVyYXRpb25fcHJvbXB0GAIgASgISACIAQESHgoWY29udGludWVfZmluYWxfbWVzc2FnZRgDIAEoCBIzChJ0ZW1wbGF0ZV9hcmd1bWVudHMYBCABKAsyFy5nb29nbGUucHJvdG9idWYuU3RydWN0EiEKBXRvb2xzGAUgASgLMhIub3V0cmlkZXIudjEuVG9vbHNCGAoWX2FkZF9nZW5lcmF0aW9uX3Byb21wdCKOAQoLQ2hhdE1lc3NhZ2USDAoEcm9sZRgBIAEoCRIPCgdjb250ZW50GAIgASgJEikKCnRvb2xfY2FsbHMYAyADKAsyFS5vdXRyaWRlci52MS5Ub29sQ2FsbBIUCgx0b29sX2NhbGxfaWQYBCABKAkSDAoEbmFtZRgFIAEoCRIRCglyZWFzb25pbmcYBiABKAkiNwoIVG9vbENhbGwSCgoCaWQYASABKAkSDAoEbmFtZRgCIAEoCRIRCglhcmd1bWVudHMYAyABKAkiaAoFVG9vbHMSEwoLZGVmaW5pdGlvbnMYASABKAkSJwoGY2hvaWNlGAIgASgOMhcub3V0cmlkZXIudjEuVG9vbENob2ljZRIMCgRuYW1lGAMgASgJEhMKC3NpbmdsZV9jYWxsGAQgASgIIh8KClRva2VuSW5wdXQSEQoJdG9rZW5faWRzGAEgAygNIu4BChJTcGVjdWxhdGlvbk9wdGlvbnMSFAoHZW5hYmxlZBgBIAEoCEgAiAEBEisKBG1vZGUYAiABKA4yHS5vdXRyaWRlci52MS5WZXJpZmljYXRpb25Nb2RlEhYKCW1heF9ub2RlcxgDIAEoDUgBiAEBEg4KBmNvcnB1cxgEIAEoCRIvCgd0eXBpY2FsGAUgASgLMh4ub3V0cmlkZXIudjEuVHlwaWNhbEFjY2VwdGFuY2USDQoFdHJlZXMYBiABKAgSEwoLdG9rZW5fdGV4dHMYByABKAhCCgoIX2VuYWJsZWRCDAoKX21heF9ub2RlcyLTAQoQR2VuZXJhdGVSZXNwb25zZRIvCgdzdGFydGVkGAEgASgLMhwub3V0cmlkZXIudjEuR2VuZXJhdGVTdGFydGVkSAASKwoFY2h1bmsYAiABKAsyGi5vdXRyaWRlci52MS5HZW5lcmF0ZUNodW5rSAASMQoIZmluaXNoZWQYAyABKAsyHS5vdXRyaWRlci52MS5HZW5lcmF0ZUZpbmlzaGVkSAASJQoHdGltaW5ncxgEIAEoCzIULm91dHJpZGVyLnYxLlRpbWluZ3NCBwoFZXZlbnQinAEKD0dlbmVyYXRlU3RhcnRlZBITCgtzZXF1ZW5jZV9pZBgBIAEoBBIVCg1wcm9tcHRfdG9rZW5zGAIgASgNEgwKBHNlZWQYAyABKAYSKwoEbW9kZRgEIAEoDjIdLm91dHJpZGVyLnYxLlZlcmlmaWNhdGlvbk1vZGUSEwoLc3BlY3VsYXRpbmcYBSABKAgSDQoFbW9kZWwYBiABKAkixgMKDUdlbmVyYXRlQ2h1bmsSEQoJdG9rZW5faWRzGAEgAygNEgwKBHRleHQYAiABKAkSFgoOZHJhZnRlZF90b2tlbnMYAyABKA0SLAoIbG9ncHJvYnMYBCADKAsyGi5vdXRyaWRlci52MS5Ub2tlbkxvZ3Byb2JzEgwKBHN0ZXAYBSABKAQSFgoOZHJhZnRzX2J5X3N0ZXAYBiADKA0SFQoNbW9kZWxfdmVyc2lvbhgHIAEoBBInCgR0cmVlGAggASgLMhkub3V0cmlkZXIudjEuVmVyaWZpZWRUcmVlEj8KC3Rva2VuX3RleHRzGAkgAygLMioub3V0cmlkZXIudjEuR2VuZXJhdGVDaHVuay5Ub2tlblRleHRzRW50cnkSJgoFcGFydHMYCiADKAsyFy5vdXRyaWRlci52MS5BbnN3ZXJQYXJ0EjQKD3Byb21wdF9sb2dwcm9icxgLIAEoCzIbLm91dHJpZGVyLnYxLlByb21wdExvZ3Byb2JzGkkKD1Rva2VuVGV4dHNFbnRyeRILCgNrZXkYASABKA0SJQoFdmFsdWUYAiABKAsyFi5vdXRyaWRlci52MS5Ub2tlblRleHQ6AjgBIngKDlByb21wdExvZ3Byb2JzEhEKCXRva2VuX2lkcxgBIAMoDRIQCghsb2dwcm9icxgCIAMoAhIUCgxhbHRlcm5hdGl2ZXMYAyABKA0SFQoNdG9wX3Rva2VuX2lkcxgEIAMoDRIUCgx0b3BfbG9ncHJvYnMYBSADKAIiagoKQW5zd2VyUGFydBIOCgR0ZXh0GAEgASgJSAASEwoJcmVhc29uaW5nGAIgASgJSAASLwoJdG9vbF9jYWxsGAMgASgLMhoub3V0cmlkZXIudjEuVG9vbENhbGxQaWVjZUgAQgYKBHBhcnQiSwoNVG9vbENhbGxQaWVjZRINCgVpbmRleBgBIAEoDRIKCgJpZBgCIAEoCRIMCgRuYW1lGAMgASgJEhEKCWFyZ3VtZW50cxgEIAEoCSIqCglUb2tlblRleHQSDAoEdGV4dBgBIAEoDBIPCgdzcGVjaWFsGAIgASgIIksKDFZlcmlmaWVkVHJlZRIkCgR0cmVlGAEgASgLMhYub3V0cmlkZXIudjEuVG9rZW5UcmVlEhUKDWFjY2VwdGVkX3Jvd3MYAiADKA0iRgoNVG9rZW5Mb2dwcm9icxIPCgdsb2dwcm9iGAEgASgCEiQKA3RvcBgCIAMoCzIXLm91dHJpZGVyLnYxLlRvcExvZ3Byb2IiLwoKVG9wTG9ncHJvYhIQCgh0b2tlbl9pZBgBIAEoDRIPCgdsb2dwcm9iGAIgASgCIoECChBHZW5lcmF0ZUZpbmlzaGVkEjAKDWZpbmlzaF9yZWFzb24YASABKA4yGS5vdXRyaWRlci52MS5GaW5pc2hSZWFzb24SFwoNc3RvcF90b2tlbl9pZBgCIAEoDUgAEhUKC3N0b3Bfc3RyaW5nGAMgASgJSAASIQoFdXNhZ2UYBCABKAsyEi5vdXRyaWRlci52MS5Vc2FnZRIzCgtzcGVjdWxhdGlvbhgFIAEoCzIeLm91dHJpZGVyLnYxLlNwZWN1bGF0aW9uVG90YWxzEigKBXRpbWVzGAYgASgLMhkub3V0cmlkZXIudjEuUmVxdWVzdFRpbWVzQgkKB21hdGNoZWQivQEKBVVzYWdlEhUKDXByb21wdF90b2tlbnMYASABKA0SGQoRY29tcGxldGlvbl90b2tlbnMYAiABKA0SIgoaYWNjZXB0ZWRfcHJlZGljdGlvbl90b2tlbnMYAyABKA0SIgoacmVqZWN0ZWRfcHJlZGljdGlvbl90b2tlbnMYBCABKA0SDQoFbG9zc3kYBSABKAgSFAoMbG9zc3lfdG9rZW5zGAYgASgNEhUKDWNhY2hlZF90b2tlbnMYByABKA0i1wEKEVNwZWN1bGF0aW9uVG90YWxzEg0KBXN0ZXBzGAEgASgEEhUKDWRyYWZ0ZWRfc3RlcHMYAiABKAQSFgoOZHJhZnRlZF90b2tlbnMYAyABKAQSFwoPYWNjZXB0ZWRfdG9rZW5zGAQgASgEEhgKEGRyYWZ0ZWRfYnlfZGVwdGgYBSADKAQSGQoRYWNjZXB0ZWRfYnlfZGVwdGgYBiADKAQSHgoWZHJhZnRfd2FpdF9uYW5vc2Vjb25kcxgHIAEoBBIWCg5mYWxsYmFja19zdGVwcxgIIAEoBCJiCgxSZXF1ZXN0VGltZXMSGQoRcXVldWVfbmFub3NlY29uZHMYASABKAQSGwoTcHJlZmlsbF9uYW5vc2Vjb25kcxgCIAEoBBIaChJkZWNvZGVfbmFub3NlY29uZHMYAyABKAQioQEKDVZlcmlmeVJlcXVlc3QSLQoEb3BlbhgBIAEoCzIdLm91dHJpZGVyLnYxLk9wZW5WZXJpZmljYXRpb25IABInCgR0cmVlGAIgASgLMhcub3V0cmlkZXIudjEuVmVyaWZ5VHJlZUgAEi8KBWNsb3NlGAMgASgLMh4ub3V0cmlkZXIudjEuQ2xvc2VWZXJpZmljYXRpb25IAEIHCgVmcmFtZSLKAQoQT3BlblZlcmlmaWNhdGlvbhISCgpjbGllbnRfdGFnGAEgASgEEhEKCXRva2VuX2lkcxgCIAMoDRIxCghzYW1wbGluZxgDIAEoCzIfLm91dHJpZGVyLnYxLlNhbXBsaW5nUGFyYW1ldGVycxIrCgRtb2RlGAQgASgOMh0ub3V0cmlkZXIudjEuVmVyaWZpY2F0aW9uTW9kZRIvCgd0eXBpY2FsGAUgASgLMh4ub3V0cmlkZXIudjEuVHlwaWNhbEFjY2VwdGFuY2UiVQoKVmVyaWZ5VHJlZRITCgtzZXF1ZW5jZV9pZBgBIAEoBBIMCgRzdGVwGAIgASgEEiQKBHRyZWUYAyABKAsyFi5vdXRyaWRlci52MS5Ub2tlblRyZWUiKAoRQ2xvc2VWZXJpZmljYXRpb24SEwoLc2VxdWVuY2VfaWQYASABKAQizwEKDlZlcmlmeVJlc3BvbnNlEjEKBm9wZW5lZBgBIAEoCzIfLm91dHJpZGVyLnYxLlZlcmlmaWNhdGlvbk9wZW5lZEgAEicKB3ZlcmRpY3QYAiABKAsyFC5vdXRyaWRlci52MS5WZXJkaWN0SAASMQoGc3RhdHVzGAMgASgLMh8ub3V0cmlkZXIudjEuVmVyaWZpY2F0aW9uU3RhdHVzSAASJQoHdGltaW5ncxgEIAEoCzIULm91dHJpZGVyLnYxLlRpbWluZ3NCBwoFZnJhbWUimAEKElZlcmlmaWNhdGlvbk9wZW5lZBISCgpjbGllbnRfdGFnGAEgASgEEhMKC3NlcXVlbmNlX2lkGAIgASgEEgwKBHN0ZXAYAyABKAQSDAoEc2VlZBgEIAEoBhIrCgRtb2RlGAUgASgOMh0ub3V0cmlkZXIudjEuVmVyaWZpY2F0aW9uTW9kZRIQCghtYXhfcm93cxgGIAEoDSLgAQoHVmVyZGljdBITCgtzZXF1ZW5jZV9pZBgBIAEoBBIMCgRzdGVwGAIgASgEEhUKDWFjY2VwdGVkX3Jvd3MYAyADKA0SEQoJdG9rZW5faWRzGAQgAygNEhEKCW5leHRfc3RlcBgFIAEoBBIwCg1maW5pc2hfcmVhc29uGAYgASgOMhkub3V0cmlkZXIudjEuRmluaXNoUmVhc29uEiwKCGxvZ3Byb2JzGAcgAygLMhoub3V0cmlkZXIudjEuVG9rZW5Mb2dwcm9icxIVCg1tb2RlbF92ZXJzaW9uGAggASgEIm8KElZlcmlmaWNhdGlvblN0YXR1cxITCgtzZXF1ZW5jZV9pZBgBIAEoBBISCgpjbGllbnRfdGFnGAIgASgEEgwKBHN0ZXAYAyABKAQSIgoGc3RhdHVzGAQgASgLMhIuZ29vZ2xlLnJwYy5TdGF0dXMi3gEKD1Rva2VuaXplUmVxdWVzdBINCgVtb2RlbBgBIAEoCRIOCgR0ZXh0GAIgASgJSAASJgoEY2hhdBgDIAEoCzIWLm91dHJpZGVyLnYxLkNoYXRJbnB1dEgAEhsKDnNwZWNpYWxfdG9rZW5zGAQgASgISAGIAQESHwoSYWRkX3NwZWNpYWxfdG9rZW5zGAUgASgISAKIAQESEwoLdG9rZW5fdGV4dHMYBiABKAhCBwoFaW5wdXRCEQoPX3NwZWNpYWxfdG9rZW5zQhUKE19hZGRfc3BlY2lhbF90b2tlbnMitAEKEFRva2VuaXplUmVzcG9uc2USEQoJdG9rZW5faWRzGAEgAygNEkIKC3Rva2VuX3RleHRzGAIgAygLMi0ub3V0cmlkZXIudjEuVG9rZW5pemVSZXNwb25zZS5Ub2tlblRleHRzRW50cnkaSQoPVG9rZW5UZXh0c0VudHJ5EgsKA2tleRgBIAEoDRIlCgV2YWx1ZRgCIAEoCzIWLm91dHJpZGVyLnYxLlRva2VuVGV4dDoCOAEiNQoRRGV0b2tlbml6ZVJlcXVlc3QSDQoFbW9kZWwYASABKAkSEQoJdG9rZW5faWRzGAIgAygNIiIKEkRldG9rZW5pemVSZXNwb25zZRIMCgR0ZXh0GAEgASgJIhYKFEdldFRhcmdldEluZm9SZXF1ZXN0It8EChVHZXRUYXJnZXRJbmZvUmVzcG9uc2USDQoFbW9kZWwYASABKAkSFwoPdm9jYWJ1bGFyeV9zaXplGAIgASgNEh0KFXRva2VuaXplcl9maW5nZXJwcmludBgDIAEoCRITCgttYXhfY29udGV4dBgEIAEoDRIQCghtYXhfcm93cxgFIAEoDRINCgVkdHlwZRgGIAEoCRIRCglwYWdlX3NpemUYByABKA0SEQoJa3ZfdG9rZW5zGAggASgEEiwKBW1vZGVzGAkgAygOMh0ub3V0cmlkZXIudjEuVmVyaWZpY2F0aW9uTW9kZRIPCgdkcmFmdGVyGAogASgJEhUKDWVuZF90b2tlbl9pZHMYCyADKA0SDwoHdmVyc2lvbhgMIAEoCRIVCg10b3JjaF92ZXJzaW9uGA0gASgJEhYKDnRyaXRvbl92ZXJzaW9uGA4gASgJEg4KBmRldmljZRgPIAEoCRITCgtkZXZpY2VfbmFtZRgQIAEoCRIbChNjYXB0dXJlZF9zdGVwX3NpemVzGBEgASgNEh0KFWNhcHR1cmFibGVfc3RlcF9zaXplcxgSIAEoDRINCgVkcmFmdBgTIAEoCRIXCg9kcmFmdF9jb25uZWN0ZWQYFCABKAgSEwoLc3BlY3VsYXRpbmcYFSABKAgSGgoSc3BlY3VsYXRpb25fcmVhc29uGBYgASgJEhUKDW1vZGVsX3ZlcnNpb24YFyABKAQSFgoOa3ZfdG9rZW5fYnl0ZXMYGCABKAQSFAoMc2VydmVkX25hbWVzGBkgAygJEg4KBnRlbmFudBgaIAEoCSJZChRVcGRhdGVXZWlnaHRzUmVxdWVzdBIpCgViZWdpbhgBIAEoCzIYLm91dHJpZGVyLnYxLkJlZ2luVXBkYXRlSAASDgoEZGF0YRgCIAEoDEgAQgYKBHBhcnQigwEKC0JlZ2luVXBkYXRlEhAKBmZvbGRlchgBIAEoCUgAEikKBWZpbGVzGAIgASgLMhgub3V0cmlkZXIudjEuV2VpZ2h0RmlsZXNIABItCgdydW5uaW5nGAMgASgOMhwub3V0cmlkZXIudjEuUnVubmluZ1JlcXVlc3RzQggKBnNvdXJjZSIcCgtXZWlnaHRGaWxlcxINCgVzaXplcxgBIAMoBCK+AQoVVXBkYXRlV2VpZ2h0c1Jlc3BvbnNlEhUKDW1vZGVsX3ZlcnNpb24YASABKAQSDwoHdGVuc29ycxgCIAEoDRINCgVieXRlcxgDIAEoBBIbChNwcmVwYXJlX25hbm9zZWNvbmRzGAQgASgEEhkKEXBhdXNlX25hbm9zZWNvbmRzGAUgASgEEhkKEWFib3J0ZWRfc2VxdWVuY2VzGAYgASgNEhsKE2NvbnRpbnVlZF9zZXF1ZW5jZXMYByABKA0qggEKDEZpbmlzaFJlYXNvbhIdChlGSU5JU0hfUkVBU09OX1VOU1BFQ0lGSUVEEAASIQodRklOSVNIX1JFQVNPTl9FTkRfT0ZfU0VRVUVOQ0UQARIWChJGSU5JU0hfUkVBU09OX1NUT1AQAhIYChRGSU5JU0hfUkVBU09OX0xFTkdUSBADKm8KClRvb2xDaG9pY2USGwoXVE9PTF9DSE9JQ0VfVU5TUEVDSUZJRUQQABIUChBUT09MX0NIT0lDRV9BVVRPEAESFAoQVE9PTF9DSE9JQ0VfTk9ORRACEhgKFFRPT0xfQ0hPSUNFX1JFUVVJUkVEEAMqigEKD1J1bm5pbmdSZXF1ZXN0cxIgChxSVU5OSU5HX1JFUVVFU1RTX1VOU1BFQ0lGSUVEEAASGgoWUlVOTklOR19SRVFVRVNUU19EUkFJThABEhoKFlJVTk5JTkdfUkVRVUVTVFNfQUJPUlQQAhIdChlSVU5OSU5HX1JFUVVFU1RTX0NPTlRJTlVFEAMy6wMKDVRhcmdldFNlcnZpY2USSQoIR2VuZXJhdGUSHC5vdXRyaWRlci52MS5HZW5lcmF0ZVJlcXVlc3QaHS5vdXRyaWRlci52MS5HZW5lcmF0ZVJlc3BvbnNlMAESRQoGVmVyaWZ5Ehoub3V0cmlkZXIudjEuVmVyaWZ5UmVxdWVzdBobLm91dHJpZGVyLnYxLlZlcmlmeVJlc3BvbnNlKAEwARJHCghUb2tlbml6ZRIcLm91dHJpZGVyLnYxLlRva2VuaXplUmVxdWVzdBodLm91dHJpZGVyLnYxLlRva2VuaXplUmVzcG9uc2USTQoKRGV0b2tlbml6ZRIeLm91dHJpZGVyLnYxLkRldG9rZW5pemVSZXF1ZXN0Gh8ub3V0cmlkZXIudjEuRGV0b2tlbml6ZVJlc3BvbnNlElYKDUdldFRhcmdldEluZm8SIS5vdXRyaWRlci52MS5HZXRUYXJnZXRJbmZvUmVxdWVzdBoiLm91dHJpZGVyLnYxLkdldFRhcmdldEluZm9SZXNwb25zZRJYCg1VcGRhdGVXZWlnaHRzEiEub3V0cmlkZXIudjEuVXBkYXRlV2VpZ2h0c1JlcXVlc3QaIi5vdXRyaWRlci52MS5VcGRhdGVXZWlnaHRzUmVzcG9uc2UoAUIrWilvdXRyaWRlci9jbGllbnRzL2dvL291dHJpZGVydjE7b3V0cmlkZXJ2MWIGcHJvdG8z", [file_google_protobuf_struct, file_google_rpc_status, file_outrider_v1_tree]);
 
 /**
  * GenerateRequest asks for one continuation.
@@ -622,6 +622,14 @@ export type GenerateChunk = Message<"outrider.v1.GenerateChunk"> & {
    * @generated from field: repeated outrider.v1.AnswerPart parts = 10;
    */
   parts: AnswerPart[];
+
+  /**
+   * prompt_logprobs of the next piece of the prompt, where SamplingParameters.prompt_logprobs asks for them. All pieces
+   * come before the first token id, most of them in chunks without one.
+   *
+   * @generated from field: outrider.v1.PromptLogprobs prompt_logprobs = 11;
+   */
+  promptLogprobs?: PromptLogprobs;
 };
 
 /**
@@ -630,6 +638,57 @@ export type GenerateChunk = Message<"outrider.v1.GenerateChunk"> & {
  */
 export const GenerateChunkSchema: GenMessage<GenerateChunk> = /*@__PURE__*/
   messageDesc(file_outrider_v1_target, 10);
+
+/**
+ * PromptLogprobs are the log-probabilities of a piece of the prompt, before penalties and filters. They are arrays since
+ * a prompt is long.
+ *
+ * @generated from message outrider.v1.PromptLogprobs
+ */
+export type PromptLogprobs = Message<"outrider.v1.PromptLogprobs"> & {
+  /**
+   * token_ids of the piece. Those of all pieces, in order, are the prompt.
+   *
+   * @generated from field: repeated uint32 token_ids = 1;
+   */
+  tokenIds: number[];
+
+  /**
+   * logprobs of token_ids, each given the tokens before it. The first token of a prompt, which has none before it, has
+   * no logprob: the first piece has one fewer.
+   *
+   * @generated from field: repeated float logprobs = 2;
+   */
+  logprobs: number[];
+
+  /**
+   * alternatives to each token that has a logprob: as many as were asked for, at most the vocabulary.
+   *
+   * @generated from field: uint32 alternatives = 3;
+   */
+  alternatives: number;
+
+  /**
+   * top_token_ids are the alternatives to one token after the other, the most probable first.
+   *
+   * @generated from field: repeated uint32 top_token_ids = 4;
+   */
+  topTokenIds: number[];
+
+  /**
+   * top_logprobs of top_token_ids.
+   *
+   * @generated from field: repeated float top_logprobs = 5;
+   */
+  topLogprobs: number[];
+};
+
+/**
+ * Describes the message outrider.v1.PromptLogprobs.
+ * Use `create(PromptLogprobsSchema)` to create a new message.
+ */
+export const PromptLogprobsSchema: GenMessage<PromptLogprobs> = /*@__PURE__*/
+  messageDesc(file_outrider_v1_target, 11);
 
 /**
  * AnswerPart is a piece of an answer. Pieces of one kind in a row belong together.
@@ -674,7 +733,7 @@ export type AnswerPart = Message<"outrider.v1.AnswerPart"> & {
  * Use `create(AnswerPartSchema)` to create a new message.
  */
 export const AnswerPartSchema: GenMessage<AnswerPart> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 11);
+  messageDesc(file_outrider_v1_target, 12);
 
 /**
  * ToolCallPiece is a piece of a tool call.
@@ -717,7 +776,7 @@ export type ToolCallPiece = Message<"outrider.v1.ToolCallPiece"> & {
  * Use `create(ToolCallPieceSchema)` to create a new message.
  */
 export const ToolCallPieceSchema: GenMessage<ToolCallPiece> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 12);
+  messageDesc(file_outrider_v1_target, 13);
 
 /**
  * TokenText is the text of one token by itself.
@@ -746,7 +805,7 @@ export type TokenText = Message<"outrider.v1.TokenText"> & {
  * Use `create(TokenTextSchema)` to create a new message.
  */
 export const TokenTextSchema: GenMessage<TokenText> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 13);
+  messageDesc(file_outrider_v1_target, 14);
 
 /**
  * VerifiedTree is what one step verified.
@@ -774,7 +833,7 @@ export type VerifiedTree = Message<"outrider.v1.VerifiedTree"> & {
  * Use `create(VerifiedTreeSchema)` to create a new message.
  */
 export const VerifiedTreeSchema: GenMessage<VerifiedTree> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 14);
+  messageDesc(file_outrider_v1_target, 15);
 
 /**
  * TokenLogprobs are log-probabilities before penalties and filters.
@@ -802,7 +861,7 @@ export type TokenLogprobs = Message<"outrider.v1.TokenLogprobs"> & {
  * Use `create(TokenLogprobsSchema)` to create a new message.
  */
 export const TokenLogprobsSchema: GenMessage<TokenLogprobs> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 15);
+  messageDesc(file_outrider_v1_target, 16);
 
 /**
  * TopLogprob is one alternative.
@@ -830,7 +889,7 @@ export type TopLogprob = Message<"outrider.v1.TopLogprob"> & {
  * Use `create(TopLogprobSchema)` to create a new message.
  */
 export const TopLogprobSchema: GenMessage<TopLogprob> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 16);
+  messageDesc(file_outrider_v1_target, 17);
 
 /**
  * GenerateFinished ends a generation.
@@ -895,7 +954,7 @@ export type GenerateFinished = Message<"outrider.v1.GenerateFinished"> & {
  * Use `create(GenerateFinishedSchema)` to create a new message.
  */
 export const GenerateFinishedSchema: GenMessage<GenerateFinished> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 17);
+  messageDesc(file_outrider_v1_target, 18);
 
 /**
  * Usage counts tokens.
@@ -963,7 +1022,7 @@ export type Usage = Message<"outrider.v1.Usage"> & {
  * Use `create(UsageSchema)` to create a new message.
  */
 export const UsageSchema: GenMessage<Usage> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 18);
+  messageDesc(file_outrider_v1_target, 19);
 
 /**
  * SpeculationTotals sum up what drafting did for one request. Mean accepted length counting the target's own token
@@ -1034,7 +1093,7 @@ export type SpeculationTotals = Message<"outrider.v1.SpeculationTotals"> & {
  * Use `create(SpeculationTotalsSchema)` to create a new message.
  */
 export const SpeculationTotalsSchema: GenMessage<SpeculationTotals> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 19);
+  messageDesc(file_outrider_v1_target, 20);
 
 /**
  * RequestTimes are the phases of one request.
@@ -1069,7 +1128,7 @@ export type RequestTimes = Message<"outrider.v1.RequestTimes"> & {
  * Use `create(RequestTimesSchema)` to create a new message.
  */
 export const RequestTimesSchema: GenMessage<RequestTimes> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 20);
+  messageDesc(file_outrider_v1_target, 21);
 
 /**
  * VerifyRequest is one frame from a client that drafts for itself.
@@ -1114,7 +1173,7 @@ export type VerifyRequest = Message<"outrider.v1.VerifyRequest"> & {
  * Use `create(VerifyRequestSchema)` to create a new message.
  */
 export const VerifyRequestSchema: GenMessage<VerifyRequest> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 21);
+  messageDesc(file_outrider_v1_target, 22);
 
 /**
  * OpenVerification starts a sequence.
@@ -1163,7 +1222,7 @@ export type OpenVerification = Message<"outrider.v1.OpenVerification"> & {
  * Use `create(OpenVerificationSchema)` to create a new message.
  */
 export const OpenVerificationSchema: GenMessage<OpenVerification> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 22);
+  messageDesc(file_outrider_v1_target, 23);
 
 /**
  * VerifyTree asks for one step.
@@ -1199,7 +1258,7 @@ export type VerifyTree = Message<"outrider.v1.VerifyTree"> & {
  * Use `create(VerifyTreeSchema)` to create a new message.
  */
 export const VerifyTreeSchema: GenMessage<VerifyTree> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 23);
+  messageDesc(file_outrider_v1_target, 24);
 
 /**
  * CloseVerification ends a sequence.
@@ -1220,7 +1279,7 @@ export type CloseVerification = Message<"outrider.v1.CloseVerification"> & {
  * Use `create(CloseVerificationSchema)` to create a new message.
  */
 export const CloseVerificationSchema: GenMessage<CloseVerification> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 24);
+  messageDesc(file_outrider_v1_target, 25);
 
 /**
  * VerifyResponse is one frame to a client that drafts for itself.
@@ -1272,7 +1331,7 @@ export type VerifyResponse = Message<"outrider.v1.VerifyResponse"> & {
  * Use `create(VerifyResponseSchema)` to create a new message.
  */
 export const VerifyResponseSchema: GenMessage<VerifyResponse> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 25);
+  messageDesc(file_outrider_v1_target, 26);
 
 /**
  * VerificationOpened acknowledges an open.
@@ -1328,7 +1387,7 @@ export type VerificationOpened = Message<"outrider.v1.VerificationOpened"> & {
  * Use `create(VerificationOpenedSchema)` to create a new message.
  */
 export const VerificationOpenedSchema: GenMessage<VerificationOpened> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 26);
+  messageDesc(file_outrider_v1_target, 27);
 
 /**
  * Verdict is the result of one step.
@@ -1399,7 +1458,7 @@ export type Verdict = Message<"outrider.v1.Verdict"> & {
  * Use `create(VerdictSchema)` to create a new message.
  */
 export const VerdictSchema: GenMessage<Verdict> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 27);
+  messageDesc(file_outrider_v1_target, 28);
 
 /**
  * VerificationStatus reports that a frame failed.
@@ -1441,7 +1500,151 @@ export type VerificationStatus = Message<"outrider.v1.VerificationStatus"> & {
  * Use `create(VerificationStatusSchema)` to create a new message.
  */
 export const VerificationStatusSchema: GenMessage<VerificationStatus> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 28);
+  messageDesc(file_outrider_v1_target, 29);
+
+/**
+ * TokenizeRequest asks for the tokens of a text. Tokenize refuses what Generate refuses: FAILED_PRECONDITION without a
+ * tokenizer or chat template, OUT_OF_RANGE past the model's context.
+ *
+ * @generated from message outrider.v1.TokenizeRequest
+ */
+export type TokenizeRequest = Message<"outrider.v1.TokenizeRequest"> & {
+  /**
+   * model as in GenerateRequest.
+   *
+   * @generated from field: string model = 1;
+   */
+  model: string;
+
+  /**
+   * input is what to tokenise. One must be set; an empty one is INVALID_ARGUMENT.
+   *
+   * @generated from oneof outrider.v1.TokenizeRequest.input
+   */
+  input: {
+    /**
+     * text is tokenised as it stands.
+     *
+     * @generated from field: string text = 2;
+     */
+    value: string;
+    case: "text";
+  } | {
+    /**
+     * chat is put through the model's chat template.
+     *
+     * @generated from field: outrider.v1.ChatInput chat = 3;
+     */
+    value: ChatInput;
+    case: "chat";
+  } | { case: undefined; value?: undefined };
+
+  /**
+   * special_tokens as in GenerateRequest.
+   *
+   * @generated from field: optional bool special_tokens = 4;
+   */
+  specialTokens?: boolean;
+
+  /**
+   * add_special_tokens puts those tokens before and behind a text that the tokenizer begins and ends a prompt with.
+   * Default true, as Generate does. Not looked at for a chat, whose template decides that.
+   *
+   * @generated from field: optional bool add_special_tokens = 5;
+   */
+  addSpecialTokens?: boolean;
+
+  /**
+   * token_texts asks for TokenizeResponse.token_texts. Default false.
+   *
+   * @generated from field: bool token_texts = 6;
+   */
+  tokenTexts: boolean;
+};
+
+/**
+ * Describes the message outrider.v1.TokenizeRequest.
+ * Use `create(TokenizeRequestSchema)` to create a new message.
+ */
+export const TokenizeRequestSchema: GenMessage<TokenizeRequest> = /*@__PURE__*/
+  messageDesc(file_outrider_v1_target, 30);
+
+/**
+ * TokenizeResponse has the tokens of a text.
+ *
+ * @generated from message outrider.v1.TokenizeResponse
+ */
+export type TokenizeResponse = Message<"outrider.v1.TokenizeResponse"> & {
+  /**
+   * token_ids of the text.
+   *
+   * @generated from field: repeated uint32 token_ids = 1;
+   */
+  tokenIds: number[];
+
+  /**
+   * token_texts of every token id, by id, where they are asked for.
+   *
+   * @generated from field: map<uint32, outrider.v1.TokenText> token_texts = 2;
+   */
+  tokenTexts: { [key: number]: TokenText };
+};
+
+/**
+ * Describes the message outrider.v1.TokenizeResponse.
+ * Use `create(TokenizeResponseSchema)` to create a new message.
+ */
+export const TokenizeResponseSchema: GenMessage<TokenizeResponse> = /*@__PURE__*/
+  messageDesc(file_outrider_v1_target, 31);
+
+/**
+ * DetokenizeRequest asks for the text of tokens.
+ *
+ * @generated from message outrider.v1.DetokenizeRequest
+ */
+export type DetokenizeRequest = Message<"outrider.v1.DetokenizeRequest"> & {
+  /**
+   * model as in GenerateRequest.
+   *
+   * @generated from field: string model = 1;
+   */
+  model: string;
+
+  /**
+   * token_ids, each below the vocabulary size; at most as many as the model's context.
+   *
+   * @generated from field: repeated uint32 token_ids = 2;
+   */
+  tokenIds: number[];
+};
+
+/**
+ * Describes the message outrider.v1.DetokenizeRequest.
+ * Use `create(DetokenizeRequestSchema)` to create a new message.
+ */
+export const DetokenizeRequestSchema: GenMessage<DetokenizeRequest> = /*@__PURE__*/
+  messageDesc(file_outrider_v1_target, 32);
+
+/**
+ * DetokenizeResponse has the text of tokens.
+ *
+ * @generated from message outrider.v1.DetokenizeResponse
+ */
+export type DetokenizeResponse = Message<"outrider.v1.DetokenizeResponse"> & {
+  /**
+   * text of the tokens, special ones by their names.
+   *
+   * @generated from field: string text = 1;
+   */
+  text: string;
+};
+
+/**
+ * Describes the message outrider.v1.DetokenizeResponse.
+ * Use `create(DetokenizeResponseSchema)` to create a new message.
+ */
+export const DetokenizeResponseSchema: GenMessage<DetokenizeResponse> = /*@__PURE__*/
+  messageDesc(file_outrider_v1_target, 33);
 
 /**
  * GetTargetInfoRequest asks what is served.
@@ -1456,7 +1659,7 @@ export type GetTargetInfoRequest = Message<"outrider.v1.GetTargetInfoRequest"> &
  * Use `create(GetTargetInfoRequestSchema)` to create a new message.
  */
 export const GetTargetInfoRequestSchema: GenMessage<GetTargetInfoRequest> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 29);
+  messageDesc(file_outrider_v1_target, 34);
 
 /**
  * GetTargetInfoResponse describes the target.
@@ -1655,7 +1858,7 @@ export type GetTargetInfoResponse = Message<"outrider.v1.GetTargetInfoResponse">
  * Use `create(GetTargetInfoResponseSchema)` to create a new message.
  */
 export const GetTargetInfoResponseSchema: GenMessage<GetTargetInfoResponse> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 30);
+  messageDesc(file_outrider_v1_target, 35);
 
 /**
  * UpdateWeightsRequest is a piece of an update. The first message begins it, and all others carry data.
@@ -1692,7 +1895,7 @@ export type UpdateWeightsRequest = Message<"outrider.v1.UpdateWeightsRequest"> &
  * Use `create(UpdateWeightsRequestSchema)` to create a new message.
  */
 export const UpdateWeightsRequestSchema: GenMessage<UpdateWeightsRequest> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 31);
+  messageDesc(file_outrider_v1_target, 36);
 
 /**
  * BeginUpdate says where weights come from, and what becomes of running requests.
@@ -1738,7 +1941,7 @@ export type BeginUpdate = Message<"outrider.v1.BeginUpdate"> & {
  * Use `create(BeginUpdateSchema)` to create a new message.
  */
 export const BeginUpdateSchema: GenMessage<BeginUpdate> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 32);
+  messageDesc(file_outrider_v1_target, 37);
 
 /**
  * WeightFiles are safetensors files that a stream carries one after the other.
@@ -1759,7 +1962,7 @@ export type WeightFiles = Message<"outrider.v1.WeightFiles"> & {
  * Use `create(WeightFilesSchema)` to create a new message.
  */
 export const WeightFilesSchema: GenMessage<WeightFiles> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 33);
+  messageDesc(file_outrider_v1_target, 38);
 
 /**
  * UpdateWeightsResponse says what was exchanged, once the new weights are in force.
@@ -1822,7 +2025,7 @@ export type UpdateWeightsResponse = Message<"outrider.v1.UpdateWeightsResponse">
  * Use `create(UpdateWeightsResponseSchema)` to create a new message.
  */
 export const UpdateWeightsResponseSchema: GenMessage<UpdateWeightsResponse> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 34);
+  messageDesc(file_outrider_v1_target, 39);
 
 /**
  * FinishReason says why a sequence ended.
@@ -1979,6 +2182,26 @@ export const TargetService: GenService<{
     methodKind: "bidi_streaming";
     input: typeof VerifyRequestSchema;
     output: typeof VerifyResponseSchema;
+  },
+  /**
+   * Tokenize turns a text or a conversation into token ids, as Generate would.
+   *
+   * @generated from rpc outrider.v1.TargetService.Tokenize
+   */
+  tokenize: {
+    methodKind: "unary";
+    input: typeof TokenizeRequestSchema;
+    output: typeof TokenizeResponseSchema;
+  },
+  /**
+   * Detokenize turns token ids into text.
+   *
+   * @generated from rpc outrider.v1.TargetService.Detokenize
+   */
+  detokenize: {
+    methodKind: "unary";
+    input: typeof DetokenizeRequestSchema;
+    output: typeof DetokenizeResponseSchema;
   },
   /**
    * GetTargetInfo says which model is served, and within which limits.
