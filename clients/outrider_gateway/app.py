@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+import outrider
 from outrider_gateway.admission import GatewayAdmission
 from outrider_gateway.caller import caller_from
 from outrider_gateway.config import ANY_ORIGIN, GatewayConfig
@@ -22,11 +23,25 @@ from outrider_gateway.hosts import host_check
 from outrider_gateway.metrics import GatewayMetrics
 from outrider_gateway.page import page_routes
 from outrider_gateway.served_models import ServedModels
+from outrider_gateway.target_calls import CallEndpoint, detokenize_call, tokenize_call
 from outrider_gateway.targets import Targets
 from outrider_gateway.translation import chat_request, completion_request
 
 # How long a browser may go by one answer to "may I?", in seconds: Chromium's own limit.
 _REMEMBERED = 7200
+
+
+# Of OpenAI's paths, and of others that clients try.
+_NOT_SERVED = {
+    "/v1/embeddings": "there are no embeddings: the model generates text",
+    "/v1/images": "there are no images: the model generates text",
+    "/v1/audio": "there is no audio: the model reads and generates text",
+    "/v1/moderations": "there are no moderations: the model generates text",
+    "/v1/assistants": "there are no assistants: /v1/responses and /v1/chat/completions answer",
+    "/v1/threads": "there are no threads: /v1/responses and /v1/chat/completions answer",
+    "/v1/batches": "there are no batches: requests are answered as they come",
+    "/v1/files": "there are no files: prompts are text",
+}
 
 
 class Application:
@@ -40,11 +55,17 @@ class Application:
         metrics.gauges(targets.readings)
         self._admission = admission = GatewayAdmission(config, targets)
         shared = config, admission, targets, models, metrics
-        chat = GenerationEndpoint("chat", chat_request, *shared)
-        completions = GenerationEndpoint("completions", completion_request, *shared)
-        generating = {"/v1/chat/completions": chat, "/v1/completions": completions}
+        generating = {
+            "/v1/chat/completions": GenerationEndpoint("chat", *shared, chat_request),
+            "/v1/completions": GenerationEndpoint("completions", *shared, completion_request),
+        }
+        calls = {
+            "/tokenize": CallEndpoint("tokenize", *shared, tokenize_call),
+            "/detokenize": CallEndpoint("detokenize", *shared, detokenize_call),
+        }
         routes: list[BaseRoute] = [
-            *(Route(path, endpoint, methods=["POST"]) for path, endpoint in generating.items()),
+            *(Route(path, endpoint, methods=["POST"]) for path, endpoint in {**generating, **calls}.items()),
+            Route("/version", self._version),
             Route("/v1/models", self._models),
             Route("/v1/models/{model:path}", self._model),
             Route("/health", self._alive),
@@ -66,6 +87,9 @@ class Application:
         caller = caller_from(request.scope["headers"])
         async with self._admission.asking(caller, request.scope):
             return JSONResponse(await self._served.model(request.path_params["model"], caller))
+
+    async def _version(self, _request: Request) -> Response:
+        return JSONResponse({"version": outrider.__version__})
 
     async def _alive(self, _request: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -119,6 +143,7 @@ async def _refused(_request: Request, error: Exception) -> Response:
 async def _not_found(request: Request, error: Exception) -> Response:
     """A path or a method that does not exist."""
     assert isinstance(error, HTTPException)
-    what = f"{request.method} {request.url.path}"
-    refused = Refused(error.status_code, f"{what}: {error.detail}", code="unknown_url")
+    path = request.url.path
+    reason = next((reason for known, reason in _NOT_SERVED.items() if path.startswith(known)), error.detail)
+    refused = Refused(error.status_code, f"{request.method} {path}: {reason}", code="unknown_url")
     return JSONResponse(refused.body(), error.status_code, error.headers)

@@ -94,7 +94,7 @@ def _tool_call(value: Any, path: str) -> ToolCall:
 def _part(part: Any, path: str) -> str:
     fields = Fields(typed(part, dict, path), path)
     if fields.pop("type") != "text":
-        raise BadField(f"{path}.type", "must be text: this server reads nothing else", "invalid_value")
+        raise BadField(f"{path}.type", "must be text: this server reads no images, audio or files", "invalid_value")
     text: str = typed(fields.pop("text"), str, f"{path}.text")
     fields.ignore(("name", *_IGNORED))
     fields.end()

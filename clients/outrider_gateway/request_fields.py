@@ -70,6 +70,7 @@ _ALIKE: tuple[RequestField, ...] = (
     _taken("stop_token_ids", "tokens that end an answer and are no part of it"),
     _taken("ignore_eos", "goes on past the model's end tokens"),
     _taken("logprobs", "log-probabilities of the tokens"),
+    _taken("prompt_logprobs", "log-probabilities of the prompt's tokens, as vLLM lists them; not streamed"),
     _taken("skip_special_tokens", "false shows special tokens in the text"),
     _taken(
         "split_special_tokens",
@@ -105,7 +106,6 @@ _ALIKE: tuple[RequestField, ...] = (
     _refused("return_token_ids", "answers are text", False),
     _refused("return_tokens_as_token_ids", "tokens are named by their text", False),
     _refused("return_hidden_states", "answers are text", False),
-    _refused("prompt_logprobs", "prompts have no log-probabilities"),
     _refused("truncate_prompt_tokens", "prompts are not cut"),
     _refused("use_beam_search", "there is no beam search", False),
     _refused("length_penalty", "there is no beam search", 1),
@@ -164,8 +164,8 @@ _CHAT: tuple[RequestField, ...] = (
 )
 _COMPLETIONS: tuple[RequestField, ...] = (
     _taken("prompt", "a text, token ids, or a list of either"),
-    _taken("echo", "the answer's text begins with the prompt; for prompts of text, without logprobs"),
-    _taken("best_of", "must equal n"),
+    _taken("echo", "the answer's text begins with the prompt, and `logprobs` with those of its tokens, see below"),
+    _taken("best_of", "so many answers to each prompt, of which the n likeliest are returned; not streamed"),
     _refused("add_special_tokens", _BEGINNING, True),
     _refused("suffix", "text is continued at its end", ""),
     _refused("messages", "it belongs to /v1/chat/completions"),
@@ -178,6 +178,19 @@ def _by_name(fields: Iterable[RequestField]) -> Mapping[str, RequestField]:
     return {field.name: field for field in fields}
 
 
+_PROMPTS_ONLY = "prompts are texts and messages"
+_TOKENIZE: tuple[RequestField, ...] = (
+    _taken("prompt", "a text; or else `messages`, with the fields of a chat that shape the prompt"),
+    _taken("add_special_tokens", "false leaves out what the tokenizer begins and ends a prompt with; for `prompt`"),
+    _taken("return_token_strs", "the text of each token as well"),
+    _refused("chat_template", "the model's own is used"),
+    _refused("mm_processor_kwargs", _PROMPTS_ONLY, {}),
+    _refused("media_io_kwargs", _PROMPTS_ONLY, {}),
+)
+_DETOKENIZE: tuple[RequestField, ...] = (_taken("tokens", "token ids"),)
+
+TOKENIZE_FIELDS = _by_name(_TOKENIZE)
+DETOKENIZE_FIELDS = _by_name(_DETOKENIZE)
 CHAT_FIELDS = _by_name((*_CHAT, *_ALIKE))
 COMPLETION_FIELDS = _by_name((*_COMPLETIONS, *_ALIKE))
 
@@ -191,7 +204,13 @@ def render(page: str) -> str:
 
 def _table(use: Use) -> str:
     rows = [("field", "of", _HEADS[use]), ("---",) * 3]
-    for fields, where in ((_ALIKE, "both"), (_CHAT, "chat"), (_COMPLETIONS, "completions")):
+    for fields, where in (
+        (_ALIKE, "both"),
+        (_CHAT, "chat"),
+        (_COMPLETIONS, "completions"),
+        (_TOKENIZE, "/tokenize"),
+        (_DETOKENIZE, "/detokenize"),
+    ):
         # Fields of one note stand together.
         notes: dict[str, list[str]] = {}
         for field in fields:

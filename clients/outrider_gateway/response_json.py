@@ -17,6 +17,7 @@ from outrider_client.terminal.painting import Painter
 from outrider_gateway.chat_json import chat_delta, chat_message
 from outrider_gateway.generation_request import GenerationRequest
 from outrider_gateway.http import event_bytes
+from outrider_gateway.prompt_echo import PromptEcho
 from outrider_gateway.token_texts import TokenTexts, merged
 
 _FINISH = {FinishReason.END_OF_SEQUENCE: "stop", FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
@@ -33,7 +34,8 @@ class ResponseBuilder:
         self._request = request
         self._texts = texts
         ends = () if request.sampling.ignore_eos else end_token_ids
-        self._hidden = frozenset((*ends, *request.sampling.stop_token_ids))
+        # Behind an echoed prompt every token is listed: clients count them from the end.
+        self._hidden = frozenset(() if request.echo else (*ends, *request.sampling.stop_token_ids))
         chat_kind = "chat.completion.chunk" if request.stream else "chat.completion"
         self._head = {
             "id": ("chatcmpl-" if request.chat else "cmpl-") + uuid.uuid4().hex,
@@ -47,6 +49,9 @@ class ResponseBuilder:
         self._begun = [False] * request.answers
         self._frames: list[tuple[bytes, bytes] | None] = [None] * request.answers
         self._listed: list[list[Any]] = [[] for _ in range(request.answers)]
+        self._prompts = [PromptEcho(texts, request.prompt(index).text) for index in range(request.answers)]
+        # Of each answer, the sum of its tokens' log-probabilities, where answers are ranked.
+        self._likelihood = [0.0] * request.answers
         # Tokens of each prompt and of each answer, as far as they are known.
         self._prompt_tokens = [0] * len(request.prompts)
         self._completion_tokens = [0] * request.answers
@@ -59,6 +64,8 @@ class ResponseBuilder:
     def chunk(self, index: int, chunk: Chunk) -> bytes:
         """The events of a chunk; empty for one without text or anything else that was asked for."""
         pieces = self._pieces[index]
+        if self._prompts[index].add(chunk) or self._request.prompt_only:
+            return b""
         self._completion_tokens[index] += len(chunk.token_ids)
         parts: Sequence[AnswerPart] = chunk.parts
         if not self._request.shows_reasoning:
@@ -97,7 +104,10 @@ class ResponseBuilder:
             return b""
         self._begun[index] = True
         if self._request.echo:
-            return event_bytes(self._part(index, {"text": self._request.prompt(index).text}))
+            prompt = self._prompts[index]
+            return event_bytes(
+                self._part(index, {"text": prompt.text}, prompt.lists() if self._request.logprobs else None)
+            )
         return event_bytes(self._part(index, {"delta": {"role": "assistant", "content": ""}}))
 
     def _part_event(self, index: int, part: AnswerPart) -> bytes:
@@ -122,29 +132,57 @@ class ResponseBuilder:
 
     async def keep(self, index: int, chunk: Chunk) -> None:
         """Note a chunk of an answer that is sent whole."""
+        if self._prompts[index].add(chunk) or self._request.prompt_only:
+            return
+        self._likelihood[index] += sum([entry.logprob for entry in chunk.logprobs])
         listed = self._list(index, chunk)
         if listed is not None:
             self._listed[index].append(listed)
 
     def whole(self, results: Sequence[Result]) -> dict[str, Any]:
         """The answer that is not streamed."""
-        choices = [self._choice(index, result) for index, result in enumerate(results)]
+        choices = [self._choice(place, index, results[index]) for place, index in enumerate(self._returned(results))]
         answer: dict[str, Any] = {**self._head, "choices": choices, "usage": self._usage(results)}
         if self._request.drafts:
             answer["outrider"] = {"totals": [totals(result) for result in results]}
+        if self._request.chat and self._lists_prompts:
+            answer["prompt_logprobs"] = self._prompts[0].by_id()
         return answer
 
-    def _choice(self, index: int, result: Result) -> dict[str, Any]:
-        parts = self._listed[index]
+    def _returned(self, results: Sequence[Result]) -> list[int]:
+        """The indices of the answers that are returned: the likeliest of each prompt by the mean of their tokens'
+        log-probabilities, or all."""
+        made, returned = self._request.choices, self._request.returned_choices
+        if not returned:
+            return list(range(len(results)))
+        means = [sum_ / max(1, one.completion_tokens) for sum_, one in zip(self._likelihood, results, strict=True)]
+        groups = (range(first, first + made) for first in range(0, len(results), made))
+        return [index for group in groups for index in sorted(group, key=lambda one: -means[one])[:returned]]
+
+    @property
+    def _lists_prompts(self) -> bool:
+        """Whether answers have vLLM's list of the prompt's tokens."""
+        return self._request.sampling.prompt_logprobs is not None and not self._request.echo
+
+    def _choice(self, place: int, index: int, result: Result) -> dict[str, Any]:
+        """The answer of an index as the choice at a place."""
         if not self._request.chat:
-            listed: Any = merged(parts) if self._request.logprobs else None
-            text = self._request.prompt(index).text + result.text if self._request.echo else result.text
-            return {"index": index, "text": text, "logprobs": listed, "finish_reason": _finish(result)}
-        listed = None
+            return self._completion_choice(place, index, result)
+        parts, listed = self._listed[index], None
         if self._request.logprobs:
             listed = {"content": [entry for part in parts for entry in part["content"]], "refusal": None}
         message = chat_message(result, shows_reasoning=self._request.shows_reasoning)
-        return {"index": index, "message": message, "logprobs": listed, "finish_reason": _finish(result)}
+        return {"index": place, "message": message, "logprobs": listed, "finish_reason": _finish(result)}
+
+    def _completion_choice(self, place: int, index: int, result: Result) -> dict[str, Any]:
+        text, parts, prompt = result.text, self._listed[index], self._prompts[index]
+        if self._request.echo:
+            text = prompt.text + ("" if self._request.prompt_only else text)
+            if self._request.logprobs:
+                parts = [prompt.lists(), *parts]
+        listed = merged(parts) if self._request.logprobs else None
+        choice = {"index": place, "text": text, "logprobs": listed, "finish_reason": _finish(result)}
+        return {**choice, "prompt_logprobs": prompt.by_id()} if self._lists_prompts else choice
 
     def _list(self, index: int, chunk: Chunk) -> Any:
         """The chunk's tokens with their probabilities; None where they were not asked for."""
@@ -152,8 +190,8 @@ class ResponseBuilder:
             return None
         if self._request.chat:
             return {"content": self._texts.chat(chunk, self._hidden), "refusal": None}
-        offset = self._offsets[index]
-        self._offsets[index] += len(chunk.text)
+        offset = self._offsets[index] or (len(self._prompts[index].text) if self._request.echo else 0)
+        self._offsets[index] = offset + len(chunk.text)
         return self._texts.completion(chunk, self._hidden, offset)
 
     def _drafting(self, chunk: Chunk, pieces: Painter) -> dict[str, Any]:
@@ -184,7 +222,7 @@ class ResponseBuilder:
     def _usage(self, results: Sequence[Result]) -> dict[str, Any]:
         """Tokens of all answers; those of a prompt count once, however many answers it has."""
         prompt = sum(result.prompt_tokens for result in results[:: self._request.choices])
-        completion = sum(result.completion_tokens for result in results)
+        completion = 0 if self._request.prompt_only else sum(result.completion_tokens for result in results)
         usage: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": completion}
         usage["total_tokens"] = prompt + completion
         cached = sum(result.cached_tokens for result in results[:: self._request.choices])

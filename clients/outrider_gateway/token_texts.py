@@ -7,7 +7,7 @@ from typing import Any
 
 from outrider.sampling import TokenLogprobs
 from outrider.tree import VerifiedTree
-from outrider_client.results import Chunk
+from outrider_client.results import Chunk, PromptToken
 from outrider_client.terminal.painting import Painter
 
 # What /v1/completions lists of tokens.
@@ -19,6 +19,7 @@ class TokenTexts:
 
     def __init__(self) -> None:
         self._texts: dict[int, bytes] = {}
+        self._special = set[int]()
 
     def name(self, token_id: int) -> str:
         text = self._texts.get(token_id)
@@ -45,6 +46,60 @@ class TokenTexts:
             offset += len(name) if token_id in self._texts else 0
         return lists
 
+    def prompt(self, prompt: Sequence[PromptToken], text: str) -> dict[str, list[Any]]:
+        """A prompt's tokens as /v1/completions lists them; `text` is the prompt's, as its caller sent it."""
+        lists: dict[str, list[Any]] = {name: [] for name in _LISTS}
+        offset = 0
+        for token in prompt:
+            name, entry = self.name(token.token_id), token.logprobs
+            lists["tokens"].append(name)
+            lists["text_offset"].append(offset)
+            lists["token_logprobs"].append(None if entry is None else finite(entry.logprob))
+            lists["top_logprobs"].append(None if entry is None else self._alternatives(token.token_id, entry))
+            offset += self._width(token.token_id, text, offset)
+        return lists
+
+    def prompt_text(self, prompt: Sequence[PromptToken]) -> str:
+        """The text of a prompt of token ids, special tokens by their names."""
+        return b"".join([self._texts.get(token.token_id, b"") for token in prompt]).decode(errors="replace")
+
+    def prompt_by_id(self, prompt: Sequence[PromptToken]) -> list[dict[str, Any] | None]:
+        """A prompt's tokens as vLLM's `prompt_logprobs` lists them: alternatives by id, the token itself among them."""
+        listed: list[dict[str, Any] | None] = []
+        for token in prompt:
+            entry = token.logprobs
+            if entry is None:
+                listed.append(None)
+                continue
+            places = {each: (logprob, rank) for rank, (each, logprob) in enumerate(entry.top, start=1)}
+            own: dict[int, tuple[float, int | None]] = {token.token_id: (entry.logprob, None)}
+            listed.append(
+                {
+                    str(each): {"logprob": finite(logprob), "rank": rank, "decoded_token": self.name(each)}
+                    for each, (logprob, rank) in {**own, **places}.items()
+                }
+            )
+        return listed
+
+    def _alternatives(self, token_id: int, entry: TokenLogprobs) -> dict[str, float]:
+        """Alternatives by name, and the token itself as others list it. Of several with one name, as parts of a
+        character have, the likeliest counts."""
+        named: dict[str, float] = {}
+        for each, logprob in (*entry.top, (token_id, entry.logprob)):
+            named.setdefault(self.name(each), finite(logprob))
+        return named
+
+    def _width(self, token_id: int, text: str, offset: int) -> int:
+        """How many characters of `text`, from `offset` on, a token of it is."""
+        name = self._texts.get(token_id, b"")
+        if token_id in self._special and not text.startswith(name.decode(errors="replace"), offset):
+            # The tokenizer's own, as the beginning token is.
+            return 0
+        # Some tokenizers begin a text with a space of their own.
+        own_space = offset == 0 and name.startswith(b" ") and not text.startswith(" ")
+        # A character counts where its first byte is.
+        return sum([byte & 0xC0 != 0x80 for byte in name]) - own_space
+
     def tree(self, chunk: Chunk, tree: VerifiedTree) -> dict[str, Any]:
         """What the last step verified, and the model's own token behind it; null where the answer ended before it."""
         self._add(chunk)
@@ -56,16 +111,26 @@ class TokenTexts:
             "next": self.name(chunk.token_ids[-1]) if own else None,
         }
 
+    def note(self, chunk: Chunk) -> None:
+        """Note the texts of a chunk's tokens, which are listed later."""
+        self._add(chunk)
+
     def pieces(self) -> Painter:
         """For telling drafted text from the model's own, in one answer."""
         return Painter()
 
     def _add(self, chunk: Chunk) -> None:
         self._texts.update({token_id: token.text for token_id, token in chunk.token_texts.items()})
+        self._special.update([token_id for token_id, token in chunk.token_texts.items() if token.special])
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         text = self._texts.get(token_id)
         return {"token": self.name(token_id), "logprob": logprob, "bytes": None if text is None else list(text)}
+
+
+def finite(logprob: float) -> float:
+    """A log-probability as JSON has it: that of an impossible token as vLLM writes it."""
+    return max(logprob, -9999.0)
 
 
 def merged(parts: Sequence[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:

@@ -29,7 +29,7 @@ from outrider_gateway.tools import tool_options
 # As OpenAI: the answers of /v1/completions are short unless asked to be long.
 _COMPLETION_TOKENS = 16
 _MAX_UINT32 = 2**32 - 1
-_MAX_TOKEN = 2**31 - 1
+MAX_TOKEN_ID = 2**31 - 1
 # Fields of the top level that are given to the chat template under their own names.
 _TEMPLATE_FIELDS = ("reasoning_effort", "verbosity", "enable_thinking")
 
@@ -40,8 +40,8 @@ def chat_request(body: Mapping[str, Any], max_choices: int, max_prompt: int = MO
     fields = Fields(body)
     prompt = Prompt(messages=chat_turns(fields.pop("messages")))
     size = sum(len(turn.content.encode()) for turn in prompt.messages)
-    _fitting(check_bytes, size, max_prompt, "messages")
-    template = _chat_options(fields)
+    fitting(check_bytes, size, max_prompt, "messages")
+    template = chat_options(fields)
     longest = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
     max_tokens = fields.whole("max_completion_tokens", 1, _MAX_UINT32)
     # Deprecated at OpenAI, and what most clients send; the newer name wins.
@@ -68,17 +68,38 @@ def completion_request(body: Mapping[str, Any], max_choices: int, max_prompt: in
     tokens."""
     fields = Fields(body)
     prompts = _prompts(fields.pop("prompt"), max_choices, max_prompt)
-    max_tokens = fields.whole("max_tokens", 1, _MAX_UINT32)
+    max_tokens = fields.whole("max_tokens", 0, _MAX_UINT32)
     logprobs = fields.whole("logprobs", 0, MAX_LOGPROBS)
-    sampling = _sampling(fields, _COMPLETION_TOKENS if max_tokens is None else max_tokens, logprobs)
-    best_of = fields.whole("best_of", 1, 2**31)
-    if best_of is not None and best_of != (body.get("n") or 1):
-        raise BadField("best_of", "must equal n: this server ranks no answers", "unsupported_parameter")
     echo = fields.flag("echo")
-    if echo and (logprobs is not None or not all(prompt.text for prompt in prompts)):
-        raise BadField("echo", "is for prompts of text, without logprobs", "unsupported_parameter")
-    request = GenerationRequest(False, prompts, sampling, logprobs=logprobs is not None, echo=echo)
-    return _completed(request, fields, max_choices, "max_tokens", COMPLETION_FIELDS)
+    if max_tokens == 0 and not echo:
+        raise BadField("max_tokens", "0 is for echo: nothing would be returned", "invalid_value")
+    if echo and logprobs is None and not all(prompt.text for prompt in prompts):
+        raise BadField("echo", "of token ids needs logprobs", "unsupported_parameter")
+    best_of = fields.whole("best_of", 1, max_choices)
+    # One token comes of the pass that ends a prompt, asked for or not.
+    longest = _COMPLETION_TOKENS if max_tokens is None else max(1, max_tokens)
+    sampling = _sampling(fields, longest, logprobs)
+    if echo and logprobs is not None:
+        sampling = replace(sampling, prompt_logprobs=logprobs)
+    request = GenerationRequest(
+        False, prompts, sampling, logprobs=logprobs is not None, echo=echo, prompt_only=max_tokens == 0
+    )
+    return _best_of(_completed(request, fields, max_choices, "max_tokens", COMPLETION_FIELDS), best_of, max_choices)
+
+
+def _best_of(request: GenerationRequest, made: int | None, max_choices: int) -> GenerationRequest:
+    """The request with so many answers to each prompt, of which the `n` best are returned."""
+    if made is None or made == request.choices:
+        return request
+    if made < request.choices:
+        raise BadField("best_of", "must be at least n", "invalid_value")
+    if request.stream:
+        raise BadField("best_of", "cannot be streamed: the best is known at the end", "invalid_value")
+    if made * len(request.prompts) > max_choices:
+        raise BadField("best_of", f"asks for more than {max_choices} answers", "invalid_value")
+    # By which they are ranked.
+    sampling = replace(request.sampling, logprobs=request.sampling.logprobs or 0)
+    return replace(request, choices=made, returned_choices=request.choices, sampling=sampling)
 
 
 def _completed(
@@ -96,12 +117,18 @@ def _completed(
     stream = fields.flag("stream")
     include_usage, continuous_usage = _stream_options(fields, stream)
     speculation, drafts = _extension(fields)
+    prompt_logprobs = fields.whole("prompt_logprobs", 0, MAX_LOGPROBS)
+    if prompt_logprobs is not None and (stream or request.echo):
+        raise BadField("prompt_logprobs", "is for answers that are not streamed, without echo", "invalid_value")
+    listed = request.logprobs or prompt_logprobs is not None
+    if request.sampling.prompt_logprobs is None:
+        request = replace(request, sampling=replace(request.sampling, prompt_logprobs=prompt_logprobs))
     form, form_name = structured_output(fields) or (None, "")
     request = replace(
         request,
         sampling=replace(request.sampling, structured_output=form),
         form_name=form_name,
-        speculation=replace(speculation, token_texts=request.logprobs or drafts),
+        speculation=replace(speculation, token_texts=listed or drafts),
         drafts=drafts,
         model=fields.short_text("model"),
         choices=choices,
@@ -109,20 +136,20 @@ def _completed(
         include_usage=include_usage,
         continuous_usage=continuous_usage,
         show_special_tokens=not fields.flag("skip_special_tokens", True),
-        special_tokens=_special_tokens(fields),
+        special_tokens=special_tokens(fields),
         cache_key=fields.short_text("prompt_cache_key"),
         user=_user(fields.pop("user")),
     )
     fields.end(table)
     # Every limit that does not depend on the model: the target checks the rest.
     try:
-        request.sampling.check(_MAX_TOKEN + 1)
+        request.sampling.check(MAX_TOKEN_ID + 1)
     except InvalidField as error:
         raise refusal(error, {**request.fields, "max_tokens": longest}) from None
     return request
 
 
-def _special_tokens(fields: Fields) -> bool | None:
+def special_tokens(fields: Fields) -> bool | None:
     """Whether the text of a special token in a prompt is that token; None for the target's rule."""
     split = fields.pop("split_special_tokens")
     return None if split is None else not typed(split, bool, "split_special_tokens")
@@ -133,7 +160,7 @@ def _user(value: Any) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _chat_options(fields: Fields) -> ChatOptions:
+def chat_options(fields: Fields) -> ChatOptions:
     """How the chat template renders the messages."""
     arguments = dict(typed(fields.pop("chat_template_kwargs", {}), dict, "chat_template_kwargs"))
     for name in _TEMPLATE_FIELDS:
@@ -176,14 +203,15 @@ def _prompt(value: Any, path: str, max_prompt: int) -> Prompt:
     if not value:
         raise BadField(path, "is empty", "invalid_value")
     if isinstance(value, str):
-        _fitting(check_bytes, len(value.encode()), max_prompt, path)
+        fitting(check_bytes, len(value.encode()), max_prompt, path)
         return Prompt(text=value)
     ids = typed(value, list, path)
-    _fitting(check_tokens, len(ids), max_prompt, path)
-    return Prompt(token_ids=whole_numbers(ids, path, 0, _MAX_TOKEN))
+    fitting(check_tokens, len(ids), max_prompt, path)
+    return Prompt(token_ids=whole_numbers(ids, path, 0, MAX_TOKEN_ID))
 
 
-def _fitting(check: Callable[[int, int, str], None], size: int, most_tokens: int, path: str) -> None:
+def fitting(check: Callable[[int, int, str], None], size: int, most_tokens: int, path: str) -> None:
+    """Raise `Refused` where `check` finds a prompt of this size too long for so many tokens."""
     try:
         check(size, most_tokens, path)
     except PositionOutOfRange as error:
@@ -208,7 +236,7 @@ def _sampling(fields: Fields, max_tokens: int | None, logprobs: int | None) -> S
         min_tokens=fields.whole("min_tokens", 0, _MAX_UINT32) or 0,
         max_tokens=max_tokens,
         stop=_stop(fields.pop("stop", [])),
-        stop_token_ids=tuple(whole(i, "stop_token_ids", 0, _MAX_TOKEN) for i in stop_ids),
+        stop_token_ids=tuple(whole(i, "stop_token_ids", 0, MAX_TOKEN_ID) for i in stop_ids),
         ignore_eos=fields.flag("ignore_eos"),
         # The contract's seeds have no sign.
         seed=None if seed is None else seed % 2**64,
@@ -229,7 +257,7 @@ def _logit_bias(value: Any) -> dict[int, float]:
     """A map of token ids, which JSON writes as strings."""
     bias = {}
     for token, amount in bounded(typed(value, dict, "logit_bias"), MAX_LOGIT_BIAS, "logit_bias").items():
-        if not token.isdecimal() or len(token) > 10 or int(token) > _MAX_TOKEN:
+        if not token.isdecimal() or len(token) > 10 or int(token) > MAX_TOKEN_ID:
             raise BadField("logit_bias", f"{token[:20]!r} is not a token id", "invalid_value")
         bias[int(token)] = number(amount, f"logit_bias.{token}", -100.0, 100.0)
     return bias

@@ -128,7 +128,7 @@ async def test_long_bodies_are_read_by_a_thread_and_others_are_served(
             assert go.wait(HUNG_SECONDS)
         return json_object(raw)
 
-    monkeypatch.setattr("outrider_gateway.endpoints.json_object", read)
+    monkeypatch.setattr("outrider_gateway.endpoint.json_object", read)
     async with gateways() as gateway:
         long = gateway.http.post("/v1/completions", content=padded(TEXT), headers=JSON)
         async with beside([]):

@@ -195,7 +195,7 @@ async def test_trailers_are_no_headers(gateways: Any, monkeypatch: pytest.Monkey
         seen.append([name for name, _ in headers])
         return caller_from(headers)
 
-    monkeypatch.setattr("outrider_gateway.endpoints.caller_from", looked_at)
+    monkeypatch.setattr("outrider_gateway.endpoint.caller_from", looked_at)
     async with gateways() as gateway:
         reader, writer = await asyncio.open_connection(*gateway.server.address.split(":"))
         # In one piece: all is parsed before the request is looked at.

@@ -157,14 +157,14 @@ TAKEN: dict[str, Any] = {
     "top_logprobs": 3,
     "prediction": {"type": "content", "content": "x"}, "add_generation_prompt": False, "continue_final_message": True,
     "chat_template_kwargs": {"a": 1}, "reasoning_effort": "low", "verbosity": "low", "enable_thinking": False,
-    "prompt": "other", "echo": True, "best_of": 2,
+    "prompt": "other", "echo": True, "best_of": 2, "prompt_logprobs": 0,
     "response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}, "guided_json": {"type": "null"},
     "guided_regex": "a", "guided_choice": ["a"], "guided_grammar": 'start: "a"',
     "tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "include_reasoning": False,
 }  # fmt: skip
 # What some of them need beside them.
 BESIDE: dict[str, dict[str, Any]] = {
-    "stream_options": {"stream": True}, "top_logprobs": {"logprobs": True}, "best_of": {"n": 2},
+    "stream_options": {"stream": True}, "top_logprobs": {"logprobs": True},
     "tool_choice": {"tools": [TOOL]}, "parallel_tool_calls": {"tools": [TOOL]},
 }  # fmt: skip
 
@@ -181,8 +181,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 def test_every_field_that_is_taken_does_something(ask: Any, name: str) -> None:
     value = 3 if (ask, name) == (completion, "logprobs") else TAKEN[name]
     asked = ask(**BESIDE.get(name, {}), **{name: value})
-    # best_of says what n does.
-    assert asked != ask(**({} if name == "best_of" else BESIDE.get(name, {})))
+    assert asked != ask(**BESIDE.get(name, {}))
 
 
 @pytest.mark.parametrize("table", [CHAT_FIELDS, COMPLETION_FIELDS])
@@ -365,11 +364,17 @@ def test_refusals_name_the_field(more: dict[str, Any], param: str) -> None:
         ({"prompt": ["a", 5]}, "prompt[1]"),
         ({"prompt": [2**31]}, "prompt[0]"),
         ({"prompt": ["a"] * 5, "n": 2}, "prompt"),
-        ({"echo": True, "logprobs": 1}, "echo"),
         ({"echo": True, "prompt": [5, 6]}, "echo"),
+        ({"echo": True, "logprobs": 1, "prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
         ({"echo": 1}, "echo"),
         ({"suffix": "x"}, "suffix"),
-        ({"best_of": 3}, "best_of"),
+        ({"best_of": 2, "n": 3}, "best_of"),
+        ({"best_of": 3, "stream": True}, "best_of"),
+        ({"best_of": 9}, "best_of"),
+        ({"best_of": 5, "prompt": ["a", "b"]}, "best_of"),
         ({"logprobs": True}, "logprobs"),
         ({"logprobs": 21}, "logprobs"),
         ({"messages": []}, "messages"),
@@ -382,9 +387,19 @@ def test_refusals_of_completions(more: dict[str, Any], param: str) -> None:
     assert (raised.value.status, raised.value.param) == (400, param)
 
 
-def test_best_of_may_say_what_happens_anyhow() -> None:
-    assert completion(best_of=2, n=2).choices == 2
+def test_best_of_makes_more_answers_than_are_returned() -> None:
+    asked = completion(best_of=2, n=2)
+    assert (asked.choices, asked.returned_choices, asked.sampling.logprobs) == (2, 0, None)
+    asked = completion(best_of=3, n=2, prompt=["a", "b"])
+    assert (asked.answers, asked.returned_choices, asked.sampling.logprobs, asked.logprobs) == (6, 2, 0, False)
     assert completion(best_of=1, echo=False, suffix="", logprobs=2).sampling.logprobs == 2
+
+
+def test_an_echo_with_logprobs_has_those_of_the_prompt() -> None:
+    asked = completion(echo=True, logprobs=3, max_tokens=0, prompt=[5, 6])
+    assert (asked.sampling.prompt_logprobs, asked.sampling.max_tokens, asked.prompt_only) == (3, 1, True)
+    assert asked.speculation.token_texts
+    assert completion(echo=True).sampling.prompt_logprobs is None
 
 
 @pytest.mark.parametrize(("after", "said"), [(0.1, "1"), (1.0, "1"), (1.2, "2"), (30.0, "30")])
