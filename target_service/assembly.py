@@ -23,7 +23,10 @@ from target_service.engine.engine import Engine
 from target_service.model.loading.loader import load_runner
 from target_service.model.runner import ModelRunner
 from target_service.preflight import EngineRefused
+from target_service.shared_prompts import encoded_beginning, read_shared_prompts
 from target_service.speculation.policy.step_cost import measure_step_cost
+from target_service.text.chat_template import TemplateFailed
+from target_service.text.prompt_encoder import PromptEncoder
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +98,21 @@ class Assembled:
             self.link.stop()
 
 
+def _shared_prompts(config: TargetConfig, runner: ModelRunner) -> list[list[int]]:
+    """Token ids that prompts of all tenants begin with. Raises `EngineRefused` where the model has no tokenizer or chat
+    template for them."""
+    prompts = read_shared_prompts(config.shared_prompts)
+    if not prompts:
+        return []
+    if runner.tokenizer is None:
+        raise EngineRefused(2, "error: --shared-prompts: the model has no tokenizer")
+    encoder = PromptEncoder(runner.tokenizer)
+    try:
+        return [encoded_beginning(encoder, prompt) for prompt in prompts]
+    except TemplateFailed as error:
+        raise EngineRefused(2, f"error: --shared-prompts: {error}") from None
+
+
 def assemble(
     config: TargetConfig, runner: ModelRunner, observer: EngineObserver | None, connect: Connect | None = None
 ) -> Assembled:
@@ -104,7 +122,7 @@ def assemble(
     if (config.speculation or runner.node_table is not None) and config.row_budget == "adaptive":
         logger.info("measuring the cost of a step by its rows")
         cost = in_passing_thread(lambda: measure_step_cost(runner, config.step_rows))
-    engine = Engine(runner, config, step_cost=cost, observer=observer)
+    engine = Engine(runner, config, step_cost=cost, observer=observer, shared_prompts=_shared_prompts(config, runner))
     served = served_model(config, runner)
     if connect is None:
         return Assembled(engine, served)

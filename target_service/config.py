@@ -91,6 +91,11 @@ class TargetConfig(ServiceSettings):
         "share pages between sequences of a tenant that begin with the same text, and keep them when those end until "
         "their memory is needed",
     )
+    shared_prompts: str = setting(
+        "",
+        "file of JSON lines with what prompts of all tenants begin with, so that they share its pages: "
+        '{"messages": [...]} or {"text": "..."}',
+    )
     memory_share: float = setting(
         0.85, "share of the GPU memory free after capturing steps that the KV cache takes", gt=0, le=1
     )

@@ -20,6 +20,7 @@ from outrider.settings import SettingsError, comma_words
 from target_service.config import TargetConfig
 from target_service.model.loading.hub import PullFailed, fetch_head
 from target_service.model.loading.store import resolve
+from target_service.shared_prompts import read_shared_prompts
 
 
 class EngineRefused(Exception):
@@ -41,6 +42,7 @@ def check_settings(config: TargetConfig) -> None:
     for flag, folder in (("--weights-folder", config.weights_folder), ("--weights-staging", config.weights_staging)):
         if folder and not Path(folder).is_dir():
             raise SettingsError(f"{flag}: there is no folder {folder}")
+    read_shared_prompts(config.shared_prompts)
     _check_draft(config.draft)
     TlsFiles(config.tls_certificate, config.tls_key, config.tls_client_ca).check()
     Authenticator.from_file(config.auth_tokens)

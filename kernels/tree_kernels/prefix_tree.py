@@ -1,4 +1,4 @@
-"""Which pages hold the keys of which text: a radix tree over whole pages, with a root for each tenant."""
+"""Which pages hold the keys of which text: a radix tree over whole pages, in which tenants find their own text only."""
 
 from __future__ import annotations
 
@@ -24,17 +24,34 @@ class PageStates(Protocol):
     def nbytes(self) -> int: ...
 
 
+# Whose page it is, None for everybody's, and its tokens as int32.
+_Key = tuple[str | None, bytes]
+
+
+class _PublicPages(dict[bytes, "_PublicPages"]):
+    """Pages of text that all tenants may share, by their tokens, each with those that may follow it."""
+
+    def add(self, token_ids: SequenceOf[int], page_size: int) -> None:
+        """Let whole pages of the text be everybody's."""
+        pages = self
+        for start in range(0, len(token_ids) - page_size + 1, page_size):
+            pages = pages.setdefault(_bytes(token_ids[start : start + page_size]), _PublicPages())
+
+
+_NONE_PUBLIC = _PublicPages()
+
+
 class PrefixNode:
     """One page in the tree: the keys of `page_size` tokens behind those of all nodes above it."""
 
-    __slots__ = ("children", "key", "page", "parent", "states", "tenant")
+    __slots__ = ("children", "key", "page", "parent", "public", "states")
 
-    def __init__(self, parent: PrefixNode | None, key: bytes, page: int, tenant: str) -> None:
+    def __init__(self, parent: PrefixNode | None, key: _Key, page: int, public: _PublicPages) -> None:
         self.parent = parent
-        self.key = key  # the page's tokens, int32
+        self.key = key
         self.page = page
-        self.tenant = tenant
-        self.children: dict[bytes, PrefixNode] = {}
+        self.public = public  # public pages that may follow
+        self.children: dict[_Key, PrefixNode] = {}
         self.states: PageStates | None = None
 
     def path(self) -> list[PrefixNode]:
@@ -49,7 +66,8 @@ class PrefixNode:
 
 
 class PrefixTree:
-    """Pages of text that was read once, for other sequences of the same tenant that begin with it.
+    """Pages of text that was read once, for other sequences of the same tenant that begin with it, and of all tenants
+    where the text is public.
 
     A page is inserted once its last key is computed and the token behind it is known. It stays when its sequences end,
     until its memory is needed: the least recently used page without others behind it goes first, and never one that a
@@ -58,7 +76,7 @@ class PrefixTree:
 
     def __init__(self, pages: Pages) -> None:
         self._pages = pages
-        self._roots: dict[str, PrefixNode] = {}
+        self._root = PrefixNode(None, (None, b""), -1, _PublicPages())
         # All nodes, the least recently used first. A node that nobody holds comes after those behind it.
         self._by_use: OrderedDict[PrefixNode, None] = OrderedDict()
         # Bytes of the hidden states of all nodes.
@@ -72,29 +90,31 @@ class PrefixTree:
     def pages(self) -> list[int]:
         return [node.page for node in self._by_use]
 
+    def publish(self, token_ids: SequenceOf[int]) -> None:
+        """Let tenants share pages of this text, whoever computes them first. Only while the tree is empty."""
+        assert not self._by_use, "pages of the text may be in the tree as a tenant's own"
+        self._root.public.add(token_ids, self._pages.page_size)
+
     def match(self, tenant: str, token_ids: SequenceOf[int], most: int) -> Iterator[PrefixNode]:
         """The nodes that hold the text's beginning, first page first: whole pages of at most `most` tokens."""
-        node = self._roots.get(tenant)
-        if node is None:
-            return
-        size = self._pages.page_size
+        node, size = self._root, self._pages.page_size
         for start in range(0, most - size + 1, size):
-            node = node.children.get(_key(token_ids[start : start + size]))
-            if node is None:
+            following = node.children.get(_key(node, tenant, token_ids[start : start + size]))
+            if following is None:
                 return
+            node = following
             yield node
 
     def insert(self, tenant: str, parent: PrefixNode | None, token_ids: SequenceOf[int], page: int) -> PrefixNode:
-        """The node of these tokens, a page of them, behind `parent`, or of the tenant's root. A new one caches `page`;
-        an old one has a page of its own."""
-        above = parent or self._roots.get(tenant)
-        if above is None:
-            above = self._roots[tenant] = PrefixNode(None, b"", -1, tenant)
-        key = _key(token_ids)
+        """The node of these tokens, a page of them, behind `parent`, or at the text's beginning. A new one caches
+        `page`; an old one has a page of its own."""
+        above = parent or self._root
+        key = _key(above, tenant, token_ids)
         node = above.children.get(key)
         if node is None:
             self._pages.cache(page)
-            node = above.children[key] = PrefixNode(above, key, page, tenant)
+            public = above.public.get(key[1], _NONE_PUBLIC)
+            node = above.children[key] = PrefixNode(above, key, page, public)
             # Whoever inserts a node holds its path, and counts all of it as used at its end: not for each page, since a
             # path of n pages would take n * n moves.
             self._by_use[node] = None
@@ -118,7 +138,7 @@ class PrefixTree:
         for node in self._by_use:
             self._pages.uncache(node.page)
         self._by_use.clear()
-        self._roots.clear()
+        self._root.children.clear()
         self.state_bytes = 0
 
     def _take_back(self, count: int) -> None:
@@ -146,10 +166,13 @@ class PrefixTree:
         assert node.parent is not None
         self.state_bytes -= node.states.nbytes if node.states is not None else 0
         del node.parent.children[node.key]
-        root = self._roots[node.tenant]
-        if not root.children:
-            del self._roots[node.tenant]
 
 
-def _key(token_ids: SequenceOf[int]) -> bytes:
+def _key(above: PrefixNode, tenant: str, token_ids: SequenceOf[int]) -> _Key:
+    """The key of a page behind `above`. Behind a tenant's own page nothing is public."""
+    tokens = _bytes(token_ids)
+    return (None if tokens in above.public else tenant), tokens
+
+
+def _bytes(token_ids: SequenceOf[int]) -> bytes:
     return array("i", token_ids).tobytes()

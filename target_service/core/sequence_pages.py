@@ -123,6 +123,11 @@ class SequencePages:
             self._cache.release(sequence.pages[keep:])
             del sequence.pages[keep:]
 
+    def share_between_tenants(self, token_ids: SequenceOf[int]) -> None:
+        """Let all tenants share pages of this text. Only before the first sequence."""
+        if self.prefixes is not None:
+            self.prefixes.publish(token_ids)
+
     def cached_pages(self, sequence: Sequence) -> int:
         """Pages that `resume` would find."""
         if self.prefixes is None:

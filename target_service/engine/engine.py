@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from outrider.devices import choose_device
@@ -41,12 +41,16 @@ class Engine(EngineFront):
         *,
         step_cost: StepCost | None = None,
         observer: EngineObserver | None = None,
+        shared_prompts: Iterable[Sequence[int]] = (),
     ) -> None:
-        """`step_cost` of None verifies every drafted row that is allowed."""
+        """`step_cost` of None verifies every drafted row that is allowed. All tenants share pages of `shared_prompts`,
+        token ids that prompts may begin with."""
         cache = runner.cache
         super().__init__(config.max_waiting, min(runner.max_context, cache.num_pages * cache.page_size))
         self._runner = runner
         self._loop = EngineLoop(runner, config, step_cost=step_cost, observer=observer)
+        for token_ids in shared_prompts:
+            self._loop.scheduler.pages.share_between_tenants(token_ids)
         # Receives the events of a draft link, which is attached before `start`.
         self.drafting = self._loop.drafting
         self._commands: deque[Callable[[], None]] = deque()

@@ -142,6 +142,15 @@ def test_tenants_share_nothing() -> None:
     assert cached == [0, 0, 32, 32]
 
 
+def test_tenants_share_what_the_operator_lists() -> None:
+    model = make_tiny()
+    engine = Engine(make_runner(make_tiny()))
+    engine.loop.scheduler.pages.share_between_tenants(SHARED)
+    for tenant, most in (("one", 0), ("two", 32), ("two", 48)):
+        wanted = request([*SHARED, *range(3, 23)], 5, tenant=tenant)
+        assert engine.answer(wanted) == ([plain(model, wanted)], [most])
+
+
 def test_kept_pages_give_way_to_whoever_runs() -> None:
     """The least recently used text goes first, and nobody is preempted for pages that are only kept."""
     engine = Engine(make_runner(make_tiny(), kv_tokens=192))

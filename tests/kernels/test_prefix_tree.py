@@ -85,3 +85,17 @@ def test_a_cache_takes_the_place_of_an_earlier_one() -> None:
     tree = PrefixTree(pages)
     assert pages.spare_pages == 0 and len(tree) == 0
     pages.check_integrity([])
+
+
+def test_tenants_share_public_text_and_nothing_behind_it() -> None:
+    pages = Pages(40, 2)
+    tree = PrefixTree(pages)
+    # Its last token fills no page.
+    tree.publish([1, 2, 3, 4, 5])
+    tree.publish([1, 2, 9, 9])
+    Holder(pages, tree, "a", [1, 2, 3, 4, 5, 6]).leave()
+    assert [Holder(pages, tree, tenant, [1, 2, 3, 4, 5, 6]).found for tenant in ("a", "b", "b")] == [3, 2, 3]
+    # Of the other text the first page, which both begin with.
+    assert [Holder(pages, tree, tenant, [1, 2, 9, 9, 7, 7]).found for tenant in ("a", "b")] == [1, 2]
+    # The same tokens elsewhere are a tenant's own.
+    assert [Holder(pages, tree, tenant, [8, 8, 1, 2]).found for tenant in ("a", "b")] == [0, 0]
