@@ -222,7 +222,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             raise InvalidField("corpus", "is missing")
         self.admission.check_tenant(caller, named or caller)
         owner = None if self.admission.trusts(caller) and not named else named or caller
-        # Off the event loop: it waits for earlier documents to be learnt.
+        # Off the event loop: it waits for earlier documents to be inserted.
         deleted = await asyncio.to_thread(drafter.delete_corpus, owner, corpus)
         logger.info("tenant %s deleted the corpus %s of tenant %s", caller, deleted.name, deleted.owner)
         return draft_pb2.DeleteCorpusResponse(corpus=corpus_to_pb(deleted))

@@ -70,7 +70,7 @@ class DraftClient(AsyncClosing):
         return CorpusAdded(response.tokens, response.nodes)
 
     async def list_corpora(self, *, tenant: str = "", timeout: float | None = None) -> list[CorpusInfo]:
-        """What a tenant may draft from: its own trie, if anything was learnt for it, and every shared corpus. Without a
+        """What a tenant may draft from: its own trie, if it has one, and every shared corpus. Without a
         timeout the policy's deadline holds.
 
         Raises `NotSupported` where the drafter has no trie.

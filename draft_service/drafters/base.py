@@ -100,7 +100,7 @@ class Drafter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CorpusGrowth:
-    """Result of `CorpusDrafter.add_corpus`: tokens learnt by the call, nodes in that trie after it."""
+    """Result of `CorpusDrafter.add_corpus`: tokens inserted by the call, nodes in that trie after it."""
 
     tokens: int
     nodes: int
@@ -113,7 +113,7 @@ class CorpusDrafter(Protocol):
     def add_corpus(self, tenant: str, corpus: str, token_ids: Sequence[int]) -> CorpusGrowth:
         """Learn one document, or one piece of it, into shared `corpus`, or into the tenant's own trie when empty.
 
-        Blocks until it is learnt (microseconds per token); any thread. Raises `QuotaExceeded` when not all of it
+        Blocks until it is inserted (microseconds per token); any thread. Raises `QuotaExceeded` when not all of it
         fits, with what fitted kept, and `PermissionDenied` for a corpus that another tenant made.
         """
 
@@ -124,7 +124,7 @@ class CorpusDrafter(Protocol):
     def delete_corpus(self, tenant: str | None, corpus: str) -> CorpusInfo:
         """Delete a shared corpus of this owner, or of any owner if None; returns its description.
 
-        Open sequences that named it continue without it. Any thread; waits for earlier documents to be learnt. Raises
+        Open sequences that named it continue without it. Any thread; waits for earlier documents to be inserted. Raises
         `UnknownCorpus`, also for a corpus of another tenant.
         """
 

@@ -71,5 +71,5 @@ class DraftMetrics:
         self.families.counter("outrider_draft_sequences_failed", reason).add()
 
     def on_corpus(self, tokens: int) -> None:
-        """A corpus, or a piece of it, was learnt."""
+        """A corpus, or a piece of it, was inserted."""
         self._corpus_tokens.value += tokens

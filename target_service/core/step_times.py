@@ -12,7 +12,7 @@ from target_service.core.running_means import RunningMean, RunningTime
 # A size's time is the median of its first few steps, in which kernels are compiled, and then a mean of some ten.
 # Chosen: as quick as the policies of drafts.
 _FIRST_FEW, _SHARE = 5, 0.1
-# Steps in a row that read, after which the time of a size that has not decoded alone is learnt from them too. Chosen:
+# Steps in a row that read, after which the time of a size that has not decoded alone is taken from them too. Chosen:
 # longer than a prompt takes where steps are long enough to read it in a few pieces.
 _STALE_AFTER = 16
 # A tenant's own steps of which the shortest counts. Chosen: enough that one of them was undisturbed, and few enough to
@@ -32,10 +32,10 @@ class StepTimes:
     `StepCost`, for drafted rows, measures the model's passes alone.
 
     A size beyond those observed is assumed to take no longer than the nearest one, and so is tried. A tenant whose
-    prompts never end leaves no step that only decodes: sizes that are observed in no other step are learnt from steps
+    prompts never end leaves no step that only decodes: sizes that are observed in no other step are taken from steps
     that read, or they would be tried for ever.
 
-    Where the model shares its processors with the service, the time of a tenant's own step is learnt from steps
+    Where the model shares its processors with the service, the time of a tenant's own step is taken from steps
     without other tenants: in shared steps all sizes take longer, since drafts, replies and calls of the others use
     processors too. On a device it is that of all steps of its size. Several passes are one step there or are not, and
     the shortest of a few own steps would be one of a single pass: tenants with 64 and 128 sequences of a small model

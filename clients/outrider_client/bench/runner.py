@@ -29,7 +29,7 @@ class Plan:
     modes: Sequence[BenchMode]
     concurrency: Sequence[int]
     max_tokens: int
-    # Part of this run's tenant names, so that no draft has learnt the prompts in another run.
+    # Part of this run's tenant names, so that no trie holds the prompts from another run.
     run_id: str
     repeats: int = 1
     second_turns: bool = False

@@ -42,7 +42,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     listed = actions.add_parser(
         "list",
         help="list the corpora that a tenant may draft from",
-        description="Lists the tenant's own trie, if anything was learnt for it, and the shared corpora.",
+        description="Lists the tenant's own trie, if it has one, and the shared corpora.",
         allow_abbrev=False,
     )
     _add_access(listed, _run_list)

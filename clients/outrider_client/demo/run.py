@@ -126,7 +126,7 @@ async def _services(options: DemoOptions, console: Console) -> AsyncIterator[tup
         with waiting(console, f"starting the target service: loading {options.model} and timing its steps"):
             target = await stack.start("target", "target_service", *flags)
         console.print(f"draft service  [dim]{draft}[/]\ntarget service [dim]{target}[/]", soft_wrap=True)
-        # A new tenant, so that no draft has learnt the prompt from an earlier run.
+        # A new tenant, so that no trie holds the prompt from an earlier run.
         tenant = f"demo-{secrets.token_hex(4)}"
         with waiting(console, "warming up"):
             await _warm_up(target, "trie")

@@ -108,7 +108,7 @@ class Comparison:
             await backend.answer((("user", "Count from one to ten."),), _WARM_TOKENS, "warm")
         begun, rounds = monotonic(), 0
         pairs: dict[int, list[_Pair]] = {load: [] for load in self._loads}
-        # A new tenant, so that no draft has learnt these prompts.
+        # A new tenant, so that no trie holds these prompts.
         run_id = secrets.token_hex(4)
         while True:
             for load in self._loads:

@@ -1,6 +1,6 @@
 """Several drafts for one target: each sequence is followed by one of them, and by another if that is disconnected.
 
-A tenant's sequences go to the draft that has learnt the tenant's texts while it is connected; otherwise the other
+A tenant's sequences go to the draft whose trie holds the tenant's texts while it is connected; otherwise the other
 drafts share them (rendezvous hashing: Thaler and Ravishankar, 1998). Drafts that learn nothing share all sequences.
 """
 

@@ -239,7 +239,7 @@ DRAFT = (
         MICRO_SECONDS,
         "Time the oldest sequence of a growth frame waited for its turn or for credit.",
     ),
-    _counter("outrider_draft_corpus_tokens", "Tokens learnt from corpora."),
+    _counter("outrider_draft_corpus_tokens", "Tokens inserted from corpora."),
     _gauge("outrider_draft_figure", "Figures of the drafter, by name with unit.", "figure"),
     _gauge("outrider_draft_info", "Always 1; what drafts.", "drafter", "version"),
 )

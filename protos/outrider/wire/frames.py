@@ -146,8 +146,8 @@ class CorpusInfo:
 
     name: str
     owner: str  # the tenant that made it
-    tokens: int  # tokens learnt; a tenant's own trie also counts those of prompts and outputs
-    documents: int  # documents learnt; each piece of a long one counts
+    tokens: int  # tokens inserted; a tenant's own trie also counts those of prompts and outputs
+    documents: int  # documents inserted; each piece of a long one counts
     nodes: int
     bytes: int  # of memory
 
