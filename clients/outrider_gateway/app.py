@@ -22,7 +22,12 @@ from outrider_gateway.failures import Refused
 from outrider_gateway.hosts import host_check
 from outrider_gateway.metrics import GatewayMetrics
 from outrider_gateway.page import page_routes
+from outrider_gateway.response_json import ResponseBuilder
+from outrider_gateway.responses import ResponsesEndpoint, StoredResponseRoutes
+from outrider_gateway.responses_json import ResponsesBuilder
+from outrider_gateway.responses_request import responses_request
 from outrider_gateway.served_models import ServedModels
+from outrider_gateway.stored_responses import StoredResponses
 from outrider_gateway.target_calls import CallEndpoint, detokenize_call, tokenize_call
 from outrider_gateway.targets import Targets
 from outrider_gateway.translation import chat_request, completion_request
@@ -55,16 +60,19 @@ class Application:
         metrics.gauges(targets.readings)
         self._admission = admission = GatewayAdmission(config, targets)
         shared = config, admission, targets, models, metrics
-        generating = {
-            "/v1/chat/completions": GenerationEndpoint("chat", *shared, chat_request),
-            "/v1/completions": GenerationEndpoint("completions", *shared, completion_request),
+        stored = StoredResponses(config.stored_response_bytes, config.stored_response_seconds)
+        generating: dict[str, ASGIApp] = {
+            "/v1/chat/completions": GenerationEndpoint("chat", *shared, chat_request, ResponseBuilder),
+            "/v1/completions": GenerationEndpoint("completions", *shared, completion_request, ResponseBuilder),
+            "/v1/responses": ResponsesEndpoint("responses", *shared, responses_request, ResponsesBuilder, stored),
         }
-        calls = {
+        calls: dict[str, ASGIApp] = {
             "/tokenize": CallEndpoint("tokenize", *shared, tokenize_call),
             "/detokenize": CallEndpoint("detokenize", *shared, detokenize_call),
         }
         routes: list[BaseRoute] = [
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in {**generating, **calls}.items()),
+            StoredResponseRoutes(admission, stored).route(),
             Route("/version", self._version),
             Route("/v1/models", self._models),
             Route("/v1/models/{model:path}", self._model),
@@ -125,7 +133,7 @@ def _cross_origin(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     return CORSMiddleware(
         app,
         allow_origins=origins,
-        allow_methods=("GET", "POST"),
+        allow_methods=("GET", "POST", "DELETE"),
         allow_headers=("*",),
         # What a caller needs of an answer besides its body.
         expose_headers=("x-request-id", "retry-after"),

@@ -35,6 +35,12 @@ class GatewayConfig(Settings):
     max_pending_bytes: int = setting(
         64 * 1024 * 1024, "bytes of bodies beyond the first 64 KiB of each, of requests under way together", ge=1
     )
+    stored_response_bytes: int = setting(
+        64 * 1024 * 1024,
+        "bytes of kept responses, of which a tenant gets a quarter at most; 0 keeps none",
+        ge=0,
+    )
+    stored_response_seconds: float = setting(3600.0, "time that a response is kept", ge=0)
     max_connections: int = setting(1024, "connections at once; more are refused with 503", ge=1)
     body_seconds: float = setting(30.0, "time a request's body may take to arrive", gt=0)
     request_seconds: float = setting(

@@ -75,8 +75,17 @@ class Fields:
             field = table.get(name)
             if field is None:
                 raise BadField(self.path(name), self._unknown({*self._known, *table}, name), "unknown_parameter")
-            if field.use is not Use.IGNORED and not any(_same(value, one) for one in field.harmless):
-                raise BadField(self.path(name), f"is not supported: {field.note}", "unsupported_parameter")
+            self._dispose(field, value)
+
+    def refuse(self, table: Mapping[str, RequestField], names: Iterable[str]) -> None:
+        """Dispose of fields now, as `end` does, that what is read next would take."""
+        for name in names:
+            if (value := self.pop(name)) is not None:
+                self._dispose(table[name], value)
+
+    def _dispose(self, field: RequestField, value: Any) -> None:
+        if field.use is not Use.IGNORED and not any(_same(value, one) for one in field.harmless):
+            raise BadField(self.path(field.name), f"is not supported: {field.note}", "unsupported_parameter")
 
     def _unknown(self, known: Iterable[str], name: str) -> str:
         # A name may be as long as the body.

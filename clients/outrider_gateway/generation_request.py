@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from outrider.sampling import SamplingParams
+from outrider.structured_output import StructuredOutput
 from outrider_client.generation import Speculation
 from outrider_client.messages import ChatOptions, ChatTurn
 
@@ -94,7 +95,11 @@ class GenerationRequest:
         form = self.sampling.structured_output
         if form is None:
             return names
-        return {**names, f"structured_output.{form.form}": self.form_name, "structured_output": self.form_name}
+        return {**names, **self.form_names(form)}
+
+    def form_names(self, form: StructuredOutput) -> Mapping[str, str]:
+        """The request's names of the contract's fields of its answer's form."""
+        return {f"structured_output.{form.form}": self.form_name, "structured_output": self.form_name}
 
     def prompt(self, index: int) -> Prompt:
         """What the answer of this index continues."""

@@ -102,6 +102,8 @@ class ResponseWriter:
     then it can still be an error."""
 
     def __init__(self, send: Send, request_id: str) -> None:
+        # The event of an error behind the first event.
+        self.failure: Callable[[Refused], bytes] = lambda refused: event_bytes(refused.body())
         self._send = send
         self._request_id = request_id
         # Choices are written by tasks of their own, and none may come before the answer's head.
@@ -130,7 +132,7 @@ class ResponseWriter:
     async def refuse(self, refused: Refused) -> int:
         """Say that it failed: as the answer, or as the last event of one that has begun. Returns the status."""
         if self._begun:
-            await self.end(event_bytes(refused.body()), done=False)
+            await self.end(self.failure(refused), done=False)
         else:
             await send_json(self._send, refused.status, refused.body(), self._request_id, refused.headers())
         return refused.status
@@ -147,6 +149,11 @@ class ResponseWriter:
 def event_bytes(event: Mapping[str, Any]) -> bytes:
     """A server-sent event with this JSON."""
     return b"data: " + orjson.dumps(event) + b"\n\n"
+
+
+def named_event(name: str, event: Mapping[str, Any]) -> bytes:
+    """A server-sent event of a type, with this JSON."""
+    return b"event: " + name.encode() + b"\ndata: " + orjson.dumps(event) + b"\n\n"
 
 
 async def send_json(

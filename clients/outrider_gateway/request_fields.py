@@ -178,6 +178,39 @@ def _by_name(fields: Iterable[RequestField]) -> Mapping[str, RequestField]:
     return {field.name: field for field in fields}
 
 
+_CHOICES = "a response is one answer"
+_RESPONSES: tuple[RequestField, ...] = (
+    _taken("input", "a user's text, or items: messages, function_call, function_call_output, reasoning"),
+    _taken("instructions", "a system message before the conversation; not carried on to the next response"),
+    _taken("previous_response_id", "the conversation of a response that is still kept goes on, see below"),
+    _taken("store", "false keeps nothing"),
+    _taken("max_output_tokens", "at most so many tokens"),
+    _taken("text", "`format`: text, json_object, or json_schema with its schema; `verbosity`"),
+    _taken("reasoning", "`effort` is given to the model's chat template; summaries are not made"),
+    _taken("tools", "functions that the answer may call; tools of OpenAI's own are refused"),
+    _taken("tool_choice", "`auto`, `none`, `required`, or the function that is called"),
+    _taken("parallel_tool_calls", "false keeps the answer to one call"),
+    _taken("include", "`message.output_text.logprobs`; what else it names is of tools that are not here"),
+    _taken("top_logprobs", "alternatives to each token"),
+    _taken("truncation", "`disabled`: prompts are not cut"),
+    _taken("metadata", "comes back with the response"),
+    _taken("chat_template_kwargs", "given to the model's chat template; what it does not read changes nothing"),
+    _taken("enable_thinking", "given to the model's chat template; without effect where it does not read it"),
+    _refused("background", "a response ends with its request", False),
+    _refused("conversation", "previous_response_id continues a conversation"),
+    _refused("prompt", "prompts are not kept: input takes their text"),
+    _refused("max_tool_calls", "the caller runs the tools"),
+    _refused("context_management", "prompts are not cut", []),
+    _refused("n", _CHOICES, 1),
+    _refused("best_of", _CHOICES, 1),
+    _refused("logprobs", "the name here is top_logprobs", False),
+    _refused("prompt_logprobs", "/v1/chat/completions has them"),
+    _refused("messages", "the name here is input"),
+    _refused("response_format", "the name here is text.format"),
+    _refused("max_tokens", "the name here is max_output_tokens"),
+    _refused("max_completion_tokens", "the name here is max_output_tokens"),
+    _refused("reasoning_effort", "the name here is reasoning.effort"),
+)
 _PROMPTS_ONLY = "prompts are texts and messages"
 _TOKENIZE: tuple[RequestField, ...] = (
     _taken("prompt", "a text; or else `messages`, with the fields of a chat that shape the prompt"),
@@ -193,6 +226,8 @@ TOKENIZE_FIELDS = _by_name(_TOKENIZE)
 DETOKENIZE_FIELDS = _by_name(_DETOKENIZE)
 CHAT_FIELDS = _by_name((*_CHAT, *_ALIKE))
 COMPLETION_FIELDS = _by_name((*_COMPLETIONS, *_ALIKE))
+# The later of a name counts.
+RESPONSES_FIELDS = _by_name((*_ALIKE, *_RESPONSES))
 
 _MARKED = re.compile(r"(<!-- fields: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -208,6 +243,7 @@ def _table(use: Use) -> str:
         (_ALIKE, "both"),
         (_CHAT, "chat"),
         (_COMPLETIONS, "completions"),
+        (_RESPONSES, "responses"),
         (_TOKENIZE, "/tokenize"),
         (_DETOKENIZE, "/detokenize"),
     ):

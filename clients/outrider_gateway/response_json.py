@@ -15,6 +15,7 @@ from outrider_client.answers import AnswerPart, ContentPart, ReasoningPart
 from outrider_client.results import Chunk, Result, Started
 from outrider_client.terminal.painting import Painter
 from outrider_gateway.chat_json import chat_delta, chat_message
+from outrider_gateway.failures import Refused
 from outrider_gateway.generation_request import GenerationRequest
 from outrider_gateway.http import event_bytes
 from outrider_gateway.prompt_echo import PromptEcho
@@ -33,9 +34,7 @@ class ResponseBuilder:
         """`model` is empty where it is not known yet. `end_token_ids` end answers, and are no part of their text."""
         self._request = request
         self._texts = texts
-        ends = () if request.sampling.ignore_eos else end_token_ids
-        # Behind an echoed prompt every token is listed: clients count them from the end.
-        self._hidden = frozenset(() if request.echo else (*ends, *request.sampling.stop_token_ids))
+        self._hidden = hidden_tokens(request, end_token_ids)
         chat_kind = "chat.completion.chunk" if request.stream else "chat.completion"
         self._head = {
             "id": ("chatcmpl-" if request.chat else "cmpl-") + uuid.uuid4().hex,
@@ -129,6 +128,10 @@ class ResponseBuilder:
         if self._request.chat:
             return {"delta": chat_delta(part)}
         return {"text": part.text if isinstance(part, ContentPart) else ""}
+
+    def failure(self, refused: Refused) -> bytes:
+        """The event of an error behind the first."""
+        return event_bytes(refused.body())
 
     async def keep(self, index: int, chunk: Chunk) -> None:
         """Note a chunk of an answer that is sent whole."""
@@ -236,6 +239,15 @@ class ResponseBuilder:
             # Our own mark of answers that need not be the model's own.
             usage["outrider"] = {"lossy_tokens": sum(result.lossy_tokens for result in results)}
         return usage
+
+
+def hidden_tokens(request: GenerationRequest, end_token_ids: Sequence[int]) -> frozenset[int]:
+    """Tokens that are listed nowhere, since they have no text."""
+    if request.echo:
+        # Clients count the answer's from the end.
+        return frozenset()
+    ends = () if request.sampling.ignore_eos else end_token_ids
+    return frozenset((*ends, *request.sampling.stop_token_ids))
 
 
 def totals(result: Result) -> dict[str, Any]:

@@ -11,10 +11,9 @@ from outrider.errors import OutriderError
 from outrider.model_names import answers_to
 from outrider_client.failures import ServiceUnreachable
 from outrider_client.results import TargetInfo
+from outrider_gateway.answer_builder import BuildAnswer, Built, Request
 from outrider_gateway.caller import HttpCaller
 from outrider_gateway.failures import GatewayFailed, Refused, refusal
-from outrider_gateway.generation_request import GenerationRequest
-from outrider_gateway.response_json import ResponseBuilder
 from outrider_gateway.targets import Targets
 from outrider_gateway.token_texts import TokenTexts
 
@@ -35,14 +34,14 @@ class ServedModels:
         known = [target.info.max_context - 1 for target in self._targets.healthy if target.info is not None]
         return max(known, default=MOST_CONTEXT)
 
-    async def response_builder(self, request: GenerationRequest) -> ResponseBuilder:
-        """The builder of a request's JSON."""
+    async def response_builder(self, request: Request, build: BuildAnswer[Request, Built]) -> Built:
+        """The builder of a request's JSON, of this kind."""
         known = [target.info for target in self._targets.healthy if target.info is not None]
         info = next((info for info in known if answers_to(info.names, request.model)), known[0] if known else None)
         texts = TokenTexts()
         if info is None:
-            return ResponseBuilder(request, request.model, texts, ())
-        return ResponseBuilder(request, info.model, texts, info.end_token_ids)
+            return build(request, request.model, texts, ())
+        return build(request, info.model, texts, info.end_token_ids)
 
     async def models(self, caller: HttpCaller) -> list[dict[str, Any]]:
         """Every model that healthy targets serve, asked in the caller's name. Raises `Refused`."""

@@ -17,7 +17,8 @@ def structured_output(fields: Fields) -> Form | None:
     """The form of the answer, and the body's name for it; None for any text. Raises `Refused`, also for several."""
     options = fields.inner("structured_outputs") or Fields({}, "structured_outputs")
     any_whitespace = options.pop("disable_any_whitespace")
-    found = [_response_format(fields), *_named_forms(options, ""), *_named_forms(fields, "guided_")]
+    named = *_named_forms(options, ""), *_named_forms(fields, "guided_")
+    found = [json_form(fields, "response_format", nested=True), *named]
     options.end()
     forms = [form for form in found if form is not None]
     if len(forms) > 1:
@@ -34,16 +35,17 @@ def structured_output(fields: Fields) -> Form | None:
     return replace(form, free_whitespace=free and json), name
 
 
-def _response_format(fields: Fields) -> Form | None:
-    """OpenAI's `response_format`; in its completions vLLM's."""
-    inner = fields.inner("response_format")
+def json_form(fields: Fields, name: str, *, nested: bool = False) -> Form | None:
+    """A form as OpenAI has it, of a field with a type: text, json_object or json_schema. The schema and its name stand
+    beside the type, or `nested` in an object of their own."""
+    inner = fields.inner(name)
     if inner is None:
         return None
     kind, form = inner.text("type"), None
     if kind == "json_object":
         form = StructuredOutput(json_object=True), inner.path("type")
     elif kind == "json_schema":
-        described = inner.inner("json_schema")
+        described = inner.inner("json_schema") if nested else inner
         if described is None:
             raise BadField(inner.path("json_schema"), "is missing", "missing_required_parameter")
         # Names for the caller's own books; a schema is kept to whether it is strict or not.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from outrider.admission.prompt_limits import MAX_TEMPLATE_BYTES, MOST_CONTEXT, check_bytes, check_tokens
 from outrider.errors import InvalidField, PositionOutOfRange
@@ -23,12 +23,13 @@ from outrider_gateway.failures import BadField, refusal
 from outrider_gateway.fields import Fields, bounded, json_bytes, number, typed, whole, whole_numbers
 from outrider_gateway.generation_request import GenerationRequest, Prompt
 from outrider_gateway.request_fields import CHAT_FIELDS, COMPLETION_FIELDS, RequestField
-from outrider_gateway.structured import structured_output
+from outrider_gateway.structured import Form, structured_output
 from outrider_gateway.tools import tool_options
 
+Request = TypeVar("Request", bound=GenerationRequest)
 # As OpenAI: the answers of /v1/completions are short unless asked to be long.
 _COMPLETION_TOKENS = 16
-_MAX_UINT32 = 2**32 - 1
+MAX_UINT32 = 2**32 - 1
 MAX_TOKEN_ID = 2**31 - 1
 # Fields of the top level that are given to the chat template under their own names.
 _TEMPLATE_FIELDS = ("reasoning_effort", "verbosity", "enable_thinking")
@@ -43,14 +44,14 @@ def chat_request(body: Mapping[str, Any], max_choices: int, max_prompt: int = MO
     fitting(check_bytes, size, max_prompt, "messages")
     template = chat_options(fields)
     longest = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
-    max_tokens = fields.whole("max_completion_tokens", 1, _MAX_UINT32)
+    max_tokens = fields.whole("max_completion_tokens", 1, MAX_UINT32)
     # Deprecated at OpenAI, and what most clients send; the newer name wins.
-    older = fields.whole("max_tokens", 1, _MAX_UINT32)
+    older = fields.whole("max_tokens", 1, MAX_UINT32)
     logprobs = fields.flag("logprobs")
     top = fields.whole("top_logprobs", 0, MAX_LOGPROBS)
     if top and not logprobs:
         raise BadField("top_logprobs", "needs logprobs to be true", "invalid_value")
-    sampling = _sampling(fields, older if max_tokens is None else max_tokens, (top or 0) if logprobs else None)
+    sampling = sampling_params(fields, older if max_tokens is None else max_tokens, (top or 0) if logprobs else None)
     request = GenerationRequest(
         True,
         (prompt,),
@@ -60,7 +61,7 @@ def chat_request(body: Mapping[str, Any], max_choices: int, max_prompt: int = MO
         chat_options=template,
         shows_reasoning=fields.flag("include_reasoning", True),
     )
-    return _completed(request, fields, max_choices, longest, CHAT_FIELDS)
+    return completed(request, fields, max_choices, longest, CHAT_FIELDS, structured_output(fields))
 
 
 def completion_request(body: Mapping[str, Any], max_choices: int, max_prompt: int = MOST_CONTEXT) -> GenerationRequest:
@@ -68,7 +69,7 @@ def completion_request(body: Mapping[str, Any], max_choices: int, max_prompt: in
     tokens."""
     fields = Fields(body)
     prompts = _prompts(fields.pop("prompt"), max_choices, max_prompt)
-    max_tokens = fields.whole("max_tokens", 0, _MAX_UINT32)
+    max_tokens = fields.whole("max_tokens", 0, MAX_UINT32)
     logprobs = fields.whole("logprobs", 0, MAX_LOGPROBS)
     echo = fields.flag("echo")
     if max_tokens == 0 and not echo:
@@ -78,13 +79,15 @@ def completion_request(body: Mapping[str, Any], max_choices: int, max_prompt: in
     best_of = fields.whole("best_of", 1, max_choices)
     # One token comes of the pass that ends a prompt, asked for or not.
     longest = _COMPLETION_TOKENS if max_tokens is None else max(1, max_tokens)
-    sampling = _sampling(fields, longest, logprobs)
+    sampling = sampling_params(fields, longest, logprobs)
     if echo and logprobs is not None:
         sampling = replace(sampling, prompt_logprobs=logprobs)
     request = GenerationRequest(
         False, prompts, sampling, logprobs=logprobs is not None, echo=echo, prompt_only=max_tokens == 0
     )
-    return _best_of(_completed(request, fields, max_choices, "max_tokens", COMPLETION_FIELDS), best_of, max_choices)
+    form = structured_output(fields)
+    request = completed(request, fields, max_choices, "max_tokens", COMPLETION_FIELDS, form)
+    return _best_of(request, best_of, max_choices)
 
 
 def _best_of(request: GenerationRequest, made: int | None, max_choices: int) -> GenerationRequest:
@@ -102,15 +105,16 @@ def _best_of(request: GenerationRequest, made: int | None, max_choices: int) -> 
     return replace(request, choices=made, returned_choices=request.choices, sampling=sampling)
 
 
-def _completed(
-    request: GenerationRequest,
+def completed(
+    request: Request,
     fields: Fields,
     max_choices: int,
     longest: str,
     table: Mapping[str, RequestField],
-) -> GenerationRequest:
-    """The request with what both endpoints have in common; nothing of the body is left afterwards. `longest` is the
-    name by which the request bounds its answers."""
+    form: Form | None,
+) -> Request:
+    """The request with what all endpoints have in common; nothing of the body is left afterwards. `longest` is the
+    name by which the request bounds its answers, and `form` the form of its answer."""
     choices = fields.whole("n", 1, max_choices) or 1
     if len(request.prompts) * choices > max_choices:
         raise BadField("prompt", f"asks for more than {max_choices} answers, n to each entry", "invalid_value")
@@ -123,10 +127,10 @@ def _completed(
     listed = request.logprobs or prompt_logprobs is not None
     if request.sampling.prompt_logprobs is None:
         request = replace(request, sampling=replace(request.sampling, prompt_logprobs=prompt_logprobs))
-    form, form_name = structured_output(fields) or (None, "")
+    structured, form_name = form or (None, "")
     request = replace(
         request,
-        sampling=replace(request.sampling, structured_output=form),
+        sampling=replace(request.sampling, structured_output=structured),
         form_name=form_name,
         speculation=replace(speculation, token_texts=listed or drafts),
         drafts=drafts,
@@ -218,7 +222,7 @@ def fitting(check: Callable[[int, int, str], None], size: int, most_tokens: int,
         raise refusal(error, {"input": path.partition("[")[0]}) from None
 
 
-def _sampling(fields: Fields, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+def sampling_params(fields: Fields, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
     """OpenAI's sampling parameters, at its defaults, and the contract's further ones under the names vLLM gave them."""
     seed = fields.whole("seed", -(2**63), 2**64 - 1)
     stop_ids = typed(fields.pop("stop_token_ids", []), list, "stop_token_ids")
@@ -226,14 +230,14 @@ def _sampling(fields: Fields, max_tokens: int | None, logprobs: int | None) -> S
     return SamplingParams(
         temperature=fields.number("temperature", 1.0, 0.0, 1e6),
         # -1 is what other servers take for "off".
-        top_k=max(fields.whole("top_k", -1, _MAX_UINT32) or 0, 0),
+        top_k=max(fields.whole("top_k", -1, MAX_UINT32) or 0, 0),
         top_p=fields.number("top_p", 1.0, 0.0, 1.0),
         min_p=fields.number("min_p", 0.0, 0.0, 1.0),
         repetition_penalty=fields.number("repetition_penalty", 1.0, 0.0, 1e6),
         presence_penalty=fields.number("presence_penalty", 0.0, -2.0, 2.0),
         frequency_penalty=fields.number("frequency_penalty", 0.0, -2.0, 2.0),
         logit_bias=_logit_bias(fields.pop("logit_bias", {})),
-        min_tokens=fields.whole("min_tokens", 0, _MAX_UINT32) or 0,
+        min_tokens=fields.whole("min_tokens", 0, MAX_UINT32) or 0,
         max_tokens=max_tokens,
         stop=_stop(fields.pop("stop", [])),
         stop_token_ids=tuple(whole(i, "stop_token_ids", 0, MAX_TOKEN_ID) for i in stop_ids),
@@ -287,7 +291,7 @@ def _extension(fields: Fields) -> tuple[Speculation, bool]:
         # Not set where drafts are wanted: a target without a draft then simply has none.
         enabled=None if inner.flag("speculation", True) else False,
         mode=modes.get(mode),
-        max_nodes=inner.whole("max_nodes", 0, _MAX_UINT32),
+        max_nodes=inner.whole("max_nodes", 0, MAX_UINT32),
         corpus=inner.short_text("corpus"),
         trees=inner.flag("trees"),
     )

@@ -61,7 +61,7 @@ async def test_python(gateways: Any) -> None:
 def test_limits_are_the_settings() -> None:
     config = GatewayConfig()
     rows = dict(re.findall(r"^\| `--([a-z-]+)` \| ([\d.]+)", PAGE, re.MULTILINE))
-    assert len(rows) == 8
+    assert len(rows) == 10
     for flag, value in rows.items():
         setting = getattr(config, flag.replace("-", "_"))
         assert setting == float(value) * (2**20 if flag.endswith("-bytes") else 1)
