@@ -55,8 +55,9 @@ def random_generated(
     asked, shapings, texts = list[RowsToVerify](), list[Shaping](), list[list[int]]()
     starts, prefixes, page_starts, pages = [0], list[int](), list[int](), list[int]()
     token_ids, parents = list[int](), list[int]()
-    tokens = torch.full((4096 * 4,), -1, dtype=torch.int32)
-    free = torch.randperm(len(tokens) // page_size, generator=generator).tolist()
+    # Room for the longest text and tree of every sequence.
+    free = torch.randperm(MAX_SEQUENCES * -(-(longest + 6) // page_size), generator=generator).tolist()
+    tokens = torch.full((len(free) * page_size,), -1, dtype=torch.int32)
     for b in range(count):
         before, rows = rng.randrange(3), 0 if b == 1 else rng.randrange(1, 7)
         text = [rng.randrange(vocabulary) for _ in range(rng.randrange(before + 1, longest))]
