@@ -13,7 +13,7 @@ from outrider.drafting.draft_tree import GrowingTree
 from outrider.tree import TokenTree
 from outrider.wire.frames import SequenceGrowth
 from target_service.speculation.policy.row_budget import Calibration, Offer, RowBudget, SequenceRecord
-from target_service.speculation.policy.step_cost import StepCost
+from target_service.speculation.policy.step_cost import StepCost, spread_tokens
 
 
 def grown(parents: list[int], scores: list[float]) -> GrowingTree:
@@ -132,6 +132,15 @@ def test_cost_rises_with_rows_even_when_measured_otherwise() -> None:
     assert cost(2) == 2.0
     assert cost(3) == pytest.approx(2.5)
     assert cost(8) == pytest.approx(6.0)
+
+
+def test_costs_are_measured_with_tokens_from_all_over_the_vocabulary() -> None:
+    """Rows of a mixture of experts then choose different ones, as a tree's do."""
+    tokens = spread_tokens(40_000, 256)
+    # A larger size has the smaller one's tokens, and reads no fewer experts.
+    assert spread_tokens(40_000, 16) == tokens[:16]
+    assert len(set(tokens)) > 250
+    assert all(20 < sum(token // 5_000 == eighth for token in tokens) < 45 for eighth in range(8))
 
 
 def test_a_wrong_measurement_is_lived_down() -> None:
