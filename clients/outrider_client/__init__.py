@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from outrider_client.draft import DraftClient
     from outrider_client.failures import ServiceUnreachable, TlsProblem
     from outrider_client.generation import Generation, Speculation
-    from outrider_client.messages import ChatOptions
+    from outrider_client.messages import ChatOptions, ChatTurn, ToolChoice, ToolOptions
     from outrider_client.policy import Policy
     from outrider_client.results import Chunk, PromptToken, Result, Started, Tokenized, Verdict
     from outrider_client.synchronous import SyncClient, SyncGeneration, SyncVerifySession
@@ -39,7 +39,7 @@ _HOMES = {
     "outrider_client.draft": "DraftClient",
     "outrider_client.failures": "ServiceUnreachable TlsProblem",
     "outrider_client.generation": "Generation Speculation",
-    "outrider_client.messages": "ChatOptions",
+    "outrider_client.messages": "ChatOptions ChatTurn ToolChoice ToolOptions",
     "outrider_client.policy": "Policy",
     "outrider_client.results": "Chunk PromptToken Result Started Tokenized Verdict",
     "outrider_client.synchronous": "SyncClient SyncGeneration SyncVerifySession",
@@ -49,6 +49,7 @@ _HOMES = {
 
 __all__ = [
     "ChatOptions",
+    "ChatTurn",
     "Chunk",
     "Client",
     "DraftClient",
@@ -71,6 +72,8 @@ __all__ = [
     "TlsProblem",
     "TokenTree",
     "Tokenized",
+    "ToolChoice",
+    "ToolOptions",
     "TypicalAcceptance",
     "Verdict",
     "VerificationMode",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from browser import CHROMIUM, browser_page
 from scripted_engine import ScriptedEngine, WritingEngine
-from scripted_service import byte_tokenizer
+from scripted_service import byte_tokenizer, model_tokenizer
 
 import outrider_gateway.page as page_package
 from outrider_gateway.page import FILES
@@ -310,6 +310,28 @@ class TestInBrowser:
             assert "<img src=x onerror=" in await page.look("document.querySelector('.markdown').textContent")
             assert await page.look("document.title") == "Outrider chat"
             assert page.complaints == [] and all(address.startswith(gateway.url) for address in page.requests)
+
+    async def test_calls_reasoning_and_json_are_shown_as_such(self, gateways: Any, tmp_path: Path) -> None:
+        tokenizer = model_tokenizer()
+        tokenizer.chat_template += '{# <tool_call> "arguments" </think> tools #}'
+        call = '<tool_call>\n{"name": "add", "arguments": {"x": [1, "<b>"]}}\n</tool_call>'
+        engine = _writing(f"<think>hm</think>Look:\n{call}")
+        async with gateways(engine, served={**LONG, "tokenizer": tokenizer}) as gateway, browser_page(tmp_path) as page:
+            await page.open(gateway.url)
+            await page.look("document.getElementById('tools').value = '[{\"type\": \"function\", "
+                            "\"function\": {\"name\": \"add\"}}]'")  # fmt: skip
+            await self._ask(page, gateway, "hello", opened=True)
+            shown = await page.look("document.querySelector('.calls .code').innerText.split(/\\n+/)")
+            assert shown == ["calls add", "Copy code", "{", '  "x": [', "    1,", '    "<b>"', "  ]", "}"]
+            assert await page.look("document.querySelector('.reasoning .text').textContent") == "hm"
+            assert (await page.look("document.querySelector('.markdown').textContent")).strip() == "Look:"
+            await self._ask(page, gateway, "and", opened=True, answers=2)
+            # The calls are a part of the conversation, each with a result.
+            assert "[tool]not run" in _text(engine.requests[-1].token_ids)
+            assert page.complaints == []
+        async with gateways(_writing('{"a": 1}'), served=LONG) as gateway, browser_page(tmp_path) as page:
+            await self._ask(page, gateway, "hello")
+            assert await page.look("document.querySelector('.markdown pre').textContent") == '{\n  "a": 1\n}'
 
     async def test_code_is_copied(self, gateways: Any, tmp_path: Path) -> None:
         async with gateways(_writing("```\na = 1\n```\n")) as gateway, browser_page(tmp_path) as page:

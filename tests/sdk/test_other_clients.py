@@ -10,15 +10,19 @@ import shutil
 import subprocess
 import sys
 import venv
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
+from scripted_service import byte_tokenizer
+from sdk.tool_clients import PROGRAMS
 from sdk.toolchains import BUILD
+from transformers import PreTrainedModel
 from waits import HUNG_SECONDS
 
+from outrider_client.local.stack import Stack, private_directory
 from outrider_client.terminal.options import AccessOptions
 from outrider_gateway.config import GatewayConfig
 from outrider_gateway.server import GatewayServer
@@ -31,7 +35,10 @@ SOURCE = Path(__file__).with_name("other_clients")
 INSTALLED = BUILD / "other_clients"
 PYTHON = INSTALLED / "venv" / "bin"
 # What a program of the page is called after: the heading above it.
-HEADINGS = {"openai of Python": "python", "litellm": "python", "LangChain": "python", "Vercel AI SDK": "js"}
+HEADINGS = {
+    "openai of Python": "python", "litellm": "python", "LangChain": "python", "Vercel AI SDK": "js",
+    "Pydantic AI": "python",
+}  # fmt: skip
 
 
 def section(heading: str) -> str:
@@ -82,6 +89,29 @@ def here(gateway: GatewayServer, model_folder: Path) -> Any:
     )
 
 
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def calling(
+    tiny_model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Callable[[str], str]]:
+    """A text of the page for a gateway before random weights that know tools, and write any text."""
+    folder, tokenizer = tmp_path_factory.mktemp("calling") / "calling", byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ tools[0].function.name }}"
+        '{# <tool_call> "arguments" #}'
+    )
+    tiny_model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    with private_directory() as sockets:
+        async with Stack(sockets) as stack:
+            flags = ("--model", str(folder), "--dtype", "float32", "--threads", "1")
+            target = await stack.start("target", "target_service", *flags)
+            config = GatewayConfig(target=target, listen="127.0.0.1:0", drain_seconds=2.0)
+            async with GatewayServer(config, AccessOptions()) as server:
+                yield lambda text: re.sub(
+                    "NAME|smollm2-135m-instruct", "calling", text.replace("127.0.0.1:8000", server.address)
+                )
+
+
 async def _said(*argv: str | Path, **environment: str) -> str:
     """What a program prints. Fails with its complaints."""
     process = await asyncio.create_subprocess_exec(
@@ -100,13 +130,23 @@ async def _said(*argv: str | Path, **environment: str) -> str:
 
 
 @pytest.mark.parametrize(("heading", "language"), HEADINGS.items())
-async def test_the_pages_programs(installed: Path, here: Any, heading: str, language: str) -> None:
-    program = here(block(heading, language))
+async def test_the_pages_programs(installed: Path, here: Any, calling: Any, heading: str, language: str) -> None:
+    program = (calling if heading == "Pydantic AI" else here)(block(heading, language))
     if language == "js":
         said = await _said("node", "--input-type=module", "--eval", program)
     else:
         said = await _said(installed / "venv/bin/python", "-c", program)
     assert said.endswith("\n")
+
+
+@pytest.mark.parametrize("client", PROGRAMS)
+async def test_forced_calls(installed: Path, calling: Any, client: str) -> None:
+    program = calling(PROGRAMS[client])
+    if client.startswith("vercel"):
+        said = await _said("node", "--input-type=module", "--eval", program)
+    else:
+        said = await _said(installed / "venv/bin/python", "-c", program)
+    assert json.loads(said)["kind"] in ("whole", "real")
 
 
 async def test_llm(installed: Path, here: Any, tmp_path: Path) -> None:
@@ -122,6 +162,6 @@ async def test_the_page_names_the_versions() -> None:
     pins = dict(line.split("==") for line in (SOURCE / "requirements.txt").read_text().split())
     pins |= json.loads((SOURCE / "package.json").read_text())["dependencies"]
     for name, version in pins.items():
-        short = ".".join(version.split(".")[:2])
+        name, short = name.partition("[")[0], ".".join(version.split(".")[:2])
         assert re.search(rf"^## .*\b{re.escape(short)}\b", PAGE, re.MULTILINE), f"{name} {short}"
     assert sys.version_info >= (3, 11)

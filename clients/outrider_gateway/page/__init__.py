@@ -9,7 +9,17 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 _SCRIPTS = (
-    *("chat.js", "conversation.js", "elements.js", "figures.js", "markdown.js", "stream.js", "tree.js", "turns.js"),
+    *(
+        "chat.js",
+        "conversation.js",
+        "elements.js",
+        "figures.js",
+        "markdown.js",
+        "parts.js",
+        "stream.js",
+        "tree.js",
+        "turns.js",
+    ),
     # Of npm; see vendor/README.md.
     *("vendor/marked.js", "vendor/purify.js"),
 )

@@ -9,7 +9,7 @@ import { AnswerTurn, showQuestion } from "./turns.js";
 const AT_THE_END = 40; // pixels above the end of the log that count as the end
 const DELETED = Symbol("deleted"); // why an answer is aborted whose conversation is gone
 const STOPPED = "stopped by you";
-const KEPT = ["system", "tokens", "temperature"]; // settings that are kept over a reload
+const KEPT = ["system", "tools", "tokens", "temperature"]; // settings that are kept over a reload
 const [log, error, message, send, stop] = ["log", "error", "message", "send", "stop"].map(at);
 const conversation = new Conversation();
 let served = []; // the models that the server offers
@@ -25,7 +25,7 @@ function fail(problem) {
 
 const settings = () => Object.fromEntries(KEPT.map((id) => [id, at(id).value]));
 /** Keeps the conversation, with what an answer has so far. */
-const keep = () => conversation.keep(settings(), growing?.text);
+const keep = () => conversation.keep(settings(), growing?.some && growing.message);
 const model = () => served.find(({ id }) => id === at("model").value) ?? served[0];
 
 // --- the log
@@ -48,15 +48,25 @@ new MutationObserver(scroll).observe(log, { childList: true, subtree: true, char
 /** Shows the whole conversation anew. */
 function show() {
   log.replaceChildren();
-  conversation.messages.forEach(({ role, content, stopped }, index) => {
-    if (role === "user") return showQuestion(log, content, () => edit(index));
+  conversation.messages.forEach((said, index) => {
+    if (said.role === "user") return showQuestion(log, said.content, () => edit(index));
     const turn = new AnswerTurn(log, "answer", () => regenerate(index));
-    turn.add(content);
-    turn.end(stopped && STOPPED);
+    turn.addMessage(said);
+    turn.end(said.stopped && STOPPED);
   });
 }
 
 // --- asking
+
+/** The tools of the settings; undefined for none. Throws for what is no JSON. */
+function readTools() {
+  const text = at("tools").value.trim();
+  try {
+    return text ? JSON.parse(text) : undefined;
+  } catch (problem) {
+    throw new Error(`the tools are no JSON: ${problem.message}`);
+  }
+}
 
 /** One answer, with drafts or without, shown in `parent`. */
 async function stream(speculation, parent, title, again) {
@@ -64,31 +74,32 @@ async function stream(speculation, parent, title, again) {
   growing ??= turn;
   const figures = new AnswerFigures(speculation);
   const { id, outrider } = model();
+  const tools = readTools();
   const asked = {
     model: id,
     messages: conversation.request(at("system").value.trim()),
     max_tokens: at("tokens").valueAsNumber || 1024,
     temperature: at("temperature").valueAsNumber || 0,
     outrider: { drafts: true, trees: speculation, speculation },
+    ...(tools && { tools }),
   };
   if (outrider.prediction && at("prediction").value) {
     asked.prediction = { type: "content", content: at("prediction").value };
   }
   try {
     for await (const event of answer(at("key").value, asked, running.signal)) {
-      const content = event.choices?.[0]?.delta?.content ?? "";
-      turn.add(content, event.outrider?.pieces);
+      turn.add(event.choices?.[0]?.delta ?? {}, event.outrider?.pieces);
       figures.add(event.outrider);
     }
     turn.end();
   } catch (problem) {
-    if (turn.text) turn.end(problem.name === "AbortError" ? STOPPED : "broken off");
+    if (turn.some) turn.end(problem.name === "AbortError" ? STOPPED : "broken off");
     else turn.remove();
     throw problem;
   } finally {
     figures.end();
   }
-  return turn.text;
+  return turn.message;
 }
 
 /** The answer to the conversation as it stands. */
@@ -100,7 +111,7 @@ async function answers() {
   const pair = element(log, "div", "both");
   const drafted = await stream(true, pair, "with drafts", again);
   const plain = await stream(false, pair, "without drafts", again);
-  at("compared").textContent = drafted === plain ? "Both answers are the same." : "The answers differ, as they may above temperature 0.";
+  at("compared").textContent = drafted.content === plain.content ? "Both answers are the same." : "The answers differ, as they may above temperature 0.";
   return drafted;
 }
 
@@ -114,10 +125,10 @@ async function respond() {
   follows = true;
   try {
     if (!served.length) await findModels();
-    conversation.messages.push({ role: "assistant", content: await answers() });
+    conversation.messages.push(await answers());
   } catch (problem) {
     if (problem === DELETED) return;
-    if (growing?.text) conversation.messages.push({ role: "assistant", content: growing.text, stopped: true });
+    if (growing?.some) conversation.messages.push({ ...growing.message, stopped: true });
     else giveBack();
     if (problem.name !== "AbortError") fail(problem.message);
   } finally {

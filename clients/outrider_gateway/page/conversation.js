@@ -1,8 +1,10 @@
 // The conversation and its settings, kept in this browser over a reload until they are deleted. The API key is not kept.
 
 const KEY = "outrider.conversation";
+const UNRUN = "not run: this page only shows calls";
 
-/** Messages as the API has them, oldest first: { role, content }, and `stopped` where the reader ended an answer. */
+/** Messages, oldest first: { role, content }, of an answer also its `reasoning`, its `calls` of tools as { id, name,
+ * arguments }, and `stopped` where the reader ended it. */
 export class Conversation {
   messages = [];
 
@@ -11,8 +13,8 @@ export class Conversation {
   }
 
   /** Keeps the messages, behind them what an unfinished answer has so far, and `settings`. */
-  keep(settings, unfinished = "") {
-    const last = unfinished ? [{ role: "assistant", content: unfinished, stopped: true }] : [];
+  keep(settings, unfinished) {
+    const last = unfinished ? [{ ...unfinished, stopped: true }] : [];
     try {
       localStorage.setItem(KEY, JSON.stringify({ messages: [...this.messages, ...last], settings }));
     } catch {
@@ -27,7 +29,7 @@ export class Conversation {
 
   /** The messages for the API, behind a system prompt if there is one. */
   request(system) {
-    const messages = this.messages.map(({ role, content }) => ({ role, content }));
+    const messages = this.messages.flatMap(asApi);
     return system ? [{ role: "system", content: system }, ...messages] : messages;
   }
 
@@ -35,6 +37,15 @@ export class Conversation {
   cut(index) {
     return this.messages.splice(index);
   }
+}
+
+/** A message as the API has it. Every call has a result, as templates expect: that this page runs none. */
+function asApi({ role, content, calls = [] }) {
+  const said = { role, content };
+  if (calls.length) {
+    said.tool_calls = calls.map(({ id, name, arguments: given }) => ({ id, type: "function", function: { name, arguments: given } }));
+  }
+  return [said, ...calls.map(({ id }) => ({ role: "tool", tool_call_id: id, content: UNRUN }))];
 }
 
 function read() {

@@ -47,6 +47,12 @@ export class MarkdownView {
     this.#parent = parent;
   }
 
+  /** Shows JSON as such. */
+  showJson(text) {
+    this.#parent.replaceChildren(codeBlock(text, "json"));
+    this.#blocks = [];
+  }
+
   /** Shows `text`, all of it so far. */
   show(text) {
     const lexed = marked.lexer(text);
@@ -74,7 +80,7 @@ function block(token, links) {
 }
 
 /** Code with its language and a button that copies it. */
-function codeBlock(text, language) {
+export function codeBlock(text, language) {
   const drawn = document.createElement("div");
   drawn.className = "code";
   const bar = element(drawn, "div", "bar");

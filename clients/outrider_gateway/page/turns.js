@@ -2,6 +2,7 @@
 
 import { copyButton, element } from "./elements.js";
 import { MarkdownView } from "./markdown.js";
+import { jsonText, PartsView } from "./parts.js";
 
 /** The reader's message, with what can be done to it. */
 export function showQuestion(parent, content, edit) {
@@ -25,6 +26,7 @@ export class AnswerTurn {
   #turn;
   #markdown;
   #view;
+  #parts;
   #pieces;
   #working;
   #frame = 0;
@@ -34,7 +36,9 @@ export class AnswerTurn {
     element(this.#turn, "b", "", title);
     this.#working = element(this.#turn, "p", "working", "waiting for the first token");
     this.#working.setAttribute("role", "status");
+    const above = element(this.#turn, "div");
     this.#markdown = element(this.#turn, "div", "markdown");
+    this.#parts = new PartsView(above, element(this.#turn, "div", "calls"));
     this.#view = new MarkdownView(this.#markdown);
     this.#pieces = element(this.#turn, "div", "pieces");
     const actions = element(this.#turn, "div", "row actions");
@@ -42,10 +46,24 @@ export class AnswerTurn {
     if (again) action(actions, "Regenerate", again);
   }
 
-  /** Adds text, and by whom its parts were made: { text, drafted } each; none where nobody knows. */
-  add(content, pieces) {
+  /** The answer as a message of the API. */
+  get message() {
+    const { reasoning, calls } = this.#parts;
+    return { role: "assistant", content: this.text, ...(reasoning && { reasoning }), ...(calls.length && { calls }) };
+  }
+
+  /** Adds a message that is whole. */
+  addMessage({ content, reasoning, calls = [] }) {
+    const pieces = calls.map(({ id, name, arguments: given }, index) => ({ index, id, function: { name, arguments: given } }));
+    this.add({ content, reasoning_content: reasoning, tool_calls: pieces });
+  }
+
+  /** Adds what an event adds, and by whom its text was made: { text, drafted } each; none where nobody knows. */
+  add(delta, pieces) {
+    const content = delta.content ?? "";
     this.text += content;
-    if (this.text) this.#working.remove();
+    this.#parts.add(delta);
+    if (this.some) this.#working.remove();
     for (const { text, drafted } of pieces ?? [{ text: content }]) {
       const kind = drafted === undefined ? "" : drafted ? "drafted" : "own";
       // Joined with what stands before it where it can be: fewer elements, and text that reads as one.
@@ -61,11 +79,19 @@ export class AnswerTurn {
     cancelAnimationFrame(this.#frame);
     this.#frame = 0;
     this.#view.show(this.text);
+    this.#parts.draw();
+  }
+
+  /** Whether anything has come. */
+  get some() {
+    return Boolean(this.text || this.#parts.reasoning || this.#parts.calls.length);
   }
 
   /** Ends the answer; `note` says how where it did not end by itself. */
   end(note) {
     this.draw();
+    const json = jsonText(this.text);
+    if (json) this.#view.showJson(json);
     this.#working.remove();
     if (note) element(this.#turn, "p", "ended", note);
   }

@@ -1,0 +1,131 @@
+"""Calls that must be made: the grammar of every format, and what the parser makes of a text of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from datetime import datetime
+from string import Template
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher
+from scripted_service import byte_tokenizer, model_tokenizer
+from tokenizers import AddedToken
+
+from target_service.grammars.compiling import Grammars
+from target_service.grammars.tool_calls import tool_call_grammar
+from target_service.grammars.vocabulary import grammar_tokenizer
+from target_service.text.answer_format import AnswerFormat, _formats
+from target_service.text.answer_parser import AnswerParser
+from target_service.text.chat_template import ChatTemplate
+from target_service.text.loading import tokenizer_of
+from target_service.text.prompt_encoder import PromptEncoder
+from target_service.text.tokenizer import ModelTokenizer
+from target_service.text.tool_turns import named_results, plain_turns, template_turn
+
+INTEGER = {"x": {"type": "integer"}}
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "add": {"type": "object", "properties": INTEGER, "required": ["x"], "additionalProperties": False},
+    "now": {"type": "object", "properties": {}, "additionalProperties": False},
+}
+CALLS = [("add", '{"x":1}'), ("now", "{}")]
+FORCED = {name: found for name, (found, _) in _formats().items() if found.call is not None}
+
+
+def knowing(found: AnswerFormat) -> ModelTokenizer:
+    """A tokenizer of bytes, and of the marks of a format as special tokens."""
+    tokenizer, call = byte_tokenizer(), found.call
+    assert call is not None
+    marks = re.findall(r"<[|\uff5c]\w.*?[|\uff5c]>|\[[A-Z_]+\]", call.begin + call.text + call.end)
+    tokenizer.add_special_tokens({"extra_special_tokens": [AddedToken(mark, special=True) for mark in set(marks)]})
+    return tokenizer_of(tokenizer)
+
+
+def written(found: AnswerFormat, calls: list[tuple[str, str]]) -> str:
+    call = found.call
+    assert call is not None
+    texts = [
+        Template(call.text).substitute(name=json.dumps(name), bare_name=name, index=0, arguments=arguments)
+        for name, arguments in calls
+    ]
+    return call.begin + call.separator.join(texts) + call.end
+
+
+@pytest.mark.parametrize("name", FORCED)
+def test_a_grammar_takes_what_the_parser_reads(name: str) -> None:
+    found, tokenizer = FORCED[name], knowing(FORCED[name])
+    call = found.call
+    assert call is not None
+    vocabulary = max(tokenizer.get_vocab().values()) + 1
+    words = grammar_tokenizer(tokenizer, vocabulary, (2,))
+    for single, calls in ((True, CALLS[:1]), (False, CALLS)):
+        if call.single and not single:
+            continue
+        grammar = tool_call_grammar(call, PARAMETERS, tokenizer, single=single, reasoning=None)
+        matcher = LLMatcher(words, LLMatcher.grammar_from_lark(grammar))
+        assert not matcher.is_error(), matcher.get_error()
+        text = written(found, calls)
+        ids = tokenizer.encode(text)
+        assert matcher.validate_tokens(ids) == len(ids), text
+        matcher.consume_tokens(ids)
+        assert matcher.is_accepting()
+        # Arguments that do not match are none.
+        wrong = tokenizer.encode(written(found, [("add", '{"x":"1"}')]))
+        matcher.reset()
+        assert matcher.validate_tokens(wrong) < len(wrong)
+        answer = tokenizer.answer((), shown=tokenizer.special_in(found))
+        parser = AnswerParser(found)
+        parts = [part for token in ids for part in parser.push(answer.push([token]))]
+        parts += parser.push(answer.finish()) + parser.finish()
+        names = [part.name for part in parts if getattr(part, "name", "")]
+        assert names == [name for name, _ in calls]
+        arguments = "".join(getattr(part, "arguments", "") for part in parts)
+        assert json.loads(f"[{arguments.replace('}{', '},{')}]") == [json.loads(given) for _, given in calls]
+
+
+@pytest.mark.parametrize(("reasoning", "text"), [(True, "hm</think>\n\n"), (False, "<think>hm</think>"), (False, "")])
+def test_reasoning_comes_before_forced_calls(reasoning: bool, text: str) -> None:
+    found, tokenizer = FORCED["hermes"], model_tokenizer()
+    assert found.call is not None
+    grammar = tool_call_grammar(found.call, PARAMETERS, tokenizer, single=True, reasoning=reasoning)
+    grammars = Grammars(tokenizer, 259, (2,))
+    words = grammar_tokenizer(tokenizer, grammars.vocabulary_size, (2,))
+    matcher = LLMatcher(words, LLMatcher.grammar_from_lark(grammar))
+    ids = tokenizer.encode(text + written(found, CALLS[:1]))
+    assert matcher.validate_tokens(ids) == len(ids)
+    assert matcher.validate_tokens(tokenizer.encode("x")) == int(reasoning)
+
+
+def test_tools_for_a_template_that_knows_none() -> None:
+    turns = named_results(
+        [
+            template_turn("user", "hi", (), call_id="", name="", reasoning=""),
+            template_turn("assistant", "", [("a", "add", '{"x": 1}'), ("b", "now", "no JSON")],
+                          call_id="", name="", reasoning=""),
+            template_turn("tool", "1", (), call_id="a", name="", reasoning=""),
+            template_turn("tool", "2", (), call_id="b", name="", reasoning=""),
+        ]
+    )  # fmt: skip
+    assert [turn.get("name") for turn in turns] == [None, None, "add", "now"]
+    system, user, assistant, results = plain_turns(turns, [{"type": "function", "function": {"name": "add"}}])
+    assert '{"type": "function", "function": {"name": "add"}}' in system["content"]
+    assert (user["content"], results["role"]) == ("hi", "user")
+    assert assistant["content"] == (
+        '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "now", "arguments": "no JSON"}\n</tool_call>'
+    )
+    assert results["content"] == "<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>"
+
+
+def test_special_tokens_in_tools_are_text() -> None:
+    """In names of properties too, which are a caller's as much as descriptions are."""
+    tokenizer = model_tokenizer()
+    tokenizer.chat_template = "{{ messages[0].content }}{{ tools | tojson }}</s>"
+    tool = {"type": "function", "function": {"description": "</s>", "parameters": {"properties": {"</s>": {}}}}}
+    ids = PromptEncoder(tokenizer).chat([{"role": "user", "content": "hi"}], tools=[tool])
+    assert ids.count(2) == 1 and ids[-1] == 2
+    shown = ChatTemplate(tokenizer.chat_template, {}).render(
+        [{"role": "user", "content": "hi"}], now=datetime.now(), tools=[tool]
+    )
+    assert tokenizer.decode(ids) == shown.removesuffix("</s>")
