@@ -33,6 +33,10 @@ class AnswerBuilder(Protocol):
     def whole(self, results: Sequence[Result]) -> Mapping[str, Any]:
         """The answer that is not streamed."""
 
+    @property
+    def end(self) -> bytes:
+        """What ends a stream behind its last event."""
+
     def failure(self, refused: Refused) -> bytes:
         """The event of an error behind the first event."""
 

@@ -20,6 +20,8 @@ from outrider_gateway.config import ANY_ORIGIN, GatewayConfig
 from outrider_gateway.endpoints import GenerationEndpoint
 from outrider_gateway.failures import Refused
 from outrider_gateway.hosts import host_check
+from outrider_gateway.messages_json import MessageBuilder, error_body
+from outrider_gateway.messages_request import count_call, messages_request
 from outrider_gateway.metrics import GatewayMetrics
 from outrider_gateway.page import page_routes
 from outrider_gateway.response_json import ResponseBuilder
@@ -66,7 +68,11 @@ class Application:
             "/v1/completions": GenerationEndpoint("completions", *shared, completion_request, ResponseBuilder),
             "/v1/responses": ResponsesEndpoint("responses", *shared, responses_request, ResponsesBuilder, stored),
         }
+        generating["/v1/messages"] = GenerationEndpoint(
+            "messages", *shared, messages_request, MessageBuilder, error_body=error_body
+        )
         calls: dict[str, ASGIApp] = {
+            "/v1/messages/count_tokens": CallEndpoint("count_tokens", *shared, count_call, error_body=error_body),
             "/tokenize": CallEndpoint("tokenize", *shared, tokenize_call),
             "/detokenize": CallEndpoint("detokenize", *shared, detokenize_call),
         }

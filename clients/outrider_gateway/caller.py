@@ -11,6 +11,7 @@ from outrider.telemetry.tracing import context_from_metadata
 from outrider_gateway.failures import Refused
 
 _TENANT = b"outrider-tenant"
+_API_KEY = b"x-api-key"
 _TRACE = (b"traceparent", b"tracestate")
 _MAX_BYTES = 4096
 Headers = Iterable[tuple[bytes, bytes]]
@@ -39,6 +40,9 @@ def caller_from(headers: Headers) -> HttpCaller:
             if scheme.lower() != b"bearer":
                 raise Refused(401, "only bearer tokens are taken", kind="authentication_error", code="invalid_api_key")
             token = _printable(given.strip(), 401, "the bearer token")
+        elif name == _API_KEY:
+            # As Anthropic's clients send a token.
+            token = token or _printable(value.strip(), 401, "the header x-api-key")
         elif name == _TENANT:
             tenant = _printable(value, 400, "the header outrider-tenant")
         elif name in _TRACE:

@@ -53,6 +53,8 @@ class Endpoint(ABC):
     _targets: Targets
     _models: ServedModels
     _metrics: GatewayMetrics
+    # The body of an error, in the endpoint's form; OpenAI's where it is None.
+    error_body: Callable[[Refused], Mapping[str, Any]] | None = field(default=None, kw_only=True)
     _failures: LogLimit = field(default_factory=LogLimit, kw_only=True)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -88,7 +90,10 @@ class Endpoint(ABC):
         """Answer a request whose caller is known. Raises `Refused`."""
 
     def _writer(self, send: Send, request_id: str) -> ResponseWriter:
-        return ResponseWriter(send, request_id)
+        writer = ResponseWriter(send, request_id)
+        if self.error_body is not None:
+            writer.error_body = self.error_body
+        return writer
 
     async def _read(self, call: HttpCall, translate: Callable[[Mapping[str, Any]], Read]) -> tuple[Read, int]:
         """What `translate` makes of the body, and the body's size."""

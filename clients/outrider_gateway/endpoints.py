@@ -72,7 +72,7 @@ class GenerationEndpoint(Endpoint, Generic[Request, Built]):
         if request.include_usage:
             last += builder.usage_event(results)
         self._answered(call, request, builder)
-        await writer.end(last, done=True)
+        await writer.end(last + builder.end)
         return results
 
     async def _whole(self, call: HttpCall, request: Request, builder: Built, dispatcher: Dispatcher) -> list[Result]:

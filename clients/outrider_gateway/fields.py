@@ -63,6 +63,11 @@ class Fields:
         value = self.pop(name)
         return None if value is None else Fields(typed(value, dict, self.path(name)), self.path(name))
 
+    def rest(self) -> dict[str, Any]:
+        """The fields that were not taken yet, which are taken by this."""
+        rest, self._values = self._values, {}
+        return rest
+
     def ignore(self, names: Iterable[str]) -> None:
         """Take fields that change nothing here."""
         for name in names:

@@ -102,7 +102,8 @@ class ResponseWriter:
     then it can still be an error."""
 
     def __init__(self, send: Send, request_id: str) -> None:
-        # The event of an error behind the first event.
+        # The body of an error, and the event of one behind the first event.
+        self.error_body: Callable[[Refused], Mapping[str, Any]] = lambda refused: refused.body()
         self.failure: Callable[[Refused], bytes] = lambda refused: event_bytes(refused.body())
         self._send = send
         self._request_id = request_id
@@ -118,12 +119,11 @@ class ResponseWriter:
             await self._begin()
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
-    async def end(self, events: bytes, *, done: bool) -> None:
-        """The last events, and the end of the stream; `done` says so in words, which one that broke off must not."""
+    async def end(self, events: bytes) -> None:
+        """The last events, and the end of the stream."""
         if not self._open:
             await self._begin()
-        body = events + b"data: [DONE]\n\n" if done else events
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        await self._send({"type": "http.response.body", "body": events, "more_body": False})
 
     async def whole(self, body: Mapping[str, Any]) -> None:
         """The answer that is no stream."""
@@ -132,9 +132,10 @@ class ResponseWriter:
     async def refuse(self, refused: Refused) -> int:
         """Say that it failed: as the answer, or as the last event of one that has begun. Returns the status."""
         if self._begun:
-            await self.end(self.failure(refused), done=False)
+            await self.end(self.failure(refused))
         else:
-            await send_json(self._send, refused.status, refused.body(), self._request_id, refused.headers())
+            body = self.error_body(refused)
+            await send_json(self._send, refused.status, body, self._request_id, refused.headers())
         return refused.status
 
     async def _begin(self) -> None:

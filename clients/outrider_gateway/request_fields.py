@@ -211,6 +211,32 @@ _RESPONSES: tuple[RequestField, ...] = (
     _refused("max_completion_tokens", "the name here is max_output_tokens"),
     _refused("reasoning_effort", "the name here is reasoning.effort"),
 )
+_ANTHROPIC = "Anthropic's API has no such field"
+_MESSAGES: tuple[RequestField, ...] = (
+    _taken("messages", "roles user and assistant; contents are text, tool_use, tool_result and thinking"),
+    _taken("system", "a system message before the conversation"),
+    _taken("max_tokens", "at most so many tokens; required"),
+    _taken("stop_sequences", "strings that end an answer and are no part of it"),
+    _taken("tools", "tools of the caller's own, that is of type custom"),
+    _taken("tool_choice", "`auto`, `any`, `tool`, `none`; `disable_parallel_tool_use`"),
+    _taken("thinking", "its type is given to the model's chat template as `enable_thinking`"),
+    _taken("output_config", "`format`: a JSON Schema of the answer; `effort` has no effect"),
+    _taken("metadata", "`user_id` is named in the request log"),
+    _taken("chat_template_kwargs", "given to the model's chat template; what it does not read changes nothing"),
+    _taken("enable_thinking", "given to the model's chat template; without effect where it does not read it"),
+    _ignored("context_management", "the conversation is taken as it is"),
+    _ignored("betas", "they are of Anthropic's own server"),
+    _refused("mcp_servers", "the caller runs the tools", []),
+    _refused("container", "the caller runs the tools"),
+    _refused("n", _CHOICES, 1),
+    _refused("best_of", _CHOICES, 1),
+    _refused("logprobs", _ANTHROPIC, False),
+    _refused("prompt_logprobs", _ANTHROPIC),
+    _refused("stream_options", _ANTHROPIC, {}),
+    _refused("stop", "the name here is stop_sequences"),
+    _refused("user", "the name here is metadata.user_id"),
+    _refused("response_format", "the name here is output_config.format"),
+)
 _PROMPTS_ONLY = "prompts are texts and messages"
 _TOKENIZE: tuple[RequestField, ...] = (
     _taken("prompt", "a text; or else `messages`, with the fields of a chat that shape the prompt"),
@@ -228,6 +254,7 @@ CHAT_FIELDS = _by_name((*_CHAT, *_ALIKE))
 COMPLETION_FIELDS = _by_name((*_COMPLETIONS, *_ALIKE))
 # The later of a name counts.
 RESPONSES_FIELDS = _by_name((*_ALIKE, *_RESPONSES))
+MESSAGES_FIELDS = _by_name((*_ALIKE, *_MESSAGES))
 
 _MARKED = re.compile(r"(<!-- fields: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -244,6 +271,7 @@ def _table(use: Use) -> str:
         (_CHAT, "chat"),
         (_COMPLETIONS, "completions"),
         (_RESPONSES, "responses"),
+        (_MESSAGES, "messages"),
         (_TOKENIZE, "/tokenize"),
         (_DETOKENIZE, "/detokenize"),
     ):

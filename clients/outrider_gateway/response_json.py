@@ -30,6 +30,9 @@ _FINGERPRINT = f"outrider-{outrider.__version__}"
 class ResponseBuilder:
     """Makes the JSON of one request's answers, from chunks and results in the order in which they come."""
 
+    # What ends a stream behind its last event.
+    end = b"data: [DONE]\n\n"
+
     def __init__(self, request: GenerationRequest, model: str, texts: TokenTexts, end_token_ids: Sequence[int]) -> None:
         """`model` is empty where it is not known yet. `end_token_ids` end answers, and are no part of their text."""
         self._request = request

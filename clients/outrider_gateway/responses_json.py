@@ -106,6 +106,9 @@ class OutputItems:
 class ResponsesBuilder:
     """Makes the response to one request, and its events, from chunks and the result in order."""
 
+    # What ends a stream behind its last event.
+    end = b"data: [DONE]\n\n"
+
     def __init__(self, request: ResponsesRequest, model: str, texts: TokenTexts, end_token_ids: Sequence[int]) -> None:
         """Arguments as of `ResponseBuilder`."""
         self._request, self._texts, self._model = request, texts, model

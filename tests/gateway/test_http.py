@@ -632,9 +632,8 @@ async def test_settings_that_cannot_work(flags: list[str], message: str) -> None
     assert message in said.decode() and "Traceback" not in said.decode()
 
 
-@pytest.mark.parametrize("done", [True, False])
-async def test_what_ends_a_stream_is_one_write(done: bool) -> None:
-    """The last events, what says that it is complete, and the end; and a stream of these alone has a head."""
+async def test_what_ends_a_stream_is_one_write() -> None:
+    """The last events and the end; and a stream of these alone has a head."""
     sent: list[Any] = []
 
     async def send(message: Any) -> None:
@@ -645,11 +644,10 @@ async def test_what_ends_a_stream_is_one_write(done: bool) -> None:
         writer = ResponseWriter(send, "request")
         if before:
             await writer.write(before)
-        await writer.end(b"data: 2\n\n", done=done)
+        await writer.end(b"data: 2\n\n")
         head, *bodies = sent
         assert (head["type"], head["status"]) == ("http.response.start", 200)
-        last = b"data: 2\n\ndata: [DONE]\n\n" if done else b"data: 2\n\n"
-        assert [body["body"] for body in bodies] == [*filter(None, (before,)), last]
+        assert [body["body"] for body in bodies] == [*filter(None, (before,)), b"data: 2\n\n"]
         assert [body["more_body"] for body in bodies] == [*[True] * bool(before), False]
 
 
