@@ -74,6 +74,10 @@ class TreeAttention(PlannedAttention[_AttentionBackend]):
         """Attend in one layer: [R, Hq, Dv], in query's dtype; not always contiguous. The tail's keys and values must be
         in the cache already (`paging.write_kv`). Raises `ValueError` where a shape does not fit the plan.
 
+        A key that a row does not see gets the weight 0. Where it or its value is NaN or infinite, the result may be NaN
+        in every row of its sequence, since 0 * NaN is NaN; other sequences, and what lies behind the last key, never
+        matter. A caller with drafted rows has to look at its logits (`target_service.engine.broken`).
+
         Args:
             plan: what `plan` of this object returned for this step.
             query: [R, Hq, D].
