@@ -234,9 +234,9 @@ class HostOnly(DeviceSteps):
             return
         assert batch.device_rows is not None and self._runner.node_table is not None
         reports = self._runner.node_table.reports.numpy()[:count]
-        each = max(1, (batch.device_rows.rows - batch.device_rows.prefill_rows) // count - 1)
+        each = max(1, (batch.device_rows.rows - batch.device_rows.laid_out_rows) // count - 1)
         accepted = numpy.minimum(self._random.choice(self._accepted, count), each)
-        accepted[: batch.device_rows.prefilling] = 0
+        accepted[: batch.device_rows.laid_out] = 0
         for passes in range(reports.shape[1]):
             report = reports[:, passes]
             report[:, ReportField.ACCEPTED], report[:, ReportField.DRAFTED] = accepted, each

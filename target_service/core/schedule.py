@@ -30,8 +30,8 @@ class SequenceChunk:
 
 @dataclass(frozen=True)
 class Schedule:
-    """One step: sequences that read come first, then those that feed their root alone and may have drafted rows. Pages
-    for every known token are reserved."""
+    """One step: sequences that read come first, then those that feed their root alone and may have drafted rows, of
+    these first the ones whose rows the host chooses. Pages for every known token are reserved."""
 
     chunks: tuple[SequenceChunk, ...] = ()
     # Only one tenant has had sequences in recent steps, or has this step alone so that its time can be measured.
@@ -45,6 +45,11 @@ class Schedule:
     @cached_property
     def prefilling(self) -> int:
         return sum([not chunk.takes_tree for chunk in self.chunks])
+
+    @cached_property
+    def laid_out(self) -> int:
+        """Sequences for which the device cannot choose rows."""
+        return sum([not (chunk.takes_tree and chunk.sequence.request.device_rows) for chunk in self.chunks])
 
     @property
     def prefill_rows(self) -> int:

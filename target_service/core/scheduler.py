@@ -8,7 +8,6 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from operator import attrgetter
 
 from outrider.limits import TenantLimits
 from outrider.tree import TokenTree
@@ -174,7 +173,7 @@ class Scheduler:
                 chunks.append(SequenceChunk(sequence, count))
         # A sequence scheduled early may have been preempted for a later one.
         run = [chunk for chunk in chunks if chunk.sequence.state in _RUNS]
-        return Schedule(tuple(sorted(run, key=attrgetter("takes_tree"))), own)
+        return Schedule(tuple(sorted(run, key=_place_in_step)), own)
 
     def count_launched(self, schedule: Schedule) -> None:
         """Count a scheduled step as its tenants' share: it is launched."""
@@ -190,7 +189,7 @@ class Scheduler:
 
     def _due(self, sequence: Sequence) -> int:
         """Known tokens to feed next. The root of a client that drafts is fed with its tree only."""
-        if sequence in self._prefix_waits:
+        if sequence.sits_out or sequence in self._prefix_waits:
             return 0
         known = len(sequence.token_ids) + sequence.pending_tokens - sequence.kv_length
         if sequence.request.external:
@@ -453,6 +452,11 @@ class Scheduler:
         queue = self._waiting.pop(tenant, deque())
         queue.appendleft(sequence)
         self._waiting = {tenant: queue, **self._waiting}
+
+
+def _place_in_step(chunk: SequenceChunk) -> tuple[bool, bool]:
+    """See `Schedule`."""
+    return chunk.takes_tree, chunk.takes_tree and chunk.sequence.request.device_rows
 
 
 def _in_parts(count: int, size: int) -> list[int]:

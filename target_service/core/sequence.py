@@ -291,6 +291,8 @@ class Sequence:
     pending_drafts: int = 0
     # Tokens of the prompt whose log-probabilities were computed, where the request asks for them.
     scored_tokens: int = 0
+    # Whether it takes no part in the step that is prepared then: its own tokens have to be on the host first.
+    sits_out: bool = False
 
     @property
     def prompt_length(self) -> int:

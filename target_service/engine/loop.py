@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
 import torch
@@ -235,11 +234,11 @@ class EngineLoop:
                 self._make_room(schedule)
 
     def _launch_after(self, step: Step) -> Step | None:
-        """Launch the step after `step` while that runs, unless a draft or client needs its tokens first."""
+        """Launch the step after `step` while that runs, unless a draft needs its tokens first. A sequence whose tokens
+        have to be on the host first sits out, and takes part in the step after the next."""
         clock, running = StepClock(), self.scheduler.running
         self._update_drafting()
-        # Neither host nor client needs a sequence's tokens before they are fed.
-        ahead = step.launched.can_launch_before_results and self._all_chosen_by_device(running)
+        ahead = step.launched.can_launch_before_results and any([not one.request.awaits_results for one in running])
         use = self.gathering.choose(running, ahead=ahead)
         self._mode = self._choose_mode(running) if ahead and use is LaunchMode.RUN_AHEAD else LaunchMode.RUN_AHEAD
         if (
@@ -249,12 +248,12 @@ class EngineLoop:
             or self.gathering.awaits_tokens(running)
         ):
             return None
-        step.await_tokens()
+        step.await_tokens(self.gathering.sits_out)
         try:
             schedule = self.scheduler.schedule()
             if not schedule.chunks or not self.scheduler.pages.reserve_behind_trees(schedule, self._runner.max_context):
                 return None
-            return self._begin(schedule, self.gathering.plain(schedule), clock, behind=step)
+            return self._begin(schedule, self.gathering.without_waiting(schedule), clock, behind=step)
         except torch.OutOfMemoryError:
             # There may be memory once this step has ended.
             return None
@@ -263,7 +262,7 @@ class EngineLoop:
 
     def _passes(self, schedule: Schedule, gathered: Gathered, behind: Step | None) -> tuple[int, DeviceRows | None]:
         """Passes to launch at once, and the rows that the device chooses for them."""
-        if gathered.has_trees:
+        if gathered.has_trees and not self._policy.on:
             return 1, None
         fed = self.drafting.active and self.drafting.reads_features
         # Hidden states are taken pass by pass, of at most this many rows.
@@ -271,19 +270,18 @@ class EngineLoop:
         waits = self.drafting.latency.answer_seconds if self._mode is LaunchMode.WAIT_FOR_DRAFT else 0.0
         device_rows = None
         if self.gathering.throughput_trial.allowed(len(schedule.chunks)) is not SpeculationLevel.NONE:
-            device_rows = self._policy.choose(schedule, most, self._policy_updates.mode_with_draft(self._mode), waits)
+            device_rows = self._policy.choose(
+                schedule, most, self._policy_updates.mode_with_draft(self._mode), waits, gathered.drafted_rows
+            )
         # Where a pass behind drafts begins, only the device can find out.
         several = behind is not None and (device_rows is not None or not behind.has_drafts)
-        several = several and gathered.use is LaunchMode.RUN_AHEAD and not fed
-        # A newcomer that begins behind shared pages, or with one token, may have its whole prompt in this launch.
-        several = several and self._all_chosen_by_device(chunk.sequence for chunk in schedule.chunks)
+        several = several and gathered.use is LaunchMode.RUN_AHEAD and not (fed or gathered.has_trees)
+        if device_rows is not None or any([chunk.sequence.request.awaits_results for chunk in schedule.chunks]):
+            # Rows that the host lays out are those of one pass.
+            several = several and not schedule.laid_out
         return self._policy_updates.multi_step.choose(
             schedule, self.scheduler, self._runner.max_context, device_rows, several=several
         )
-
-    def _all_chosen_by_device(self, sequences: Iterable[Sequence]) -> bool:
-        """Whether neither the host nor a client is needed for the tokens of any of them."""
-        return all([not one.request.awaits_results for one in sequences])
 
     def _choose_mode(self, running: SequenceOf[Sequence]) -> LaunchMode:
         """Whether the next pass is held for the draft's answer to the one under way."""
@@ -324,8 +322,8 @@ class EngineLoop:
         """Wait for the draft's answer for a pass that is laid out, if it is to be held: for at most 1.5 times the usual
         latency, so that a draft that has stopped costs one round trip."""
         if behind is None and batch.device_rows is not None and self._mode is LaunchMode.WAIT_FOR_DRAFT:
-            # Sequences that read have no rows for a draft.
-            sequences = [item.sequence for item in batch.items[batch.input.prefilling :]]
+            # The others have no rows for a draft.
+            sequences = [item.sequence for item in batch.items[batch.input.laid_out :]]
             most = _WAIT_IN_ANSWERS * self.drafting.latency.answer_seconds or _FIRST_WAIT_SECONDS
             clock.draft_wait_ns = self.drafting.wait_for(sequences, most)
         if self._steps.tables is not None:

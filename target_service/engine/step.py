@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 
@@ -79,14 +80,16 @@ class Step:
         """Sequences that decode in it, and rows of prompts."""
         return sum([item.known == 1 for item in self.batch.items]), self.batch.prefill_rows
 
-    def await_tokens(self) -> None:
-        """Lay out its sequences as if it had sampled their tokens and accepted no drafts, until `forget_tokens`."""
+    def await_tokens(self, sits_out: Callable[[Sequence], bool]) -> None:
+        """Lay out its sequences as if it had sampled their tokens and accepted no drafts, until `forget_tokens`; those
+        that sit out are not laid out at all."""
         items, passes = self.batch.items, self.passes
         chosen = self.batch.device_rows.most if self.batch.device_rows is not None else (0,) * len(items)
         for place, (item, most) in enumerate(zip(items, chosen, strict=True)):
             if item.tree is not None:
                 sequence = item.sequence
                 sequence.pending, sequence.pending_tokens = place, passes
+                sequence.sits_out = sits_out(sequence)
                 sequence.pending_drafts = max(item.tree.depths) + min(most, MAX_PATH) * passes
 
     def forget_tokens(self) -> None:
@@ -94,6 +97,7 @@ class Step:
         for item in self.batch.items:
             sequence = item.sequence
             sequence.pending, sequence.pending_tokens, sequence.pending_drafts = None, 0, 0
+            sequence.sits_out = False
 
     def shifted_by_accepted(self, before: SequenceOf[Verified | None]) -> Step:
         """This step, which was launched while another ran, moved by what that one accepted. Its rows are not: the
@@ -128,8 +132,8 @@ class Step:
         batch, clock, wait_ns = self.batch, self.clock, self.gathered.wait_ns + self.clock.draft_wait_ns
         chosen = [one for outcome in outcomes if outcome is not None for one in outcome.device_passes]
         from_table, drafted = [one.drafted_from_table for one in chosen], [one.drafted for one in chosen]
-        if batch.device_rows is None:
-            drafted = [item.tree.drafted for item in batch.items if item.tree is not None]
+        laid_out = len(batch.items) if batch.device_rows is None else batch.device_rows.laid_out
+        drafted += [item.tree.drafted for item in batch.items[:laid_out] if item.tree is not None]
         return StepStats(
             sequences=len(batch.items),
             committed_sequences=sum([verdict.passes for verdict in verdicts]),

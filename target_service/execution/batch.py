@@ -42,13 +42,15 @@ class DeviceRows:
     # Drafted rows of each sequence at most, by place in the batch. They do not depend on the room of the pass: so many
     # candidates are ranked, and the prospects of the best 1, 3, 7 .. have to hold for passes of other sizes too.
     limits: tuple[int, ...]
-    prefilling: int = 0  # sequences that read their prompts; they come first, with limits of 0
-    prefill_rows: int = 0  # rows of all sequences that read
+    # Sequences whose rows the host lays out, which come first, with limits of 0: those that read their prompts, and
+    # those whose trees it cuts. And the rows of all of them.
+    laid_out: int = 0
+    laid_out_rows: int = 0
 
     @cached_property
     def most(self) -> tuple[int, ...]:
-        """Drafted rows that each sequence can get beside the rows of all roots and prompts."""
-        room = self.rows - self.prefill_rows - (len(self.limits) - self.prefilling)
+        """Drafted rows that each sequence can get beside the rows of all roots and of what the host lays out."""
+        room = self.rows - self.laid_out_rows - (len(self.limits) - self.laid_out)
         return tuple([min(limit, room) for limit in self.limits])
 
 
@@ -65,10 +67,9 @@ class StepBatch:
 
     def keys(self, passes: int) -> Iterator[tuple[StepItem, int]]:
         """Each item, and the most keys that its sequence has behind `passes` passes of the batch."""
-        limits = self.device_rows.most if self.device_rows is not None else (None,) * len(self.items)
-        for item, limit in zip(self.items, limits, strict=True):
+        for item, limit in zip(self.items, _limits_of(len(self.items), self.device_rows), strict=True):
             rows = item.known + (item.tree.drafted if item.tree is not None else 0)
-            yield item, item.start + keys_of(rows, passes, limit if item.tree is not None and item.known == 1 else None)
+            yield item, item.start + keys_of(rows, passes, limit)
 
     def without(self, sequence: Sequence) -> StepBatch:
         """The batch, of which the outcome for a sequence does not count."""
@@ -84,6 +85,13 @@ class StepBatch:
                 item = items[place]
                 items[place] = StepItem(item.sequence, item.start + moves, *item[2:])
         return replace(self, items=tuple(items))
+
+
+def _limits_of(sequences: int, device_rows: DeviceRows | None) -> SequenceOf[int | None]:
+    """Of each sequence the drafted rows that the device can choose; None where the host lays out all."""
+    if device_rows is None:
+        return (None,) * sequences
+    return (None,) * device_rows.laid_out + device_rows.most[device_rows.laid_out :]
 
 
 def keys_of(rows: int, passes: int, limit: int | None = None) -> int:
@@ -103,15 +111,16 @@ def lay_out(
 
     It is the first of `passes` passes, and the pages hold the keys of all of them. Row r of a sequence has cache slot
     `kv_length + r`; its position is `kv_length` plus its depth. A token pending from the step under way is laid out as
-    `Sequence.feed` gives it, and as if that step accepted no drafted row. Where the device chooses rows, every tree is
-    its root, sequences that read come first, and the pages hold what all passes may accept.
+    `Sequence.feed` gives it, and as if that step accepted no drafted row. Where the device chooses rows, the tree of a
+    sequence that it chooses for is its root, the other sequences come first, and the pages hold what all passes may
+    accept.
     """
     token_ids, positions, slots, logit_rows, prefixes = (list[int]() for _ in range(5))
     decode_rows = 0
     starts, pages, drafted = [0], list[SequenceOf[int]](), False
     parents: list[tuple[int, ...] | None] = []
     items: list[StepItem] = []
-    limits = device_rows.most if device_rows is not None else (None,) * len(chunks)
+    limits = _limits_of(len(chunks), device_rows)
     end = 0
     for chunk, tree, limit in zip(chunks, trees, limits, strict=True):
         sequence, count = chunk.sequence, chunk.count
@@ -135,14 +144,14 @@ def lay_out(
             logit_rows += range(root_row, end)
         rows = end - first_row
         slots += cache.slots(sequence.pages, start, rows)
-        keys = start + keys_of(rows, passes, limit if chunk.takes_tree else None) + sequence.pending_drafts
+        keys = start + keys_of(rows, passes, limit) + sequence.pending_drafts
         prefixes.append(start)
         starts.append(end)
         pages.append(sequence.pages[: cache.pages_for(keys)])
         parents.append(shape)
     attention = AttentionBatch(tuple(starts), tuple(prefixes), tuple(pages), cache.page_size, tuple(parents))
-    room, prefilling = (device_rows.rows, device_rows.prefilling) if device_rows is not None else (0, 0)
+    room, laid_out = (device_rows.rows, device_rows.laid_out) if device_rows is not None else (0, 0)
     rows_of_pass = tuple(token_ids), tuple(positions), tuple(slots)
-    forward = ForwardInput(*rows_of_pass, attention, tuple(logit_rows), room, prefilling)
+    forward = ForwardInput(*rows_of_pass, attention, tuple(logit_rows), room, laid_out)
     prefill_rows = len(token_ids) - decode_rows
     return StepBatch(tuple(items), forward, max(decode_rows, room - prefill_rows), prefill_rows, drafted, device_rows)

@@ -18,7 +18,7 @@ from outrider.errors import OutriderError
 from target_service.core.sequence import MAX_PASSES
 from target_service.execution import node_tables
 from target_service.execution.batch import StepBatch, StepItem
-from target_service.execution.device_rows import TableStep
+from target_service.execution.device_rows import LaidOut, TableStep
 from target_service.execution.device_time import DeviceSpan, device_spans
 from target_service.execution.host_executor import CopiedLater, HostSteps, Launched, Ready, Steps
 from target_service.execution.node_tables import NodeTables
@@ -120,7 +120,7 @@ class DeviceSteps:
         if batch.device_rows is not None:
             # What each sequence may get; the device finds behind every pass how many rows it has.
             records_of(parameters, len(rows))["rows"] += batch.device_rows.limits
-            return self._launch_device_rows(batch, verifiers, rows, parameters, passes, ready)
+            return self._launch_device_rows(batch, verifiers, rows, errors, parameters, passes, ready)
         ready()
         span = next(self._spans).record_start() if self._spans is not None else None
         if moves is not self._nothing and min(batch.input.token_ids) < 0:
@@ -169,6 +169,7 @@ class DeviceSteps:
         batch: StepBatch,
         verifiers: SequenceOf[SequenceVerifier],
         rows: SequenceOf[RowsToVerify],
+        errors: Mapping[int, OutriderError],
         parameters: NDArray[numpy.int32],
         passes: int,
         ready: Ready,
@@ -185,7 +186,7 @@ class DeviceSteps:
                 # Not sooner, or time in which the device is idle would be measured as busy.
                 span = next(self._spans).record_start() if self._spans is not None else None
                 self._assign_slots(batch, table)
-            pre_pass.launch(step, graph_buffers, self._moves, batch.input.prefilling)
+            pre_pass.launch(step, graph_buffers, self._moves, batch.input.laid_out)
 
         self._count += 1
         place = self._count % _RESULTS
@@ -201,11 +202,19 @@ class DeviceSteps:
         self._conclude(batch, rows, done, TableWork.REPORT)
         extras.append(self._extras_of(rows, place, passes - 1))
         self._moves = None
-        roots = [item.first_row if item.tree is not None else None for item in batch.items[: batch.input.prefilling]]
+        laid_out = [
+            None if item.tree is None else LaidOut(item.first_row, errors.get(b))
+            for b, item in enumerate(batch.items[: batch.input.laid_out])
+        ]
+        verdicts = None
+        if batch.drafted:
+            verdicts = self._results[place]
+            verdicts.tensor.copy_(self._verdicts.tensor, non_blocking=True)
         wanted = [
             WantedExtras(_is_typical(one), verifier.logprobs) for one, verifier in zip(rows, verifiers, strict=True)
         ]
-        return TableStep(len(rows), passes, table, self._reports[place], span, roots, wanted, extras, prompts)
+        report = self._reports[place]
+        return TableStep(len(rows), passes, table, report, span, laid_out, verdicts, wanted, extras, prompts)
 
     def _assign_slots(self, batch: StepBatch, table: NodeTable) -> None:
         """Publish the growth received by now, and which table and owner each sequence of the step has."""

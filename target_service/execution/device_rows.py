@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from outrider.errors import OutriderError
 from outrider.sampling import TokenLogprobs
 from target_service.core.sequence import DevicePass
 from target_service.execution.device_time import DeviceSpan
@@ -19,10 +21,17 @@ from target_service.execution.prompt_scores import ScoredPrompt
 from target_service.sampling.verifier import Verified
 from tree_kernels.node_table import NodeTable
 from tree_kernels.node_table.layout import EXPECTED_UNIT, PROSPECTS, REPORT_ROWS, REPORT_TOKENS, ReportField
-from tree_kernels.verification import Walk
+from tree_kernels.verification import Verdicts, Walk
 
 Ints = npt.NDArray[np.int32]
 _NO_EXTRAS = WantedExtras(lossy=False, logprobs=None)
+
+
+class LaidOut(NamedTuple):
+    """A tree of such a pass that the host laid out."""
+
+    root_row: int
+    error: OutriderError | None = None  # why its sequence cannot go on
 
 
 @dataclass(eq=False)
@@ -35,9 +44,9 @@ class TableStep(CopiedLater):
     table: NodeTable
     host: Tensor  # [max_sequences, max_passes, REPORT], receives the table's reports of this step's passes
     span: DeviceSpan | None = None
-    # Of the first sequences, which read their prompts: the row of the root; None where they do not come to their end,
-    # which a token follows.
-    prefilling: SequenceOf[int | None] = ()
+    # Of the first sequences, whose rows the host laid out; None where no token follows, as the prompt goes on.
+    laid_out: SequenceOf[LaidOut | None] = ()
+    verdicts: Verdicts | None = None  # on the host, of this step; None where the host laid out no drafted row
     wanted: SequenceOf[WantedExtras] = ()
     extras: SequenceOf[PassExtras] = ()  # of each pass
     prompts: list[ScoredPrompt] = field(default_factory=list)
@@ -55,15 +64,13 @@ class TableStep(CopiedLater):
     def outcomes(self) -> list[Verified | None]:
         """See `Launched.outcomes`."""
         self.wait()
-        reports, prefilling = self._reports.numpy(), len(self.prefilling)
+        reports, laid_out = self._reports.numpy(), len(self.laid_out)
         outcomes: list[Verified | None] = []
-        for place, (token, root) in enumerate(
-            zip(reports[:prefilling, 0, REPORT_TOKENS].tolist(), self.prefilling, strict=True)
+        for place, (token, tree) in enumerate(
+            zip(reports[:laid_out, 0, REPORT_TOKENS].tolist(), self.laid_out, strict=True)
         ):
-            wanted = self._wanted_of(place).logprobs if root is not None else None
-            logprobs = self.extras[0].logprobs_of(root, 0, wanted) if root is not None and wanted is not None else ()
-            outcomes.append(None if root is None else Verified(Walk((), token), logprobs))
-        for place, (figures, made, rows) in enumerate(_read(reports[prefilling:, : self.passes]), start=prefilling):
+            outcomes.append(None if tree is None else self._verified(place, token, tree))
+        for place, (figures, made, rows) in enumerate(_read(reports[laid_out:, : self.passes]), start=laid_out):
             passes, tokens = tuple(map(_pass_of, figures, rows)), list[int]()
             for one, of_pass in zip(passes, made, strict=True):
                 tokens += of_pass[: one.accepted + 1]
@@ -73,6 +80,19 @@ class TableStep(CopiedLater):
 
     def _wanted_of(self, place: int) -> WantedExtras:
         return self.wanted[place] if self.wanted else _NO_EXTRAS
+
+    def _verified(self, place: int, token: int, tree: LaidOut) -> Verified:
+        """The outcome of a tree that the host laid out."""
+        rows: tuple[int, ...] = ()
+        if self.verdicts is not None:
+            count = int(self.verdicts.accepted_counts[place])
+            rows = tuple(self.verdicts.accepted_rows[tree.root_row : tree.root_row + count].tolist())
+        wanted, logprobs, lossy = self._wanted_of(place), tuple[TokenLogprobs, ...](), tuple[bool, ...]()
+        if wanted.logprobs is not None:
+            logprobs = self.extras[0].logprobs_of(tree.root_row, len(rows), wanted.logprobs)
+        if wanted.lossy:
+            lossy = self.extras[0].lossy_of(tree.root_row, len(rows))
+        return Verified(Walk(rows, token), logprobs, lossy=lossy, error=tree.error)
 
     def _extras_of(
         self, place: int, passes: SequenceOf[DevicePass]

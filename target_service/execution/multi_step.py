@@ -70,10 +70,10 @@ def _have_pages(
     """Reserve pages for `passes`. False where there are too few, or a sequence would become too long."""
     if passes == 1 and device_rows is None:
         return True
-    prefilling = device_rows.prefilling if device_rows is not None and passes == 1 else 0
-    # Sequences that read come first, and have their pages.
-    chunks = schedule.chunks[prefilling:]
-    limits = device_rows.most[prefilling:] if device_rows is not None else (None,) * len(chunks)
+    laid_out = device_rows.laid_out if device_rows is not None and passes == 1 else 0
+    # Those come first, and have their pages.
+    chunks = schedule.chunks[laid_out:]
+    limits = device_rows.most[laid_out:] if device_rows is not None else (None,) * len(chunks)
     tokens: list[tuple[Sequence, int]] = []
     for chunk, limit in zip(chunks, limits, strict=True):
         sequence = chunk.sequence

@@ -21,7 +21,7 @@ class PrePass:
         self._graphs = PassGraphs(runner.device)
 
     def launch(
-        self, step: StepIntegers, graph_buffers: object | None, moves: Tensor | None = None, prefilling: int = 0
+        self, step: StepIntegers, graph_buffers: object | None, moves: Tensor | None = None, laid_out: int = 0
     ) -> None:
         """Take the newest tables, move the step on and choose its rows; see `NodeTable.choose_rows`. `graph_buffers`
         owns the step's tensors; None where they are allocated for this step."""
@@ -31,10 +31,10 @@ class PrePass:
 
         def launch() -> None:
             table.copy_sent_tables(mail)
-            table.choose_rows(step, self._runner.pending, moves, prefilling)
+            table.choose_rows(step, self._runner.pending, moves, laid_out)
 
-        # Behind steps of other kinds, and before prompts, single launches do: they are few.
-        usual = moves is None and not prefilling
+        # Behind steps of other kinds, and where the host laid rows out, single launches do: they are few.
+        usual = moves is None and not laid_out
         self._graphs.replay_or_capture(graph_buffers if usual else None, None, launch)
 
     def capture_ahead(self) -> None:

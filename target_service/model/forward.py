@@ -40,10 +40,10 @@ class ForwardInput:
     slots: tuple[int, ...]  # [R], where each row's key and value go: page * page_size + offset
     attention: AttentionBatch
     logit_rows: tuple[int, ...]
-    # Rows of the pass with those that the device drafts, and sequences that read their prompts, which come first and
-    # get no drafts; 0 where the device drafts none.
+    # Where the device chooses rows: rows of the pass with those, and the sequences for which it chooses none, which
+    # come first; else 0.
     room: int = 0
-    prefilling: int = 0
+    laid_out: int = 0
 
     @classmethod
     def of_sequence(

@@ -134,8 +134,7 @@ class ModelRunner:
         """
         slots = self._to_device(batch.slots)
         token_ids = fill_pending(self._to_device(batch.token_ids), self.pending, slots, self.cache.tokens)
-        trees = zip(batch.attention.parents, batch.attention.row_counts, strict=True)
-        parents = self._to_device([parent for tree, rows in trees for parent in tree or (0,) * rows])
+        parents = self._to_device(_parents_of(batch.attention))
         logits, on_device = self._logits(batch, token_ids.long(), 0), torch.from_numpy(parameters).to(self.device)
         return ForwardPass(logits, token_ids, parents, slots, on_device, self._texts(batch.attention))
 
@@ -165,15 +164,15 @@ class ModelRunner:
     def run_device_rows(self, batch: ForwardInput, parameters: NDArray[numpy.int32], begin: Begin) -> ForwardPass:
         """Run a step whose drafted rows the device chooses.
 
-        `batch` has the rows of sequences that read and then the roots of the others. Once it is laid out, `begin` is
-        called with its integers, and with what keeps them at their addresses (None where they are new); it chooses the
-        rows, see `NodeTable.choose_rows`. An eager runner waits for the chosen rows and lays them out again.
+        `batch` has the rows of sequences that the host lays out and then the roots of the others. Once it is laid out,
+        `begin` is called with its integers, and with what keeps them at their addresses (None where they are new); it
+        chooses the rows, see `NodeTable.choose_rows`. An eager runner waits for the rows and lays them out again.
         """
         table, attention = self.node_table, batch.attention
         assert table is not None, "tokens are kept by then"
         free = (0,) * (batch.room - len(batch.token_ids))
         on_device = torch.from_numpy(parameters).to(self.device)
-        texts = self._texts(attention)
+        texts, parents = self._texts(attention), _parents_of(attention)
         step = StepIntegers(
             self._to_device(batch.token_ids + free),
             self._to_device(batch.positions + free),
@@ -184,8 +183,8 @@ class ModelRunner:
             texts.page_starts,
             texts.page_table,
             on_device[RECORD * table.max_sequences :],
-            self._to_device([0] * batch.room),
-            self._to_device([int(b < batch.prefilling) for b in range(attention.sequences)]),
+            self._to_device(parents + [0] * (batch.room - len(parents))),
+            self._to_device([int(tree is None) for tree in attention.parents]),
         )
         begin(step, None)
         return self._run_from_device(batch, step)
@@ -238,6 +237,12 @@ class ModelRunner:
     def _compute(self, token_ids: Tensor, positions: Tensor, step: PassContext, rows: Tensor | int = 0) -> Tensor:
         """Logits of the given rows, 0 for all; token ids and positions are [R] integers."""
         return self.network(token_ids, positions, step, rows)
+
+
+def _parents_of(attention: AttentionBatch) -> list[int]:
+    """The parent of each row, relative to its sequence's first; 0 in chains."""
+    trees = zip(attention.parents, attention.row_counts, strict=True)
+    return [parent for tree, rows in trees for parent in tree or (0,) * rows]
 
 
 def end_tokens_of(config: PretrainedConfig, generation: Any | None) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from engine_harness import make_runner, request
 from transformers import PreTrainedModel
 
 from outrider.sampling import SamplingParams, VerificationMode
+from outrider.structured_output import StructuredOutput
 from target_service.core.schedule import Schedule, SequenceChunk
 from target_service.core.sequence import DevicePass, SequenceRequest
 from target_service.execution.batch import DeviceRows
@@ -457,18 +458,18 @@ def test_steps_have_only_so_many_rows(policies: Policies, max_rows: int, costed:
         ({"max_tokens": 9}, (63, 63)),
         ({"max_tokens": 4}, (63, 24)),
         ({"max_tokens": 1}, (63, 0)),
-        ({"external": True}, None),
-        ({"mode": VerificationMode.REJECTION}, None),
-        ({"sampling": SamplingParams(repetition_penalty=1.2)}, None),
+        ({"external": True}, (0, 63)),
+        ({"mode": VerificationMode.REJECTION}, (0, 63)),
+        ({"sampling": SamplingParams(structured_output=StructuredOutput(regex="a+"))}, (0, 63)),
+        ({"sampling": SamplingParams(repetition_penalty=1.2, logprobs=3)}, (63, 63)),
     ],
 )
-def test_those_get_them_who_want_them(
-    policies: Policies, changes: dict[str, object], limits: tuple[int, ...] | None
-) -> None:
-    """And none does beside a sequence whose distribution does not allow it."""
+def test_those_get_them_who_want_them(policies: Policies, changes: dict[str, object], limits: tuple[int, ...]) -> None:
+    """A sequence for which the device cannot choose any stands first, and takes none of the others'."""
     policy = RowPolicy(KEPT, None, policies.live)
     rows = policies.rows(policy, PLAIN, replace(PLAIN, **changes))  # type: ignore[arg-type]
-    assert (rows and rows.limits) == limits
+    assert rows is not None and rows.limits == limits
+    assert rows.laid_out == rows.laid_out_rows == int(limits[0] == 0)
 
 
 def test_nothing_is_drafted_past_the_last_token(runner: ModelRunner) -> None:
@@ -507,13 +508,9 @@ def test_drafted_rows_stand_behind_those_that_are_read(runner: ModelRunner, read
     assert found.most == (0, *[min(7, rows - read - 4)] * 4)
 
 
-@pytest.mark.parametrize(
-    ("changes", "read"), [({"mode": VerificationMode.REJECTION}, 20), ({"external": True}, 20), ({}, MAX_ROWS)]
-)
-def test_a_prompt_may_leave_no_room(runner: ModelRunner, changes: dict[str, object], read: int) -> None:
-    """Those who read are verified with the others, where they come to the end of their prompts."""
+def test_a_prompt_may_leave_no_room(runner: ModelRunner) -> None:
     engine = Engine(runner, DEVICES["free"], GOOD, sequences=4)
-    assert engine.policy.choose(beside_a_prompt(engine, read, runner, **changes), MAX_ROWS, None) is None
+    assert engine.policy.choose(beside_a_prompt(engine, MAX_ROWS, runner), MAX_ROWS, None) is None
 
 
 def test_where_all_read_there_are_none(runner: ModelRunner) -> None:
@@ -545,7 +542,7 @@ def test_rows_beside_prompts_are_worth_their_time(
     mine = worth[chosen.rows if chosen is not None else 0]
     assert best - mine < 0.05 * rate * engine.seconds(held, followed=True)
     if distribution == "good" and read == 100:
-        assert chosen is not None and chosen.prefill_rows == 100
+        assert chosen is not None and chosen.laid_out_rows == 100
 
 
 def test_above_a_load_there_are_none(policies: Policies) -> None:

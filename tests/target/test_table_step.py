@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from target_service.core.sequence import DevicePass
-from target_service.execution.device_rows import TableStep
+from target_service.execution.device_rows import LaidOut, TableStep
 from tree_kernels.node_table import NodeTable
 from tree_kernels.node_table.layout import PROSPECTS, REPORT, REPORT_ROWS, REPORT_TOKENS
 
@@ -75,7 +75,7 @@ def test_a_sequence_that_reads_says_a_token_at_its_end(table: NodeTable) -> None
     say(table, 1, 0, (0, 8, 9, 0, 31, 0, 0, 0), (-1,), ())
     say(table, 2, 0, (1, 3, 3, 100, 40, 1, 1, 100), (51, 52), (2,))
     host = room()
-    first, second, third = TableStep(3, 1, table, host, prefilling=(0, None)).outcomes()
+    first, second, third = TableStep(3, 1, table, host, laid_out=(LaidOut(0), None)).outcomes()
     assert first is not None and third is not None and second is None
     # Nothing was drafted for it.
     assert (first.walk.next_token, first.following, first.device_passes, first.passes) == (77, (), (), 1)

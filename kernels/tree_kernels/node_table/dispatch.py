@@ -42,7 +42,7 @@ class NodeTable:
         limits: [B] int32, rows that may be drafted for a sequence, since `choose_rows`.
         table_slots: [B] int32, the table of the step's b-th sequence; -1 for none.
         owners: [B] int32, whose the step's b-th sequence is; -1 where nothing is recycled for it.
-        prefilling: [1] int32, how many of the step's sequences, the first ones, read their prompts.
+        laid_out: [1] int32, of how many of the step's sequences, the first ones, the host laid out all rows.
         tables: [B, TABLE] int32 by slot, see `layout`.
         entries: [PLACES, ENTRY] int32, see `recycling`; empty where nothing is recycled.
         taken: [B] int32, the number of the table in each slot; see `Mailboxes`.
@@ -84,7 +84,7 @@ class NodeTable:
         # Of the next pass: how many candidates were kept (-1 for absent sequences), the root's token and the age.
         self.passes, self.accepted, self.limits, self.table_slots, self.owners = integers[:5]
         self.counts, self.roots, self.ages, self.taken = integers[5:]
-        self.prefilling = torch.zeros(1, dtype=torch.int32, device=device)
+        self.laid_out = torch.zeros(1, dtype=torch.int32, device=device)
         for none_yet in (self.table_slots, self.counts, self.owners):
             none_yet.fill_(-1)
         # [B, KEPT + 1] keys of the kept candidates, rising, followed by `NO_KEY`. [B, 3, KEPT + 1] their tokens, links
@@ -150,9 +150,7 @@ class NodeTable:
             raise ValueError(f"expected {self.max_sequences} boxes, got {len(mail.newest)}")
         self._backend.copy_tables(self, mail)
 
-    def choose_rows(
-        self, step: StepIntegers, pending: Tensor, moves: Tensor | None = None, prefilling: int = 0
-    ) -> None:
+    def choose_rows(self, step: StepIntegers, pending: Tensor, moves: Tensor | None = None, laid_out: int = 0) -> None:
         """Choose the rows of a step that was just laid out, after moving it on. In place.
 
         Args:
@@ -163,13 +161,13 @@ class NodeTable:
             pending: [any] int32.
             moves: [any] int32, what the step before has accepted, by the sequences' places in it; None for `accepted`,
                 which then still is of the launch before.
-            prefilling: how many sequences, the first ones, read their prompts: any number of rows each, which stay as
-                they are. `report_and_choose_rows` reports for them that nothing was accepted, and their token; such a
-                step must not be run again.
+            laid_out: of how many sequences, the first ones, the host laid out all rows: those that read their
+                prompts, and trees. They stay as they are. Reported of them is how many rows were accepted, and the
+                target's own token; such a step must not be run again.
         """
         if moves is None:
             moves = self._before.copy_(self.accepted)
-        self._backend.choose_rows(self, step, pending, moves, prefilling)
+        self._backend.choose_rows(self, step, pending, moves, laid_out)
 
     def report_and_choose_rows(self, step: StepIntegers, verdicts: Verdicts) -> None:
         """Report what a pass of `step` generated, turn the step into the next pass of its sequences, and choose its

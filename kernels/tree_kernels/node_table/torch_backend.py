@@ -95,16 +95,16 @@ def copy_tables(table: NodeTable, mail: Mailboxes) -> None:
             table.taken[slot] = number
 
 
-def choose_rows(table: NodeTable, step: StepIntegers, pending: Tensor, moves: Tensor, prefilling: int) -> None:
+def choose_rows(table: NodeTable, step: StepIntegers, pending: Tensor, moves: Tensor, laid_out: int) -> None:
     """See `NodeTable.choose_rows`."""
     count = len(step.prefix_lengths)
-    table.prefilling[0] = prefilling
+    table.laid_out[0] = laid_out
     table.passes[:count] = 0
     table.accepted[:count] = 0
     table.limits[:count] = 0
     table.counts.fill_(-1)
     for b, row, _ in _trees(step):
-        if b < prefilling:
+        if b < laid_out:
             continue
         table.limits[b] = step.parameters[b * RECORD + ROWS] - 1
         token, moved = int(step.token_ids[row]), 0
@@ -122,8 +122,9 @@ def report_and_choose_rows(table: NodeTable, step: StepIntegers, verdicts: Verdi
         count, token = int(verdicts.accepted_counts[b]), int(verdicts.next_tokens[b])
         path = verdicts.accepted_rows[row : row + count].long()
         reports = table.reports[b, int(table.passes[b])]
-        if b < int(table.prefilling):
-            reports[ReportField.ACCEPTED], reports[REPORT_TOKENS] = 0, token
+        if b < int(table.laid_out):
+            reports[ReportField.ACCEPTED], reports[REPORT_TOKENS] = count, token
+            table.accepted[b] = count
             continue
         reports[:REPORT_TOKENS] = 0
         reports[ReportField.ACCEPTED], reports[ReportField.DRAFTED], reports[ReportField.FIRST_ROW] = (
@@ -152,7 +153,7 @@ def recycle(table: NodeTable, step: StepIntegers, logits: Tensor, vocabulary: in
     """See `NodeTable.recycle`."""
     for b, row, _ in _trees(step):
         owner, count = int(table.owners[b]), int(verdicts.accepted_counts[b])
-        if owner < 0 or b < int(table.prefilling):
+        if owner < 0 or b < int(table.laid_out):
             continue
         path = [row, *(row + verdicts.accepted_rows[row : row + count]).tolist()]
         for at in path[: recycling.KEPT_TOKENS]:
@@ -332,11 +333,11 @@ def _find(table: NodeTable, step: StepIntegers, b: int, root: int, moves: int) -
 
 
 def _lay_out(table: NodeTable, step: StepIntegers) -> None:
-    """Give every sequence its rows, behind those of sequences that read their prompts."""
-    sequences, rows_in_all, prefilling = len(step.prefix_lengths), len(step.token_ids), int(table.prefilling)
+    """Give every sequence its rows, behind those that the host laid out."""
+    sequences, rows_in_all, laid_out = len(step.prefix_lengths), len(step.token_ids), int(table.laid_out)
     counts = table.counts[:sequences].tolist()
     keys = [table.keys[b, : max(0, count)].tolist() for b, count in enumerate(counts)]
-    row = int(step.query_starts[prefilling])
+    row = int(step.query_starts[laid_out])
     room = rows_in_all - row - sum(count >= 0 for count in counts)
     bound = bound_for([key for own in keys for key in own], room)
     step.token_ids[row:] = 0
@@ -344,9 +345,9 @@ def _lay_out(table: NodeTable, step: StepIntegers) -> None:
     step.slots[row:] = -1
     step.owners[row:rows_in_all] = -1
     step.parents[row:] = 0
-    step.causal[prefilling:sequences] = 0
+    step.causal[laid_out:sequences] = 0
     for b, count in enumerate(counts):
-        if b < prefilling:
+        if b < laid_out:
             continue
         taken = sum(key < bound for key in keys[b])
         if count >= 0:

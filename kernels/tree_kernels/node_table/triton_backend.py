@@ -321,21 +321,21 @@ def _move(records, prefix_lengths, roots, b, prefix, root, moves):  # type: igno
     tl.store(roots + b, root)
 
 
-@triton.jit(do_not_specialize=["prefilling"])
+@triton.jit(do_not_specialize=["laid_out"])
 def _choose_rows_kernel(  # type: ignore[no-untyped-def]
     token_ids, records, query_starts, prefix_lengths, page_starts, page_table, tokens, tables, table_slots, owners,
     entries, shape, recycled, lookup_costs, chances, counts, roots, ages, keys, ranked, unranked, passes, accepted,
-    limits, all_prefilling, pending, moves, prefilling, CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    limits, laid_out_before, pending, moves, laid_out, CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr,
     RECYCLES: tl.constexpr,
 ):  # fmt: skip
     """One sequence a program; see `NodeTable.choose_rows`."""
     b = tl.program_id(0)
     if b == 0:
-        tl.store(all_prefilling, prefilling)
+        tl.store(laid_out_before, laid_out)
     tl.store(passes + b, 0)
     tl.store(accepted + b, 0)
     row = tl.load(query_starts + b)
-    if (b >= prefilling) & (tl.load(query_starts + b + 1) > row):
+    if (b >= laid_out) & (tl.load(query_starts + b + 1) > row):
         token = tl.load(token_ids + row)
         root = tl.load(pending - 1 - token, mask=token < 0, other=0)
         root = tl.where(token < 0, root, token)
@@ -358,7 +358,7 @@ def _choose_rows_kernel(  # type: ignore[no-untyped-def]
 def _report_kernel(  # type: ignore[no-untyped-def]
     token_ids, records, query_starts, prefix_lengths, page_starts, page_table, tokens, tables, table_slots, owners,
     entries, shape, recycled, lookup_costs, chances, counts, roots, ages, keys, ranked, unranked, passes, accepted,
-    limits, prefilling, accepted_counts, next_tokens, accepted_rows, noted, reports, REPORT_STRIDE: tl.constexpr,
+    limits, laid_out, accepted_counts, next_tokens, accepted_rows, noted, reports, REPORT_STRIDE: tl.constexpr,
     NOTED_STRIDE: tl.constexpr, LAST: tl.constexpr, CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr,
     RECYCLES: tl.constexpr,
 ):  # fmt: skip
@@ -367,12 +367,14 @@ def _report_kernel(  # type: ignore[no-untyped-def]
     b = tl.program_id(0)
     row = tl.load(query_starts + b)
     rows = tl.load(query_starts + b + 1) - row
-    prefills = b < tl.load(prefilling)
-    if (rows > 0) & prefills:
+    by_host = b < tl.load(laid_out)
+    if (rows > 0) & by_host:
         out = reports + b * REPORT_STRIDE + tl.load(passes + b) * _REPORT
-        tl.store(out + _ACCEPTED, 0)
+        count = tl.load(accepted_counts + b)
+        tl.store(out + _ACCEPTED, count)
+        tl.store(accepted + b, count)
         tl.store(out + _REPORT_TOKENS, tl.load(next_tokens + b))
-    if (rows > 0) & (prefills == 0):
+    if (rows > 0) & (by_host == 0):
         count, reported = tl.load(accepted_counts + b), tl.load(next_tokens + b)
         root = without_mark(reported)
         done, so_far = tl.load(passes + b), tl.load(accepted + b)
@@ -419,10 +421,10 @@ def copy_tables(table: NodeTable, mail: Mailboxes) -> None:
     )
 
 
-def choose_rows(table: NodeTable, step: StepIntegers, pending: Tensor, moves: Tensor, prefilling: int) -> None:
+def choose_rows(table: NodeTable, step: StepIntegers, pending: Tensor, moves: Tensor, laid_out: int) -> None:
     """See `NodeTable.choose_rows`."""
     _choose_rows_kernel[(len(step.prefix_lengths),)](
-        *_tensors(table, step), pending, moves, prefilling, **_constants(table, step)
+        *_tensors(table, step), pending, moves, laid_out, **_constants(table, step)
     )
     _lay_out(table, step)
 
@@ -443,7 +445,7 @@ def _tensors(table: NodeTable, step: StepIntegers) -> tuple[Tensor, ...]:
         step.token_ids, step.parameters, step.query_starts, step.prefix_lengths, step.page_starts, step.page_table,
         table.tokens, table.tables, table.table_slots, table.owners, table.entries, table.shape, table.recycled,
         table.lookup_costs, table.chances, table.counts, table.roots, table.ages, table.keys, table.ranked,
-        table.unranked, table.passes, table.accepted, table.limits, table.prefilling,
+        table.unranked, table.passes, table.accepted, table.limits, table.laid_out,
     )  # fmt: skip
 
 
@@ -464,6 +466,6 @@ def _lay_out(table: NodeTable, step: StepIntegers) -> None:
         step.token_ids, step.positions, step.slots, step.owners, step.parents, step.parameters, step.query_starts,
         step.prefix_lengths, step.page_starts, step.page_table, step.causal, table.counts, table.roots, table.keys,
         table.ranked, table.noted, sequences, len(step.token_ids), table.last_position,
-        table.prefilling, PAGE_SIZE=table.page_size, NOTED_STRIDE=table.noted.stride(0),
+        table.laid_out, PAGE_SIZE=table.page_size, NOTED_STRIDE=table.noted.stride(0),
         BLOCK_B=triton.next_power_of_2(sequences), BOUNDS=bounds, num_warps=warps,
     )  # fmt: skip

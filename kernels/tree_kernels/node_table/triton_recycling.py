@@ -37,18 +37,18 @@ def _entry_at(entries, owner, token):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _row_of(records, accepted_counts, accepted_rows, owners, prefilling, b, k):  # type: ignore[no-untyped-def]
+def _row_of(records, accepted_counts, accepted_rows, owners, laid_out, b, k):  # type: ignore[no-untyped-def]
     """The row of the `k`-th token, the root first, that a sequence accepted; -1 where it has none, or nothing is kept
     for it."""
     first = tl.load(record_of(records, b) + FIRST_ROW)
-    kept = (tl.load(owners + b) >= 0) & (b >= tl.load(prefilling)) & (k <= tl.load(accepted_counts + b))
+    kept = (tl.load(owners + b) >= 0) & (b >= tl.load(laid_out)) & (k <= tl.load(accepted_counts + b))
     below = tl.load(accepted_rows + first + k - 1, mask=kept & (k > 0), other=0)
     return tl.where(kept, first + below, -1)
 
 
 @triton.jit(do_not_specialize=["chunks"])
 def likeliest_kernel(  # type: ignore[no-untyped-def]
-    logits, row_stride, records, query_starts, accepted_counts, accepted_rows, owners, prefilling, values, ids,
+    logits, row_stride, records, query_starts, accepted_counts, accepted_rows, owners, laid_out, values, ids,
     vocabulary, chunks, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """values [B * KEPT, chunks, WIDTH] fp32 and ids, likewise int32: the likeliest of a chunk behind one token, the
@@ -56,7 +56,7 @@ def likeliest_kernel(  # type: ignore[no-untyped-def]
     place, chunk = tl.program_id(0), tl.program_id(1)
     b, k = place // _KEPT, place % _KEPT
     if tl.load(query_starts + b + 1) > tl.load(query_starts + b):
-        row = _row_of(records, accepted_counts, accepted_rows, owners, prefilling, b, k)
+        row = _row_of(records, accepted_counts, accepted_rows, owners, laid_out, b, k)
         if row >= 0:
             token = chunk * CHUNK + tl.arange(0, CHUNK)
             x = load_logits(logits, row, row_stride, token, vocabulary)
@@ -71,14 +71,14 @@ def likeliest_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["chunks"])
 def enter_kernel(  # type: ignore[no-untyped-def]
-    token_ids, records, query_starts, accepted_counts, accepted_rows, owners, prefilling, values, ids, entries, chunks,
+    token_ids, records, query_starts, accepted_counts, accepted_rows, owners, laid_out, values, ids, entries, chunks,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One token of one sequence a program: its entry, from the likeliest of all chunks. Of equal tokens the last."""
     place = tl.program_id(0)
     b, k = place // _KEPT, place % _KEPT
     if tl.load(query_starts + b + 1) > tl.load(query_starts + b):
-        row = _row_of(records, accepted_counts, accepted_rows, owners, prefilling, b, k)
+        row = _row_of(records, accepted_counts, accepted_rows, owners, laid_out, b, k)
         if row >= 0:
             token, owner = tl.load(token_ids + row), tl.load(owners + b)
             later = k + 1 + tl.arange(0, _KEPT)
@@ -147,9 +147,9 @@ def recycle(table: NodeTable, step: StepIntegers, logits: Tensor, vocabulary: in
     ids = torch.empty_like(values, dtype=torch.int32)
     where = (step.parameters, step.query_starts, verdicts.accepted_counts, verdicts.accepted_rows, table.owners)
     likeliest_kernel[(tokens, chunks)](
-        logits, logits.stride(0), *where, table.prefilling, values, ids, vocabulary, chunks, CHUNK=_CHUNK
+        logits, logits.stride(0), *where, table.laid_out, values, ids, vocabulary, chunks, CHUNK=_CHUNK
     )
     enter_kernel[(tokens,)](
-        step.token_ids, *where, table.prefilling, values, ids, table.entries, chunks,
+        step.token_ids, *where, table.laid_out, values, ids, table.entries, chunks,
         BLOCK=triton.next_power_of_2(chunks * recycling.WIDTH), num_warps=1,
     )  # fmt: skip

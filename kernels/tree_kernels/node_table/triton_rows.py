@@ -41,12 +41,12 @@ def bound_for(keys, room, BOUNDS: tl.constexpr):  # type: ignore[no-untyped-def]
 @triton.jit
 def lay_out_kernel(  # type: ignore[no-untyped-def]
     token_ids, positions, slots, owners, parents, records, query_starts, prefix_lengths, page_starts, page_table,
-    causal, counts, roots, keys, ranked, noted, sequences, rows_in_all, last_position, prefilling,
+    causal, counts, roots, keys, ranked, noted, sequences, rows_in_all, last_position, laid_out,
     PAGE_SIZE: tl.constexpr, NOTED_STRIDE: tl.constexpr, BLOCK_B: tl.constexpr, BOUNDS: tl.constexpr,
 ):  # fmt: skip
     """One sequence a program, and the first one the free rows; see `node_table.torch_backend._lay_out`.
 
-    Each program repeats the choice among all candidates [B * KEPT_ROWS]. Nothing is stored of the first `prefilling`
+    Each program repeats the choice among all candidates [B * KEPT_ROWS]. Nothing is stored of the first `laid_out`
     sequences, which own no candidates.
     """
     b = tl.program_id(0)
@@ -69,15 +69,15 @@ def lay_out_kernel(  # type: ignore[no-untyped-def]
     chance = tl.load(own + 2 * KEPT_ROWS, mask=k > 0, other=0)
 
     # After the rows of sequences that read, which no program stores.
-    prefilling_count = tl.load(prefilling)
-    first = tl.load(query_starts + prefilling_count)
+    laid_out_count = tl.load(laid_out)
+    first = tl.load(query_starts + laid_out_count)
     bound = bound_for(all_keys, rows_in_all - first - tl.sum(here.to(tl.int32), axis=0), BOUNDS)
     taken = all_keys < bound
     before = tl.sum((taken & (owner < b)).to(tl.int32), axis=0) + tl.sum((here & (every < b)).to(tl.int32), axis=0)
     row = first + before
     rows = tl.where(count >= 0, 1 + tl.sum((own_key < bound).to(tl.int32), axis=0), 0)
-    tl.store(query_starts + b + 1, row + rows, mask=b >= prefilling_count)
-    tl.store(causal + b, 0, mask=b >= prefilling_count)
+    tl.store(query_starts + b + 1, row + rows, mask=b >= laid_out_count)
+    tl.store(causal + b, 0, mask=b >= laid_out_count)
     if rows > 0:
         mine = k < rows
         key = prefix + k
@@ -102,8 +102,8 @@ def lay_out_kernel(  # type: ignore[no-untyped-def]
             near = (k <= count) & (k <= _PROSPECTS[i])
             tl.store(noted + (3 + i) * NOTED_STRIDE + b, tl.sum(tl.where(near, chance, 0), axis=0) // _EXPECTED)
     if b == 0:
-        laid_out = first + tl.sum(taken.to(tl.int32), axis=0) + tl.sum(here.to(tl.int32), axis=0)
-        for free in tl.range(laid_out, rows_in_all, KEPT_ROWS):
+        end = first + tl.sum(taken.to(tl.int32), axis=0) + tl.sum(here.to(tl.int32), axis=0)
+        for free in tl.range(end, rows_in_all, KEPT_ROWS):
             at = free + k
             zeros = tl.zeros_like(k)
             tl.store(token_ids + at, zeros, mask=at < rows_in_all)

@@ -14,6 +14,7 @@ from outrider.tree import TokenTree
 from target_service.core.schedule import Schedule, SequenceChunk
 from target_service.core.scheduler import Scheduler
 from target_service.core.sequence import Sequence
+from target_service.grammars.following import ConstrainedTree
 from target_service.sampling.verifier import Verified
 from target_service.speculation.drafts import DRAFTED_ANYWAY, DraftTrees
 from target_service.speculation.merged_tree import MergedTree, PredictedTree
@@ -35,6 +36,10 @@ _ROOT_ALONE = TokenTree.root_only(0)
 _KEPT_OPEN, _KEPT_OPEN_BY_HEADS, _KEPT_OPEN_BY_MANY = 32, 8, 6
 
 
+def _drafted(tree: TokenTree | None) -> int:
+    return 0 if tree is None else tree.drafted
+
+
 @dataclass(frozen=True)
 class Gathered:
     """A tree per chunk, and what waiting for drafts cost."""
@@ -53,6 +58,11 @@ class Gathered:
     def has_trees(self) -> bool:
         """Whether any tree has more rows than its root."""
         return any([tree is not None and tree.drafted for tree in self.trees])
+
+    @cached_property
+    def drafted_rows(self) -> int:
+        """Rows of its trees beside their roots."""
+        return sum([tree.drafted for tree in self.trees if tree is not None])
 
     @property
     def answered(self) -> bool:
@@ -136,8 +146,8 @@ class Gathering:
         return self.drafting.active != was
 
     def choose(self, running: SequenceOf[Sequence], *, ahead: bool) -> LaunchMode:
-        """How the next step uses drafts. `ahead`: the device verifies every sequence, and the step may be launched
-        behind the one under way. Called once per step, before it is scheduled."""
+        """How the next step uses drafts. `ahead`: it may be launched behind the one under way. Called once per step,
+        before it is scheduled."""
         self._ahead = ahead
         use = self._best_use(running, ahead)
         self._use = use if self.drafting.active else LaunchMode.RUN_AHEAD
@@ -147,8 +157,8 @@ class Gathering:
         """What pays in the next step. The switch counts steps while no draft is used, too."""
         if not self.drafting.connected or self.drafting.too_many(self.scheduler.load):
             return LaunchMode.RUN_AHEAD
-        if ahead and self._device_chooses(running):
-            # Rows come from the device's tables then.
+        if ahead and self.device_chooses(running):
+            # Rows come from the device's tables then, or for some sequences from the drafts that are there.
             return LaunchMode.RUN_AHEAD
         eligible = [one for one in running if self._may_be_drafted(one) and not self._follows_prediction(one)]
         if not eligible:
@@ -171,11 +181,27 @@ class Gathering:
         """Whether the host needs the tokens of the step under way, to cut a prediction behind them."""
         lives = self._lives(running)
         offers = any([live.prediction is not None and live.prediction.has_offer for live in lives])
-        return offers and not self._device_chooses(running)
+        return offers and not self.device_chooses(running)
 
-    def _device_chooses(self, sequences: SequenceOf[Sequence]) -> bool:
-        """Whether the device chooses the rows of all sequences, predicted ones too."""
-        return self.policy.on and all([one.request.device_rows for one in sequences])
+    def device_chooses(self, sequences: SequenceOf[Sequence]) -> bool:
+        """Whether the device chooses rows of some of the sequences, predicted ones too: then no step waits for the
+        drafts of the others."""
+        return self.policy.on and any([one.request.device_rows for one in sequences])
+
+    def is_cut_for(self, sequence: Sequence) -> bool:
+        """Whether the host has drafts to cut for the sequence, or may get some, while the device chooses the rows of
+        others."""
+        if sequence.request.device_rows:
+            return False
+        prediction = self.live[sequence.sequence_id].prediction
+        return self.drafting.is_open(sequence) or (prediction is not None and prediction.has_offer)
+
+    def sits_out(self, sequence: Sequence) -> bool:
+        """Whether a sequence of the step under way takes no part in one that is launched behind it: its tokens have to
+        be known first, for a client, a grammar, or drafts that the host cuts."""
+        if sequence.request.awaits_results:
+            return True
+        return self.device_chooses(self.scheduler.running) and self.is_cut_for(sequence)
 
     def _lives(self, sequences: SequenceOf[Sequence]) -> list[LiveSequence]:
         live = self.live
@@ -215,6 +241,8 @@ class Gathering:
     def gather(self, schedule: Schedule) -> Gathered:
         """Wait for the draft, if that was chosen, then cut every tree to the rows that pay."""
         taking = [chunk.sequence for chunk in schedule.chunks if chunk.takes_tree]
+        if self.device_chooses(taking):
+            return self.without_waiting(schedule)
         drafted: list[Sequence] = []
         if self._use is LaunchMode.WAIT_FOR_DRAFT and self.drafting.active:
             drafted = [sequence for sequence in taking if self.drafting.is_open(sequence)]
@@ -229,14 +257,23 @@ class Gathering:
                 sequence.totals.fallback_steps += 1
                 fallbacks += 1
             self._offer(sequence, tree, offers)
-        if not self._device_chooses(taking):
-            for sequence in taking:
-                self._offer_prediction(sequence, offers)
-        spare = self.scheduler.max_step_rows - schedule.rows
-        cut = self.budget.cut(list(offers.values()), schedule.rows, spare, len(taking) - len(offers))
-        trees = dict(zip(offers, cut, strict=True))
-        chosen = [self._tree(chunk, trees) for chunk in schedule.chunks]
+        for sequence in taking:
+            self._offer_prediction(sequence, offers)
+        chosen = self._cut(schedule, offers, len(taking))
         return Gathered(chosen, tuple(drafted), wait_ns, fallbacks, self._use, self.budget.step_cost)
+
+    def _cut(self, schedule: Schedule, offers: Mapping[int, Offer], taking: int) -> list[TokenTree | None]:
+        """The trees of a step, in which `taking` sequences could have one."""
+        spare = self.scheduler.max_step_rows - schedule.rows
+        cut = self.budget.cut(list(offers.values()), schedule.rows, spare, taking - len(offers))
+        trees = dict(zip(offers, cut, strict=True))
+        spare -= sum([tree.drafted for tree in cut])
+        chosen: list[TokenTree | None] = []
+        for chunk in schedule.chunks:
+            own = trees.get(chunk.sequence.sequence_id)
+            chosen.append(self._tree(chunk, own, spare))
+            spare -= max(0, _drafted(chosen[-1]) - _drafted(own))
+        return chosen
 
     def _offer(self, sequence: Sequence, tree: GrowingTree | None, offers: dict[int, Offer]) -> None:
         if tree is not None and tree.nodes:
@@ -266,8 +303,9 @@ class Gathering:
 
     def observe_tree(self, live: LiveSequence, tree: TokenTree, outcome: Verified, row_cost: float) -> None:
         """Learn from the tree of a step whose rows cost `row_cost` plain steps, before it is committed. A client's own
-        trees are not learnt from."""
-        if live.sequence.request.external:
+        trees are not learnt from, nor are those with rows that a grammar forces."""
+        forced = isinstance(tree, ConstrainedTree) and tree.forced
+        if live.sequence.request.external or forced:
             return
         accepted_rows = outcome.walk.accepted_rows
         self.budget.observe_tree(tree, accepted_rows, live.record, row_cost)
@@ -278,9 +316,18 @@ class Gathering:
             return
         self.budget.observe_drafted(live.record, 1 + outcome.accepted, row_cost)
 
-    def plain(self, schedule: Schedule) -> Gathered:
-        """A step of roots alone."""
-        return Gathered([self._tree(chunk, {}) for chunk in schedule.chunks], (), 0, 0, LaunchMode.RUN_AHEAD)
+    def without_waiting(self, schedule: Schedule) -> Gathered:
+        """A step that waits for no draft: roots alone, but where the device chooses rows for some sequences, trees for
+        the others of what drafts are there by now, if their tokens are known."""
+        offers: dict[int, Offer] = {}
+        taking = [chunk.sequence for chunk in schedule.chunks if chunk.takes_tree]
+        if self.device_chooses(taking):
+            for sequence in taking:
+                if sequence.pending is None and self.is_cut_for(sequence):
+                    self._offer(sequence, self.drafting.tree_of(sequence), offers)
+                    self._offer_prediction(sequence, offers)
+        chosen = self._cut(schedule, offers, len(taking))
+        return Gathered(chosen, (), 0, 0, LaunchMode.RUN_AHEAD, self.budget.step_cost)
 
     def _takes_one_path(self, sequence: Sequence) -> bool:
         """Whether of its trees only one path is verified. Rejection sampling needs all siblings."""
@@ -293,14 +340,29 @@ class Gathering:
         limit = min(sequence.request.max_draft_nodes, self.drafting.config.max_draft_nodes)
         return max(0, min(limit, self.scheduler.pages.spare_rows(sequence)))
 
-    def _tree(self, chunk: SequenceChunk, trees: Mapping[int, TokenTree]) -> TokenTree | None:
-        """The tree to verify behind a chunk, with pages held for it. None while the root is not reached."""
+    def _constrained(self, sequence: Sequence, tree: TokenTree | None, spare: int) -> TokenTree | None:
+        """A sequence's tree as its grammar, if it has one, lets it be, with up to `spare` rows more."""
+        grammar, request = self.live[sequence.sequence_id].verifier.grammar, sequence.request
+        rejects = tree is not None and bool(tree.distributions)
+        if grammar is None or not request.speculate or rejects or isinstance(tree, PredictedTree):
+            return tree
+        config = self.drafting.config
+        most = min(self._max_nodes(sequence), _drafted(tree) + spare) if config.speculation else 0
+        root = TokenTree.root_only(sequence.root) if tree is None else tree
+        return grammar.constrained(root, sequence.output, max(most, root.drafted))
+
+    def _tree(self, chunk: SequenceChunk, tree: TokenTree | None, spare: int) -> TokenTree | None:
+        """The tree to verify behind a chunk, with pages held for it: the given one, to which a grammar may add up to
+        `spare` rows. None while the root is not reached."""
         sequence = chunk.sequence
         if not sequence.totals.started_ns:
             sequence.totals.started_ns = time.monotonic_ns()
         if not chunk.reaches_root:
             return None
-        tree = sequence.external_tree or trees.get(sequence.sequence_id)
+        if sequence.external_tree is not None:
+            tree = sequence.external_tree
+        elif chunk.takes_tree:
+            tree = self._constrained(sequence, tree, spare)
         if tree is not None and chunk.takes_tree:
             rows = len(tree)
             if sequence.request.mode is VerificationMode.REJECTION:

@@ -120,38 +120,37 @@ class RowPolicy:
         self.trust = 1.0
 
     def choose(
-        self, schedule: Schedule, max_rows: int, mode: LaunchMode | None, waits: float = 0.0
+        self, schedule: Schedule, max_rows: int, mode: LaunchMode | None, waits: float = 0.0, cut_rows: int = 0
     ) -> DeviceRows | None:
-        """The rows of a step of at most `max_rows`, which waits `waits` seconds for its drafts; None where a plain step
-        is better, or the distribution of some sequence requires one."""
+        """The rows of a step of at most `max_rows`, which waits `waits` seconds for its drafts, with those of the
+        sequences whose rows the host lays out, `cut_rows` drafted ones among them; None where a plain step is better,
+        or there are only such sequences."""
         if not self.on:
             return None
-        live, chunks, prefilling = self._live, schedule.chunks, schedule.prefilling
-        lives = [live[chunk.sequence.sequence_id] for chunk in chunks]
-        free = [one.sequence.request.device_rows for one in lives]
-        if len(lives) > self._disable_above or not all(free):
+        live, chunks, laid_out = self._live, schedule.chunks, schedule.laid_out
+        if len(chunks) > self._disable_above:
             return None
-        limits = [self._max_rows(one) for one in lives[prefilling:]]
+        limits = [self._max_rows(live[chunk.sequence.sequence_id]) for chunk in chunks[laid_out:]]
         if not any(limits):
             return None
-        prefill_rows = schedule.prefill_rows
-        best = self._best(limits, prefill_rows, max_rows, mode, waits)
-        return DeviceRows(best, (*[0] * prefilling, *limits), prefilling, prefill_rows) if best else None
+        rows = cut_rows + sum([chunk.count for chunk in chunks[:laid_out]])
+        best = self._best(limits, rows, max_rows, mode, waits)
+        return DeviceRows(best, (*[0] * laid_out, *limits), laid_out, rows) if best else None
 
     def _best(
-        self, limits: SequenceOf[int], prefill_rows: int, max_rows: int, mode: LaunchMode | None, waits: float
+        self, limits: SequenceOf[int], laid_out_rows: int, max_rows: int, mode: LaunchMode | None, waits: float
     ) -> int:
-        """Rows of a pass of sequences with these limits, beside `prefill_rows` of prompts; 0 for a plain one."""
-        # Sizes of passes without prompts, which the device could run instead.
+        """Rows of a pass of sequences with these limits, beside those that the host lays out; 0 for a plain one."""
+        # Sizes of passes without those, which the device could run instead.
         sizes, sequences = _sizes(limits, 0, max_rows), len(limits)
-        beside = _sizes(limits, prefill_rows, max_rows) if prefill_rows else sizes
+        beside = _sizes(limits, laid_out_rows, max_rows) if laid_out_rows else sizes
         if not beside or self._cost is None:
             return beside[-1] if beside else 0
-        if not prefill_rows:
+        if not laid_out_rows:
             return self._tried(sizes, sequences, mode, waits)
         rate = sequences * max(self._rates(sizes, sequences, mode, waits).values())
-        tokens = {rows: sequences * self._tokens(sequences, rows - prefill_rows, mode) for rows in beside}
-        # Rows pay if they bring more than passes without prompts do in the time that they take.
+        tokens = {rows: sequences * self._tokens(sequences, rows - laid_out_rows, mode) for rows in beside}
+        # Rows pay if they bring more than passes without the others do in the time that they take.
         profit = {rows: tokens[rows] - rate * self._cost(rows) for rows in beside}
         best = max(beside, key=lambda rows: profit[rows])
         return best if tokens[best] > _MARGIN * sequences else 0

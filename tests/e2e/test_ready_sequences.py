@@ -1,0 +1,156 @@
+"""Every sequence goes its own way: what one of them waits for costs the others no pass, and changes no token (fp32)."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from conftest import make_tiny
+from engine_harness import DEVICE_SEQUENCES, engine_config, knowing_tree, make_runner, plain, request, run
+from structured_forms import SCHEMAS, VOCABULARY, trained_tokenizer
+from transformers import PreTrainedModel
+
+from outrider.sampling import SamplingParams, VerificationMode
+from outrider.structured_output import StructuredOutput
+from target_service.core.sequence import SequenceRequest
+from target_service.engine.loop import EngineLoop
+from target_service.engine.step import Step
+from target_service.execution.device_executor import DeviceSteps
+from target_service.model.runner import ModelRunner, runner_for
+
+pytestmark = pytest.mark.pairs
+
+END = 2
+PROMPT = (5, 9, 14)
+# Nearly greedy, so that the coins decide nothing.
+REJECTION = {"temperature": 1e-4, "seed": 3}
+FREE = SamplingParams(ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def ended_model() -> PreTrainedModel:
+    return make_tiny(vocab_size=VOCABULARY, eos_token_id=END)
+
+
+def runner_of(model: PreTrainedModel, *, device_chooses: bool, kv_tokens: int = 2048) -> ModelRunner:
+    runner = runner_for(model, trained_tokenizer(), num_pages=kv_tokens // 4, page_size=4)
+    if device_chooses:
+        runner.enable_device_row_selection(DEVICE_SEQUENCES, 7)
+    return runner
+
+
+def formed(name: str, **sampling: Any) -> SequenceRequest:
+    form = StructuredOutput(json_schema=json.dumps(SCHEMAS[name]))
+    return request(PROMPT, 50, sampling=SamplingParams(structured_output=form, **sampling))
+
+
+def free_requests() -> list[SequenceRequest]:
+    rng = random.Random(7)
+    pieces = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in (1, 4, 17)]
+    return [request(piece * 3, 40, sampling=FREE) for piece in pieces]
+
+
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "seeded": {"temperature": 1.0, "seed": 3},
+    "shaped": {"temperature": 1.0, "seed": 3, "repetition_penalty": 1.3, "min_tokens": 9, "logprobs": 2},
+}
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("device_chooses", [False, True], ids=["roots", "looked up"])
+@pytest.mark.parametrize("drafted", [False, True], ids=["alone", "drafted"])
+@pytest.mark.parametrize("passes", [1, 4])
+@pytest.mark.parametrize("kv_tokens", [2048, 240], ids=["roomy", "preempting"])
+def test_forms_and_free_texts_share_their_steps(
+    ended_model: PreTrainedModel,
+    sampling: dict[str, Any],
+    device_chooses: bool,
+    drafted: bool,
+    passes: int,
+    kv_tokens: int,
+) -> None:
+    wanted = [formed(name, **sampling) for name in ("flat", "nested", "recursion")]
+    expected = run(runner_of(ended_model, device_chooses=False), [replace(one, speculate=False) for one in wanted])
+    free = free_requests()
+    said = [one.token_ids for one in expected] + [plain(ended_model, one) for one in free]
+    whole = [(*one.token_ids, *tokens) for one, tokens in zip([*wanted, *free], said, strict=True)]
+    runner = runner_of(ended_model, device_chooses=device_chooses, kv_tokens=kv_tokens)
+    propose = knowing_tree(whole, VOCABULARY, 12, 0.9) if drafted else None
+    outcomes = run(runner, [*wanted, *free], propose=propose, on_device=True, stagger=2, passes=passes)
+    assert [one.token_ids for one in outcomes] == said
+    for one, own, request_ in zip(expected, outcomes, wanted, strict=False):
+        totals = own.finished.totals
+        # What a form forces takes no pass of its own.
+        assert totals.steps < 0.9 * one.finished.totals.steps and totals.accepted_tokens > 1
+        listed = [len(entry.top) for verdict in own.verdicts for entry in verdict.logprobs]
+        assert listed == ([2] * len(own.token_ids) if request_.sampling.logprobs else [])
+
+
+@pytest.mark.parametrize("drafted", [False, True], ids=["alone", "drafted"])
+@pytest.mark.parametrize("passes", [1, 4])
+def test_rejection_beside_rows_that_the_device_chooses(tiny_model: PreTrainedModel, drafted: bool, passes: int) -> None:
+    rng = random.Random(7)
+    prompts = [[rng.randrange(3, 211) for _ in range(length)] * 3 for length in (1, 5, 17)]
+    wanted = [request(prompt, 24, sampling=FREE) for prompt in prompts]
+    sampling = SamplingParams(ignore_eos=True, **REJECTION)
+    wanted[1] = request(prompts[1], 24, sampling=sampling, mode=VerificationMode.REJECTION)
+    said = [one.token_ids for one in run(make_runner(tiny_model), wanted)]
+    whole = [(*one.token_ids, *tokens) for one, tokens in zip(wanted, said, strict=True)]
+    runner = make_runner(tiny_model, page_size=4)
+    runner.enable_device_row_selection(DEVICE_SEQUENCES, 7)
+    propose = knowing_tree(whole, 211, 20, 0.9) if drafted else None
+    outcomes = run(runner, wanted, propose=propose, on_device=True, stagger=2, passes=passes)
+    assert [one.token_ids for one in outcomes] == said
+    if drafted:
+        assert all(one.finished.totals.accepted_tokens > 5 for one in outcomes)
+
+
+ODD: dict[str, SequenceRequest] = {
+    "a form": formed("uuid"),
+    "rejection": request(
+        [9, 8, 7], 40, sampling=SamplingParams(ignore_eos=True, **REJECTION), mode=VerificationMode.REJECTION
+    ),
+    "a client's trees": request([9, 8, 7], 40, sampling=FREE, external=True),
+    "penalties": request([9, 8, 7], 40, sampling=SamplingParams(ignore_eos=True, frequency_penalty=0.3)),
+    "log-probabilities": request([9, 8, 7], 40, sampling=SamplingParams(ignore_eos=True, logprobs=5)),
+}
+
+
+@pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
+def test_the_others_keep_their_passes(
+    ended_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, odd: SequenceRequest
+) -> None:
+    """Beside one of another kind seven have every pass that they have without it, with rows of the device's choice, and
+    each is launched before the results of the one before."""
+    launched: list[Step] = []
+    begin = EngineLoop._begin
+
+    def noted(loop: EngineLoop, *arguments: Any, **options: Any) -> Step:
+        launched.append(begin(loop, *arguments, **options))
+        return launched[-1]
+
+    monkeypatch.setattr(EngineLoop, "_begin", noted)
+    others = [request([3 + number, 40, 41, 42], 40, sampling=FREE) for number in range(7)]
+    counts = []
+    for wanted in (others, [*others, odd]):
+        launched.clear()
+        runner = runner_of(ended_model, device_chooses=True)
+        loop = EngineLoop(
+            runner, engine_config(), steps=DeviceSteps(runner, max_sequences=DEVICE_SEQUENCES, max_rows=256)
+        )
+        for number, one in enumerate(wanted):
+            live = loop.make(number, one)
+            loop.constrain(live)
+            loop.add(live)
+        while any(number in loop.live for number in range(len(others))):
+            loop.step()
+        held = [step for step in launched if any(item.sequence.sequence_id == 0 for item in step.batch.items)]
+        counts.append(len(held))
+        assert all(step.batch.device_rows is not None for step in held[1:])
+        # The first reads prompts; behind the last that has all of them there is nothing to read.
+        assert all(step.ahead for step in held[1:])
+    assert counts[0] == counts[1]
