@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.shared.gpu_timing import captured_us
-from tree_kernels.attention import AttentionBatch, ancestor_mask, attend, sequence_mask, sequence_slots
+from tree_kernels.attention import (
+    PLAIN,
+    AttentionBatch,
+    AttentionVariant,
+    ancestor_mask,
+    attend,
+    sequence_mask,
+    sequence_slots,
+)
 
 # One H200, measured: a device copy counting reads and writes, and a large bf16 matrix product.
 BYTES_PER_US = 4.3e6
@@ -55,6 +63,7 @@ class Inputs:
     # [n, pages, page_size, heads, width] each: n caches with different contents.
     keys: Tensor
     values: Tensor
+    variant: AttentionVariant = PLAIN
 
     @property
     def scale(self) -> float:
@@ -81,11 +90,11 @@ def rotated_copies(cache_bytes: int, most: int = 64) -> int:
     return min(most, max(1, -(-ROTATED_BYTES // cache_bytes)))
 
 
-def draw(case: Case, seed: int) -> Inputs:
-    """Random inputs of a case."""
+def draw(case: Case, seed: int, read_bytes: int | None = None) -> Inputs:
+    """Random inputs of a case, of whose caches a launch reads `read_bytes`; None for all."""
     batch = tree_batch(case.batch, case.context, case.rows, case.page_size, seed)
     pages = case.batch * len(batch.pages[0])
-    shape = (rotated_copies(case.kv_bytes), pages, case.page_size, case.kv_heads, case.width)
+    shape = (rotated_copies(read_bytes or case.kv_bytes), pages, case.page_size, case.kv_heads, case.width)
     query = torch.randn(case.batch * case.rows, case.query_heads, case.width, device=DEVICE, dtype=DTYPE)
     keys, values = (torch.randn(shape, device=DEVICE, dtype=DTYPE) for _ in range(2))
     return Inputs(case, batch, query, keys, values)
@@ -116,11 +125,12 @@ def worst_error(inputs: Inputs, attention: Attention, causal: bool = False) -> f
         return float("nan")
     for b in random.sample(range(inputs.case.batch), min(3, inputs.case.batch)):
         slots = sequence_slots(batch, b).to(DEVICE)
-        mask = sequence_mask(batch, b).to(DEVICE)
+        mask = sequence_mask(batch, b, inputs.variant.window).to(DEVICE)
         if causal:
             mask[:, batch.prefix_lengths[b] :] = ancestor_mask(None, rows).to(DEVICE)
         own = slice(b * rows, (b + 1) * rows)
-        expected = attend(inputs.query[own], keys.flatten(0, 1)[slots], values.flatten(0, 1)[slots], mask, inputs.scale)
+        seen = keys.flatten(0, 1)[slots], values.flatten(0, 1)[slots]
+        expected = attend(inputs.query[own], *seen, mask, inputs.scale, inputs.variant)
         worst = max(worst, float((output[own].float() - expected).norm() / expected.norm()))
     return worst
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tree_kernels.attention import AttentionBatch
+from tree_kernels.attention import PLAIN, AttentionBatch, AttentionVariant
 from tree_kernels.latent_attention import HeadProjections, absorbed_queries, attend_expanded
 
 
@@ -23,6 +23,7 @@ class Case:
     key_cache: Tensor
     value_cache: Tensor
     scale: float
+    variant: AttentionVariant = PLAIN
 
 
 # One sequence of a batch: keys before the tail, rows of the tail, and what the tail is.
@@ -52,6 +53,9 @@ def make_case(
     spare_pages: int = 1,
     device: torch.device | str = "cpu",
     seed: int = 0,
+    window: int | None = None,
+    score_cap: float | None = None,
+    sinks: bool = False,
 ) -> Case:
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -77,9 +81,12 @@ def make_case(
             keys = torch.arange(prefix + rows)
             slots = torch.tensor(pages[b], dtype=torch.int64)[keys // page_size] * page_size + keys % page_size
             flat[slots] = torch.randn(len(keys), kv_heads, head_width, generator=generator)
+            # What no window reaches is as good as nobody's.
+            flat[slots[: AttentionVariant(window).first_key(prefix)]] = float("nan")
         caches.append(cache.to(device=device, dtype=dtype))
     query = torch.randn(starts[-1], kv_heads * group, width, generator=generator).to(device=device, dtype=dtype)
-    return Case(batch, query, caches[0], caches[1], width**-0.5)
+    logits = torch.randn(kv_heads * group, generator=generator).to(device) if sinks else None
+    return Case(batch, query, *caches, width**-0.5, AttentionVariant(window, score_cap, logits))
 
 
 CaseMaker = Callable[..., Case]

@@ -67,6 +67,7 @@ def cases() -> Iterator[tuple[str, dict[str, Any], TritonSettings]]:
     for split_keys in (16, 48, 128):
         settings = TritonSettings(split_keys, SMALL, 3)
         yield f"split every {split_keys} keys", {"specs": RAGGED, "width": 16}, settings
+    yield from variant_cases(balanced)
     yield "a prompt", {"specs": [(0, 90, "causal")], "width": 16}, balanced
     yield "half precision", {"specs": RAGGED, "width": 16, "dtype": torch.float16}, balanced
     yield "own tiling", {"specs": RAGGED[:3], "width": 32}, TritonSettings(processors=4)
@@ -84,8 +85,33 @@ def cases() -> Iterator[tuple[str, dict[str, Any], TritonSettings]]:
             "group": rng.randrange(1, 5),
             "width": 16,
             "seed": i,
+            "window": rng.choice((None, rng.randrange(1, 60))),
+            "sinks": rng.random() < 0.3,
         }
         yield f"random {i}", arguments, settings
+
+
+def variant_cases(balanced: TritonSettings) -> Iterator[tuple[str, dict[str, Any], TritonSettings]]:
+    """Windows shorter and longer than trees, tiles and prefixes; caps; sinks; all of them, in every form of schedule.
+    Keys that no window reaches are NaN."""
+    for window in (1, 2, 5, 16, 33, 64, 300):
+        for page_size in (1, 16) if window == 5 else (16,):
+            arguments = {"specs": RAGGED, "page_size": page_size, "width": 16, "window": window}
+            yield f"window {window}, page {page_size}", arguments, balanced
+    whole = {"window": 21, "score_cap": 3.0, "sinks": True}
+    settings = {
+        "tiles of 32": TritonSettings(tiling=WIDE, processors=5),
+        "fixed": TritonSettings(32, SMALL, 3),
+        "tall": TritonSettings(tiling=TALL[1], processors=7),
+        "merged apart": TritonSettings(tiling=replace(SMALL, merge_rows=0), processors=40),
+        "one program": TritonSettings(tiling=SMALL, processors=1),
+    }
+    for name, one in settings.items():
+        yield f"all variants, {name}", {"specs": RAGGED, "width": 16, "group": 3, **whole}, one
+        yield f"sinks, {name}", {"specs": RAGGED, "width": 16, "sinks": True}, one
+    yield "cap", {"specs": RAGGED, "width": 16, "score_cap": 0.7}, balanced
+    specs: list[Spec] = [(700, 70, "causal"), (500, 129, "tree"), (3, 256, "tree")]
+    yield "long, window", {"specs": specs, "width": 16, "kv_heads": 1, "group": 5, "window": 50}, balanced
 
 
 def device_cases() -> Iterator[tuple[str, dict[str, Any], TritonSettings]]:
@@ -99,6 +125,15 @@ def device_cases() -> Iterator[tuple[str, dict[str, Any], TritonSettings]]:
                 }  # fmt: skip
                 yield f"bf16 {page_size} {group} {width} {rows}", arguments, TritonSettings()
                 yield f"bf16 split {page_size} {group} {width} {rows}", arguments, TritonSettings(1024)
+    for rows in (1, 16, 64, 256):
+        for window, cap, sinks in ((1024, None, True), (128, 50.0, False), (40, None, False)):
+            for width, group in ((128, 4), (256, 2), (64, 8), (512, 2)):
+                arguments = {
+                    "specs": [(9000, rows, "tree"), (37, 1, "tree"), (5000, rows, "causal")], "group": group,
+                    "width": width, "dtype": torch.bfloat16, "window": window, "score_cap": cap, "sinks": sinks,
+                }  # fmt: skip
+                yield f"bf16 window {window}, {rows} rows, width {width}", arguments, TritonSettings()
+                yield f"bf16 window {window}, {rows} rows, width {width}, fixed", arguments, INVARIANT
     specs = [(100, 700, "causal"), (3000, 33, "tree"), (0, 1, "causal")]
     for rows in (1, 16, 64):
         # Multi-head latent attention in its expanded form.
@@ -112,12 +147,12 @@ def device_cases() -> Iterator[tuple[str, dict[str, Any], TritonSettings]]:
 
 def run(settings: TritonSettings, case: Case) -> torch.Tensor:
     backend = TritonAttention(DEVICE, settings)
-    return backend.run(backend.plan(case.batch), case.query, case.key_cache, case.value_cache, case.scale)
+    return backend.run(backend.plan(case.batch), case.query, case.key_cache, case.value_cache, case.scale, case.variant)
 
 
 def reference(case: Case) -> torch.Tensor:
     backend = TreeAttention("reference", DEVICE)
-    return backend.run(backend.plan(case.batch), case.query, case.key_cache, case.value_cache, case.scale)
+    return backend.run(backend.plan(case.batch), case.query, case.key_cache, case.value_cache, case.scale, case.variant)
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -131,7 +166,8 @@ def error_of(name: str, arguments: dict[str, Any], settings: TritonSettings) -> 
     case = make_case(**{"device": DEVICE, **arguments})
     backend = TritonAttention(DEVICE, settings)
     plan = backend.plan(case.batch)
-    outputs = [backend.run(plan, case.query, case.key_cache, case.value_cache, case.scale) for _ in range(runs)]
+    tensors = case.query, case.key_cache, case.value_cache
+    outputs = [backend.run(plan, *tensors, case.scale, case.variant) for _ in range(runs)]
     return relative_error(outputs[0], reference(case)) if torch.equal(outputs[0], outputs[-1]) else float("nan")
 
 
@@ -142,17 +178,18 @@ def only(case: Case, b: int) -> Case:
     alone = AttentionBatch(
         (0, end - start), (batch.prefix_lengths[b],), (batch.pages[b],), batch.page_size, (batch.parents[b],)
     )
-    return Case(alone, case.query[start:end], case.key_cache, case.value_cache, case.scale)
+    return Case(alone, case.query[start:end], case.key_cache, case.value_cache, case.scale, case.variant)
 
 
 def split_results_do_not_depend_on_the_batch() -> bool:
     # A long sequence of many partials, alone and where there is room for more groups than chunks.
     beside: list[Spec] = [(5000, 1, "causal"), *[(20, 15, "causal")] * 12]
-    for specs, settings, compared in (
-        (RAGGED, TritonSettings(32, SMALL, 3), len(RAGGED)),
-        (beside, replace(INVARIANT, processors=3), 2),
+    for specs, settings, compared, variant in (
+        (RAGGED, TritonSettings(32, SMALL, 3), len(RAGGED), {}),
+        (RAGGED, TritonSettings(32, SMALL, 3), len(RAGGED), {"window": 40, "sinks": True}),
+        (beside, replace(INVARIANT, processors=3), 2, {}),
     ):
-        case = make_case(specs, kv_heads=1, group=4, width=16, device=DEVICE, seed=1)
+        case = make_case(specs, kv_heads=1, group=4, width=16, device=DEVICE, seed=1, **variant)
         together = run(settings, case)
         starts = case.batch.query_starts
         for b in range(compared):
@@ -183,7 +220,7 @@ def a_plan_takes_the_next_step() -> list[float]:
         plan.schedules.clear()
         query = torch.zeros(first.query.shape, device=DEVICE)
         query[: case.batch.rows] = case.query
-        output = backend.run(plan, query, case.key_cache, case.value_cache, case.scale)
+        output = backend.run(plan, query, case.key_cache, case.value_cache, case.scale, case.variant)
         errors.append(relative_error(output[: case.batch.rows], reference(case)))
     return errors
 
@@ -196,14 +233,14 @@ def a_captured_sequence_outgrows_its_first_length() -> tuple[float, bool]:
     largest = capacity(Bucket(1, 1), case.batch.page_size, len(case.batch.pages[0]) + 9)
     backend = TritonAttention(DEVICE, replace(INVARIANT, processors=3))
     plan = backend.plan(largest, torch.zeros(plan_integers(largest), dtype=torch.int32, device=DEVICE))
-    backend.run(plan, case.query, case.key_cache, case.value_cache, case.scale)
+    backend.run(plan, case.query, case.key_cache, case.value_cache, case.scale, case.variant)
     packed = torch.frombuffer(backend.pack(plan, short), dtype=torch.int32)
     plan.integers[: len(packed)] = packed
     plan.prefix_lengths += 1
     plan.schedules.clear()
-    output = backend.run(plan, case.query, case.key_cache, case.value_cache, case.scale)
+    output = backend.run(plan, case.query, case.key_cache, case.value_cache, case.scale, case.variant)
     without_room = backend.plan(short)
-    backend.run(without_room, case.query, case.key_cache, case.value_cache, case.scale)
+    backend.run(without_room, case.query, case.key_cache, case.value_cache, case.scale, case.variant)
     ((layout, schedule),) = without_room.schedules.items()
     whole = torch.full((schedule.max_chunks + 64, 16), -7, dtype=torch.int32, device=DEVICE)
     own_integers = backend._integers
@@ -236,7 +273,7 @@ def a_captured_step_takes_rows_spread_in_any_way() -> list[float]:
         plan.integers[: len(packed)] = packed
         kept = dict(plan.schedules)
         plan.schedules.clear()
-        output = backend.run(plan, case.query, case.key_cache, case.value_cache, case.scale)
+        output = backend.run(plan, case.query, case.key_cache, case.value_cache, case.scale, case.variant)
         assert all(plan.schedules[layout].max_chunks == one.max_chunks for layout, one in kept.items())
         errors.append(relative_error(output, reference(case)))
     return errors
@@ -252,7 +289,7 @@ def output_rows_are_as_in_a_whole_pass() -> list[float]:
         for first, end in ((1, 9), (9, 17), (17, 33), (0, 1), (32, 33)):
             plan.output_rows = first, end
             plan.schedules.clear()
-            output = backend.run(plan, case.query, case.key_cache, case.value_cache, case.scale)
+            output = backend.run(plan, case.query, case.key_cache, case.value_cache, case.scale, case.variant)
             starts = case.batch.query_starts
             rows = [row for a, b in itertools.pairwise(starts) for row in range(a + first, min(a + end, b))]
             errors.append(relative_error(output[rows], expected[rows]))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tree_kernels.attention.batch import AttentionBatch, AttentionPlan
+from tree_kernels.attention.variant import PLAIN, AttentionVariant
 
 if TYPE_CHECKING:
     from tree_kernels.attention.triton_planning import TritonPlanner
@@ -23,7 +24,13 @@ class Planner(Protocol):
 
 class _AttentionBackend(Planner, Protocol):
     def run(
-        self, plan: AttentionPlan, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float
+        self,
+        plan: AttentionPlan,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scale: float,
+        variant: AttentionVariant,
     ) -> Tensor: ...
 
 
@@ -58,9 +65,9 @@ class TreeAttention(PlannedAttention[_AttentionBackend]):
     Symbols: R rows of all sequences, Hq query heads, Hkv key heads (Hq a multiple of Hkv), D key width, Dv value width.
 
     Of the backends "reference" is the fp32 definition, and "torch" the fast path on a CPU; "triton" and "flashinfer"
-    need a GPU, and those packages or they raise `ImportError`. With `invariant`, which only "triton" can, keys are
-    split the same way in every batch, so that no bit of a row's result depends on the other rows: rows of a chain get
-    what they would get one at a time."""
+    need a GPU, and those packages or they raise `ImportError`; "flashinfer" takes plain attention alone. With
+    `invariant`, which only "triton" can, keys are split the same way in every batch, so that no bit of a row's result
+    depends on the other rows: rows of a chain get what they would get one at a time."""
 
     def __init__(
         self, backend: Backend = "torch", device: torch.device | str = "cpu", *, invariant: bool = False
@@ -70,7 +77,15 @@ class TreeAttention(PlannedAttention[_AttentionBackend]):
             raise ValueError(f"only the triton backend is independent of the batch, this is {backend}")
         super().__init__(backend, device, _create(backend, device, invariant))
 
-    def run(self, plan: AttentionPlan, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
+    def run(
+        self,
+        plan: AttentionPlan,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scale: float,
+        variant: AttentionVariant = PLAIN,
+    ) -> Tensor:
         """Attend in one layer: [R, Hq, Dv], in query's dtype; not always contiguous. The tail's keys and values must be
         in the cache already (`paging.write_kv`). Raises `ValueError` where a shape does not fit the plan.
 
@@ -84,6 +99,7 @@ class TreeAttention(PlannedAttention[_AttentionBackend]):
             key_cache: [pages, page_size, Hkv, D], contiguous.
             value_cache: [pages, page_size, Hkv, Dv], contiguous.
             scale: factor of the scores, usually D ** -0.5; positive.
+            variant: the layer's kind of attention. Keys before every row's window are not read, whatever they hold.
         """
         batch, (rows, query_heads, query_width) = plan.batch, query.shape
         _, page_size, kv_heads, key_width = key_cache.shape
@@ -94,9 +110,11 @@ class TreeAttention(PlannedAttention[_AttentionBackend]):
                 f"expected caches [pages, {batch.page_size}, heads, width], "
                 f"got {list(key_cache.shape)} and {list(value_cache.shape)}"
             )
+        if variant.sinks is not None and variant.sinks.shape != (query_heads,):
+            raise ValueError(f"expected sinks [{query_heads}], got {list(variant.sinks.shape)}")
         if rows == 0:
             return query.new_empty(0, query_heads, value_cache.shape[-1])
-        return self._implementation.run(plan, query, key_cache, value_cache, scale)
+        return self._implementation.run(plan, query, key_cache, value_cache, scale, variant)
 
 
 def _create(backend: Backend, device: torch.device, invariant: bool) -> _AttentionBackend:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tree_kernels.attention.batch import AttentionBatch, AttentionPlan
 from tree_kernels.attention.reference import sequence_mask
+from tree_kernels.attention.variant import AttentionVariant
 
 _WORKSPACE_BYTES = 256 << 20
 
@@ -53,8 +54,19 @@ class FlashInferAttention:
             mask=torch.cat(masks).to(self._device) if masks else None,
         )
 
-    def run(self, plan: AttentionPlan, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
+    def run(
+        self,
+        plan: AttentionPlan,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scale: float,
+        variant: AttentionVariant,
+    ) -> Tensor:
         assert isinstance(plan, _FlashInferPlan)
+        if not variant.is_plain:
+            # Its windows go by slots, which siblings do not share; its FA2 kernel has no sinks.
+            raise ValueError("flashinfer takes no windows, capped scores or sinks: use triton")
         heads = (query.shape[1], *key_cache.shape[2:], value_cache.shape[3], scale, query.dtype)
         if self._planned is None or self._planned[0] is not plan or self._planned[1] != heads:
             self._wrapper.plan(

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tree_kernels.attention.batch import AttentionBatch, AttentionPlan
 from tree_kernels.attention.tree_mask import ancestor_mask
+from tree_kernels.attention.variant import PLAIN, AttentionVariant
 
 
 class ReferenceAttention:
@@ -15,34 +16,55 @@ class ReferenceAttention:
     def plan(self, batch: AttentionBatch) -> AttentionPlan:
         return AttentionPlan(batch)
 
-    def run(self, plan: AttentionPlan, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
+    def run(
+        self,
+        plan: AttentionPlan,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scale: float,
+        variant: AttentionVariant = PLAIN,
+    ) -> Tensor:
         batch = plan.batch
         output = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[-1])
         for b in range(batch.sequences):
             start, end = batch.query_starts[b], batch.query_starts[b + 1]
             slots = sequence_slots(batch, b).to(query.device)
-            mask = sequence_mask(batch, b).to(query.device)
-            output[start:end] = attend(
-                query[start:end], key_cache.flatten(0, 1)[slots], value_cache.flatten(0, 1)[slots], mask, scale
-            )
+            mask = sequence_mask(batch, b, variant.window).to(query.device)
+            keys, values = key_cache.flatten(0, 1)[slots], value_cache.flatten(0, 1)[slots]
+            output[start:end] = attend(query[start:end], keys, values, mask, scale, variant)
         return output
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, variant: AttentionVariant = PLAIN
+) -> Tensor:
     """softmax(scale * query @ key^T, masked) @ value: [R, Hq, Dv] in fp32, or fp64 if query is.
+
+    Keys that no row may attend to may hold anything, NaN too.
 
     Args:
         query: [R, Hq, D]; query head h reads key head h // (Hq / Hkv).
         key, value: [L, Hkv, D] and [L, Hkv, Dv].
         mask: [R, L] bool, true where the row may attend; at least one true per row.
+        scale: factor of the scores.
+        variant: of which the cap and the sinks are applied here; a window is part of the mask.
     """
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     group = query.shape[1] // key.shape[1]
     keys = key.to(dtype).repeat_interleave(group, dim=1)
-    values = value.to(dtype).repeat_interleave(group, dim=1)
+    # 0 * NaN is NaN.
+    unseen = ~mask.any(dim=0)[:, None, None]
+    values = value.to(dtype).masked_fill(unseen, 0.0).repeat_interleave(group, dim=1)
     scores = torch.einsum("rhd,lhd->hrl", query.to(dtype), keys) * scale
-    probs = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1)
-    return torch.einsum("hrl,lhd->rhd", probs, values)
+    if variant.score_cap is not None:
+        scores = variant.score_cap * (scores / variant.score_cap).tanh()
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if variant.sinks is None:
+        return torch.einsum("hrl,lhd->rhd", scores.softmax(dim=-1), values)
+    sinks = variant.sinks.to(dtype)[:, None, None].expand(-1, len(query), 1)
+    probs = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)
+    return torch.einsum("hrl,lhd->rhd", probs[..., :-1], values)
 
 
 def sequence_slots(batch: AttentionBatch, b: int) -> Tensor:
@@ -52,8 +74,13 @@ def sequence_slots(batch: AttentionBatch, b: int) -> Tensor:
     return pages[keys // batch.page_size] * batch.page_size + keys % batch.page_size
 
 
-def sequence_mask(batch: AttentionBatch, b: int) -> Tensor:
-    """[R_b, L] bool: the whole prefix, then the ancestors within the tail."""
-    rows = batch.row_counts[b]
-    prefix = torch.ones(rows, batch.prefix_lengths[b], dtype=torch.bool)
-    return torch.cat([prefix, ancestor_mask(batch.parents[b], rows)], dim=1)
+def sequence_mask(batch: AttentionBatch, b: int, window: int | None = None) -> Tensor:
+    """[R_b, L] bool: the whole prefix, then the ancestors within the tail; of both what the window holds."""
+    rows, prefix = batch.row_counts[b], batch.prefix_lengths[b]
+    ancestors = ancestor_mask(batch.parents[b], rows)
+    mask = torch.cat([torch.ones(rows, prefix, dtype=torch.bool), ancestors], dim=1)
+    if window is None:
+        return mask
+    depths = ancestors.sum(dim=1) - 1
+    positions = torch.cat([torch.arange(prefix), prefix + depths])
+    return mask & (positions > (prefix + depths - window)[:, None])

@@ -10,6 +10,7 @@ from tree_kernels.attention.tree_mask import mask_words
 from tree_kernels.attention.triton_kernels import attention_kernel
 from tree_kernels.attention.triton_planning import LOG2_E, HeadLayout, TritonPlan, TritonPlanner, TritonSettings
 from tree_kernels.attention.triton_tiling import Tiling, choose_tiling
+from tree_kernels.attention.variant import PLAIN, AttentionVariant
 
 # One tiling and one split for every step: a prompt's chunk, a tree and a single row are summed in the same order.
 INVARIANT = TritonSettings(
@@ -20,12 +21,20 @@ INVARIANT = TritonSettings(
 class TritonAttention(TritonPlanner):
     """See `tree_kernels.attention.TreeAttention`."""
 
-    def run(self, plan: AttentionPlan, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
+    def run(
+        self,
+        plan: AttentionPlan,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scale: float,
+        variant: AttentionVariant = PLAIN,
+    ) -> Tensor:
         assert isinstance(plan, TritonPlan)
         if scale <= 0:
             # The kernel takes the maximum of the scores before scaling.
             raise ValueError(f"expected a positive scale, got {scale}")
-        layout = self._layout(plan, query, key_cache, value_cache)
+        layout = self._layout(plan, query, key_cache, value_cache, variant.window)
         output = query.new_empty(query.shape[0], query.shape[1], layout.value_width)
         schedule = self.schedule_of(plan, layout)
         heads = {"GROUP": layout.group, "KV_HEADS": layout.kv_heads, "DV": layout.value_width}
@@ -33,34 +42,38 @@ class TritonAttention(TritonPlanner):
         blocks = {"BLOCK_DV": triton.next_power_of_2(layout.value_width), "BLOCK_M": tiling.block_rows}
         attention_kernel[(self._programs(tiling),)](
             query, key_cache, value_cache, output, schedule.partials, schedule.partial_lse, schedule.arrivals,
-            plan.page_table, plan.words, schedule.groups, schedule.chunk_table, schedule.totals, scale * LOG2_E,
-            query.stride(0), query.stride(1),
+            plan.page_table, plan.words, plan.depths, plan.depths if variant.sinks is None else variant.sinks,
+            schedule.groups, schedule.chunk_table, schedule.totals, scale * LOG2_E, query.stride(0), query.stride(1),
             D=layout.width, BLOCK_D=triton.next_power_of_2(layout.width),
             PAGE_SIZE=plan.batch.page_size, BLOCK_N=tiling.block_keys, WORDS=plan.words.shape[1],
             FAR=max(key_cache.numel(), value_cache.numel()) >= 1 << 31, FIXED=bool(self._settings.split_keys),
-            APART=tiling.apart, MERGE_ROWS=tiling.merge_rows, MERGE_PARTS=tiling.merge_parts(blocks["BLOCK_DV"]),
-            num_warps=tiling.warps, num_stages=tiling.stages, **heads, **blocks, **self._launch,
+            APART=tiling.apart and not layout.window, WINDOW=layout.window, CAP=variant.score_cap or 0.0,
+            SINKS=variant.sinks is not None, MERGE_ROWS=tiling.merge_rows,
+            MERGE_PARTS=tiling.merge_parts(blocks["BLOCK_DV"]), num_warps=tiling.warps,
+            num_stages=tiling.stages, **heads, **blocks, **self._launch,
         )  # fmt: skip
         if not tiling.merge_rows:
             self.merge(output, schedule, layout)
         return output
 
-    def _layout(self, plan: TritonPlan, query: Tensor, key_cache: Tensor, value_cache: Tensor) -> HeadLayout:
+    def _layout(
+        self, plan: TritonPlan, query: Tensor, key_cache: Tensor, value_cache: Tensor, window: int | None
+    ) -> HeadLayout:
         batch = plan.batch
         if not (key_cache.is_contiguous() and value_cache.is_contiguous() and query.stride(-1) == 1):
             raise ValueError("expected contiguous caches and a query whose last dimension is contiguous")
         if not query.dtype == key_cache.dtype == value_cache.dtype:
             raise ValueError(f"expected one dtype, got {query.dtype}, {key_cache.dtype} and {value_cache.dtype}")
         group = query.shape[1] // key_cache.shape[2]
-        kv_heads = key_cache.shape[2]
+        kv_heads, most = key_cache.shape[2], window or max(batch.prefix_lengths, default=0)
         tiling = self._settings.tiling or choose_tiling(
             plan.max_output_rows * group,
             key_cache.shape[3],
             query.element_size(),
-            keys=sum(batch.prefix_lengths),
+            keys=sum(min(prefix, most) for prefix in batch.prefix_lengths),
             sequences=batch.sequences,
             kv_heads=kv_heads,
             processors=self.processors,
             words=mask_words(batch),
         )
-        return HeadLayout(group, kv_heads, key_cache.shape[3], value_cache.shape[3], tiling)
+        return HeadLayout(group, kv_heads, key_cache.shape[3], value_cache.shape[3], tiling, window or 0)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tree_kernels.attention.triton_mask import hide
+from tree_kernels.attention.triton_mask import hide, hide_before_window, row_positions
 from tree_kernels.attention.triton_merge import merge_if_last, write_partial, write_rows
+from tree_kernels.attention.triton_schedule import first_seen_tile
+
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -35,11 +38,19 @@ def softmax_step(scores, values, peak, mass, acc, scale_log2, ALL_SEEN: tl.const
 
 
 @triton.jit
+def _capped(scores, scale, CAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """CAP * tanh(scale * scores / CAP). The tanh of a GPU's own unit has 11 bits: too few for scores of up to CAP."""
+    # At 40 tanh is one in fp32, and the exponential still finite.
+    power = tl.exp(tl.minimum(scores * (2 * scale / CAP), 40.0))
+    return CAP * (power - 1) / (power + 1)
+
+
+@triton.jit
 def _tile(  # type: ignore[no-untyped-def]
     q, peak, mass, acc, first, open_keys, key_head, value_head, page_table, words, first_word, row, live, rows,
-    prefix, is_causal, scale_log2, KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, FAR: tl.constexpr,
-    KEYS: tl.constexpr,
+    prefix, is_causal, scale_log2, depths, position, first_key, KV_HEADS: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    WORDS: tl.constexpr, FAR: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax over the BLOCK_N keys from `first`."""
     d = tl.arange(0, BLOCK_D)
@@ -48,27 +59,39 @@ def _tile(  # type: ignore[no-untyped-def]
     if KEYS != "open":
         # What lies behind the last key may be NaN, and 0 * NaN is NaN: the last key stands in for it.
         offsets = tl.minimum(offsets, prefix + rows - 1)
+    if WINDOW > 0:
+        # Likewise before the first key that a row of the block sees, whose pages may have other owners.
+        offsets = tl.maximum(offsets, first_key)
     slots = key_slots(page_table, offsets, first, PAGE_SIZE, BLOCK_N, FAR)
     key_at = key_head + slots[:, None] * (KV_HEADS * D) + d[None, :]
     value_at = value_head + slots[:, None] * (KV_HEADS * DV) + dv[None, :]
     k = tl.load(key_at) if BLOCK_D == D else tl.load(key_at, mask=(d < D)[None, :], other=0.0)
     v = tl.load(value_at) if BLOCK_DV == DV else tl.load(value_at, mask=(dv < DV)[None, :], other=0.0)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if CAP > 0:
+        scores = _capped(scores, scale_log2 / LOG2_E, CAP)
+        scale_log2 = LOG2_E
     if KEYS == "tail":
         scores = hide(scores, words, first_word, first - prefix, row, live, is_causal, WORDS)
     if KEYS == "either":  # noqa: SIM102  one is known to the compiler, the other is not
         if first + BLOCK_N > open_keys:
             scores = hide(scores, words, first_word, first - prefix, row, live, is_causal, WORDS)
+    if WINDOW > 0:  # noqa: SIM102  likewise
+        # An ancestor stands at least as many rows before a row as it is levels above.
+        if first <= prefix + tl.max(tl.where(live, row, 0), 0) - WINDOW:
+            places = first + tl.arange(0, BLOCK_N)
+            scores = hide_before_window(scores, places, prefix, rows, depths, position, is_causal, WINDOW)
     return softmax_step(scores, v, peak, mass, acc, scale_log2, KEYS == "open")
 
 
 @triton.jit
 def _attend(  # type: ignore[no-untyped-def]
     record, group, chunk, per_chunk, query, key_cache, value_cache, output, partials, partial_lse, arrivals,
-    page_table, words, scale_log2, query_row_stride, query_head_stride, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, FAR: tl.constexpr, APART: tl.constexpr,
-    MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
+    page_table, words, depths, sinks, scale_log2, query_row_stride, query_head_stride, GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, FAR: tl.constexpr,
+    APART: tl.constexpr, FIXED: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """One chunk's share of one group."""
     row_start = tl.load(record)
@@ -96,24 +119,40 @@ def _attend(  # type: ignore[no-untyped-def]
         peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
         mass = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        if SINKS:  # noqa: SIM102  one is known to the compiler, the other is not
+            # A key without a value, of the first chunk.
+            if low == 0:
+                peak = tl.load(sinks + query_head, mask=live, other=0.0).to(tl.float32) * LOG2_E
+                mass += 1.0
+        own_depths = depths + row_start
+        position, first_key, first = row, 0, 0
+        if WINDOW > 0:
+            position = row_positions(prefix, row, own_depths, live, is_causal)
+            first_key = tl.maximum(prefix + tl.where(is_causal > 0, block * BLOCK_M // GROUP, 0) - WINDOW + 1, 0)
+            # Fixed chunks begin with the first key of all; of them tiles that nobody sees are left out here.
+            seen = first_seen_tile(prefix, block, is_causal, GROUP, BLOCK_M, BLOCK_N, WINDOW)
+            first = 0 if FIXED else seen
         # Keys that every row of the block sees need no mask: the prefix and, in a causal tail, the rows before.
         open_keys = prefix + tl.where(is_causal > 0, block * BLOCK_M // GROUP, 0)
         key_head = key_cache + head * D
         value_head = value_cache + head * DV
-        middle = low
+        begin = low
+        if WINDOW > 0 and FIXED:
+            begin = tl.maximum(low, seen)
+        middle = begin
         if APART:
             middle = tl.maximum(tl.minimum(open_keys // BLOCK_N, high), low)
-            for tile in tl.range(low, middle):
+            for tile in tl.range(begin, middle):
                 peak, mass, acc = _tile(
                     q, peak, mass, acc, tile * BLOCK_N, open_keys, key_head, value_head, pages, own_words, first_word,
-                    row, live, rows, prefix, is_causal, scale_log2, KV_HEADS, D, DV, BLOCK_D, BLOCK_DV, PAGE_SIZE,
-                    BLOCK_N, WORDS, FAR, "open",
+                    row, live, rows, prefix, is_causal, scale_log2, own_depths, position, first_key, KV_HEADS, D, DV,
+                    BLOCK_D, BLOCK_DV, PAGE_SIZE, BLOCK_N, WORDS, FAR, WINDOW, CAP, "open",
                 )  # fmt: skip
         for tile in tl.range(middle, high):
             peak, mass, acc = _tile(
-                q, peak, mass, acc, tile * BLOCK_N, open_keys, key_head, value_head, pages, own_words, first_word, row,
-                live, rows, prefix, is_causal, scale_log2, KV_HEADS, D, DV, BLOCK_D, BLOCK_DV, PAGE_SIZE, BLOCK_N,
-                WORDS, FAR, "tail" if APART else "either",
+                q, peak, mass, acc, (first + tile) * BLOCK_N, open_keys, key_head, value_head, pages, own_words,
+                first_word, row, live, rows, prefix, is_causal, scale_log2, own_depths, position, first_key, KV_HEADS,
+                D, DV, BLOCK_D, BLOCK_DV, PAGE_SIZE, BLOCK_N, WORDS, FAR, WINDOW, CAP, "tail" if APART else "either",
             )  # fmt: skip
         acc = acc / tl.where(mass == 0.0, 1.0, mass)[:, None]
         if (low == 0) & (high == tiles):
@@ -131,13 +170,16 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def attention_kernel(  # type: ignore[no-untyped-def]
-    query, key_cache, value_cache, output, partials, partial_lse, arrivals, page_table, words, groups, chunk_table,
-    totals, scale_log2, query_row_stride, query_head_stride, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
+    query, key_cache, value_cache, output, partials, partial_lse, arrivals, page_table, words, depths, sinks, groups,
+    chunk_table, totals, scale_log2, query_row_stride, query_head_stride, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, FAR: tl.constexpr, APART: tl.constexpr,
-    FIXED: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr, EARLY: tl.constexpr,
+    FIXED: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    SINKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Every program takes one chunk (if FIXED, chunks in turn), and of each chunk the groups that lie in it.
+
+    WINDOW and CAP are 0, and SINKS is false, where the layer has none. With a WINDOW, APART is false.
 
     Where MERGE_ROWS is not 0, the last program that stores its partial of a group merges it, MERGE_ROWS at a time.
     """
@@ -157,6 +199,7 @@ def attention_kernel(  # type: ignore[no-untyped-def]
                 record = groups + group * 8
             _attend(
                 record, group, chunk, per_chunk, query, key_cache, value_cache, output, partials, partial_lse, arrivals,
-                page_table, words, scale_log2, query_row_stride, query_head_stride, GROUP, KV_HEADS, D, DV, BLOCK_D,
-                BLOCK_DV, PAGE_SIZE, BLOCK_M, BLOCK_N, WORDS, FAR, APART, MERGE_ROWS, MERGE_PARTS,
+                page_table, words, depths, sinks, scale_log2, query_row_stride, query_head_stride, GROUP, KV_HEADS, D,
+                DV, BLOCK_D, BLOCK_DV, PAGE_SIZE, BLOCK_M, BLOCK_N, WORDS, FAR, APART, FIXED, MERGE_ROWS, MERGE_PARTS,
+                WINDOW, CAP, SINKS,
             )  # fmt: skip

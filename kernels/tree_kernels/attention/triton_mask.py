@@ -1,4 +1,7 @@
-"""Which keys of the tail a row of a tree sees, in Triton. Words are those of `tree_mask`."""
+"""Which keys a row of a tree sees, in Triton: in the tail its ancestors, and everywhere those within its window.
+
+Words are those of `tree_mask`.
+"""
 
 from __future__ import annotations
 
@@ -42,3 +45,22 @@ def hide(scores, words, first_word, tail, row, live, is_causal, WORDS: tl.conste
         far = tl.where(((n & 32) > 0)[None, :], (here >> 32).to(tl.int32)[:, None], here.to(tl.int32)[:, None])
         chosen = tl.where((n >= 64)[None, :], far, chosen)
     return tl.where((chosen << (31 - (n & 31))[None, :]) < 0, scores, float("-inf"))
+
+
+@triton.jit
+def row_positions(prefix, row, depths, live, is_causal):  # type: ignore[no-untyped-def]
+    """[M] int32: positions of a sequence's rows, by their depths in its tree. depths: of its first row onwards."""
+    depth = tl.load(depths + row, mask=live, other=0)
+    return prefix + tl.where(is_causal > 0, row, depth)
+
+
+@triton.jit
+def hide_before_window(scores, offsets, prefix, rows, depths, position, is_causal, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Scores [M, N], -inf where a key's position is not above its row's less WINDOW. `offsets` [N] are places of keys,
+    the prefix's first; `position` [M] is the rows'."""
+    tail = offsets - prefix
+    in_tail = (tail >= 0) & (tail < rows)
+    depth = tl.load(depths + tail, mask=in_tail, other=0)
+    # Those of chains were not written.
+    own = tl.where(in_tail, prefix + tl.where(is_causal > 0, tail, depth), offsets)
+    return tl.where(own[None, :] > (position - WINDOW)[:, None], scores, float("-inf"))

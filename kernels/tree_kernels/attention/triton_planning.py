@@ -41,13 +41,14 @@ class TritonSettings:
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """The model's heads and the tiling, for which kernels are compiled."""
+    """The heads of a kind of layers, its window, and the tiling, for which kernels are compiled."""
 
     group: int
     kv_heads: int
     width: int
     value_width: int
     tiling: Tiling
+    window: int = 0  # keys that a row sees; 0 for all
 
 
 @dataclass
@@ -75,6 +76,7 @@ class TritonPlan(AttentionPlan):
     parents: Tensor
     page_table: Tensor
     words: Tensor  # [R, 1 or 4] int64
+    depths: Tensor  # [R] int32 of rows of trees, the root's 0; of chains they are not written
     reserved: bool = False  # whether steps up to all of the batch's pages follow, whatever its lengths
     # First and end of the rows of every tail that `run` computes; its output for the others is undefined. None is all.
     # A schedule is made for them: clear `schedules` after a change.
@@ -112,8 +114,9 @@ class TritonPlanner:
         words = torch.empty(rows, mask_words(batch), dtype=torch.int64, device=self._device)
         query_starts, prefix_lengths, causal, page_starts, parents, page_table = torch.split(integers, sizes)
         return TritonPlan(
-            batch, integers, query_starts, prefix_lengths, causal, page_starts, parents, page_table, words, reserved
-        )
+            batch, integers, query_starts, prefix_lengths, causal, page_starts, parents, page_table, words,
+            self._integers(rows), reserved,
+        )  # fmt: skip
 
     def pack(self, plan: TritonPlan, batch: AttentionBatch) -> array[int]:
         """Another step for a plan: [n] int32, for the first n of the plan's `integers`.
@@ -191,11 +194,12 @@ class TritonPlanner:
         words = plan.words.shape[1]
         schedule_kernel[(batch.sequences,)](
             plan.query_starts, plan.prefix_lengths, plan.causal, plan.page_starts, plan.parents, plan.words,
-            schedule.groups, schedule.chunk_table, schedule.arrivals, schedule.totals, batch.sequences,
+            plan.depths, schedule.groups, schedule.chunk_table, schedule.arrivals, schedule.totals, batch.sequences,
             self._programs(tiling), max_chunks, *(plan.output_rows or _ALL),
             GROUP=layout.group, KV_HEADS=layout.kv_heads, BLOCK_M=tiling.block_rows, BLOCK_N=tiling.block_keys,
             FIXED_TILES=fixed_tiles, BLOCK_B=triton.next_power_of_2(batch.sequences),
-            BLOCK_R=WORD_BITS * words if walk else 0, WORDS=words, BLOCK_I=_SCHEDULE_BLOCK, num_warps=2,
+            BLOCK_R=WORD_BITS * words if walk else 0, WORDS=words, BLOCK_I=_SCHEDULE_BLOCK,
+            WINDOW=layout.window, num_warps=2,
         )  # fmt: skip
         plan.schedules[layout] = schedule
         return schedule

@@ -19,14 +19,16 @@ import triton.language as tl
 
 
 @triton.jit
-def _ancestors(start, rows, parents, words, BLOCK_R: tl.constexpr, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Ancestor words of one sequence, by walking from every row to the root. words: [R, WORDS] int64."""
+def _ancestors(start, rows, parents, words, depths, BLOCK_R: tl.constexpr, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Ancestor words and depths of one sequence's rows, by walking from every row to the root. words: [R, WORDS] int64,
+    depths: [R] int32."""
     row = tl.arange(0, BLOCK_R)
     live = row < rows
     word = tl.arange(0, WORDS)
     one = tl.full([BLOCK_R, WORDS], 1, tl.int64)
     bits = tl.zeros([BLOCK_R, WORDS], tl.int64)
     at = tl.where(live, row, 0)
+    depth = tl.zeros([BLOCK_R], tl.int32)
     walked = 0
     deepest = tl.max(at, 0)
     # Bounded by the number of rows, so that a malformed tree cannot hang the device. Testing for the end costs as
@@ -34,12 +36,24 @@ def _ancestors(start, rows, parents, words, BLOCK_R: tl.constexpr, WORDS: tl.con
     while (walked < rows) & (deepest > 0):
         for _ in tl.static_range(4):
             bits |= tl.where((at // 64)[:, None] == word[None, :], one << (at % 64).to(tl.int64)[:, None], 0)
+            depth += (at > 0).to(tl.int32)
             at = tl.load(parents + start + at, mask=live & (at > 0), other=0)
         walked += 4
         deepest = tl.max(at, 0)
     # The root, in which every walk ends.
     bits |= tl.where(word[None, :] == 0, one, 0)
     tl.store(words + (start + row)[:, None] * WORDS + word[None, :], bits, mask=live[:, None])
+    tl.store(depths + start + row, depth, mask=live)
+
+
+@triton.jit
+def first_seen_tile(  # type: ignore[no-untyped-def]
+    prefix, block, causal, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr
+):
+    """The tile of the first key that a block's rows see: the window's of its first row in a chain, the root's in a
+    tree, whose rows may have any depth."""
+    position = prefix + tl.where(causal > 0, block * BLOCK_M // GROUP, 0)
+    return tl.maximum(position - WINDOW + 1, 0) // BLOCK_N
 
 
 @triton.jit
@@ -58,15 +72,17 @@ def _divide(tiles, group_counts, programs, FIXED_TILES: tl.constexpr, CANDIDATES
 
 @triton.jit(do_not_specialize=["first_row", "end_row"])
 def schedule_kernel(  # type: ignore[no-untyped-def]
-    query_starts, prefix_lengths, causal, page_starts, parents, words, groups, chunk_table, arrivals, totals,
+    query_starts, prefix_lengths, causal, page_starts, parents, words, depths, groups, chunk_table, arrivals, totals,
     sequences, programs, max_chunks, first_row, end_row,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     FIXED_TILES: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_R: tl.constexpr, WORDS: tl.constexpr, BLOCK_I: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Program b writes the records of sequence b's groups, the chunks that begin or end in it, and its words.
 
     Each repeats the sums over sequences. Only blocks of a tail with rows from `first_row` to `end_row` have groups.
-    BLOCK_R is 0 where the words exist already or nothing is a tree.
+    BLOCK_R is 0 where the words exist already or nothing is a tree. Tiles before the WINDOW of every row, 0 for none,
+    are left out, but for fixed chunks, which are cut at the same keys whatever the rows.
     """
     b = tl.arange(0, BLOCK_B)
     here = b == tl.program_id(0)
@@ -82,6 +98,12 @@ def schedule_kernel(  # type: ignore[no-untyped-def]
     end_blocks = (tl.minimum(rows, end_row) * GROUP + BLOCK_M - 1) // BLOCK_M
     group_counts = tl.maximum(end_blocks - first_block, 0) * KV_HEADS
     tiles = (prefix + rows + BLOCK_N - 1) // BLOCK_N
+    if WINDOW > 0 and FIXED_TILES == 0:
+        own_kind = tl.load(causal + b, mask=b < sequences, other=0)
+        tiles -= first_seen_tile(prefix, first_block, own_kind, GROUP, BLOCK_M, BLOCK_N, WINDOW)
+        # A chain's block sees no more than the windows of its first and last row hold.
+        most = (BLOCK_M - 1) // GROUP + 1 + WINDOW
+        tiles = tl.where(own_kind > 0, tl.minimum(tiles, (most + BLOCK_N - 1) // BLOCK_N + 1), tiles)
     per_chunk, aligned = _divide(tiles, group_counts, programs, FIXED_TILES, 16)
     tiles = tl.where(aligned > 0, (tiles + per_chunk - 1) // per_chunk * per_chunk, tiles)
     weights = tiles * group_counts
@@ -106,7 +128,7 @@ def schedule_kernel(  # type: ignore[no-untyped-def]
         group = first_group + local
         _record(
             groups + group * 8, local, local < own_groups, own_start, own_rows, own_prefix, page_start, own_causal,
-            first_block, blocks, first_tile, own_tiles, GROUP, BLOCK_M, BLOCK_N,
+            first_block, blocks, first_tile, own_tiles, GROUP, BLOCK_M, BLOCK_N, 0 if FIXED_TILES > 0 else WINDOW,
         )  # fmt: skip
         tl.store(arrivals + group, tl.zeros([BLOCK_I], tl.int32), mask=local < own_groups)
     first_chunk = (first_tile + per_chunk - 1) // per_chunk
@@ -117,7 +139,7 @@ def schedule_kernel(  # type: ignore[no-untyped-def]
         local = (chunk * per_chunk - first_tile) // own_tiles
         _record(
             chunk_table + chunk * 16, local, begins, own_start, own_rows, own_prefix, page_start, own_causal,
-            first_block, blocks, first_tile, own_tiles, GROUP, BLOCK_M, BLOCK_N,
+            first_block, blocks, first_tile, own_tiles, GROUP, BLOCK_M, BLOCK_N, 0 if FIXED_TILES > 0 else WINDOW,
         )  # fmt: skip
         tl.store(chunk_table + chunk * 16 + 8, first_group + local, mask=begins)
         tl.store(chunk_table + chunk * 16 + 10, tl.zeros([BLOCK_I], tl.int32) + per_chunk, mask=begins)
@@ -128,19 +150,22 @@ def schedule_kernel(  # type: ignore[no-untyped-def]
         tl.store(chunk_table + chunk * 16 + 9, first_group + (last_tile - first_tile) // own_tiles, mask=ends)
     if BLOCK_R > 0:  # noqa: SIM102  one is known to the compiler, the other is not
         if own_causal == 0:
-            _ancestors(own_start, own_rows, parents, words, BLOCK_R, WORDS)
+            _ancestors(own_start, own_rows, parents, words, depths, BLOCK_R, WORDS)
 
 
 @triton.jit
 def _record(  # type: ignore[no-untyped-def]
     to, local, there, start, rows, prefix, page_start, causal, first_block, blocks, first_tile, tiles,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Write the records of groups `local` [I] of one sequence, whose groups have `tiles` tiles each, to `to` [I]."""
     block = first_block + local % blocks
     # A causal block sees no key beyond its last row.
     last_row = tl.minimum(((block + 1) * BLOCK_M - 1) // GROUP, rows - 1)
     keys = prefix + tl.where(causal > 0, last_row + 1, rows)
+    seen_tiles = (keys + BLOCK_N - 1) // BLOCK_N
+    if WINDOW > 0:
+        seen_tiles -= first_seen_tile(prefix, block, causal, GROUP, BLOCK_M, BLOCK_N, WINDOW)
     zero = tl.zeros_like(local)
     tl.store(to, zero + start, mask=there)
     tl.store(to + 1, zero + rows, mask=there)
@@ -148,5 +173,5 @@ def _record(  # type: ignore[no-untyped-def]
     tl.store(to + 3, zero + page_start, mask=there)
     tl.store(to + 4, block, mask=there)
     tl.store(to + 5, first_tile + local * tiles, mask=there)
-    tl.store(to + 6, (keys + BLOCK_N - 1) // BLOCK_N, mask=there)
+    tl.store(to + 6, seen_tiles, mask=there)
     tl.store(to + 7, local // blocks * 2 + causal, mask=there)

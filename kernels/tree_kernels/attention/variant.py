@@ -1,0 +1,40 @@
+"""What a kind of layer does to attention besides scaling its scores: a window, a cap of scores, sinks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionVariant:
+    """One layer's kind of attention. Each part that is absent costs nothing.
+
+    A key's position is its place in the prefix, or for a row of the tail the prefix's length and the row's depth in its
+    tree: siblings share a position. Neither slots nor indices of rows count.
+    """
+
+    # A row at position p sees keys at positions above p - window: itself and window - 1 before it. None for all.
+    window: int | None = None
+    score_cap: float | None = None  # scores are cap * tanh(score / cap) once they are scaled (Gemma 2)
+    # [Hq] fp32: a logit of each query head, one more term in its softmax's sum, for which there is no value (gpt-oss).
+    sinks: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"expected a window of at least one key, got {self.window}")
+        if self.score_cap is not None and self.score_cap <= 0:
+            raise ValueError(f"expected a positive cap of scores, got {self.score_cap}")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a softmax over all earlier keys."""
+        return self.window is None and self.score_cap is None and self.sinks is None
+
+    def first_key(self, position: int) -> int:
+        """The first key of the prefix that a row at `position` sees."""
+        return 0 if self.window is None else max(0, position - self.window + 1)
+
+
+PLAIN = AttentionVariant()
