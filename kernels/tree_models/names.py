@@ -27,6 +27,7 @@ class WeightNames:
     out: str = "self_attn.o_proj"
     query_norm: str = "self_attn.q_norm"
     key_norm: str = "self_attn.k_norm"
+    sinks: str = "self_attn.sinks"  # whole, as it has no suffix
 
     # Of latent attention.
     query: str = "self_attn.q_proj"
@@ -47,6 +48,7 @@ class WeightNames:
     # Of each expert, or without "{expert}" one tensor of all.
     expert_gate_up: tuple[str, ...] = ("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj")
     expert_down: str = "mlp.experts.{expert}.down_proj"
+    expert_suffix: str = ".weight"  # of these
     shared_gate_up: tuple[str, ...] = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
     shared_down: str = "mlp.shared_experts.down_proj"
     shared_gate: str = "mlp.shared_expert_gate"

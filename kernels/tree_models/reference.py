@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tree_kernels.attention import AttentionBatch, TreeAttention
+from tree_kernels.attention import AttentionBatch, TreeAttention, sequence_mask
 from tree_models.agreement import TOLERANCE
 from tree_models.layers.decoder import Decoder
 from tree_models.weights.checkpoint import TensorsInMemory, TensorSource
@@ -55,7 +57,7 @@ def _fill(own: nn.Module, decoder: Decoder, layer: int, source: TensorSource) ->
     names, stored = decoder.names, source.stored
     for name, memory in own.state_dict(keep_vars=True).items():
         whole = names.in_layer(name, layer)
-        if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+        if whole not in stored and name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
             of = names.expert_gate_up if name.endswith("gate_up_proj") else (names.expert_down,)
             memory.copy_(_stacked([[names.in_layer(one, layer, e) for one in of] for e in range(len(memory))], source))
             continue
@@ -73,6 +75,26 @@ def _stacked(names: Sequence[Sequence[str]], source: TensorSource) -> Tensor:
     return torch.stack([torch.cat([source.read(f"{name}.weight") for name in of]) for of in names])
 
 
+def _batch() -> AttentionBatch:
+    return AttentionBatch((0, _ROWS), (0,), ((0,),), _ROWS, (None,))
+
+
+def _turns(inner: Any, config: Any, hidden: Tensor, positions: Tensor, index: int) -> Any:
+    """What transformers' layer takes for its positions; made anew, since the model lies on no device."""
+    if getattr(inner, "rotary_emb", None) is None:
+        return None
+    made = config
+    if thetas := getattr(config, "layer_rope_theta", None):
+        # Zero embeds no positions.
+        if not thetas[index]:
+            return None
+        made = copy.deepcopy(config)
+        made.rope_parameters = {**config.rope_parameters, "rope_theta": thetas[index]}
+    rotary = type(inner.rotary_emb)(config=made).to(hidden.device)
+    by_kind = {"layer_type": config.layer_types[index]} if "layer_type" in signature(rotary.forward).parameters else {}
+    return rotary(hidden[None], position_ids=positions[None], **by_kind)
+
+
 @torch.inference_mode()
 def _outputs(own: Any, inner: Any, config: Any, decoder: Decoder, index: int) -> tuple[Tensor, Tensor]:
     """What our layer adds to random rows [R, H], and what transformers' layer adds to the same."""
@@ -80,17 +102,19 @@ def _outputs(own: Any, inner: Any, config: Any, decoder: Decoder, index: int) ->
     hidden = 0.05 * torch.randn(_ROWS, decoder.hidden_size, generator=generator)
     hidden = hidden.to(decoder.device, decoder.dtype)
     positions = torch.arange(_ROWS, device=decoder.device)
-    turns = None
-    if getattr(inner, "rotary_emb", None) is not None:
-        rotary = type(inner.rotary_emb)(config=config).to(decoder.device)
-        turns = rotary(hidden[None], position_ids=positions[None])
-    unseen = torch.full((_ROWS, _ROWS), torch.finfo(decoder.dtype).min, device=decoder.device, dtype=decoder.dtype)
+    spec = decoder.spec.layers[index].attention
+    seen = sequence_mask(_batch(), 0, getattr(spec, "window", None)).to(decoder.device)
+    mask = torch.zeros(seen.shape, device=decoder.device, dtype=decoder.dtype)
+    mask.masked_fill_(~seen, torch.finfo(decoder.dtype).min)
     output = own(
-        hidden[None], attention_mask=unseen.triu(1)[None, None], position_ids=positions[None], position_embeddings=turns
+        hidden[None],
+        attention_mask=mask[None, None],
+        position_ids=positions[None],
+        position_embeddings=_turns(inner, config, hidden, positions, index),
     )
     expected = (output[0] if isinstance(output, tuple) else output)[0]
     attention = TreeAttention("reference", decoder.device)
-    plan = attention.plan(AttentionBatch((0, _ROWS), (0,), ((0,),), _ROWS, (None,)))
+    plan = attention.plan(_batch())
     heads, *widths = decoder.expanded_shape
     keys, values = (hidden.new_zeros(1, _ROWS, heads, width) for width in widths)
     cache = SimpleNamespace(keys={index: keys}, values={index: values})

@@ -65,7 +65,7 @@ class RotarySpec:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """Grouped-query attention over all earlier tokens."""
+    """Grouped-query attention over all earlier tokens, or those within a window."""
 
     heads: int
     kv_heads: int
@@ -76,18 +76,9 @@ class AttentionSpec:
     out_bias: bool = False
     head_norm: HeadNormSpec | None = None
     clip: float | None = None  # queries, keys and values are limited to this size
-    window: int | None = None  # tokens that are seen; None for all
-    sinks: bool = False
-    score_cap: float | None = None
-
-    def check(self) -> None:
-        """Raise `FamilyRefused` for what is described and not computed."""
-        if self.window is not None:
-            raise FamilyRefused(f"a sliding window of {self.window} tokens is not served")
-        if self.sinks:
-            raise FamilyRefused("attention sinks are not served")
-        if self.score_cap is not None:
-            raise FamilyRefused("capped attention scores are not served")
+    window: int | None = None  # tokens that are seen, a row's own among them; None for all
+    sinks: bool = False  # a logit of each head, one more term in its softmax's sum
+    score_cap: float | None = None  # scores are cap * tanh(score / cap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +94,6 @@ class LatentSpec:
     query_latent: int | None = None  # width of the queries' latent; None where one product makes them
     bias: bool = False  # of the products that make latents, and of the last
     latent_epsilon: float = 1e-6
-
-    def check(self) -> None:
-        """There is nothing that is described and not computed."""
 
     @property
     def query_width(self) -> int:
@@ -186,8 +174,3 @@ class DecoderSpec:
     embedding_scale: float = 1.0
     logits_scale: float = 1.0
     logits_cap: float | None = None
-
-    def check(self) -> None:
-        """Raise `FamilyRefused` for what is described and not computed."""
-        for layer in self.layers:
-            layer.attention.check()

@@ -30,12 +30,9 @@ def description_of(config: PretrainedConfig) -> Description | None:
     """What our layers are made of for a configuration; None where its family has no entry, or the configuration asks
     for what they do not compute."""
     try:
-        description = describe(config)
-        if description is not None:
-            description.spec.check()
+        return describe(config)
     except FamilyRefused:
         return None
-    return description
 
 
 def text_part(config: PretrainedConfig) -> PretrainedConfig:
@@ -46,7 +43,8 @@ def text_part(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def check_supported(config: PretrainedConfig, model: PreTrainedModel | None = None) -> None:
-    """Raise `ModelRefused` with the reason unless every token attends to all tokens before it, and to no other."""
+    """Raise `ModelRefused` with the reason unless every token attends to tokens before it, and to no other: to all of
+    them, or where the layers are ours to those within a window."""
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise ModelRefused(f"{kind}: an encoder-decoder; only decoders are served")
@@ -57,7 +55,7 @@ def check_supported(config: PretrainedConfig, model: PreTrainedModel | None = No
             raise ModelRefused(f"{kind}: it takes more than text")
         check_supported(text_part(config))
         return
-    if reason := attention_refusal(config):
+    if reason := attention_refusal(config, variants=description_of(config) is not None):
         raise ModelRefused(f"{kind}: {reason}")
     if quantised := getattr(config, "quantization_config", None):
         method = quantised.get("quant_method") if isinstance(quantised, dict) else None

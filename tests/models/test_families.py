@@ -12,6 +12,7 @@ import torch
 from conftest import make_tiny
 from latent_models import V2, V3
 from torch import Tensor
+from windowed_models import EXPERTS, PARTIAL, WINDOWED
 
 from tree_kernels.attention import AttentionBatch, TreeAttention
 from tree_kernels.latent_attention import LatentAttention
@@ -22,9 +23,6 @@ from tree_models.layers.placing import Placement
 from tree_models.reference import published_tensors
 from tree_models.spec import AttentionSpec
 
-EXPERTS: dict[str, Any] = {
-    "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
-}  # fmt: skip
 SIGMOID: dict[str, Any] = {
     "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
     "moe_intermediate_size": 16, "n_shared_experts": 1, "routed_scaling_factor": 2.5,
@@ -41,7 +39,6 @@ LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 256,
     "short_factor": [1.0 + 0.1 * i for i in range(6)], "long_factor": [2.0] * 6,
 }  # fmt: skip
-PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 
 # By a name for the test: `model_type`, and settings beside the usual ones of `conftest.TINY`.
 TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -125,7 +122,7 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe_lite": ("glm4_moe_lite", V3 | SIGMOID),
     "youtu": ("youtu", V3),
     "minicpm3": ("minicpm3", V3 | {"scale_emb": 3.0, "scale_depth": 1.4}),
-}  # fmt: skip
+} | WINDOWED  # fmt: skip
 PROMPT, NEW_TOKENS = 9, 6
 # What rounding in fp32 makes of logits of about 10.
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}

@@ -246,12 +246,12 @@ def test_what_is_here_already_needs_no_room(hub: FakeHub, monkeypatch: pytest.Mo
     ("settings", "reason"),
     [
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised weights (gptq)"),
-        ({"model_type": "mistral", "sliding_window": 64}, "sliding window of 64"),
+        ({"index_topk": 64}, "attention to a choice of tokens"),
         ({"model_type": "unheard_of"}, "unheard_of"),
         ({"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}, "custom code"),
         ({"architectures": ["LlamaForCausalLMEagle3"]}, "LlamaForCausalLMEagle3"),
     ],
-    ids=["quantised", "window", "unknown", "own-code", "head"],
+    ids=["quantised", "sparse", "unknown", "own-code", "head"],
 )
 def test_what_cannot_be_served_is_refused_before_its_weights_come(
     hub: FakeHub, settings: dict[str, Any], reason: str
@@ -324,13 +324,13 @@ def test_a_folder_is_not_fetched_and_is_told_of(no_hub: str, tmp_path: Path, cap
     for name, content in FILES.items():
         (tmp_path / name).write_bytes(content)
     said = []
-    for settings in ({}, {"sliding_window": 64, "model_type": "mistral"}):
+    for settings in ({}, {"index_topk": 64}):
         (tmp_path / "config.json").write_bytes(config(**settings))
         assert store.main(["pull", str(tmp_path)]) == 0
         out, err = capfd.readouterr()
         assert Path(out.strip()) == tmp_path and "is a folder" in err
         said.append(err)
-    assert "can be served" in said[0] and "sliding window of 64" in said[1]
+    assert "can be served" in said[0] and "attention to a choice of tokens" in said[1]
 
 
 def test_an_interrupted_pull_says_that_it_can_go_on(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tree_models.families.rotary import rotary
+from tree_models.families.rotary import rope_parameters, rotary
 from tree_models.names import WeightNames
 from tree_models.spec import (
     Activation,
@@ -82,7 +82,7 @@ def attention(config: Any, layer: int = 0, **changes: Any) -> AttentionSpec:
         "window": window(config, layer),
     }
     if "rotary" not in changes:
-        usual["rotary"] = rotary(config, width)
+        usual["rotary"] = rotary(config, width, layer=layer)
     return AttentionSpec(**(usual | changes))
 
 
@@ -122,10 +122,12 @@ def longest_context(config: Any) -> int:
     """Tokens of the longest text. LongRoPE takes other frequencies, and so other keys for all tokens, once a text is
     longer than the original context."""
     longest = int(config.max_position_embeddings)
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") != "longrope":
+    if not getattr(config, "rope_parameters", None):
         return longest
-    return min(longest, int(rope.get("original_max_position_embeddings", longest)))
+    for rope in (rope_parameters(config, layer) for layer in counted(config)):
+        if rope.get("rope_type") == "longrope":
+            longest = min(longest, int(rope.get("original_max_position_embeddings", longest)))
+    return longest
 
 
 def counted(config: Any) -> range:

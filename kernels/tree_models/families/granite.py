@@ -10,20 +10,29 @@ from tree_models.families.common import (
     attention,
     counted,
     decoder,
+    head_width,
     layer,
     mlp,
     rms_norm,
 )
+from tree_models.families.rotary import rotary
 from tree_models.names import WeightNames
 from tree_models.spec import ExpertsSpec, FamilyRefused, MLPSpec, RouterSpec
 
-_SHARED = {"gate_up": ("shared_mlp.input_linear",), "down": "shared_mlp.output_linear"}
-_EXPERTS = {
+_SHARED: dict[str, Any] = {"gate_up": ("shared_mlp.input_linear",), "down": "shared_mlp.output_linear"}
+_EXPERTS: dict[str, Any] = {
     "router": "block_sparse_moe.router.layer",
     "expert_gate_up": ("block_sparse_moe.input_linear",),
     "expert_down": "block_sparse_moe.output_linear",
     "shared_gate_up": _SHARED["gate_up"],
     "shared_down": _SHARED["down"],
+}
+# Those of granitemoe_swa, which are named as transformers keeps them in memory.
+_EXPERTS_SWA = _EXPERTS | {
+    "router": "block_sparse_moe.router",
+    "expert_gate_up": ("block_sparse_moe.experts.gate_up_proj",),
+    "expert_down": "block_sparse_moe.experts.down_proj",
+    "expert_suffix": "",
 }
 
 
@@ -35,6 +44,16 @@ def granite(config: Any) -> Description:
 def granitemoe(config: Any) -> Description:
     """Granite 3 with experts, and with one for every row."""
     return _scaled(config, _experts(config, int(getattr(config, "shared_intermediate_size", 0))), _EXPERTS)
+
+
+def granite_swa(config: Any) -> Description:
+    """Granite with windows, sinks, and rotary frequencies of each layer's own."""
+    return _scaled(config, mlp(config), {}, sinks=True)
+
+
+def granitemoe_swa(config: Any) -> Description:
+    """The same with experts."""
+    return _scaled(config, _experts(config, int(config.shared_intermediate_size)), _EXPERTS_SWA, sinks=True)
 
 
 def granitemoehybrid(config: Any) -> Description:
@@ -62,15 +81,16 @@ def _experts(config: Any, shared: int) -> ExpertsSpec:
 
 def _scaled(config: Any, feeding: MLPSpec | ExpertsSpec, names: dict[str, Any], **attending: Any) -> Description:
     norm = rms_norm(config)
-    layers = [
-        layer(
-            attention(config, index, scaling=float(config.attention_multiplier), **attending),
-            feeding,
-            norm,
-            residual_scale=float(config.residual_multiplier),
-        )
-        for index in counted(config)
-    ]
+    thetas = getattr(config, "layer_rope_theta", None)
+    layers = []
+    for index in counted(config):
+        own = dict(attending)
+        if thetas is not None:
+            # Zero embeds no positions.
+            theta = float(thetas[index])
+            own["rotary"] = rotary(config, head_width(config), theta=theta) if theta else None
+        heads = attention(config, index, scaling=float(config.attention_multiplier), **own)
+        layers.append(layer(heads, feeding, norm, residual_scale=float(config.residual_multiplier)))
     scales = {
         "embedding_scale": float(config.embedding_multiplier),
         "logits_scale": 1.0 / float(config.logits_scaling),

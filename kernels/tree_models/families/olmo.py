@@ -1,4 +1,4 @@
-"""OLMo 1, 2 and OLMoE."""
+"""OLMo 1 to 3 and OLMoE."""
 
 from __future__ import annotations
 
@@ -17,6 +17,13 @@ from tree_models.families.common import (
 from tree_models.names import WeightNames
 from tree_models.spec import ExpertsSpec, HeadNormSpec, NormSpec, RouterSpec
 
+# Names of norms that stand behind each half of a layer.
+NORMS_BEHIND: dict[str, Any] = {
+    "before_attention": "",
+    "before_mlp": "",
+    "after_attention": "post_attention_layernorm",
+    "after_mlp": "post_feedforward_layernorm",
+}
 # transformers' OlmoLayerNorm.
 _OLMO_EPSILON = 1e-5
 
@@ -32,7 +39,7 @@ def olmo(config: Any) -> Description:
 
 
 def olmo2(config: Any) -> Description:
-    """OLMo 2: norms behind each half, and of all queries and keys together."""
+    """OLMo 2, and 3, which has windows: norms behind each half, and of all queries and keys together."""
     norm = rms_norm(config)
     behind = {"before_attention": None, "before_mlp": None, "after_attention": norm, "after_mlp": norm}
     heads = HeadNormSpec(norm, "all_heads")
@@ -40,13 +47,7 @@ def olmo2(config: Any) -> Description:
         layer(attention(config, index, head_norm=heads), mlp(config, bias=False), norm, **behind)
         for index in counted(config)
     ]
-    names: dict[str, Any] = {
-        "before_attention": "",
-        "before_mlp": "",
-        "after_attention": "post_attention_layernorm",
-        "after_mlp": "post_feedforward_layernorm",
-    }
-    return Description(decoder(config, layers, norm), WeightNames(**names))
+    return Description(decoder(config, layers, norm), WeightNames(**NORMS_BEHIND))
 
 
 def olmoe(config: Any) -> Description:

@@ -41,7 +41,7 @@ def qwen2_moe(config: Any) -> Description:
 
 
 def qwen3_moe(config: Any) -> Description:
-    """Qwen3 with experts."""
+    """Qwen3 with experts; Mellum 2, which has windows."""
     return _experts(config, None, {}, head_norm=HeadNormSpec(rms_norm(config)))
 
 
@@ -59,7 +59,11 @@ def _experts(config: Any, shared: MLPSpec | None, names: dict[str, Any], **atten
     )
     layers = []
     for index in counted(config):
-        sparse = index not in config.mlp_only_layers and (index + 1) % config.decoder_sparse_step == 0
+        kinds = getattr(config, "mlp_layer_types", None)
+        if kinds is not None:
+            sparse = kinds[index] == "sparse"
+        else:
+            sparse = index not in config.mlp_only_layers and (index + 1) % config.decoder_sparse_step == 0
         feeding = experts if sparse and experts.count else dense
         layers.append(layer(attention(config, index, **attending), feeding, norm))
     return Description(decoder(config, layers, norm), WeightNames(**names))

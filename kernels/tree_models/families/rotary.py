@@ -16,16 +16,36 @@ from tree_models.spec import FamilyRefused, RotarySpec
 _Frequencies = Callable[[Mapping[str, Any], int, int], tuple[Tensor, float]]
 
 
-def rotary(config: Any, head_width: int, *, interleaved: bool = False, scaling: float | None = None) -> RotarySpec:
-    """The rotary embedding of heads of `head_width`, of which `partial_rotary_factor` is rotated. `scaling` in place of
-    the type's own. Raises `FamilyRefused` for a type that is not computed."""
-    parameters: Mapping[str, Any] = config.rope_parameters
+def rotary(
+    config: Any,
+    head_width: int,
+    *,
+    interleaved: bool = False,
+    scaling: float | None = None,
+    layer: int = 0,
+    theta: float | None = None,
+) -> RotarySpec:
+    """The rotary embedding of heads of `head_width` in a layer, of which `partial_rotary_factor` is rotated.
+
+    `scaling` in place of the type's own, `theta` of the configuration's. Raises `FamilyRefused` for a type that is not
+    computed.
+    """
+    parameters = rope_parameters(config, layer)
+    if theta is not None:
+        parameters = {**parameters, "rope_theta": theta}
     kind = str(parameters.get("rope_type", "default"))
     if kind not in _TYPES:
         raise FamilyRefused(f"rotary frequencies of type {kind} are not served")
     width = int(head_width * float(parameters.get("partial_rotary_factor") or 1.0))
     frequencies, own = _TYPES[kind](parameters, width, int(config.max_position_embeddings))
     return RotarySpec(tuple(frequencies.tolist()), own if scaling is None else scaling, interleaved)
+
+
+def rope_parameters(config: Any, layer: int) -> Mapping[str, Any]:
+    """The parameters of a layer's rotary embedding, which some configurations have for each kind of layer."""
+    found: Mapping[str, Any] = config.rope_parameters
+    kinds = getattr(config, "layer_types", None) or ()
+    return found[kinds[layer]] if kinds and kinds[layer] in found else found
 
 
 def _default(parameters: Mapping[str, Any], width: int, longest: int) -> tuple[Tensor, float]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tree_kernels.attention import AttentionVariant
 from tree_kernels.experts import ExpertWeights, RowExperts
 from tree_kernels.linear import (
     Activation,
@@ -74,6 +75,7 @@ class LayerParts:
     index: int
     head_width: int
     scaling: float
+    variant: AttentionVariant
     before_attention: Norm | None
     qkv: PlainWeight
     heads: HeadForm
@@ -104,6 +106,7 @@ def parts_of(layer: DecoderLayer) -> LayerParts | None:
         index=attention.layer,
         head_width=attention.spec.head_width,
         scaling=attention.spec.scaling,
+        variant=attention.variant,
         before_attention=before_attention,
         qkv=qkv,
         heads=heads,
@@ -194,7 +197,7 @@ class FusedForm:
         query = linears.rotary_linear(scaled, parts.qkv.weight, parts.qkv.bias, heads, form=parts.heads)
         if angles.query_scale is not None:
             query = scaled_queries(query, angles.query_scale)
-        attended: Tensor = step.attention.run(step.plan, query, keys, values, parts.scaling)
+        attended: Tensor = step.attention.run(step.plan, query, keys, values, parts.scaling, parts.variant)
         return attended.flatten(1)
 
     def _unturned(self, rows: int) -> Angles:

@@ -154,7 +154,9 @@ class _ProbeAttention:
 
     slots: Tensor
 
-    def run(self, _plan: Any, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
+    def run(
+        self, _plan: Any, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float, _variant: Any
+    ) -> Tensor:
         group, caches = query.shape[1] // key_cache.shape[2], (key_cache, value_cache)
         key, value = (cache.flatten(0, 1)[self.slots].repeat_interleave(group, dim=1) for cache in caches)
         return (8 * scale * query * key + value).contiguous()

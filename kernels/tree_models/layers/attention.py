@@ -7,13 +7,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from tree_kernels.attention import AttentionVariant
 from tree_models.layers.linear import Linear
 from tree_models.layers.norm import HeadNorm
 from tree_models.layers.paged import PagedPass, attend
 from tree_models.layers.placing import Placement
 from tree_models.layers.rotary import Angles, halves_order, rotate_heads, scaled_queries
 from tree_models.names import WeightNames
-from tree_models.slots import Copy, WeightSlot
+from tree_models.slots import Copy, WeightSlot, in_place
 from tree_models.spec import AttentionSpec
 
 
@@ -30,6 +31,8 @@ class HeadAttention(nn.Module):
         norm = spec.head_norm
         self.query_norm = HeadNorm(norm, spec.heads, width, place) if norm else None
         self.key_norm = HeadNorm(norm, spec.kv_heads, width, place) if norm else None
+        self.sinks = place.empty(spec.heads, dtype=torch.float32) if spec.sinks else None
+        self.variant = AttentionVariant(spec.window, spec.score_cap, self.sinks)
 
     def forward(self, rows: Tensor, angles: Angles | None, step: PagedPass) -> Tensor:
         """[R, H] -> [R, H]. `angles` are None where the layer embeds no positions."""
@@ -57,6 +60,8 @@ class HeadAttention(nn.Module):
         order = self._order()
         yield from self.qkv.slots([names.in_layer(name, layer) for name in names.qkv], copy, order)
         yield from self.out.slots([names.in_layer(names.out, layer)], copy)
+        if self.sinks is not None:
+            yield in_place(names.in_layer(names.sinks, layer), self.sinks, copy)
         norms = (self.query_norm, names.query_norm, spec.heads), (self.key_norm, names.key_norm, spec.kv_heads)
         for norm, name, heads in norms:
             if norm is not None:

@@ -70,7 +70,7 @@ class MixtureOfExperts(nn.Module):
         self, published: Sequence[str], memory: Tensor, names: WeightNames, copy: Copy
     ) -> Iterator[WeightSlot]:
         if "{expert}" not in published[0]:
-            yield in_place(f"{names.in_layer(published[0], self.layer)}.weight", memory, copy)
+            yield in_place(f"{names.in_layer(published[0], self.layer)}{names.expert_suffix}", memory, copy)
             return
         for expert in range(self.spec.count):
             of = [f"{names.in_layer(name, self.layer, expert)}.weight" for name in published]

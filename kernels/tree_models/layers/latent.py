@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from tree_kernels.attention import PLAIN
 from tree_kernels.latent_attention import (
     HeadProjections,
     LatentAttention,
@@ -37,7 +38,7 @@ class LatentHeads(nn.Module):
 
     def __init__(self, spec: LatentSpec, hidden_size: int, layer: int, place: Placement) -> None:
         super().__init__()
-        self.spec, self.layer = spec, layer
+        self.spec, self.layer, self.variant = spec, layer, PLAIN
         queries = spec.heads * spec.query_width
         latents = spec.latent + spec.rotary.width
         norm = NormSpec("rms", spec.latent_epsilon)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tree_kernels.attention import AttentionPlan
+from tree_kernels.attention import AttentionPlan, AttentionVariant
 from tree_kernels.paging import write_kv
 
 
@@ -39,6 +39,7 @@ class AttendingLayer(Protocol):
     """Whose keys and values they are."""
 
     layer: int
+    variant: AttentionVariant
 
     @property
     def spec(self) -> Any:
@@ -51,5 +52,5 @@ def attend(owner: AttendingLayer, query: Tensor, key: Tensor, value: Tensor, ste
     """[R, Hq, Dv]: write keys and values [R, Hkv, D] of the rows into the cache, and attend with query [R, Hq, D]."""
     keys, values = step.cache.keys[owner.layer], step.cache.values[owner.layer]
     write_kv(key, value, keys, values, step.slots)
-    out: Tensor = step.attention.run(step.plan, query, keys, values, owner.spec.scaling)
+    out: Tensor = step.attention.run(step.plan, query, keys, values, owner.spec.scaling, owner.variant)
     return out

@@ -16,26 +16,34 @@ _FOREIGN = {
     "mamba_d_state": "state-space layers",
     "H_cycles": "layers that run more than once",
 }
+# Of these what is a variant of plain attention.
+_CAPS = {"attn_logit_softcapping"}
 # Kinds of layers, as configurations list them, that are plain attention.
 _PLAIN = {"full_attention", "attention"}
+_WINDOWED = {"sliding_attention"}
 
 
-def attention_refusal(config: PretrainedConfig) -> str:
-    """Why a configuration's attention is no plain causal one, in a few words; empty where it is."""
+def attention_refusal(config: PretrainedConfig, *, variants: bool = False) -> str:
+    """Why a configuration's attention is no plain causal one, in a few words; empty where it is.
+
+    With `variants`, sliding windows and capped scores are computed too.
+    """
     kinds = _kinds_of_layers(config)
     by_blocks = getattr(config, "layers_block_type", None) or getattr(config, "attn_layer_indices", None)
     if by_blocks and not (kinds and kinds <= _PLAIN):
         return "layers that are not attention are not served"
     for name, what in _FOREIGN.items():
+        if variants and name in _CAPS:
+            continue
         # Settings of kinds of layers of which there are none mean nothing.
         if getattr(config, name, None) and not (kinds and kinds <= _PLAIN and name.startswith("mamba")):
             return f"{what} ({name}) is not served"
-    if foreign := kinds - _PLAIN:
+    if foreign := kinds - _PLAIN - (_WINDOWED if variants else set()):
         return f"layers of type {', '.join(sorted(foreign))} are not served"
     window = getattr(config, "sliding_window", None)
     # Where layers are listed by kind, the list tells which have the window.
     windowed = getattr(config, "use_sliding_window", True) and not getattr(config, "layer_types", None)
-    if window and windowed and window < int(getattr(config, "max_position_embeddings", 0)):
+    if window and windowed and not variants and window < int(getattr(config, "max_position_embeddings", 0)):
         return f"a sliding window of {window} tokens is not served"
     return ""
 

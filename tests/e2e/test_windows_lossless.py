@@ -1,0 +1,89 @@
+"""Targets with windows, capped scores and sinks say what transformers' own model says, whatever drafts (fp32)."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_tiny
+from engine_harness import (
+    DEVICE_SEQUENCES,
+    Outcome,
+    engine_config,
+    knowing_tree,
+    make_runner,
+    plain,
+    random_tree,
+    real_drafter,
+    request,
+    run,
+)
+from transformers import PreTrainedModel
+from windowed_models import WINDOWED
+
+from outrider.sampling import SamplingParams
+from target_service.core.sequence import SequenceRequest
+
+pytestmark = pytest.mark.pairs
+
+VOCABULARY = 211
+GREEDY = SamplingParams(ignore_eos=True)
+SEEDED = SamplingParams(temperature=0.8, top_p=0.9, seed=99, ignore_eos=True)
+SAMPLINGS = {"greedy": GREEDY, "seeded": SEEDED}
+MAX_TOKENS = 14
+
+
+def requests(sampling: SamplingParams) -> list[SequenceRequest]:
+    """Prompts shorter and longer than windows; the last repeats itself."""
+    rng = random.Random(3)
+    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in (5, 17)]
+    return [request(prompt, MAX_TOKENS, sampling=sampling) for prompt in (*prompts, prompts[0] * 6)]
+
+
+def made(name: str) -> PreTrainedModel:
+    model_type, settings = WINDOWED[name]
+    model = make_tiny(model_type, **settings)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key.endswith("sinks"):
+                parameter.copy_(torch.linspace(-1.0, 2.0, len(parameter)))
+    return model
+
+
+def accepted(outcomes: list[Outcome]) -> int:
+    return sum(outcome.finished.totals.accepted_tokens for outcome in outcomes)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("name", WINDOWED)
+def test_trees_change_nothing(name: str, sampling: SamplingParams) -> None:
+    """Trees that are often right, verified by what a device runs, with prompts in parts; then without drafts."""
+    model, wanted = made(name), requests(sampling)
+    expected = [plain(model, one) for one in wanted]
+    whole = [(*one.token_ids, *output) for one, output in zip(wanted, expected, strict=True)]
+    drafts = knowing_tree(whole, VOCABULARY, 24, right=0.8)
+    settings: dict[str, Any] = {"config": engine_config(prefill_chunk=7), "stagger": 1}
+    outcomes = run(make_runner(model, 4), wanted, propose=drafts, on_device=True, **settings)
+    assert [outcome.token_ids for outcome in outcomes] == expected
+    assert accepted(outcomes) > 10
+    assert [outcome.token_ids for outcome in run(make_runner(model), wanted, **settings)] == expected
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "granite_swa", "exaone4"])
+def test_lookup_tries_and_preemption_change_nothing(name: str) -> None:
+    model, wanted = made(name), requests(GREEDY)
+    expected = [plain(model, one) for one in wanted]
+    runner = make_runner(model)
+    runner.enable_device_row_selection(DEVICE_SEQUENCES, 7)
+    looked_up = run(runner, wanted, config=engine_config(prefill_chunk=16), on_device=True, passes=4)
+    assert [outcome.token_ids for outcome in looked_up] == expected
+    with real_drafter("trie", VOCABULARY) as connect:
+        tried = run(make_runner(model), [*wanted, *wanted], connect=connect, stagger=24)
+    assert [outcome.token_ids for outcome in tried] == [*expected, *expected]
+    assert accepted(looked_up) > 0 and accepted(tried) > 10
+    scarce = make_runner(model, page_size=4, kv_tokens=72)
+    outcomes = run(scarce, [*wanted, *wanted], propose=random_tree(VOCABULARY, 9), late=1, stagger=2)
+    assert [outcome.token_ids for outcome in outcomes] == [*expected, *expected]
+    assert sum(outcome.finished.totals.preemptions for outcome in outcomes) > 0

@@ -1,0 +1,81 @@
+"""Tiny models with random weights whose layers have windows, shorter than prompts, capped scores or sinks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+}  # fmt: skip
+PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+
+# By a name for the test: `model_type`, and settings beside the usual ones of `conftest.TINY`.
+WINDOWED: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral, window": ("mistral", {"sliding_window": 6}),
+    "ministral, windows": (
+        "ministral", {"sliding_window": 6, "head_dim": 12, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "qwen2, windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen3, windows": (
+        "qwen3", {"head_dim": 16, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "smollm3, windows": (
+        "smollm3",
+        {
+            "num_hidden_layers": 4, "no_rope_layer_interval": 2, "pad_token_id": 0, "use_sliding_window": True,
+            "sliding_window": 5,
+        },
+    ),
+    "phi3, window": ("phi3", {"rope_parameters": PARTIAL, "sliding_window": 7}),
+    "starcoder2, window": ("starcoder2", {"sliding_window": 4}),
+    "mixtral, window": ("mixtral", EXPERTS | {"sliding_window": 4}),
+    "qwen3_moe, windows": (
+        "qwen3_moe", EXPERTS | {"head_dim": 16, "use_sliding_window": True, "sliding_window": 5},
+    ),
+    "gemma2": (
+        "gemma2",
+        {
+            "head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 40, "attn_logit_softcapping": 0.5,
+            "final_logit_softcapping": 1.5,
+        },
+    ),
+    "vaultgemma": ("vaultgemma", {"head_dim": 16, "sliding_window": 5, "attn_logit_softcapping": 0.5}),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "head_dim": 16, "sliding_window": 5, "num_hidden_layers": 3, "sliding_window_pattern": 3,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "olmo3": (
+        "olmo3",
+        {
+            "sliding_window": 5, "num_hidden_layers": 4,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
+                                   "original_max_position_embeddings": 128},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "cohere2": ("cohere2", {"logit_scale": 0.25, "sliding_window": 5, "num_hidden_layers": 4}),
+    "exaone4": ("exaone4", {"sliding_window": 5, "num_hidden_layers": 4, "sliding_window_pattern": 4}),
+    "exaone4, full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "granite_swa": (
+        "granite_swa",
+        {
+            "sliding_window": 5, "num_hidden_layers": 4, "layer_rope_theta": [0, 1e4, 5e5, 1e4],
+            "residual_multiplier": 0.5,
+        },
+    ),
+    "granitemoe_swa": (
+        "granitemoe_swa", EXPERTS | {"sliding_window": 5, "shared_intermediate_size": 24, "num_hidden_layers": 2},
+    ),
+    "mellum": (
+        "mellum",
+        EXPERTS | {"head_dim": 16, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+}  # fmt: skip
