@@ -1,6 +1,6 @@
 """Sliding windows, capped scores and sinks on one GPU: microseconds of one layer.
 
-    python -m benchmarks.kernels.windows [--context 32768] [--json FILE]
+    python -m benchmarks.windows.attention [--context 32768] [--json FILE]
 
 A layer with a window over a long context is compared with full attention of the same rows over as many keys as the
 window has; the bar is 1.2 x. Caps and sinks are compared with the same attention without them. Inputs, checks against

@@ -1,0 +1,1 @@
+"""Layers with sliding windows: what they cost over long contexts."""
