@@ -136,9 +136,7 @@ def _attend(  # type: ignore[no-untyped-def]
         open_keys = prefix + tl.where(is_causal > 0, block * BLOCK_M // GROUP, 0)
         key_head = key_cache + head * D
         value_head = value_cache + head * DV
-        begin = low
-        if WINDOW > 0 and FIXED:
-            begin = tl.maximum(low, seen)
+        begin = tl.maximum(low, seen) if WINDOW > 0 and FIXED else low
         middle = begin
         if APART:
             middle = tl.maximum(tl.minimum(open_keys // BLOCK_N, high), low)
