@@ -92,7 +92,7 @@ class AnswerFormat:
 def answer_format(chat_template: str, response_template: Mapping[str, Any] | None = None) -> AnswerFormat | None:
     """The format of a model's answers; None for one whose answers are text alone, as far as is known.
     `response_template` is that of the model's own tokenizer, which goes before what the chat template shows."""
-    found = next((found for found, markers in _formats().values() if _written_by(chat_template, markers)), None)
+    found = next((found for found, markers in formats().values() if _written_by(chat_template, markers)), None)
     if response_template is not None:
         call, length = (found.call, found.call_id_length) if found else (None, 0)
         return AnswerFormat(response_template, call, length)
@@ -106,7 +106,7 @@ def answer_format(chat_template: str, response_template: Mapping[str, Any] | Non
 
 def default_format() -> AnswerFormat:
     """The format of calls that every model can be held to."""
-    found, _ = _formats()[DEFAULT]
+    found, _ = formats()[DEFAULT]
     return found
 
 
@@ -115,7 +115,7 @@ def _written_by(chat_template: str, markers: list[list[str]]) -> bool:
 
 
 @cache
-def _formats() -> Mapping[str, tuple[AnswerFormat, list[list[str]]]]:
+def formats() -> Mapping[str, tuple[AnswerFormat, list[list[str]]]]:
     """All formats by name, each with the texts by which chat templates show it; narrower ones before wider ones."""
     return dict(sorted(_read(), key=lambda pair: -max(sum(map(len, group)) for group in pair[1][1])))
 

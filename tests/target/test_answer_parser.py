@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from outrider.answer_parts import AnswerPart
 from outrider_client.answers import Answer
-from target_service.text.answer_format import AnswerFormat, _formats, answer_format
+from target_service.text.answer_format import AnswerFormat, answer_format, formats
 from target_service.text.answer_parser import AnswerParser
 
 TOOLS: list[dict[str, Any]] = [
@@ -141,7 +141,7 @@ def raw(parts: Sequence[AnswerPart]) -> tuple[str, str, list[tuple[str, str]]]:
 
 
 def test_every_format_has_an_answer() -> None:
-    assert ANSWERS.keys() == _formats().keys()
+    assert ANSWERS.keys() == formats().keys()
 
 
 @pytest.mark.parametrize("name", ANSWERS)

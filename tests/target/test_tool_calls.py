@@ -16,7 +16,7 @@ from tokenizers import AddedToken
 from target_service.grammars.compiling import Grammars
 from target_service.grammars.tool_calls import tool_call_grammar
 from target_service.grammars.vocabulary import grammar_tokenizer
-from target_service.text.answer_format import AnswerFormat, _formats
+from target_service.text.answer_format import AnswerFormat, formats
 from target_service.text.answer_parser import AnswerParser
 from target_service.text.chat_template import ChatTemplate
 from target_service.text.loading import tokenizer_of
@@ -30,7 +30,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "now": {"type": "object", "properties": {}, "additionalProperties": False},
 }
 CALLS = [("add", '{"x":1}'), ("now", "{}")]
-FORCED = {name: found for name, (found, _) in _formats().items() if found.call is not None}
+FORCED = {name: found for name, (found, _) in formats().items() if found.call is not None}
 
 
 def knowing(found: AnswerFormat) -> ModelTokenizer:
