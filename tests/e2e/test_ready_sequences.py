@@ -124,7 +124,7 @@ ODD: dict[str, SequenceRequest] = {
 def test_the_others_keep_their_passes(
     ended_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, odd: SequenceRequest
 ) -> None:
-    """Beside one of another kind seven have every pass that they have without it, with rows of the device's choice, and
+    """Beside one of another kind 31 have every pass that they have without it, with rows of the device's choice, and
     each is launched before the results of the one before."""
     launched: list[Step] = []
     begin = EngineLoop._begin
@@ -134,14 +134,14 @@ def test_the_others_keep_their_passes(
         return launched[-1]
 
     monkeypatch.setattr(EngineLoop, "_begin", noted)
-    others = [request([3 + number, 40, 41, 42], 40, sampling=FREE) for number in range(7)]
+    others = [request([3 + number, 40, 41, 42], 12, sampling=FREE) for number in range(31)]
     counts = []
     for wanted in (others, [*others, odd]):
         launched.clear()
-        runner = runner_of(ended_model, device_chooses=True)
-        loop = EngineLoop(
-            runner, engine_config(), steps=DeviceSteps(runner, max_sequences=DEVICE_SEQUENCES, max_rows=256)
-        )
+        runner = runner_of(ended_model, device_chooses=True, kv_tokens=1 << 14)
+        config = engine_config(max_running=DEVICE_SEQUENCES, max_step_rows=512)
+        steps = DeviceSteps(runner, max_sequences=DEVICE_SEQUENCES, max_rows=512)
+        loop = EngineLoop(runner, config, steps=steps)
         for number, one in enumerate(wanted):
             live = loop.make(number, one)
             loop.constrain(live)

@@ -7,23 +7,27 @@ is let run; what a draft does or fails to do appears nowhere in it.
 from __future__ import annotations
 
 import functools
+import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from conftest import make_tiny
-from engine_harness import engine_config, grow, make_runner, plain, request
+from engine_harness import engine_config, grow, plain, request, run
 from examples import examples
 from hidden_states import states_of
 from hypothesis import HealthCheck
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
+from structured_forms import SCHEMAS, VOCABULARY, trained_tokenizer
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from draft_service.drafters.hidden_states import read_vectors
 from outrider.drafting.events import Connected, Disconnected, Grown, SequenceFailure
 from outrider.sampling import SamplingParams
+from outrider.structured_output import StructuredOutput
 from outrider.wire.frames import (
     DraftInfo,
     FeatureRequest,
@@ -39,16 +43,21 @@ from target_service.engine.loop import EngineLoop
 from target_service.execution.device_executor import DeviceSteps
 from target_service.execution.host_executor import HostSteps, Steps
 from target_service.execution.multi_step import MultiStep
+from target_service.model.runner import ModelRunner, runner_for
 
-VOCABULARY = 211
+END = 2
 INFO = DraftInfo("fuzzed", 0, "", TreeLimits(), 1 << 20, "0")
 FEATURES = FeatureRequest((0, 2), 96, "float32")
+FORM = StructuredOutput(json_schema=json.dumps(SCHEMAS["nested"]))
 REQUESTS = (
     request([5, 6, 7], 14),
     request([9] * 33, 9),
     request([40, 41], 12, sampling=SamplingParams(temperature=0.9, seed=3, ignore_eos=True)),
     request([8, 9, 10, 11], 10, sampling=SamplingParams(repetition_penalty=1.4, ignore_eos=True)),
     request([3], 1),
+    # A grammar follows it, so that it sits out passes of the others.
+    request([5, 9, 14], 24, sampling=SamplingParams(structured_output=FORM)),
+    request([5], 20, sampling=SamplingParams(temperature=1.0, seed=3, structured_output=FORM, logprobs=1)),
     # Its first step samples a token already.
     request([3], 9, sampling=SamplingParams(repetition_penalty=1.4, ignore_eos=True)),
     request(
@@ -60,14 +69,29 @@ REQUESTS = (
 
 
 @functools.cache
+def model() -> PreTrainedModel:
+    """With the vocabulary of a tokenizer, which forms of output need."""
+    return make_tiny(vocab_size=VOCABULARY, eos_token_id=END)
+
+
+@functools.cache
 def truth(index: int) -> tuple[int, ...]:
-    return plain(make_tiny(), REQUESTS[index])
+    wanted = REQUESTS[index]
+    if wanted.sampling.structured_output is None:
+        return plain(model(), wanted)
+    # One row a step, verified by the host.
+    (outcome,) = run(runner_of(16, 512), [replace(wanted, speculate=False)])
+    return outcome.token_ids
+
+
+def runner_of(page_size: int, kv_tokens: int) -> ModelRunner:
+    return runner_for(model(), trained_tokenizer(), num_pages=kv_tokens // page_size, page_size=page_size)
 
 
 @functools.cache
 def states(index: int) -> Tensor:
     """[tokens, width] of the whole sequence, by transformers' own forward pass."""
-    return states_of(make_tiny(), [*REQUESTS[index].token_ids, *truth(index)], FEATURES.layers)
+    return states_of(model(), [*REQUESTS[index].token_ids, *truth(index)], FEATURES.layers)
 
 
 class FuzzedDraft:
@@ -138,7 +162,7 @@ class ServiceMachine(RuleBasedStateMachine):
     )
     def begin(self, page_size: int, chunk: int, seed: int, device: str, passes: int, kept: int, shares: bool) -> None:
         """Steps are verified by the host, or by the device itself, which may draft too."""
-        self.runner = make_runner(make_tiny(), page_size, kv_tokens=128)
+        self.runner = runner_of(page_size, 128)
         config = engine_config(prefill_chunk=chunk, max_step_rows=96, max_running=3, disable_above=2)
         # Nothing arrives while the machine's own thread waits, so it does not.
         config = replace(config, draft_wait_ms=0.0, feature_window=kept, prefix_cache=shares)
@@ -159,7 +183,9 @@ class ServiceMachine(RuleBasedStateMachine):
     @rule(target=sequences, index=st.integers(0, len(REQUESTS) - 1))
     def submit(self, index: int) -> int:
         sequence_id, self.next_id = self.next_id, self.next_id + 1
-        self.loop.add(self.loop.make(sequence_id, REQUESTS[index]))
+        live = self.loop.make(sequence_id, REQUESTS[index])
+        self.loop.constrain(live)
+        self.loop.add(live)
         self.wanted[sequence_id], self.said[sequence_id] = index, []
         return sequence_id
 
