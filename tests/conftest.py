@@ -32,7 +32,8 @@ settings.register_profile(
 settings.register_profile("others", settings.get_profile("same"), derandomize=False, max_examples=100)
 settings.load_profile("same")
 _is_ours = providers.is_local_module_file
-# Nor on which modules are imported: it draws from the constants of each of ours too, and parses all for it.
+# And the same whichever modules are imported: Hypothesis draws from the constants of each of ours, and parses all of
+# them for that.
 providers.is_local_module_file = lambda path: not settings.default.derandomize and _is_ours(path)
 # Small enough for a step of a millisecond, odd enough (grouped heads, vocabulary not a power of two) to catch mistakes.
 TINY: dict[str, Any] = {
