@@ -242,6 +242,20 @@ class TestLoading:
         cache = load_runner(dataclasses.replace(config, kv_tokens=16)).cache
         assert cache.num_pages == 16
 
+    def test_windows_are_served_by_our_layers_alone(
+        self, tmp_path: Path, byte_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Transformers' layers would see all tokens, which the short text of the check does not show."""
+        make_tiny("mistral", vocab_size=300, sliding_window=64).save_pretrained(tmp_path)
+        byte_tokenizer.save_pretrained(tmp_path)
+        config = TargetConfig(model=str(tmp_path), dtype="float32", kv_tokens=64)
+        load_runner(config)
+        with pytest.raises(ModelRefused, match="window of 64 tokens is not served by --attention flashinfer"):
+            load_runner(dataclasses.replace(config, attention="flashinfer"))
+        monkeypatch.setattr("target_service.model.loading.loader.layers_that_differ", lambda *_: ["layer 0 by 1.00"])
+        with pytest.raises(ModelRefused, match="window of 64 tokens is not served by transformers' layers"):
+            load_runner(config)
+
     def test_no_such_model_is_an_os_error(self, tmp_path: Path) -> None:
         with pytest.raises(OSError):
             load_runner(TargetConfig(model=str(tmp_path / "absent")))

@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 
 from outrider.checkpoints.causal_lm import load_causal_lm, read_configuration, read_generation_config
 from outrider.checkpoints.folder import Checkpoint, check_tokenizer
+from outrider.checkpoints.plain_attention import attention_refusal
 from outrider.checkpoints.refusal import CheckpointRefused
 from outrider.checkpoints.tensors import read_tensor
 from outrider.devices import choose_device
@@ -71,6 +72,8 @@ def load_runner(config: TargetConfig) -> ModelRunner:
         raise ModelRefused(f"--batch-invariant: the layers of {settings.model_type} depend on the rest of the batch")
     check_tokenizer(folder)
     backend = _backend(config, torch.device(config.device))
+    if backend == "flashinfer" and (reason := attention_refusal(settings)):
+        raise ModelRefused(f"{settings.model_type}: {reason} by --attention flashinfer")
     network, own = _network(checkpoint, settings, config, backend, is_part=settings is not whole)
     if not config.threads and network.device.type == "cuda":
         torch.set_num_threads(_BESIDE_GPU)
@@ -117,6 +120,9 @@ def _network(
             return decoder, plain_logits(decoder)
     if is_part:
         raise ModelRefused(f"{settings.model_type}: the layers of its part for text are not those of transformers")
+    if reason := attention_refusal(settings):
+        # Transformers' layers get no windows here, and a short text does not show that.
+        raise ModelRefused(f"{settings.model_type}: {reason} by transformers' layers")
     model = load_causal_lm(checkpoint, settings, getattr(torch, config.dtype)).to(config.device)
     check_supported(settings, model)
     own = own_logits(model)
