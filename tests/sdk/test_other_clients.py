@@ -37,7 +37,7 @@ PYTHON = INSTALLED / "venv" / "bin"
 # What a program of the page is called after: the heading above it.
 HEADINGS = {
     "openai of Python": "python", "litellm": "python", "LangChain": "python", "Vercel AI SDK": "js",
-    "Pydantic AI": "python",
+    "Pydantic AI": "python", "anthropic of Python": "python",
 }  # fmt: skip
 
 
