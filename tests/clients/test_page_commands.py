@@ -43,7 +43,7 @@ NOT_RUN = {
     "pip install": "installs, from a package index; tests/install/test_roles.py installs each role",
     "go |npm ": "needs the toolchains; tests/sdk/test_sources.py runs what the pages of TypeScript and Go show",
     "vllm ": "needs vLLM and GPUs; tests/proposer/test_readme.py runs the page's program over a stand-in",
-    r"OPENAI_\S+ .*aider |python -m sglang": "others' programs, tried by hand; "
+    r"OPENAI_\S+ .*aider |python -m sglang|lm_eval ": "others' programs, tried by hand; "
     "tests/sdk/test_other_clients.py runs what the page shows",
     "buf |grpcurl ": "tests/clients/test_protocol.py runs them",
     "curl ": "tests/gateway/test_docs.py runs them",
