@@ -311,7 +311,7 @@ class TestInBrowser:
             assert await page.look("document.title") == "Outrider chat"
             assert page.complaints == [] and all(address.startswith(gateway.url) for address in page.requests)
 
-    async def test_calls_reasoning_and_json_are_shown_as_such(self, gateways: Any, tmp_path: Path) -> None:
+    async def test_calls_and_reasoning_are_shown_as_such(self, gateways: Any, tmp_path: Path) -> None:
         tokenizer = model_tokenizer()
         tokenizer.chat_template += '{# <tool_call> "arguments" </think> tools #}'
         call = '<tool_call>\n{"name": "add", "arguments": {"x": [1, "<b>"]}}\n</tool_call>'
@@ -329,6 +329,8 @@ class TestInBrowser:
             # The calls are a part of the conversation, each with a result.
             assert "[tool]not run" in _text(engine.requests[-1].token_ids)
             assert page.complaints == []
+
+    async def test_an_answer_of_json_is_shown_as_such(self, gateways: Any, tmp_path: Path) -> None:
         async with gateways(_writing('{"a": 1}'), served=LONG) as gateway, browser_page(tmp_path) as page:
             await self._ask(page, gateway, "hello")
             assert await page.look("document.querySelector('.markdown pre').textContent") == '{\n  "a": 1\n}'
