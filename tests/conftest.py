@@ -54,6 +54,8 @@ TINY: dict[str, Any] = {
 TINY_OF: dict[str, dict[str, Any]] = {
     # Its last product is as wide as the hidden size.
     "helium": {"head_dim": 12},
+    # Without a default.
+    "ministral": {"head_dim": 12},
     # Of attention layers alone.
     "granitemoehybrid": {"layer_types": ["attention"] * 2, "mamba_n_heads": 4},
 }
