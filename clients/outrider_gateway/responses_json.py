@@ -48,11 +48,12 @@ class OutputItems:
                 events.append(self._event("response.output_text.delta", **delta, logprobs=list(logprobs)))
         return events
 
-    def end_item(self, status: str = "completed") -> list[Json]:
-        """End the last item."""
+    def end_item(self, status: str = "completed", logprobs: Sequence[Any] = ()) -> list[Json]:
+        """End the last item; `logprobs` are those of its last tokens, which brought no text."""
         item = self._open
         if item is None:
             return []
+        self._logprobs += logprobs
         text = "".join(self._pieces)
         item["status"] = status
         if item["type"] == "function_call":
@@ -117,6 +118,8 @@ class ResponsesBuilder:
         self._created = int(time.time())
         self._items = OutputItems()
         self._number = 0
+        # Log-probabilities of tokens that brought no text yet.
+        self._listed: list[Any] = []
         # Tokens before the first part that is no reasoning, where there is reasoning.
         self._reasoning_tokens = 0
         # The response, once it is complete.
@@ -160,12 +163,19 @@ class ResponsesBuilder:
         return self._numbered([{"type": "error", **described, "error": error}])
 
     def _add(self, chunk: Chunk) -> list[Json]:
-        listed: Sequence[Any] = self._texts.chat(chunk, self._hidden) if self._request.logprobs else ()
+        if self._request.logprobs:
+            self._listed += self._texts.chat(chunk, self._hidden)
         events: list[Json] = []
         for part in chunk.parts:
             # Which of the tokens are whose is not known: the first text has them all.
-            events += self._items.add(part, listed if isinstance(part, ContentPart) else ())
-            listed = () if isinstance(part, ContentPart) else listed
+            if isinstance(part, ContentPart):
+                events += self._items.add(part, self._listed)
+                self._listed = []
+            else:
+                events += self._items.add(part)
+        if chunk.parts:
+            # Those of a chunk without parts are of text that is still to come.
+            self._listed = []
         if all(item["type"] == "reasoning" for item in self._items.items) and self._items.items:
             self._reasoning_tokens += len(chunk.token_ids)
         return events
@@ -174,7 +184,7 @@ class ResponsesBuilder:
         status = self._status(result)
         # A response has an item, also where the model said nothing.
         begun = [] if self._items.items else self._items.add(ContentPart(""))
-        return [*begun, *self._items.end_item(status)]
+        return [*begun, *self._items.end_item(status, self._listed)]
 
     def _status(self, result: Result) -> str:
         return "incomplete" if result.finish_reason is FinishReason.LENGTH else "completed"

@@ -123,11 +123,14 @@ async function respond() {
   send.disabled = true;
   stop.disabled = false;
   follows = true;
+  const { signal } = running;
   try {
     if (!served.length) await findModels();
-    conversation.messages.push(await answers());
+    const said = await answers();
+    if (signal.reason !== DELETED) conversation.messages.push(said);
   } catch (problem) {
-    if (problem === DELETED) return;
+    // Some browsers do not pass the reason on.
+    if (signal.reason === DELETED) return;
     if (growing?.some) conversation.messages.push({ ...growing.message, stopped: true });
     else giveBack();
     if (problem.name !== "AbortError") fail(problem.message);
