@@ -17,8 +17,8 @@ _FIELD = "chat.template_arguments"
 
 def template_arguments(given: Struct, special_names: Collection[str]) -> dict[str, Any]:
     """The arguments as Python values, whole numbers as such: a `Struct` has only floats, and a template would write
-    "512.0". Raises `InvalidField` for too many, and for names that the template gets from the target, among them those
-    of special tokens."""
+    "512.0". Raises `InvalidField` for too many, for numbers that JSON does not have, and for names that the template
+    gets from the target, among them those of special tokens."""
     if not given.fields:
         return {}
     if given.ByteSize() > MAX_TEMPLATE_BYTES:
@@ -27,7 +27,10 @@ def template_arguments(given: Struct, special_names: Collection[str]) -> dict[st
     for name in given.fields:
         if name in taken:
             raise InvalidField(f"{_FIELD}.{name}", "is given to the template by the target")
-    arguments: dict[str, Any] = _whole(MessageToDict(given))
+    try:
+        arguments: dict[str, Any] = _whole(MessageToDict(given))
+    except ValueError:
+        raise InvalidField(_FIELD, "has a number that is not finite") from None
     return arguments
 
 

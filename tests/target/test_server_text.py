@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -110,6 +111,13 @@ async def test_the_template_reads_its_arguments(targets: Any, model_tokenizer: A
                 await spoken(target, chat=turns)
             error = error_of_rpc(caught.value)
             assert isinstance(error, InvalidField) and error.field == f"chat.template_arguments.{taken}"
+        for number in (math.inf, math.nan):
+            turns = chat(("user", "hi"))
+            turns.template_arguments.update({"budget": {"of": [number]}})
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await spoken(target, chat=turns)
+            error = error_of_rpc(caught.value)
+            assert isinstance(error, InvalidField) and error.field == "chat.template_arguments"
 
 
 @pytest.mark.parametrize(("shown", "text"), [(False, "\0"), (True, "<s></s>\0")])
