@@ -116,6 +116,8 @@ def calls() -> list[Call]:
         Call(TARGET, "Verify", True, True, *verify),
         Call(TARGET, "GetTargetInfo", False, False, [target_pb2.GetTargetInfoRequest()]),
         Call(TARGET, "UpdateWeights", True, False, *update),
+        Call(TARGET, "Tokenize", False, False, [target_pb2.TokenizeRequest(text="a text")]),
+        Call(TARGET, "Detokenize", False, False, [target_pb2.DetokenizeRequest(token_ids=[1, 2, 3])]),
         Call(DRAFT, "Propose", True, True, *propose),
         Call(DRAFT, "GetDraftInfo", False, False, [make.GetDraftInfoRequest()]),
         Call(DRAFT, "AddCorpus", True, False, [corpus], [make.AddCorpusRequest(token_ids=[9, 9, 8])]),

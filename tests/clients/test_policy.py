@@ -118,7 +118,7 @@ class TestMessages:
             (["hello"], r"messages\[0\]: expected \(role, content\) or .*, got str"),
             ([("user", "a", "b")], r"messages\[0\]: expected .*, got tuple of 3"),
             ([("user", "a"), {"role": "user"}], r"messages\[1\]: lacks 'content'"),
-            ([{"role": "user", "content": "a", "tool_calls": []}], r"messages\[0\]: has no field 'tool_calls'"),
+            ([{"role": "user", "content": "a", "audio": []}], r"messages\[0\]: has no field 'audio'"),
             (
                 [{"role": "user", "content": ["a"]}],
                 r"messages\[0\].content\[0\]: expected .*, got str",

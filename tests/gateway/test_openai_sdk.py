@@ -178,7 +178,7 @@ async def test_models_and_errors(real: Any, model: str) -> None:
     assert missing.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError) as refused:
         await real.openai.chat.completions.create(model=model, messages=MESSAGES, tools=[{"type": "function"}])
-    assert refused.value.param == "tools"
+    assert refused.value.param == "tools[0].function"
 
 
 async def test_stream_can_be_left(real: Any, model: str) -> None:

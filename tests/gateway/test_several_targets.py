@@ -105,7 +105,7 @@ async def test_a_second_target_has_the_time_that_the_first_left(gateways: Any, m
         return generate(client, timeout=timeout, **asked)
 
     monkeypatch.setattr(Client, "generate", noted)
-    for module in ("endpoints", "dispatch"):
+    for module in ("endpoint", "dispatch"):
         monkeypatch.setattr(f"outrider_gateway.{module}.perf_counter", lambda: now)
     engines = [ScriptedEngine(), ScriptedEngine()]
     for engine in engines:

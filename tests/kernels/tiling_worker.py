@@ -20,8 +20,8 @@ GROUP, KV_HEADS, WIDTH = 4, 8, 128
 LATENT = 512
 POINTERS = {
     **dict.fromkeys(("query", "key_cache", "value_cache", "cache", "output"), "*bf16"),
-    **dict.fromkeys(("partials", "partial_lse"), "*fp32"),
-    **dict.fromkeys(("arrivals", "page_table", "groups", "chunk_table", "totals"), "*i32"),
+    **dict.fromkeys(("partials", "partial_lse", "sinks"), "*fp32"),
+    **dict.fromkeys(("arrivals", "page_table", "groups", "chunk_table", "totals", "depths"), "*i32"),
     "words": "*i64",
 }
 NUMBERS = {"scale_log2": "fp32", "query_row_stride": "i32", "query_head_stride": "i32"}
@@ -47,7 +47,7 @@ def shared_bytes(tiling: Tiling, words: int) -> int:
         "GROUP": GROUP, "KV_HEADS": KV_HEADS, "D": WIDTH, "DV": WIDTH, "BLOCK_D": WIDTH, "BLOCK_DV": WIDTH,
         "PAGE_SIZE": 16, "BLOCK_M": tiling.block_rows, "BLOCK_N": tiling.block_keys, "WORDS": words, "FAR": False,
         "APART": tiling.apart, "FIXED": False, "MERGE_ROWS": tiling.merge_rows,
-        "MERGE_PARTS": tiling.merge_parts(WIDTH), "EARLY": True,
+        "MERGE_PARTS": tiling.merge_parts(WIDTH), "WINDOW": 0, "CAP": 0.0, "SINKS": False, "EARLY": True,
     }  # fmt: skip
     return compiled_bytes(attention_kernel, constants, tiling)
 

@@ -27,7 +27,7 @@ BAD_FIELDS = {
     "empty-text": (pb.GenerateRequest(text=""), "text"),
     "no-messages": (pb.GenerateRequest(chat=pb.ChatInput()), "chat.messages"),
     "bad-role": (
-        pb.GenerateRequest(chat=pb.ChatInput(messages=[pb.ChatMessage(role="tool", content="x")])),
+        pb.GenerateRequest(chat=pb.ChatInput(messages=[pb.ChatMessage(role="critic", content="x")])),
         "chat.messages[0].role",
     ),
     "bias-outside": (asking(sampling={"logit_bias": {VOCABULARY: 1.0}}), f"sampling.logit_bias[{VOCABULARY}]"),

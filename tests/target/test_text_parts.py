@@ -54,7 +54,7 @@ def test_the_part_for_text_is_served(folder: Path) -> None:
 
 def test_another_kind_of_text_is_refused(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
-    config["text_config"] |= {"model_type": "gemma2"}
+    config["text_config"] |= {"model_type": "gpt_oss"}
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelRefused, match="it takes more than text"):
         load_runner(TargetConfig(model=str(folder), dtype="float32", kv_tokens=64))

@@ -42,7 +42,9 @@ class Played:
         self.read: list[int] = []
 
     def add(self, tenant: str, prompt: int, weight: float = 1.0) -> Sequence:
-        tokens = tuple(range(1, prompt + 1))
+        # Nothing in common, so that no page is shared.
+        first = 10_000 * (self._count + 1)
+        tokens = tuple(range(first, first + prompt))
         asked = SequenceRequest(
             tokens, SamplingParams(), VerificationMode.GREEDY, 0, 16, tenant=tenant, limits=TenantLimits(weight)
         )
