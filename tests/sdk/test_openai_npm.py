@@ -153,7 +153,7 @@ async def test_a_prediction_is_counted_and_changes_nothing(npm: OpenAiNpm, servi
     [
         ({"model": "other"}, 404, "model", "model_not_found", "NotFoundError"),
         ({"temperature": 3e9}, 400, "temperature", "invalid_value", "BadRequestError"),
-        ({"tools": [{"type": "function"}]}, 400, "tools", "unsupported_parameter", "BadRequestError"),
+        ({"tools": [{"type": "function"}]}, 400, "tools[0].function", "invalid_value", "BadRequestError"),
         (
             {"messages": [{"role": "robot", "content": "x"}]},
             400,
