@@ -31,8 +31,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PIP_INSTALL) --editable '.[dev]'
 	@touch $@
 
-# A worker more than cores, since tests wait for a fifth of their time: three on two cores take 594 s. When they
-# took 603, four took 568, and on a busy machine some tests that wait for a process failed with four.
+# A worker more than cores, since tests wait for a fifth of their time: at 603 s for three of them on two
+# cores (947 s by now), four took 568, and on a busy machine some tests that wait for a process failed with four.
 # Torch computes with one thread in each: teams that share cores wait for each other. Files in the order of
 # tests/conftest.py, the longest first: sorted by their numbers of tests, those of few long ones came last. Compiled tests
 # are kept where the environment says not to: each worker compiled all of them anew, for four seconds.
