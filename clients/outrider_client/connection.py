@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -33,6 +34,8 @@ _OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
+# For names of several services: calls go round, past those whose health (service "") is not SERVING.
+_READY_IN_TURN = json.dumps({"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": ""}})
 
 
 @dataclass(frozen=True)
@@ -71,10 +74,14 @@ class AsyncClosing(ABC):
 class Connection(AsyncClosing):
     """A channel and the metadata that every call on it carries."""
 
-    def __init__(self, address: str, *, tls: Tls | None = None, token: str = "", tenant: str = "") -> None:
-        """`address` is HOST:PORT or unix:PATH. Must be called from a running event loop. Raises `ValueError` for an
-        invalid address, for a token or tenant that is not printable ASCII, and for files of `tls` with other content;
-        `OSError` for those that cannot be read; `TypeError` for an address that is no string."""
+    def __init__(
+        self, address: str, *, tls: Tls | None = None, token: str = "", tenant: str = "", server_name: str = ""
+    ) -> None:
+        """`address` is HOST:PORT, unix:PATH, or dns:///HOST:PORT for calls that go in turn to every address of the name
+        that is ready. The service's certificate is for `server_name`, by default for the address's host. Must be called
+        from a running event loop. Raises `ValueError` for an invalid address, for a token or tenant that is not
+        printable ASCII, and for files of `tls` with other content; `OSError` for those that cannot be read; `TypeError`
+        for an address that is no string."""
         if not isinstance(address, str):
             raise TypeError(f"address: expected a string, got {type(address).__name__}")
         if problem := address_problem(address):
@@ -83,10 +90,15 @@ class Connection(AsyncClosing):
         self.metadata = _metadata(token, tenant)
         if token and tls is None and not address.startswith(_LOCAL):
             logger.warning("the token travels to %s in plain text: use TLS", address)
+        options = _OPTIONS
+        if address.startswith("dns:"):
+            options += (("grpc.service_config", _READY_IN_TURN),)
+        if server_name:
+            options += (("grpc.ssl_target_name_override", server_name), ("grpc.default_authority", server_name))
         if tls is None:
-            self.channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+            self.channel = grpc.aio.insecure_channel(address, options=options)
         else:
-            self.channel = grpc.aio.secure_channel(address, tls.credentials(), options=_OPTIONS)
+            self.channel = grpc.aio.secure_channel(address, tls.credentials(), options=options)
 
     def acting_for(self, token: str = "", tenant: str = "") -> Connection:
         """The same channel for another caller, whose credentials take the place of this one's."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from outrider.addresses import address_problem
 from outrider.pem import check_pair
 from outrider.settings import Settings, SettingsError, comma_words, setting
+from outrider_gateway.discovery import target_name
 
 # As browsers write the origin of a page: in lower case, without a path.
 _ORIGIN = re.compile(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:\d{1,5})?")
@@ -23,7 +24,10 @@ ANY_HOST = "*"
 class GatewayConfig(Settings):
     """Everything `outrider gateway` takes, by flag, environment (`OUTRIDER_GATEWAY_*`) or `[gateway]` table."""
 
-    target: str = setting("127.0.0.1:50051", "target services, HOST:PORT or unix:PATH, with commas between")
+    target: str = setting(
+        "127.0.0.1:50051",
+        "target services, with commas between: HOST:PORT, unix:PATH, or dns:///HOST:PORT for every address of a name",
+    )
     listen: str = setting("127.0.0.1:8000", "HOST:PORT to serve HTTP on")
     page: bool = setting(True, "serve the chat page at /")
     allow_host: str = setting("", "names that clients know this server by, commas between; .a.example has all below")
@@ -69,7 +73,7 @@ class GatewayConfig(Settings):
         super().__post_init__()
         _need(bool(self.targets), "target", "names no target")
         for address in self.targets:
-            problem = address_problem(address)
+            problem = address_problem(address) or _name_problem(address)
             _need(problem is None, "target", problem or "")
         _need(len(set(self.targets)) == len(self.targets), "target", "names a target twice")
         for origin in self.origins:
@@ -106,6 +110,14 @@ def host_and_port(listen: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or int(port) > 65535:
         raise SettingsError(f"--listen: {listen!r} is not HOST:PORT")
     return host.strip("[]"), int(port)
+
+
+def _name_problem(address: str) -> str | None:
+    try:
+        target_name(address)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _need(ok: bool, name: str, problem: str) -> None:

@@ -77,7 +77,7 @@ class Dispatcher:
                 except AWAY as error:
                     target.leave_out(error)
                     tried.append(target)
-                    if begun or len(tried) == len(self._targets.all):
+                    if begun or len(tried) >= len(self._targets.all):
                         raise
                 finally:
                     generation.cancel()

@@ -18,15 +18,16 @@ from outrider.host_names import is_loopback
 from outrider.runtime import settled
 from outrider.settings import SettingsError
 from outrider.telemetry import names as telemetry
-from outrider.telemetry.tracing import set_up_tracing
+from outrider.telemetry.tracing import Tracing, set_up_tracing
 from outrider_client.client import Client
 from outrider_client.terminal.options import AccessOptions
 from outrider_gateway.app import Application
 from outrider_gateway.config import GatewayConfig, host_and_port
 from outrider_gateway.connections import HEALTH_CONNECTIONS, Connections, GatewayProtocol
+from outrider_gateway.discovery import Resolver, TargetName, target_name
 from outrider_gateway.metrics import GatewayMetrics
 from outrider_gateway.served_models import ServedModels
-from outrider_gateway.targets import Targets
+from outrider_gateway.targets import NamedTargets, Targets
 
 logger = logging.getLogger(__name__)
 _KEEP_ALIVE_SECONDS = 65
@@ -54,9 +55,10 @@ class GatewayServer:
             self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
             tracing = set_up_tracing(telemetry.GATEWAY_SERVICE, config.otlp_endpoint, ratio=config.trace_ratio)
             leave.callback(tracing.shutdown)
-            clients = [Client(access.connection(address), tracing) for address in config.targets]
+            names = {address: target_name(address) for address in config.targets}
             targets = Targets(
-                clients,
+                [Client(access.connection(address), tracing) for address, name in names.items() if name is None],
+                names=[_named_targets(name, access, tracing) for name in names.values() if name is not None],
                 health_seconds=config.health_seconds,
                 load_bound=config.load_bound,
                 start_seconds=config.target_start_seconds,
@@ -150,6 +152,13 @@ def _uvicorn_config(config: GatewayConfig, application: Application) -> uvicorn.
         timeout_graceful_shutdown=math.ceil(config.drain_seconds),
         ssl_certfile=config.tls_certificate or None,
         ssl_keyfile=config.tls_key or None,
+    )
+
+
+def _named_targets(name: TargetName, access: AccessOptions, tracing: Tracing) -> NamedTargets:
+    """The targets behind a name, whose certificates are for the name."""
+    return NamedTargets(
+        Resolver(name), lambda address: Client(access.connection(address, server_name=name.host), tracing)
     )
 
 

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from outrider.errors import Loading, OutriderError
 from outrider.model_names import answers_to
@@ -16,6 +17,7 @@ from outrider_client.client import Client
 from outrider_client.failures import ServiceUnreachable
 from outrider_client.results import TargetInfo
 from outrider_gateway.balancing import choose, ranked
+from outrider_gateway.discovery import Resolver
 from outrider_gateway.failures import NoTarget, loading_message
 
 logger = logging.getLogger(__name__)
@@ -41,6 +43,7 @@ class Target:
         self.info: TargetInfo | None = None
         self.running = 0
         self.recheck = asyncio.Event()
+        self._unused = asyncio.Event()
         self._logged = ""
         self._reached = False
         self._made_at = time.monotonic()
@@ -49,10 +52,19 @@ class Target:
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
         self.running += 1
+        self._unused.clear()
         try:
             yield
         finally:
             self.running -= 1
+            if not self.running:
+                self._unused.set()
+
+    async def close_when_unused(self) -> None:
+        """Close its connection once the last of its answers has ended."""
+        if self.running:
+            await self._unused.wait()
+        await self.client.close()
 
     def leave_out(self, error: OutriderError | ServiceUnreachable) -> None:
         """A call found it gone or about to stop: no more requests until its health is checked."""
@@ -105,25 +117,50 @@ class Target:
         self.healthy, self._logged, self.state = healthy, reason, state or reason
 
 
+@dataclass
+class NamedTargets:
+    """The targets behind a name, by address. `connect` makes the client of one."""
+
+    resolver: Resolver
+    connect: Callable[[str], Client]
+    found: dict[str, Target] = field(default_factory=dict)
+
+
 class Targets:
-    """All targets. Use it with `async with`: inside, the health of each is checked again and again."""
+    """All targets. Use it with `async with`: inside, the health of each is checked again and again, and names are
+    looked up as often.
+
+    A target whose address leaves its name gets no further request, and its answers end undisturbed. A name without any
+    address changes nothing: a name server may be away, and health tells which targets are.
+    """
 
     def __init__(
-        self, clients: Sequence[Client], *, health_seconds: float, load_bound: float, start_seconds: float = 0.0
+        self,
+        clients: Sequence[Client],
+        *,
+        health_seconds: float,
+        load_bound: float,
+        start_seconds: float = 0.0,
+        names: Sequence[NamedTargets] = (),
     ) -> None:
         self.all = tuple(Target(client, start_seconds) for client in clients)
         self._health_seconds = health_seconds
         self._load_bound = load_bound
-        self._watches: list[asyncio.Task[None]] = []
+        self._start_seconds = start_seconds
+        self._names = names
+        self._lookups: list[asyncio.Task[None]] = []
+        self._watches: dict[Target, asyncio.Task[None]] = {}
+        self._leaving: dict[Target, asyncio.Task[None]] = {}
 
     async def __aenter__(self) -> Targets:
-        await asyncio.gather(*(target.check_health() for target in self.all))
-        self._watches = [asyncio.create_task(self._watch(target)) for target in self.all]
+        await asyncio.gather(*map(self._join, self.all), *map(self._look_up, self._names))
+        self._lookups = [asyncio.create_task(self._follow(named)) for named in self._names]
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await end_tasks(*self._watches)
-        await asyncio.gather(*(target.client.close() for target in self.all))
+        await end_tasks(*self._lookups)
+        await end_tasks(*self._watches.values(), *self._leaving.values())
+        await asyncio.gather(*(target.client.close() for target in (*self.all, *self._leaving)))
 
     @property
     def healthy(self) -> list[Target]:
@@ -136,8 +173,9 @@ class Targets:
 
     def unavailable(self) -> NoTarget:
         """Why no target is healthy, as far as it is known."""
-        states = [f"{target.address}: {target.state}" for target in self.all[:_NAMED_TARGETS]]
-        return NoTarget("; ".join(states) + ("; ..." if len(self.all) > len(states) else ""))
+        states = [f"{target.address}: {target.state}" for target in self.all]
+        states += [f"{named.resolver.name}: no address is known" for named in self._names if not named.found]
+        return NoTarget("; ".join(states[:_NAMED_TARGETS]) + ("; ..." if len(states) > _NAMED_TARGETS else ""))
 
     def pick(self, key: str, model: str, avoiding: Collection[Target] = ()) -> Target:
         """The target for a request of the tenant `key`. Raises `NoTarget`, with the reasons. Where some serve the model
@@ -154,6 +192,34 @@ class Targets:
         for target in self.all:
             yield "outrider_gateway_running", (target.address,), target.running
             yield "outrider_gateway_target_healthy", (target.address,), float(target.healthy)
+
+    async def _follow(self, named: NamedTargets) -> None:
+        while True:
+            await asyncio.sleep(self._health_seconds)
+            await self._look_up(named)
+
+    async def _look_up(self, named: NamedTargets) -> None:
+        addresses = await named.resolver.addresses()
+        if not addresses:
+            return
+        for address in named.found.keys() - set(addresses):
+            self._retire(named.found.pop(address))
+        unknown = (address for address in addresses if address not in named.found)
+        joined = [Target(named.connect(address), self._start_seconds) for address in unknown]
+        named.found.update({target.address: target for target in joined})
+        self.all += tuple(joined)
+        await asyncio.gather(*map(self._join, joined))
+
+    async def _join(self, target: Target) -> None:
+        await target.check_health()
+        self._watches[target] = asyncio.create_task(self._watch(target))
+
+    def _retire(self, target: Target) -> None:
+        logger.info("target %s is left out: its name has it no longer", target.address)
+        self.all = tuple(other for other in self.all if other is not target)
+        self._watches.pop(target).cancel()
+        self._leaving[target] = leaving = asyncio.create_task(target.close_when_unused())
+        leaving.add_done_callback(lambda _: self._leaving.pop(target, None))
 
     async def _watch(self, target: Target) -> None:
         while True:

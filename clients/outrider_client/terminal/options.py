@@ -52,11 +52,12 @@ class AccessOptions(Settings):
                 raise SettingsError(f"{path}: no such file")
         return Tls(*(Path(path) if path else None for path in (self.tls_ca, self.tls_certificate, self.tls_key)))
 
-    def connection(self, address: str) -> Connection:
-        """A connection to a service. Raises `SettingsError` for an invalid address."""
+    def connection(self, address: str, server_name: str = "") -> Connection:
+        """A connection to a service, whose certificate is for `server_name` where that is not in the address. Raises
+        `SettingsError` for an invalid address."""
         tls, token = self.tls_options(), self.secret()
         try:
-            return Connection(address, tls=tls, token=token, tenant=self.tenant)
+            return Connection(address, tls=tls, token=token, tenant=self.tenant, server_name=server_name)
         except ValueError as error:
             raise SettingsError(str(error)) from None
 
