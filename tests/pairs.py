@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from collections.abc import Sequence
+from typing import TypeVar
 
 import pytest
 
 _Pair = tuple[tuple[str, int], tuple[str, int]]
+_Part = TypeVar("_Part")
 
 
 def leave_to_full(items: list[pytest.Item]) -> None:
@@ -28,11 +31,13 @@ def leave_to_full(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.full)
 
 
-def covering(combinations: list[set[_Pair]]) -> set[int]:
-    """Places of combinations that together have every pair: each is one that has the most of those still missing."""
-    missing, kept = set[_Pair]().union(*combinations), set[int]()
+def covering(combinations: Sequence[set[_Part]], costs: Sequence[float] | None = None) -> set[int]:
+    """Places of combinations that together have every part: each is one that has the most of those still missing for
+    its cost, which is the same for all unless given."""
+    missing, kept = set[_Part]().union(*combinations), set[int]()
+    weights = costs or [1.0] * len(combinations)
     while missing:
-        best = max(range(len(combinations)), key=lambda place: len(combinations[place] & missing))
+        best = max(range(len(combinations)), key=lambda place: len(combinations[place] & missing) / weights[place])
         kept.add(best)
         missing -= combinations[best]
     return kept

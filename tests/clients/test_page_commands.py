@@ -1,4 +1,8 @@
-"""Every command of the pages, run as it stands but for its addresses, models, sizes and files."""
+"""Every command of the pages, run as it stands but for its addresses, models, sizes and files.
+
+`make test` runs blocks that together have every command with every drafter and mode, and `make test-full` all. That
+their flags are the commands' own is what `test_pages.py` tells of all.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -23,6 +28,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from medusa_heads import make_heads
 from mtp_modules import module_weights
 from page_commands import ROOT, Block, blocks, not_commands, programs
+from pairs import covering
 from safetensors.torch import load_file, save_file
 from taught_heads import HIDDEN, KINDS, LAYERS, MTP, new_head
 from teaching_model import VOCABULARY, chat_tokenizer
@@ -61,6 +67,15 @@ NOT_RUN = {
     r"outrider bench .*,lookup": "needs a GPU, on which a target looks up by itself",
     r"outrider draft --drafter yours|outrider target --draft inprocess:yours|outrider bench .*,yours": "stands for a "
     "drafter that the reader has written; those of tests/draft/test_named_class.py are run",
+}
+# Of blocks with these `make test` runs none, since other tests run the commands.
+RUN_ELSEWHERE = {
+    "outrider tune": "e2e/test_tune.py",
+    "outrider train-head": "e2e/test_train_head.py",
+    r"outrider bench .*(--draft-placement|--profile|merged)": "clients/test_bench.py",
+    r"bigram:BigramDrafter": "draft/test_named_class.py",
+    r"python -m benchmarks\.": "benchmarks",
+    "CUDA_MPS_": "clients/test_mps.py",
 }
 
 # What stands in blocks like those of commands, and is none: the page, and its first line.
@@ -359,10 +374,36 @@ def reason(command: str) -> str:
     return found[0] if found else ""
 
 
-RUN = [block for block in blocks() if not all(reason(command) for command in block.commands)]
+def run_of(block: Block) -> list[str]:
+    return [command for command in block.commands if not reason(command)]
 
 
-@pytest.mark.parametrize("block", RUN, ids=str)
+def kind_of(command: str) -> str:
+    """The verb of `outrider`, or the module of `python -m`."""
+    found = re.search(r"(?:outrider|python -m) +([\w.-]+)", command)
+    return found[1] if found else ""
+
+
+def parts_of(command: str) -> set[str]:
+    """What makes a command another: its verb with that one's own, and that with each drafter or mode."""
+    kind = kind_of(command)
+    own = re.search(rf"{kind} ([a-z]+)\b", command) if kind in ("corpus", "head", "model", "weights") else None
+    verb = f"{kind} {own[1]}" if own else kind
+    return {verb, *(f"{verb}, {name}" for name in re.findall(r"--(?:drafter|mode) (\w+)", command))}
+
+
+def chosen(of: Sequence[Block]) -> list[Any]:
+    """All of them, marked `full` where others have the same parts or other tests run them."""
+    candidates = [block for block in of if not any(re.search(each, " ".join(run_of(block))) for each in RUN_ELSEWHERE)]
+    parts = [set[str]().union(*map(parts_of, run_of(block))) for block in candidates]
+    kept = {candidates[place] for place in covering(parts, [len(run_of(block)) for block in candidates])}
+    return [pytest.param(block, marks=() if block in kept else pytest.mark.full) for block in of]
+
+
+RUN = [block for block in blocks() if run_of(block)]
+
+
+@pytest.mark.parametrize("block", chosen(RUN), ids=str)
 def test_commands_of_a_page(block: Block, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     warm, words = request.getfixturevalue("warm"), request.getfixturevalue("words")
     whole = " ".join(block.commands)
@@ -374,9 +415,7 @@ def test_commands_of_a_page(block: Block, request: pytest.FixtureRequest, tmp_pa
     place = Place(tmp_path, warm, {**words, "shared": running["target"], "block": whole}, beside)
     files(tmp_path, words)
     try:
-        for command in block.commands:
-            if reason(command):
-                continue
+        for command in run_of(block):
             kind = kind_of(command)
             if kind in SERVICES:
                 place.serve(command, kind)
@@ -387,10 +426,11 @@ def test_commands_of_a_page(block: Block, request: pytest.FixtureRequest, tmp_pa
         place.kill()
 
 
-def kind_of(command: str) -> str:
-    """The verb of `outrider`, or the module of `python -m`."""
-    found = re.search(r"(?:outrider|python -m) +([\w.-]+)", command)
-    return found[1] if found else ""
+def test_what_is_run_elsewhere_is_still_on_a_page() -> None:
+    every = [" ".join(run_of(block)) for block in RUN]
+    assert [pattern for pattern in RUN_ELSEWHERE if not any(re.search(pattern, each) for each in every)] == []
+    tests = Path(__file__).parents[1]
+    assert [where for where in RUN_ELSEWHERE.values() if not (tests / where).exists()] == []
 
 
 def test_what_is_not_run_is_still_on_a_page() -> None:
