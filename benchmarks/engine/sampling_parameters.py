@@ -84,7 +84,8 @@ BESIDE: dict[str, tuple[SamplingParams, VerificationMode | None]] = {
 FORMS: dict[str, SamplingParams] = {
     "none": FREE,
     "form": FORM,
-    "any text": replace(FREE, structured_output=StructuredOutput(regex="(?s:.*)")),
+    # Its end is held back for as long as the others' is.
+    "any text": SamplingParams(structured_output=StructuredOutput(regex="(?s:.*)")),
 }
 # Requests of the part `first` at least, of each kind.
 _FIRST_TOKENS = 5
@@ -181,6 +182,8 @@ def cases_of(part: str, options: argparse.Namespace) -> list[MeasuredCase]:
         elif part == "forms":
             for name, sampling in FORMS.items():
                 against = "plain" if name == "form" else drafting
+                if name == "any text":
+                    sampling = replace(sampling, min_tokens=options.tokens)
                 cases.append(MeasuredCase(part, name, count, drafting, together(sampling), ("none", against)))
     return cases
 
