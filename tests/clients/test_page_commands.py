@@ -45,6 +45,7 @@ from outrider_client import ServiceUnreachable, SyncClient
 NOT_RUN = {
     r"(OUTRIDER_\S+ |COMPOSE_\S+ )*docker ": "needs a Docker engine; tests/stack/test_compose.py runs the stack",
     r"(OUTRIDER_\S+ |COMPOSE_\S+ )*make up": "needs a Docker engine; tests/stack/test_up.py, and test_compose.py there",
+    "kubectl ": "needs a cluster; tests/stack/test_kubernetes.py renders and validates what is applied",
     "make (?!up)": "starts tests, lint and measurements; .ci/run and tests/clients/test_demo.py have those of a CPU",
     "pip install": "installs, from a package index; tests/install/test_roles.py installs each role",
     "go |npm ": "needs the toolchains; tests/sdk/test_sources.py runs what the pages of TypeScript and Go show",
