@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import make_tiny
 from latent_models import V2, V3
+from thread_ranks import ThreadRank, on_ranks
 from torch import Tensor
 from windowed_models import EXPERTS, PARTIAL, WINDOWED
 
@@ -20,8 +21,10 @@ from tree_models.building import build
 from tree_models.families import FAMILIES, describe
 from tree_models.layers.decoder import Decoder
 from tree_models.layers.placing import Placement
+from tree_models.ranks.decoder import build_rank
+from tree_models.ranks.share import rank_share
 from tree_models.reference import published_tensors
-from tree_models.spec import AttentionSpec
+from tree_models.spec import AttentionSpec, FamilyRefused
 
 SIGMOID: dict[str, Any] = {
     "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
@@ -243,6 +246,50 @@ def test_greedy_tokens_are_those_of_generate(pair: tuple[Any, Decoder]) -> None:
         tokens.append(int(logits[-1].argmax()))
         logits = served.run(tokens[-1:], len(tokens) - 1)
     assert tokens[PROMPT:] == expected
+
+
+def size_of(decoder: Decoder) -> int:
+    return sum(weight.numel() for weight in decoder.parameters())
+
+
+# Queries are normed over all heads together, which ranks cannot share.
+NOT_DIVIDED = {"olmo2", "olmo3", "olmoe", "minimax_m2"}
+
+
+def test_ranks_compute_the_same_logits(pair: tuple[Any, Decoder], request: pytest.FixtureRequest) -> None:
+    """A prompt, and a tree behind it, on every rank. Every second family has four ranks, more than there are key
+    heads."""
+    model, decoder = pair
+    ranks = 2 + 2 * (list(TINY_MODELS).index(request.node.callspec.params["pair"]) % 2)
+    description = describe(model.config)
+    assert description is not None
+    tensors, latent = published_tensors(model), is_latent(decoder)
+    if model.config.model_type in NOT_DIVIDED:
+        with pytest.raises(FamilyRefused, match="normed over all heads"):
+            rank_share(description.spec, ranks)
+        return
+    prompt, tree, parents = list(range(3, 3 + PROMPT)), [5, 9, 5, 17, 40, 2], (0, 0, 0, 1, 1, 2)
+
+    def logits(group: ThreadRank) -> Tensor:
+        place = Placement(torch.device("cpu"), torch.float32, latent=latent, ranks=group)
+        own = build_rank(description, tensors, place)
+        assert size_of(own) < 0.8 * size_of(decoder)
+        served = Served(own, 4, latent)
+        return torch.cat([served.run(prompt, 0), served.run(tree, PROMPT, parents)])
+
+    whole = Served(decoder, 16, latent)
+    expected = torch.cat([whole.run(prompt, 0), whole.run(tree, PROMPT, parents)])
+    for got in on_ranks(ranks, logits):
+        torch.testing.assert_close(got, expected, **TOLERANCE)
+
+
+def test_what_ranks_cannot_share_is_refused() -> None:
+    found = describe(make_tiny("llama", num_attention_heads=6, num_key_value_heads=3, hidden_size=48).config)
+    assert found is not None
+    with pytest.raises(FamilyRefused, match="4 ranks: 6 attention heads cannot be divided by them"):
+        rank_share(found.spec, 4)
+    with pytest.raises(FamilyRefused, match="2 ranks: 3 key heads can neither be divided nor repeated"):
+        rank_share(found.spec, 2)
 
 
 def test_every_family_is_tried() -> None:

@@ -32,7 +32,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, spec: LayerSpec, hidden_size: int, layer: int, place: Placement) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec, self._ranks = spec, place.ranks
         if isinstance(spec.attention, AttentionSpec):
             self.attention: HeadAttention | LatentHeads = HeadAttention(spec.attention, hidden_size, layer, place)
         else:
@@ -56,8 +56,9 @@ class DecoderLayer(nn.Module):
         return self._added(hidden, self.mlp(rows), self.after_mlp)
 
     def _added(self, residual: Tensor, output: Tensor, norm: Normalization | None) -> Tensor:
-        """The residual with what attention or MLP adds. Between `output`, the last product, and the sum is the place of
-        an all-reduce."""
+        """The residual with what attention or MLP adds, of which each rank has made a part."""
+        if self._ranks is not None:
+            output = self._ranks.summed(output)
         if norm is not None:
             output = norm(output)
         if self.spec.residual_scale != 1.0:
@@ -220,8 +221,12 @@ class Decoder(nn.Module):
 
     def embedded(self, token_ids: Tensor) -> Tensor:
         """[R, H] of token ids [R]."""
-        hidden = functional.embedding(token_ids, self.embedding)
+        hidden = self.embedding_rows(token_ids)
         return hidden if self._embedding_scale == 1.0 else hidden * self._embedding_scale
+
+    def embedding_rows(self, token_ids: Tensor) -> Tensor:
+        """[R, H] of token ids [R], before they are scaled."""
+        return functional.embedding(token_ids, self.embedding)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[.., V] of rows [.., H] after the last norm."""

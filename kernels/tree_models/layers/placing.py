@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tree_models.layers.rank_group import RankGroup
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -15,6 +17,7 @@ class Placement:
     dtype: torch.dtype
     packed: bool = False  # products in the layout of a CPU's matrix unit; see `layers.linear.can_pack`
     latent: bool = False  # latent attention keeps latents in the cache, and absorbs the product that expands them
+    ranks: RankGroup | None = None  # those that share the decoder; None where it is whole
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
         """A weight that is still to be written, of another type than the others if one is given."""

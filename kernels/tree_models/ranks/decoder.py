@@ -1,0 +1,69 @@
+"""One rank's decoder."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tree_models.families import Description
+from tree_models.layers.decoder import Decoder
+from tree_models.layers.placing import Placement
+from tree_models.layers.rank_group import RankGroup
+from tree_models.names import WeightNames
+from tree_models.ranks.cuts import RankTensors, cuts_of
+from tree_models.ranks.share import rank_share
+from tree_models.slots import specs_of
+from tree_models.spec import DecoderSpec
+from tree_models.weights.checkpoint import TensorSource
+from tree_models.weights.loading import check_names, load_slots
+
+
+class RankDecoder(Decoder):
+    """Computes the whole decoder's logits together with the other ranks: every rank has all hidden rows and all logits,
+    and its share of weights, keys and values."""
+
+    def __init__(self, spec: DecoderSpec, names: WeightNames, place: Placement) -> None:
+        """`spec` is of the whole decoder; `place` has the ranks. Raises `FamilyRefused` where they cannot share it."""
+        assert place.ranks is not None, "a decoder without ranks is a `Decoder`"
+        super().__init__(rank_share(spec, place.ranks.size), names, place)
+        self._ranks: RankGroup = place.ranks
+        self._vocabulary_size = spec.vocabulary_size
+
+    @property
+    def vocabulary_size(self) -> int:
+        """V, of the whole decoder."""
+        return self._vocabulary_size
+
+    def embedding_rows(self, token_ids: Tensor) -> Tensor:
+        """[R, H] of token ids [R]: each is one rank's, to which the others add zeros."""
+        held = len(self.embedding)
+        own = token_ids - self._ranks.rank * held
+        elsewhere = (own < 0) | (own >= held)
+        rows = functional.embedding(own.clamp(0, held - 1), self.embedding)
+        return self._ranks.summed(rows.masked_fill_(elsewhere[:, None], 0.0))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[.., V] of rows [.., H] after the last norm."""
+        return self._ranks.joined(super().logits(hidden))[..., : self._vocabulary_size]
+
+
+def build_rank(description: Description, checkpoint: TensorSource, place: Placement) -> RankDecoder:
+    """The decoder of the rank of `place.ranks`, with its part of a checkpoint of the whole decoder.
+
+    Raises:
+        FamilyRefused: the description asks for what is not computed, or cannot be divided by so many ranks.
+        WeightsRefused: the checkpoint's tensors are not the whole decoder's.
+    """
+    spec, names, ranks = description.spec, description.names, place.ranks
+    assert ranks is not None, "a decoder without ranks is built by `tree_models.building.build`"
+    # The whole decoder's shapes first, as parts of wrong shapes may fit.
+    skeleton = Decoder(spec, names, replace(place, device=torch.device("meta"), ranks=None))
+    check_names(specs_of(skeleton.slots()), checkpoint, names)
+    decoder = RankDecoder(spec, names, place)
+    decoder.eval()
+    own = RankTensors(checkpoint, cuts_of(spec, names, ranks.rank, ranks.size))
+    load_slots(decoder.slots(), own, names)
+    return decoder

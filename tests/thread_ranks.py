@@ -1,0 +1,78 @@
+"""Ranks that are threads of this process: what one rank hands in, the others read."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from waits import HUNG_SECONDS
+
+Result = TypeVar("Result")
+
+
+@dataclass
+class Exchange:
+    """Where the parts of all ranks meet."""
+
+    size: int
+
+    def __post_init__(self) -> None:
+        self.parts: list[Tensor | None] = [None] * self.size
+        self.barrier = threading.Barrier(self.size, timeout=HUNG_SECONDS)
+
+
+@dataclass
+class ThreadRank:
+    """A `RankGroup`."""
+
+    rank: int
+    exchange: Exchange
+    calls: list[tuple[int, ...]] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        return self.exchange.size
+
+    def summed(self, part: Tensor) -> Tensor:
+        parts = self._parts(part)
+        total = parts[0]
+        for other in parts[1:]:
+            total = total + other
+        return total
+
+    def joined(self, part: Tensor) -> Tensor:
+        return torch.cat(self._parts(part), dim=-1)
+
+    def _parts(self, part: Tensor) -> list[Tensor]:
+        self.calls.append(tuple(part.shape))
+        self.exchange.parts[self.rank] = part
+        self.exchange.barrier.wait()
+        parts = [one for one in self.exchange.parts if one is not None]
+        # Nobody hands in the next part while another still reads these.
+        self.exchange.barrier.wait()
+        return parts
+
+
+def on_ranks(size: int, work: Callable[[ThreadRank], Result]) -> list[Result]:
+    """The results of `work` on each of so many ranks. Raises the first error of any."""
+    exchange = Exchange(size)
+
+    def run(rank: int) -> Result:
+        try:
+            return work(ThreadRank(rank, exchange))
+        except BaseException:
+            exchange.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as threads:
+        running = [threads.submit(run, rank) for rank in range(size)]
+        errors = [error for one in running if (error := one.exception()) is not None]
+        for error in errors:
+            if not isinstance(error, threading.BrokenBarrierError):
+                raise error
+        return [one.result() for one in running]
