@@ -17,6 +17,10 @@ MOST_DRAFTED = 255
 _INPROCESS = "inprocess:"
 # More than any machine has cores for.
 MOST_THREADS = 1024
+# Longest steps with prompts. On a GPU between vLLM's longest gaps of 64 streams at 8B size on an H100 (p99, 21 ms plain
+# and 29 with a head): of the waits simulated by `benchmarks/host/simulated_prompts.py` 22 to 25 make most tokens. On
+# two cores a step of 24 ms would read no rows beside a decoding one of 34.
+_PROMPT_WAIT_GPU_MS, _PROMPT_WAIT_CPU_MS = 24.0, 200.0
 # Most sequences of one step.
 MAX_SEQUENCES = 1024
 
@@ -123,6 +127,13 @@ class TargetConfig(ServiceSettings):
         0, "rows of one forward pass, over all sequences; 0 takes 512, and 2048 on a GPU", ge=0
     )
     prefill_chunk: int = setting(0, "prompt tokens of one sequence in one step; 0 takes half of a pass", ge=0)
+    prompt_wait_ms: float = setting(
+        0,
+        "longest step that reads prompts while others decode, whose tokens come no sooner; prompts are read in pieces "
+        "that fit. Never less than two steps without prompts; 0 takes 24 on a GPU and 200 elsewhere",
+        ge=0,
+        le=60_000,
+    )
 
     attention: str = setting(
         "auto", "tree attention backend", choices=("auto", "reference", "torch", "triton", "flashinfer")
@@ -254,6 +265,11 @@ class TargetConfig(ServiceSettings):
         """Whether steps are captured as CUDA graphs."""
         wanted = self.capture_seconds > 0 and not self.lockstep
         return self.device.startswith("cuda") and wanted and self.attention in ("auto", "triton")
+
+    @property
+    def longest_prompt_wait(self) -> float:
+        """`prompt_wait_ms`, 0 resolved, in seconds."""
+        return (self.prompt_wait_ms or (_PROMPT_WAIT_CPU_MS if self.device == "cpu" else _PROMPT_WAIT_GPU_MS)) / 1e3
 
     @property
     def chunk_rows(self) -> int:

@@ -72,6 +72,12 @@ class FairShare:
         return served
 
 
+def in_parts(count: int, size: int) -> list[int]:
+    """`count` as a list of parts of `size`, the last one smaller."""
+    whole, rest = divmod(count, size)
+    return [size] * whole + [rest] * bool(rest)
+
+
 @dataclass(slots=True)
 class _Present:
     """A tenant's part of the time."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -55,3 +57,17 @@ class Schedule:
     def prefill_rows(self) -> int:
         """Rows of the sequences that read."""
         return sum([chunk.count for chunk in self.chunks[: self.prefilling]])
+
+
+def place_in_step(chunk: SequenceChunk) -> tuple[bool, bool]:
+    """The key that brings the chunks of a step in the order of `Schedule`."""
+    return chunk.takes_tree, chunk.takes_tree and chunk.sequence.request.device_rows
+
+
+def rows_that_fill(read: int, beside: int, sizes: SequenceOf[int]) -> int:
+    """Of `read` rows of prompts as many as fill one of the `sizes` of captured passes with the `beside` rows of others:
+    a pass runs as the next larger size, so the others would take as long as rows that are read. All where no size holds
+    half of them, and without `sizes` [any], which rise."""
+    place = bisect.bisect_right(sizes, beside + read)
+    filled = sizes[place - 1] - beside if place else 0
+    return filled if 2 * filled >= read else read

@@ -6,16 +6,17 @@ import functools
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import chain
 
 from outrider.limits import TenantLimits
 from outrider.tree import TokenTree
 from target_service.config import TargetConfig
-from target_service.core.fairness import FairShare, TimeShares
+from target_service.core.fairness import FairShare, TimeShares, in_parts
 from target_service.core.kv_cache import KVCache
 from target_service.core.prefix_waits import PrefixWaits
-from target_service.core.schedule import Schedule, SequenceChunk
+from target_service.core.schedule import Schedule, SequenceChunk, place_in_step, rows_that_fill
 from target_service.core.sequence import Sequence, SequenceState
 from target_service.core.sequence_pages import SequencePages, order_of_preemption
 from target_service.core.step_times import StepTimes
@@ -24,6 +25,9 @@ from tree_kernels.pages import OutOfPages
 _RUNS = (SequenceState.PREFILL, SequenceState.RUNNING)
 # Rows of prompts that every step reads, however long steps are, so that prompts make progress. Chosen.
 _LEAST_READ = 16
+# How much longer than one without prompts a step may be that reads some, whatever the bound of waits. Chosen: where
+# decoding alone takes that long, prompts have as much time as it.
+_TWICE = 2.0
 # Parts in which a step's rows of prompts are divided among tenants. Chosen: one part is little of a step.
 _PARTS = 64
 
@@ -51,13 +55,23 @@ class Scheduler:
     holds most for its weight. The oldest of all is last, so that it ends at some time.
     """
 
-    def __init__(self, config: TargetConfig, cache: KVCache) -> None:
+    def __init__(
+        self,
+        config: TargetConfig,
+        cache: KVCache,
+        pass_sizes: Callable[[int], SequenceOf[int]] = lambda _: (),
+        cost: Callable[[int], float] | None = None,
+    ) -> None:
+        """`pass_sizes` are those of the runner, see `ModelRunner.pass_sizes`; `cost` as in `StepTimes`."""
         self._max_running, self._prefill_chunk = config.max_running, config.chunk_rows
+        self._prompt_wait, self._pass_sizes = config.longest_prompt_wait, pass_sizes
+        # Drafted rows of the last step that only decoded.
+        self._drafted = 0
         self._cache = cache
         self.pages = SequencePages(cache, shares=config.prefix_cache)
         self._prefix_waits = PrefixWaits(self.pages, cache.page_size)
-        # Times of steps, observed by the engine. Without any, time is not shared.
-        self.times = StepTimes()
+        # Observed by the engine. Without any, time is not shared.
+        self.times = StepTimes(cost)
         self._waiting: dict[str, deque[Sequence]] = {}
         self._evicted: dict[int, Sequence] = {}
         # New sequences held until `release`; None unless `hold_back` was called.
@@ -168,17 +182,39 @@ class Scheduler:
         if not own:
             within = self.times.prefill_within(len(chunks), seconds, rows)
             rows = self._shortened(sum(map(self._due, prefilling)), rows, _LEAST_READ, within)
+        rows = self._prompt_rows([self._due(one) for one in prefilling], len(chunks), rows)
         for sequence, count in self._share_rows(prefilling, rows):
             if self._holds_chunk(sequence, count):
                 chunks.append(SequenceChunk(sequence, count))
         # A sequence scheduled early may have been preempted for a later one.
         run = [chunk for chunk in chunks if chunk.sequence.state in _RUNS]
-        return Schedule(tuple(sorted(run, key=_place_in_step)), own)
+        return Schedule(tuple(sorted(run, key=place_in_step)), own)
 
     def count_launched(self, schedule: Schedule) -> None:
         """Count a scheduled step as its tenants' share: it is launched."""
         seconds = self.times.seconds(len(schedule.chunks) - schedule.prefilling, schedule.prefill_rows)
         self._time.count_step({chunk.sequence.request.tenant for chunk in schedule.chunks}, seconds)
+
+    def count_drafted(self, schedule: Schedule, rows: int) -> None:
+        """The step was launched with `rows` for its roots and drafts, or with its roots alone."""
+        if not schedule.prefilling:
+            self._drafted = max(0, rows - len(schedule.chunks))
+
+    def _prompt_rows(self, due: SequenceOf[int], decoding: int, rows: int) -> int:
+        """Rows of prompts that a step reads, of at most `rows`: those that `decoding` sequences may wait for. If some
+        are left for the next step anyway, the step has one of the sizes that passes are captured for, with as many
+        drafted rows as usual. `due` are those of each sequence that reads."""
+        if not due:
+            return rows
+        read, beside, sizes = sum(due), decoding, self._pass_sizes(decoding + len(due))
+        if decoding:
+            beside += self._drafted
+            longest = max(self._prompt_wait, _TWICE * self.times.seconds(decoding, 0))
+            within = max(_LEAST_READ, self.times.prefill_within(decoding, longest, rows, self._drafted))
+            rows = min(rows, rows_that_fill(within, beside, sizes))
+        if read <= rows and max(due) < self._prefill_chunk:
+            return rows
+        return rows_that_fill(min(rows, read), beside, sizes)
 
     def _shortened(self, wanted: int, most: int, least: int, within: int) -> int:
         """How many places or rows a step gets, of at most `most`: those `within` its time, and at least `least`."""
@@ -294,7 +330,7 @@ class Scheduler:
                 lines[sequence.request.tenant].append((sequence, count))
         # In small parts, so that a short prompt does not wait for another tenant's long one.
         part = max(1, rows // _PARTS)
-        wanted = {tenant: _in_parts(sum(count for _, count in line), part) for tenant, line in lines.items()}
+        wanted = {tenant: in_parts(sum(count for _, count in line), part) for tenant, line in lines.items()}
         shares = {tenant: line[0][0].request.limits for tenant, line in lines.items()}
         served = Counter[str]()
         for tenant, count in self._rows.divide(wanted, shares, rows):
@@ -452,14 +488,3 @@ class Scheduler:
         queue = self._waiting.pop(tenant, deque())
         queue.appendleft(sequence)
         self._waiting = {tenant: queue, **self._waiting}
-
-
-def _place_in_step(chunk: SequenceChunk) -> tuple[bool, bool]:
-    """See `Schedule`."""
-    return chunk.takes_tree, chunk.takes_tree and chunk.sequence.request.device_rows
-
-
-def _in_parts(count: int, size: int) -> list[int]:
-    """`count` as a list of parts of `size`, the last one smaller."""
-    whole, rest = divmod(count, size)
-    return [size] * whole + [rest] * bool(rest)

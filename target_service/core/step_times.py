@@ -31,7 +31,8 @@ class StepTimes:
     Times are of whole steps, from the end of one to the end of the next, since that is what tenants wait for.
     `StepCost`, for drafted rows, measures the model's passes alone.
 
-    A size beyond those observed is assumed to take no longer than the nearest one, and so is tried. A tenant whose
+    A size beyond those observed is assumed to take no longer than the nearest one, and so is tried, but for rows of
+    prompts where costs were measured at the start. A tenant whose
     prompts never end leaves no step that only decodes: sizes that are observed in no other step are taken from steps
     that read, or they would be tried for ever.
 
@@ -42,11 +43,13 @@ class StepTimes:
     lost a quarter to a half of their tokens by that (`benchmarks/results/2026-11-26-cpu-tenants.md`).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, expected: Callable[[int], float] | None = None) -> None:
+        """`expected`: seconds of a pass by its rows, as measured at the start; None if they were not."""
         self._decoding, self._prefill = _Curve(), _Curve(through_origin=True)
         self._own_decoding = _Curve(undisturbed=True)
         # Steps without decoding sequences, which wait for no draft.
         self._prefill_alone = _Curve()
+        self._expected = expected
         # By size as in `_Curve`: steps with prompts since one without.
         self._stale: dict[int, int] = {}
 
@@ -68,7 +71,8 @@ class StepTimes:
         if decoding and stale > _STALE_AFTER:
             # Reading takes as long as observed, or else its part of the rows.
             part = seconds * prefill_rows / (prefill_rows + decoding)
-            prefill = self._prefill(prefill_rows) if self._prefill.known else part
+            known = self._prefill.known or self._expected is not None
+            prefill = self._prefill_seconds(prefill_rows) if known else part
             self._decoding.observe(decoding, max(0.0, seconds - prefill))
         else:
             self._prefill.observe(prefill_rows, max(0.0, seconds - self._decoding(decoding)))
@@ -77,7 +81,7 @@ class StepTimes:
         """Estimated seconds of a step; 0 without observations."""
         if not decoding and self._prefill_alone.known:
             return self._prefill_alone(prefill_rows)
-        return self._decoding(decoding) + self._prefill(prefill_rows)
+        return self._decoding(decoding) + self._prefill_seconds(prefill_rows)
 
     def own_seconds(self, decoding: int, prefill_rows: int) -> float:
         """Estimated seconds of a step of one tenant alone."""
@@ -90,9 +94,24 @@ class StepTimes:
         """Sequences, at most `most`, that decode within `seconds`."""
         return _most_within(seconds, most, self._decoding)
 
-    def prefill_within(self, decoding: int, seconds: float, most: int) -> int:
-        """Rows of prompts, at most `most`, that are read within `seconds` beside decoding sequences."""
-        return _most_within(seconds - self._decoding(decoding), most, self._prefill)
+    def prefill_within(self, decoding: int, seconds: float, most: int, drafted: int = 0) -> int:
+        """Rows of prompts, at most `most`, that are read within `seconds` beside decoding sequences with `drafted`
+        rows."""
+        taken, expected = self._decoding(decoding), self._expected
+        if expected is None:
+            return _most_within(seconds - taken, most, self._prefill)
+        beside = decoding + drafted
+        least = expected(max(1, beside))
+        taken = max(taken, least)
+        # Sizes between those observed may take longer than these: a pass runs as the next larger captured one.
+        curve = lambda rows: max(self._prefill(rows), expected(beside + rows) - least)  # noqa: E731
+        return _most_within(seconds - taken, most, curve)
+
+    def _prefill_seconds(self, rows: int) -> float:
+        """Seconds that rows of prompts add to a step."""
+        if self._expected is None:
+            return self._prefill(rows)
+        return max(self._prefill(rows), self._expected(rows) - self._expected(1))
 
 
 class _Undisturbed:

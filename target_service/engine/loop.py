@@ -92,7 +92,7 @@ class EngineLoop:
         self._observer = observer
         self.features = Features(runner, config.feature_window if config.speculates else 0)
         self.drafting = DraftTrees(config, runner.vocabulary_size, self.features, self._steps.tables)
-        self.scheduler = Scheduler(config, runner.cache)
+        self.scheduler = Scheduler(config, runner.cache, runner.pass_sizes, step_cost)
         self.scheduler.pages.states = SharedPrefixStates(self.features, self._is_drafted) if config.speculates else None
         self.live: dict[int, LiveSequence] = {}
         self.grammars = Grammars(runner.tokenizer, runner.vocabulary_size, runner.end_token_ids)
@@ -240,7 +240,9 @@ class EngineLoop:
         self._update_drafting()
         ahead = step.launched.can_launch_before_results and any([not one.request.awaits_results for one in running])
         use = self.gathering.choose(running, ahead=ahead)
-        self._mode = self._choose_mode(running) if ahead and use is LaunchMode.RUN_AHEAD else LaunchMode.RUN_AHEAD
+        self._mode = LaunchMode.RUN_AHEAD
+        if ahead and use is LaunchMode.RUN_AHEAD:
+            self._mode = self._policy_updates.choose_mode(len(running), self._rows, self._launching.value)
         if (
             use is LaunchMode.WAIT_FOR_DRAFT
             or not ahead
@@ -281,18 +283,6 @@ class EngineLoop:
             several = several and not schedule.laid_out
         return self._policy_updates.multi_step.choose(
             schedule, self.scheduler, self._runner.max_context, device_rows, several=several
-        )
-
-    def _choose_mode(self, running: SequenceOf[Sequence]) -> LaunchMode:
-        """Whether the next pass is held for the draft's answer to the one under way."""
-        if not (self._policy.on and self.drafting.has_open_sequences and self.drafting.latency.waiting_pays):
-            return LaunchMode.RUN_AHEAD
-        load, rows = len(running), self._rows
-        takes = self._policy.seconds(load, rows, LaunchMode.RUN_AHEAD) or self._policy.seconds(
-            load, rows, LaunchMode.WAIT_FOR_DRAFT
-        )
-        return self._policy_updates.modes.choose(
-            load, self.drafting.latency.answer_seconds, self._launching.value, takes
         )
 
     def _feed(self, step: Step) -> None:
@@ -348,6 +338,7 @@ class EngineLoop:
             launched.span.record_end()
         clock.launched = clock.forwarded = time.monotonic_ns()
         self._rows = device_rows.rows if device_rows is not None else 0
+        self.scheduler.count_drafted(schedule, self._rows)
         for item in batch.items:
             # For what runs after this step, their keys and values are computed.
             item.sequence.kv_length += item.known + passes - 1

@@ -41,6 +41,17 @@ class PolicyUpdates:
         """The mode of passes for the row policy; None while no draft is used."""
         return mode if self.gathering.drafting.has_open_sequences else None
 
+    def choose_mode(self, load: int, rows: int, launch_seconds: float) -> LaunchMode:
+        """Whether the next pass of `load` sequences is held for the draft's answer to the one under way, of `rows`. A
+        launch takes `launch_seconds`."""
+        policy, drafting = self.gathering.policy, self.gathering.drafting
+        if not (policy.on and drafting.has_open_sequences and drafting.latency.waiting_pays):
+            return LaunchMode.RUN_AHEAD
+        takes = policy.seconds(load, rows, LaunchMode.RUN_AHEAD) or policy.seconds(
+            load, rows, LaunchMode.WAIT_FOR_DRAFT
+        )
+        return self.modes.choose(load, drafting.latency.answer_seconds, launch_seconds, takes)
+
     def observe_outcomes(self, step: Step, outcomes: SequenceOf[Verified | None]) -> None:
         """Let the row policy learn from a pass whose rows the device chose."""
         prefills_alone = step.batch.prefill_rows and step.batch.device_rows is None

@@ -84,6 +84,11 @@ class ModelRunner:
         are eager."""
         return 0, 0
 
+    def pass_sizes(self, sequences: int) -> Sequence[int]:
+        """Rows, rising, of the passes that a step of so many sequences runs as; none where it runs with its own."""
+        del sequences
+        return ()
+
     def hook(self, layers: tuple[int, ...]) -> None:
         """Keep the outputs of these decoder layers only, from the next pass on; see `LayerHooks`. Raises `NotSupported`
         where the model has no such layers, or others were chosen before steps were captured."""

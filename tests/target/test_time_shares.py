@@ -34,7 +34,9 @@ class Played:
 
     def __init__(self, machine: Machine, *, length: int = 1 << 20, chunk: int = 256) -> None:
         cache = KVCache(4096, 16, 1, 1, 4, 4, torch.float32, torch.device("cpu"))
-        self.scheduler = Scheduler(TargetConfig(max_running=64, max_step_rows=512, prefill_chunk=chunk), cache)
+        # Machines here take seconds for a step.
+        config = TargetConfig(max_running=64, max_step_rows=512, prefill_chunk=chunk, prompt_wait_ms=60_000)
+        self.scheduler = Scheduler(config, cache)
         self._machine, self._length, self._count = machine, length, 0
         # Of each step: seconds, and sequences by tenant.
         self.steps: list[tuple[float, Counter[str]]] = []

@@ -7,7 +7,7 @@ one copy from pinned memory fills. Rows that a step leaves free have no sequence
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from math import inf
 from typing import Any
@@ -85,6 +85,10 @@ class CapturedRunner(ModelRunner):
     @property
     def captured_steps(self) -> tuple[int, int]:
         return len(self._captured), self._capturable
+
+    def pass_sizes(self, sequences: int) -> Sequence[int]:
+        """See `ModelRunner.pass_sizes`."""
+        return sorted({bucket.rows for bucket in self.buckets if bucket.sequences >= sequences})
 
     @property
     def scratch_bytes(self) -> int:

@@ -25,6 +25,8 @@ _LIVE_BOUND = 1.5
 _UNSEEN = 16
 # Sizes between which costs are interpolated, the most informative first, and the context they are measured at.
 _ROWS = (1, 16, 64, 4, 32, 8, 2, 12, 24, 48, 128, 256)
+# And those of steps that read prompts, where the device chooses rows beside them.
+_PROMPT_ROWS = (512, 1024, 2048)
 _CONTEXT = 256
 _REPEATS = 3
 # A loaded machine measures fewer sizes; three are always measured.
@@ -89,13 +91,15 @@ class StepCost:
 
 
 def measure_step_cost(runner: ModelRunner, max_rows: int) -> StepCost:
-    """Time forward passes of one sequence with a star-shaped tree of diverse tokens; the fastest of a few repeats of
-    each size counts. Takes about 3 s for a 135M model on two CPU cores. Leaves the KV cache as it found it."""
+    """Time forward passes of one sequence with a star-shaped tree of diverse tokens, or with a piece of a prompt where
+    trees are smaller; the fastest of a few repeats of each size counts. Takes about 3 s for a 135M model on two CPU
+    cores. Leaves the KV cache as it found it."""
     # A thread's current device is the first one until it is set.
     choose_device(str(runner.device))
     cache = runner.cache
     context = min(_CONTEXT, runner.max_context // 2, cache.num_pages * cache.page_size // 2)
-    sizes = [rows for rows in _ROWS if rows <= max_rows and cache.pages_for(context + rows) <= cache.free_pages]
+    wanted = _ROWS if runner.node_table is None else (*_ROWS[:3], *_PROMPT_ROWS, *_ROWS[3:])
+    sizes = [rows for rows in wanted if rows <= max_rows and cache.pages_for(context + rows) <= cache.free_pages]
     pages = cache.allocate(cache.pages_for(context + max(sizes)))
     deadline = time.monotonic() + _SECONDS
     measured: dict[int, float] = {}
@@ -132,5 +136,7 @@ def _seconds(runner: ModelRunner, step: ForwardInput) -> float:
 
 def _step(runner: ModelRunner, pages: list[int], context: int, rows: int) -> ForwardInput:
     token_ids = spread_tokens(runner.vocabulary_size, rows)
+    if rows > _ROWS[-1]:
+        return ForwardInput.of_sequence(token_ids, tuple(range(context, context + rows)), pages, runner.cache, None)
     positions, parents = (context, *(context + 1,) * (rows - 1)), (0,) * rows if rows > 1 else None
     return ForwardInput.of_sequence(token_ids, positions, pages, runner.cache, parents)
