@@ -63,16 +63,17 @@ test-chaos: export OUTRIDER_CHAOS_RESULTS := build/chaos
 test-chaos: install
 	$(BIN)/python -m pytest -s -m chaos tests/chaos
 
+# Both may run beside each other, as in .ci/run: what failed in one is no other's.
 # make test-install  a wheel and a source distribution, installed in a clean environment, each role run
 .PHONY: test-install
 test-install: install
-	$(BIN)/python -m pytest --rerun-failed-alone -m install tests/install
+	$(BIN)/python -m pytest -o cache_dir=build/.pytest-install --rerun-failed-alone -m install tests/install
 
 # make test-sdk      the TypeScript and Go clients against the real services
 .PHONY: test-sdk
 test-sdk: install
 	tests/sdk/install_toolchains.sh
-	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m pytest --rerun-failed-alone -m sdk tests/sdk
+	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m pytest -o cache_dir=build/.pytest-sdk --rerun-failed-alone -m sdk tests/sdk
 
 # make go-module     gives the Go client the path that it is published under: GO_MODULE=github.com/you/outrider/clients/go
 GO_MODULE ?=

@@ -6,7 +6,6 @@ exit status count it as passed.
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from typing import Any
@@ -34,13 +33,15 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     terminal._tw._file.flush()
     alone = subprocess.run(
         [sys.executable, "-m", "pytest", "-n", "0", "--last-failed", "--last-failed-no-failures", "none"]
+        + ["-o", f"cache_dir={config.getini('cache_dir')}"]
         + (["-m", config.option.markexpr] if config.option.markexpr else [])
         + config.args,
         check=False,
     )
     if alone.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return
-    still = set(json.loads((config.rootpath / ".pytest_cache/v/cache/lastfailed").read_text() or "{}"))
+    cache: pytest.Cache = config.cache
+    still = set(cache.get("cache/lastfailed", {}))
     config.stash[_MENDED] = _count_as_passed(terminal.stats, still)
     if not (terminal.stats.get("failed") or terminal.stats.get("error")):
         session.exitstatus = pytest.ExitCode.OK
