@@ -25,7 +25,7 @@ settings.register_profile(
     "same",
     deadline=None,
     derandomize=True,
-    max_examples=50,
+    max_examples=25,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
