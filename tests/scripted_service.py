@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
+import pytest
 from scripted_engine import SERVED, ScriptedEngine
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -18,6 +20,7 @@ from outrider.limits import TenantTable
 from outrider.serving import GrpcServer, Service, ServingOptions
 from outrider.telemetry.tracing import Tracing
 from outrider.v1 import target_pb2_grpc
+from target_service.api import admission
 from target_service.api.admission import ServedModel
 from target_service.api.server import SERVICE_NAME, TargetServicer
 from target_service.config import TargetConfig
@@ -25,6 +28,7 @@ from target_service.core.events import Sequences
 from target_service.core.quotas import TenantQuotas
 from target_service.speculation_state import SpeculationState
 from target_service.text.loading import tokenizer_of
+from target_service.text.processes import TextProcess
 from target_service.text.tokenizer import ModelTokenizer
 
 CONFIG = TargetConfig(weights_stream_gb=0.0)
@@ -66,6 +70,18 @@ def model_tokenizer() -> ModelTokenizer:
     return tokenizer_of(byte_tokenizer())
 
 
+@functools.cache
+def served_tokenizer() -> ModelTokenizer:
+    """One of them, for targets that leave it as it is."""
+    return model_tokenizer()
+
+
+@functools.cache
+def _shared_encoder() -> TextProcess:
+    """The text process of all targets with `served_tokenizer`: each would start its own."""
+    return TextProcess(served_tokenizer())
+
+
 @dataclass
 class Target:
     """A target service over the scripted engine, and a channel to it."""
@@ -101,7 +117,10 @@ async def target_over(
     engine.start(sequences.deliver)
     serving = ServingOptions(**options)
     config = replace(config, auth_tokens="tokens" if serving.authenticator.required else "")
-    servicer = ScriptedServicer(config, served, sequences, tracing or Tracing())
+    with pytest.MonkeyPatch.context() as patched:
+        if served.tokenizer is served_tokenizer():
+            patched.setattr(admission, "TextProcess", lambda _: _shared_encoder())
+        servicer = ScriptedServicer(config, served, sequences, tracing or Tracing())
     service = Service(SERVICE_NAME, lambda to: target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, to))
     server = GrpcServer(serving, [service])
     await server.start()

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 from scripted_engine import SERVED, ScriptedEngine
-from scripted_service import Target, byte_tokenizer, model_tokenizer, target_over
+from scripted_service import Target, byte_tokenizer, served_tokenizer, target_over
 from transformers import PreTrainedModel
 from waits import HUNG_SECONDS
 
@@ -68,7 +68,7 @@ async def gateway_over(
     **settings: Any,
 ) -> AsyncIterator[Gateway]:
     async with contextlib.AsyncExitStack() as leave:
-        model = replace(SERVED, **{"tokenizer": model_tokenizer(), **(served or {})})
+        model = replace(SERVED, **{"tokenizer": served_tokenizer(), **(served or {})})
         targets = [
             await leave.enter_async_context(target_over(engine, model, **(serving or {})))
             for engine in engines or (ScriptedEngine(),)

@@ -139,7 +139,7 @@ def byte_tokenizer() -> Any:
 @pytest.fixture(scope="session")
 def model_tokenizer() -> Any:
     """The same as a target has it."""
-    return scripted_service.model_tokenizer()
+    return scripted_service.served_tokenizer()
 
 
 @pytest.fixture
