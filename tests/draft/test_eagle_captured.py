@@ -35,7 +35,7 @@ from draft_service.neural.cuda_graphs.drafting import CapturedDrafting, PassSize
 from outrider.sampling import LOSSLESS_MODES, VerificationMode
 from outrider.tree import TokenTree
 
-pytestmark = [pytest.mark.pairs, pytest.mark.usefixtures("static_kv")]
+pytestmark = [pytest.mark.values, pytest.mark.usefixtures("static_kv")]
 # Workers import what tests do.
 SEARCHED = os.pathsep.join(sys.path)
 

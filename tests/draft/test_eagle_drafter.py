@@ -33,7 +33,7 @@ from outrider.settings import SettingsError
 from outrider.tree import TokenTree
 from outrider.wire.frames import TreeLimits
 
-pytestmark = pytest.mark.pairs
+pytestmark = pytest.mark.values
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)

@@ -27,7 +27,7 @@ from outrider.settings import SettingsError
 from outrider.tree import TokenTree
 from outrider.wire.frames import FeatureRequest, TreeLimits
 
-pytestmark = pytest.mark.pairs
+pytestmark = pytest.mark.values
 
 SETTINGS: dict[str, Any] = {
     "topk": 3,

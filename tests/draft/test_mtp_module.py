@@ -47,7 +47,7 @@ from outrider.settings import SettingsError
 from outrider.tree import TokenTree
 from outrider.weights import Weights
 
-pytestmark = pytest.mark.pairs
+pytestmark = pytest.mark.values
 
 
 def softmax_of(after: Callable[[tuple[int, ...]], Tensor]) -> Callable[[tuple[int, ...]], Tensor]:

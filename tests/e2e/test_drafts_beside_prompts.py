@@ -15,7 +15,7 @@ from target_service.engine.loop import EngineLoop
 from target_service.execution.device_executor import DeviceSteps
 from target_service.execution.multi_step import MultiStep
 
-pytestmark = pytest.mark.pairs
+pytestmark = pytest.mark.values
 
 RUNNING = 4
 

@@ -27,7 +27,7 @@ from draft_service.eagle.head import EagleHead
 from outrider.sampling import SamplingParams
 from target_service.model.head_projection import read_draft_head
 
-pytestmark = pytest.mark.pairs
+pytestmark = pytest.mark.values
 
 
 @pytest.fixture(scope="module", params=KINDS)

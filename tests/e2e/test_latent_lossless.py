@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from outrider.sampling import SamplingParams
 from target_service.core.sequence import SequenceRequest
 
-pytestmark = pytest.mark.pairs
+pytestmark = pytest.mark.values
 
 VOCABULARY = 211
 GREEDY = SamplingParams(ignore_eos=True)

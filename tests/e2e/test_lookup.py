@@ -23,7 +23,7 @@ from outrider.sampling import SamplingParams, VerificationMode
 from target_service.core.sequence import SequenceRequest
 from target_service.speculation.policy.step_cost import StepCost
 
-pytestmark = pytest.mark.pairs
+pytestmark = pytest.mark.values
 
 VOCABULARY = 211
 SAMPLINGS = {

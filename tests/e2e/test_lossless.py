@@ -27,7 +27,7 @@ from outrider.sampling import SamplingParams, VerificationMode
 from target_service.core.sequence import SequenceRequest
 from target_service.speculation.policy.step_cost import StepCost
 
-pytestmark = pytest.mark.pairs
+pytestmark = pytest.mark.values
 
 VOCABULARY = 211
 LENGTHS = (1, 5, 16, 17, 40)
@@ -75,6 +75,7 @@ def drafter(name: str, wanted: Sequence[SequenceRequest], said: Sequence[Sequenc
     return knowing_tree(whole, VOCABULARY, 40, right=0.8)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("draft", ["none", "random", "knowing"])
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("stagger", [0, 3], ids=["together", "staggered"])
@@ -93,6 +94,7 @@ def test_output_is_plain_decoding(
         assert accepted > 20
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("stagger", [0, 3], ids=["together", "staggered"])
 @pytest.mark.parametrize("kv_tokens", [2048, 9 * 16], ids=["roomy", "preempting"])

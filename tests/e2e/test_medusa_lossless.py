@@ -30,7 +30,7 @@ from draft_service.medusa.drafter import MedusaDrafter
 from draft_service.medusa.head import MedusaHead
 from outrider.sampling import SamplingParams
 
-pytestmark = pytest.mark.pairs
+pytestmark = pytest.mark.values
 
 TOKENS = 24
 

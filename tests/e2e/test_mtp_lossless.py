@@ -29,7 +29,7 @@ from draft_service.mtp.drafter import MtpConfig, MtpDrafter
 from outrider.sampling import SamplingParams
 from target_service.model.head_projection import read_draft_head
 
-pytestmark = pytest.mark.pairs
+pytestmark = pytest.mark.values
 
 # Targets with experts, as have their modules: one with latent attention, one with positions over half of a head.
 EXPERTS: dict[str, Any] = {

@@ -16,7 +16,7 @@ from outrider.wire.frames import DraftLink, SequenceAdvance
 from target_service.core.sequence import SequenceRequest
 from target_service.speculation.policy.step_cost import StepCost
 
-pytestmark = pytest.mark.pairs
+pytestmark = pytest.mark.values
 
 VOCABULARY = 211
 TOKENS = 48

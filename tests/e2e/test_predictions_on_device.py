@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from outrider.sampling import SamplingParams, VerificationMode
 from target_service.core.sequence import SequenceRequest
 
-pytestmark = pytest.mark.pairs
+pytestmark = pytest.mark.values
 
 VOCABULARY = 211
 TOKENS = 64

@@ -21,7 +21,7 @@ from target_service.engine.step import Step
 from target_service.execution.device_executor import DeviceSteps
 from target_service.model.runner import ModelRunner, runner_for
 
-pytestmark = pytest.mark.pairs
+pytestmark = pytest.mark.values
 
 END = 2
 PROMPT = (5, 9, 14)

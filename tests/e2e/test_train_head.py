@@ -308,7 +308,7 @@ def test_a_wrong_setting_ends_the_command_with_status_two(tmp_path: Path) -> Non
     assert "--steps: must be at least 1" in done.stderr
 
 
-@pytest.mark.parametrize("style", ["eagle3", "eagle3.1"])
+@pytest.mark.parametrize("style", [pytest.param("eagle3", marks=pytest.mark.full), "eagle3.1"])
 def test_heads_of_another_width_carry_their_embedding(tmp_path: Path, model: Path, style: str) -> None:
     config = config_of(model, tmp_path, hidden=24, layers=2, style=style, vocabulary=0, tokens="800", epochs=1.0)
     train_head(config, COMMAND)

@@ -126,7 +126,7 @@ def test_each_device_has_a_writer(written: Path) -> None:
 
 
 # An odd number of batches in a pass or not: steps go over its end.
-@pytest.mark.parametrize("validation", [4, 5])
+@pytest.mark.parametrize("validation", [4, pytest.param(5, marks=pytest.mark.full)])
 def test_two_devices_learn_what_one_learns_of_the_mean_of_their_batches(
     tmp_path: Path, model: Path, written: Path, validation: int
 ) -> None:
@@ -147,7 +147,7 @@ def test_two_devices_learn_what_one_learns_of_the_mean_of_their_batches(
     assert not torch.distributed.is_initialized()
 
 
-@pytest.mark.parametrize("device", [BOTH, "cpu"], ids=["on both", "on one"])
+@pytest.mark.parametrize("device", [BOTH, pytest.param("cpu", marks=pytest.mark.full)], ids=["on both", "on one"])
 def test_an_interrupted_run_goes_on(
     tmp_path: Path, model: Path, written: Path, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
@@ -242,7 +242,12 @@ def test_a_follower_that_dies_ends_the_run_with_one_line(tmp_path: Path, model: 
 
 
 @pytest.mark.parametrize(
-    ("end", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)]
+    ("end", "status"),
+    [
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.full),
+        (signal.SIGTERM, -signal.SIGTERM),
+        (signal.SIGKILL, -signal.SIGKILL),
+    ],
 )
 def test_the_leaders_end_ends_its_followers(
     tmp_path: Path, model: Path, written: Path, end: signal.Signals, status: int

@@ -22,7 +22,7 @@ from draft_service.ngram.drafter import NgramDrafter
 from outrider.weight_updates import RunningRequests
 from target_service.core.sequence import StepVerdict
 
-pytestmark = pytest.mark.pairs
+pytestmark = pytest.mark.values
 
 TOKENS = 200
 

@@ -26,7 +26,7 @@ from windowed_models import WINDOWED
 from outrider.sampling import SamplingParams
 from target_service.core.sequence import SequenceRequest
 
-pytestmark = pytest.mark.pairs
+pytestmark = pytest.mark.values
 
 VOCABULARY = 211
 GREEDY = SamplingParams(ignore_eos=True)

@@ -19,7 +19,7 @@ from tree_kernels.latent_attention import (
     write_latents,
 )
 
-pytestmark = pytest.mark.pairs
+pytestmark = pytest.mark.values
 
 BATCHES: dict[str, list[tuple[int, int, str]]] = {
     "decode": [(37, 1, "tree")],

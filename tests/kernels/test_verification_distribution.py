@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tree_kernels.verification import Walk, match_walk, rejection_walk
 
-pytestmark = pytest.mark.pairs
+pytestmark = pytest.mark.values
 
 Path = tuple[int, ...]
 Distribution = tuple[tuple[int, ...], tuple[int, ...]]

@@ -215,6 +215,7 @@ def is_latent(decoder: Decoder) -> bool:
     return not isinstance(decoder.spec.layers[0].attention, AttentionSpec)
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_logits_are_those_of_transformers(pair: tuple[Any, Decoder], page_size: int) -> None:
     """Of a prompt in two chunks, then of a tree behind it, path by path."""
@@ -234,6 +235,8 @@ def test_logits_are_those_of_transformers(pair: tuple[Any, Decoder], page_size: 
             torch.testing.assert_close(rows[row], expected, **TOLERANCE)
 
 
+# Where logits are equal, so are they.
+@pytest.mark.full
 def test_greedy_tokens_are_those_of_generate(pair: tuple[Any, Decoder]) -> None:
     model, decoder = pair
     prompt = [(17 + 7919 * i) % 211 for i in range(PROMPT)]

@@ -13,3 +13,5 @@ def test_every_pair_is_left_and_most_combinations_are_not() -> None:
     kept = covering(combinations)
     assert set().union(*combinations) == set().union(*(combinations[place] for place in kept))
     assert 12 <= len(kept) <= 16 < len(combinations) == 48
+    values = [set(each) for each in itertools.product(*axes)]
+    assert len(covering(values)) == 4

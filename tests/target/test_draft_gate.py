@@ -9,7 +9,7 @@ import pytest
 
 from target_service.speculation.policy.draft_gate import DraftGate
 
-pytestmark = pytest.mark.pairs
+pytestmark = pytest.mark.values
 
 ONE_PASS = 6e-3
 # Passes of a kind of text, and of each comparison.

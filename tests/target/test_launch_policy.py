@@ -10,7 +10,7 @@ import pytest
 from target_service.speculation.policy.launch_mode import LaunchMode
 from target_service.speculation.policy.launch_policy import LaunchPolicy
 
-pytestmark = pytest.mark.pairs
+pytestmark = pytest.mark.values
 
 RUN_AHEAD, WAIT = LaunchMode.RUN_AHEAD, LaunchMode.WAIT_FOR_DRAFT
 ONE_PASS, ANSWER, LAUNCH = 6e-3, 0.7e-3, 0.3e-3

@@ -29,7 +29,7 @@ from target_service.speculation.policy.step_cost import StepCost
 from tree_kernels.node_table.layout import KEPT, PROSPECTS
 from tree_kernels.verification import Walk
 
-pytestmark = pytest.mark.pairs
+pytestmark = pytest.mark.values
 
 MAX_ROWS = 256
 # No node is surer on the device.

@@ -30,7 +30,7 @@ from tree_models.layers.linear import can_pack
 from tree_models.reference import published_tensors
 from tree_models.slots import TensorSpec, specs_of
 
-pytestmark = pytest.mark.pairs
+pytestmark = pytest.mark.values
 
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma", "phi3", "mixtral", "cohere", "apertus", "helium"]
 packs = pytest.mark.skipif(

@@ -23,7 +23,7 @@ from target_service.execution.host_executor import HostSteps, Steps
 from target_service.execution.multi_step import MultiStep
 from target_service.model.runner import ModelRunner
 
-pytestmark = pytest.mark.pairs
+pytestmark = pytest.mark.values
 
 TOKENS = 40
 PROMPTS = ([5, 6, 7], [9, 8], [30, 31, 30, 31, 30])
