@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from inspect import signature
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +14,24 @@ from torch import Tensor, nn
 
 from tree_kernels.attention import AttentionBatch, TreeAttention, sequence_mask
 from tree_models.agreement import TOLERANCE
+from tree_models.building import build
+from tree_models.families import describe
 from tree_models.layers.decoder import Decoder
+from tree_models.layers.placing import Placement
+from tree_models.layers.rotary import RotaryEmbedding
+from tree_models.spec import DecoderSpec, RotarySpec
 from tree_models.weights.checkpoint import TensorsInMemory, TensorSource
 
 # Of the comparison with transformers' layers.
 _ROWS = 5
+# Of the comparison of what stands around the layers: a window that fewer rows than these show, and words enough for
+# them. Chosen.
+_WINDOW = 2
+_WORDS = 16
+# Positions whose angles are compared; at the last, an error of 1e-3 of a fast frequency turns by more than a radian.
+_PLACES = (0, 1, 7, 97, 1021)
+# Of logits, relative, and of cosines and sines, in fp32.
+_CLOSE = 1e-3
 
 
 def published_tensors(model: Any) -> TensorsInMemory:
@@ -30,14 +44,15 @@ def published_tensors(model: Any) -> TensorsInMemory:
 
 
 def layers_that_differ(decoder: Decoder, config: Any, source: TensorSource) -> list[str]:
-    """Compare each kind of layer once with transformers' own of the same weights, over random rows, one layer in memory
-    at a time. What differs, in words; nothing where all agree."""
+    """Compare what stands around the layers, and each kind of layer once with transformers' own of the same weights,
+    over random rows, one layer in memory at a time. What differs, in words; nothing where all agree."""
     import transformers
 
+    if found := surroundings_that_differ(config):
+        return found
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     inner = model.base_model
-    found = []
     for kind in dict.fromkeys(decoder.spec.layers):
         index = decoder.spec.layers.index(kind)
         own = inner.layers[index].to_empty(device=decoder.device).to(decoder.dtype)
@@ -122,3 +137,112 @@ def _outputs(own: Any, inner: Any, config: Any, decoder: Decoder, index: int) ->
     layer: Any = decoder.layers[index]
     found = layer(hidden, decoder.angles_of(index, positions), step)
     return found - hidden, expected - hidden
+
+
+def surroundings_that_differ(config: Any) -> list[str]:
+    """Compare what a configuration's description says of everything but the layers themselves with what transformers'
+    model of it does: which rows each layer sees, the angles of its rows, and what becomes of embeddings and logits.
+
+    Of a model with the same settings, but few words, random weights, and a window that a few rows show: a leftover key
+    that transformers reads in this family, or does not, differs here.
+    """
+    small = copy.deepcopy(config)
+    small.vocab_size = min(_WORDS, int(config.vocab_size))
+    small.dtype = small.pad_token_id = None
+    if getattr(small, "sliding_window", None):
+        small.sliding_window = _WINDOW
+    description = describe(small)
+    if description is None:
+        return []
+    words = torch.arange(_ROWS) % small.vocab_size
+    seen, own = _without_layers(small, words, torch.arange(_ROWS))
+    source = TensorsInMemory({name: tensor for name, tensor in own.state_dict().items() if not tensor.is_meta})
+    ends = replace(description, spec=replace(description.spec, layers=()))
+    decoder = build(ends, source, Placement(torch.device("cpu"), torch.float32))
+    logits, expected = decoder.logits(decoder.norm(decoder.embedded(words))), seen.logits
+    found = []
+    if not float((logits - expected).abs().max()) <= _CLOSE * float(expected.abs().max()):
+        found.append("embeddings or logits")
+    found += [f"the mask of layer {index}" for index in _masks_that_differ(description.spec, seen.layers)]
+    last = min(max(_PLACES), description.spec.max_positions - 1)
+    places = torch.tensor([min(place, last) for place in _PLACES])
+    turned, _ = _without_layers(small, words, places)
+    return found + [f"the angles of layer {index}" for index in _angles_that_differ(description.spec, turned, places)]
+
+
+def _without_layers(config: Any, words: Tensor, places: Tensor) -> tuple[SimpleNamespace, Any]:
+    """Logits [R, V] of transformers' model with layers that do nothing, and what each layer is given; and the model,
+    whose layers have no memory."""
+    import transformers
+
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    body = model.base_model
+    inside = {id(module) for module in body.layers.modules()}
+    generator = torch.Generator().manual_seed(0)
+    for module in list(model.modules()):
+        if id(module) in inside or next(module.children(), None) is not None:
+            continue
+        module.to_empty(device="cpu")
+        # Computes buffers.
+        model._init_weights(module)
+        for tensor in module.parameters():
+            tensor.data = torch.randn(tensor.shape, generator=generator)
+    model.tie_weights()
+    given: list[dict[str, Any]] = []
+
+    def passes(whole: bool) -> Callable[..., Any]:
+        def forward(hidden: Tensor, **arguments: Any) -> Any:
+            given.append(arguments)
+            return hidden if whole else (hidden,)
+
+        return forward
+
+    # Layers return rows, and older ones a tuple of these and more.
+    for whole in (True, False):
+        given.clear()
+        for layer in body.layers:
+            layer.forward = passes(whole)
+        with torch.inference_mode():
+            logits = model(input_ids=words[None], position_ids=places[None], use_cache=False).logits
+        if logits.shape[:2] == (1, len(words)):
+            break
+    return SimpleNamespace(logits=logits[0].float(), layers=given), model
+
+
+def _masks_that_differ(spec: DecoderSpec, given: Sequence[dict[str, Any]]) -> list[int]:
+    found = []
+    for index, (layer, arguments) in enumerate(zip(spec.layers, given, strict=True)):
+        mask = arguments.get("attention_mask")
+        own = sequence_mask(_batch(), 0, getattr(layer.attention, "window", None))
+        # Without one every row sees all others.
+        seen = torch.ones_like(own) if mask is None else mask[0, 0] if mask.dtype == torch.bool else mask[0, 0] > -1
+        if not torch.equal(own, seen):
+            found.append(index)
+    return found
+
+
+def _angles_that_differ(spec: DecoderSpec, seen: SimpleNamespace, places: Tensor) -> list[int]:
+    found = []
+    for index, (layer, arguments) in enumerate(zip(spec.layers, seen.layers, strict=True)):
+        turning, given = layer.attention.rotary, arguments.get("position_embeddings")
+        # What a layer does with its positions is compared with the layer.
+        if turning is not None and given is not None and not _same_angles(turning, given, places):
+            found.append(index)
+    return found
+
+
+def _same_angles(turning: RotarySpec, given: Any, places: Tensor) -> bool:
+    angles = RotaryEmbedding(turning, torch.device("cpu"))(places)
+    # [R, W / 2], of which families keep one or two copies, side by side or as neighbours.
+    cosines, sines = (table[:, : table.shape[1] // 2] for table in (angles.cosines, angles.sines))
+    pair = (given.real, given.imag) if isinstance(given, Tensor) else given
+    for own, theirs in zip((cosines, sines), pair, strict=True):
+        theirs = theirs.reshape(len(places), -1).float()
+        copies, rest = divmod(theirs.shape[1], own.shape[1])
+        if rest or copies not in (1, 2):
+            return False
+        expected = own.repeat_interleave(copies, dim=1).sort(dim=1).values
+        if not float((theirs.sort(dim=1).values - expected).abs().max()) <= _CLOSE * max(1.0, turning.scaling):
+            return False
+    return True

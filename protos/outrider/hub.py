@@ -13,7 +13,7 @@ _HUB_SECONDS = 5.0
 # What loading reads of a model. Pickled weights and code are not fetched.
 MODEL_PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 # Second copies of the weights: other formats in folders, and Mistral's own format.
-IGNORED_PATTERNS = ("*/*", "consolidated*")
+IGNORED_PATTERNS = ("*/*.json", "*/*.safetensors", "*/*.model", "*/*.txt", "consolidated*")
 
 
 class HubUnreachable(OSError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig, PreTrainedModel
 
+from outrider.checkpoints.causal_lm import said
 from outrider.checkpoints.plain_attention import attention_refusal
 from tree_models.families import Description, describe
 from tree_models.families.common import longest_context
@@ -33,6 +34,9 @@ def description_of(config: PretrainedConfig) -> Description | None:
         return describe(config)
     except FamilyRefused:
         return None
+    # A foreign configuration may have anything in place of a number.
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise ModelRefused(f"{config.model_type}: config.json cannot be used: {said(error)}") from None
 
 
 def text_part(config: PretrainedConfig) -> PretrainedConfig:

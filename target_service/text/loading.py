@@ -24,8 +24,10 @@ _SETTINGS = "tokenizer_config.json"
 _OLDER_NAMES = "special_tokens_map.json"
 _TEMPLATE = "chat_template.jinja"
 _OLDER_TEMPLATE = "chat_template.json"
-# Which of several named templates is for conversations without tools.
+_MORE_TEMPLATES = "additional_chat_templates"
+# Which of several named templates is for conversations without tools, and which for those with them.
 _DEFAULT_TEMPLATE = "default"
+_TOOL_TEMPLATE = "tool_use"
 # Texts that must come back from a tokenizer that was converted from other files. Chosen.
 _MOST_PROBES = 8
 
@@ -166,17 +168,34 @@ def _compare_prefix_space(backend: Tokenizer, settings: Mapping[str, Any]) -> No
 
 
 def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str:
-    """The template of a conversation without tools; empty where the model has none."""
-    try:
-        if (folder / _TEMPLATE).is_file():
-            return (folder / _TEMPLATE).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise TokenizerRefused(f"{_TEMPLATE} cannot be read: {error}") from None
-    found = settings.get("chat_template") or _json(folder / _OLDER_TEMPLATE).get("chat_template")
+    """The template of a conversation; empty where the model has none. Where the model has another for conversations
+    with tools, one template of both."""
+    named = _named_templates(settings.get("chat_template") or _json(folder / _OLDER_TEMPLATE).get("chat_template"))
+    files = [folder / _TEMPLATE, *sorted((folder / _MORE_TEMPLATES).glob("*.jinja"))]
+    for path in files:
+        try:
+            if path.is_file():
+                name = _DEFAULT_TEMPLATE if path.name == _TEMPLATE else path.stem
+                named[name] = path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise TokenizerRefused(f"{path.name} cannot be read: {error}") from None
+    if len(named) == 1:
+        return next(iter(named.values()))
+    default, with_tools = named.get(_DEFAULT_TEMPLATE, ""), named.get(_TOOL_TEMPLATE)
+    if not default or with_tools is None:
+        return default
+    # What prints nothing keeps the spaces beside blocks.
+    nothing = "{{ '' }}"
+    return f"{{% if tools %}}{nothing}{with_tools}{nothing}{{% else %}}{nothing}{default}{nothing}{{% endif %}}"
+
+
+def _named_templates(found: Any) -> dict[str, str]:
+    """Templates by their names, as settings have them: one, a list of objects, or an object."""
+    if isinstance(found, str):
+        return {_DEFAULT_TEMPLATE: found}
     if isinstance(found, list):
-        named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
-        found = named.get(_DEFAULT_TEMPLATE)
-    return found if isinstance(found, str) else ""
+        found = {str(each.get("name")): each.get("template") for each in found if isinstance(each, dict)}
+    return {name: one for name, one in found.items() if isinstance(one, str)} if isinstance(found, dict) else {}
 
 
 def _response_template(settings: Mapping[str, Any]) -> Mapping[str, Any] | None:

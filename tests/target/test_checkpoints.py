@@ -421,6 +421,7 @@ class TestFormats:
             ({"quantization": {"group_size": 64, "bits": 4}}, "MLX"),
             ({"compression_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
             ({"text_config": {"quantization_config": {"quant_method": "fp8"}}}, "fp8"),
+            ({"quantization_config": {"quant_method": "a\nb"}}, "'a\\nb'"),
         ],
     )
     def test_by_config_json(self, settings: dict[str, Any], name: str, folder: Path) -> None:
@@ -538,7 +539,10 @@ class TestConfiguration:
             {"max_position_embeddings": 0},
             {"max_position_embeddings": 10**15},
             {"max_position_embeddings": 512.5},
+            {"max_position_embeddings": 3},
             {"sliding_window": -1},
+            {"rms_norm_eps": float("inf")},
+            {"rms_norm_eps": -1e-6},
         ],
         ids=str,
     )
@@ -554,12 +558,31 @@ class TestConfiguration:
             {"sliding_window": None, "max_window_layers": 28},
             {"layer_types": ["full_attention"] * 2, "full_attention_layers": [0, 1]},
             {"pad_token_id": -1},
+            {"pad_token_id": 32000},
+            {"dtype": "bf16"},
+            {"torch_dtype": "float8_e4m3fn", "dtype": ["no", "such"]},
+            {"quantization_config": []},
+            {"architectures": None},
         ],
         ids=str,
     )
-    def test_sizes_that_published_models_have(self, settings: dict[str, Any], folder: Path) -> None:
+    def test_entries_that_published_models_have(self, settings: dict[str, Any], folder: Path) -> None:
         configure(folder, **settings)
         load(folder)
+
+    @pytest.mark.parametrize("name", ["Qwen2ForCausalLM", "LlamaForCausalLMEagle3", "NoSuchForCausalLM"])
+    def test_another_class_than_the_familys(self, name: str, folder: Path) -> None:
+        configure(folder, architectures=[name])
+        assert refusal(folder).startswith(f"{name} is no causal language model that is served: a llama is a Llama")
+
+    def test_a_part_for_text_in_a_family_that_has_none(self, folder: Path) -> None:
+        configure(folder, text_config={"model_type": "llama"})
+        assert refusal(folder) == "config.json has a text_config, which a llama has not"
+
+    @pytest.mark.parametrize("ends", ["x", [[1]], {}, 1.5, True, ["2"]], ids=str)
+    def test_ends_that_are_no_tokens(self, ends: Any, folder: Path) -> None:
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+        assert refusal(folder).startswith("generation_config.json has eos_token_id ")
 
     @pytest.mark.parametrize("settings", [{"vocab_size": 2**30}, {"intermediate_size": 2**30}], ids=str)
     def test_a_model_much_larger_than_its_files_is_not_made(self, settings: dict[str, Any], folder: Path) -> None:

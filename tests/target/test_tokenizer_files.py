@@ -12,6 +12,8 @@ from tokenizers import AddedToken, Tokenizer
 
 from outrider.heads import tokenizer_fingerprint
 from target_service.text.loading import TokenizerRefused, load_tokenizer
+from target_service.text.prompt_encoder import PromptEncoder
+from target_service.text.tokenizer import ModelTokenizer
 
 TEXT = "The capital of France is Paris, and  a banana\n is yellow. <|im_end|> é"
 CLASSES = (
@@ -109,6 +111,9 @@ def test_spaces_around_added_tokens_are_as_the_file_has_them(tmp_path: Path) -> 
         ("chat_template.jinja", CHAT_TEMPLATE),
         ("chat_template.json", json.dumps({"chat_template": CHAT_TEMPLATE})),
         ("tokenizer_config.json", json.dumps({"chat_template": CHAT_TEMPLATE})),
+        ("tokenizer_config.json", json.dumps({"chat_template": [{"name": "chatml", "template": CHAT_TEMPLATE}]})),
+        ("tokenizer_config.json", json.dumps({"chat_template": {"default": CHAT_TEMPLATE, "rag": "x"}})),
+        ("additional_chat_templates/chatml.jinja", CHAT_TEMPLATE),
         (
             "tokenizer_config.json",
             json.dumps(
@@ -124,8 +129,35 @@ def test_spaces_around_added_tokens_are_as_the_file_has_them(tmp_path: Path) -> 
 )
 def test_where_a_chat_template_may_stand(name: str, content: str, tmp_path: Path) -> None:
     folder_of(tmp_path, byte_level())
+    (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text(content)
-    assert load_tokenizer(tmp_path).chat_template == CHAT_TEMPLATE
+    found = load_tokenizer(tmp_path)
+    assert PromptEncoder(found).chat([{"role": "user", "content": "hello"}]) == found.encode(
+        "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize("place", ["list", "object", "folder"])
+def test_a_template_of_its_own_for_tools(place: str, tmp_path: Path) -> None:
+    with_tools = "  {% for t in tools %}{{ t.function.name }}{% endfor %}\n" + CHAT_TEMPLATE + "\n  "
+    default = "\n  " + CHAT_TEMPLATE + "  \n"
+    named = {"default": default, "tool_use": with_tools, "rag": "x"}
+    folder_of(tmp_path, byte_level())
+    if place == "folder":
+        (tmp_path / "chat_template.jinja").write_text(default)
+        (tmp_path / "additional_chat_templates").mkdir()
+        for name in ("tool_use", "rag"):
+            (tmp_path / "additional_chat_templates" / f"{name}.jinja").write_text(named[name])
+    else:
+        listed = [{"name": name, "template": text} for name, text in named.items()]
+        settings = {"chat_template": named if place == "object" else listed}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    found = load_tokenizer(tmp_path)
+    turns, tools = [{"role": "user", "content": "hello"}], [{"type": "function", "function": {"name": "add"}}]
+    for own, given in ((default, ()), (with_tools, tools)):
+        alone = ModelTokenizer(found.backend, chat_template=own)
+        assert PromptEncoder(found).chat(turns, tools=given) == PromptEncoder(alone).chat(turns, tools=given)
+    assert found.reads_tools
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ FAMILIES: Mapping[str, Family] = {
     "nemotron": others.nemotron,
     "olmo": olmo.olmo,
     "olmo2": olmo.olmo2,
-    "olmo3": olmo.olmo2,
+    "olmo3": olmo.olmo3,
     "olmoe": olmo.olmoe,
     "phi3": phi.phi3,
     "phimoe": phi.phimoe,

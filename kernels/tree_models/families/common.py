@@ -68,8 +68,9 @@ def window(config: Any, layer: int) -> int | None:
     return None if tokens is None else int(tokens)
 
 
-def attention(config: Any, layer: int = 0, **changes: Any) -> AttentionSpec:
-    """Llama's attention with `changes`."""
+def attention(config: Any, layer: int = 0, *, windows: bool = False, **changes: Any) -> AttentionSpec:
+    """Llama's attention with `changes`. Only with `windows` does a configuration's window mean something in the family:
+    others carry one from another model that they were made of."""
     width = head_width(config)
     bias = bool(getattr(config, "attention_bias", False))
     usual: dict[str, Any] = {
@@ -79,7 +80,7 @@ def attention(config: Any, layer: int = 0, **changes: Any) -> AttentionSpec:
         "scaling": width**-0.5,
         "qkv_bias": bias,
         "out_bias": bias,
-        "window": window(config, layer),
+        "window": window(config, layer) if windows else None,
     }
     if "rotary" not in changes:
         usual["rotary"] = rotary(config, width, layer=layer)

@@ -44,7 +44,8 @@ def _gemma(
         raise FamilyRefused("its tokens see later ones")
     feeding = mlp(config, bias=False)
     layers = [layer(attention(config, index, **attending), feeding, norm, **(norms or {})) for index in counted(config)]
-    cap = getattr(config, "final_logit_softcapping", None)
+    # Gemma 1 has none, whatever its configuration says.
+    cap = config.final_logit_softcapping if config.model_type != "gemma" else None
     scale = float(config.hidden_size) ** 0.5
     spec = decoder(config, layers, norm, embedding_scale=scale, logits_cap=None if cap is None else float(cap))
     return Description(spec, names)
@@ -57,4 +58,4 @@ def _norm(config: Any) -> NormSpec:
 def _scores(config: Any) -> dict[str, Any]:
     cap = config.attn_logit_softcapping
     scaling = float(config.query_pre_attn_scalar) ** -0.5
-    return {"scaling": scaling, "score_cap": None if cap is None else float(cap)}
+    return {"windows": True, "scaling": scaling, "score_cap": None if cap is None else float(cap)}

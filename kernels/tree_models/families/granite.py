@@ -48,12 +48,13 @@ def granitemoe(config: Any) -> Description:
 
 def granite_swa(config: Any) -> Description:
     """Granite with windows, sinks, and rotary frequencies of each layer's own."""
-    return _scaled(config, mlp(config), {}, sinks=True)
+    return _scaled(config, mlp(config), {}, windows=True, sinks=True)
 
 
 def granitemoe_swa(config: Any) -> Description:
     """The same with experts."""
-    return _scaled(config, _experts(config, int(config.shared_intermediate_size)), _EXPERTS_SWA, sinks=True)
+    experts = _experts(config, int(config.shared_intermediate_size))
+    return _scaled(config, experts, _EXPERTS_SWA, windows=True, sinks=True)
 
 
 def granitemoehybrid(config: Any) -> Description:

@@ -21,7 +21,7 @@ from tree_models.spec import MLPSpec, PositionScale
 
 
 def llama(config: Any, feeding: MLPSpec | None = None, **attending: Any) -> Description:
-    """Llama 1 to 3.x and Mistral, with another MLP or other attention if they are given."""
+    """Llama 1 to 3.x, with another MLP or other attention if they are given."""
     norm, feeding = rms_norm(config), feeding or mlp(config)
     layers = [layer(attention(config, index, **attending), feeding, norm) for index in counted(config)]
     return Description(decoder(config, layers, norm), WeightNames())
@@ -29,7 +29,7 @@ def llama(config: Any, feeding: MLPSpec | None = None, **attending: Any) -> Desc
 
 def mistral(config: Any) -> Description:
     """Mistral and Ministral: no biases."""
-    return llama(config, mlp(config, bias=False), qkv_bias=False, out_bias=False)
+    return llama(config, mlp(config, bias=False), windows=True, qkv_bias=False, out_bias=False)
 
 
 def ministral3(config: Any) -> Description:
@@ -38,7 +38,7 @@ def ministral3(config: Any) -> Description:
     beta = rope.get("llama_4_scaling_beta")
     scale = PositionScale(float(beta), int(rope["original_max_position_embeddings"])) if beta else None
     turning = replace(rotary(config, head_width(config)), query_scale=scale)
-    return llama(config, mlp(config, bias=False), qkv_bias=False, out_bias=False, rotary=turning)
+    return llama(config, mlp(config, bias=False), windows=True, qkv_bias=False, out_bias=False, rotary=turning)
 
 
 def smollm3(config: Any) -> Description:
@@ -47,7 +47,7 @@ def smollm3(config: Any) -> Description:
     layers = []
     for index in counted(config):
         changes: dict[str, Any] = {} if config.no_rope_layers[index] else {"rotary": None}
-        layers.append(layer(attention(config, index, **changes), feeding, norm))
+        layers.append(layer(attention(config, index, windows=True, **changes), feeding, norm))
     return Description(decoder(config, layers, norm), WeightNames())
 
 

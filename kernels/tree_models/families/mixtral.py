@@ -21,7 +21,7 @@ _EXPERT = "block_sparse_moe.experts.{expert}."
 
 def mixtral(config: Any) -> Description:
     """Mixtral."""
-    return _experts(config, RouterSpec())
+    return _experts(config, RouterSpec(), windows=True)
 
 
 def minimax_m2(config: Any) -> Description:

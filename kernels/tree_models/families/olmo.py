@@ -38,13 +38,18 @@ def olmo(config: Any) -> Description:
     return Description(decoder(config, layers, norm), WeightNames())
 
 
-def olmo2(config: Any) -> Description:
-    """OLMo 2, and 3, which has windows: norms behind each half, and of all queries and keys together."""
+def olmo3(config: Any) -> Description:
+    """OLMo 3: OLMo 2 with windows."""
+    return olmo2(config, windows=True)
+
+
+def olmo2(config: Any, **attending: Any) -> Description:
+    """OLMo 2, with other attention if it is given: norms behind each half, and of all queries and keys together."""
     norm = rms_norm(config)
     behind = {"before_attention": None, "before_mlp": None, "after_attention": norm, "after_mlp": norm}
     heads = HeadNormSpec(norm, "all_heads")
     layers = [
-        layer(attention(config, index, head_norm=heads), mlp(config, bias=False), norm, **behind)
+        layer(attention(config, index, head_norm=heads, **attending), mlp(config, bias=False), norm, **behind)
         for index in counted(config)
     ]
     return Description(decoder(config, layers, norm), WeightNames(**NORMS_BEHIND))

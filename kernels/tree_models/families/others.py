@@ -36,7 +36,7 @@ def cohere2(config: Any) -> Description:
     attending = []
     for index in counted(config):
         windowed = config.layer_types[index] == "sliding_attention" and config.sliding_window is not None
-        attending.append(attention(config, index, rotary=turning if windowed else None))
+        attending.append(attention(config, index, windows=True, rotary=turning if windowed else None))
     return _cohere(config, NormSpec("layer", float(config.layer_norm_eps)), attending)
 
 
@@ -53,7 +53,7 @@ def exaone4(config: Any) -> Description:
     for index in counted(config):
         turns = config.sliding_window is None or config.layer_types[index] == "sliding_attention"
         changes: dict[str, Any] = {} if turns else {"rotary": None}
-        attending = attention(config, index, head_norm=HeadNormSpec(norm), **changes)
+        attending = attention(config, index, windows=True, head_norm=HeadNormSpec(norm), **changes)
         layers.append(LayerSpec(attending, mlp(config, bias=False), None, None, after_attention=norm, after_mlp=norm))
     return Description(decoder(config, layers, norm), WeightNames(**NORMS_BEHIND))
 
@@ -78,7 +78,7 @@ def starcoder2(config: Any) -> Description:
     norm, bias = NormSpec("layer", float(config.norm_epsilon), bias=True), bool(config.use_bias)
     layers = [
         layer(
-            attention(config, index, qkv_bias=bias, out_bias=bias),
+            attention(config, index, windows=True, qkv_bias=bias, out_bias=bias),
             mlp(config, gated=False, bias=bias),
             norm,
         )

@@ -24,7 +24,7 @@ _EXPERT = "block_sparse_moe.experts.{expert}."
 
 def phi3(config: Any) -> Description:
     """Phi-3, 3.5 and 4."""
-    found = llama(config, qkv_bias=False, out_bias=False)
+    found = llama(config, windows=True, qkv_bias=False, out_bias=False)
     return replace(found, names=replace(found.names, qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)))
 
 
@@ -37,7 +37,7 @@ def phimoe(config: Any) -> Description:
     # Texts up to the original context have one scale and longer ones another.
     scaling = config.rope_parameters.get("short_mscale")
     turning = rotary(config, head_width(config), scaling=None if scaling is None else float(scaling))
-    layers = [layer(attention(config, index, rotary=turning), experts, norm) for index in counted(config)]
+    layers = [layer(attention(config, index, windows=True, rotary=turning), experts, norm) for index in counted(config)]
     names = WeightNames(
         router="block_sparse_moe.gate",
         expert_gate_up=(f"{_EXPERT}w1", f"{_EXPERT}w3"),

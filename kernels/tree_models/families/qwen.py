@@ -21,12 +21,12 @@ from tree_models.spec import ExpertsSpec, HeadNormSpec, MLPSpec, RouterSpec
 
 def qwen2(config: Any) -> Description:
     """Qwen2, 2.5 and MiMo: biases of queries, keys and values."""
-    return llama(config, mlp(config, bias=False), qkv_bias=True, out_bias=False)
+    return llama(config, mlp(config, bias=False), windows=True, qkv_bias=True, out_bias=False)
 
 
 def qwen3(config: Any) -> Description:
     """Qwen3: queries and keys of each head are normed."""
-    return llama(config, mlp(config, bias=False), head_norm=HeadNormSpec(rms_norm(config)))
+    return llama(config, mlp(config, bias=False), windows=True, head_norm=HeadNormSpec(rms_norm(config)))
 
 
 def qwen2_moe(config: Any) -> Description:
@@ -65,5 +65,5 @@ def _experts(config: Any, shared: MLPSpec | None, names: dict[str, Any], **atten
         else:
             sparse = index not in config.mlp_only_layers and (index + 1) % config.decoder_sparse_step == 0
         feeding = experts if sparse and experts.count else dense
-        layers.append(layer(attention(config, index, **attending), feeding, norm))
+        layers.append(layer(attention(config, index, windows=True, **attending), feeding, norm))
     return Description(decoder(config, layers, norm), WeightNames(**names))

@@ -45,7 +45,14 @@ def rope_parameters(config: Any, layer: int) -> Mapping[str, Any]:
     """The parameters of a layer's rotary embedding, which some configurations have for each kind of layer."""
     found: Mapping[str, Any] = config.rope_parameters
     kinds = getattr(config, "layer_types", None) or ()
-    return found[kinds[layer]] if kinds and kinds[layer] in found else found
+    if kinds and kinds[layer] in found:
+        own: Mapping[str, Any] = found[kinds[layer]]
+        return own
+    # Beside the parameters, as in Phi-3, it comes first.
+    beside = getattr(config, "original_max_position_embeddings", None)
+    if beside is not None and found.get("rope_type") in _WITH_ORIGINAL:
+        return {**found, "original_max_position_embeddings": beside}
+    return found
 
 
 def _default(parameters: Mapping[str, Any], width: int, longest: int) -> tuple[Tensor, float]:
@@ -109,6 +116,8 @@ def yarn_softness(factor: float, scale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
+# Types that are made of the context that a model was first trained with.
+_WITH_ORIGINAL = ("llama3", "yarn", "longrope")
 _TYPES: Mapping[str, _Frequencies] = {
     "default": _default,
     # Other ones behind the longest context, which is as far as texts go.

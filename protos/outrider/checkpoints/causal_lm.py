@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from outrider.checkpoints.folder import Checkpoint
 from outrider.checkpoints.formats import is_plain_float
@@ -34,28 +35,75 @@ _MTP_JOIN = "eh_proj.weight"
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
 # Numbers that are looked for, where a name may have any.
 _MOST_EXPERTS = 1 << 12
+# A KeyError that is shorter has a name alone.
+_NAME = 60
 # Buffers that are computed; older writers stored them.
 _COMPUTED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|position_ids|masked_bias)")
 
 
 # Configurations that are another family's by a name that transformers does not know.
 _SAME_AS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
+# Names of the same classes, in older configurations and in those of `_SAME_AS`.
+_OTHER_NAMES = ("LLaMAForCausalLM", "KimiK2ForCausalLM", "MiMoForCausalLM")
+# Entries that are not read: types that PyTorch may not know, a padding token that the vocabulary may not have.
+_MEANINGLESS = {
+    "model_type", "auto_map", "dtype", "torch_dtype", "pad_token_id", "transformers_version", "return_dict",
+    "use_cache", "output_attentions", "output_hidden_states", "attn_implementation", "_attn_implementation",
+}  # fmt: skip
 
 
 def read_configuration(folder: Path) -> PretrainedConfig:
     """A folder's config.json by transformers' class for it. Raises `CheckpointRefused` in one line."""
     try:
-        named = read_json_object(folder / "config.json")
-        if (family := _SAME_AS.get(str(named.get("model_type")))) is not None:
-            entries = {name: entry for name, entry in named.items() if name not in ("model_type", "auto_map")}
-            return AutoConfig.for_model(family, **entries)
-        # The model's own code is not run, and transformers does not prompt for it.
-        config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        config.get_text_config()
+        config = _configuration(read_json_object(folder / "config.json"))
+        text = config.get_text_config()
     # A foreign configuration may make transformers raise anything.
     except Exception as error:
-        raise CheckpointRefused(f"config.json cannot be used: {_short(error)}") from None
+        raise CheckpointRefused(f"config.json cannot be used: {said(error)}") from None
+    if not isinstance(text, PretrainedConfig):
+        raise CheckpointRefused(f"config.json has a text_config, which a {config.model_type} has not")
+    _check_architecture(config)
     return config
+
+
+def _configuration(named: Mapping[str, Any]) -> PretrainedConfig:
+    """transformers' configuration of the entries of a config.json. The model's own code is not run."""
+    family = str(named.get("model_type"))
+    family = _SAME_AS.get(family, family)
+    if family == "mistral" and "layer_types" in named:
+        # As transformers has it.
+        family = "ministral"
+    entries = _meant(named)
+    if isinstance(text := named.get("text_config"), Mapping):
+        entries["text_config"] = _meant(text) | {"model_type": text.get("model_type")}
+        if text.get("model_type") is None:
+            del entries["text_config"]["model_type"]
+    config: PretrainedConfig = AutoConfig.for_model(family, **entries)
+    # A family's own may be outside of the vocabulary too.
+    config.pad_token_id = None
+    return config
+
+
+def _meant(named: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries that mean something here: not those without a meaning for a model that is read, whose values may yet
+    be refused. Weights have the type that their headers name."""
+    return {
+        name: entry
+        for name, entry in named.items()
+        if name not in _MEANINGLESS and not (name == "quantization_config" and not entry)
+    }
+
+
+def _check_architecture(config: PretrainedConfig) -> None:
+    """Raise `CheckpointRefused` for a model of another class than transformers has for its family: what has the same
+    tensors may still compute something else."""
+    named, kind = config.architectures, config.model_type
+    usual = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    # Others are told by what they take, and of those with more than text a part may be served.
+    if not named or not isinstance(usual, str) or config.get_text_config() is not config:
+        return
+    if named[0] not in (usual, *_OTHER_NAMES):
+        raise CheckpointRefused(f"{named[0]} is no causal language model that is served: a {kind} is a {usual}")
 
 
 def load_causal_lm(checkpoint: Checkpoint, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -88,7 +136,7 @@ def load_causal_lm(checkpoint: Checkpoint, config: PretrainedConfig, dtype: torc
         raise
     # Conversions of transformers raise anything where tensors do not fit each other.
     except Exception as error:
-        raise CheckpointRefused(f"its weights do not fit its config.json: {_short(error)}") from error
+        raise CheckpointRefused(f"its weights do not fit its config.json: {said(error)}") from error
     _check_report(report, model)
     loaded: PreTrainedModel = model
     return loaded
@@ -101,7 +149,7 @@ def _skeleton(config: PretrainedConfig) -> PreTrainedModel:
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     # A foreign configuration may make transformers raise anything.
     except Exception as error:
-        raise CheckpointRefused(f"no model can be built from its config.json: {_short(error)}") from None
+        raise CheckpointRefused(f"no model can be built from its config.json: {said(error)}") from None
     return model
 
 
@@ -225,15 +273,21 @@ def read_generation_config(folder: Path) -> GenerationConfig | None:
     """A folder's generation_config.json; None where there is none. Raises `CheckpointRefused` in one line."""
     if not (folder / "generation_config.json").exists():
         return None
+    ends = read_json_object(folder / "generation_config.json").get("eos_token_id")
+    if not all(type(one) is int for one in (ends if isinstance(ends, list) else [ends])) and ends is not None:
+        raise CheckpointRefused(f"generation_config.json has eos_token_id {str(ends)[:40]}, expected ids of tokens")
     try:
         return GenerationConfig.from_pretrained(folder, local_files_only=True)
     # A broken file makes transformers raise anything.
     except Exception as error:
-        raise CheckpointRefused(f"generation_config.json cannot be used: {_short(error)}") from None
+        raise CheckpointRefused(f"generation_config.json cannot be used: {said(error)}") from None
 
 
-def _short(error: Exception) -> str:
-    """The first sentence of an error of transformers, whose first line may only announce others."""
+def said(error: Exception) -> str:
+    """The first sentence of an error of transformers or PyTorch, whose first line may only announce others."""
+    if isinstance(error, KeyError) and len(str(error)) < _NAME:
+        # Of a table by names.
+        return f"{error} is not known"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if len(lines) > 1 and lines[0].endswith(":"):
         lines = [f"{lines[0]} {lines[1]}"]

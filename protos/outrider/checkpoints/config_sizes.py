@@ -16,10 +16,14 @@ _POSITIVE = {
 }  # fmt: skip
 _LAYERS = {"num_hidden_layers", "n_layer", "n_layers", "num_layers"}
 _SIZE = re.compile(r"(num|n)_\w+|\w+_(size|dim|dims|rank|heads|layers|experts)|max_position_embeddings|sliding_window")
+# Added to a variance. Published ones are from 1e-12 to 1e-3.
+_EPSILON = re.compile(r"(\w+_)?(eps|epsilon)")
 # Ids and counts are 32 bits wide on devices.
 _MOST = 2**31 - 1
 # In tokens. No model has a longer context, and tables by position are made for all of it.
 LONGEST_CONTEXT = 1 << 24
+# The text by which a model is checked at load has 13.
+_LEAST_CONTEXT = 16
 _POSITIONS = {"max_position_embeddings", "n_positions", "n_ctx"}
 # Modules of some families are made one by one. Published models have up to 512 experts and 1,000 layers.
 _MOST_MODULES = 1 << 16
@@ -31,7 +35,11 @@ def check_sizes(config: Mapping[str, Any], tensor_count: int | None = None) -> N
 
     With `tensor_count`, the number of tensors in the model's files, also for more layers than tensors.
     """
-    for name, value in _sizes(config):
+    for name, value in _entries(config):
+        if _EPSILON.fullmatch(name) and _is_number(value) and not 0 <= value < 1:
+            raise CheckpointRefused(f"config.json has {name} {value}, expected a number from 0 to 1")
+        if not _SIZE.fullmatch(name):
+            continue
         # Some families name a size for each layer, or list layers by their kinds.
         values = [one for one in value if _is_number(one)] if isinstance(value, list) else [value]
         for one in values:
@@ -45,7 +53,7 @@ def check_sizes(config: Mapping[str, Any], tensor_count: int | None = None) -> N
 def _check_size(name: str, value: Any) -> None:
     if type(value) is not int:
         raise CheckpointRefused(f"config.json has {name} {str(value)[:40]!r}, which is no whole number")
-    least = 1 if name in _POSITIVE else 0
+    least = _LEAST_CONTEXT if name == "max_position_embeddings" else 1 if name in _POSITIVE else 0
     if value < least:
         raise CheckpointRefused(f"config.json has {name} {value}, expected at least {least}")
     most = LONGEST_CONTEXT if name in _POSITIONS else _MOST_MODULES if _is_count(name) else _MOST
@@ -61,9 +69,9 @@ def _is_count(name: str) -> bool:
     return name.endswith(("_layers", "_experts", "_heads")) or name in _LAYERS
 
 
-def _sizes(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _entries(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     text = config.get("text_config")
     for holder in (config, text if isinstance(text, Mapping) else {}):
         for name, value in holder.items():
-            if _SIZE.fullmatch(name) and value is not None:
+            if value is not None:
                 yield name, value

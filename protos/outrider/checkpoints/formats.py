@@ -71,7 +71,9 @@ def _by_config(config: Mapping[str, Any]) -> str:
 
 def _method(stated: Mapping[str, Any]) -> str:
     """What a quantiser's settings call its method; empty where they do not."""
-    named = [str(stated[key])[:40] for key in ("quant_method", "quant_algo") if stated.get(key)]
+    found = (str(stated[key])[:40] for key in ("quant_method", "quant_algo") if stated.get(key))
+    # Part of a line that is cut at its first end.
+    named = [one if one.isprintable() else repr(one) for one in found]
     if not named and (stated.get("load_in_4bit") or stated.get("load_in_8bit")):
         return "bitsandbytes"
     return ", ".join(dict.fromkeys(named))

@@ -28,7 +28,11 @@ def attention_refusal(config: PretrainedConfig, *, variants: bool = False) -> st
 
     With `variants`, sliding windows and capped scores are computed too.
     """
+    if getattr(config, "is_causal", True) is False:
+        return "tokens that see later ones (is_causal) are not served"
     kinds = _kinds_of_layers(config)
+    if kinds & _WINDOWED and not getattr(config, "sliding_window", None):
+        return "layers of type sliding_attention without a sliding_window are not served"
     by_blocks = getattr(config, "layers_block_type", None) or getattr(config, "attn_layer_indices", None)
     if by_blocks and not (kinds and kinds <= _PLAIN):
         return "layers that are not attention are not served"

@@ -60,8 +60,8 @@ def refusal_of(folder: Path) -> str:
         # Named after all that it takes; its part for text is one of our layers' families.
         return ""
     architecture = _architecture(folder)
-    if architecture and architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        return f"{architecture} is no causal language model of transformers"
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return f"{architecture or config.model_type} is no causal language model of transformers"
     return ""
 
 

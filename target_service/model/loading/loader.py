@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import cast
 
 import psutil
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from outrider.checkpoints.causal_lm import load_causal_lm, read_configuration, read_generation_config
+from outrider.checkpoints.causal_lm import load_causal_lm, read_configuration, read_generation_config, said
 from outrider.checkpoints.folder import Checkpoint, check_tokenizer
 from outrider.checkpoints.plain_attention import attention_refusal
 from outrider.checkpoints.refusal import CheckpointRefused
@@ -125,11 +127,24 @@ def _network(
         raise ModelRefused(f"{settings.model_type}: {reason} by transformers' layers")
     model = load_causal_lm(checkpoint, settings, getattr(torch, config.dtype)).to(config.device)
     check_supported(settings, model)
-    own = own_logits(model)
+    with _running_transformers():
+        own = own_logits(model)
     if can_pack(model.dtype, model.device):
         pack_linears(model)
     log.info("layers of %s are transformers' own", settings.model_type)
     return TransformersNetwork(model), own
+
+
+@contextmanager
+def _running_transformers() -> Iterator[None]:
+    """Whatever transformers' model of a foreign configuration raises when it is built or run is a `CheckpointRefused`
+    of one line."""
+    try:
+        yield
+    except (CheckpointRefused, WeightsRefused, torch.OutOfMemoryError):
+        raise
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointRefused(f"no model can be run by its config.json: {said(error)}") from error
 
 
 class CheckpointTensors:
@@ -164,7 +179,8 @@ def _decoder(
             source = TextPart(source)
         source = WholeNames(source, description.names)
         decoder = build(description, source, place)
-        differing = layers_that_differ(decoder, settings, source)
+        with _running_transformers():
+            differing = layers_that_differ(decoder, settings, source)
     except WeightsRefused as error:
         raise CheckpointRefused(str(error)) from None
     if differing:
