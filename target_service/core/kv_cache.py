@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-import math
-import mmap
-
 import torch
-from torch import Tensor
 
+from tree_kernels.lazy_memory import lazy_zeros
 from tree_kernels.pages import Pages
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros [shape]. On a CPU they take memory only once they are written, so a large cache costs nothing at start."""
-    count = math.prod(shape)
-    if device.type != "cpu" or not count:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
+from tree_kernels.recurrence import RecurrentStates
 
 
 class KVCache(Pages):
@@ -38,11 +27,14 @@ class KVCache(Pages):
         value_width: int,
         dtype: torch.dtype,
         device: torch.device,
+        recurrent: RecurrentStates | None = None,
     ) -> None:
+        """`recurrent` are the states of layers that have no keys and values; `layers` counts the others."""
         super().__init__(num_pages, page_size)
+        self.recurrent = recurrent
         shape = (layers, num_pages, page_size, kv_heads)
-        self.key_pool = _zeros((*shape, key_width), dtype, device)
-        self.value_pool = _zeros((*shape, value_width), dtype, device)
+        self.key_pool = lazy_zeros((*shape, key_width), dtype, device)
+        self.value_pool = lazy_zeros((*shape, value_width), dtype, device)
         self.keys = list(self.key_pool)
         self.values = list(self.value_pool)
         self.tokens = torch.zeros(num_pages * page_size, dtype=torch.int32, device=device)
@@ -55,4 +47,5 @@ class KVCache(Pages):
     def __str__(self) -> str:
         tokens = self.num_pages * self.page_size
         kind = "keys and values" if self.value_pool.shape[-1] else "latents"
-        return f"{tokens:,} tokens, {kind} of {self.token_bytes:,} bytes each, {tokens * self.token_bytes:,} bytes"
+        size = f"{tokens:,} tokens, {kind} of {self.token_bytes:,} bytes each, {tokens * self.token_bytes:,} bytes"
+        return size if self.recurrent is None else f"{size}, and {self.recurrent}"

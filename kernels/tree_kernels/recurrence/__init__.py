@@ -1,0 +1,30 @@
+"""Recurrent layers over trees of guesses: short convolutions, the gated delta rule, Mamba2.
+
+The state of the last committed token is read, and what a pass's nodes would add is not written: all nodes are solved at
+once with a mask of ancestors, their inputs are kept, and the accepted ones are folded into the state, one after the
+other as in plain decoding, when the next pass begins.
+"""
+
+from tree_kernels.recurrence.dispatch import RecurrenceBackend, RecurrentPass, TreeRecurrence
+from tree_kernels.recurrence.states import RecurrentStates
+from tree_kernels.recurrence.types import (
+    Convolved,
+    HeadsLayout,
+    RecurrencePlan,
+    ShortConvolution,
+    StateRule,
+    StateShape,
+)
+
+__all__ = [
+    "Convolved",
+    "HeadsLayout",
+    "RecurrenceBackend",
+    "RecurrencePlan",
+    "RecurrentPass",
+    "RecurrentStates",
+    "ShortConvolution",
+    "StateRule",
+    "StateShape",
+    "TreeRecurrence",
+]

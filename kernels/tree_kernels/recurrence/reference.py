@@ -1,0 +1,60 @@
+"""The definition: a text's tokens run one after the other, in fp64."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tree_kernels.recurrence.types import HeadsLayout, ShortConvolution, StateRule, StateShape
+
+# Of the length by which queries and keys are divided.
+LENGTH_EPSILON = 1e-6
+
+
+def convolve_text(inputs: Tensor, convolution: ShortConvolution) -> Tensor:
+    """The convolution's outputs [T, C] of a whole text's inputs [T, C]."""
+    weight = convolution.weight.double()
+    taps = weight.shape[1]
+    padded = functional.pad(inputs.double(), (0, 0, taps - 1, 0))
+    outputs = sum(weight[:, tap] * padded[tap : tap + len(inputs)] for tap in range(taps))
+    assert isinstance(outputs, Tensor)
+    if convolution.bias is not None:
+        outputs = outputs + convolution.bias.double()
+    return functional.silu(outputs) if convolution.silu else outputs
+
+
+def run_text(
+    inputs: Tensor, gates: Tensor, convolution: ShortConvolution, shape: StateShape, layout: HeadsLayout
+) -> Tensor:
+    """Outputs of the heads [T, H, Dv] of a whole text, token by token.
+
+    Args:
+        inputs: [T, C], what the convolution reads.
+        gates: [T, G], see `StateShape.gates`.
+        convolution, shape, layout: of the layer.
+    """
+    queries, keys, values = split_heads(convolve_text(inputs, convolution), shape, layout)
+    decays, betas = gates.double().chunk(2, dim=-1)
+    state = torch.zeros(shape.heads, shape.key_width, shape.value_width, dtype=torch.float64)
+    outputs = []
+    for query, key, value, decay, beta in zip(queries, keys, values, decays, betas, strict=True):
+        state = state * decay.exp()[:, None, None]
+        if layout.rule is StateRule.DELTA:
+            value = value - torch.einsum("hk,hkv->hv", key, state)
+        state = state + torch.einsum("hk,hv->hkv", key, beta[:, None] * value)
+        outputs.append(torch.einsum("hk,hkv->hv", query, state))
+    return torch.stack(outputs)
+
+
+def split_heads(rows: Tensor, shape: StateShape, layout: HeadsLayout) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys [R, H, Dk], normed and scaled, and values [R, H, Dv] of the convolution's outputs [R, C]."""
+    group, width = shape.heads // layout.key_heads, layout.key_heads * shape.key_width
+    found = []
+    for start, factor in ((layout.query_at, layout.scaling), (layout.key_at, 1.0)):
+        heads = rows[:, start : start + width].reshape(len(rows), layout.key_heads, shape.key_width)
+        if layout.normed:
+            heads = heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + LENGTH_EPSILON)
+        found.append((heads * factor).repeat_interleave(group, dim=1))
+    values = rows[:, layout.value_at : layout.value_at + shape.heads * shape.value_width]
+    return found[0], found[1], values.reshape(len(rows), shape.heads, shape.value_width)

@@ -1,0 +1,100 @@
+"""What recurrent layers keep of sequences: states, and the inputs of nodes that were not accepted yet.
+
+A state is that of the committed tokens that have been folded into it, `lengths` of them. A pass reads it and does not
+write what its rows add: their inputs are kept in a ring of `window` places, accepted ones are moved right behind the
+root as keys are (`verification.move_accepted`), and the next pass folds them into the state before it reads that. So
+neither the host nor a pass that is launched ahead has to know what was accepted: the length of the prefix says it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from tree_kernels.lazy_memory import lazy_zeros
+from tree_kernels.pages import OutOfPages
+from tree_kernels.recurrence.types import StateShape
+
+
+class RecurrentStates:
+    """Slots of states, one a sequence, of `layers` recurrent layers. Slot 0 is of no sequence: passes that are run to
+    be measured or checked use it.
+
+    `states` [layers, slots, H, Dk, Dv] fp32; `windows` [layers, slots, K - 1, C] the last inputs of the convolution,
+    the oldest first; `lengths` [layers, slots] int32. Of nodes, `inputs` [layers, slots, window, 1, C] and `gates`
+    [layers, slots, window, 1, G] fp32: key `t` of a sequence is at place `t % window`.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        sequences: int,
+        window: int,
+        shape: StateShape,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`window` is the most rows that a tree has, its root among them."""
+        if layers < 1 or sequences < 1 or window < 1:
+            raise ValueError(f"expected layers, sequences and rows, got {layers}, {sequences} and {window}")
+        self.shape, self.window = shape, window
+        slots = sequences + 1
+        self.states = lazy_zeros(
+            (layers, slots, shape.heads, shape.key_width, shape.value_width), torch.float32, device
+        )
+        self.windows = lazy_zeros((layers, slots, shape.taps - 1, shape.channels), dtype, device)
+        self.lengths = lazy_zeros((layers, slots), torch.int32, device)
+        self.inputs = lazy_zeros((layers, slots, window, 1, shape.channels), dtype, device)
+        self.gates = lazy_zeros((layers, slots, window, 1, shape.gates), torch.float32, device)
+        # The lowest last, which is taken first.
+        self._free = list(range(sequences, 0, -1))
+        self._sequences = sequences
+
+    @staticmethod
+    def layer_bytes(shape: StateShape, window: int, dtype: torch.dtype) -> int:
+        """Bytes that one layer keeps of one sequence."""
+        state = shape.heads * shape.key_width * shape.value_width
+        inputs = (window + shape.taps - 1) * shape.channels
+        # The state, gates and the length are of four bytes.
+        return 4 * (state + window * shape.gates + 1) + inputs * dtype.itemsize
+
+    @property
+    def sequence_bytes(self) -> int:
+        """Bytes of one sequence, all layers."""
+        return len(self.lengths) * self.layer_bytes(self.shape, self.window, self.windows.dtype)
+
+    @property
+    def free_slots(self) -> int:
+        """Slots that no sequence has."""
+        return len(self._free)
+
+    def allocate_slot(self) -> int:
+        """A slot for a sequence that begins. Its first pass has no prefix and so reads nothing of what is there. Raises
+        `OutOfPages` where none is free."""
+        if not self._free:
+            raise OutOfPages("every slot of recurrent states has a sequence")
+        return self._free.pop()
+
+    def release_slot(self, slot: int) -> None:
+        """Give a slot back."""
+        assert 0 < slot <= self._sequences and slot not in self._free, f"slot {slot} has no sequence"
+        self._free.append(slot)
+
+    def check_slots(self, owned: Iterable[int]) -> None:
+        """Raise AssertionError unless every slot is free or has one sequence, of those in `owned`."""
+        assert sorted([*self._free, *owned]) == list(range(1, self._sequences + 1)), "a slot was lost or has two owners"
+
+    def move_nodes(self, slot: int, source_keys: Sequence[int], target_keys: Sequence[int]) -> None:
+        """Copy the inputs of nodes at these keys of a sequence to others, of all layers. All sources are read before
+        any target is written."""
+        source, target = (
+            torch.tensor([key % self.window for key in keys], device=self.inputs.device)
+            for keys in (source_keys, target_keys)
+        )
+        for pool in (self.inputs, self.gates):
+            own = pool[:, slot]
+            own.index_copy_(1, target, own.index_select(1, source))
+
+    def __str__(self) -> str:
+        return f"recurrent states of {self._sequences} sequences, {self.sequence_bytes:,} bytes each"

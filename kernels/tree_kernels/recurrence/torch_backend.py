@@ -1,0 +1,224 @@
+"""Recurrent layers over trees in plain PyTorch: the CPU's form, sequence by sequence.
+
+A tree's nodes are solved together from the state S of its last folded token. With G(i) the sum of the logarithms of the
+decays along the path to node i, and D(i, j) = exp(G(i) - G(j)) where j is i or an ancestor of i and else 0, what node i
+adds to the state is k(i) u(i) with
+
+    u(i) = beta(i) * (v(i) - exp(G(i)) k(i) S - sum over ancestors j of D(i, j) (k(i) k(j)) u(j))
+
+and its output is exp(G(i)) q(i) S + sum over j of D(i, j) (q(i) k(j)) u(j). Parents come before their children, so the
+system is triangular. Where the rule is a sum, u(i) = beta(i) * v(i).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tree_kernels.attention.batch import AttentionBatch
+from tree_kernels.attention.tree_mask import ancestor_mask
+from tree_kernels.recurrence.reference import split_heads
+from tree_kernels.recurrence.states import RecurrentStates
+from tree_kernels.recurrence.types import Convolved, HeadsLayout, RecurrencePlan, ShortConvolution, StateRule
+
+# Rows of a prompt that are solved together, as in transformers.
+_CHUNK = 64
+
+
+@dataclass
+class SpanOfRows:
+    """One sequence's share of a plan."""
+
+    start: int
+    end: int
+    slot: int
+    prefix: int
+    mask: Tensor | None  # [n, n] bool, of nodes that may be dropped; None where all rows are known
+    parents: tuple[int, ...] | None  # of a tree; None is a chain
+
+
+@dataclass
+class TorchRecurrencePlan(RecurrencePlan):
+    """What each sequence that has rows does, in the order of the batch."""
+
+    spans: list[SpanOfRows]
+
+
+@dataclass
+class KnownTokens:
+    """Tokens of one sequence that were accepted and are to be folded into its state now: their outputs of the
+    convolution [n, C] and their gates [n, G]."""
+
+    rows: Tensor
+    gates: Tensor
+
+
+@dataclass
+class TorchConvolved(Convolved):
+    """With the tokens of each span that are to be folded."""
+
+    folded: list[KnownTokens]
+
+
+class TorchRecurrence:
+    """See `tree_kernels.recurrence.TreeRecurrence`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def plan(self, batch: AttentionBatch, states: Sequence[int], window: int) -> TorchRecurrencePlan:
+        spans, places = [], [-1] * batch.rows
+        for b, rows in enumerate(batch.row_counts):
+            if not rows:
+                continue
+            start, prefix, parents = batch.query_starts[b], batch.prefix_lengths[b], batch.parents[b]
+            mask = None
+            if rows <= window:
+                mask = ancestor_mask(parents, rows).to(self._device)
+                places[start : start + rows] = [
+                    states[b] * window + key % window for key in range(prefix, prefix + rows)
+                ]
+            elif parents is not None:
+                raise ValueError(f"expected trees of at most {window} rows, got {rows}")
+            spans.append(SpanOfRows(start, start + rows, states[b], prefix, mask, parents))
+        return TorchRecurrencePlan(
+            batch, tuple(states), torch.tensor(places, dtype=torch.int32, device=self._device), spans
+        )
+
+    def convolve(
+        self,
+        plan: RecurrencePlan,
+        states: RecurrentStates,
+        layer: int,
+        inputs: Tensor,
+        gates: Tensor,
+        convolution: ShortConvolution,
+    ) -> TorchConvolved:
+        assert isinstance(plan, TorchRecurrencePlan)
+        output, folded = torch.zeros_like(inputs), []
+        for span in plan.spans:
+            before = self._known(states, layer, span)
+            own = inputs[span.start : span.end]
+            window = states.windows[layer, span.slot]
+            read = torch.cat([window, before.rows, own])
+            kept = len(window) + len(before.rows)
+            # The inputs before a node's own are its ancestors', then those of committed tokens.
+            previous = torch.arange(-1, len(read) - 1, device=read.device)
+            if span.parents is not None:
+                previous[kept + 1 :] = kept + torch.tensor(span.parents[1:], device=read.device)
+            made = _convolved(read, previous, len(window), convolution)
+            folded.append(KnownTokens(made[: len(before.rows)], before.gates))
+            output[span.start : span.end] = made[len(before.rows) :]
+            if span.mask is None:
+                kept += len(own)
+            else:
+                places = torch.arange(span.prefix, span.prefix + len(own), device=read.device) % states.window
+                states.inputs[layer, span.slot, places, 0] = own
+                states.gates[layer, span.slot, places, 0] = gates[span.start : span.end]
+            window.copy_(read[kept - len(window) : kept].clone())
+            states.lengths[layer, span.slot] = span.prefix if span.mask is not None else span.prefix + len(own)
+        return TorchConvolved(output, folded)
+
+    def mix(
+        self,
+        plan: RecurrencePlan,
+        states: RecurrentStates,
+        layer: int,
+        convolved: Convolved,
+        gates: Tensor,
+        layout: HeadsLayout,
+    ) -> Tensor:
+        assert isinstance(plan, TorchRecurrencePlan) and isinstance(convolved, TorchConvolved)
+        shape, rows = states.shape, convolved.rows
+        output = rows.new_zeros(len(rows), shape.heads, shape.value_width)
+        for span, before in zip(plan.spans, convolved.folded, strict=True):
+            state = states.states[layer, span.slot]
+            if not span.prefix:
+                state.zero_()
+            if len(before.rows):
+                _, keys, values = split_heads(before.rows.float(), shape, layout)
+                _fold(state, keys, values, before.gates, layout.rule)
+            queries, keys, values = split_heads(rows[span.start : span.end].float(), shape, layout)
+            of_rows = gates[span.start : span.end]
+            if span.mask is not None:
+                output[span.start : span.end] = _solved(state, queries, keys, values, of_rows, span.mask, layout.rule)[
+                    0
+                ]
+                continue
+            for first in range(0, span.end - span.start, _CHUNK):
+                part = slice(first, first + _CHUNK)
+                count = len(of_rows[part])
+                mask = torch.ones(count, count, dtype=torch.bool, device=state.device).tril_()
+                made, added = _solved(state, queries[part], keys[part], values[part], of_rows[part], mask, layout.rule)
+                output[span.start + first : span.start + first + count] = made
+                state.copy_(added)
+        return output
+
+    def _known(self, states: RecurrentStates, layer: int, span: SpanOfRows) -> KnownTokens:
+        """The inputs of tokens that are committed and not folded yet. A sequence that begins has none."""
+        if not span.prefix:
+            states.windows[layer, span.slot].zero_()
+        first = span.prefix - min(span.prefix, states.window)
+        if span.prefix:
+            first = max(first, min(span.prefix, int(states.lengths[layer, span.slot])))
+        places = torch.arange(first, span.prefix, device=states.inputs.device) % states.window
+        return KnownTokens(states.inputs[layer, span.slot, places, 0], states.gates[layer, span.slot, places, 0])
+
+
+def _convolved(read: Tensor, previous: Tensor, skipped: int, convolution: ShortConvolution) -> Tensor:
+    """Outputs [n - skipped, C] of inputs `read` [n, C], each of which follows that at `previous` [n]."""
+    weight = convolution.weight.float()
+    place = torch.arange(skipped, len(read), device=read.device)
+    made = read.new_zeros(len(place), read.shape[1], dtype=torch.float32)
+    for tap in range(weight.shape[1] - 1, -1, -1):
+        made += weight[:, tap] * read[place]
+        place = previous[place]
+    if convolution.bias is not None:
+        made += convolution.bias.float()
+    return (functional.silu(made) if convolution.silu else made).to(read.dtype)
+
+
+def _fold(state: Tensor, keys: Tensor, values: Tensor, gates: Tensor, rule: StateRule) -> None:
+    """Take tokens into a state [H, Dk, Dv], in place, one after the other."""
+    decays, betas = gates.chunk(2, dim=-1)
+    decays = decays.exp()
+    for key, value, decay, beta in zip(keys, values, decays, betas, strict=True):
+        state.mul_(decay[:, None, None])
+        added = value
+        if rule is StateRule.DELTA:
+            added = value - torch.bmm(key[:, None], state)[:, 0]
+        state.baddbmm_(key[:, :, None], (beta[:, None] * added)[:, None])
+
+
+def _solved(
+    state: Tensor, queries: Tensor, keys: Tensor, values: Tensor, gates: Tensor, mask: Tensor, rule: StateRule
+) -> tuple[Tensor, Tensor]:
+    """Outputs [n, H, Dv] of nodes behind a state [H, Dk, Dv], and the state behind the last node's path.
+
+    A node whose inputs are not finite spoils itself and its descendants, and nothing else.
+    """
+    broken = ~torch.cat([keys.flatten(1), values.flatten(1), gates], dim=1).isfinite().all(dim=1)
+    keys, values = (one.masked_fill(broken[:, None, None], 0.0).transpose(0, 1) for one in (keys, values))
+    queries = queries.transpose(0, 1)
+    logs, betas = gates.masked_fill(broken[:, None], 0.0).T.chunk(2)
+    # Sums along paths in fp64: differences of large sums are small.
+    paths = mask.double()
+    sums = logs.double() @ paths.T
+    weights = (sums[:, :, None] - sums[:, None]).masked_fill_(~mask, float("-inf")).exp().float()
+    reached = sums.exp().float()[..., None]
+    added = values
+    if rule is StateRule.DELTA:
+        added = values - reached * torch.bmm(keys, state)
+    added = betas[..., None] * added
+    if rule is StateRule.DELTA and len(mask) > 1:
+        system = betas[..., None] * torch.bmm(keys, keys.transpose(1, 2)) * weights
+        added = torch.linalg.solve_triangular(system, added, upper=False, unitriangular=True)
+    outputs = reached * torch.bmm(queries, state)
+    outputs += torch.bmm(torch.bmm(queries, keys.transpose(1, 2)) * weights, added)
+    outputs[:, (paths @ broken.double()) > 0] = float("nan")
+    behind = reached[:, -1:] * state + torch.bmm((weights[:, -1, :, None] * keys).transpose(1, 2), added)
+    return outputs.transpose(0, 1), behind

@@ -1,0 +1,88 @@
+"""What a kind of recurrent layer computes between its products, and what is kept of a sequence.
+
+Symbols: R rows, C channels of the convolution, K its taps, G gates, H heads of the state, Dk and Dv its widths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from torch import Tensor
+
+from tree_kernels.attention.batch import AttentionBatch
+
+
+class StateRule(StrEnum):
+    """How a token changes the state S [Dk, Dv] of a head, which decays by exp(g) first.
+
+    DELTA: S += k (beta * (v - k S)), the gated delta rule (arXiv 2412.06464). SUM: S += k (beta * v), that of Mamba2
+    (arXiv 2405.21060). A head's output is q S.
+    """
+
+    DELTA = "delta"
+    SUM = "sum"
+
+
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """Sizes of what one recurrent layer keeps of a sequence. Without heads, only its convolution's last inputs."""
+
+    channels: int
+    taps: int
+    heads: int = 0
+    key_width: int = 0
+    value_width: int = 0
+
+    def __post_init__(self) -> None:
+        if self.channels < 1 or self.taps < 2:
+            raise ValueError(f"expected channels and at least two taps, got {self.channels} and {self.taps}")
+
+    @property
+    def gates(self) -> int:
+        """G, gates of a token: of each head the logarithm of its decay, then of each head its beta."""
+        return 2 * self.heads
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShortConvolution:
+    """A causal convolution of each channel by itself: output t is the sum of weight[:, j] * input t - K + 1 + j."""
+
+    weight: Tensor  # [C, K]
+    bias: Tensor | None = None  # [C]
+    silu: bool = False  # of the output
+
+
+@dataclass(frozen=True, slots=True)
+class HeadsLayout:
+    """Where the convolution's outputs have queries, keys and values, and how heads use them.
+
+    Queries and keys are `key_heads` of Dk numbers each, shared by consecutive heads of values. `normed` divides both by
+    their length (the root of the sum of squares and 1e-6). `scaling` multiplies queries.
+    """
+
+    rule: StateRule
+    key_heads: int
+    query_at: int
+    key_at: int
+    value_at: int
+    normed: bool = False
+    scaling: float = 1.0
+
+
+@dataclass
+class RecurrencePlan:
+    """The index work of one step, done once and used by every layer. Backends add their own."""
+
+    batch: AttentionBatch
+    # [B] the slot of each sequence's state.
+    states: tuple[int, ...]
+    # [R] int32, where each row's inputs are kept until it is accepted or not; negative for rows that are known already.
+    node_slots: Tensor
+
+
+@dataclass
+class Convolved:
+    """What the convolution makes of a step's rows. Backends add what they made of the tokens before."""
+
+    rows: Tensor  # [R, C]
